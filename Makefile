@@ -1,0 +1,71 @@
+# make demo      sets everything up in .venv, trains the digits example on 2 processes, says where the results lie
+# make test      the same set-up, then all fast tests and checks
+# make test-all  the slow ones too
+# make bench     the benchmarks (benchmarks/README.md)
+# make clean     removes what these made
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+CMAKE := $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja
+NATIVE := $(shell find native bindings CMakeLists.txt -type f 2>/dev/null)
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test test-all setup check native sanitized python bench format clean
+
+demo: setup
+	$(BIN)/photinus run --nproc-per-node 2 examples/digits/train.py --backend photinus --out runs/digits
+
+test: setup check native sanitized python
+
+test-all: setup check native sanitized
+	$(BIN)/python -m pytest -m "slow or not slow" tests
+
+setup: $(VENV)/.installed
+
+$(VENV)/.tools: constraints.txt
+	@$(PYTHON) tools/check_machine.py
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) scikit-build-core nanobind cmake ninja
+	@touch $@
+
+# An editable install: Python files are used where they lie, the native module is rebuilt when its sources change.
+$(VENV)/.installed: $(VENV)/.tools pyproject.toml $(NATIVE)
+	$(PIP) --no-build-isolation --editable '.[test]'
+	@touch $@
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python tools/check_layers.py
+	$(BIN)/clang-format --dry-run --Werror $(filter %.h %.cc,$(NATIVE))
+
+native: setup
+	$(CMAKE) -S native -B build/native > build-native.log 2>&1 || { cat build-native.log; exit 1; }
+	@rm -f build-native.log
+	$(BIN)/ninja -C build/native --quiet
+	$(BIN)/ctest --test-dir build/native --output-on-failure --no-tests=error
+
+# The same native tests with the address, undefined-behaviour and thread sanitizers.
+sanitized: setup
+	for sanitizer in address thread; do \
+	  $(CMAKE) -S native -B build/$$sanitizer -DPHOTINUS_SANITIZE=$$sanitizer > /dev/null && \
+	  $(BIN)/ninja -C build/$$sanitizer --quiet && \
+	  $(BIN)/ctest --test-dir build/$$sanitizer --output-on-failure --no-tests=error || exit 1; \
+	done
+
+python: setup
+	$(BIN)/python -m pytest tests
+
+bench: setup
+	$(BIN)/python benchmarks/all_reduce.py
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(filter %.h %.cc,$(NATIVE))
+
+clean:
+	rm -rf $(VENV) build

@@ -1,0 +1,63 @@
+"""Photinus trains one PyTorch model on many devices in unison.
+
+Same script, one device or many; same mathematics. The names below are loaded when first used, so that the
+command line starts without torch and the engine works where torch is not installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .parallel import DistributedDataParallel as DistributedDataParallel
+    from .parallel import SyncBatchNorm as SyncBatchNorm
+    from .trainer import Loop as Loop
+    from .trainer import Trainer as Trainer
+    from .trainer import backward as backward
+    from .trainer import evaluate as evaluate
+    from .trainer import init as init
+    from .trainer import load as load
+    from .trainer import loader as loader
+    from .trainer import save as save
+    from .trainer import wrap as wrap
+    from .world import World as World
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "DistributedDataParallel": "photinus.parallel",
+    "SyncBatchNorm": "photinus.parallel",
+    "Loop": "photinus.trainer",
+    "Trainer": "photinus.trainer",
+    "backward": "photinus.trainer",
+    "evaluate": "photinus.trainer",
+    "init": "photinus.trainer",
+    "load": "photinus.trainer",
+    "loader": "photinus.trainer",
+    "save": "photinus.trainer",
+    "wrap": "photinus.trainer",
+    "World": "photinus.world",
+}
+
+__all__ = ["__version__", *sorted(_HOMES)]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'photinus' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+# A script that imports torch first gets the backend registered at once; one that imports torch later gets it through
+# the torch.backends entry point.
+if "torch" in sys.modules:
+    importlib.import_module("photinus.backend")

@@ -1,0 +1,73 @@
+"""Every environment variable that Photinus reads, declared once.
+
+An explicit argument always beats a variable, and a variable beats the default. Variables of the field
+(RANK, WORLD_SIZE, ...) are read in `photinus.world`, which knows the launchers that set them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Variable(Generic[T]):
+    """One environment variable: its name, how its text becomes a value, its default, and what it is for."""
+
+    name: str
+    parse: Callable[[str], T]
+    default: T
+    meaning: str
+
+    def get(self) -> T:
+        """The value in force. Raises ValueError that names the variable when its text cannot be parsed."""
+        text = os.environ.get(self.name)
+        if text is None or text == "":
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise ValueError(f"environment variable {self.name}={text!r}: {error} ({self.meaning})") from None
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise ValueError("needs a number of seconds above 0")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError("needs a whole number above 0")
+    return value
+
+
+EXPECTED_WORLD_SIZE: Variable[int | None] = Variable(
+    "PHOTINUS_WORLD_SIZE",
+    _count,
+    None,
+    "world size that the launcher means; set by `photinus run`, checked by init and by the backend",
+)
+TIMEOUT_S: Variable[float] = Variable(
+    "PHOTINUS_TIMEOUT_S", _seconds, 300.0, "deadline in seconds of a collective for which no other was given"
+)
+HOST_ID: Variable[str | None] = Variable(
+    "PHOTINUS_HOST_ID",
+    str,
+    None,
+    "identity of this host; ranks with equal identities share memory (default: found out)",
+)
+BACKEND: Variable[str] = Variable(
+    "PHOTINUS_BACKEND", str, "auto", "torch.distributed backend that photinus.init uses when none is given"
+)
+ATTEMPT: Variable[int] = Variable(
+    "TORCHELASTIC_RESTART_COUNT", int, 0, "how often the launcher has restarted the workers; set by the launcher"
+)
+
+ALL: tuple[Variable[object], ...] = (EXPECTED_WORLD_SIZE, TIMEOUT_S, HOST_ID, BACKEND, ATTEMPT)  # type: ignore[assignment]
