@@ -1,0 +1,179 @@
+// The Python module photinus._native: the engine with nothing added but the interpreter's ways. The
+// interpreter lock is released in every wait; errors become the classes of photinus.errors; Ctrl-C ends a
+// wait.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+
+#include <memory>
+#include <string>
+
+#include "base/cores.h"
+#include "base/error.h"
+#include "communicator.h"
+#include "kernels/reduce.h"
+#include "transport/local_group.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace photinus {
+namespace {
+
+// The class of photinus.errors (or the built-in one) that stands for an engine error.
+nb::object python_class(ErrorKind kind) {
+  auto own = [](const char* name) { return nb::object(nb::module_::import_("photinus.errors").attr(name)); };
+  switch (kind) {
+    case ErrorKind::peer_lost:
+      return own("PeerLostError");
+    case ErrorKind::timeout:
+      return own("CollectiveTimeoutError");
+    case ErrorKind::mismatch:
+      return own("MismatchError");
+    case ErrorKind::aborted:
+      return own("AbortedError");
+    case ErrorKind::interrupted:
+      return nb::borrow(PyExc_KeyboardInterrupt);
+    case ErrorKind::invalid_argument:
+      return nb::borrow(PyExc_ValueError);
+    case ErrorKind::system:
+      return nb::borrow(PyExc_OSError);
+  }
+  return nb::borrow(PyExc_RuntimeError);
+}
+
+// Asks the interpreter whether a signal's handler has raised; handlers run on the main thread only.
+bool signal_arrived() {
+  nb::gil_scoped_acquire locked;
+  return PyErr_CheckSignals() != 0;
+}
+
+nb::object error_of(const Work& work) {
+  std::exception_ptr error = work.error();
+  if (!error) return nb::none();
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& e) {
+    return python_class(e.kind())(e.what());
+  }
+}
+
+// Bytes in this process's arena as a Python buffer; the block is given back when the last view of it is
+// dropped.
+class ArenaBuffer {
+ public:
+  ArenaBuffer(std::shared_ptr<Arena> arena, size_t bytes)
+      : arena_(std::move(arena)), bytes_(bytes), address_(arena_->allocate(bytes)) {}
+  ~ArenaBuffer() { arena_->free(address_); }
+  ArenaBuffer(const ArenaBuffer&) = delete;
+  ArenaBuffer& operator=(const ArenaBuffer&) = delete;
+
+  static int get_buffer(PyObject* self, Py_buffer* view, int flags) {
+    auto* buffer = nb::inst_ptr<ArenaBuffer>(nb::handle(self));
+    return PyBuffer_FillInfo(view, self, buffer->address_, static_cast<Py_ssize_t>(buffer->bytes_), 0, flags);
+  }
+
+  uintptr_t address() const { return reinterpret_cast<uintptr_t>(address_); }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  std::shared_ptr<Arena> arena_;
+  size_t bytes_;
+  std::byte* address_;
+};
+
+PyType_Slot arena_buffer_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(ArenaBuffer::get_buffer)},
+                                    {0, nullptr}};
+
+std::shared_ptr<Communicator> connect(uint32_t rank, uint32_t world_size, const std::string& address,
+                                      double timeout_s, const std::string& name) {
+  Communicator::Options options;
+  options.rank = rank;
+  options.world_size = world_size;
+  options.address = address;
+  options.timeout_s = timeout_s;
+  options.name = name;
+  nb::gil_scoped_release unlocked;
+  return Communicator::create(options);
+}
+
+std::shared_ptr<Work> submit(Communicator& communicator, uint8_t operation, uintptr_t send, uintptr_t recv,
+                             uint64_t elems, uint8_t dtype, uint8_t reduction, uint32_t root,
+                             double timeout_s, bool asynchronous) {
+  Call call{static_cast<Operation>(operation), static_cast<Dtype>(dtype), static_cast<Reduction>(reduction),
+            root, elems};
+  nb::gil_scoped_release unlocked;
+  auto work = communicator.submit(call, reinterpret_cast<const void*>(send), reinterpret_cast<void*>(recv),
+                                  timeout_s, asynchronous);
+  if (!asynchronous) work->wait(0, signal_arrived);
+  return work;
+}
+
+}  // namespace
+}  // namespace photinus
+
+NB_MODULE(_native, m) {
+  using namespace photinus;
+
+  // Tensors in the arena that live in module globals are still there when the interpreter ends; that is no
+  // mistake of the user's, so it deserves no report on the screen.
+  nb::set_leak_warnings(false);
+
+  nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
+    try {
+      std::rethrow_exception(thrown);
+    } catch (const Error& error) {
+      // A signal's handler has set its own exception, which is the one to raise.
+      if (error.kind() == ErrorKind::interrupted && PyErr_Occurred()) return;
+      PyErr_SetString(python_class(error.kind()).ptr(), error.what());
+    }
+  });
+
+  m.def("new_address", &new_address);
+  m.def("usable_cores", &usable_cores);
+  m.def("instruction_set", [] { return std::string(name(best_instruction_set())); });
+  m.def("arena_used_bytes", [] { return Arena::of_this_process()->used_bytes(); });
+
+  nb::dict dtypes, reductions, operations;
+  for (uint8_t i = 0; i < kDtypeCount; ++i) dtypes[name(static_cast<Dtype>(i))] = i;
+  for (uint8_t i = 0; i < kReductionCount; ++i) reductions[name(static_cast<Reduction>(i))] = i;
+  for (uint8_t i = 0; i < kOperationCount; ++i) operations[name(static_cast<Operation>(i))] = i;
+  m.attr("DTYPES") = dtypes;
+  m.attr("REDUCTIONS") = reductions;
+  m.attr("OPERATIONS") = operations;
+
+  nb::class_<ArenaBuffer>(m, "ArenaBuffer", nb::type_slots(arena_buffer_slots))
+      .def("__init__",
+           [](ArenaBuffer* self, size_t bytes) { new (self) ArenaBuffer(Arena::of_this_process(), bytes); })
+      .def_prop_ro("address", &ArenaBuffer::address)
+      .def_prop_ro("nbytes", &ArenaBuffer::bytes);
+
+  nb::class_<Work>(m, "Work")
+      .def(
+          "wait",
+          [](Work& work, double timeout_s) {
+            nb::gil_scoped_release unlocked;
+            work.wait(timeout_s, signal_arrived);
+          },
+          "timeout_s"_a = 0.0)
+      .def("is_completed", &Work::is_completed)
+      .def("error", &error_of)
+      .def("duration_s", &Work::duration_s)
+      .def_prop_ro("description", &Work::description);
+
+  nb::class_<Communicator>(m, "Communicator")
+      .def_static("connect", &connect, "rank"_a, "world_size"_a, "address"_a, "timeout_s"_a, "name"_a)
+      .def_prop_ro("rank", &Communicator::rank)
+      .def_prop_ro("world_size", &Communicator::world_size)
+      .def("submit", &submit, "operation"_a, "send"_a, "recv"_a, "elems"_a, "dtype"_a, "reduction"_a,
+           "root"_a, "timeout_s"_a, "asynchronous"_a)
+      .def("abort", &Communicator::abort, "reason"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("set_reason", &Communicator::set_reason, "reason"_a)
+      .def("close", &Communicator::close, nb::call_guard<nb::gil_scoped_release>())
+      .def("explain", [](const Communicator& communicator, uint8_t operation, uint64_t elems, uint8_t dtype,
+                         bool in_arena) {
+        return communicator.explain(
+            {static_cast<Operation>(operation), static_cast<Dtype>(dtype), Reduction::sum, 0, elems},
+            in_arena);
+      });
+}

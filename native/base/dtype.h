@@ -1,0 +1,28 @@
+// Element types, reductions and operations: codes that stand in shared memory and in the Python tables, with
+// names.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace photinus {
+
+enum class Dtype : uint8_t { float32, float64, float16, bfloat16, int8, int16, int32, int64, uint8, boolean };
+inline constexpr uint8_t kDtypeCount = 10;
+
+// avg divides the sum by the number of ranks: floating types once, after the sum (narrow ones before their
+// one rounding); integers truncate towards zero. On boolean, sum and max are "or", product and min are "and".
+enum class Reduction : uint8_t { sum, avg, min, max, product };
+inline constexpr uint8_t kReductionCount = 5;
+
+enum class Operation : uint8_t { all_reduce, broadcast, all_gather, reduce_scatter, barrier };
+inline constexpr uint8_t kOperationCount = 5;
+
+size_t size_bytes(Dtype dtype);
+const char* name(Dtype dtype);
+const char* name(Reduction reduction);
+const char* name(Operation operation);
+bool has_reduction(Operation operation);
+bool has_root(Operation operation);
+
+}  // namespace photinus

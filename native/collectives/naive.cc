@@ -1,0 +1,193 @@
+#include "collectives/naive.h"
+
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+#include "base/error.h"
+
+namespace photinus {
+namespace {
+
+// Narrow floats: value and rounding by definition (sign, exponent, significand), not by bit tricks.
+struct Narrow {
+  int significand_bits, exponent_bits;
+};
+constexpr Narrow kHalf{10, 5}, kBrain{7, 8};
+
+float widen(uint16_t word, Narrow format) {
+  const int bias = (1 << (format.exponent_bits - 1)) - 1;
+  const int exponent = (word >> format.significand_bits) & ((1 << format.exponent_bits) - 1);
+  const int significand = word & ((1 << format.significand_bits) - 1);
+  const float sign = (word & 0x8000) ? -1.0f : 1.0f;
+  if (exponent == (1 << format.exponent_bits) - 1)
+    return significand ? std::numeric_limits<float>::quiet_NaN()
+                       : sign * std::numeric_limits<float>::infinity();
+  if (exponent == 0)
+    return sign * std::ldexp(static_cast<float>(significand), 1 - bias - format.significand_bits);
+  return sign * std::ldexp(1.0f + std::ldexp(static_cast<float>(significand), -format.significand_bits),
+                           exponent - bias);
+}
+
+uint16_t narrow(float value, Narrow format) {
+  const int bias = (1 << (format.exponent_bits - 1)) - 1, top = (1 << format.exponent_bits) - 1;
+  const auto sign = static_cast<uint16_t>(std::signbit(value) ? 0x8000 : 0);
+  auto make = [&](int exponent, int significand) {
+    return static_cast<uint16_t>(sign | (exponent << format.significand_bits) | significand);
+  };
+  if (std::isnan(value)) return make(top, 1 << (format.significand_bits - 1));
+  double magnitude = std::fabs(static_cast<double>(value));
+  if (std::isinf(magnitude)) return make(top, 0);
+  int exponent = magnitude > 0 ? std::ilogb(magnitude) : 1 - bias;
+  if (exponent < 1 - bias) exponent = 1 - bias;  // subnormals share the smallest exponent
+  // How many steps of the format's spacing; nearbyint rounds to nearest, ties to even, and the double holds
+  // it exactly.
+  double steps = std::nearbyint(std::ldexp(magnitude, format.significand_bits - exponent));
+  if (steps >= std::ldexp(1.0, format.significand_bits + 1)) {
+    steps /= 2;
+    ++exponent;
+  }
+  if (exponent > bias) return make(top, 0);
+  const int whole = static_cast<int>(steps), hidden = 1 << format.significand_bits;
+  return whole >= hidden ? make(exponent + bias, whole - hidden) : make(0, whole);
+}
+
+template <class T>
+T read(const Bytes& bytes, uint64_t index) {
+  T value;
+  std::memcpy(&value, bytes.data() + index * sizeof(T), sizeof(T));
+  return value;
+}
+
+template <class T>
+void write(Bytes& bytes, uint64_t index, T value) {
+  std::memcpy(bytes.data() + index * sizeof(T), &value, sizeof(T));
+}
+
+template <class T>
+T combine_floats(T a, T b, Reduction reduction) {
+  switch (reduction) {
+    case Reduction::sum:
+    case Reduction::avg:
+      return a + b;
+    case Reduction::product:
+      return a * b;
+    case Reduction::min:
+      return std::isnan(a) ? a : std::isnan(b) ? b : (b < a ? b : a);
+    case Reduction::max:
+      return std::isnan(a) ? a : std::isnan(b) ? b : (b > a ? b : a);
+  }
+  return a;
+}
+
+template <class T>
+T combine_integers(T a, T b, Reduction reduction) {
+  using Wide = unsigned long long;  // wraps, and the low bits are those of the narrow type
+  switch (reduction) {
+    case Reduction::sum:
+    case Reduction::avg:
+      return static_cast<T>(static_cast<Wide>(a) + static_cast<Wide>(b));
+    case Reduction::product:
+      return static_cast<T>(static_cast<Wide>(a) * static_cast<Wide>(b));
+    case Reduction::min:
+      return b < a ? b : a;
+    case Reduction::max:
+      return b > a ? b : a;
+  }
+  return a;
+}
+
+// One element: sources in rank order, element `index` of each.
+void reduce_element(const Call& call, const std::vector<Bytes>& inputs, uint64_t index, Bytes& out,
+                    uint64_t to) {
+  const auto ranks = inputs.size();
+  auto fold = [&](auto first, auto&& load, auto&& combine) {
+    for (size_t r = 1; r < ranks; ++r) first = combine(first, load(r), call.reduction);
+    return first;
+  };
+  auto floats = [&](auto&& load) {
+    auto value = fold(load(0), load, [](auto a, auto b, Reduction how) { return combine_floats(a, b, how); });
+    return call.reduction == Reduction::avg ? value / static_cast<decltype(value)>(ranks) : value;
+  };
+  auto integers = [&]<class T>(T) {
+    if (call.reduction == Reduction::avg) {
+      unsigned long long sum = 0;
+      for (const Bytes& input : inputs)
+        sum += static_cast<unsigned long long>(static_cast<long long>(read<T>(input, index)));
+      return write<T>(out, to, static_cast<T>(static_cast<long long>(sum) / static_cast<long long>(ranks)));
+    }
+    auto load = [&](size_t r) { return read<T>(inputs[r], index); };
+    write<T>(out, to,
+             fold(load(0), load, [](T a, T b, Reduction how) { return combine_integers<T>(a, b, how); }));
+  };
+  switch (call.dtype) {
+    case Dtype::float32:
+      return write(out, to, floats([&](size_t r) { return read<float>(inputs[r], index); }));
+    case Dtype::float64:
+      return write(out, to, floats([&](size_t r) { return read<double>(inputs[r], index); }));
+    case Dtype::float16:
+      return write(
+          out, to,
+          narrow(floats([&](size_t r) { return widen(read<uint16_t>(inputs[r], index), kHalf); }), kHalf));
+    case Dtype::bfloat16:
+      return write(
+          out, to,
+          narrow(floats([&](size_t r) { return widen(read<uint16_t>(inputs[r], index), kBrain); }), kBrain));
+    case Dtype::int8:
+      return integers(int8_t{});
+    case Dtype::int16:
+      return integers(int16_t{});
+    case Dtype::int32:
+      return integers(int32_t{});
+    case Dtype::int64:
+      return integers(int64_t{});
+    case Dtype::uint8:
+      return integers(uint8_t{});
+    case Dtype::boolean: {
+      const bool any = call.reduction == Reduction::sum || call.reduction == Reduction::max;
+      bool value = !any;
+      for (const Bytes& input : inputs) {
+        bool x = read<uint8_t>(input, index) != 0;
+        value = any ? value || x : value && x;
+      }
+      return write<uint8_t>(out, to, value);
+    }
+  }
+}
+
+}  // namespace
+
+std::vector<Bytes> naive(const Call& call, const std::vector<Bytes>& inputs) {
+  const size_t size = size_bytes(call.dtype), ranks = inputs.size();
+  std::vector<Bytes> outputs(ranks);
+  for (size_t r = 0; r < ranks; ++r) {
+    Bytes& out = outputs[r];
+    switch (call.operation) {
+      case Operation::all_reduce:
+        if (r > 0) {
+          out = outputs[0];
+          break;
+        }
+        out.resize(call.elems * size);
+        for (uint64_t i = 0; i < call.elems; ++i) reduce_element(call, inputs, i, out, i);
+        break;
+      case Operation::reduce_scatter:
+        out.resize(call.elems * size);
+        for (uint64_t i = 0; i < call.elems; ++i) reduce_element(call, inputs, r * call.elems + i, out, i);
+        break;
+      case Operation::broadcast:
+        out = inputs[call.root];
+        break;
+      case Operation::all_gather:
+        for (const Bytes& input : inputs) out.insert(out.end(), input.begin(), input.end());
+        break;
+      case Operation::barrier:
+        break;
+    }
+  }
+  return outputs;
+}
+
+}  // namespace photinus

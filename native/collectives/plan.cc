@@ -1,0 +1,75 @@
+#include "collectives/plan.h"
+
+#include "base/error.h"
+
+namespace photinus {
+namespace {
+
+const char* name(Counter counter) {
+  constexpr const char* names[kCounterCount] = {"posted", "staged", "reduced", "finished"};
+  return names[static_cast<size_t>(counter)];
+}
+
+std::string print(const Region& region) {
+  constexpr const char* names[] = {"-", "send", "recv", "flat", "slot"};
+  std::string rank = region.rank == kEveryone ? "*" : text("%u", region.rank);
+  return text("%s[%s]+%llu", names[static_cast<size_t>(region.place)], rank.c_str(),
+              static_cast<unsigned long long>(region.offset_bytes));
+}
+
+std::string print(const Step& step) {
+  auto bytes = static_cast<unsigned long long>(step.bytes),
+       value = static_cast<unsigned long long>(step.value);
+  switch (step.kind) {
+    case Step::Kind::copy:
+      return text("copy %llu %s <- %s", bytes, print(step.to).c_str(), print(step.from).c_str());
+    case Step::Kind::reduce:
+      return text("reduce %llu %s <- %s (own %s)%s", bytes, print(step.to).c_str(), print(step.from).c_str(),
+                  print(step.own).c_str(),
+                  step.also.place == Place::none ? "" : (" also " + print(step.also)).c_str());
+    case Step::Kind::advance:
+      return text("advance %s to %llu", name(step.counter), value);
+    case Step::Kind::wait:
+      return step.rank == kEveryone
+                 ? text("wait until all %s %llu", name(step.counter), value)
+                 : text("wait until rank %u %s %llu", step.rank, name(step.counter), value);
+  }
+  return "?";
+}
+
+}  // namespace
+
+const char* name(Algorithm algorithm) {
+  constexpr const char* names[] = {"flat", "arena", "staged"};
+  return names[static_cast<size_t>(algorithm)];
+}
+
+Step copy_step(Region to, Region from, uint64_t bytes) {
+  Step step{Step::Kind::copy};
+  step.to = to;
+  step.from = from;
+  step.bytes = bytes;
+  return step;
+}
+
+Step advance_step(Counter counter, uint64_t value) {
+  Step step{Step::Kind::advance, counter};
+  step.value = value;
+  return step;
+}
+
+Step wait_step(Counter counter, uint64_t value, uint32_t rank) {
+  Step step{Step::Kind::wait, counter, rank};
+  step.value = value;
+  return step;
+}
+
+std::string print(const Plan& plan) {
+  std::string out = text("%s\n", name(plan.algorithm));
+  for (const Step& step : plan.before) out += "  " + print(step) + "\n";
+  out += "  meet\n";
+  for (const Step& step : plan.after) out += "  " + print(step) + "\n";
+  return out;
+}
+
+}  // namespace photinus

@@ -1,0 +1,89 @@
+// A collective as plain data: the steps that one rank does, in order. Plans are pure functions of the call,
+// so they can be printed, and tested by a simulator that runs the ranks' steps in any interleaving
+// (tests/plan_test.cc); the executor does the same steps on real memory.
+//
+// All ranks "meet" between the two parts of a plan: each posts its call's descriptor after `before` and sees
+// everyone's before `after`. Meeting orders memory: what a rank wrote before it is visible to all after it.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/dtype.h"
+#include "memory/mailbox.h"
+
+namespace photinus {
+
+inline constexpr uint32_t kEveryone = UINT32_MAX;
+
+// Where bytes lie. send and recv are a rank's own tensors (a peer's can be reached only when they lie in its
+// arena); flat is the rank's small slot that alternates with the sequence number; slot is its ring of chunk
+// slots.
+enum class Place : uint8_t { none, send, recv, flat, slot };
+
+struct Region {
+  Place place = Place::none;
+  uint32_t rank = 0;
+  uint64_t offset_bytes = 0;
+};
+
+struct Step {
+  enum class Kind : uint8_t {
+    copy,    // `bytes` from `from` to `to`
+    reduce,  // `bytes` of every rank's region like `from` (its rank is ignored; the own is `own`), in rank
+             // order, into `to`, and into `also` (for every peer if its rank is kEveryone)
+    advance,  // the own `counter` to `value`
+    wait,     // until `counter` of `rank` (or kEveryone) is at least `value`
+  };
+  Kind kind;
+  Counter counter = Counter::posted;
+  uint32_t rank = kEveryone;
+  uint64_t value = 0;
+  uint64_t bytes = 0;
+  Region to{}, from{}, own{}, also{};
+};
+
+Step copy_step(Region to, Region from, uint64_t bytes);
+Step advance_step(Counter counter, uint64_t value);
+Step wait_step(Counter counter, uint64_t value, uint32_t rank = kEveryone);
+
+enum class Algorithm : uint8_t {
+  flat,    // small: everyone copies in, meets, and reads everyone; one exchange
+  arena,   // the tensors lie in shared memory: peers read them where they are
+  staged,  // ordinary memory: through slots, chunk by chunk, copying and adding overlapped
+};
+const char* name(Algorithm algorithm);
+
+struct Plan {
+  Algorithm algorithm = Algorithm::flat;
+  std::vector<Step> before, after;
+};
+std::string print(const Plan& plan);
+
+// What a plan depends on besides the algorithm.
+struct Call {
+  Operation operation = Operation::barrier;
+  Dtype dtype = Dtype::float32;
+  Reduction reduction = Reduction::sum;
+  uint32_t root = 0;
+  uint64_t elems = 0;  // all_gather: of one rank's input; reduce_scatter: of one rank's output
+  bool operator==(const Call&) const = default;
+};
+
+// Sizes of the slots, the same on all ranks. A chunk holds at least a cache line for each rank.
+struct SlotSizes {
+  uint64_t flat_bytes = 32 << 10;
+  uint64_t chunk_bytes =
+      256 << 10;        // measured: 64 to 256 KiB are best, larger falls out of the second-level cache
+  uint32_t chunks = 4;  // copy-in, reduction and copy-out are each one chunk apart; one more for slack
+};
+
+struct Seat {
+  uint32_t rank = 0, ranks = 1;
+};
+
+// Borders between ranks' slices fall on cache lines, so that no line is written by two ranks.
+inline constexpr uint64_t kLineBytes = 64;
+
+}  // namespace photinus

@@ -1,0 +1,3 @@
+#define PHOTINUS_KERNELS avx2
+#define PHOTINUS_VECTOR_BYTES 32
+#include "kernels/reduce_vector.h"

@@ -1,0 +1,309 @@
+// The reduction kernels, written once on the compiler's vector types and compiled once for each instruction
+// set, each time into another namespace (PHOTINUS_KERNELS). Nothing from the standard library's templates is
+// used here: an inline function compiled with wider instructions must not become the copy that the rest of
+// the program calls.
+//
+// Work goes block by block: a block of all sources is loaded and combined in registers before the results are
+// stored, so a destination may be one of the sources.
+#include <cstdint>
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#include "kernels/reduce.h"
+
+#ifndef PHOTINUS_VECTOR_BYTES
+#error "the including file says how wide a vector is"
+#endif
+
+namespace photinus::PHOTINUS_KERNELS {
+
+inline constexpr uint64_t kVectorBytes = PHOTINUS_VECTOR_BYTES;
+
+template <class T>
+struct VectorOf {
+  typedef T type __attribute__((vector_size(kVectorBytes)));
+};
+template <class T>
+using Vector = typename VectorOf<T>::type;
+
+// How elements lie in memory and in which vector they are combined.
+template <class T>
+struct Plain {
+  using Element = T;
+  using Lanes = Vector<T>;
+  static constexpr uint64_t kLanes = kVectorBytes / sizeof(T);
+  static Lanes load(const Element* from) {
+    Lanes lanes;
+    __builtin_memcpy(&lanes, from, sizeof lanes);
+    return lanes;
+  }
+  static void store(Element* to, Lanes lanes) { __builtin_memcpy(to, &lanes, sizeof lanes); }
+};
+
+// bfloat16: the upper half of a float32.
+struct Bfloat16 {
+  using Element = uint16_t;
+  using Lanes = Vector<float>;
+  static constexpr uint64_t kLanes = kVectorBytes / sizeof(float);
+  typedef uint16_t Halves __attribute__((vector_size(kVectorBytes / 2)));
+  using Words = Vector<uint32_t>;
+
+  static Lanes load(const Element* from) {
+    Halves halves;
+    __builtin_memcpy(&halves, from, sizeof halves);
+    Words words = __builtin_convertvector(halves, Words) << 16;
+    return reinterpret_cast<Lanes>(words);
+  }
+  static void store(Element* to, Lanes lanes) {
+    Words words = reinterpret_cast<Words>(lanes);
+    Words rounded = (words + 0x7fff + ((words >> 16) & 1)) >> 16;  // to nearest, ties to even
+    Words quiet = (words >> 16) | 0x40;                            // a NaN must not round into an infinity
+    Words is_nan = reinterpret_cast<Words>(lanes != lanes);
+    Halves halves = __builtin_convertvector((is_nan & quiet) | (~is_nan & rounded), Halves);
+    __builtin_memcpy(to, &halves, sizeof halves);
+  }
+};
+
+struct Float16 {
+  using Element = uint16_t;
+  using Lanes = Vector<float>;
+  static constexpr uint64_t kLanes = kVectorBytes / sizeof(float);
+
+#if defined(__AVX512F__) && PHOTINUS_VECTOR_BYTES == 64
+  static Lanes load(const Element* from) {
+    __m256i halves;
+    __builtin_memcpy(&halves, from, sizeof halves);
+    return reinterpret_cast<Lanes>(_mm512_cvtph_ps(halves));
+  }
+  static void store(Element* to, Lanes lanes) {
+    __m256i halves = _mm512_cvtps_ph(reinterpret_cast<__m512>(lanes), _MM_FROUND_TO_NEAREST_INT);
+    __builtin_memcpy(to, &halves, sizeof halves);
+  }
+#elif defined(__F16C__) && PHOTINUS_VECTOR_BYTES == 32
+  static Lanes load(const Element* from) {
+    __m128i halves;
+    __builtin_memcpy(&halves, from, sizeof halves);
+    return reinterpret_cast<Lanes>(_mm256_cvtph_ps(halves));
+  }
+  static void store(Element* to, Lanes lanes) {
+    __m128i halves = _mm256_cvtps_ph(reinterpret_cast<__m256>(lanes), _MM_FROUND_TO_NEAREST_INT);
+    __builtin_memcpy(to, &halves, sizeof halves);
+  }
+#else
+  static float widen(uint16_t half) {
+    uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16, rest = half & 0x7fffu;
+    float magnitude;
+    if (rest >= 0x7c00) {  // infinity and NaN (made quiet, as the processors' own conversion does)
+      uint32_t word = 0x7f800000u | ((rest & 0x3ffu) << 13) | ((rest & 0x3ffu) ? 0x400000u : 0);
+      __builtin_memcpy(&magnitude, &word, sizeof magnitude);
+    } else if (rest >= 0x400) {
+      uint32_t word = (rest << 13) + (112u << 23);
+      __builtin_memcpy(&magnitude, &word, sizeof magnitude);
+    } else {
+      magnitude = static_cast<float>(rest) * 0x1p-24f;  // subnormal: a whole number of the smallest steps
+    }
+    uint32_t word;
+    __builtin_memcpy(&word, &magnitude, sizeof word);
+    word |= sign;
+    __builtin_memcpy(&magnitude, &word, sizeof magnitude);
+    return magnitude;
+  }
+  static uint16_t narrow(float value) {
+    uint32_t word;
+    __builtin_memcpy(&word, &value, sizeof word);
+    uint32_t sign = (word >> 16) & 0x8000u, rest = word & 0x7fffffffu;
+    if (rest > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u | ((rest >> 13) & 0x3ffu));
+    if (rest >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);  // rounds to infinity
+    if (rest < 0x38800000u) {  // below the smallest normal half: let the adder round at the right bit
+      float magnitude;
+      __builtin_memcpy(&magnitude, &rest, sizeof magnitude);
+      magnitude += 0.5f;
+      __builtin_memcpy(&rest, &magnitude, sizeof rest);
+      return static_cast<uint16_t>(sign | (rest - 0x3f000000u));
+    }
+    uint32_t rounded = rest + 0xfffu + ((rest >> 13) & 1);
+    return static_cast<uint16_t>(sign | ((rounded >> 13) - (112u << 10)));
+  }
+  static Lanes load(const Element* from) {
+    Lanes lanes;
+    for (uint64_t i = 0; i < kLanes; ++i) lanes[i] = widen(from[i]);
+    return lanes;
+  }
+  static void store(Element* to, Lanes lanes) {
+    for (uint64_t i = 0; i < kLanes; ++i) to[i] = narrow(lanes[i]);
+  }
+#endif
+};
+
+struct Sum {
+  template <class Lanes>
+  static Lanes combine(Lanes a, Lanes b) {
+    return a + b;
+  }
+};
+struct Product {
+  template <class Lanes>
+  static Lanes combine(Lanes a, Lanes b) {
+    return a * b;
+  }
+};
+// A NaN in any source makes the result NaN, whichever rank it comes from.
+struct Min {
+  template <class Lanes>
+  static Lanes combine(Lanes a, Lanes b) {
+    return ((b < a) | (b != b)) ? b : a;
+  }
+};
+struct Max {
+  template <class Lanes>
+  static Lanes combine(Lanes a, Lanes b) {
+    return ((b > a) | (b != b)) ? b : a;
+  }
+};
+
+template <class Format, class How, bool kDivide, uint32_t kSources>
+inline typename Format::Lanes combined(const ReduceCall& call, uint64_t at) {
+  using Element = typename Format::Element;
+  const uint32_t sources = kSources ? kSources : call.source_count;
+  auto lanes = Format::load(static_cast<const Element*>(call.sources[0]) + at);
+  for (uint32_t s = 1; s < sources; ++s)
+    lanes = How::combine(lanes, Format::load(static_cast<const Element*>(call.sources[s]) + at));
+  if constexpr (kDivide) lanes = lanes / static_cast<float>(call.divisor);
+  return lanes;
+}
+
+template <class Format, class How, bool kDivide, uint32_t kSources>
+void reduce_blocks(const ReduceCall& call) {
+  using Element = typename Format::Element;
+  constexpr uint64_t kUnroll = 4, kBlock = kUnroll * Format::kLanes;
+  uint64_t at = 0;
+  for (; at + kBlock <= call.elems; at += kBlock) {
+    typename Format::Lanes lanes[kUnroll];
+    for (uint64_t u = 0; u < kUnroll; ++u)
+      lanes[u] = combined<Format, How, kDivide, kSources>(call, at + u * Format::kLanes);
+    for (uint32_t d = 0; d < call.destination_count; ++d)
+      for (uint64_t u = 0; u < kUnroll; ++u)
+        Format::store(static_cast<Element*>(call.destinations[d]) + at + u * Format::kLanes, lanes[u]);
+  }
+  // The tail goes through a padded vector, so its arithmetic is the very same.
+  for (; at < call.elems; at += Format::kLanes) {
+    uint64_t left = call.elems - at;
+    uint64_t bytes = (left < Format::kLanes ? left : Format::kLanes) * sizeof(Element);
+    Element padded[Format::kLanes] = {};
+    typename Format::Lanes lanes{};
+    for (uint32_t s = 0; s < call.source_count; ++s) {
+      __builtin_memcpy(padded, static_cast<const Element*>(call.sources[s]) + at, bytes);
+      auto next = Format::load(padded);
+      lanes = s == 0 ? next : How::combine(lanes, next);
+    }
+    if constexpr (kDivide) lanes = lanes / static_cast<float>(call.divisor);
+    Format::store(padded, lanes);
+    for (uint32_t d = 0; d < call.destination_count; ++d)
+      __builtin_memcpy(static_cast<Element*>(call.destinations[d]) + at, padded, bytes);
+  }
+}
+
+template <class Format, class How, bool kDivide = false>
+void reduce(const ReduceCall& call) {
+  if (call.source_count == 2)
+    reduce_blocks<Format, How, kDivide, 2>(call);
+  else
+    reduce_blocks<Format, How, kDivide, 0>(call);
+}
+
+// The average of integers: the exact sum (in 64 bits), divided with truncation towards zero.
+template <class T>
+void average_integers(const ReduceCall& call) {
+  constexpr uint64_t kBlock = 64;
+  for (uint64_t at = 0; at < call.elems; at += kBlock) {
+    uint64_t count = call.elems - at < kBlock ? call.elems - at : kBlock;
+    uint64_t sums[kBlock] = {};
+    for (uint32_t s = 0; s < call.source_count; ++s)
+      for (uint64_t i = 0; i < count; ++i)
+        sums[i] +=
+            static_cast<uint64_t>(static_cast<int64_t>(static_cast<const T*>(call.sources[s])[at + i]));
+    for (uint32_t d = 0; d < call.destination_count; ++d)
+      for (uint64_t i = 0; i < count; ++i)
+        static_cast<T*>(call.destinations[d])[at + i] =
+            static_cast<T>(static_cast<int64_t>(sums[i]) / static_cast<int64_t>(call.divisor));
+  }
+}
+
+template <class Format>
+ReduceFunction floating(Reduction reduction) {
+  switch (reduction) {
+    case Reduction::sum:
+      return reduce<Format, Sum>;
+    case Reduction::avg:
+      return reduce<Format, Sum, true>;
+    case Reduction::min:
+      return reduce<Format, Min>;
+    case Reduction::max:
+      return reduce<Format, Max>;
+    case Reduction::product:
+      return reduce<Format, Product>;
+  }
+  return nullptr;
+}
+
+// Sums and products wrap around; on unsigned lanes that is defined and has the same bits.
+template <class Signed, class Unsigned>
+ReduceFunction integer(Reduction reduction) {
+  switch (reduction) {
+    case Reduction::sum:
+      return reduce<Plain<Unsigned>, Sum>;
+    case Reduction::avg:
+      return average_integers<Signed>;
+    case Reduction::min:
+      return reduce<Plain<Signed>, Min>;
+    case Reduction::max:
+      return reduce<Plain<Signed>, Max>;
+    case Reduction::product:
+      return reduce<Plain<Unsigned>, Product>;
+  }
+  return nullptr;
+}
+
+inline ReduceFunction logical(Reduction reduction) {
+  switch (reduction) {
+    case Reduction::sum:
+    case Reduction::max:
+      return reduce<Plain<uint8_t>, Max>;
+    case Reduction::min:
+    case Reduction::product:
+      return reduce<Plain<uint8_t>, Min>;
+    case Reduction::avg:
+      return nullptr;
+  }
+  return nullptr;
+}
+
+ReduceFunction find(Dtype dtype, Reduction reduction) {
+  switch (dtype) {
+    case Dtype::float32:
+      return floating<Plain<float>>(reduction);
+    case Dtype::float64:
+      return floating<Plain<double>>(reduction);
+    case Dtype::float16:
+      return floating<Float16>(reduction);
+    case Dtype::bfloat16:
+      return floating<Bfloat16>(reduction);
+    case Dtype::int8:
+      return integer<int8_t, uint8_t>(reduction);
+    case Dtype::int16:
+      return integer<int16_t, uint16_t>(reduction);
+    case Dtype::int32:
+      return integer<int32_t, uint32_t>(reduction);
+    case Dtype::int64:
+      return integer<int64_t, uint64_t>(reduction);
+    case Dtype::uint8:
+      return integer<uint8_t, uint8_t>(reduction);
+    case Dtype::boolean:
+      return logical(reduction);
+  }
+  return nullptr;
+}
+
+}  // namespace photinus::PHOTINUS_KERNELS

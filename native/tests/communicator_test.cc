@@ -1,0 +1,158 @@
+#include <algorithm>
+#include <numeric>
+
+#include "check.h"
+#include "data.h"
+
+using namespace photinus;
+using namespace photinus::test;
+
+namespace {
+
+// Runs one call on all ranks and compares with the naive reference.
+void compare(Communicator& communicator, const Call& call, bool in_arena, bool asynchronous, uint64_t seed) {
+  const uint32_t ranks = communicator.world_size(), me = communicator.rank();
+  const uint64_t size = size_bytes(call.dtype);
+  const uint64_t input_elems = call.operation == Operation::reduce_scatter ? call.elems * ranks : call.elems;
+  std::mt19937_64 random(seed);
+  std::vector<Bytes> inputs;
+  for (uint32_t r = 0; r < ranks; ++r) inputs.push_back(random_elements(call.dtype, input_elems, random));
+  const Bytes expected = naive(call, inputs)[me];
+  const bool in_place = call.operation == Operation::all_reduce || call.operation == Operation::broadcast;
+  std::vector<std::byte> own(2 * std::max<size_t>(expected.size(), input_elems * size) + 128);
+  std::byte* send = in_arena ? communicator.arena()->allocate(input_elems * size + 1) : own.data();
+  std::byte* recv = in_place   ? send
+                    : in_arena ? communicator.arena()->allocate(expected.size() + 1)
+                               : own.data() + own.size() / 2;
+  if (!inputs[me].empty()) std::memcpy(send, inputs[me].data(), inputs[me].size());
+  communicator.submit(call, send, recv, 0, asynchronous)->wait();
+  CHECK(same(call.dtype, recv, expected.data(), expected.size() / size));
+  if (in_arena) {
+    communicator.arena()->free(send);
+    if (!in_place) communicator.arena()->free(recv);
+  }
+}
+
+}  // namespace
+
+TEST(every_collective_and_type_equals_the_naive_reference) {
+  for (uint32_t ranks : {1u, 2u, 3u, 4u}) {
+    run_ranks(
+        ranks,
+        [&](Communicator& communicator) {
+          uint64_t seed = 0;
+          for (Operation operation : {Operation::all_reduce, Operation::broadcast, Operation::all_gather,
+                                      Operation::reduce_scatter}) {
+            for (Dtype dtype : kAllDtypes) {
+              for (Reduction reduction : kAllReductions) {
+                if (!has_reduction(operation) && reduction != Reduction::sum) continue;
+                if (!exists(dtype, reduction)) continue;
+                for (bool in_arena : {false, true}) {
+                  for (uint64_t elems : {0, 1, 300, 5000}) {
+                    ++seed;
+                    compare(communicator,
+                            {operation, dtype, reduction,
+                             static_cast<uint32_t>(seed % communicator.world_size()), elems},
+                            in_arena, seed % 2 == 0, seed);
+                  }
+                }
+              }
+            }
+          }
+        },
+        60, SlotSizes{1024, 2048, 4});  // many chunks with little data
+  }
+}
+
+TEST(default_slot_sizes_carry_large_messages) {
+  run_ranks(3, [](Communicator& communicator) {
+    for (uint64_t elems : {uint64_t{8192}, uint64_t{65537}, uint64_t{1500003}})
+      for (bool in_arena : {false, true})
+        compare(communicator, {Operation::all_reduce, Dtype::float32, Reduction::avg, 0, elems}, in_arena,
+                true, elems);
+  });
+}
+
+TEST(calls_run_in_order_and_many_may_be_queued) {
+  run_ranks(2, [](Communicator& communicator) {
+    std::vector<std::vector<float>> buffers(200, std::vector<float>(100, 1.0f));
+    std::vector<std::shared_ptr<Work>> works;
+    for (auto& buffer : buffers)
+      works.push_back(communicator.submit({Operation::all_reduce, Dtype::float32, Reduction::sum, 0, 100},
+                                          buffer.data(), buffer.data()));
+    works.back()->wait();
+    for (auto& work : works) CHECK(work->is_completed());
+    for (auto& buffer : buffers)
+      for (float value : buffer) CHECK(value == 2.0f);
+  });
+}
+
+TEST(several_threads_of_a_rank_share_a_communicator_of_their_own_each) {
+  const std::string a = new_address(), b = new_address();
+  std::vector<std::thread> threads;
+  for (uint32_t rank = 0; rank < 2; ++rank) {
+    auto arena = std::make_shared<Arena>(size_t{8} << 20);
+    for (const std::string* address : {&a, &b}) {
+      threads.emplace_back([rank, address, arena] {
+        Communicator::Options options{rank, 2, *address, "pair", 30, arena, {}};
+        auto communicator = Communicator::create(options);
+        std::vector<float> data(20000, 1.0f);
+        for (int i = 0; i < 50; ++i) {
+          std::fill(data.begin(), data.end(), 1.0f);
+          communicator
+              ->submit({Operation::all_reduce, Dtype::float32, Reduction::sum, 0, data.size()}, data.data(),
+                       data.data(), 0, i % 2)
+              ->wait();
+          CHECK(std::accumulate(data.begin(), data.end(), 0.0f) == 40000.0f);
+        }
+        communicator->close();
+      });
+    }
+  }
+  for (auto& thread : threads) thread.join();
+}
+
+TEST(barrier_returns_only_when_all_have_come) {
+  std::atomic<int> come{0};
+  run_ranks(4, [&](Communicator& communicator) {
+    for (int round = 1; round <= 20; ++round) {
+      come.fetch_add(1);
+      communicator.submit({}, nullptr, nullptr)->wait();
+      CHECK(come.load() >= 4 * round);
+      communicator.submit({}, nullptr, nullptr)->wait();
+    }
+  });
+}
+
+TEST(wrong_arguments_are_refused_before_anything_is_exchanged) {
+  run_ranks(2, [](Communicator& communicator) {
+    float x = 1;
+    auto refused = [&](const Call& call, void* buffer) {
+      auto [kind, message] = error_of([&] { communicator.submit(call, buffer, buffer); });
+      CHECK(kind == ErrorKind::invalid_argument);
+      return message;
+    };
+    CHECK_CONTAINS(refused({Operation::broadcast, Dtype::float32, Reduction::sum, 2, 1}, &x), "root 2");
+    CHECK_CONTAINS(refused({Operation::all_reduce, Dtype::boolean, Reduction::avg, 0, 1}, &x),
+                   "means nothing");
+    CHECK_CONTAINS(refused({Operation::all_reduce, Dtype::float32, Reduction::sum, 0, 1}, nullptr),
+                   "buffer is missing");
+    // The group is still in step.
+    communicator.submit({Operation::all_reduce, Dtype::float32, Reduction::sum, 0, 1}, &x, &x)->wait();
+    CHECK(x == 2.0f);
+  });
+}
+
+TEST(more_ranks_than_cores_finish) {
+  run_ranks(16, [](Communicator& communicator) {
+    std::vector<float> data(16384, 1.0f);
+    for (int i = 0; i < 10; ++i) {
+      std::fill(data.begin(), data.end(), 1.0f);
+      communicator
+          .submit({Operation::all_reduce, Dtype::float32, Reduction::sum, 0, data.size()}, data.data(),
+                  data.data())
+          ->wait();
+      CHECK(data[i] == 16.0f);
+    }
+  });
+}

@@ -1,0 +1,252 @@
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <numeric>
+
+#include "check.h"
+
+using namespace photinus;
+using namespace photinus::test;
+
+namespace {
+
+Call sum_of(uint64_t elems) {
+  return {Operation::all_reduce, Dtype::float32, Reduction::sum, 0, elems};
+}
+
+// Runs ranks as processes: `body` returns the text that the rank reports ("" for nothing).
+struct Report {
+  int status;
+  std::string text;
+};
+std::vector<Report> run_processes(uint32_t world_size,
+                                  const std::function<std::string(Communicator&)>& body) {
+  const std::string address = new_address();
+  struct Child {
+    pid_t pid;
+    int pipe;
+  };
+  std::vector<Child> children;
+  for (uint32_t rank = 0; rank < world_size; ++rank) {
+    int ends[2];
+    CHECK(pipe(ends) == 0);
+    pid_t pid = fork();
+    if (pid == 0) {
+      ::close(ends[0]);
+      alarm(60);
+      std::string text;
+      try {
+        Communicator::Options options;
+        options.rank = rank;
+        options.world_size = world_size;
+        options.address = address;
+        options.timeout_s = 30;
+        options.arena = std::make_shared<Arena>(size_t{64} << 20);
+        auto communicator = Communicator::create(options);
+        text = body(*communicator);
+      } catch (const std::exception& error) {
+        text = std::string("unexpected: ") + error.what();
+      }
+      CHECK(write(ends[1], text.data(), text.size()) == static_cast<ssize_t>(text.size()));
+      _exit(0);
+    }
+    ::close(ends[1]);
+    children.push_back({pid, ends[0]});
+  }
+  std::vector<Report> reports(world_size);
+  for (uint32_t rank = 0; rank < world_size; ++rank) {
+    char buffer[4096];
+    ssize_t got;
+    while ((got = read(children[rank].pipe, buffer, sizeof buffer)) > 0)
+      reports[rank].text.append(buffer, static_cast<size_t>(got));
+    ::close(children[rank].pipe);
+    CHECK(waitpid(children[rank].pid, &reports[rank].status, 0) == children[rank].pid);
+  }
+  return reports;
+}
+
+std::string error_text(const std::function<void()>& body) {
+  double start = now_s();
+  auto [kind, message] = error_of(body);
+  return text("kind %d after %.3f: ", static_cast<int>(kind), now_s() - start) + message;
+}
+
+}  // namespace
+
+TEST(a_killed_peer_is_named_with_its_signal_by_every_survivor) {
+  for (uint32_t world : {2u, 4u}) {
+    auto reports = run_processes(world, [](Communicator& communicator) -> std::string {
+      std::vector<float> data(1 << 20, 1.0f);
+      for (int i = 0; i < 3; ++i) communicator.submit(sum_of(data.size()), data.data(), data.data())->wait();
+      if (communicator.rank() == 1) kill(getpid(), SIGKILL);
+      return error_text([&] {
+        for (int i = 0; i < 3; ++i)
+          communicator.submit(sum_of(data.size()), data.data(), data.data())->wait();
+      });
+    });
+    CHECK(WIFSIGNALED(reports[1].status));
+    for (uint32_t rank = 0; rank < world; ++rank) {
+      if (rank == 1) continue;
+      CHECK(WIFEXITED(reports[rank].status));
+      CHECK_CONTAINS(reports[rank].text, text("kind %d after 0.", static_cast<int>(ErrorKind::peer_lost)));
+      CHECK_CONTAINS(reports[rank].text, "rank 1 (pid");
+      CHECK_CONTAINS(reports[rank].text, "was killed by SIGKILL");
+      CHECK_CONTAINS(reports[rank].text, "all_reduce #4 of float32[1048576] (sum) in group world");
+    }
+  }
+}
+
+TEST(a_peer_killed_while_all_sleep_in_a_long_wait_is_noticed) {
+  auto reports = run_processes(3, [](Communicator& communicator) -> std::string {
+    float x = 1;
+    if (communicator.rank() == 2) {
+      usleep(400000);
+      kill(getpid(), SIGKILL);
+    }
+    return error_text([&] { communicator.submit(sum_of(1), &x, &x)->wait(); });
+  });
+  for (uint32_t rank : {0u, 1u}) {
+    CHECK_CONTAINS(reports[rank].text, "rank 2 (pid");
+    CHECK_CONTAINS(reports[rank].text, "SIGKILL");
+    CHECK_CONTAINS(reports[rank].text, "after 0.");
+  }
+}
+
+TEST(an_exit_code_and_the_reason_left_behind_are_quoted) {
+  auto reports = run_processes(2, [](Communicator& communicator) -> std::string {
+    float x = 1;
+    communicator.submit(sum_of(1), &x, &x)->wait();
+    if (communicator.rank() == 0) {
+      communicator.set_reason("ValueError: learning rate must be positive");
+      _exit(3);
+    }
+    return error_text([&] { communicator.submit(sum_of(1), &x, &x)->wait(); });
+  });
+  CHECK_CONTAINS(reports[1].text, "exited with code 3 after: ValueError: learning rate must be positive");
+}
+
+TEST(the_root_cause_is_named_and_not_the_rank_that_gave_up_because_of_it) {
+  auto reports = run_processes(3, [](Communicator& communicator) -> std::string {
+    float x = 1;
+    communicator.submit(sum_of(1), &x, &x)->wait();
+    if (communicator.rank() == 1) kill(getpid(), SIGKILL);
+    if (communicator.rank() == 2) usleep(300000);  // comes late: rank 0 has given up by then
+    return error_text([&] { communicator.submit(sum_of(1), &x, &x)->wait(); });
+  });
+  CHECK_CONTAINS(reports[0].text, "rank 1 (pid");
+  CHECK_CONTAINS(reports[2].text, "rank 1 (pid");
+  CHECK_CONTAINS(reports[2].text, "SIGKILL");
+}
+
+TEST(a_closed_peer_is_said_to_have_left) {
+  run_ranks(2, [](Communicator& communicator) {
+    float x = 1;
+    if (communicator.rank() == 1) return;
+    auto [kind, message] = error_of([&] { communicator.submit(sum_of(1), &x, &x)->wait(); });
+    CHECK(kind == ErrorKind::peer_lost);
+    CHECK_CONTAINS(message, "rank 1");
+    CHECK_CONTAINS(message, "has left the group");
+  });
+}
+
+TEST(a_rank_that_does_not_come_is_named_at_the_deadline) {
+  run_ranks(3, [](Communicator& communicator) {
+    float x = 1;
+    if (communicator.rank() == 2) {
+      usleep(1500000);
+      return;
+    }
+    double start = now_s();
+    auto [kind, message] = error_of([&] { communicator.submit(sum_of(1), &x, &x, 0.5)->wait(); });
+    CHECK(now_s() - start < 1.2);
+    if (kind == ErrorKind::timeout)
+      CHECK_CONTAINS(message, "for rank 2, which is alive but has not come: rank 2 (pid");
+    else  // the other one's deadline passed first, and it said why it gave up
+      CHECK_CONTAINS(message, "gave up");
+  });
+}
+
+TEST(a_wait_with_a_shorter_deadline_leaves_the_collective_running) {
+  run_ranks(2, [](Communicator& communicator) {
+    float x = 1;
+    if (communicator.rank() == 1) usleep(300000);
+    auto work = communicator.submit(sum_of(1), &x, &x);
+    if (communicator.rank() == 0) {
+      auto [kind, message] = error_of([&] { work->wait(0.05); });
+      CHECK(kind == ErrorKind::timeout);
+      CHECK_CONTAINS(message, "goes on");
+    }
+    work->wait();
+    CHECK(x == 2.0f);
+  });
+}
+
+TEST(different_calls_are_refused_on_every_rank_and_the_group_stays_usable) {
+  run_ranks(3, [](Communicator& communicator) {
+    const bool odd = communicator.rank() == 1;
+    std::vector<float> data(40000, 1.0f);
+    auto refused = [&](const Call& call) {
+      auto [kind, message] = error_of([&] { communicator.submit(call, data.data(), data.data())->wait(); });
+      CHECK(kind == ErrorKind::mismatch);
+      CHECK_CONTAINS(message, "ranks 0, 2 called ");
+      CHECK_CONTAINS(message, "rank 1 called ");
+      for (float value : data) CHECK(value == 1.0f);
+      return message;
+    };
+    refused(sum_of(odd ? 40000 : 39999));
+    refused(sum_of(odd ? 10 : 30000));  // small and large take different paths
+    refused({Operation::all_reduce, odd ? Dtype::int32 : Dtype::float32, Reduction::sum, 0, 100});
+    refused({Operation::all_reduce, Dtype::float32, odd ? Reduction::max : Reduction::sum, 0, 100});
+    refused({Operation::broadcast, Dtype::float32, Reduction::sum, odd ? 1u : 0u, 100});
+    std::string message = refused({odd ? Operation::barrier : Operation::all_reduce, Dtype::float32,
+                                   Reduction::sum, 0, odd ? 0u : 100u});
+    CHECK_CONTAINS(message, "all_reduce of float32[100] (sum)");
+    communicator.submit(sum_of(100), data.data(), data.data())->wait();
+    CHECK(data[99] == 3.0f);
+  });
+}
+
+TEST(abort_wakes_the_own_waiter_and_every_peer) {
+  run_ranks(3, [](Communicator& communicator) {
+    float x = 1;
+    if (communicator.rank() == 0) {
+      auto work = communicator.submit(sum_of(1), &x, &x);
+      usleep(300000);
+      communicator.abort("the user said so");
+      auto [kind, message] = error_of([&] { work->wait(); });
+      CHECK(kind == ErrorKind::aborted);
+      CHECK_CONTAINS(message, "the user said so");
+      CHECK(error_of([&] { communicator.submit(sum_of(1), &x, &x)->wait(); }).first == ErrorKind::aborted);
+    } else if (communicator.rank() == 1) {
+      double start = now_s();
+      auto [kind, message] = error_of([&] {
+        for (int i = 0; i < 2; ++i) communicator.submit(sum_of(1), &x, &x)->wait();
+      });
+      CHECK(now_s() - start < 5);
+      CHECK(kind == ErrorKind::peer_lost);
+      CHECK_CONTAINS(message, "the user said so");
+    } else {
+      usleep(600000);  // never comes; leaves in order
+    }
+  });
+}
+
+TEST(a_forked_child_neither_hangs_nor_disturbs_its_parent) {
+  auto reports = run_processes(2, [](Communicator& communicator) -> std::string {
+    float x = 1;
+    communicator.submit(sum_of(1), &x, &x)->wait();
+    pid_t child = fork();
+    if (child == 0) {
+      auto [kind, message] = error_of([&] { communicator.submit(sum_of(1), &x, &x); });
+      communicator.close();  // not the child's to close
+      _exit(kind == ErrorKind::aborted ? 0 : 1);
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    x = 1;
+    communicator.submit(sum_of(1), &x, &x)->wait();
+    return text("child %d, sum %.0f", status, static_cast<double>(x));
+  });
+  for (auto& report : reports) CHECK(report.text == "child 0, sum 2");
+}

@@ -1,0 +1,109 @@
+#include <fcntl.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstring>
+
+#include "check.h"
+#include "transport/unix_socket.h"
+
+using namespace photinus;
+using namespace photinus::test;
+
+namespace {
+
+std::shared_ptr<Communicator> join(uint32_t rank, uint32_t world_size, const std::string& address,
+                                   double timeout_s) {
+  Communicator::Options options{
+      rank, world_size, address, "club", timeout_s, std::make_shared<Arena>(size_t{1} << 20), {}};
+  return Communicator::create(options);
+}
+
+std::string socket_name(const std::string& address) {
+  const size_t first = address.find(':'), last = address.rfind(':');
+  return "photinus-" + address.substr(first + 1, last - first - 1);
+}
+
+size_t open_files() {
+  size_t count = 0;
+  for (int file = 0; file < 1024; ++file)
+    if (fcntl(file, F_GETFD) != -1) ++count;
+  return count;
+}
+
+}  // namespace
+
+TEST(missing_ranks_are_named_when_the_deadline_passes) {
+  auto [kind, message] = error_of([] { join(0, 3, new_address(), 0.3); });
+  CHECK(kind == ErrorKind::timeout);
+  CHECK_CONTAINS(message, "ranks [1, 2] of 3 did not join within 0.3 s");
+}
+
+TEST(a_missing_rank_0_is_named) {
+  auto [kind, message] = error_of([] { join(1, 2, new_address(), 0.3); });
+  CHECK(kind == ErrorKind::timeout);
+  CHECK_CONTAINS(message, "could not reach rank 0");
+}
+
+TEST(those_who_came_are_told_who_did_not) {
+  const std::string address = new_address();
+  std::thread host([&] { CHECK(error_of([&] { join(0, 3, address, 0.5); }).first == ErrorKind::timeout); });
+  auto [kind, message] = error_of([&] { join(1, 3, address, 5); });
+  CHECK_CONTAINS(message, "ranks [2] of 3 did not join");
+  host.join();
+}
+
+TEST(a_second_claimant_of_a_rank_is_refused_and_the_job_goes_on) {
+  const std::string address = new_address();
+  std::shared_ptr<Communicator> zero, one;
+  std::thread host([&] { zero = join(0, 3, address, 10); });
+  std::thread first([&] { one = join(1, 3, address, 10); });
+  usleep(200000);
+  auto [kind, message] = error_of([&] { join(1, 3, address, 10); });
+  CHECK(kind == ErrorKind::invalid_argument);
+  CHECK_CONTAINS(message, "came second: rank 1 is pid");
+  auto two = join(2, 3, address, 10);
+  host.join();
+  first.join();
+}
+
+TEST(another_world_size_is_refused_with_both_numbers) {
+  const std::string address = new_address();
+  std::shared_ptr<Communicator> zero;
+  std::thread host([&] { zero = join(0, 2, address, 10); });
+  auto [kind, message] = error_of([&] { join(1, 3, address, 10); });
+  CHECK_CONTAINS(message, "believes in a world of 3 ranks, rank 0 in one of 2");
+  auto one = join(1, 2, address, 10);
+  host.join();
+}
+
+TEST(strangers_are_dropped_without_harm) {
+  const std::string address = new_address();
+  std::shared_ptr<Communicator> zero;
+  std::thread host([&] { zero = join(0, 2, address, 20); });
+  std::vector<FileDescriptor> silent;
+  for (int i = 0; i < 20; ++i) {
+    auto connection = connect_to(socket_name(address), Deadline::in(5));
+    CHECK(connection.has_value());
+    std::vector<char> garbage(static_cast<size_t>(i * 37 + 1), 'x');
+    if (i % 2) send_message(*connection, garbage.data(), garbage.size());
+    silent.push_back(std::move(*connection));
+  }
+  std::string wrong_secret = address;
+  wrong_secret.back() = wrong_secret.back() == '0' ? '1' : '0';
+  auto [kind, message] = error_of([&] { join(1, 2, wrong_secret, 1); });
+  CHECK_CONTAINS(message, "got no answer from rank 0");
+  auto one = join(1, 2, address, 20);
+  host.join();
+}
+
+TEST(a_malformed_address_is_refused) {
+  CHECK(error_of([] { join(1, 2, "somewhere", 1); }).first == ErrorKind::invalid_argument);
+}
+
+TEST(closing_gives_every_file_descriptor_back) {
+  run_ranks(2, [](Communicator&) {});
+  const size_t before = open_files();
+  for (int i = 0; i < 5; ++i) run_ranks(4, [](Communicator& c) { c.submit({}, nullptr, nullptr)->wait(); });
+  CHECK(open_files() == before);
+}

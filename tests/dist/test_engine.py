@@ -1,0 +1,229 @@
+"""The engine from Python, on numpy arrays: real processes, no torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from photinus import engine, errors
+from tests.ranks import REPOSITORY, run_ranks, values
+
+DTYPES = ("float32", "float64", "float16", "int8", "int16", "int32", "int64", "uint8", "bool")
+
+
+def _array(dtype: str, elems: int, in_arena: bool) -> Any:
+    kind = np.dtype(dtype)
+    if in_arena:
+        return np.frombuffer(engine.allocate(max(elems, 1) * kind.itemsize), dtype=kind)[:elems]
+    return np.empty(elems, dtype=kind)
+
+
+def all_collectives(rank: int, world_size: int, address: str) -> int:
+    """Compares every collective with numpy on data that each rank can make for all ranks; returns the number of checks."""
+    checks = 0
+    with engine.Communicator(rank, world_size, address, timeout_s=60) as communicator:
+        for dtype in DTYPES:
+            for elems in (0, 1, 1000, 70001):
+                for in_arena in (False, True):
+                    random = np.random.default_rng(elems)
+                    inputs = [random.integers(0, 2 if dtype == "bool" else 9, elems).astype(dtype) for _ in range(world_size)]
+                    stacked = np.stack(inputs)
+                    for reduction, expected in (
+                        ("sum", stacked.any(0) if dtype == "bool" else stacked.sum(0, dtype=stacked.dtype)),
+                        ("max", stacked.max(0)),
+                        ("min", stacked.min(0)),
+                    ):
+                        array = _array(dtype, elems, in_arena)
+                        array[:] = inputs[rank]
+                        communicator.all_reduce(array, reduction)
+                        np.testing.assert_array_equal(array, expected)
+                    array = _array(dtype, elems, in_arena)
+                    array[:] = inputs[rank]
+                    communicator.broadcast(array, world_size - 1)
+                    np.testing.assert_array_equal(array, inputs[-1])
+                    array[:] = inputs[rank]
+                    gathered = _array(dtype, elems * world_size, in_arena)
+                    communicator.all_gather(gathered, array)
+                    np.testing.assert_array_equal(gathered, np.concatenate(inputs))
+                    part = _array(dtype, elems, in_arena)
+                    communicator.reduce_scatter(part, gathered, "max")
+                    np.testing.assert_array_equal(part, inputs[rank])
+                    checks += 6
+        works = []
+        for i in range(50):
+            array = np.full(5000, rank + i, np.float32)
+            works.append((communicator.all_reduce(array, "avg", asynchronous=True), array, i))
+        for work, array, i in works:
+            work.wait()
+            assert array[0] == (world_size - 1) / 2 + i
+            assert work.is_completed()
+            assert work.error() is None
+            assert work.duration_s() > 0
+    return checks
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_collective_on_numpy_arrays_equals_numpy(world_size: int) -> None:
+    address = engine.new_address()
+    results = run_ranks(
+        "tests.dist.test_engine:all_collectives", world_size=world_size, arguments={"address": address}, timeout_s=120
+    )
+    assert all(checks == len(DTYPES) * 4 * 2 * 6 for checks in values(results))
+
+
+def dropped_buffers(rank: int, world_size: int, address: str) -> bool:
+    with engine.Communicator(rank, world_size, address, timeout_s=60) as communicator:
+        for i in range(300):
+            communicator.all_reduce(np.full(20000, 1.0, np.float32), asynchronous=True)  # the array is dropped at once
+            if i % 50 == 49:
+                communicator.barrier()
+    return True
+
+
+def test_arrays_dropped_while_in_flight_stay_alive_until_done() -> None:
+    run_ranks("tests.dist.test_engine:dropped_buffers", world_size=2, arguments={"address": engine.new_address()})
+
+
+def exception_in_context(rank: int, world_size: int, address: str) -> str:
+    try:
+        with engine.Communicator(rank, world_size, address, timeout_s=60) as communicator:
+            if rank == 1:
+                raise ValueError("learning rate must be positive")
+            communicator.barrier()
+    except errors.PeerLostError as error:
+        return str(error)
+    except ValueError:
+        return "own"
+    return "none"
+
+
+def test_an_exception_inside_the_context_is_quoted_by_the_peers() -> None:
+    results = run_ranks(
+        "tests.dist.test_engine:exception_in_context", world_size=2, arguments={"address": engine.new_address()}
+    )
+    message = values(results)[0]
+    assert "rank 1 (pid" in message
+    assert "ValueError: learning rate must be positive" in message
+
+
+def killed_peer(rank: int, world_size: int, address: str) -> str:
+    communicator = engine.Communicator(rank, world_size, address, timeout_s=60)
+    communicator.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        communicator.barrier()
+    except errors.PeerLostError as error:
+        return str(error)
+    return "none"
+
+
+def test_a_killed_peer_is_named_with_its_pid_and_signal() -> None:
+    results = run_ranks(
+        "tests.dist.test_engine:killed_peer",
+        world_size=2,
+        arguments={"address": engine.new_address()},
+        expect={1: -signal.SIGKILL},
+    )
+    assert f"rank 1 (pid {results[1].pid} on" in results[0].value
+    assert "was killed by SIGKILL" in results[0].value
+
+
+def test_ctrl_c_ends_a_wait_of_the_callers_own_thread() -> None:
+    script = (
+        "import sys; from photinus import engine\n"
+        "c = engine.Communicator(int(sys.argv[1]), 2, sys.argv[2], timeout_s=60)\n"
+        "print('ready', flush=True)\n"
+        "c.barrier() if sys.argv[1] == '0' else sys.stdin.read()\n"
+    )
+    address = engine.new_address()
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(rank), address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environ,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+        time.sleep(0.3)
+        processes[0].send_signal(signal.SIGINT)
+        _, stderr = processes[0].communicate(timeout=20)
+        assert "KeyboardInterrupt" in stderr
+        processes[1].communicate("", timeout=20)
+        assert processes[1].returncode == 0
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+
+
+def test_arguments_that_do_not_fit_are_refused_with_both_numbers() -> None:
+    with engine.Communicator(0, 1, engine.new_address()) as communicator:
+        with pytest.raises(ValueError, match="out has 3 elements of float32, needs 4 of float32"):
+            communicator.all_gather(np.empty(3, np.float32), np.empty(4, np.float32))
+        with pytest.raises(ValueError, match="'mean' is unknown; known are sum, avg"):
+            communicator.all_reduce(np.empty(3, np.float32), "mean")
+        with pytest.raises(ValueError, match="C-contiguous"):
+            communicator.all_reduce(np.empty((4, 4), np.float32)[:, ::2])
+        with pytest.raises(TypeError, match="complex64 is not one of"):
+            communicator.all_reduce(np.empty(3, np.complex64))
+        with pytest.raises(TypeError, match="not list"):
+            communicator.all_reduce([1.0])
+        frozen = np.zeros(3, np.float32)
+        frozen.flags.writeable = False
+        with pytest.raises(ValueError, match="read-only"):
+            communicator.all_reduce(frozen)
+    with pytest.raises(errors.AbortedError, match="closed"):
+        communicator.barrier()
+
+
+def test_missing_ranks_are_named_when_the_meeting_times_out() -> None:
+    with pytest.raises(errors.CollectiveTimeoutError, match=r"ranks \[1, 2\] of 3 did not join within 0.2 s"):
+        engine.Communicator(0, 3, engine.new_address(), timeout_s=0.2)
+
+
+def test_arena_memory_is_given_back_when_the_last_view_is_dropped() -> None:
+    from photinus import _native
+
+    before = _native.arena_used_bytes()
+    array = np.frombuffer(engine.allocate(1 << 20), np.uint8)
+    part = array[100:200]
+    del array
+    assert _native.arena_used_bytes() == before + (1 << 20)
+    del part
+    assert _native.arena_used_bytes() == before
+
+
+def test_the_host_identity_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert engine.host_id() == engine.host_id()
+    monkeypatch.setenv("PHOTINUS_HOST_ID", "rack-3")
+    assert engine.host_id() == "rack-3"
+
+
+def test_the_engine_does_not_import_torch() -> None:
+    command = "import sys, photinus.engine; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", command], timeout=60).returncode == 0
+
+
+def test_nothing_appears_in_dev_shm_or_the_file_system() -> None:
+    before = set(Path("/dev/shm").iterdir())
+    with engine.Communicator(0, 1, engine.new_address()) as communicator:
+        communicator.all_reduce(np.frombuffer(engine.allocate(1 << 16), np.float32).copy())
+        assert {path for path in set(Path("/dev/shm").iterdir()) - before if "photinus" in path.name} == set()
