@@ -1,0 +1,24 @@
+"""The command line, and the launcher that starts a script once per device and keeps it going.
+
+    cli             `photinus`: finds the command, shows help and errors           (no torch)
+    flags           flags of `photinus run`: spellings, help, suggestions          (no torch)
+    usage           wrong use: the error and the closest right word                (no torch)
+    program         the script or module that each worker runs                     (no torch)
+    devices         how many workers this host gets                                (torch only to count GPUs)
+    cgroup          limits and out-of-memory kills of this process's control group (no torch)
+    environment     the environment variables that a worker finds                  (no torch)
+    job             a job as decided before anything starts                        (no torch)
+    run             `photinus run`: help, wrong use, then the job                  (no torch)
+    supervise       one job from start to exit code
+      rendezvous    a fresh store for each attempt                                 (torch)
+      agent         torch.distributed.elastic's state machine over our processes   (torch)
+      processes     the worker processes of one attempt: start, watch, end         (no torch)
+      output        the workers' lines on the launcher's terminal                  (no torch)
+      interrupts    Ctrl-C and other signals, taken at safe points                 (no torch)
+      guard         ends everything when the launcher itself was killed            (no torch)
+      report        which rank failed first, and the words for it                  (no torch)
+    worker          runs in each worker before the script: a file of its own, imports nothing of Photinus
+
+One host for now. What several hosts need is already kept apart: ranks come from the rendezvous, not from the local
+index; a death carries its host; the agent is elastic's and asks its rendezvous for hosts that wait.
+"""

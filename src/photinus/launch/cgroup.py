@@ -1,0 +1,95 @@
+"""What the kernel says about this process's control group: CPU quota and out-of-memory kills, versions 1 and 2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["OomKills", "cpu_quota_cores", "oom_kills"]
+
+
+@dataclass(frozen=True)
+class OomKills:
+    """How often the out-of-memory killer has struck so far, and where that is counted."""
+
+    count: int
+    place: str
+    limit_bytes: int | None = None
+
+
+def cpu_quota_cores(root: Path = Path("/")) -> float | None:
+    """The tightest CPU quota of this control group and those around it, in cores; None when there is none."""
+    quotas = []
+    for folder in _folders("cpu", root):
+        version_2 = _read(folder / "cpu.max").split()
+        if len(version_2) == 2 and version_2[0] != "max":
+            quotas.append(int(version_2[0]) / int(version_2[1]))
+        quota_us, period_us = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+        if quota_us and period_us and int(quota_us) > 0:
+            quotas.append(int(quota_us) / int(period_us))
+    return min(quotas, default=None)
+
+
+def oom_kills(root: Path = Path("/")) -> OomKills | None:
+    """The counter of out-of-memory kills among the processes of this control group.
+
+    A process of the root group has no such counter; then the whole machine's is read. None when the kernel says
+    nothing at all.
+    """
+    own = next(_folders("memory", root), None)
+    if own is not None:
+        for name, limit in (("memory.events", "memory.max"), ("memory.oom_control", "memory.limit_in_bytes")):
+            count = _field(_read(own / name), "oom_kill")
+            if count is not None:
+                text = _read(own / limit).strip()
+                # Version 1 writes "no limit" as a number near 2**63.
+                limit_bytes = int(text) if text.isdigit() and int(text) < 2**60 else None
+                return OomKills(count, "this control group", limit_bytes)
+    count = _field(_read(root / "proc/vmstat"), "oom_kill")
+    return None if count is None else OomKills(count, "this machine")
+
+
+def _folders(controller: str, root: Path) -> Iterator[Path]:
+    """The folders of this process's control group and its parents, own first, for version 1 and then version 2."""
+    mounts = list(_mounts(root))
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        number, controllers, path = line.split(":", 2)
+        version_2 = number == "0" and controllers == ""
+        if not version_2 and controller not in controllers.split(","):
+            continue
+        for kind, options, mount_root, mount_point in mounts:
+            if kind != ("cgroup2" if version_2 else "cgroup") or not (version_2 or controller in options):
+                continue
+            # In a container the mount may show only the part of the tree below `mount_root`.
+            inside = path if mount_root == "/" else path.removeprefix(mount_root)
+            top = root / mount_point.lstrip("/")
+            folder = top / inside.lstrip("/")
+            while True:
+                yield folder
+                if folder == top or top not in folder.parents:
+                    break
+                folder = folder.parent
+
+
+def _mounts(root: Path) -> Iterator[tuple[str, list[str], str, str]]:
+    for line in _read(root / "proc/self/mountinfo").splitlines():
+        before, _, after = line.partition(" - ")
+        fields, rest = before.split(), after.split()
+        if len(fields) >= 5 and len(rest) >= 3 and rest[0].startswith("cgroup"):
+            yield rest[0], rest[2].split(","), fields[3], fields[4]
+
+
+def _field(text: str, name: str) -> int | None:
+    for line in text.splitlines():
+        words = line.split()
+        if len(words) == 2 and words[0] == name:
+            return int(words[1])
+    return None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # absent for this version, controller or level: the caller looks elsewhere
+        return ""

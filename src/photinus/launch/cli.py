@@ -1,0 +1,99 @@
+"""The `photinus` command: finds the subcommand, shows help, and turns errors into readable lines and exit codes.
+
+Each subcommand is a module with `main(arguments) -> exit code`, imported when it is used. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from .. import __version__
+from ..errors import LaunchError, PhotinusError
+from .usage import UsageError, closest
+
+__all__ = ["main"]
+
+_COMMANDS = {
+    "run": ("photinus.launch.run", "start a script on all devices of this host, and restart it when a rank dies"),
+}
+
+_WRONG_USE = 2
+
+
+def _help() -> str:
+    lines = [
+        f"photinus {__version__}: trains one PyTorch model on many devices in unison",
+        "",
+        "usage: photinus COMMAND ...",
+        "",
+        "commands:",
+        *(f"  {name:<8}{meaning}" for name, (_, meaning) in _COMMANDS.items()),
+        "",
+        "  --help, --version",
+        "",
+        "examples:",
+        "  photinus run train.py                       one process per GPU (or core)",
+        "  photinus run --nproc-per-node 2 train.py --epochs 3",
+        "  photinus run --help",
+    ]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs `photinus` with these words and returns the exit code.
+
+    Without words it is the command itself: it takes those of the command line, and leaves the process.
+    """
+    if arguments is not None:
+        return _run(list(arguments))
+    code = _run(sys.argv[1:])
+    # All is ended and closed. Unloading torch, or half of it after Ctrl-C, would take the interpreter a second.
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(BrokenPipeError):  # the reader has gone, as after `| head`
+            stream.flush()
+    os._exit(code)
+
+
+def _run(words: list[str]) -> int:
+    try:
+        return _dispatch(words)
+    except UsageError as error:
+        return _tell(str(error), _WRONG_USE)
+    except LaunchError as error:
+        return _tell(f"LaunchError: {error}", error.exit_code)
+    except PhotinusError as error:
+        return _tell(f"{type(error).__name__}: {error}", _WRONG_USE)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("--help", "-h", "help"):
+        print(_help())
+        return 0
+    if words[0] in ("--version", "-V", "version"):
+        print(f"photinus {__version__}")
+        return 0
+    if words[0] not in _COMMANDS:
+        raise UsageError(_unknown(words[0]))
+    module, _ = _COMMANDS[words[0]]
+    code: int = importlib.import_module(module).main(words[1:])
+    return code
+
+
+def _unknown(word: str) -> str:
+    if word.startswith("-"):
+        return f"unknown flag {word}. Flags stand after the command: photinus run {word} ...; see `photinus --help`."
+    if word.endswith(".py"):
+        return f"{word} is not a command. To start it: photinus run {word}"
+    near = closest(word, _COMMANDS)
+    return f"unknown command {word}." + (f" Did you mean {near}?" if near else " See `photinus --help`.")
+
+
+def _tell(message: str, code: int) -> int:
+    print(f"photinus: {message}", file=sys.stderr)
+    return code

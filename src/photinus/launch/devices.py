@@ -1,0 +1,77 @@
+"""How many workers this host gets: one per GPU, one per usable core, or as many as the user says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..errors import DeviceError
+from .cgroup import cpu_quota_cores
+
+__all__ = ["WorkerCount", "choose_worker_count", "count_gpus", "usable_cores"]
+
+
+@dataclass(frozen=True)
+class WorkerCount:
+    """Number of workers on this host, and why (empty when the user gave the number)."""
+
+    count: int
+    reason: str = ""
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: its affinity, cut by the control group's CPU quota; at least 1."""
+    cores = len(os.sched_getaffinity(0))
+    quota = cpu_quota_cores()
+    return max(1, min(cores, int(quota)) if quota is not None else cores)
+
+
+def count_gpus() -> int:
+    """GPUs that torch sees (CUDA_VISIBLE_DEVICES included), without starting a CUDA context here."""
+    import torch
+
+    return torch.cuda.device_count()  # 0 in a build without CUDA
+
+
+def choose_worker_count(
+    wanted: int | str, *, cpu_only: bool, gpus: Callable[[], int], cores: Callable[[], int]
+) -> WorkerCount:
+    """Turns `--nproc-per-node` into a number of workers for this host.
+
+    Args:
+        wanted: a number above 0, or "auto" (GPUs if there are any, else cores), "gpu", "cpu".
+        cpu_only: the workers see no GPU (`--cpu`), so GPUs neither count nor limit.
+        gpus: number of GPUs; asked only when it matters, since it needs torch.
+        cores: number of usable cores.
+
+    Raises:
+        DeviceError: GPUs were asked for and there is none, or there are fewer than workers.
+    """
+    if isinstance(wanted, int):
+        present = 0 if cpu_only else gpus()
+        if 0 < present < wanted:
+            raise DeviceError(
+                f"--nproc-per-node {wanted} asks for {wanted} workers, but this host has {present} "
+                f"GPU{'s' if present > 1 else ''}, and each worker needs one of its own. Give --nproc-per-node "
+                f"{present}, or --cpu to train on the CPU."
+            )
+        return WorkerCount(wanted)
+    if wanted == "gpu":
+        present = gpus()
+        if present == 0:
+            hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+            raise DeviceError(
+                "--nproc-per-node gpu asks for one worker per GPU, but torch sees 0 GPUs here"
+                + (f" (CUDA_VISIBLE_DEVICES={hidden!r})" if hidden is not None else "")
+                + f". Give a number, or cpu for one worker per usable core ({cores()} here)."
+            )
+        return WorkerCount(present, "one per GPU")
+    if wanted == "auto" and not cpu_only:
+        present = gpus()
+        if present > 0:
+            return WorkerCount(present, "one per GPU")
+        return WorkerCount(cores(), "one per usable core; torch sees no GPU here")
+    if wanted not in ("auto", "cpu"):
+        raise ValueError(f"wanted={wanted!r} is neither a number nor auto, gpu or cpu")
+    return WorkerCount(cores(), "one per usable core")

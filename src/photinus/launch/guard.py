@@ -1,0 +1,113 @@
+"""Ends everything when the launcher itself is killed.
+
+A worker asks the kernel to die with its launcher (see `worker`), but its children (data loaders, compilers) do not.
+The guard is a process forked from the launcher before torch and its threads are there: small, in a session of its
+own, deaf to Ctrl-C. It reads a pipe whose other end only the launcher holds. The launcher writes down each worker's
+process group; when the pipe ends without a good-bye, the launcher was killed, and the guard kills those groups.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+__all__ = ["Guard", "guarding"]
+
+_GOODBYE = b"goodbye\n"
+_LEAVE_S = 2.0
+
+
+class Guard:
+    """The launcher's end of the guard. Made by `guarding`; one thread only."""
+
+    def __init__(self, pid: int, pipe: int) -> None:
+        self.pid = pid
+        self._pipe: int | None = pipe
+
+    def protect(self, process_group: int) -> None:
+        """From now on the group ends with the launcher, however that ends."""
+        self._write(b"protect %d\n" % process_group)
+
+    def release(self, process_group: int) -> None:
+        """The group has ended (its number may soon be another's)."""
+        self._write(b"release %d\n" % process_group)
+
+    def close(self) -> None:
+        """The launcher leaves in good order: the guard has nothing to do and ends."""
+        if self._pipe is None:
+            return
+        self._write(_GOODBYE)
+        os.close(self._pipe)
+        self._pipe = None
+        deadline = time.monotonic() + _LEAVE_S
+        while os.waitpid(self.pid, os.WNOHANG)[0] == 0:
+            if time.monotonic() > deadline:  # stopped by someone: it is ours, and not needed any more
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+                return
+            time.sleep(0.002)
+
+    def _write(self, line: bytes) -> None:
+        if self._pipe is None:
+            return
+        # Somebody killed the guard. The workers still die with the launcher; only their children lose protection.
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._pipe, line)
+
+
+@contextlib.contextmanager
+def guarding() -> Iterator[Guard]:
+    """A guard for the duration of the block. To be entered before any thread is started: it forks without exec."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _stand_guard(reading)
+        finally:
+            os._exit(0)
+    os.close(reading)
+    guard = Guard(pid, writing)
+    try:
+        yield guard
+    finally:
+        guard.close()
+
+
+def _stand_guard(reading: int) -> None:
+    os.setsid()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+    # A pipe or terminal of the launcher must not stay open because of the guard; nor a folder stay busy.
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(nothing, stream)
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor > 2 and descriptor != reading:
+            with contextlib.suppress(OSError):  # the listing's own descriptor is closed already
+                os.close(descriptor)
+    os.chdir("/")
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as name:
+        name.write("photinus-guard")
+
+    groups: set[int] = set()
+    text = b""
+    while True:
+        piece = os.read(reading, 4096)
+        text += piece
+        *lines, text = text.split(b"\n")
+        for line in lines:
+            word, _, number_text = line.partition(b" ")
+            if word == b"protect":
+                groups.add(int(number_text))
+            elif word == b"release":
+                groups.discard(int(number_text))
+            else:
+                return
+        if not piece:
+            break
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, signal.SIGKILL)

@@ -1,0 +1,88 @@
+"""Ctrl-C, SIGTERM and their like, noted when they come and acted upon at safe points.
+
+An exception thrown from a signal handler could strike between the start of a process and the note of its pid. So the
+handlers only write the signal down; a byte in a pipe wakes whoever waits. Only as long as nothing has been started
+(the import of torch takes a second or more) does a signal strike at once, as `Interrupted`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import types
+from collections.abc import Iterator
+
+__all__ = ["Interrupted", "Interrupts", "taking_interrupts"]
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+class Interrupted(BaseException):
+    """A signal came before anything was started. Not an Exception, so that no library's handler swallows it."""
+
+
+class Interrupts:
+    """The signals received so far. `fd` becomes readable with each; `drain` makes it quiet again."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.received: list[signal.Signals] = []
+        self._strike_at_once = False
+
+    @property
+    def first(self) -> signal.Signals | None:
+        """The signal that ends the job, if one has come."""
+        return self.received[0] if self.received else None
+
+    @property
+    def impatient(self) -> bool:
+        """Whether the user has asked a second time: no more grace."""
+        return len(self.received) > 1
+
+    def note(self, number: int, frame: types.FrameType | None) -> None:
+        """The signal handler."""
+        self.received.append(signal.Signals(number))
+        if self._strike_at_once:
+            self._strike_at_once = False
+            raise Interrupted
+
+    @contextlib.contextmanager
+    def striking_at_once(self) -> Iterator[None]:
+        """During the block nothing is running that would have to be ended, so a signal raises Interrupted."""
+        if self.received:
+            raise Interrupted
+        self._strike_at_once = True
+        try:
+            yield
+        finally:
+            self._strike_at_once = False
+
+    def drain(self) -> None:
+        """Empties the pipe behind `fd`."""
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self.fd, 512):
+                pass
+
+
+@contextlib.contextmanager
+def taking_interrupts() -> Iterator[Interrupts]:
+    """Takes SIGINT, SIGTERM, SIGHUP and SIGQUIT during the block, but not those that are ignored (nohup)."""
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    os.set_blocking(writing, False)
+    interrupts = Interrupts(reading)
+
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    wakeup_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    try:
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, interrupts.note)
+        yield interrupts
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(wakeup_before)
+        os.close(reading)
+        os.close(writing)

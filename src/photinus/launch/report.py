@@ -1,0 +1,320 @@
+"""Which rank failed first, of what, and the words for it. Pure functions over plain records.
+
+When one rank dies, the others fail within milliseconds because they miss it. Blame goes to the first death that is
+not such a consequence:
+
+    1. a rank that says itself that it lost a peer (or timed out waiting for one) is a consequence;
+    2. SIGABRT comes after the rest at equal times: gloo ends a process so when a peer vanishes at a bad moment;
+    3. among what is left, the earliest; a rank killed by SIGKILL counts half a second earlier than it was seen dead,
+       since the kernel closes its sockets, which the others notice, before it reports the death.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .cgroup import OomKills
+
+__all__ = ["Death", "Raised", "exit_code_of", "first_cause", "hopeless", "signature", "tell_failure"]
+
+_LOST_PEER_TYPES = frozenset(
+    {
+        "AbortedError",
+        "CollectiveTimeoutError",
+        "DistBackendError",
+        "DistNetworkError",
+        "DistStoreError",
+        "PeerLostError",
+    }
+)
+_LOST_PEER_TEXTS = (
+    "broken pipe",
+    "connection closed by peer",
+    "connection refused",
+    "connection reset by peer",
+    "connection was likely closed",
+    "connectfullmesh failed",
+    "failed to recv, got 0 bytes",
+    "ncclremoteerror",
+    "read error [",
+    "timed out waiting",
+    "write error [",
+)
+_KILL_IS_SEEN_LATE_S = 0.5
+_TRACEBACK_LINES = 120
+_LINE_CHARACTERS = 200
+# Wrong from the start: another attempt reads the same files and fails in the same way.
+_NEVER_CURED_TYPES = frozenset(
+    {
+        "DeviceError",
+        "ImportError",
+        "IndentationError",
+        "ModuleNotFoundError",
+        "SyntaxError",
+        "TabError",
+        "WorldSizeError",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Raised:
+    """What a worker wrote about its uncaught exception (see `worker.describe`).
+
+    Attributes:
+        chain: (type name, text) of the exception and of what it was raised from or during.
+        traceback: as Python prints it, empty for sys.exit.
+        exit_code: the code that the worker will leave with.
+        raised_at_s: monotonic clock of the worker's host; None when another writer did not say.
+    """
+
+    chain: tuple[tuple[str, str], ...]
+    traceback: str
+    exit_code: int = 1
+    raised_at_s: float | None = None
+
+    @classmethod
+    def from_json(cls, text: str) -> Raised | None:
+        """Reads the error file of a worker, ours or one written by torch's `@record`; None when it is neither."""
+        try:
+            data: Any = json.loads(text)
+            message = data["message"]
+            traceback = str(message["extraInfo"].get("py_callstack", ""))
+            own = data.get("photinus")
+            if own is None:
+                type_name, _, said = str(message["message"]).partition(": ")
+                return cls(((type_name, said),), traceback)
+            chain = tuple((str(name), str(said)) for name, said in own["chain"])
+            return cls(chain, traceback, int(own["exit_code"]), float(own["raised_at_s"])) if chain else None
+        except (ValueError, TypeError, KeyError, AttributeError):  # half-written by a worker that was then killed
+            return None
+
+    @property
+    def type_name(self) -> str:
+        """Name of the exception's class."""
+        return self.chain[0][0]
+
+    @property
+    def text(self) -> str:
+        """The exception's own words."""
+        return self.chain[0][1]
+
+    @property
+    def lost_a_peer(self) -> bool:
+        """Whether the exception, or one behind it, says that another rank was lost."""
+        return any(
+            name in _LOST_PEER_TYPES or any(sign in text.lower() for sign in _LOST_PEER_TEXTS)
+            for name, text in self.chain
+        )
+
+
+@dataclass(frozen=True)
+class Death:
+    """The end of one worker that did not simply finish.
+
+    Attributes:
+        status: exit code, or minus the signal that ended it.
+        seen_at_s: monotonic time at which the launcher saw the end.
+        lived_s: seconds from its start to then.
+        raised: its uncaught exception or sys.exit, if it wrote one down.
+        ended_by_us: it was running well when the launcher ended it.
+        fault_stack: Python stack left by a fatal signal.
+        overdue_s: it raised and then did not leave for so many seconds, until the launcher killed it.
+    """
+
+    rank: int
+    local_rank: int
+    pid: int
+    host: str
+    status: int
+    seen_at_s: float
+    lived_s: float
+    raised: Raised | None = None
+    ended_by_us: bool = False
+    fault_stack: str = ""
+    overdue_s: float | None = None
+
+    @property
+    def consequence(self) -> bool:
+        """Whether it died only because another did."""
+        return self.ended_by_us or (self.raised is not None and self.raised.lost_a_peer)
+
+    @property
+    def signal_name(self) -> str | None:
+        """SIGKILL and the like, None for a process that left by itself."""
+        if self.status >= 0:
+            return None
+        try:
+            return signal.Signals(-self.status).name
+        except ValueError:  # real-time signals have no names
+            return f"signal {-self.status}"
+
+    @property
+    def _since_s(self) -> float:
+        if self.raised is not None and self.raised.raised_at_s is not None:
+            return min(self.seen_at_s, self.raised.raised_at_s)
+        return self.seen_at_s - (_KILL_IS_SEEN_LATE_S if self.status == -signal.SIGKILL else 0.0)
+
+
+def first_cause(deaths: Sequence[Death]) -> Death:
+    """The death that the others follow from; `deaths` must not be empty."""
+    return min(deaths, key=lambda d: (d.ended_by_us, d.consequence, d._since_s, d.status == -signal.SIGABRT, d.rank))
+
+
+def exit_code_of(death: Death) -> int:
+    """What the launcher exits with for this cause: 128 + signal, the worker's own code, 1 for an exception."""
+    if death.raised is not None:  # however it went on from there
+        return death.raised.exit_code
+    return 128 - death.status if death.status < 0 else death.status
+
+
+def signature(death: Death) -> tuple[str, str, int]:
+    """Equal for two deaths of the same kind, whichever rank and attempt."""
+    if death.raised is not None:
+        return (death.raised.type_name, death.raised.text, death.raised.exit_code)
+    return ("", "", death.status)
+
+
+def hopeless(cause: Death, deaths: Sequence[Death], world_size: int) -> str | None:
+    """Why no further attempt can go better, None when one may. Only what is sure: the program cannot even start.
+
+    That is: every rank failed alike, with an error of the program's text or set-up, or with exit code 2 from
+    sys.exit, which by convention (argparse) is wrong use.
+    """
+    if cause.raised is None or len(deaths) < world_size:
+        return None
+    if any(signature(death) != signature(cause) for death in deaths):
+        return None
+    if cause.raised.type_name in _NEVER_CURED_TYPES:
+        return f"{cause.raised.type_name} on every rank would come again"
+    if cause.raised.type_name == "SystemExit" and cause.raised.exit_code == 2:
+        return "exit code 2 on every rank means wrong arguments, and they would be the same again"
+    return None
+
+
+def tell_failure(
+    deaths: Sequence[Death],
+    *,
+    finished: Sequence[int],
+    attempt: int,
+    next_step: str,
+    oom_before: OomKills | None = None,
+    oom_after: OomKills | None = None,
+    seen_before: bool = False,
+) -> str:
+    """The block that the launcher prints when an attempt has failed.
+
+    Args:
+        deaths: the ends of all ranks that did not finish well; not empty.
+        finished: the ranks that had ended with exit code 0.
+        attempt: 0 for the first start.
+        next_step: last line: what the launcher does now.
+        oom_before: the out-of-memory kills counted when the attempt began.
+        oom_after: those counted now; a rise is the only ground on which memory is mentioned.
+        seen_before: the same failure was shown for the attempt before; leaves out its traceback.
+    """
+    cause = first_cause(deaths)
+    where = f"local rank {cause.local_rank} of host {cause.host}, attempt {attempt}"
+    lines = [_headline(cause), f"  {where}, {cause.lived_s:.1f} s after its start"]
+    lines += [f"  {line}" for line in _details(cause, oom_before, oom_after)]
+    trace = cause.raised.traceback if cause.raised is not None else cause.fault_stack
+    block = ["", *(f"photinus: {line}" for line in lines)]
+    if trace.strip():
+        if seen_before:
+            block.append("photinus:   (traceback as above)")
+        else:
+            block += ["", *(f"    {line}".rstrip() for line in _shortened(trace.rstrip().splitlines())), ""]
+    block += [f"photinus: {line}" for line in _others(cause, deaths, finished)]
+    block.append(f"photinus: {next_step}")
+    return "\n".join(block) + "\n"
+
+
+def _headline(death: Death) -> str:
+    who = f"rank {death.rank} (pid {death.pid})"
+    if death.raised is not None:
+        return f"{who} {_said(death.raised)}"
+    if death.signal_name is not None:
+        return f"{who} was killed by {death.signal_name}"
+    return f"{who} left with exit code {death.status}"
+
+
+def _said(raised: Raised) -> str:
+    if raised.type_name == "SystemExit":
+        words = f": {_one_line(raised.text)}" if raised.text != str(raised.exit_code) else ""
+        return f"left with exit code {raised.exit_code}{words}"
+    return f"raised {raised.type_name}: {_one_line(raised.text)}" if raised.text else f"raised {raised.type_name}"
+
+
+def _details(cause: Death, oom_before: OomKills | None, oom_after: OomKills | None) -> list[str]:
+    lines = []
+    if cause.overdue_s is not None:
+        lines.append(f"it had not left {cause.overdue_s:.0f} s after that, and was killed")
+    child_killed = cause.raised is not None and "killed by signal" in cause.raised.text  # torch's DataLoader says so
+    killed = (cause.status == -signal.SIGKILL and cause.overdue_s is None) or child_killed
+    if killed and oom_before is not None and oom_after is not None:
+        struck = oom_after.count - oom_before.count
+        if struck > 0:
+            limit = f" (memory limit {oom_after.limit_bytes / 2**20:.0f} MiB)" if oom_after.limit_bytes else ""
+            times = "once" if struck == 1 else f"{struck} times"
+            lines.append(f"possibly the kernel's out-of-memory killer: it struck {times} in {oom_after.place}{limit}")
+    if cause.status == -signal.SIGTERM and cause.raised is None:
+        lines.append("the launcher did not send it")
+    return lines
+
+
+def _others(cause: Death, deaths: Sequence[Death], finished: Sequence[int]) -> list[str]:
+    rest = sorted((death for death in deaths if death is not cause), key=lambda death: death.rank)
+    same = [d.rank for d in rest if not d.ended_by_us and d.raised is not None and signature(d) == signature(cause)]
+    lines = [f"the same on {_ranks(same)}"] if same else []
+    for death in rest:
+        if death.ended_by_us or death.rank in same:
+            continue
+        words = _headline(death)
+        if death.consequence and death.raised is not None:
+            reason = f"{death.raised.type_name}: {_first_sentence(death.raised.text)}"
+            words = f"rank {death.rank} (pid {death.pid}) failed as a consequence: {reason}"
+        elif death.status == -signal.SIGABRT:
+            words += ", probably as a consequence"
+        else:
+            words = f"also, {words}"
+        lines.append(words)
+    killed = [death.rank for death in rest if death.ended_by_us and death.status == -signal.SIGKILL]
+    ended = [death.rank for death in rest if death.ended_by_us and death.status != -signal.SIGKILL]
+    if ended:
+        lines.append(f"{_ranks(ended)} ended by the launcher")
+    if killed:
+        lines.append(f"{_ranks(killed)} did not leave in time: killed by the launcher")
+    if finished and cause.consequence:
+        lines.append(f"{_ranks(finished)} had finished with exit code 0 before")
+    return lines
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:8])) + (f", ... ({len(ranks)} ranks)" if len(ranks) > 8 else "")
+    return f"ranks {shown}"
+
+
+def _one_line(text: str) -> str:
+    first = " ".join(text.split())
+    return first if len(first) <= _LINE_CHARACTERS else first[: _LINE_CHARACTERS - 4] + " ..."
+
+
+def _first_sentence(text: str) -> str:
+    """Enough of a consequence to recognise it: without the place in gloo's sources and advice to look elsewhere."""
+    sentence = re.split(r"(?<=[^.])\.\s", _one_line(re.sub(r"^\[\S+\.\w+:\d+\]\s*", "", text)), maxsplit=1)[0]
+    return sentence if len(sentence) <= 120 else sentence[:116] + " ..."
+
+
+def _shortened(lines: list[str]) -> list[str]:
+    if len(lines) <= _TRACEBACK_LINES:
+        return lines
+    head = _TRACEBACK_LINES // 4
+    left_out = len(lines) - _TRACEBACK_LINES
+    return [*lines[:head], f"... {left_out} lines left out ...", *lines[left_out + head :]]

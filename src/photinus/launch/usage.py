@@ -1,0 +1,18 @@
+"""Wrong use of the command line: the error, and what was probably meant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["UsageError", "closest"]
+
+
+class UsageError(ValueError):
+    """The command line cannot be carried out as typed; the message says why and what to type instead."""
+
+
+def closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known word most like `word`, or None when nothing is near."""
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return found[0] if found else None

@@ -1,0 +1,189 @@
+"""`photinus run`: what each process sees, and how a job that goes well ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from photinus.launch.devices import usable_cores
+
+DEADLINE_S = 120.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A job that has ended: its exit code (minus a signal that killed the launcher) and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+class RunningJob:
+    """`photinus run` in the background. Ends in time or is killed; on failure shows what it printed."""
+
+    def __init__(self, words: Sequence[str | Path], *, cwd: Path | None = None, **environ: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "photinus", "run", *map(str, words)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=cwd,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
+        )
+
+    def wait_for(self, *files: Path) -> None:
+        """Until all of these files exist and hold something."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not all(file.exists() and file.stat().st_size for file in files):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                ended = self.end(kill=True)
+                raise AssertionError(f"{files} were awaited in vain\n{ended.out}\n{ended.err}")
+            time.sleep(0.005)
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def end(self, *, kill: bool = False) -> Ended:
+        """Waits for the end. stdout and stderr are read to their ends, so no process may have kept them open."""
+        if kill:
+            self.process.kill()
+        try:
+            out, err = self.process.communicate(timeout=DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            out, err = self.process.communicate()
+            raise AssertionError(f"the job did not end in time\n{out}\n{err}") from None
+        return Ended(self.process.returncode, out, err)
+
+
+def run_job(*words: str | Path, cwd: Path | None = None, **environ: str) -> Ended:
+    return RunningJob(words, cwd=cwd, **environ).end()
+
+
+def script(folder: Path, text: str, name: str = "script.py") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+REPORT = """
+import json, os, sys
+from pathlib import Path
+def listeners(pid):
+    '''Local addresses on which a process listens for TCP.'''
+    inodes = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            inodes.add(os.readlink(fd).removeprefix("socket:[").rstrip("]"))
+        except FileNotFoundError:
+            pass
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                found.append(fields[1].split(":")[0])
+    return found
+names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR TORCHELASTIC_RESTART_COUNT"
+report = {name: os.environ[name] for name in [*names.split(), "PHOTINUS_WORLD_SIZE"]}
+report["argv"] = sys.argv
+report["threads"] = os.environ["OMP_NUM_THREADS"]
+report["name"] = __name__
+report["launcher_listens_on"] = listeners(os.getppid())
+if "gloo" in sys.argv:
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    total = torch.tensor([dist.get_rank() + 1])
+    dist.all_reduce(total)
+    report["total"] = total.item()
+    report["worker_listens_on"] = listeners(os.getpid())
+    dist.barrier()
+    dist.destroy_process_group()
+print(json.dumps(report))
+print("a line on stderr", file=sys.stderr)
+"""
+LOOPBACK = "0100007F"
+
+
+def reports(ended: Ended) -> dict[int, dict]:
+    """What REPORT printed, by rank; rank 0 without a mark, the others with theirs."""
+    found = {}
+    for line in ended.out.splitlines():
+        mark, _, text = line.partition(" ") if line.startswith("[") else ("[0]", "", line)
+        report = json.loads(text)
+        assert mark == f"[{report['RANK']}]"
+        found[int(report["RANK"])] = report
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_each_process_finds_its_place_and_its_arguments(tmp_path, world_size):
+    path = script(tmp_path, REPORT)
+    arguments = ("gloo",) if world_size == 2 else ("--lr", "0.1", "--", "--nproc-per-node", "a b")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    ended = run_job("--nproc-per-node", str(world_size), path, *arguments, TMPDIR=str(temporary))
+    assert ended.code == 0, ended.err
+    found = reports(ended)
+    assert sorted(found) == list(range(world_size))
+    for rank, report in found.items():
+        assert report["LOCAL_RANK"] == str(rank)
+        assert report["WORLD_SIZE"] == report["LOCAL_WORLD_SIZE"] == report["PHOTINUS_WORLD_SIZE"] == str(world_size)
+        assert (report["GROUP_RANK"], report["TORCHELASTIC_RESTART_COUNT"]) == ("0", "0")
+        assert report["MASTER_ADDR"] == "127.0.0.1"
+        assert report["argv"] == [str(path), *arguments]
+        assert report["name"] == "__main__"
+        # One store, heard on the loopback only; the workers' own sockets are as private.
+        assert report["launcher_listens_on"] == [LOOPBACK]
+        assert set(report.get("worker_listens_on", [LOOPBACK])) == {LOOPBACK}
+        assert report.get("total", 3) == 3
+    marks = ["", *(f"[{rank}] " for rank in range(1, world_size))]
+    assert sorted(ended.err.splitlines()) == sorted(f"{mark}a line on stderr" for mark in marks)
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_module_runs_as_under_python_m_and_threads_share_the_cores(tmp_path):
+    script(tmp_path, REPORT, "task.py")
+    environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "photinus", "run", "--nproc_per_node=2", "-m", "task", "--x"],
+        capture_output=True, text=True, cwd=tmp_path, timeout=DEADLINE_S, env=environ,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    found = reports(Ended(0, ended.stdout, ended.stderr))
+    assert found[1]["argv"] == [str(tmp_path / "task.py"), "--x"]
+    assert found[0]["threads"] == str(max(1, usable_cores() // 2))
+
+
+def test_auto_says_how_many_workers_it_takes_and_why(tmp_path):
+    ended = run_job("--cpu", script(tmp_path, "import os; print(os.environ['WORLD_SIZE'])"))
+    cores = usable_cores()
+    assert ended.code == 0
+    assert ended.out.splitlines()[0].split()[-1] == str(cores)
+    assert ended.err == f"photinus: {cores} worker{'s' if cores > 1 else ''} (one per usable core)\n"
+
+
+def test_gpus_asked_for_and_absent_are_refused_before_any_worker_starts(tmp_path):
+    path = script(tmp_path, f"open({str(tmp_path / 'ran')!r}, 'w')")
+    ended = run_job("--nproc-per-node", "gpu", path, CUDA_VISIBLE_DEVICES="")
+    assert ended.code == 2
+    assert ended.err.startswith("photinus: DeviceError: --nproc-per-node gpu asks for one worker per GPU")
+    assert "torch sees 0 GPUs here" in ended.err
+    assert "Traceback" not in ended.err
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_script_that_never_imports_photinus_or_torch_runs_in_silence(tmp_path):
+    ended = run_job("--nproc-per-node", "2", script(tmp_path, "print('hello')"))
+    assert (ended.code, sorted(ended.out.splitlines()), ended.err) == (0, ["[1] hello", "hello"], "")

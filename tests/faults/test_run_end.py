@@ -1,0 +1,168 @@
+"""However a job is ended, nothing of it is left, and soon."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from photinus.launch.agent import backoff_s
+from tests.dist.test_run import DEADLINE_S, RunningJob, script
+
+# Each rank starts a child that does not listen to SIGTERM (as a data loader that hangs), and notes both.
+FAMILY = """
+import os, subprocess, sys, time
+from pathlib import Path
+rank = os.environ["RANK"]
+deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(1000)"
+child = subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE)
+child.stdout.readline()
+Path(sys.argv[1], f"pids-{rank}").write_text(f"{os.getpid()} {child.pid} {os.getppid()}")
+try:
+    time.sleep(1000)
+except KeyboardInterrupt:
+    Path(sys.argv[1], f"interrupted-{rank}").write_text("yes")
+    raise
+"""
+
+
+def start_family(folder: Path, *flags: str, world_size: int = 2) -> tuple[RunningJob, list[int]]:
+    """A running job, and the pids of its workers and their children."""
+    job = RunningJob(["--nproc-per-node", str(world_size), *flags, script(folder, FAMILY), folder])
+    files = [folder / f"pids-{rank}" for rank in range(world_size)]
+    job.wait_for(*files)
+    pids = []
+    for file in files:
+        worker, child, launcher = map(int, file.read_text().split())
+        assert launcher == job.process.pid
+        pids += [worker, child]
+    return job, pids
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def descendants(pid: int) -> list[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children]
+
+
+def assert_gone_within(pids: list[int], limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    while any(map(alive, pids)):
+        assert time.monotonic() < deadline, f"left: {[pid for pid in pids if alive(pid)]}"
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"])
+def test_an_interrupted_launcher_ends_all_in_two_seconds(tmp_path, number, code):
+    job, pids = start_family(tmp_path)
+    pids += descendants(job.process.pid)
+    begun = time.monotonic()
+    job.send(number)
+    ended = job.end()
+    assert time.monotonic() - begun < 2.0
+    assert not any(map(alive, pids))
+    assert ended.code == code
+    assert ended.err == f"photinus: ended by {number.name}: 2 workers were ended\n"
+    assert ended.out == ""
+    # Ctrl-C is the script's to notice (to save, say); SIGTERM ends it unless it has a handler.
+    assert (tmp_path / "interrupted-0").exists() == (number == signal.SIGINT)
+
+
+def test_a_killed_launcher_leaves_no_worker_no_child_and_no_guard(tmp_path):
+    job, pids = start_family(tmp_path)
+    others = [pid for pid in descendants(job.process.pid) if pid not in pids]
+    assert len(others) == 1  # the guard
+    job.send(signal.SIGKILL)
+    assert_gone_within(pids + others, 5.0)
+    assert job.end().code == -signal.SIGKILL
+
+
+def test_workers_die_with_the_launcher_even_when_the_guard_is_killed_with_it(tmp_path):
+    job, pids = start_family(tmp_path, world_size=1)
+    worker, child = pids
+    [guard] = [pid for pid in descendants(job.process.pid) if pid != worker]
+    os.kill(guard, signal.SIGKILL)
+    job.send(signal.SIGKILL)
+    try:
+        assert_gone_within([worker, guard], 5.0)
+    finally:
+        if alive(child):
+            os.kill(child, signal.SIGKILL)
+    job.end()
+
+
+def test_children_of_a_killed_worker_are_ended_before_the_restart(tmp_path):
+    job, pids = start_family(tmp_path, "--max-restarts", "1", "--stop-grace", "1")
+    for file in tmp_path.glob("pids-*"):
+        file.unlink()
+    os.kill(pids[0], signal.SIGKILL)
+    job.wait_for(tmp_path / "pids-0", tmp_path / "pids-1")
+    assert not any(map(alive, pids))
+    job.send(signal.SIGTERM)
+    assert job.end().code == 143
+
+
+def test_ctrl_c_in_a_terminal_during_a_wait_before_the_next_attempt(tmp_path):
+    path = script(tmp_path, "raise OSError('storage is away')\n")
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-m", "photinus", "run", "--max-restarts", "50", "--cpu", str(path)])
+    shown = b""
+    deadline = time.monotonic() + DEADLINE_S
+    try:
+        while b"in 1 s" not in shown:  # the third attempt waits; a storm of attempts would be over by now
+            assert time.monotonic() < deadline
+            shown += os.read(terminal, 65536)
+        os.write(terminal, b"\x03")
+        begun = time.monotonic()
+        while True:
+            try:
+                shown += os.read(terminal, 65536)
+            except OSError:  # the terminal's other side is closed: everything has ended
+                break
+        assert time.monotonic() - begun < 2.0
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+    finally:
+        os.close(terminal)
+    assert b"\x1b[1;31mphotinus: rank 0" in shown or b"\x1b[1;31mphotinus: rank 1" in shown
+    assert b"photinus: ended by SIGINT" in shown
+    assert b"Traceback" in shown
+
+
+def test_the_wait_between_attempts_grows_to_a_limit():
+    assert [backoff_s(number) for number in range(8)] == [0, 0, 1, 2, 4, 5, 5, 5]
+
+
+@pytest.mark.slow
+def test_fifty_jobs_killed_at_any_moment_leave_nothing(tmp_path):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    path = script(tmp_path, FAMILY)
+    shared_before = set(os.listdir("/dev/shm"))
+    for number in range(50):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        job = RunningJob(["--nproc-per-node", "2", path, folder], TMPDIR=str(temporary))
+        time.sleep(0.06 * number)  # from before the first import to long after the start of the workers
+        family = descendants(job.process.pid)
+        job.send(signal.SIGKILL if number % 2 else signal.SIGTERM)
+        job.end()
+        for file in folder.glob("pids-*"):
+            family += map(int, file.read_text().split()[:2])
+        assert_gone_within(family, 5.0)
+    assert list(temporary.iterdir()) == []
+    assert set(os.listdir("/dev/shm")) <= shared_before
+    left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True)
+    assert left.stdout == ""

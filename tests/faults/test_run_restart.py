@@ -1,0 +1,154 @@
+"""A rank is killed: the job starts anew at its first attempt, from the last checkpoint, and says who died of what."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.dist.test_run import RunningJob, run_job, script
+
+# Adds up all_reduce results; rank 0 saves each 5 steps. Interrupted or not, the end is the same number.
+RESUMING = """
+import json, os, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+
+folder, steps = Path(sys.argv[1]), int(sys.argv[2])
+dist.init_process_group("gloo")
+rank, attempt = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+saved = folder / "saved.json"
+state = json.loads(saved.read_text()) if saved.exists() else {"step": 0, "sum": 0.0}
+(folder / f"began-{attempt}-{rank}").write_text(str(state["step"]))
+while state["step"] < steps:
+    numbers = torch.full((1000,), float(rank + state["step"]))
+    dist.all_reduce(numbers)
+    state = {"step": state["step"] + 1, "sum": state["sum"] + numbers[0].item()}
+    if rank == 0 and state["step"] % 5 == 0:
+        Path(f"{saved}.new").write_text(json.dumps(state))
+        os.replace(f"{saved}.new", saved)
+    if state["step"] == 20:
+        (folder / f"pid-{attempt}-{rank}").write_text(str(os.getpid()))
+    time.sleep(0.01)
+if rank == 0:
+    print(json.dumps({"attempt": attempt, **state}))
+dist.destroy_process_group()
+"""
+
+
+def kill_and_resume(folder: Path, *, world_size: int, victim: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """One job whose rank `victim` is killed in mid-run, checked from the message to the final number."""
+    folder.mkdir()
+    path = script(folder, RESUMING)
+    job = RunningJob(["--nproc-per-node", str(world_size), "--max-restarts", "1", path, folder, "60"])
+    job.wait_for(*(folder / f"pid-0-{rank}" for rank in range(world_size)))
+    pid = int((folder / f"pid-0-{victim}").read_text())
+    os.kill(pid, number)
+    ended = job.end()
+    assert ended.code == 0, ended.err
+    expected = sum(sum(rank + step for rank in range(world_size)) for step in range(60))
+    assert json.loads(ended.out) == {"attempt": 1, "step": 60, "sum": expected}
+    assert int((folder / f"began-1-{victim}").read_text()) >= 15
+    lines = [line for line in ended.err.splitlines() if line.startswith("photinus: ")]
+    assert lines[0] == f"photinus: rank {victim} (pid {pid}) was killed by {number.name}"
+    assert "attempt 0" in lines[1]
+    assert lines[-1] == (f"photinus: restarting all {world_size} workers from the last checkpoint (restart 1 of 1)")
+    others = [line for line in lines if line.startswith("photinus: rank") and line != lines[0]]
+    assert sorted(int(re.search(r"rank (\d)", line).group(1)) for line in others) == [
+        rank for rank in range(world_size) if rank != victim
+    ]
+    assert "Traceback" not in ended.err
+    assert "memory" not in ended.err
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_costs_one_restart_and_no_result(tmp_path, victim):
+    kill_and_resume(tmp_path / "job", world_size=2, victim=victim)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("time", range(20))
+def test_any_rank_killed_many_times_in_a_row(tmp_path, time):
+    kill_and_resume(tmp_path / "job", world_size=3, victim=time % 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGTERM, signal.SIGABRT, signal.SIGBUS])
+def test_other_signals_are_named_too(tmp_path, number):
+    kill_and_resume(tmp_path / "job", world_size=2, victim=1, number=number)
+
+
+FAILS_AT_FIRST = """
+import os, sys, time
+rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+def load(name):
+    raise FileNotFoundError(f"no shard {name}")
+if rank == 1 and attempt == 0:
+    print("about to fail")
+    load("x.bin")
+if rank == 0 and attempt == 0:
+    time.sleep(100)
+if rank == 1 and attempt == 1:
+    sys.exit(7)
+time.sleep(100)
+"""
+
+
+def test_each_failure_is_told_once_with_its_own_words_and_the_last_decides_the_exit_code(tmp_path):
+    path = script(tmp_path, FAILS_AT_FIRST)
+    ended = run_job("--nproc-per-node", "3", "--max-restarts", "1", path)
+    assert ended.code == 7
+    assert ended.out == "[1] about to fail\n"
+    pid = r"\(pid \d+\)"
+    assert re.fullmatch(
+        rf"""
+photinus: rank 1 {pid} raised FileNotFoundError: no shard x.bin
+photinus:   local rank 1 of host \S+, attempt 0, \d+.\d s after its start
+
+    Traceback \(most recent call last\):
+      File "{path}", line 8, in <module>
+        load\("x.bin"\)
+      File "{path}", line 5, in load
+        raise FileNotFoundError\(f"no shard {{name}}"\)
+    FileNotFoundError: no shard x.bin
+
+photinus: ranks 0, 2 ended by the launcher
+photinus: restarting all 3 workers from the last checkpoint \(restart 1 of 1\)
+
+photinus: rank 1 {pid} left with exit code 7
+photinus:   local rank 1 of host \S+, attempt 1, \d+.\d s after its start
+photinus: ranks 0, 2 ended by the launcher
+photinus: no restart is left of 1
+photinus: LaunchError: the job failed after 1 restart; the first cause was rank 1, see above \(exit code 7\)
+""",
+        ended.err,
+    ), ended.err
+
+
+def test_a_job_that_dies_of_a_signal_for_good_exits_with_128_and_the_signal(tmp_path):
+    path = script(tmp_path, "import os, time\nif os.environ['RANK'] == '0': os.kill(os.getpid(), 9)\ntime.sleep(100)\n")
+    ended = run_job("--nproc-per-node", "2", "--max-restarts", "0", path)
+    assert ended.code == 137
+    assert "photinus: not restarting (--max-restarts 0)\n" in ended.err
+    assert "(exit code 137)" in ended.err
+
+
+def test_what_cannot_go_better_is_not_tried_again(tmp_path):
+    path = script(tmp_path, "import argparse\nargparse.ArgumentParser().parse_args()\n")
+    ended = run_job("--nproc-per-node", "2", path, "--bogus")
+    assert ended.code == 2
+    assert "not restarting: exit code 2 on every rank means wrong arguments" in ended.err
+    assert ended.err.count("unrecognized arguments: --bogus") == 2
+
+
+def test_a_script_that_always_fails_ends_soon_and_shows_its_traceback_first_and_last(tmp_path):
+    path = script(tmp_path, "raise OSError('storage is away')\n")
+    ended = run_job("--nproc-per-node", "1", "--max-restarts", "2", path)
+    assert ended.code == 1
+    assert ended.err.count("raised OSError: storage is away") == 3
+    assert ended.err.count("Traceback (most recent call last)") == 2
+    assert "(restart 2 of 2) in 1 s" in ended.err

@@ -1,0 +1,86 @@
+"""The `photinus` command: starts fast, knows its commands, and tells wrong use in one line."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+import photinus
+from photinus.launch.cli import main
+
+
+def photinus_command(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "photinus", *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **environ},
+    )
+
+
+def test_help_names_the_commands(capsys):
+    for words in ([], ["--help"], ["-h"], ["help"]):
+        assert main(words) == 0
+        shown = capsys.readouterr()
+        assert "usage: photinus COMMAND" in shown.out
+        assert "run " in shown.out
+        assert shown.err == ""
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"photinus {photinus.__version__}\n"
+
+
+def test_help_of_run_fits_a_terminal_and_names_every_flag(capsys):
+    assert main(["run", "--help"]) == 0
+    shown = capsys.readouterr().out
+    for flag in ("--nproc-per-node", "--max-restarts", "--cpu", "--stop-grace", "-m MODULE"):
+        assert flag in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["rnu"], "unknown command rnu. Did you mean run?"),
+        (["xyz"], "unknown command xyz. See `photinus --help`."),
+        (["train.py", "--lr", "1"], "To start it: photinus run train.py"),
+        (["--nproc-per-node", "2", "x.py"], "Flags stand after the command"),
+        (["run"], "which script?"),
+        (["run", "--nproc_node", "2", "x.py"], "Did you mean --nproc-per-node?"),
+        (["run", "no_such_script.py"], "script no_such_script.py does not exist"),
+    ],
+)
+def test_wrong_use_is_one_line_on_stderr_and_exit_code_2(capsys, words, told):
+    assert main(words) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("photinus: ")
+    assert told in shown.err
+    assert shown.err.count("\n") == 1
+
+
+def test_help_starts_without_torch_in_under_300_ms_of_processor_time():
+    code = "import sys; from photinus.launch.cli import main; main(['run', '--help']); print('torch' in sys.modules)"
+    imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert imported.stdout.endswith("False\n")
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)  # not the wall's clock: the machine may be busy
+    assert photinus_command("run", "--help").returncode == 0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.3
+
+
+def test_python_without_torch_is_told_what_to_do(tmp_path):
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    ended = photinus_command("run", str(tmp_path / "train.py"), PYTHONPATH=path)
+    assert ended.returncode == 1
+    assert "photinus run needs PyTorch" in ended.stderr
+    assert "Traceback" not in ended.stderr

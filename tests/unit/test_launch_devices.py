@@ -1,0 +1,69 @@
+"""How many workers a host gets, and the refusals with both numbers."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from photinus.errors import DeviceError
+from photinus.launch.devices import WorkerCount, choose_worker_count, usable_cores
+
+
+def choose(wanted, *, gpus, cores=6, cpu_only=False):
+    return choose_worker_count(wanted, cpu_only=cpu_only, gpus=lambda: gpus, cores=lambda: cores)
+
+
+def test_auto_takes_the_gpus_and_without_any_the_cores():
+    assert choose("auto", gpus=4) == WorkerCount(4, "one per GPU")
+    assert choose("auto", gpus=0).count == 6
+    assert "no GPU" in choose("auto", gpus=0).reason
+    assert choose("auto", gpus=4, cpu_only=True).count == 6
+
+
+def test_gpu_and_cpu_by_name():
+    assert choose("gpu", gpus=2).count == 2
+    assert choose("cpu", gpus=2).count == 6
+
+
+def test_a_number_is_taken_without_comment():
+    assert choose(3, gpus=0) == WorkerCount(3)
+    assert choose(4, gpus=4) == WorkerCount(4)
+    assert choose(8, gpus=4, cpu_only=True) == WorkerCount(8)
+
+
+def test_gpus_are_not_asked_for_when_they_do_not_matter():
+    def never():
+        raise AssertionError("asking needs torch")
+
+    assert choose_worker_count("cpu", cpu_only=True, gpus=never, cores=lambda: 2).count == 2
+    assert choose_worker_count(5, cpu_only=True, gpus=never, cores=lambda: 2).count == 5
+
+
+def test_gpu_asked_for_and_absent_is_refused(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(DeviceError, match=r"one worker per GPU, but torch sees 0 GPUs here\."):
+        choose("gpu", gpus=0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(DeviceError, match=r"0 GPUs here \(CUDA_VISIBLE_DEVICES=''\)"):
+        choose("gpu", gpus=0)
+
+
+def test_more_workers_than_gpus_is_refused_with_both_numbers():
+    with pytest.raises(DeviceError, match=r"asks for 4 workers, but this host has 2 GPUs.*--nproc-per-node 2"):
+        choose(4, gpus=2)
+
+
+def test_an_unknown_word_is_a_mistake_of_the_caller():
+    with pytest.raises(ValueError, match="'many'"):
+        choose("many", gpus=0)
+
+
+def test_usable_cores_follow_the_affinity():
+    everywhere = os.sched_getaffinity(0)
+    assert 1 <= usable_cores() <= len(everywhere)
+    os.sched_setaffinity(0, {min(everywhere)})
+    try:
+        assert usable_cores() == 1
+    finally:
+        os.sched_setaffinity(0, everywhere)

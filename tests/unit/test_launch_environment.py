@@ -1,0 +1,76 @@
+"""What a worker finds in its environment."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from photinus.launch.environment import Place, worker_environ
+from photinus.world import World
+
+PLACE = Place(
+    rank=3,
+    world_size=4,
+    local_rank=1,
+    local_world_size=2,
+    host_rank=1,
+    hosts=2,
+    master_address="10.0.0.1",
+    master_port=1234,
+    attempt=2,
+    max_restarts=3,
+    job_id="job",
+)
+
+
+def environ(place=PLACE, base=None, **changes):
+    return worker_environ(
+        place, base or {}, **{"usable_cores": 8, "cpu_only": False, "error_file": "/proc/1/fd/9", **changes}
+    )
+
+
+def test_world_reads_what_the_launcher_writes():
+    assert World.from_env(environ()) == World(3, 4, 1, 2, 1, "torchrun")
+
+
+def test_torchruns_variables_and_the_meant_world_size():
+    found = environ()
+    expected = {
+        "RANK": "3",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "1234",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "TORCHELASTIC_RUN_ID": "job",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": "/proc/1/fd/9",
+        "PHOTINUS_WORLD_SIZE": "4",
+    }
+    assert {name: found.get(name) for name in expected} == expected
+
+
+def test_the_users_environment_is_inherited_but_not_ranks_of_another_job():
+    found = environ(base={"HOME": "/home/me", "RANK": "17", "WORLD_SIZE": "99"})
+    assert (found["HOME"], found["RANK"], found["WORLD_SIZE"]) == ("/home/me", "3", "4")
+
+
+def test_threads_share_the_usable_cores_unless_the_user_says_otherwise():
+    assert environ()["OMP_NUM_THREADS"] == "4"
+    assert environ(usable_cores=1)["OMP_NUM_THREADS"] == "1"
+    assert environ(base={"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
+
+
+def test_on_one_host_gloo_stays_on_the_loopback_unless_the_user_says_otherwise():
+    alone = dataclasses.replace(PLACE, hosts=1)
+    assert environ(alone)["GLOO_SOCKET_IFNAME"] == "lo"
+    assert environ(alone, base={"GLOO_SOCKET_IFNAME": "eth1"})["GLOO_SOCKET_IFNAME"] == "eth1"
+    assert "GLOO_SOCKET_IFNAME" not in environ()
+
+
+def test_cpu_hides_the_gpus():
+    assert environ(base={"CUDA_VISIBLE_DEVICES": "0,1"})["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert environ(base={"CUDA_VISIBLE_DEVICES": "0,1"}, cpu_only=True)["CUDA_VISIBLE_DEVICES"] == ""

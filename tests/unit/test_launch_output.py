@@ -1,0 +1,164 @@
+"""The workers' lines on the launcher's terminal: whole, marked, in order."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from photinus.launch.output import Output
+
+
+class Pipes:
+    """A stdout and a stderr that can be read back."""
+
+    def __init__(self, *, same: bool) -> None:
+        self.read_out, self.out = os.pipe()
+        self.read_err, self.err = (self.read_out, os.dup(self.out)) if same else os.pipe()
+        self.output = Output(stdout=self.out, stderr=self.err)
+
+    def finish(self) -> tuple[str, str]:
+        self.output.close()
+        os.close(self.out)
+        os.close(self.err)
+        texts = []
+        for end in {self.read_out: None, self.read_err: None}:
+            with os.fdopen(end, "rb") as file:
+                texts.append(file.read().decode())
+        return texts[0], texts[-1]
+
+
+@pytest.fixture
+def apart():
+    return Pipes(same=False)
+
+
+@pytest.fixture
+def together():
+    return Pipes(same=True)
+
+
+def write_and_close(end: int, *pieces: str) -> None:
+    for piece in pieces:
+        os.write(end, piece.encode())
+    os.close(end)
+
+
+def test_lines_are_marked_with_the_rank_and_keep_their_stream(apart):
+    out, err = apart.output.pipes_for(3)
+    write_and_close(out, "one\ntwo\n")
+    write_and_close(err, "oops\n")
+    apart.output.drain(10)
+    assert apart.finish() == ("[3] one\n[3] two\n", "[3] oops\n")
+
+
+def test_a_line_written_in_pieces_comes_out_whole_and_the_last_without_its_end_too(apart):
+    out, err = apart.output.pipes_for(1)
+    os.close(err)
+    write_and_close(out, "be", "gin", "ning\n", "\n", "end")
+    apart.output.drain(10)
+    assert apart.finish()[0] == "[1] beginning\n[1] \n[1] end\n"
+
+
+def test_both_streams_keep_their_order_when_they_go_to_the_same_place(together):
+    out, err = together.output.pipes_for(1)
+    for number in range(50):
+        os.write(out if number % 2 else err, f"line {number}\n".encode())
+    os.close(out)
+    os.close(err)
+    together.output.drain(10)
+    assert together.finish()[0] == "".join(f"[1] line {number}\n" for number in range(50))
+
+
+def test_a_progress_bar_is_shown_in_its_last_state_only(apart):
+    out, err = apart.output.pipes_for(1)
+    os.close(out)
+    write_and_close(err, "\r 10%", "\r 50%", "\r100%\nnext\r\n", "\rbar that was cut")
+    apart.output.drain(10)
+    assert apart.finish()[1] == "[1] 100%\n[1] next\n[1] bar that was cut\n"
+
+
+def test_an_endless_line_is_given_out_in_parts(apart):
+    received = []
+    reader = threading.Thread(target=lambda: received.append(os.fdopen(apart.read_out, "rb").read()))
+    reader.start()
+    out, err = apart.output.pipes_for(1)
+    os.close(err)
+    for _ in range(40):
+        os.write(out, b"x" * 4096)
+    os.close(out)
+    apart.output.drain(10)
+    apart.output.close()
+    os.close(apart.out)
+    os.close(apart.err)
+    reader.join(10)
+    os.close(apart.read_err)
+    assert received[0].count(b"x") == 40 * 4096
+    assert received[0].count(b"\n") >= 2
+
+
+def test_lines_of_many_ranks_are_never_mixed(apart):
+    received = []
+    reader = threading.Thread(target=lambda: received.append(os.fdopen(apart.read_out, "rb").read().decode()))
+    reader.start()
+
+    def chatter(rank: int, end: int) -> None:
+        write_and_close(end, *(f"{rank}:{'abc' * 30}\n" for _ in range(300)))
+
+    threads = []
+    for rank in range(1, 5):
+        out, err = apart.output.pipes_for(rank)
+        os.close(err)
+        threads.append(threading.Thread(target=chatter, args=(rank, out)))
+        threads[-1].start()
+    for thread in threads:
+        thread.join(10)
+    apart.output.drain(10)
+    apart.output.close()
+    os.close(apart.out)
+    os.close(apart.err)
+    reader.join(10)
+    os.close(apart.read_err)
+    lines = received[0].splitlines()
+    assert len(lines) == 4 * 300
+    assert all(line == f"[{line[1]}] {line[1]}:{'abc' * 30}" for line in lines)
+
+
+def test_a_reader_that_has_gone_does_not_stop_the_workers():
+    reading, writing = os.pipe()
+    os.close(reading)
+    output = Output(stdout=writing, stderr=writing)
+    out, err = output.pipes_for(1)
+    os.close(err)
+    for _ in range(100):
+        os.write(out, b"y" * 4000 + b"\n")  # would block for ever if nobody emptied the pipe
+    os.close(out)
+    output.drain(10)
+    output.say("and the launcher's words do no harm either\n")
+    output.close()
+    os.close(writing)
+
+
+def test_draining_ends_in_time_when_somebody_keeps_a_pipe_open(apart):
+    out, err = apart.output.pipes_for(1)
+    apart.output.drain(0.05)
+    os.close(out)
+    os.close(err)
+    apart.output.drain(10)
+    assert apart.finish() == ("", "")
+
+
+def test_on_a_terminal_a_progress_bar_makes_room_and_an_alarm_is_red(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    controller, terminal = os.openpty()
+    output = Output(stdout=terminal, stderr=terminal)
+    output.say("\nhead\ntail\n", alarm=True)
+    shown = os.read(controller, 1000)
+    assert shown == b"\r\x1b[K\r\n\x1b[1;31mhead\x1b[0m\r\ntail\r\n"
+    monkeypatch.setenv("NO_COLOR", "1")
+    output.say("head\n", alarm=True)
+    assert os.read(controller, 1000) == b"\r\x1b[Khead\r\n"
+    os.close(controller)
+    os.close(terminal)

@@ -1,0 +1,337 @@
+"""Worker processes: started, watched by their ends, told apart, and ended with all that they started."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from photinus.launch.guard import Guard
+from photinus.launch.interrupts import Interrupted, taking_interrupts
+from photinus.launch.output import Output
+from photinus.launch.processes import Processes, Start, adopting_orphans
+from photinus.launch.program import Program
+from photinus.launch.report import first_cause
+
+DEADLINE_S = 30.0
+
+
+class NoGuard(Guard):
+    """Notes what it is told; the real one forks, which a test process with threads should not."""
+
+    def __init__(self) -> None:
+        self.groups: set[int] = set()
+
+    def protect(self, process_group: int) -> None:
+        self.groups.add(process_group)
+
+    def release(self, process_group: int) -> None:
+        self.groups.remove(process_group)
+
+
+@contextmanager
+def workers(tmp_path, text, count=2):
+    """`count` workers that run `text` with `rank` defined; stopped at the end whatever happens."""
+    script = tmp_path / "script.py"
+    script.write_text(f"import os, sys, time, signal\nrank = int(os.environ['RANK'])\n{text}")
+    guard, output = NoGuard(), Output()
+    with taking_interrupts() as interrupts, adopting_orphans():
+        processes = Processes(Program("script", str(script)), guard=guard, output=output, interrupts=interrupts)
+        try:
+            processes.start([Start(rank, rank, environ(rank)) for rank in range(count)])
+            yield processes, guard, interrupts
+        finally:
+            processes.stop(signal.SIGKILL, 0.0)
+            processes.close()
+            output.close()
+
+
+def environ(rank):
+    return lambda error_file: {**os.environ, "RANK": str(rank), "TORCHELASTIC_ERROR_FILE": error_file}
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "the deadline of the test has passed"
+        time.sleep(0.005)
+
+
+def watch(processes, condition):
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "the deadline of the test has passed"
+        processes.wait(0.2)
+
+
+def state(pid):
+    """R, S, T, Z and so on, as in /proc; X for a process that is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
+
+
+def alive(pid):
+    return state(pid) not in "XZ"
+
+
+def test_workers_that_finish_leave_no_death_and_no_process(tmp_path):
+    with workers(tmp_path, "sys.exit(0)") as (processes, guard, _):
+        pids = processes.pids()
+        assert guard.groups == set(pids.values())
+        watch(processes, lambda: not processes.running())
+        assert not processes.failed()
+        assert processes.finished() == [0, 1]
+        processes.stop(signal.SIGTERM, 5.0)
+        assert processes.deaths() == []
+        assert guard.groups == set()
+        assert not any(alive(pid) for pid in pids.values())
+
+
+def test_each_worker_leads_a_session_of_its_own_and_all_but_rank_0_read_nothing(tmp_path):
+    text = (
+        f"open({str(tmp_path)!r} + f'/{{rank}}', 'w').write(f'{{os.getsid(0)}} {{os.readlink(\"/proc/self/fd/0\")}}')"
+    )
+    with workers(tmp_path, text) as (processes, _, _):
+        watch(processes, lambda: not processes.running())
+        for rank, pid in processes.pids().items():
+            session, stdin = (tmp_path / str(rank)).read_text().split()
+            assert int(session) == pid
+            assert (stdin == "/dev/null") == (rank == 1 or os.readlink("/proc/self/fd/0") == "/dev/null")
+
+
+def test_a_kill_is_seen_at_once_and_told_from_an_exception_that_follows(tmp_path):
+    text = "if rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(0.3)\nraise RuntimeError('Connection reset by peer')\n"
+    with workers(tmp_path, text, count=3) as (processes, _, _):
+        watch(processes, processes.failed)
+        processes.settle(DEADLINE_S, DEADLINE_S)  # ends by itself once every rank has spoken
+        processes.stop(signal.SIGTERM, 5.0)
+        deaths = processes.deaths()
+        assert [d.rank for d in deaths] == [0, 1, 2]
+        cause = first_cause(deaths)
+        assert (cause.rank, cause.pid, cause.signal_name) == (1, processes.pids()[1], "SIGKILL")
+        assert [d.consequence for d in deaths] == [True, False, True]
+
+
+def test_settling_waits_for_the_culprit_while_only_consequences_are_known(tmp_path):
+    text = (
+        "if rank == 0: raise RuntimeError('Connection reset by peer')\ntime.sleep(0.6)\nraise ValueError('culprit')\n"
+    )
+    with workers(tmp_path, text) as (processes, _, _):
+        watch(processes, processes.failed)
+        processes.settle(0.05, DEADLINE_S)
+        processes.stop(signal.SIGTERM, 5.0)
+        assert first_cause(processes.deaths()).raised.text == "culprit"
+
+
+def test_settling_does_not_wait_for_ranks_that_are_busy(tmp_path):
+    with workers(tmp_path, "if rank == 0: sys.exit(3)\ntime.sleep(100)\n") as (processes, _, _):
+        watch(processes, processes.failed)
+        begun = time.monotonic()
+        processes.settle(0.1, DEADLINE_S)
+        processes.stop(signal.SIGTERM, DEADLINE_S)
+        assert time.monotonic() - begun < DEADLINE_S / 2
+        first, second = processes.deaths()
+        assert (first.status, first.ended_by_us) == (3, False)
+        assert (second.status, second.ended_by_us) == (-signal.SIGTERM, True)
+
+
+KID_DEAF_TO_SIGTERM = """
+import subprocess
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+kid_does = "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(100)"
+kid = subprocess.Popen([sys.executable, "-c", kid_does], stdout=subprocess.PIPE)
+kid.stdout.readline()
+with open(f"{sys.argv[0]}.kid{rank}", "w") as file:
+    file.write(f"{kid.pid}\\n")
+time.sleep(100)
+"""
+
+
+def test_a_worker_deaf_to_sigterm_is_killed_after_the_grace_with_its_children(tmp_path):
+    with workers(tmp_path, KID_DEAF_TO_SIGTERM) as (processes, _, _):
+        files = [tmp_path / f"script.py.kid{rank}" for rank in range(2)]
+        wait_until(lambda: all(f.exists() and f.read_text().endswith("\n") for f in files))
+        kids = [int(f.read_text()) for f in files]
+        begun = time.monotonic()
+        processes.stop(signal.SIGTERM, 0.3)
+        assert 0.3 <= time.monotonic() - begun < DEADLINE_S / 2
+        assert [(d.status, d.ended_by_us) for d in processes.deaths()] == [(-signal.SIGKILL, True)] * 2
+        assert not any(alive(pid) for pid in [*kids, *processes.pids().values()])
+        # Not even a zombie: this process adopted them and has buried them.
+        assert not any(os.path.exists(f"/proc/{pid}") for pid in kids)
+
+
+LEAVES_A_KID = """
+import subprocess
+kid = subprocess.Popen(["sleep", "100"])
+with open(f"{sys.argv[0]}.kid", "w") as file:
+    file.write(str(kid.pid))
+os._exit(0)
+"""
+
+
+def test_children_of_a_worker_that_finished_end_with_it(tmp_path):
+    with workers(tmp_path, LEAVES_A_KID, count=1) as (processes, _, _):
+        watch(processes, lambda: not processes.running())
+        kid = int((tmp_path / "script.py.kid").read_text())
+        assert alive(kid)
+        processes.stop(signal.SIGTERM, 0.0)
+        assert not alive(kid)
+
+
+def test_a_stopped_worker_leaves_when_asked(tmp_path):
+    with workers(tmp_path, "os.kill(os.getpid(), signal.SIGSTOP)\ntime.sleep(100)\n", count=1) as (processes, _, _):
+        pid = processes.pids()[0]
+        wait_until(lambda: state(pid) == "T")
+        begun = time.monotonic()
+        processes.stop(signal.SIGTERM, DEADLINE_S)
+        assert time.monotonic() - begun < DEADLINE_S / 2
+        assert processes.deaths()[0].status == -signal.SIGTERM
+
+
+def test_a_worker_that_raised_but_does_not_leave_is_killed_when_its_time_is_over(tmp_path):
+    text = "import threading\nthreading.Thread(target=time.sleep, args=(100,)).start()\nraise ValueError('bad')\n"
+    with workers(tmp_path, text, count=1) as (processes, _, _):
+        deadline = time.monotonic() + DEADLINE_S
+        while processes.running() and time.monotonic() < deadline:
+            processes.wait(0.05)
+            processes.kill_overdue(0.2)
+        death = processes.deaths()[0]
+        assert (death.status, death.raised.text, death.ended_by_us) == (-signal.SIGKILL, "bad", False)
+        assert death.overdue_s >= 0.2
+
+
+def test_an_error_recorded_by_torch_and_survived_is_not_held_against_a_worker(tmp_path):
+    record = '{"message": {"message": "ValueError: x", "extraInfo": {"py_callstack": "", "timestamp": "1"}}}'
+    text = f"open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write({record!r})\ntime.sleep(0.5)\n"
+    with workers(tmp_path, text, count=1) as (processes, _, _):
+        while processes.running():
+            processes.wait(0.05)
+            processes.kill_overdue(0.0)
+        assert (processes.failed(), processes.finished()) == (False, [0])
+
+
+def test_a_second_interrupt_cuts_the_grace_short(tmp_path):
+    text = f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen({str(tmp_path / 'ready')!r}, 'w')\ntime.sleep(100)\n"
+    with workers(tmp_path, text, count=1) as (processes, _, interrupts):
+        wait_until((tmp_path / "ready").exists)
+        timers = [threading.Timer(0.1 * n, os.kill, (os.getpid(), signal.SIGTERM)) for n in (1, 2)]
+        for timer in timers:
+            timer.start()
+        begun = time.monotonic()
+        processes.stop(signal.SIGTERM, DEADLINE_S)
+        assert time.monotonic() - begun < DEADLINE_S / 2
+        assert interrupts.received == [signal.SIGTERM, signal.SIGTERM]
+        assert interrupts.impatient
+
+
+def test_waiting_ends_when_an_interrupt_comes(tmp_path):
+    with workers(tmp_path, "time.sleep(100)", count=1) as (processes, _, interrupts):
+        timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        begun = time.monotonic()
+        processes.wait(DEADLINE_S)
+        timer.join()
+        assert time.monotonic() - begun < DEADLINE_S / 2
+        assert interrupts.first == signal.SIGINT
+        assert not interrupts.impatient
+
+
+def test_an_ignored_signal_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+    try:
+        with taking_interrupts() as interrupts:
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGINT)
+            assert interrupts.received == [signal.SIGINT]
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_before_anything_runs_an_interrupt_strikes_at_once():
+    def interrupted_import():
+        with interrupts.striking_at_once():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(DEADLINE_S)
+
+    with taking_interrupts() as interrupts:
+        begun = time.monotonic()
+        with pytest.raises(Interrupted):
+            interrupted_import()
+        assert interrupts.received == [signal.SIGTERM]
+        with pytest.raises(Interrupted):  # one that came before counts as well
+            interrupted_import()
+        assert interrupts.received == [signal.SIGTERM]
+        assert time.monotonic() - begun < DEADLINE_S / 2
+
+
+def test_a_worker_that_cannot_be_started_ends_the_others(tmp_path):
+    with taking_interrupts() as interrupts:
+        guard = NoGuard()
+        processes = Processes(Program("script", "x" * 200_000), guard=guard, output=Output(), interrupts=interrupts)
+        with pytest.raises(OSError, match="Argument list too long"):
+            processes.start([Start(0, 0, environ(0))])
+        assert guard.groups == set()
+
+
+LAUNCHER = """
+import os, subprocess, sys, time
+from photinus.launch.guard import guarding
+with guarding() as guard:
+    kid = subprocess.Popen(["sleep", "100"], start_new_session=True)
+    gone = subprocess.Popen(["sleep", "100"], start_new_session=True)
+    guard.protect(kid.pid)
+    guard.protect(gone.pid)
+    guard.release(gone.pid)
+    print(guard.pid, kid.pid, gone.pid, flush=True)
+    if sys.argv[1] == "leave":
+        sys.exit(0)
+    time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("end", ["kill", "leave"])
+def test_the_guard_kills_protected_groups_only_when_the_launcher_did_not_take_leave(end):
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, end], stdout=subprocess.PIPE, text=True)
+    guard, kid, gone = map(int, re.findall(r"\d+", launcher.stdout.readline()))
+    try:
+        if end == "kill":
+            assert alive(guard)
+            os.kill(launcher.pid, signal.SIGKILL)
+        launcher.wait(DEADLINE_S)
+        wait_until(lambda: not alive(guard))
+        assert alive(gone)
+        if end == "kill":
+            wait_until(lambda: not alive(kid))
+        else:
+            assert alive(kid)
+    finally:
+        launcher.stdout.close()
+        for pid in (kid, gone):
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_a_guard_that_was_killed_does_not_disturb_its_launcher():
+    code = (
+        "import os, signal\nfrom photinus.launch.guard import guarding\n"
+        "with guarding() as guard:\n"
+        "    os.kill(guard.pid, signal.SIGKILL)\n"
+        "    os.waitid(os.P_PID, guard.pid, os.WEXITED | os.WNOWAIT)\n"
+        "    guard.protect(1)\n    guard.release(1)\n"
+        "print('fine')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("fine\n", "", 0)

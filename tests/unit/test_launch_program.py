@@ -1,0 +1,57 @@
+"""The user's program is looked at before any worker starts."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from photinus.launch.program import Program, check_program
+from photinus.launch.usage import UsageError
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("raise RuntimeError('not to be imported by the launcher')")
+    (tmp_path / "package" / "train.py").write_text("")
+    (tmp_path / "runnable").mkdir()
+    (tmp_path / "runnable" / "__main__.py").write_text("")
+    return tmp_path
+
+
+@pytest.mark.parametrize("target", ["train.py", "package/train.py", "./train.py", "runnable"])
+def test_a_script_or_runnable_folder_is_accepted(target):
+    check_program(Program("script", target))
+
+
+@pytest.mark.parametrize("target", ["package.train", "package", "json.tool", "sys"])
+def test_a_module_of_the_working_directory_or_installed_is_accepted_without_importing_it(target):
+    check_program(Program("module", target))
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "told"),
+    [
+        ("script", "trian.py", r"script trian.py does not exist \(looked in .*\)\. Did you mean train.py\?"),
+        ("script", "package/trin.py", r"Did you mean package/train.py\?"),
+        ("script", "nowhere/train.py", r"Its folder nowhere does not exist either"),
+        ("script", "package.train", r"did you mean -m package.train\?"),
+        ("script", "package", r"package is a folder without __main__.py"),
+        ("script", "zzz", r"script zzz does not exist"),
+        ("module", "nosuch.module", r"module nosuch.module was not found: there is no nosuch in "),
+        ("module", "train.py", r"-m takes a module's name, and train.py looks like a file"),
+    ],
+)
+def test_what_cannot_be_started_is_told_with_what_was_probably_meant(kind, target, told):
+    with pytest.raises(UsageError, match=told):
+        check_program(Program(kind, target))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_script_that_may_not_be_read_is_told(folder):
+    (folder / "train.py").chmod(0)
+    with pytest.raises(UsageError, match="may not be read"):
+        check_program(Program("script", "train.py"))

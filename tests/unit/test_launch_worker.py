@@ -1,0 +1,229 @@
+"""The bootstrap in each worker: the script finds what Python would give it, and its end is recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import photinus.launch.worker as worker
+from photinus.launch.report import Raised
+
+WORKER = worker.__file__
+
+REPORT = """
+'''the doc'''
+import json, sys
+main = sys.modules["__main__"]
+names = ("__name__", "__doc__", "__package__", "__file__", "__cached__")
+found = {name: getattr(main, name) for name in names}
+found["spec"] = main.__spec__ and main.__spec__.name
+found["loader"] = type(main.__loader__).__name__
+found["argv"], found["path"] = sys.argv, sys.path
+found["main_is_me"] = main.__dict__ is globals()
+class Thing: pass
+import pickle
+found["pickles"] = isinstance(pickle.loads(pickle.dumps(Thing())), Thing)
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "package").mkdir()
+    for name in ("script.py", "package/__init__.py", "package/inner.py", "package/__main__.py"):
+        (tmp_path / name).write_text(REPORT if name != "package/__init__.py" else "")
+    (tmp_path / "link.py").symlink_to("package/inner.py")
+    # Names of the standard library in the working directory: `python script.py` does not see the folder's neighbours.
+    (tmp_path / "elsewhere").mkdir()
+    return tmp_path
+
+
+def bootstrap(kind: str, target: str, *arguments: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, WORKER, str(os.getpid()), os.devnull, kind, target, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=cwd,
+        env={**os.environ, **environ},
+    )
+
+
+def python(*words: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=cwd, env={**os.environ, **environ})
+
+
+@pytest.mark.parametrize("target", ["script.py", "./package/../script.py", "link.py", "package"])
+@pytest.mark.parametrize("where", [".", "elsewhere"])
+def test_a_script_finds_what_python_gives_it(folder, target, where):
+    target = target if where == "." else f"../{target}"
+    expected = python(target, "a", "-b", cwd=folder / where)
+    found = bootstrap("script", target, "a", "-b", cwd=folder / where)
+    assert json.loads(found.stdout) == json.loads(expected.stdout)
+    assert found.stderr == expected.stderr == ""
+
+
+@pytest.mark.parametrize("target", ["package.inner", "package", "script"])
+def test_a_module_finds_what_python_gives_it(folder, target):
+    expected = python("-m", target, "a", "-b", cwd=folder)
+    found = bootstrap("module", target, "a", "-b", cwd=folder)
+    assert json.loads(found.stdout) == json.loads(expected.stdout)
+
+
+def test_files_of_the_working_directory_do_not_hide_the_standard_library(folder):
+    for name in ("json.py", "types.py", "ctypes.py", "importlib.py", "photinus.py"):
+        (folder / "elsewhere" / name).write_text("raise SystemExit('hidden')")
+    assert bootstrap("script", "../script.py", cwd=folder / "elsewhere").returncode == 0
+
+
+def test_python_safe_path_is_honoured(folder):
+    expected = python("script.py", cwd=folder, PYTHONSAFEPATH="1")
+    found = bootstrap("script", "script.py", cwd=folder, PYTHONSAFEPATH="1")
+    assert json.loads(found.stdout) == json.loads(expected.stdout)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "err"),
+    [
+        ("", 0, ""),
+        ("import sys; sys.exit()", 0, ""),
+        ("import sys; sys.exit(0)", 0, ""),
+        ("import sys; sys.exit(7)", 7, ""),
+        ("import sys; sys.exit('no data')", 1, "no data\n"),
+        ("raise SystemExit(256 + 3)", 3, ""),
+        ("raise KeyboardInterrupt", 130, ""),
+        ("import os; os._exit(9)", 9, ""),
+    ],
+)
+def test_exit_codes_are_pythons_and_an_interrupt_is_quiet(folder, text, code, err):
+    (folder / "script.py").write_text(text)
+    ended = bootstrap("script", "script.py", cwd=folder)
+    assert (ended.returncode, ended.stderr) == (code, err)
+
+
+FAILING = """
+import atexit, threading, time
+def inner():
+    raise ValueError("bad\\nbatch")
+atexit.register(print, "atexit ran")
+threading.Thread(target=lambda: (time.sleep(0.2), print("thread ran"))).start()
+try:
+    {}["x"]
+except KeyError as missing:
+    inner()
+"""
+
+
+def test_an_exception_is_recorded_without_our_frames_and_not_printed_twice(folder):
+    (folder / "script.py").write_text(FAILING)
+    error_file = folder / "error.json"
+    ended = bootstrap("script", "script.py", cwd=folder, TORCHELASTIC_ERROR_FILE=str(error_file))
+    assert ended.returncode == 1
+    assert ended.stderr == ""
+    assert ended.stdout == "thread ran\natexit ran\n"  # the interpreter leaves in its usual order
+    record = json.loads(error_file.read_text())
+    assert record["message"]["message"] == "ValueError: bad\nbatch"  # torch elastic's own reader finds its fields
+    assert int(record["message"]["extraInfo"]["timestamp"]) > 0
+    raised = Raised.from_json(error_file.read_text())
+    assert raised.chain == (("ValueError", "bad\nbatch"), ("KeyError", "'x'"))
+    assert (raised.exit_code, raised.raised_at_s > 0) == (1, True)
+    assert raised.traceback == python("script.py", cwd=folder).stderr
+    assert error_file.read_text().endswith("}\n")
+
+
+@pytest.mark.parametrize("text", ["def f(:\n", "import no_such_module_at_all\n", "raise Exception\n"])
+def test_the_recorded_traceback_is_what_python_prints(folder, text):
+    (folder / "script.py").write_text(text)
+    error_file = folder / "error.json"
+    bootstrap("script", "script.py", cwd=folder, TORCHELASTIC_ERROR_FILE=str(error_file))
+    assert Raised.from_json(error_file.read_text()).traceback == python("script.py", cwd=folder).stderr
+
+
+def test_without_an_error_file_python_prints_the_error_itself(folder):
+    (folder / "script.py").write_text(FAILING)
+    ended = bootstrap("script", "script.py", cwd=folder, TORCHELASTIC_ERROR_FILE="")
+    assert (ended.returncode, ended.stderr) == (1, python("script.py", cwd=folder).stderr)
+
+
+def test_an_excepthook_of_the_script_is_called_and_one_around_ours_prints_nothing(folder):
+    (folder / "script.py").write_text(
+        "import sys\n"
+        "before = sys.excepthook\n"
+        "def hook(kind, error, trace):\n"
+        "    print('hook', kind.__name__, trace.tb_frame.f_code.co_name)\n"
+        "    before(kind, error, trace)\n"
+        "sys.excepthook = hook\n"
+        "raise ValueError('x')\n"
+    )
+    error_file = folder / "error.json"
+    ended = bootstrap("script", "script.py", cwd=folder, TORCHELASTIC_ERROR_FILE=str(error_file))
+    assert (ended.stdout, ended.stderr) == ("hook ValueError <module>\n", "")
+    assert Raised.from_json(error_file.read_text()).type_name == "ValueError"
+
+
+def test_leaving_with_a_code_is_recorded_with_what_lies_behind(folder):
+    (folder / "script.py").write_text(
+        "import sys\ntry:\n    raise ConnectionError('peer lost')\nexcept ConnectionError:\n    sys.exit(7)\n"
+    )
+    error_file = folder / "error.json"
+    bootstrap("script", "script.py", cwd=folder, TORCHELASTIC_ERROR_FILE=str(error_file))
+    raised = Raised.from_json(error_file.read_text())
+    assert raised.chain == (("SystemExit", "7"), ("ConnectionError", "peer lost"))
+    assert (raised.exit_code, raised.traceback) == (7, "")
+
+
+def test_a_module_that_is_missing_deeper_down_is_an_import_error(folder):
+    error_file = folder / "error.json"
+    ended = bootstrap("module", "package.nothing", cwd=folder, TORCHELASTIC_ERROR_FILE=str(error_file))
+    assert ended.returncode == 1
+    assert Raised.from_json(error_file.read_text()).text == "no module named package.nothing"
+
+
+def test_a_fatal_signal_leaves_the_stack_in_the_fault_file(folder):
+    (folder / "script.py").write_text("import os\ndef inner():\n    os.abort()\ninner()\n")
+    faults = folder / "faults"
+    faults.touch()
+    command = [sys.executable, WORKER, str(os.getpid()), str(faults), "script", "script.py"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=folder)
+    assert (ended.returncode, ended.stderr) == (-6, "")
+    assert 'script.py", line 3 in inner' in faults.read_text()
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_line_of_several_words_is_written_in_one_piece(folder, unbuffered):
+    (folder / "script.py").write_text(
+        "import os, sys\n"
+        "for stream in (sys.stdout, sys.stderr):\n"
+        "    print('one', 2, 'three', file=stream)\n"
+        "    assert os.read(int(sys.argv[1]), 100) == b'one 2 three\\n'\n"  # what came with the first write
+        "    print('kept', end='', file=stream, flush=True)\n"
+        "    assert os.read(int(sys.argv[1]), 100) == b'kept'\n"
+    )
+    reading, writing = os.pipe()
+    command = [sys.executable, WORKER, str(os.getpid()), os.devnull, "script", "script.py", str(reading)]
+    environ = {**os.environ, "PYTHONUNBUFFERED": unbuffered, "TORCHELASTIC_ERROR_FILE": ""}
+    ended = subprocess.run(
+        command, stdout=writing, stderr=writing, pass_fds=[reading], cwd=folder, env=environ, timeout=60
+    )
+    os.close(writing)
+    with os.fdopen(reading, "rb") as rest:
+        assert (ended.returncode, rest.read()) == (0, b"")
+
+
+def test_lines_reach_a_pipe_before_a_kill(folder):
+    (folder / "script.py").write_text("import os\nprint('last words')\nos.kill(os.getpid(), 9)\n")
+    ended = bootstrap("script", "script.py", cwd=folder)
+    assert (ended.returncode, ended.stdout) == (-9, "last words\n")
+
+
+def test_a_worker_whose_launcher_is_gone_already_does_not_run_the_script(folder):
+    command = [sys.executable, WORKER, "1", os.devnull, "script", "script.py"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=folder)
+    assert (ended.returncode, ended.stdout) == (137, "")
