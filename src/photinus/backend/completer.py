@@ -1,0 +1,103 @@
+"""Completes the futures of a group's operations, from as many threads as its callbacks keep busy.
+
+Operations of one engine communicator end in the order in which they were submitted, so one thread at a time, the
+leader, waits for the oldest; when it ends, the leader appoints another thread before it runs the callbacks. A callback
+may therefore wait for further collectives, to any depth (with a fixed number of threads it deadlocks: PowerSGD's hook
+on one thread, gloo's two at depth 3). Without nesting it is one thread, and an idle one goes after ten seconds.
+
+The pattern is leader/followers: Schmidt et al., "Leader/Followers", Pattern Languages of Programs 2000.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+__all__ = ["Completer"]
+
+_IDLE_S = 10.0
+
+
+class _Item(NamedTuple):
+    wait: Callable[[], object]  # blocks until the operation ended; raises its error
+    complete: Callable[[BaseException | None], None]  # runs the callbacks; may block
+
+
+class Completer:
+    """See the module. Threads start with the first `submit`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._changed = threading.Condition()
+        self._waiting: deque[_Item] = deque()
+        self._led = False  # a thread is in an item's wait()
+        self._appointed = False  # a thread was woken or started to lead, and has not come to it yet
+        self._idle = 0  # threads that wait to lead
+        self._closed = False
+        self._threads: set[threading.Thread] = set()
+
+    def submit(self, wait: Callable[[], object], complete: Callable[[BaseException | None], None]) -> None:
+        """Calls `complete(error)` on a thread of its own as soon as `wait()` returned or raised `error`."""
+        with self._changed:
+            self._waiting.append(_Item(wait, complete))
+            if not self._led:
+                self._appoint()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Ends the threads after what is submitted, which the caller made end, and waits for them; idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        deadline = time.monotonic() + timeout_s
+        for thread in list(self._threads):
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _appoint(self) -> None:  # with the lock held
+        if self._appointed:
+            return
+        if self._idle:
+            self._changed.notify()
+        else:
+            thread = threading.Thread(target=self._serve, name=f"photinus-completer-{self._name}", daemon=True)
+            thread.start()
+            self._threads.add(thread)
+        self._appointed = True
+
+    def _serve(self) -> None:
+        try:
+            while (item := self._lead()) is not None:
+                error: BaseException | None = None
+                try:
+                    item.wait()
+                except Exception as raised:  # noqa: BLE001 - handed on to complete()
+                    error = raised
+                with self._changed:
+                    self._led = False
+                    if self._waiting:
+                        self._appoint()
+                item.complete(error)
+                del item, error  # or an idle thread would keep the last operation's tensors
+        finally:
+            self._threads.discard(threading.current_thread())
+
+    def _lead(self) -> _Item | None:
+        """Waits until there is an item and no leader, and takes both; None when this thread should end."""
+        with self._changed:
+            self._idle += 1
+            try:
+                while self._led or not self._waiting:
+                    if self._closed and not self._waiting:
+                        return None
+                    if not self._changed.wait(_IDLE_S) and (self._led or not self._waiting):
+                        return None
+            finally:
+                self._idle -= 1
+            self._led, self._appointed = True, False
+            item = self._waiting.popleft()
+            if self._closed and not self._waiting:
+                self._changed.notify_all()  # there will be no other to lead for
+            return item

@@ -1,0 +1,278 @@
+"""Handles of operations in flight, as torch.distributed expects them.
+
+Notes on c10d that this file answers to (torch 2.13):
+- C++ calls `wait` and `get_future` only, and reads the future's value right after `wait()` returned, so the future is
+  complete by then, also one that is asked for only then.
+- A future's value is the list of result tensors; DDP's reducer crashes on anything else.
+- `Future.set_exception` stores a value that C++ takes for a result. A callback that raises makes a real error.
+- `dist.Work` keeps no reference to its Python half: see `ProcessGroup._recent`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future, collect_all
+
+from .completer import Completer
+from .outside_dynamo import outside_dynamo
+
+__all__ = ["EngineWork", "GlooWork", "Handle", "JoinedWork"]
+
+NO_TIMEOUT = timedelta(0)
+
+_making_future = threading.Lock()
+
+
+class Handle(Protocol):
+    """What the engine returns for an operation (photinus.engine.Work)."""
+
+    def wait(self, timeout_s: float = 0.0) -> None:
+        """Blocks until the operation has ended; raises its error."""
+
+    def is_completed(self) -> bool:
+        """Whether the operation has ended."""
+
+    def error(self) -> BaseException | None:
+        """Its error, if it ended with one."""
+
+    def duration_s(self) -> float:
+        """How long it took."""
+
+
+class _Work(dist.Work):
+    """The methods that follow from wait(), is_completed() and exception()."""
+
+    _outputs: Sequence[Tensor]
+
+    def is_success(self) -> bool:
+        """Whether the operation ended without an error."""
+        return self.is_completed() and self.exception() is None
+
+    def result(self) -> list[Tensor]:
+        """The output tensors; they hold the result after wait()."""
+        return list(self._outputs)
+
+    def synchronize(self) -> None:
+        """Waits; on the CPU there is no stream to order."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Waits; on the CPU there is no stream to order."""
+        self.wait()
+
+    def source_rank(self) -> int:
+        """The sender of a message received from any source. Collectives have none: raises RuntimeError."""
+        raise RuntimeError("source_rank() is only known for a work of recv() from any source")
+
+    _source_rank = source_rank
+
+
+@outside_dynamo
+class EngineWork(_Work):
+    """An operation that the engine runs.
+
+    Args:
+        handle: the engine's handle.
+        outputs: the caller's output tensors, kept alive with the work.
+        completer: completes the future when somebody asks for one.
+        finish: copies results to the outputs; runs once, on the thread that first sees the operation's end.
+    """
+
+    def __init__(
+        self,
+        handle: Handle,
+        outputs: Sequence[Tensor],
+        completer: Completer,
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self._handle = handle
+        self._outputs = outputs
+        self._completer = completer
+        self._finish = finish
+        if finish is not None:
+            self._finishing = threading.Lock()
+        self._future: Future[Any] | None = None
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Blocks without the GIL until the operation is done. Raises CollectiveError subclasses of photinus.errors.
+
+        Args:
+            timeout: of this wait; 0 means until the operation's own deadline.
+        """
+        if timeout == NO_TIMEOUT:
+            self._handle.wait()
+        else:
+            self._handle.wait(timeout.total_seconds())
+        if self._finish is not None:
+            self._copy_back()
+        if self._future is not None:
+            self._future.wait()
+        return True
+
+    def _wait_and_finish(self) -> None:
+        self._handle.wait()
+        if self._finish is not None:
+            self._copy_back()
+
+    def _copy_back(self) -> None:
+        with self._finishing:
+            if self._finish is not None:
+                self._finish()
+                self._finish = None
+
+    def is_completed(self) -> bool:
+        """Whether the operation has ended, well or not, and its outputs hold the result."""
+        if not self._handle.is_completed():
+            return False
+        if self._finish is not None and self._handle.error() is None:
+            self._copy_back()
+        return True
+
+    def exception(self) -> BaseException | None:
+        """The error of an operation that has ended with one."""
+        return self._handle.error() if self._handle.is_completed() else None
+
+    def get_future(self) -> Future[Any]:
+        """A future of the list of output tensors. An error reaches C++ and Python as RuntimeError with our text."""
+        with _making_future:
+            if self._future is None:
+                self._future = self._make_future()
+            return self._future
+
+    def _make_future(self) -> Future[Any]:
+        outputs = list(self._outputs)
+        ended: Future[Any] = Future()
+
+        def unwrap(future: Future[Any]) -> list[Tensor]:
+            error = future.value()
+            if error is not None:
+                raise RuntimeError(f"{type(error).__name__}: {error}")
+            return outputs
+
+        result = ended.then(unwrap)
+        if self.is_completed():  # here and now: C++ asks after wait() and reads without waiting
+            ended.set_result(self._handle.error())
+        else:
+            self._completer.submit(self._wait_and_finish, ended.set_result)
+        return result
+
+    def _get_duration(self) -> float:
+        """Milliseconds that the operation took."""
+        return self._handle.duration_s() * 1e3
+
+
+@outside_dynamo
+class GlooWork(_Work):
+    """An operation of gloo whose outputs must be worked on when it ends (copied back, divided).
+
+    Args:
+        inner: gloo's work.
+        outputs: the caller's output tensors, kept alive with the work.
+        finish: runs once, on the thread that first sees the operation's end.
+    """
+
+    def __init__(self, inner: dist.Work, outputs: Sequence[Tensor], finish: Callable[[], None]) -> None:
+        super().__init__()
+        self._inner = inner
+        self._outputs = outputs
+        self._finish: Callable[[], None] | None = finish
+        self._finishing = threading.Lock()
+        self._future: Future[Any] | None = None
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Blocks until the operation is done and its outputs hold the result; raises gloo's error."""
+        self._inner.wait(timeout)
+        self._finish_once()
+        if self._future is not None:
+            self._future.wait()
+        return True
+
+    def _finish_once(self) -> None:
+        with self._finishing:
+            if self._finish is not None:
+                self._finish()
+                self._finish = None
+
+    def is_completed(self) -> bool:
+        """Whether the operation has ended, well or not, and its outputs hold the result."""
+        if not self._inner.is_completed():
+            return False
+        if self._inner.exception() is None:
+            self._finish_once()
+        return True
+
+    def exception(self) -> BaseException | None:
+        """The error of an operation that has ended with one."""
+        error: BaseException | None = self._inner.exception()
+        return error
+
+    def get_future(self) -> Future[Any]:
+        """A future of the list of output tensors. gloo has none for send, recv and reduce_scatter: RuntimeError."""
+        outputs = list(self._outputs)
+
+        def finished(future: Future[Any]) -> list[Tensor]:
+            future.value()  # raises the operation's error
+            self._finish_once()
+            return outputs
+
+        with _making_future:
+            if self._future is None:
+                self._future = self._inner.get_future().then(finished)
+            return self._future
+
+    def source_rank(self) -> int:
+        """The sender of a message received from any source."""
+        return self._inner._source_rank()
+
+    _source_rank = source_rank
+
+
+@outside_dynamo
+class JoinedWork(_Work):
+    """Several operations as one: done when all are, and failed with the first error of the list."""
+
+    def __init__(self, works: Sequence[dist.Work], outputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._works = works
+        self._outputs = outputs
+        self._future: Future[Any] | None = None
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Blocks until all operations are done; raises the first error."""
+        for work in self._works:
+            work.wait(timeout)
+        if self._future is not None:
+            self._future.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether all operations have ended."""
+        return all(work.is_completed() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        """The first error of an operation that has ended with one."""
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def get_future(self) -> Future[Any]:
+        """A future of the list of all output tensors."""
+        with _making_future:
+            made = self._future
+        if made is None:
+            outputs = list(self._outputs)
+
+            def all_ended(future: Future[Any]) -> list[Tensor]:
+                for each in future.value():
+                    each.value()  # raises its error
+                return outputs
+
+            made = collect_all([work.get_future() for work in self._works]).then(all_ended)
+            with _making_future:
+                made = self._future = self._future or made
+        return made

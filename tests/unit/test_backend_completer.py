@@ -1,0 +1,97 @@
+"""The threads that complete futures."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from photinus.backend.completer import Completer
+
+
+class _Operation:
+    """Something in flight that the test ends."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.ended = threading.Event()
+        self.error = error
+
+    def wait(self) -> None:
+        assert self.ended.wait(20), "nobody ended the operation"
+        if self.error is not None:
+            raise self.error
+
+
+def test_callbacks_run_in_the_order_of_submission_and_get_the_error() -> None:
+    completer, seen, done = Completer("test"), [], threading.Event()
+    operations = [_Operation(), _Operation(ValueError("broken")), _Operation()]
+    for number, operation in enumerate(operations):
+        completer.submit(operation.wait, lambda error, number=number: seen.append((number, str(error))))
+    completer.submit(lambda: None, lambda _: done.set())
+    for operation in reversed(operations):
+        operation.ended.set()
+    assert done.wait(20)
+    assert seen == [(0, "None"), (1, "broken"), (2, "None")]
+    completer.close()
+
+
+def test_a_callback_may_wait_for_the_callbacks_of_later_operations_to_any_depth() -> None:
+    completer, deepest = Completer("test"), threading.Event()
+
+    def descend(depth: int) -> None:
+        if depth == 12:
+            deepest.set()
+            return
+        below = threading.Event()
+
+        def complete(_: BaseException | None) -> None:
+            descend(depth + 1)
+            below.set()
+
+        completer.submit(lambda: None, complete)
+        assert below.wait(20), f"nobody served depth {depth}"
+
+    completer.submit(lambda: None, lambda _: descend(0))
+    assert deepest.wait(20)
+    completer.close()
+
+
+def test_one_thread_is_enough_for_callbacks_that_do_not_block() -> None:
+    completer, threads, done = Completer("test"), set(), threading.Event()
+    for _ in range(200):
+        completer.submit(lambda: None, lambda _: threads.add(threading.current_thread()))
+        time.sleep(0.0001)
+    completer.submit(lambda: None, lambda _: done.set())
+    assert done.wait(20)
+    assert len(threads) <= 2  # the leader appoints a second one when it finds work behind its own
+    completer.close()
+    assert all(not thread.is_alive() for thread in threads)
+
+
+def test_close_runs_what_was_submitted_and_leaves_no_thread() -> None:
+    completer, seen = Completer("closing"), []
+    for number in range(20):
+        completer.submit(lambda: time.sleep(0.001), lambda _, number=number: seen.append(number))
+    completer.close()
+    assert seen == list(range(20))
+    assert not [thread for thread in threading.enumerate() if "closing" in thread.name]
+
+
+def test_an_idle_thread_holds_nothing_of_the_last_operation() -> None:
+    import gc
+    import weakref
+
+    class Memory:
+        pass
+
+    completer, done = Completer("test"), threading.Event()
+    memory = Memory()
+    gone = weakref.ref(memory)
+    completer.submit(lambda memory=memory: None, lambda _: done.set())
+    assert done.wait(20)
+    del memory
+    deadline = time.monotonic() + 10
+    while gone() is not None and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert gone() is None
+    completer.close()

@@ -1,0 +1,35 @@
+"""What a process group decides before it meets anyone."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from photinus.backend.process_group import _check_world_size, _short, _timeout_s
+from photinus.errors import WorldSizeError
+
+
+def test_an_explicit_timeout_beats_the_variable_and_the_variable_beats_the_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("PHOTINUS_TIMEOUT_S", raising=False)
+    assert _timeout_s(dist.default_pg_timeout) == dist.default_pg_timeout.total_seconds()
+    monkeypatch.setenv("PHOTINUS_TIMEOUT_S", "12.5")
+    assert _timeout_s(dist.default_pg_timeout) == 12.5
+    assert _timeout_s(timedelta(seconds=40)) == 40.0
+
+
+def test_the_world_must_be_as_large_as_the_launcher_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PHOTINUS_WORLD_SIZE", raising=False)
+    _check_world_size(3)
+    monkeypatch.setenv("PHOTINUS_WORLD_SIZE", "3")
+    _check_world_size(3)
+    with pytest.raises(WorldSizeError, match=r"has 1 rank,.*means 3 \(PHOTINUS_WORLD_SIZE=3\)"):
+        _check_world_size(1)
+
+
+def test_long_lists_of_ranks_are_cut_in_messages() -> None:
+    assert _short([0, 2]) == "0, 2"
+    assert _short(list(range(20))) == "0, 1, 2, 3, 4, 5, 6, 7, ... 20 in all"
