@@ -1,0 +1,29 @@
+"""Training on any number of ranks: session, data, loop, evaluation, checkpoints and the Trainer made of them."""
+
+from __future__ import annotations
+
+from .checkpoint import CheckpointFolder, load, save
+from .config import dataset_folder
+from .data import loader
+from .evaluate import evaluate
+from .loop import Loop, backward
+from .session import Session, init
+from .trainer import Result, Trainer
+from .wrap import unwrap, wrap
+
+__all__ = [
+    "CheckpointFolder",
+    "Loop",
+    "Result",
+    "Session",
+    "Trainer",
+    "backward",
+    "dataset_folder",
+    "evaluate",
+    "init",
+    "load",
+    "loader",
+    "save",
+    "unwrap",
+    "wrap",
+]

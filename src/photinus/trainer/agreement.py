@@ -1,0 +1,112 @@
+"""Small things that all ranks have to know alike, over plain torch.distributed and without pickle.
+
+Without an initialised process group everything here is a world of one.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import CheckpointError, CollectiveError
+from .manifest import JSON
+
+__all__ = ["from_rank_0", "gather_per_rank", "place_in_group", "together"]
+
+_MOST_TEXT_BYTES = 16 << 10  # of an error that other ranks are told
+
+
+def place_in_group() -> tuple[int, int]:
+    """(rank, world size) in torch.distributed's default group; (0, 1) without one."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def gather_per_rank(value: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Every rank's `value`, by rank, on every rank. For small state such as that of random number generators.
+
+    What travels are torch files, read with weights_only=True: tensors, numbers, text, lists, tuples, dicts.
+
+    Args:
+        value: this rank's; tensors come back on the CPU.
+    """
+    buffer = io.BytesIO()
+    torch.save(dict(value), buffer)
+    return [
+        torch.load(io.BytesIO(data), map_location="cpu", weights_only=True) for data in _all_gather(buffer.getvalue())
+    ]
+
+
+def from_rank_0(call: Callable[[], JSON], doing: str) -> Any:
+    """Calls `call` on rank 0; every rank gets what it returns, or an error when it raises one (see `together`)."""
+    rank, _ = place_in_group()
+    value: JSON = None
+    with together(doing):
+        if rank == 0:
+            value = call()
+    return json.loads(_all_gather(json.dumps(value).encode() if rank == 0 else b"")[0])
+
+
+@contextmanager
+def together(doing: str) -> Iterator[None]:
+    """A block that succeeds on all ranks or raises on all of them. All ranks must enter it; it ends with an exchange.
+
+    A rank whose own block failed raises its own error. The others raise CheckpointError that names the ranks that
+    failed and why. No rank is left waiting in a collective for one that has given up.
+
+    Args:
+        doing: for the message, such as "saving runs/x/last.pt".
+    """
+    own: Exception | None = None
+    try:
+        yield
+    except CollectiveError:  # the group is broken: nothing more can be told over it
+        raise
+    except Exception as error:  # noqa: BLE001 - raised again below, once the other ranks know
+        own = error
+    text = "" if own is None else f"host {socket.gethostname()}, pid {os.getpid()}: {type(own).__name__}: {own}"
+    told = _all_gather(text.encode()[:_MOST_TEXT_BYTES])
+    if own is not None:
+        raise own
+    failed = [f"rank {rank} ({text.decode(errors='replace')})" for rank, text in enumerate(told) if text]
+    if failed:
+        shown = "; ".join(failed[:4]) + (f"; and {len(failed) - 4} more ranks" if len(failed) > 4 else "")
+        raise CheckpointError(f"{doing} failed on {shown}. This rank ({place_in_group()[0]}) had no error of its own.")
+
+
+def _all_gather(data: bytes) -> list[bytes]:
+    """Every rank's bytes, of any lengths."""
+    _, world_size = place_in_group()
+    if world_size == 1:
+        return [data]
+    device = _exchange_device()
+    own_length = torch.tensor([len(data)], dtype=torch.int64, device=device)
+    lengths_on_device = [torch.empty_like(own_length) for _ in range(world_size)]
+    dist.all_gather(lengths_on_device, own_length)
+    lengths = [int(length) for length in lengths_on_device]
+    if not any(lengths):
+        return [b""] * world_size
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
+    if data:
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    padded = padded.to(device)
+    gathered = [torch.empty_like(padded) for _ in range(world_size)]
+    dist.all_gather(gathered, padded)
+    return [bytes(part[:length].cpu().tolist()) for part, length in zip(gathered, lengths, strict=True)]
+
+
+def _exchange_device() -> torch.device:
+    """Where tensors have to be for the default group: the CPU unless its only backend is one for GPUs."""
+    backends = str(dist.distributed_c10d.get_backend_config())  # such as "cpu:gloo,cuda:nccl"
+    if "cpu:" in backends or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,32 @@
+"""Checks of users' arguments that several files of the trainer share."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+__all__ = ["place", "whole_number"]
+
+
+def whole_number(name: str, value: Any, *, least: int = 0) -> int:
+    """`value` as an int; any integer type is taken (numpy's too), but neither bool nor float.
+
+    Raises:
+        TypeError: it is not a whole number.
+        ValueError: it is below `least`.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} needs a whole number, not {value!r} ({type(value).__name__})")
+    number = operator.index(value)
+    if number < least:
+        raise ValueError(f"{name}={number} is too small: it needs to be at least {least}")
+    return number
+
+
+def place(rank: Any, world_size: Any) -> tuple[int, int]:
+    """(rank, world_size), checked: 0 <= rank < world_size. Raises TypeError, ValueError."""
+    world_size = whole_number("world_size", world_size, least=1)
+    rank = whole_number("rank", rank)
+    if rank >= world_size:
+        raise ValueError(f"rank={rank} does not exist in a world of {world_size}: ranks go from 0 to {world_size - 1}")
+    return rank, world_size

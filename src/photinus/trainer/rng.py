@@ -1,0 +1,219 @@
+"""Random number generators: seeds that depend on nothing but what they are for, and states that can be saved.
+
+Two streams per rank. A model has to be initialised alike on all ranks, so `seed_everything(seed)` gives every rank the
+same stream, that of rank 0, which is also the one that a plain `torch.manual_seed(seed)` script draws from. Dropout has
+to differ between ranks, so once the model stands `seed_everything(seed, rank)` gives each rank a stream of its own.
+The order of samples and their augmentation use neither: they have seeds derived from (seed, epoch, sample), see
+`derive_seed`, so that they do not move when a rank, a worker or a dropout layer comes or goes.
+
+What numpy's `default_rng()` and torch's `Generator()` make belongs to whoever made it; only the global generators
+are seeded, captured and restored here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import random
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from .arguments import whole_number
+
+__all__ = ["capture", "derive_seed", "preserved", "restore", "seed_everything", "seed_host_streams"]
+
+_NUMPY_GENERATOR = "MT19937"  # numpy's legacy global generator; anyone may have replaced it
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A seed (0 <= seed < 2**63) that depends on all of `parts` and on nothing else: SHA-256 of their text.
+
+    The same on every machine and with every version of Python, numpy and torch.
+    """
+    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") % (1 << 63)
+
+
+def seed_everything(seed: int, rank: int = 0) -> None:
+    """Seeds the global generators of Python, numpy (when imported) and torch, the latter on all devices.
+
+    Args:
+        seed: whole number, 0 <= seed < 2**63. numpy takes its lowest 32 bits.
+        rank: 0 (default) seeds with `seed` itself, as a script for one device does: call it so on all ranks before
+            the model is made. Any other rank gets a seed derived from both.
+
+    Raises:
+        TypeError, ValueError: not such a number.
+    """
+    seed, rank = check_seed(seed), whole_number("rank", rank)
+    if rank:
+        seed = derive_seed(seed, "rank", rank)
+    seed_host_streams(seed)
+    torch.manual_seed(seed)
+
+
+def check_seed(seed: Any) -> int:
+    """`seed` as an int. Raises TypeError or ValueError unless it is a whole number with 0 <= seed < 2**63."""
+    number = whole_number("seed", seed)
+    if number >= 2**63:
+        raise ValueError(f"seed={number} is too large: it needs to be below 2**63")
+    return number
+
+
+def seed_host_streams(seed: int) -> None:
+    """Seeds Python's, numpy's (when imported) and torch's CPU generator; cheap enough (15 us) for every sample."""
+    random.seed(seed)
+    numpy = _numpy()
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+
+
+@contextmanager
+def preserved() -> Iterator[None]:
+    """Puts Python's, numpy's and torch's CPU generator back at the end, whatever the block does to them."""
+    python, torch_state, numpy = random.getstate(), torch.default_generator.get_state(), _numpy()
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        torch.default_generator.set_state(torch_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+
+def capture() -> dict[str, Any]:
+    """The states of this rank's global generators, as types that `torch.load(weights_only=True)` accepts.
+
+    Returns:
+        "python": version, words (int64 [625]), gauss; "torch": uint8 bytes; when numpy is imported "numpy": words
+        (int64 [624]), position, has_gauss, gauss; when this process uses CUDA "cuda": uint8 bytes, current device.
+    """
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64, device="cpu"), "gauss": gauss},
+        "torch": torch.default_generator.get_state(),
+    }
+    numpy = _numpy()
+    if numpy is not None:
+        kind, keys, position, has_gauss, numpy_gauss = _numpy_state(numpy)
+        if kind == _NUMPY_GENERATOR:
+            state["numpy"] = {
+                "words": torch.tensor(keys.tolist(), dtype=torch.int64, device="cpu"),
+                "position": int(position),
+                "has_gauss": int(has_gauss),
+                "gauss": float(numpy_gauss),
+            }
+        else:
+            warnings.warn(
+                f"numpy's global generator is {kind}, not {_NUMPY_GENERATOR}: its state is not saved, so numbers drawn "
+                f"from it differ after a resume",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+    if _uses_cuda():
+        state["cuda"] = torch.cuda.get_rng_state().cpu()
+    return state
+
+
+def restore(state: Mapping[str, Any]) -> None:
+    """Puts the generators back to what `capture` returned: all of them, or none when something is wrong with it.
+
+    numpy is imported when its state was saved. A CUDA state goes to the current device; where there is no CUDA it is
+    left out with a warning, since no other device draws the same numbers.
+
+    Raises:
+        ValueError: `state` is not what `capture` returns.
+    """
+    try:
+        python = state["python"]
+        python_state = (int(python["version"]), tuple(_words(python["words"], 625)), _number_or_none(python["gauss"]))
+        torch_state = _bytes_like(state["torch"], torch.default_generator.get_state().numel())
+        numpy_state = _numpy_arguments(state["numpy"]) if "numpy" in state else None
+        cuda_state = state.get("cuda")
+        if cuda_state is not None and torch.cuda.is_available():
+            cuda_state = _bytes_like(cuda_state, torch.cuda.get_rng_state().numel())
+        random.Random().setstate(python_state)  # raises where it does not fit; a generator that nobody uses
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"this is not a state of the random number generators as photinus saves it "
+            f"({type(error).__name__}: {error}); no generator was changed"
+        ) from error
+    numpy = _numpy()
+    if numpy_state is not None and numpy is None:
+        try:
+            importlib.import_module("numpy")  # the run that saved had it; a later import has to find the state
+            numpy = _numpy()
+        except ImportError:
+            warnings.warn("the state holds numpy's, but numpy is not installed here", RuntimeWarning, stacklevel=2)
+    random.setstate(python_state)
+    if numpy_state is not None and numpy is not None:
+        numpy.random.set_state(numpy_state)
+    torch.default_generator.set_state(torch_state)
+    if cuda_state is not None:
+        if torch.cuda.is_available():
+            torch.cuda.set_rng_state(cuda_state)
+        else:
+            warnings.warn(
+                "the checkpoint holds a CUDA random state, but there is no CUDA here: dropout and the like will draw "
+                "other numbers than on the GPU",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def _uses_cuda() -> bool:
+    """Whether this process has used CUDA; if not, nothing was drawn there, and asking would cost a context."""
+    return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _numpy() -> ModuleType | None:
+    """numpy, when the process has imported it (torch does, where it is installed).
+
+    numpy loads its random module at first use and seeds it from the clock then; loaded here, it can be seeded.
+    """
+    if "numpy" not in sys.modules:
+        return None
+    importlib.import_module("numpy.random")
+    return sys.modules["numpy"]
+
+
+def _numpy_state(numpy: ModuleType) -> tuple[Any, ...]:
+    state = numpy.random.get_state(legacy=False)
+    if state["bit_generator"] != _NUMPY_GENERATOR:
+        return (state["bit_generator"], None, 0, 0, 0.0)
+    inner = state["state"]
+    return (state["bit_generator"], inner["key"], inner["pos"], state["has_gauss"], state["gauss"])
+
+
+def _numpy_arguments(saved: Mapping[str, Any]) -> tuple[Any, ...]:
+    position = int(saved["position"])
+    if not 0 <= position <= 624:
+        raise ValueError(f"numpy's position {position} is not within 0..624")
+    return (_NUMPY_GENERATOR, _words(saved["words"], 624), position, int(saved["has_gauss"]), float(saved["gauss"]))
+
+
+def _words(tensor: torch.Tensor, count: int) -> list[int]:
+    if tensor.shape != (count,) or tensor.dtype != torch.int64:
+        raise ValueError(f"words need shape [{count}] and int64, not {list(tensor.shape)} and {tensor.dtype}")
+    words: list[int] = tensor.tolist()
+    if not all(0 <= word < 2**32 for word in words):
+        raise ValueError("a word is not within 0..2**32-1")
+    return words
+
+
+def _bytes_like(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    if tensor.shape != (count,) or tensor.dtype != torch.uint8:
+        raise ValueError(f"a generator of this torch has {count} uint8, not {list(tensor.shape)} {tensor.dtype}")
+    return tensor.cpu()
+
+
+def _number_or_none(value: Any) -> float | None:
+    return None if value is None else float(value)

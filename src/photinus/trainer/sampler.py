@@ -1,0 +1,198 @@
+"""Which samples make a batch, and which of them a rank takes: pure functions of (seed, epoch, batch, rank).
+
+The batch size is that of the whole job. The order of an epoch is drawn from (seed, epoch) alone and cut into global
+batches; rank r then takes the r-th of W equal, contiguous parts of each. So a job on 1, 2 or 8 ranks sees the same
+samples in the same steps, a run can go on at any batch of any epoch without looking at those before, also at another
+world size, and nobody has to remember `set_epoch`.
+
+    order of epoch e     | 7 2 9 4 | 0 5 1 8 | 3 6        batch_size=4, samples=10
+    rank 0 of 2          | 7 2     | 0 5     | 3          the short batch: dropped, or split with weights
+    rank 1 of 2          |     9 4 |     1 8 |   6
+
+The order is `torch.randperm` on the CPU with a generator seeded by SHA-256 of (seed, epoch). torch does not promise
+the same permutation in every version, but has kept it for years; a test pins known orders, so that a change would be
+noticed before a release, and checkpoints record torch's version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .arguments import place, whole_number
+from .rng import check_seed, derive_seed
+
+__all__ = ["GlobalBatches", "LocalBatch", "ShardedOnce"]
+
+
+@dataclass(frozen=True)
+class LocalBatch:
+    """One rank's part of one global batch.
+
+    Attributes:
+        indices: of the samples that this rank takes.
+        weight: by which this rank's mean loss has to be multiplied so that the mean over ranks is the mean over all
+            samples of the global batch: len(indices) * world_size / global_samples. 1.0 for even batches.
+        global_samples: number of samples of the global batch, over all ranks.
+    """
+
+    indices: list[int]
+    weight: float
+    global_samples: int
+
+
+class GlobalBatches:
+    """Which samples make global batch k of epoch e, and which of them this rank takes, for training.
+
+    Args:
+        samples: size of the dataset.
+        batch_size: samples per global batch, over all ranks; a multiple of `world_size`, at most `samples`.
+        rank, world_size: this rank's place.
+        shuffle: a new order each epoch; False takes the dataset's own.
+        seed: of the orders; 0 <= seed < 2**63.
+        drop_last: leave out the last, short batch of each epoch (when shuffled, other samples each time). False
+            splits it as evenly as possible; the parts then differ by at most one sample, hence the weights.
+
+    Raises:
+        TypeError: a number is not whole, `shuffle` or `drop_last` not a bool.
+        ValueError: the numbers do not fit each other; the message says which would.
+    """
+
+    def __init__(
+        self,
+        samples: int,
+        batch_size: int,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = True,
+    ) -> None:
+        self.rank, self.world_size = place(rank, world_size)
+        self.samples = whole_number("samples", samples)
+        self.batch_size = whole_number("batch_size", batch_size, least=1)
+        self.seed = check_seed(seed)
+        self.shuffle, self.drop_last = _flag("shuffle", shuffle), _flag("drop_last", drop_last)
+        if self.samples == 0:
+            raise ValueError("the dataset is empty (0 samples): is its path or split right?")
+        if self.batch_size % self.world_size:
+            below = self.batch_size - self.batch_size % self.world_size
+            fitting = [str(size) for size in (below, below + self.world_size) if 0 < size <= self.samples]
+            advice = f"the nearest that fit: {' or '.join(fitting)}" if fitting else "use fewer ranks"
+            raise ValueError(
+                f"batch_size={self.batch_size} cannot be divided evenly among world_size={self.world_size} ranks. "
+                f"batch_size counts the samples of one step over all ranks; {advice}."
+            )
+        if self.batch_size > self.samples:
+            largest = self.samples - self.samples % self.world_size
+            advice = f"use at most {largest}" if largest else f"use at most {self.samples} ranks"
+            raise ValueError(
+                f"batch_size={self.batch_size} is more than the {self.samples} samples of the dataset: not one batch "
+                f"would be full; {advice}."
+            )
+        self._full, self._rest = divmod(self.samples, self.batch_size)
+        if not self.drop_last and 0 < self._rest < self.world_size:
+            raise ValueError(
+                f"the last batch of each epoch would have {self._rest} samples ({self.samples} samples, "
+                f"batch_size={self.batch_size}), too few for world_size={self.world_size} ranks: use drop_last=True, "
+                f"or a batch_size that leaves 0 or at least {self.world_size} samples over."
+            )
+        self._known: tuple[int, torch.Tensor] | None = None  # the order of the epoch asked for last: 8 bytes a sample
+
+    def __len__(self) -> int:
+        """Global batches per epoch, the same number on every rank."""
+        return self._full + (0 if self.drop_last or not self._rest else 1)
+
+    def batch(self, epoch: int, index: int) -> LocalBatch:
+        """This rank's part of global batch `index` (0 <= index < len) of `epoch` (0, 1, ...).
+
+        Raises:
+            TypeError, ValueError: not whole numbers, or below 0.
+            IndexError: the epoch has no such batch.
+        """
+        epoch, index = whole_number("epoch", epoch), whole_number("index", index)
+        if index >= len(self):
+            raise IndexError(f"an epoch has {len(self)} batches, 0 to {len(self) - 1}: there is no batch {index}")
+        begin = index * self.batch_size
+        size = min(self.batch_size, self.samples - begin)
+        first, end = _part(size, self.rank, self.world_size)
+        if self.shuffle:
+            indices: list[int] = self._order(epoch)[begin + first : begin + end].tolist()
+        else:
+            indices = list(range(begin + first, begin + end))
+        return LocalBatch(indices, len(indices) * self.world_size / size, size)
+
+    def _order(self, epoch: int) -> torch.Tensor:
+        if self._known is None or self._known[0] != epoch:
+            generator = torch.Generator(device="cpu").manual_seed(derive_seed(self.seed, "order", epoch))
+            order = torch.randperm(self.samples, generator=generator, dtype=torch.int64, device="cpu")
+            self._known = (epoch, order)
+        return self._known[1]
+
+
+class ShardedOnce:
+    """For validation: every sample exactly once over all ranks, without padding, in the dataset's order.
+
+    Rank r takes the r-th of W contiguous parts whose sizes differ by at most one; with fewer samples than ranks some
+    have none. Ranks may so differ by one in their number of batches: exchange nothing between ranks per batch, only
+    once at the end.
+
+    Args:
+        samples: size of the dataset; 0 is allowed.
+        rank, world_size: this rank's place.
+
+    Raises:
+        TypeError, ValueError: not whole numbers, or not a place.
+    """
+
+    def __init__(self, samples: int, *, rank: int = 0, world_size: int = 1) -> None:
+        self.rank, self.world_size = place(rank, world_size)
+        self.samples = whole_number("samples", samples)
+        self.indices = range(*_part(self.samples, self.rank, self.world_size))
+
+    def __len__(self) -> int:
+        """Samples of this rank."""
+        return len(self.indices)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices)
+
+    def batches(self, batch_size: int) -> int:
+        """How many batches this rank has when `batch_size` samples are taken in one step over all ranks."""
+        return -(-len(self.indices) // self._share(batch_size))
+
+    def batch(self, batch_size: int, index: int) -> LocalBatch:
+        """This rank's batch `index` (0 <= index < batches(batch_size)): batch_size / world_size samples, rounded up.
+
+        Raises:
+            TypeError, ValueError: not whole numbers, or too small.
+            IndexError: this rank has no such batch.
+        """
+        index, share = whole_number("index", index), self._share(batch_size)
+        if index >= self.batches(batch_size):
+            raise IndexError(f"rank {self.rank} has {self.batches(batch_size)} batches: there is no batch {index}")
+        indices = list(self.indices[index * share : (index + 1) * share])
+        base, extra = divmod(self.samples, self.world_size)
+        longer, shorter = (min(max(size - index * share, 0), share) for size in (base + 1, base))
+        step_samples = extra * longer + (self.world_size - extra) * shorter
+        return LocalBatch(indices, len(indices) * self.world_size / step_samples, step_samples)
+
+    def _share(self, batch_size: int) -> int:
+        return -(-whole_number("batch_size", batch_size, least=1) // self.world_size)
+
+
+def _part(size: int, rank: int, world_size: int) -> tuple[int, int]:
+    """[begin, end) of rank's contiguous part of `size` things; the first `size % world_size` ranks have one more."""
+    base, extra = divmod(size, world_size)
+    begin = rank * base + min(rank, extra)
+    return begin, begin + base + (rank < extra)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} needs True or False, not {value!r}")
+    return value

@@ -1,0 +1,127 @@
+"""What runs where samples are fetched: in the rank itself, or in its worker processes.
+
+Whoever fetches sample i of epoch e first seeds the global generators with a seed derived from (seed, e, i), and
+collates with one derived from (seed, e, first sample of the batch). Augmentation is so a function of the sample and the
+epoch: the same with 0 or 8 workers, on 1 rank or 4, and after a resume. Where the rank itself fetches, its generators
+are put back afterwards, so that loading does not shift dropout.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import Subset, get_worker_info
+
+from .rng import derive_seed, preserved, seed_host_streams
+
+__all__ = ["Fetch", "Request", "WorkerStart", "identity"]
+
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+@dataclass(frozen=True)
+class Request:
+    """One local batch to fetch: the epoch and the samples."""
+
+    epoch: int
+    indices: list[int]
+
+
+class Fetch:
+    """Turns a Request into a collated batch. Given to torch's DataLoader as a dataset whose keys are requests.
+
+    Args:
+        dataset: the user's, with __getitem__ or __getitems__ (many samples in one call).
+        collate: makes a batch of a list of samples.
+        seed: of the job; samples' seeds are derived from it.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int) -> None:
+        self.dataset, self.collate, self.seed = dataset, collate, seed
+        self._many_at_once = _fetches_many_at_once(dataset)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, request: Request) -> Any:
+        if get_worker_info() is not None:  # a worker's generators serve nothing else
+            return self._batch(request)
+        with preserved():
+            return self._batch(request)
+
+    def _batch(self, request: Request) -> Any:
+        batch_seed = derive_seed(self.seed, "batch", request.epoch, request.indices[0])
+        if self._many_at_once:
+            seed_host_streams(batch_seed)
+            with _noted(request, request.indices):
+                samples = self.dataset.__getitems__(request.indices)
+        else:
+            samples = self._samples(request)
+            seed_host_streams(batch_seed)
+        with _noted(request, request.indices):
+            return self.collate(samples)
+
+    def _samples(self, request: Request) -> list[Any]:
+        samples: list[Any] = []
+        for index in request.indices:
+            seed_host_streams(derive_seed(self.seed, "sample", request.epoch, index))
+            with _noted(request, [index]):
+                samples.append(self.dataset[index])
+        return samples
+
+
+class WorkerStart:
+    """Runs first in each worker process: lets it die with its rank, then calls the user's own function.
+
+    A rank that is killed (-9) cannot end its workers, and torch's workers look only every few seconds whether their
+    parent lives; until then they hold its sockets and memory open. The kernel does it at once: PR_SET_PDEATHSIG.
+    """
+
+    def __init__(self, die_with_parent: bool, user: Callable[[int], None] | None) -> None:
+        self.parent = os.getpid() if die_with_parent else None
+        self.user = user
+
+    def __call__(self, worker: int) -> None:
+        """Torch's DataLoader calls this in each worker with the worker's number."""
+        if self.parent is not None and os.getppid() == self.parent:  # not so under a fork server
+            prctl = getattr(ctypes.CDLL(None), "prctl", None)
+            if prctl is not None:
+                prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+                if os.getppid() != self.parent:  # it died in between
+                    os.kill(os.getpid(), signal.SIGKILL)
+        if self.user is not None:
+            self.user(worker)
+
+
+def identity(batch: Any) -> Any:
+    """The batch as it is: `Fetch` has collated it already."""
+    return batch
+
+
+def _fetches_many_at_once(dataset: Any) -> bool:
+    """Whether the dataset itself has something better than one sample at a time (torch's Subset only passes it on)."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return callable(getattr(dataset, "__getitems__", None))
+
+
+class _noted:  # noqa: N801 - reads as a statement; a class, since contextmanager costs as much as a small sample
+    """An exception gets a note that says which samples it was about (Python >= 3.11)."""
+
+    def __init__(self, request: Request, indices: list[int]) -> None:
+        self.request, self.indices = request, indices
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        add_note = getattr(error, "add_note", None)
+        if add_note is not None:
+            shown = ", ".join(map(str, self.indices[:8])) + (", ..." if len(self.indices) > 8 else "")
+            of = f"sample {shown}" if len(self.indices) == 1 else f"the batch of {len(self.indices)} samples {shown}"
+            add_note(f"photinus: while loading {of} in epoch {self.request.epoch}")

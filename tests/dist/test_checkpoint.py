@@ -1,0 +1,194 @@
+"""Checkpoints of several ranks: one writes, all load the same, and an error of one is an error of all."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from photinus.errors import CheckpointError
+from photinus.trainer import rng
+from photinus.trainer.agreement import from_rank_0, together
+from photinus.trainer.checkpoint import CheckpointFolder, gather_per_rank, load, on_all_ranks, save
+from tests.ranks import run_ranks, values
+
+
+def ddp_model(seed: int) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
+    return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    optimizer.zero_grad()
+    model(torch.randn(8, 3, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+    optimizer.step()
+
+
+def numbers(model: nn.Module) -> list[Any]:
+    return [value.tolist() for value in model.state_dict().values()]
+
+
+def goes_on(rank: int, world_size: int, folder: str) -> Any:
+    """Trains 4 steps; saves after 2, loads into fresh objects, trains 2 more: the same weights."""
+    model, optimizer = ddp_model(0)
+    for number in range(4):
+        if number == 2:
+            save(Path(folder, "last.pt"), model=model, optimizer=optimizer, step=number)
+            assert Path(folder, "last.pt").exists(), "complete on return, on every rank"
+        step(model, optimizer, 10 * number + rank)
+    other, other_optimizer = ddp_model(1)
+    saved = load(Path(folder, "last.pt"), model=other, optimizer=other_optimizer)
+    for number in range(saved["step"], 4):
+        step(other, other_optimizer, 10 * number + rank)
+    return numbers(model.module) == numbers(other.module)
+
+
+def test_all_ranks_go_on_from_what_rank_0_saved(tmp_path: Path) -> None:
+    results = run_ranks(
+        "tests.dist.test_checkpoint:goes_on", world_size=2, backend="gloo", arguments={"folder": str(tmp_path)}
+    )
+    assert values(results) == [True, True]
+    names = torch.load(tmp_path / "last.pt", weights_only=True)["model"]
+    assert next(iter(names)) == "0.weight"
+    assert os.listdir(tmp_path) == ["last.pt"]
+
+
+def message_of(call: Any) -> str:
+    began = time.monotonic()
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - its text is the result
+        assert time.monotonic() - began < 20
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def errors_are_shared(rank: int, world_size: int, folder: str) -> list[str]:
+    model, optimizer = ddp_model(0)
+    file = Path(folder, "file")
+    if rank == 0:
+        file.write_text("in the way")
+    dist.barrier()
+    told = [message_of(lambda: save(file / "x.pt", model=model))]  # rank 0 cannot make the folder
+    told.append(message_of(lambda: save(Path(folder, "y.pt"), model=model, bad=(lambda: 1) if rank == 1 else 1)))
+    save(Path(folder, "z.pt"), model=model, optimizer=optimizer)
+
+    class FailsOnRank2:
+        def state_dict(self) -> dict[str, int]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            if rank == 2:
+                raise RuntimeError("rank 2 will not")
+
+    save(Path(folder, "w.pt"), model=model, picky=FailsOnRank2())
+    other, _ = ddp_model(1)
+    before = numbers(other)
+    told.append(message_of(lambda: load(Path(folder, "w.pt"), model=other, picky=FailsOnRank2())))
+    told.append("unchanged" if numbers(other) == before else "changed")
+    own = Path(folder, f"only-{rank}.pt")
+    torch.save({"epoch": rank}, own)
+    told.append(message_of(lambda: load(own)))
+    told.append(message_of(lambda: load(Path(folder, "z.pt" if rank != 1 else "nothing.pt"))))
+    told.append(message_of(lambda: load(Path(folder, "z.pt"), model=model)))
+    return told
+
+
+def test_an_error_of_one_rank_is_told_on_all_and_nothing_hangs(tmp_path: Path) -> None:
+    results = run_ranks(
+        "tests.dist.test_checkpoint:errors_are_shared",
+        world_size=3,
+        backend="gloo",
+        arguments={"folder": str(tmp_path)},
+        timeout_s=120,
+    )
+    rank_0, rank_1, rank_2 = values(results)
+    assert "CheckpointError" in rank_0[0]
+    assert "could not be written" in rank_0[0]
+    for rank in (rank_1, rank_2):
+        assert "x.pt failed on rank 0 (host" in rank[0]
+        assert "could not be written" in rank[0]
+    assert rank_0[1] == rank_1[1] == rank_2[1] == "no error"  # what rank 1 gives for a plain value is not written
+    assert "rank 2 will not" in rank_2[2]
+    assert all("failed on rank 2 (host" in rank[2] and "Nothing was changed." in rank[2] for rank in (rank_0, rank_1))
+    assert rank_0[3] == rank_1[3] == rank_2[3] == "unchanged"
+    assert all("the ranks find different files" in rank[4] for rank in (rank_0, rank_1, rank_2))
+    assert "there is no file" in rank_1[5]
+    assert all("failed on rank 1 (host" in rank[5] for rank in (rank_0, rank_2))
+    assert rank_0[6] == rank_1[6] == rank_2[6] == "no error"  # the group is as usable as before
+
+
+def chooses(rank: int, world_size: int, folder: str) -> list[str]:
+    def shown(call: Any) -> str:
+        try:
+            found = on_all_ranks(call)
+        except CheckpointError as error:
+            return str(error)
+        return "none" if found is None else f"step {found.step} weight {found.load()['model'].tolist()}"
+
+    shared, own = CheckpointFolder(Path(folder, "shared")), CheckpointFolder(Path(folder, f"rank-{rank}"))
+    told = [shown(shared.newest)]
+    if rank == 0:
+        for number in (1, 2):
+            shared.save(number, {"model": torch.tensor([number])}, description={})
+        data = bytearray((shared.folder / "step-00000002" / "model.pt").read_bytes())
+        data[500] ^= 2
+        (shared.folder / "step-00000002" / "model.pt").write_bytes(data)
+    dist.barrier()
+    told.append(shown(shared.newest))  # rank 0 passes over the damaged one, and so all do
+    told.append(shown(lambda: shared.open("step-00000002")))
+    own.save(3, {"model": torch.tensor([rank])}, description={})
+    hidden = Path(folder, "rank-0", "step-00000003")
+    dist.barrier()
+    told.append(shown(lambda: own.open(hidden)))
+    return told
+
+
+def exchanges(rank: int, world_size: int, folder: str) -> Any:
+    rng.seed_everything(5, rank)
+    mine = rng.capture()
+    everyone = gather_per_rank(mine)
+    wanted = torch.rand(2).tolist()
+    rng.restore(everyone[rank])
+    assert torch.rand(2).tolist() == wanted
+    rng.restore(everyone[(rank + 1) % world_size])
+    neighbour = torch.rand(2).tolist()
+    sizes = gather_per_rank({"text": "x" * 1000 * rank, "tensor": torch.full((rank,), rank), "none": None})
+    assert [len(one["text"]) for one in sizes] == [1000 * r for r in range(world_size)]
+    assert [one["tensor"].tolist() for one in sizes] == [[r] * r for r in range(world_size)]
+    choice = from_rank_0(lambda: {"path": f"chosen on {rank}"}, "choosing")
+    told = []
+    try:
+        with together("a step"):
+            if rank == 1:
+                raise ValueError("too bad")
+    except (ValueError, CheckpointError) as error:
+        told.append(f"{type(error).__name__}: {error}")
+    return [wanted, neighbour, choice, told, chooses(rank, world_size, folder)]
+
+
+def test_small_state_errors_and_the_choice_of_a_checkpoint_travel_between_ranks(tmp_path: Path) -> None:
+    call = "tests.dist.test_checkpoint:exchanges"
+    results = values(run_ranks(call, world_size=3, backend="gloo", arguments={"folder": str(tmp_path)}))
+    own = [result[0] for result in results]
+    assert len({str(draw) for draw in own}) == 3
+    assert [result[1] for result in results] == [own[1], own[2], own[0]]
+    assert all(result[2] == {"path": "chosen on 0"} for result in results)
+    assert results[1][3] == ["ValueError: too bad"]
+    for rank in (0, 2):
+        assert results[rank][3][0].startswith("CheckpointError: a step failed on rank 1 (host ")
+        assert f"ValueError: too bad). This rank ({rank}) had no error of its own" in results[rank][3][0]
+    for rank, result in enumerate(results):
+        told = result[4]
+        assert told[0] == "none"
+        assert told[1] == "step 1 weight [1]"
+        assert "damaged: digest expected" in told[2]
+        assert ("failed on rank 0" in told[2]) == (rank > 0)
+        assert told[3] == "step 3 weight [0]"

@@ -1,0 +1,190 @@
+"""Flipped bits, cut-off files and full disks: refused, told, and survived."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from photinus.errors import CheckpointError
+from photinus.trainer.checkpoint import CheckpointFolder, load, save
+from photinus.trainer.digest import file_digest
+
+
+def state(step: int, elems: int = 300) -> dict[str, Any]:
+    return {"model": {"weight": torch.full((elems,), float(step))}, "optimizer": {"lr": 0.1, "step": step}}
+
+
+def only_the_first_is_good(folder: CheckpointFolder, damaged: Path, what: str) -> None:
+    with pytest.raises(CheckpointError, match=r"damaged|missing|holds step|has no manifest"):
+        folder.open(damaged.parent)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = folder.newest()
+    assert found is not None, what
+    assert found.step == 1, what
+    assert damaged.name in str(told[0].message), what
+
+
+def test_every_flipped_bit_is_refused_and_the_one_before_is_used(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    for step in (1, 2):
+        folder.save(step, state(step), description={"accuracy": 1e-05, "names": ["a b"]}, metric=step)
+    files = sorted((tmp_path / "step-00000002").iterdir())
+    assert [path.name for path in files] == ["manifest.json", "model.pt", "optimizer.pt"]
+    draw = random.Random(7)
+    for path in files:
+        good = path.read_bytes()
+        bits = draw.sample(range(8 * len(good)), 350)
+        for bit in bits:
+            data = bytearray(good)
+            data[bit // 8] ^= 1 << bit % 8
+            path.write_bytes(data)
+            only_the_first_is_good(folder, path, f"bit {bit} of {path.name}")
+        path.write_bytes(good)
+        found = folder.newest()
+        assert found is not None
+        assert found.step == 2
+
+
+def test_every_truncation_and_every_longer_file_is_refused(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    for step in (1, 2):
+        folder.save(step, state(step), description={})
+    draw = random.Random(3)
+    for path in sorted((tmp_path / "step-00000002").iterdir()):
+        good = path.read_bytes()
+        for length in [0, len(good) - 1, *draw.sample(range(len(good)), 65)]:
+            path.write_bytes(good[:length])
+            only_the_first_is_good(folder, path, f"{length} bytes of {path.name}")
+        path.write_bytes(good + b"\0")
+        only_the_first_is_good(folder, path, f"one byte more in {path.name}")
+        path.unlink()
+        only_the_first_is_good(folder, path, f"without {path.name}")
+        path.write_bytes(good)
+
+
+def test_files_of_two_checkpoints_mixed_are_refused(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path)
+    for step in (1, 2):
+        folder.save(step, state(step), description={})
+    for name in ("model.pt", "optimizer.pt", "manifest.json"):
+        path = tmp_path / "step-00000002" / name
+        good = path.read_bytes()
+        shutil.copy(tmp_path / "step-00000001" / name, path)
+        with pytest.raises(CheckpointError, match=r"damaged: digest expected|holds step 1"):
+            folder.open(path.parent)
+        path.write_bytes(good)
+
+
+def test_verifying_is_fast_enough_not_to_be_switched_off(tmp_path: Path) -> None:
+    """Not a benchmark: a bound that a byte-by-byte or SHA-256 digest would miss by far on a busy machine."""
+    import time
+
+    path = tmp_path / "large"
+    path.write_bytes(os.urandom(1 << 20) * 128)
+    best_s = float("inf")
+    for _ in range(5):
+        began = time.perf_counter()
+        file_digest(path)
+        best_s = min(best_s, time.perf_counter() - began)
+    assert path.stat().st_size / best_s > 0.4e9
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(b"photinus-test", str(folder).encode(), b"tmpfs", 0, b"size=4m") != 0:
+        pytest.skip(f"mounting a small file system needs root: {os.strerror(ctypes.get_errno())}")
+    try:
+        yield folder
+    finally:
+        if libc.umount2(str(folder).encode(), 2) != 0:  # MNT_DETACH
+            warnings.warn(f"{folder} could not be unmounted: {os.strerror(ctypes.get_errno())}", stacklevel=1)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_disk_too_small_is_told_before_anything_is_written(small_disk: Path) -> None:
+    folder = CheckpointFolder(small_disk)
+    folder.save(1, state(1), description={})
+    save(small_disk / "x.pt", epoch=1)
+    before = names(small_disk)
+    wanted = r"no space left for a checkpoint in .*/disk: it needs 8\d{6} bytes \(.* MiB\) and \d+ \(.* MiB\) are free"
+    with pytest.raises(CheckpointError, match=wanted):
+        folder.save(2, state(2, elems=2_000_000), description={})
+    with pytest.raises(CheckpointError, match=wanted):
+        save(small_disk / "x.pt", weight=torch.ones(2_000_000))
+    assert names(small_disk) == before
+    found = folder.newest()
+    assert found is not None
+    assert found.step == 1
+    assert load(small_disk / "x.pt") == {"epoch": 1}
+
+
+def test_a_disk_that_fills_up_while_writing_loses_nothing(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may take the space between the look and the write; and a quota is not seen by looking."""
+    folder = CheckpointFolder(small_disk)
+    folder.save(1, state(1), description={})
+    save(small_disk / "x.pt", epoch=1)
+    before = names(small_disk)
+    for module in ("checkpoint", "statefile"):
+        monkeypatch.setattr(f"photinus.trainer.{module}.require_space", lambda *arguments: None)
+    for elems in (1_100_000, 2_000_000):
+        with pytest.raises(CheckpointError, match=r"no space left .* it needs \d+ bytes .* are free") as caught:
+            folder.save(2, state(2, elems=elems), description={})
+        assert isinstance(caught.value.__cause__, OSError)
+        with pytest.raises(CheckpointError, match="no space left"):
+            save(small_disk / "x.pt", weight=torch.ones(elems))
+    assert names(small_disk) == before
+    monkeypatch.undo()
+    found = folder.newest()
+    assert found is not None
+    assert found.step == 1
+    assert load(small_disk / "x.pt") == {"epoch": 1}
+    folder.save(2, state(2), description={})  # and the folder is as usable as before
+    assert torch.equal(
+        CheckpointFolder(small_disk).open("step-00000002").load()["model"]["weight"], torch.full((300,), 2.0)
+    )
+
+
+def test_retention_waits_for_the_new_one_even_when_space_is_short(small_disk: Path) -> None:
+    """Room for two and a half: the third is refused although deleting the first would make room for it."""
+    folder = CheckpointFolder(small_disk, keep_last=1)
+    folder.save(1, state(1, elems=500_000), description={})
+    folder.save(2, state(2, elems=400_000), description={})
+    assert names(small_disk) == [".writer.lock", "step-00000002"]
+    with pytest.raises(CheckpointError, match="no space left"):
+        folder.save(3, state(3, elems=700_000), description={})
+    found = folder.newest()
+    assert found is not None
+    assert found.step == 2
+
+
+def test_a_folder_that_cannot_be_written_is_told(small_disk: Path) -> None:
+    folder = CheckpointFolder(small_disk / "run")
+    folder.save(1, state(1), description={})
+    libc = ctypes.CDLL(None, use_errno=True)
+    read_only, remount = 1, 32
+    if libc.mount(b"photinus-test", str(small_disk).encode(), b"tmpfs", read_only | remount, b"size=4m") != 0:
+        pytest.skip(f"cannot make it read-only: {os.strerror(ctypes.get_errno())}")
+    with pytest.raises(CheckpointError, match=r"step 2 could not be saved in .*Read-only file system.*untouched"):
+        folder.save(2, state(2), description={})
+    with pytest.raises(CheckpointError, match="Read-only file system"):
+        save(small_disk / "x.pt", epoch=1)
+    found = folder.newest()  # reading needs no lock and no permission to write
+    assert found is not None
+    assert found.step == 1
