@@ -7,7 +7,7 @@ An explicit argument always beats a variable, and a variable beats the default. 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -23,9 +23,13 @@ class Variable(Generic[T]):
     default: T
     meaning: str
 
-    def get(self) -> T:
-        """The value in force. Raises ValueError that names the variable when its text cannot be parsed."""
-        text = os.environ.get(self.name)
+    def get(self, environ: Mapping[str, str] | None = None) -> T:
+        """The value in force (of another environment than this process's, when given).
+
+        Raises:
+            ValueError: its text cannot be parsed; names the variable.
+        """
+        text = (os.environ if environ is None else environ).get(self.name)
         if text is None or text == "":
             return self.default
         try:

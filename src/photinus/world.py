@@ -86,8 +86,8 @@ class World:
             if launcher.rank in environ or launcher.world_size in environ:
                 world = cls._from(launcher, environ)
                 break
-        meant = environ.get(env.EXPECTED_WORLD_SIZE.name)
-        if meant and int(meant) != world.world_size:
+        meant = env.EXPECTED_WORLD_SIZE.get(environ)
+        if meant is not None and meant != world.world_size:
             raise WorldSizeError(
                 f"the launcher means a world of {meant} processes ({env.EXPECTED_WORLD_SIZE.name}={meant}), but this "
                 f"process finds a world of {world.world_size}. Do not change RANK or WORLD_SIZE in the script; start "

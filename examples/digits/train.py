@@ -1,0 +1,29 @@
+"""Trains a small network on handwritten digits with the Trainer: the same script for one process or many.
+
+    python examples/digits/train.py
+    photinus run --nproc-per-node 2 examples/digits/train.py --epochs 15
+    torchrun --nproc-per-node 2 examples/digits/train.py --out runs/digits
+
+Started again, it goes on where it was cut off, or says that it is finished.
+"""
+
+from __future__ import annotations
+
+import torch
+from dataset import digits
+from model import DigitsNet, accuracy
+from options import options
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+import photinus
+
+args = options(__doc__)
+train_set, valid_set = digits(args.dataset)
+with photinus.init(args.backend, args.device, seed=args.seed):
+    model = DigitsNet()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    trainer = photinus.Trainer(model, optimizer, cross_entropy, epochs=args.epochs, batch_size=args.batch_size,
+        metrics={"accuracy": accuracy}, scheduler=CosineAnnealingLR(optimizer, args.epochs), strategy=args.strategy,
+        out=args.out, resume=args.resume, save_every_steps=args.save_every_steps, config=args)  # fmt: skip
+    trainer.fit(train_set, valid_set)

@@ -1,0 +1,231 @@
+"""Validation on all ranks, every sample exactly once, and the same value at every world size.
+
+The data set is cut into blocks of `batch_size` samples, and block b is computed by rank b mod world size. The blocks
+are those of a single process, so each sample's value has the same bits whoever computes it. Every rank adds its
+values exactly (Shewchuk's algorithm, Python's `math.fsum`) and hands on the sum as two float64 numbers, whose sum
+over the ranks is again exact: the mean does not depend on how the samples were spread. There is one exchange at the
+end, none per batch, so ranks may have different numbers of blocks.
+
+| world size W, n samples, block B | per rank |
+|---|---|
+| forwards | ceil(ceil(n / B) / W) at most |
+| exchanged | 3 + 2 * metrics float64 values gathered, once (and the model's buffers broadcast) |
+
+Source: J. R. Shewchuk, Adaptive Precision Floating-Point Arithmetic and Fast Robust Geometric Predicates,
+Discrete & Computational Geometry 18 (1997).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import Dataset, Subset
+
+from ..errors import PhotinusError
+from .arguments import whole_number
+from .data import loader
+from .datasets import check_dataset
+from .session import Session, require_session
+from .wrap import exchanges_gradients, unwrap
+
+__all__ = ["Metric", "evaluate"]
+
+Metric = Callable[[Tensor, Tensor], Tensor]  # outputs [n, ...], targets [n, ...] -> values [n]
+Forward = Callable[[nn.Module, Any], "tuple[Tensor, Tensor]"]
+
+
+@overload
+def evaluate(
+    model: nn.Module,
+    dataset: Dataset[Any],
+    metric: Metric,
+    *,
+    batch_size: int = ...,
+    num_workers: int = ...,
+    forward: Forward | None = ...,
+    collate_fn: Callable[[list[Any]], Any] | None = ...,
+) -> float: ...
+
+
+@overload
+def evaluate(
+    model: nn.Module,
+    dataset: Dataset[Any],
+    metric: Mapping[str, Metric],
+    *,
+    batch_size: int = ...,
+    num_workers: int = ...,
+    forward: Forward | None = ...,
+    collate_fn: Callable[[list[Any]], Any] | None = ...,
+) -> dict[str, float]: ...
+
+
+def evaluate(
+    model: nn.Module,
+    dataset: Dataset[Any],
+    metric: Metric | Mapping[str, Metric],
+    *,
+    batch_size: int = 64,
+    num_workers: int = 0,
+    forward: Forward | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+) -> float | dict[str, float]:
+    """The mean of a metric over a data set, computed by all ranks together. Every rank must call it.
+
+    The model is unwrapped, in eval mode and without gradients meanwhile; each module's mode is restored after.
+
+    Args:
+        model: wrapped or plain.
+        dataset: map-style; an item is a pair (input, target), unless `forward` knows better.
+        metric: `metric(outputs, targets)` gives one value per sample, shape [n], any dtype; or several by name.
+        batch_size: samples of one forward on one rank.
+        num_workers: processes that load data, per rank.
+        forward: `forward(model, batch)` gives (outputs, targets); default: the batch is (inputs, targets).
+        collate_fn: makes a batch of a list of items; torch's default.
+
+    Returns:
+        The mean over all samples as a float, or a dict of means by name.
+
+    Raises:
+        ValueError: an empty data set, data sets of different length on the ranks, a metric that does not give one
+            value per sample.
+        TypeError: the data set has no length.
+        PhotinusError: another rank failed; names it.
+    """
+    session = require_session("photinus.evaluate")
+    metrics = dict(metric) if isinstance(metric, Mapping) else {"metric": metric}
+    started = time.perf_counter()
+    error: Exception | None = None
+    parts: list[float] = [0.0] * (2 * len(metrics))
+    counted = 0
+    total = 0
+    _take_buffers_of_main(model, session)
+    try:
+        if not metrics:
+            raise ValueError("evaluate was given no metric")
+        total = _length(dataset)
+        values = _values_of_this_rank(
+            unwrap(model),
+            dataset,
+            metrics,
+            _blocks_of(session.rank, session.world_size, total, whole_number("batch_size", batch_size, least=1)),
+            {"batch_size": batch_size, "num_workers": num_workers, "collate_fn": collate_fn, "device": session.device},
+            forward or _forward_pair,
+        )
+        counted = len(next(iter(values.values())))
+        parts = [part for name in metrics for part in _exact_sum(values[name])]
+    except Exception as caught:  # noqa: BLE001 - raised below, after the other ranks have been told
+        error = caught
+    means = _means([float(error is not None), float(counted), float(total), *parts], session, error)
+    session.aside_s += time.perf_counter() - started
+    return dict(zip(metrics, means, strict=True)) if isinstance(metric, Mapping) else means[0]
+
+
+def _length(dataset: Dataset[Any]) -> int:
+    check_dataset(dataset)
+    total = len(dataset)  # type: ignore[arg-type]
+    if total == 0:
+        raise ValueError(f"the data set ({type(dataset).__name__}) to evaluate on is empty")
+    return total
+
+
+def _blocks_of(rank: int, world_size: int, total: int, block: int) -> list[int]:
+    """The samples of rank `rank`: every world_size-th block, in order; only the last may be short."""
+    starts = range(rank * block, total, world_size * block)
+    return [index for start in starts for index in range(start, min(start + block, total))]
+
+
+def _values_of_this_rank(
+    model: nn.Module,
+    dataset: Dataset[Any],
+    metrics: Mapping[str, Metric],
+    mine: list[int],
+    options: Mapping[str, Any],
+    forward: Forward,
+) -> dict[str, list[float]]:
+    """Each metric's value for each of the samples `mine`."""
+    if not mine:
+        return {name: [] for name in metrics}
+    batches = loader(Subset(dataset, mine), train=False, rank=0, world_size=1, **options)
+    found: dict[str, list[Tensor]] = {name: [] for name in metrics}
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            for batch in batches.epoch(0):
+                outputs, targets = forward(model, batch.data)
+                for name, function in metrics.items():
+                    values = torch.as_tensor(function(outputs, targets))
+                    if values.shape != (batch.samples,):
+                        raise ValueError(
+                            f"metric {name!r} gave shape {list(values.shape)} for {batch.samples} samples, but "
+                            f"[{batch.samples}] is needed: one value per sample, so that the mean over all samples is "
+                            f'exact (for a loss: reduction="none")'
+                        )
+                    found[name].append(values.detach().double())
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    return {name: torch.cat(values).cpu().tolist() for name, values in found.items()}
+
+
+def _forward_pair(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    if not isinstance(batch, Sequence) or len(batch) != 2:
+        raise TypeError(
+            f"evaluate expects batches (inputs, targets), but got a {type(batch).__name__}"
+            f"{f' of {len(batch)} parts' if isinstance(batch, Sequence) else ''}; give forward=... that takes "
+            f"(model, batch) and returns (outputs, targets)"
+        )
+    inputs, targets = batch
+    return model(inputs), targets
+
+
+def _exact_sum(values: Sequence[float]) -> tuple[float, float]:
+    """The sum of the values as two float64 numbers, the second the rounding error of the first."""
+    high = math.fsum(values)
+    return (high, math.fsum([*values, -high])) if math.isfinite(high) else (high, 0.0)
+
+
+def _means(mine: list[float], session: Session, error: Exception | None) -> list[float]:
+    """Puts the ranks' [failed, counted, total, sums...] together; raises on every rank when one failed."""
+    gathered = session.gather(mine)
+    if error is not None:
+        raise error
+    for rank, row in enumerate(gathered):
+        if row[0]:
+            raise PhotinusError(
+                f"evaluate failed on rank {rank} ({session.hosts[rank]}); its own message says why. "
+                f"This is rank {session.rank}, which had no error."
+            )
+    totals = [int(row[2]) for row in gathered]
+    if len(set(totals)) > 1:
+        raise ValueError(f"the ranks were given data sets of different length to evaluate on: {totals}, by rank")
+    counted = int(sum(row[1] for row in gathered))
+    assert counted == totals[0], f"{counted} of {totals[0]} samples were evaluated"
+    width = len(mine) - 3
+    return [math.fsum(row[3 + i + j] for row in gathered for j in (0, 1)) / counted for i in range(0, width, 2)]
+
+
+def _take_buffers_of_main(model: nn.Module, session: Session) -> None:
+    """Gives every rank rank 0's buffers (BatchNorm's running statistics), so that all evaluate one model.
+
+    Without SyncBatchNorm they differ between the ranks. DDP does the same before each forward that trains, so this
+    changes nothing for training; a model that asked DDP not to (broadcast_buffers=False) keeps its own.
+    """
+    if session.world_size == 1 or not exchanges_gradients(model) or not getattr(model, "broadcast_buffers", True):
+        return
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for buffer in unwrap(model).buffers():
+        by_kind.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    with torch.no_grad():
+        for buffers in by_kind.values():
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            dist.broadcast(flat, src=0)
+            for buffer, values in zip(buffers, torch.split(flat, [b.numel() for b in buffers]), strict=True):
+                buffer.copy_(values.view_as(buffer))

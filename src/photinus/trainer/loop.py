@@ -1,0 +1,519 @@
+"""The loop: one iterator over epochs and batches that owns sampler, random numbers, position, checkpoint and resume.
+
+    loop = photinus.Loop(model, optimizer, train_set, batch_size=64, epochs=15, out="runs/x")
+    for x, y in loop:
+        loss = loss_fn(model(x), y)
+        loop.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if loop.epoch_ended:
+            loop.log(accuracy=photinus.evaluate(model, valid_set, accuracy))
+
+When the next batch is asked for, the body of the last one is done: only then is a step counted, an epoch closed and a
+checkpoint saved, so a checkpoint holds what the body logged and stepped, and a run that goes on from it computes what
+it would have computed. What one step costs beside the body: every 16 steps and at each epoch's end one all-reduce of a
+few float64 values, which carries the losses and the wish to stop.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from ..errors import PhotinusError
+from . import rng
+from .agreement import gather_per_rank
+from .arguments import whole_number
+from .checkpoint import Checkpoint, on_all_ranks
+from .config import RunConfig, Start, user_options
+from .data import Batch, loader
+from .metrics import Row, StepLosses
+from .position import Position
+from .progress import Progress, say, show_metrics
+from .resume import Source, check_fits, choose_source, job_name
+from .run_folder import RunFolder
+from .session import require_session
+from .snapshot import Trained, check_is_snapshot
+from .wrap import check_exchanges_gradients, check_optimizer
+
+__all__ = ["Loop", "backward"]
+
+_EXCHANGE_EVERY_STEPS = 16
+_OWN_COLUMNS = frozenset({"epoch", "step", "loss", "learning_rate", "samples_per_s", "elapsed_s", "start"})
+
+
+def backward(loss: Tensor, *, weight: float = 1.0) -> None:
+    """Backward of a scalar loss, for people who own their loop and their loader.
+
+    Args:
+        loss: mean over this rank's samples of the batch, shape [] or [1].
+        weight: `batch.weight` of the loader's batch. It is 1 unless the last batch of an epoch is kept and uneven;
+            with it the mean over the ranks is the mean over the global batch.
+
+    Raises:
+        NotInitializedError: a launcher started several processes and `photinus.init()` was not called.
+        ValueError: the loss is not a scalar, or nothing in it requires a gradient.
+    """
+    require_session("photinus.backward")
+    _check_loss(loss)
+    (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+
+
+class Loop:
+    """An iterator over all batches of all epochs; each is this rank's part of a global batch, on its device.
+
+    Args:
+        model: wrapped by `photinus.wrap` (or by torch's DDP or FSDP2); plain where there is one process.
+        optimizer: over the model's parameters.
+        train_set: map-style data set, equal on all ranks.
+        batch_size: samples of one step over ALL ranks; a multiple of the world size.
+        epochs: the run ends after so many, counted from its very start.
+        out: folder of the run: checkpoints, metrics.csv, losses.csv, config.json, curves.png. None writes nothing.
+        resume: "auto" goes on from the newest complete checkpoint in `out`; "never" (or None) begins anew and moves
+            what is in `out` aside; a path is a checkpoint, or a run's folder.
+        seed: of the order of the samples, and of dropout on ranks other than 0; default the session's, else 0.
+        scheduler: learning-rate scheduler, saved and restored; stepping it is the body's affair.
+        state: more objects with state_dict and load_state_dict to save and restore, by name (a GradScaler, an average
+            of the weights, a second optimizer). Must be equal on all ranks.
+        save_every_steps: also save after every so many steps; None only at ends of epochs.
+        save_every_epochs: save at every so-manieth end of an epoch; the last one is always saved.
+        keep_last: how many of the newest checkpoints stay.
+        best: name of a logged metric; the checkpoint of the epoch where it was highest (with "-" before the name:
+            lowest) stays too.
+        num_workers: processes that load data, per rank.
+        drop_last: leave the last, short batch of each epoch out; False splits it, rightly weighted.
+        shuffle: a new order each epoch; False takes the data set's.
+        collate_fn: makes a batch of a list of items; torch's default.
+        progress: whether rank 0 shows a progress bar and a line per epoch.
+        curves: whether rank 0 draws `curves.png` at the end.
+        config: the script's own options (a dict or an argparse.Namespace), recorded in config.json.
+
+    Raises:
+        ValueError, TypeError: an argument that cannot be right; the message says which, and what was needed.
+        NotInitializedError: a launcher started several processes and `photinus.init()` was not called.
+        CheckpointError: the checkpoint to resume from is absent, or does not fit the model.
+
+    Every rank raises when one does.
+
+    Attributes:
+        model: as it was given.
+        out: the run's folder, or None.
+        rank: of this process.
+        epochs, steps_per_epoch: how long the run is.
+        resumed_from: path of the checkpoint that the run goes on from, None for a fresh start.
+        checkpoint: path of the newest checkpoint of this run, None before the first.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        train_set: Dataset[Any],
+        *,
+        batch_size: int,
+        epochs: int,
+        out: str | os.PathLike[str] | None = None,
+        resume: str | os.PathLike[str] | None = "auto",
+        seed: int | None = None,
+        scheduler: Any = None,
+        state: Mapping[str, Any] | None = None,
+        save_every_steps: int | None = None,
+        save_every_epochs: int = 1,
+        keep_last: int = 2,
+        best: str | None = None,
+        num_workers: int = 0,
+        drop_last: bool = True,
+        shuffle: bool = True,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        progress: bool = True,
+        curves: bool = True,
+        config: Any = None,
+    ) -> None:
+        self._session = session = require_session("photinus.Loop")
+        self.out = None if out is None else Path(out)
+        self.resumed_from: Path | None = None
+        self.checkpoint: Path | None = None
+        self.model = model
+        self.rank = session.rank
+        self._trained = Trained(model, optimizer, scheduler, dict(state or {}))
+        self._curves = curves
+        self._losses = StepLosses()
+        self._folder: RunFolder | None = None  # on rank 0, when there is `out`
+        self._batch: Batch | None = None  # the one whose body runs
+        self._unstepped = False  # a backward was made that no optimizer step has used yet
+        self._save_wanted = False
+        self._stop_wanted = False
+        self._saved_step = -1
+        self._rng: Mapping[str, Any] | None = None  # to restore just before the first batch
+        self._position = Position()
+        error: Exception | None = None
+        try:
+            check_exchanges_gradients(model, session.world_size)
+            check_optimizer(model, optimizer)
+            self.epochs = whole_number("epochs", epochs, least=1)
+            for name, value in (("save_every_steps", save_every_steps), ("save_every_epochs", save_every_epochs)):
+                if value is not None:
+                    whole_number(name, value, least=1)
+            self._seed = seed = session.seed or 0 if seed is None else seed
+            self._batch_size = batch_size
+            self._loader = loader(
+                train_set,
+                batch_size=batch_size,
+                train=True,
+                shuffle=shuffle,
+                seed=seed,
+                drop_last=drop_last,
+                num_workers=num_workers,
+                collate_fn=collate_fn,
+                rank=session.rank,
+                world_size=session.world_size,
+                device=session.device,
+            )
+            self._options = {
+                "batch_size": batch_size,
+                "epochs": epochs,
+                "seed": seed,
+                "samples": len(train_set),  # type: ignore[arg-type]
+                "shuffle": shuffle,
+                "drop_last": drop_last,
+                "save_every_steps": save_every_steps,
+                "save_every_epochs": save_every_epochs,
+                "resume": None if resume is None else str(resume),
+                "out": None if out is None else str(out),
+            }
+        except (ValueError, TypeError, OSError) as caught:
+            error = caught
+        session.raise_together(error, "setting up the loop")
+        self._check_ranks_agree()
+        self.steps_per_epoch = len(self._loader)
+        self._save_every_steps, self._save_every_epochs = save_every_steps, save_every_epochs
+        source = Source(None, goes_on=False)  # what rank 0 found; the other ranks need only the checkpoint
+
+        def choose() -> Checkpoint | None:
+            nonlocal source
+            source = choose_source(self.out, resume)
+            return source.checkpoint
+
+        checkpoint = on_all_ranks(choose)
+        if checkpoint is not None:
+            self._load(checkpoint)
+        self._progress = Progress(progress and session.is_main, self.epochs, self.steps_per_epoch)
+        if self.out is not None:
+            session.on_main(
+                lambda: self._prepare_folder(source, config, keep_last, best), f"preparing the folder {self.out}"
+            )
+        if hasattr(optimizer, "register_step_post_hook"):
+            optimizer.register_step_post_hook(self._after_optimizer_step)
+        self._tell_start(source)
+
+    # -- what the body reads -----------------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """The running epoch, from 1; after the end the number of epochs done."""
+        return self._position.epochs_done + (0 if self._batch is None and self.finished else 1)
+
+    @property
+    def step(self) -> int:
+        """The running step (batch), from 1, over the whole run; between batches the number of steps done."""
+        return self._position.step + (self._batch is not None)
+
+    @property
+    def epoch_ended(self) -> bool:
+        """Whether this is the body of the epoch's last batch."""
+        return self._batch is not None and self._position.batches_done + 1 == self.steps_per_epoch
+
+    @property
+    def finished(self) -> bool:
+        """Whether all epochs are done, or the run was stopped."""
+        position = self._position
+        return position.epochs_done >= self.epochs or position.stopped_of >= self.epochs
+
+    @property
+    def history(self) -> list[Row]:
+        """A row of numbers per epoch done, as in metrics.csv, those before a restart included."""
+        return list(self._position.history)
+
+    # -- what the body calls -----------------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor) -> None:
+        """Backward of this batch's loss, and notes it: the step's logged loss is the mean over the global batch.
+
+        Args:
+            loss: mean over this rank's samples, shape [] or [1]. Several calls in one body add up.
+
+        Raises:
+            ValueError: the loss is not a scalar, or nothing in it requires a gradient.
+            PhotinusError: called outside the body of the loop.
+        """
+        if self._batch is None:
+            raise PhotinusError("loop.backward(loss) belongs inside `for ... in loop:`; no batch is being worked on")
+        _check_loss(loss)
+        self._losses.add(loss)
+        self._unstepped = True
+        weight = self._batch.weight
+        (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+
+    def log(self, **metrics: float | Tensor) -> None:
+        """Adds numbers to the running epoch's row; of the same name the last one counts.
+
+        They should be equal on all ranks, as those of `photinus.evaluate` are; rank 0's are written.
+
+        Raises:
+            ValueError: a name that the row has anyway, or a value that is not one number.
+        """
+        for name, value in metrics.items():
+            if name in _OWN_COLUMNS:
+                raise ValueError(f"loop.log: {name!r} is a column that the loop fills itself; take another name")
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise ValueError(f"loop.log: {name!r} has shape {list(value.shape)}, but one number is needed")
+            self._position.logged[name] = float(value)
+
+    def stop(self) -> None:
+        """Ends the run early, on all ranks together, even when only one of them asks.
+
+        In the last body of an epoch it ends there, else within 16 steps. A later start with the same number of epochs
+        says that the run is finished; with more epochs it goes on.
+        """
+        self._stop_wanted = True
+
+    # -- the iterator ------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yields the batches from the present position to the end of the last epoch.
+
+        Leaving the body early (break, an exception) counts its batch as not done.
+        """
+        return iter(()) if self.finished else self._batches()
+
+    def _batches(self) -> Iterator[Any]:
+        self._restore_random_numbers()
+        position = self._position
+        try:
+            while not self.finished:
+                self._begin_epoch()
+                for batch in self._loader.epoch(position.epochs_done, position.batches_done):
+                    self._batch = batch
+                    self._losses.begin_step(position.step + 1, self.epoch, batch.samples, batch.global_samples)
+                    yield batch.data
+                    ended, self._batch = self.epoch_ended, None
+                    position.step += 1
+                    position.batches_done += 1
+                    self._after_body(batch, ended)
+                    if position.stopped_of:
+                        break
+            self._finish()
+        finally:
+            if self._batch is not None:  # the body was left early
+                self._batch = None
+                self._losses.drop_last()
+            self._progress.close()
+
+    def _restore_random_numbers(self) -> None:
+        if self._rng is not None:
+            rng.restore(self._rng)
+            self._rng = None
+        elif self._position.step == 0 and self._session.rank > 0:
+            # Up to here all ranks may have drawn the same numbers (equal splits of the data, equal models); dropout
+            # must differ. Rank 0 goes on as a process that is alone would.
+            rng.seed_everything(self._seed, rank=self._session.rank)
+
+    def _begin_epoch(self) -> None:
+        position = self._position
+        position.begin_epoch_part(time.perf_counter() - self._session.aside_s)
+        self._progress.start_epoch(self.epoch, position.batches_done, self._batch_size)
+
+    def _after_body(self, batch: Batch, epoch_ended: bool) -> None:
+        """What happens between two bodies, in this order: losses, the epoch's row, the checkpoint."""
+        position = self._position
+        position.samples_in_part += batch.global_samples
+        every = self._save_every_steps
+        self._save_wanted |= every is not None and position.step % every == 0
+        if epoch_ended or self._save_wanted or len(self._losses) >= _EXCHANGE_EVERY_STEPS:
+            self._exchange()
+        self._progress.step(batch.global_samples, position.newest)
+        if epoch_ended:
+            self._end_epoch()
+            last = position.epochs_done == self.epochs or position.stopped_of > 0
+            self._save_wanted |= last or position.epochs_done % self._save_every_epochs == 0
+        # Gradients that were accumulated and not yet used are no part of a checkpoint: it waits for the next step.
+        if self._save_wanted and (not self._unstepped or self.finished):
+            self._save()
+
+    def _exchange(self) -> None:
+        """Brings the collected losses of all ranks together, writes them, and agrees on stopping."""
+        session, position = self._session, self._position
+        file_error = self._folder.error if self._folder is not None else None
+        flags = [float(self._stop_wanted), float(file_error is not None)]
+        losses, (stops, file_errors) = self._losses.exchange(flags, session.world_size, session.exchange_device)
+        if file_errors:
+            session.raise_together(file_error, f"writing the numbers of the run in {self.out}")
+        for step_loss in losses:
+            position.add_loss(step_loss)
+            if session.is_main and not math.isfinite(step_loss.loss) and not position.told_not_finite:
+                position.told_not_finite = True
+                warnings.warn(f"the loss is {step_loss.loss} at step {step_loss.step}", stacklevel=2)
+        if self._folder is not None and losses:
+            self._folder.append_losses(losses, position.start)
+        if stops:
+            position.stopped_of = self.epochs
+
+    def _end_epoch(self) -> None:
+        position = self._position
+        rate = self._trained.optimizer.param_groups[0]["lr"] if self._trained.optimizer.param_groups else math.nan
+        row = position.end_epoch(time.perf_counter() - self._session.aside_s, float(rate))
+        if self._folder is not None:
+            self._folder.write_metrics(position.history)
+        self._progress.end_epoch(position.epochs_done, _measured(row), row["samples_per_s"], row["elapsed_s"])
+
+    def _finish(self) -> None:
+        if self._saved_step != self._position.step:
+            self._save()
+        if self._folder is not None and self._curves:
+            self._folder.draw()
+        if self._progress.shown:
+            say(self.summary())
+
+    def summary(self) -> str:
+        """How far the run is, its last numbers, and (on rank 0) where the results lie: one or two lines."""
+        position = self._position
+        how = f"finished: {position.epochs_done} epochs, {position.step} steps"
+        if not self.finished or position.stopped_of:
+            how = f"stopped: {position.describe(self.epochs)}"
+        shown = show_metrics(_measured(position.history[-1])) if position.history else ""
+        lines = [f"{how}, {shown}" if shown else how]
+        if self._folder is not None:
+            lines.append(self._folder.describe())
+        return "\n".join(lines)
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        """Saves model, optimizer, position and each rank's random numbers, atomically, on rank 0. All ranks call it."""
+        self._save_wanted = False
+        self._saved_step = step = self._position.step
+        if self.out is None:
+            return
+        states = gather_per_rank(rng.capture())
+        position = self._position
+
+        def write() -> str:
+            assert self._folder is not None
+            content = {
+                **self._trained.contents(),
+                "position": position.to_dict(),
+                "run": {name: self._options[name] for name in ("batch_size", "seed", "samples", "shuffle")},
+                "rng": states,
+            }
+            epoch_row = None if position.batches_done or not position.history else position.history[-1]
+            return str(self._folder.save(step, content, position.description(self.epochs), epoch_row))
+
+        self.checkpoint = Path(self._session.on_main(write, f"saving the checkpoint of step {step} in {self.out}"))
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        """Puts everything back to what the checkpoint holds. Every rank reads the files itself."""
+        path = checkpoint.path
+        error: Exception | None = None
+        notes: list[str] = []
+        try:
+            content = checkpoint.load("cpu")
+            check_is_snapshot(content, path)
+            position = Position.from_dict(content["position"])
+            samples_done = position.batches_done * content["run"]["batch_size"]
+            notes = check_fits(content["run"], self._options, samples_done)
+            position.batches_done = samples_done // self._batch_size
+            if position.batches_done >= self.steps_per_epoch:
+                raise ValueError(
+                    f"cannot go on inside an epoch: {samples_done} of {self._options['samples']} samples are done, and "
+                    f"no batch of batch_size={self._batch_size} is left; it was "
+                    f"{content['run']['batch_size']} when the checkpoint was saved"
+                )
+            self._trained.put_back(content, path)
+            position.start += 1
+            if position.stopped_of < self.epochs:  # stopped early, and now more is asked for
+                position.stopped_of = 0
+            self._position = position
+            self._saved_step = position.step
+            states = content["rng"]
+            if len(states) == self._session.world_size:
+                self._rng = states[self._session.rank]
+            else:
+                notes.append(
+                    f"saved by {len(states)} ranks, resumed by {self._session.world_size}: the order of the samples "
+                    f"goes on exactly, dropout draws new numbers"
+                )
+                # Each rank's stream is new, but the same each time this checkpoint is resumed.
+                seed = rng.derive_seed(self._seed, "resumed at step", position.step)
+                rng.seed_everything(seed, rank=self._session.rank)
+                self._rng = rng.capture()
+        except Exception as caught:  # noqa: BLE001 - raised on every rank just below
+            error = caught
+        self._session.raise_together(error, f"loading {path}")
+        self.resumed_from = self.checkpoint = path
+        if self._session.is_main:
+            for note in notes:
+                say(f"note: {note}")
+
+    # -- setting up --------------------------------------------------------------------------------------------------
+
+    def _check_ranks_agree(self) -> None:
+        """Every rank must have been given the same run: else they would wait for each other at different places."""
+        everyone = self._session.gather(self._options)
+        for rank, options in enumerate(everyone):
+            differing = [name for name in options if options[name] != everyone[0][name]]
+            if differing:
+                told = "; ".join(f"{name}={everyone[0][name]} on rank 0, {options[name]}" for name in differing)
+                raise ValueError(f"the ranks were given different loops: {told} on rank {rank}. All need the same.")
+
+    def _prepare_folder(self, source: Source, config: Any, keep_last: int, best: str | None) -> None:
+        assert self.out is not None
+        self._folder = RunFolder(self.out, keep_last=keep_last, best=best)
+        if self.finished:  # nothing will be added
+            return
+        resumed_from = None if self.resumed_from is None else str(self.resumed_from)
+        start = Start.now(self._session, resumed_from=resumed_from, resumed_step=self.step, job=job_name())
+        run = RunConfig(self._options, user_options(config), [start])
+        self._folder.begin(self.step, self._position.history, run, goes_on=source.goes_on)
+
+    def _tell_start(self, source: Source) -> None:
+        if not self._session.is_main:
+            return
+        if source.note:
+            say(source.note)
+        if self.finished:
+            done = "the run was stopped early" if self._position.stopped_of else f"all {self.epochs} epochs are done"
+            say(
+                f"finished already: {done} ({self.resumed_from}), nothing to do; use --epochs N with N above "
+                f"{max(self.epochs, self._position.epochs_done)}, or resume='never' to begin anew"
+            )
+            if self._folder is not None and self._curves and not self._folder.has_picture():
+                self._folder.draw()
+            say(self.summary())
+        elif self.resumed_from is not None:
+            say(f"resumed from {self.resumed_from}: {self._position.describe(self.epochs)}")
+
+    def _after_optimizer_step(self, *_: Any) -> None:
+        self._unstepped = False
+
+
+def _measured(row: Row) -> Row:
+    """Of an epoch's row the loss and what was logged."""
+    return {name: value for name, value in row.items() if name == "loss" or name not in _OWN_COLUMNS}
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"loss is a {type(loss).__name__}, but a tensor is needed")
+    if loss.numel() != 1:
+        raise ValueError(f"loss has shape {list(loss.shape)}, but backward needs one number: take its mean")
+    if not loss.requires_grad:
+        raise ValueError("nothing in the loss requires a gradient: was it computed under torch.no_grad() or detached?")

@@ -1,0 +1,99 @@
+"""What a person sees while a model trains: one bar on a terminal, one line per epoch, on rank 0 only."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["Progress", "say", "show_metrics"]
+
+_bar: Any = None  # the bar on the terminal, if there is one: lines are printed above it
+
+
+def say(text: str) -> None:
+    """Prints a line on standard output, above the progress bar if one is there. For rank 0."""
+    if _bar is not None:
+        _bar.clear()
+    print(text, flush=True)
+    if _bar is not None:
+        _bar.refresh()
+
+
+def show_metrics(metrics: Mapping[str, float]) -> str:
+    """Metrics as one reads them: `accuracy 0.9778  loss 0.0713`."""
+    return "  ".join(f"{name.replace('_', ' ')} {show_number(value)}" for name, value in metrics.items())
+
+
+def show_number(value: float) -> str:
+    """A number with as many digits as it deserves: 0.9778, 1.2e-05, 12345, nan."""
+    if isinstance(value, int) or (float(value).is_integer() and abs(value) >= 1000):
+        return f"{int(value)}"
+    if value != 0 and (abs(value) < 5e-5 or abs(value) >= 1e5):
+        return f"{value:.2e}"
+    return f"{value:.4f}"
+
+
+class Progress:
+    """The bar of the running epoch on a terminal, and a line at each epoch's end everywhere.
+
+    Without a terminal (a log file, a pipe) or without tqdm there is no bar, only the lines.
+
+    Args:
+        shown: whether this process shows anything (rank 0, and the user wants it).
+        epochs: number of epochs of the whole run.
+        steps: number of steps of one epoch.
+        bar: whether to draw the bar; None means where standard error is a terminal.
+    """
+
+    def __init__(self, shown: bool, epochs: int, steps: int, bar: bool | None = None) -> None:
+        self.shown = shown
+        self.epochs = epochs
+        self.steps = steps
+        self._wants_bar = shown and (sys.stderr.isatty() if bar is None else bar)
+
+    def start_epoch(self, epoch: int, done: int, samples_per_step: int) -> None:
+        """Begins the bar of epoch `epoch` (from 1), of which `done` steps were made before a restart."""
+        global _bar
+        self.close()
+        if not self._wants_bar:
+            return
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            self._wants_bar = False
+            return
+        width = len(str(self.epochs))
+        _bar = tqdm(
+            total=self.steps * samples_per_step,
+            initial=done * samples_per_step,
+            desc=f"epoch {epoch:{width}}/{self.epochs}",
+            unit=" samples",
+            unit_scale=True,
+            leave=False,
+            dynamic_ncols=True,
+            file=sys.stderr,
+            bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}, {rate_fmt}{postfix}",
+        )
+
+    def step(self, samples: int, newest: Mapping[str, float]) -> None:
+        """One step of `samples` samples (of all ranks) is done; `newest` are the numbers known last."""
+        if _bar is not None and self.shown:
+            if newest:
+                _bar.set_postfix_str(show_metrics(newest), refresh=False)
+            _bar.update(samples)
+
+    def end_epoch(self, epoch: int, row: Mapping[str, float], samples_per_s: float, elapsed_s: float) -> None:
+        """Ends the bar and prints the epoch's line."""
+        self.close()
+        if self.shown:
+            width = len(str(self.epochs))
+            speed = f"{samples_per_s:,.0f}".replace(",", " ")
+            say(f"epoch {epoch:{width}}/{self.epochs}  {show_metrics(row)}  {speed} samples/s  {elapsed_s:.1f} s")
+
+    def close(self) -> None:
+        """Takes the bar off the terminal."""
+        global _bar
+        if _bar is not None and self.shown:
+            _bar.close()
+            _bar = None

@@ -1,0 +1,206 @@
+"""The whole training in one call, for those who do not need a loop of their own. It is a `Loop` with the usual body."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from .datasets import check_dataset
+from .evaluate import Metric, evaluate
+from .loop import Loop
+from .metrics import Row
+from .progress import show_metrics
+from .session import current_session, init
+from .wrap import unwrap, wrap
+
+__all__ = ["Result", "Trainer"]
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+Callback = Callable[[Loop], None]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a training left.
+
+    Attributes:
+        history: a row of numbers per epoch, those before a restart included.
+        metrics: of the last epoch: its training loss and what validation gave.
+        model: the trained plain module, on its device.
+        out: folder of the run, None when nothing was written.
+        checkpoint: path of the newest checkpoint.
+        curves: path of the picture, None when it was not drawn; known on rank 0 only, which draws it.
+        rank: of the process that has this result.
+    """
+
+    history: list[Row]
+    metrics: dict[str, float]
+    model: nn.Module = field(repr=False)
+    out: Path | None
+    checkpoint: Path | None
+    curves: Path | None
+    rank: int
+
+    def __str__(self) -> str:
+        where = "" if self.out is None else f"; results in {self.out}"
+        return f"{len(self.history)} epochs: {show_metrics(self.metrics)}{where}"
+
+
+class Trainer:
+    """Trains a model on all ranks: `Trainer(model, optimizer, loss_fn, ...).fit(train_set, valid_set)`.
+
+    Each step is model(inputs), loss_fn(outputs, targets), backward, optimizer step. At each end of an epoch all ranks
+    validate, each sample exactly once, and the scheduler makes a step. Resume, checkpoints and reports are the Loop's.
+
+    Args:
+        model: a plain module; wrapped here.
+        optimizer: over the model's parameters.
+        loss_fn: `loss_fn(outputs, targets)`, the mean over the batch.
+        epochs: the run ends after so many, counted from its very start.
+        batch_size: samples of one step over ALL ranks; a multiple of the world size.
+        out: folder of the run; None writes nothing.
+        metrics: by name, functions (outputs, targets) -> one value per sample, shape [n], measured on the validation
+            set. `valid_loss` is measured anyway.
+        resume: "auto", "never" or the path of a checkpoint or of a run's folder; see Loop.
+        strategy: a name of `photinus.parallel.STRATEGIES`.
+        sync_batch_norm: whether BatchNorm uses the statistics of the global batch.
+        scheduler: learning-rate scheduler over the optimizer.
+        scheduler_every: "epoch" or "step": when it makes a step.
+        seed: of everything random from `fit` on: default the session's, else 0. To have the model's first weights
+            depend on it too, make the model inside `with photinus.init(seed=...):`.
+        device, backend: as for `photinus.init`; used when no session is open.
+        valid_batch_size: samples of one validation forward on one rank.
+        callbacks: called as callback(loop) at each end of an epoch, after validation; they may call
+            `loop.log(...)` and `loop.stop()`.
+        strategy_options: handed to the strategy, such as {"bucket_cap_mb": 10}.
+        loop_options: anything else that Loop takes: save_every_epochs, keep_last, best, num_workers, drop_last,
+            collate_fn, progress, config ...
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: LossFunction,
+        *,
+        epochs: int,
+        batch_size: int,
+        out: str | os.PathLike[str] | None = None,
+        metrics: Mapping[str, Metric] | None = None,
+        resume: str | os.PathLike[str] | None = "auto",
+        strategy: str = "ddp",
+        sync_batch_norm: bool = True,
+        scheduler: Any = None,
+        scheduler_every: str = "epoch",
+        seed: int | None = None,
+        device: str | torch.device = "auto",
+        backend: str = "auto",
+        save_every_steps: int | None = None,
+        valid_batch_size: int = 64,
+        callbacks: Sequence[Callback] = (),
+        strategy_options: Mapping[str, Any] | None = None,
+        **loop_options: Any,
+    ) -> None:
+        if not callable(loss_fn):
+            raise TypeError(f"loss_fn is a {type(loss_fn).__name__}, but a function (outputs, targets) is needed")
+        if scheduler_every not in ("epoch", "step"):
+            raise ValueError(f'scheduler_every={scheduler_every!r}: needs "epoch" or "step"')
+        if "valid_loss" in (metrics or {}):
+            raise ValueError("metrics: 'valid_loss' is measured anyway; take another name")
+        self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
+        self._metrics = {**(metrics or {}), "valid_loss": _per_sample(loss_fn)}
+        self._strategy, self._sync_batch_norm = strategy, sync_batch_norm
+        self._strategy_options = dict(strategy_options or {})
+        self._scheduler, self._scheduler_every = scheduler, scheduler_every
+        self._device, self._backend, self._seed = device, backend, seed
+        self._valid_batch_size, self._callbacks = valid_batch_size, tuple(callbacks)
+        self._loop_options: dict[str, Any] = {
+            "epochs": epochs,
+            "batch_size": batch_size,
+            "out": out,
+            "resume": resume,
+            "save_every_steps": save_every_steps,
+            "seed": seed,
+            "scheduler": scheduler,
+            **loop_options,
+        }
+
+    def fit(self, train_set: Dataset[Any], valid_set: Dataset[Any] | None = None) -> Result:
+        """Trains to the last epoch, or goes on where an earlier run was cut off.
+
+        Args:
+            train_set: map-style data set of pairs (input, target), equal on all ranks.
+            valid_set: the same for validation; None leaves it out.
+
+        Raises:
+            ValueError, TypeError, OSError, PhotinusError: before any work; see `init`, `wrap` and `Loop`.
+        """
+        if valid_set is not None:
+            check_dataset(valid_set)  # not only at the end of the first epoch
+        with ExitStack() as stack:
+            if current_session() is None:
+                stack.enter_context(init(self._backend, self._device, seed=self._seed))
+            model, optimizer = self._wrapped()
+            loop = Loop(model, optimizer, train_set, **self._loop_options)
+            if not loop.finished:
+                model.train()
+            for inputs, targets in loop:
+                loop.backward(self._loss_fn(model(inputs), targets))
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                if self._scheduler is not None and self._scheduler_every == "step":
+                    self._scheduler.step()
+                if loop.epoch_ended:
+                    self._end_epoch(loop, model, valid_set)
+            return self._result(loop)
+
+    def _wrapped(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        return wrap(
+            self._model,
+            self._optimizer,
+            strategy=self._strategy,
+            sync_batch_norm=self._sync_batch_norm,
+            **self._strategy_options,
+        )
+
+    def _end_epoch(self, loop: Loop, model: nn.Module, valid_set: Dataset[Any] | None) -> None:
+        if valid_set is not None:
+            loop.log(**evaluate(model, valid_set, self._metrics, batch_size=self._valid_batch_size))
+        if self._scheduler is not None and self._scheduler_every == "epoch":
+            self._scheduler.step()
+        for callback in self._callbacks:
+            callback(loop)
+
+    def _result(self, loop: Loop) -> Result:
+        last = loop.history[-1] if loop.history else {}
+        hidden = {"epoch", "step", "learning_rate", "samples_per_s", "elapsed_s", "start"}
+        curves = None if loop.out is None else loop.out / "curves.png"
+        if loop.rank != 0 or curves is None or not curves.exists():
+            curves = None
+        return Result(
+            history=loop.history,
+            metrics={name: value for name, value in last.items() if name not in hidden},
+            model=unwrap(loop.model),
+            out=loop.out,
+            checkpoint=loop.checkpoint,
+            curves=curves,
+            rank=loop.rank,
+        )
+
+
+def _per_sample(loss_fn: LossFunction) -> Metric:
+    """A loss that gives a batch's mean, as a metric: each sample of the batch counts with the mean."""
+
+    def valid_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = loss_fn(outputs, targets)
+        return loss.reshape(()).expand(len(targets))
+
+    return valid_loss

@@ -1,0 +1,68 @@
+"""The example, unchanged, under every launcher: real digits, real accuracy."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from photinus.trainer.metrics import Row, read_rows
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+SCRIPTS = Path(sys.executable).parent
+_OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def _run(*command: str) -> str:
+    environ = {name: value for name, value in os.environ.items() if name not in _OF_A_LAUNCHER}
+    done = subprocess.run(
+        [*command],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        cwd=REPOSITORY,
+        env={**environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_two_processes_reach_97_percent_and_leave_picture_and_numbers(tmp_path: Path) -> None:
+    script, out = "examples/digits/train.py", str(tmp_path / "run")
+    told = _run(str(SCRIPTS / "photinus"), "run", "--nproc-per-node", "2", script, "--out", out)
+    assert "2 ranks on 1 host" in told
+    assert "backend photinus" in told
+    assert f"results in {out}: metrics.csv, losses.csv, curves.png, config.json, checkpoints/" in told
+    rows = read_rows(tmp_path / "run" / "metrics.csv")
+    assert [row["epoch"] for row in rows] == list(range(1, 16))
+    assert rows[-1]["accuracy"] >= 0.97
+    assert (tmp_path / "run" / "curves.png").stat().st_size > 10_000
+    again = _run(sys.executable, script, "--out", out)  # another launcher, another world size
+    assert "finished already: all 15 epochs are done" in again
+    assert read_rows(tmp_path / "run" / "metrics.csv") == rows
+
+
+def test_every_launcher_trains_the_same_model(tmp_path: Path) -> None:
+    torchrun = [str(SCRIPTS / "torchrun"), "--standalone", "--nproc-per-node", "2"]
+    launched = {
+        "1": [sys.executable, "examples/digits/train_loop.py"],
+        "2": [*torchrun, "examples/digits/train_loop.py"],
+        "4": [str(SCRIPTS / "photinus"), "run", "--nproc-per-node", "4", "examples/digits/train.py"],
+    }
+    accuracies, losses = {}, {}
+    for name, command in launched.items():
+        told = _run(*command, "--epochs", "2", "--batch_size", "64", "--log_path", str(tmp_path / name))
+        assert f"photinus: {name} rank" in told
+        accuracies[name] = read_rows(tmp_path / name / "metrics.csv")[-1]["accuracy"]
+        losses[name] = read_rows(tmp_path / name / "losses.csv")
+    assert max(accuracies.values()) - min(accuracies.values()) <= 0.01
+    assert min(accuracies.values()) > 0.9
+    for name in ("2", "4"):
+        assert _largest_difference(losses["1"], losses[name], steps=20) < 1e-4
+
+
+def _largest_difference(first: list[Row], second: list[Row], steps: int) -> float:
+    pairs = list(zip(first, second, strict=True))[:steps]
+    assert len(pairs) == steps
+    return max(abs(a["loss"] - b["loss"]) / a["loss"] for a, b in pairs)

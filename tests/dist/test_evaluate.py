@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+import photinus
+from tests.ranks import run_ranks, values
+from tests.small_run import Net, points, right
+
+SAMPLES = 101  # a prime: no world size splits it
+
+
+def losses(outputs: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy(outputs, targets, reduction="none")
+
+
+def counted(outputs: Tensor, targets: Tensor) -> Tensor:
+    return torch.ones(len(targets))
+
+
+def measure() -> dict[str, Any]:
+    """What must be the same, bit by bit, at every world size."""
+    torch.set_num_threads(1)
+    torch.manual_seed(3)
+    model = photinus.wrap(Net())
+    metrics = {"loss": losses, "right": right, "counted": counted}
+    found: dict[str, Any] = {
+        f"blocks of {block}": photinus.evaluate(model, points(SAMPLES), metrics, batch_size=block)
+        for block in (4, 16, 64)
+    }
+    found["few"] = photinus.evaluate(model, points(2), right)  # fewer samples than ranks
+    return found
+
+
+def on_ranks(rank: int, world_size: int) -> dict[str, Any]:
+    with photinus.init("auto", "cpu"):
+        return {"measured": measure(), "failed": _fail(rank), "statistics": _local_statistics(rank)}
+
+
+def _fail(rank: int) -> dict[str, str]:
+    """Errors on rank 1 alone; afterwards the world still works."""
+    model = photinus.wrap(Net())
+    found = {}
+
+    def metric(outputs: Tensor, targets: Tensor) -> Tensor:
+        if rank == 1:
+            raise ZeroDivisionError("in the metric")
+        return right(outputs, targets)
+
+    for name, dataset, function in (("metric", points(40), metric), ("length", points(40 + rank), right)):
+        try:
+            photinus.evaluate(model, dataset, function, batch_size=8)
+            found[name] = "no error"
+        except Exception as error:  # noqa: BLE001 - the test reads it
+            found[name] = f"{type(error).__name__}: {error}"
+    found["after"] = str(photinus.evaluate(model, points(40), right))
+    return found
+
+
+def _local_statistics(rank: int) -> list[float]:
+    """Batch norms that are not synchronised: each rank's running statistics are its own until it evaluates."""
+    torch.manual_seed(3)
+    model = photinus.wrap(torch.nn.Sequential(torch.nn.BatchNorm1d(1), torch.nn.Linear(1, 1)), sync_batch_norm=False)
+    model(torch.full((8, 1), 3.0 * rank) + torch.randn(8, 1))
+    own = model.module[0].running_mean.item()
+    data = TensorDataset(torch.arange(8.0)[:, None], torch.zeros(8))
+    of_all = photinus.evaluate(model, data, lambda outputs, _: outputs[:, 0], batch_size=1)
+    model.eval()
+    with torch.no_grad():
+        return [own, of_all, model.module(data.tensors[0]).double().mean().item()]
+
+
+def test_three_ranks_measure_as_one_and_share_their_errors() -> None:
+    with photinus.init("gloo", "cpu"):
+        alone = measure()
+    assert alone["blocks of 4"]["counted"] == 1.0
+    results = values(run_ranks("tests.dist.test_evaluate:on_ranks", world_size=3, backend="photinus"))
+    for rank, found in enumerate(results):
+        assert found["measured"] == alone
+        told = found["failed"]
+        assert ("ZeroDivisionError: in the metric" if rank == 1 else "evaluate failed on rank 1") in told["metric"]
+        assert "different length to evaluate on: [40, 41, 42]" in told["length"]
+        assert told["after"] == results[0]["failed"]["after"]
+    # All evaluate the model that rank 0 would save.
+    own, of_all, by_rank = zip(*(found["statistics"] for found in results), strict=True)
+    assert len(set(own)) == 3
+    assert len(set(of_all)) == 1
+    assert all(abs(value - of_all[0]) < 1e-6 for value in by_rank)

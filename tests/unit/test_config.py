@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import photinus
+from photinus.trainer import dataset_folder
+from photinus.trainer.config import RunConfig, Start, user_options
+
+
+def test_a_missing_data_folder_is_refused_with_its_full_path(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"'absent' \({Path.cwd()}/absent\) does not exist"):
+        dataset_folder("absent")
+
+
+def test_a_file_or_an_empty_folder_is_no_data_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="is a file"):
+        dataset_folder(tmp_path / "file")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="is empty"):
+        dataset_folder(tmp_path / "empty")
+
+
+def test_a_good_data_folder_is_returned(tmp_path: Path) -> None:
+    (tmp_path / "image").touch()
+    assert dataset_folder(str(tmp_path)) == tmp_path
+
+
+def test_options_come_from_argparse_a_dict_or_nothing() -> None:
+    assert user_options(argparse.Namespace(lr=0.1)) == {"lr": 0.1}
+    assert user_options({"lr": 0.1}) == {"lr": 0.1}
+    assert user_options(None) == {}
+
+
+def test_values_that_json_has_not_are_written_as_text(tmp_path: Path) -> None:
+    RunConfig({"path": tmp_path, "pair": (1, 2.5), "inner": {3: None}}).save(tmp_path, go_on=False)
+    assert RunConfig.read(tmp_path)["options"] == {"path": str(tmp_path), "pair": [1, 2.5], "inner": {"3": None}}
+
+
+def test_going_on_keeps_the_earlier_starts_and_beginning_anew_does_not(tmp_path: Path) -> None:
+    with photinus.init("gloo", "cpu") as session:
+        start = Start.now(session, resumed_from=None, resumed_step=0, job="a")
+    RunConfig({}, {}, [start]).save(tmp_path, go_on=False)
+    RunConfig({}, {}, [start]).save(tmp_path, go_on=True)
+    assert len(RunConfig.read(tmp_path)["starts"]) == 2
+    RunConfig({}, {}, [start]).save(tmp_path, go_on=False)
+    assert len(RunConfig.read(tmp_path)["starts"]) == 1
+
+
+def test_a_config_that_is_no_json_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config.json is not valid JSON"):
+        RunConfig.read(tmp_path)
+
+
+def test_the_commit_of_the_scripts_repository_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("pass\n")
+    author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "first"]):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True, timeout=20)
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    with photinus.init("gloo", "cpu") as session:
+        clean = Start.now(session, resumed_from=None, resumed_step=0, job="a").git
+        script.write_text("print()\n")
+        changed = Start.now(session, resumed_from=None, resumed_step=0, job="a").git
+    assert clean is not None
+    assert changed is not None
+    assert len(clean["commit"]) == 40
+    assert (clean["changed"], changed["changed"]) == (False, True)

@@ -1,0 +1,474 @@
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import photinus
+from photinus.errors import CheckpointError, PhotinusError
+from photinus.trainer.metrics import read_rows
+from tests.small_run import CutOffError, Net, Numbered, points, train
+
+STEPS_PER_EPOCH = 6  # 48 samples, 8 at a time
+
+
+@pytest.fixture
+def world() -> Iterator[Any]:
+    with photinus.init("gloo", "cpu", seed=0) as session:
+        yield session
+
+
+def _loop(dataset: Any = None, *, epochs: int = 2, batch_size: int = 4, **options: Any) -> photinus.Loop:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"progress": False, "curves": False, **options}
+    return photinus.Loop(model, optimizer, dataset or Numbered(12), batch_size=batch_size, epochs=epochs, **options)
+
+
+def _checkpoints(out: Path) -> list[str]:
+    return sorted(path.name for path in (out / "checkpoints").glob("step-*"))
+
+
+def _rows(result: dict[str, Any]) -> list[list[float]]:
+    """Of each epoch what must not depend on interruptions."""
+    return [[row[name] for name in ("epoch", "step", "loss", "learning_rate", "right")] for row in result["history"]]
+
+
+def _loss(loop: photinus.Loop, value: float = 1.0) -> torch.Tensor:
+    weight: torch.Tensor = next(loop.model.parameters())
+    return (weight * 0).sum() + value
+
+
+# -- the iterator -----------------------------------------------------------------------------------------------------
+
+
+def test_each_epoch_has_every_sample_once_in_an_order_of_its_own(world: Any) -> None:
+    batches = [batch.tolist() for batch in _loop(epochs=3)]
+    epochs = [[*batches[i], *batches[i + 1], *batches[i + 2]] for i in range(0, 9, 3)]
+    assert all(sorted(epoch) == list(range(12)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_epoch_and_step_count_from_one(world: Any) -> None:
+    loop = _loop()
+    seen = [(loop.epoch, loop.step, loop.epoch_ended) for _ in loop]
+    assert seen == [(1, 1, False), (1, 2, False), (1, 3, True), (2, 4, False), (2, 5, False), (2, 6, True)]
+    assert (loop.epoch, loop.step, loop.epoch_ended, loop.finished) == (2, 6, False, True)
+
+
+def test_a_body_that_was_left_is_not_done(world: Any) -> None:
+    loop = _loop(epochs=1)
+    for _ in loop:
+        if loop.step == 2:
+            break
+    assert loop.step == 1
+    assert len(list(loop)) == 2
+
+
+def test_stop_ends_the_run_after_the_epochs_last_body(world: Any, tmp_path: Path) -> None:
+    loop = _loop(epochs=5, out=tmp_path)
+    for _ in loop:
+        if loop.epoch_ended and loop.epoch == 2:
+            loop.stop()
+    assert (loop.step, loop.finished) == (6, True)
+    assert _loop(epochs=5, out=tmp_path).finished
+    assert len(list(_loop(epochs=6, out=tmp_path))) == 12
+
+
+def test_the_last_short_batch_is_kept_on_request(world: Any) -> None:
+    assert [len(batch) for batch in _loop(Numbered(10), epochs=1, drop_last=False)] == [4, 4, 2]
+
+
+# -- loss and metrics -------------------------------------------------------------------------------------------------
+
+
+def test_the_logged_loss_of_an_epoch_is_the_mean_over_its_samples(world: Any) -> None:
+    loop = _loop(Numbered(10), epochs=1, drop_last=False)
+    for batch in loop:
+        loop.backward(_loss(loop, float(len(batch))))
+    assert loop.history[0]["loss"] == pytest.approx((4 * 4 + 4 * 4 + 2 * 2) / 10)
+
+
+def test_several_losses_in_one_body_add_up(world: Any) -> None:
+    loop = _loop(epochs=1)
+    for _ in loop:
+        loop.backward(_loss(loop, 1.0))
+        loop.backward(_loss(loop, 0.5))
+    assert loop.history[0]["loss"] == 1.5
+
+
+def test_an_epoch_without_logged_loss_has_none(world: Any) -> None:
+    loop = _loop(epochs=1)
+    for _ in loop:
+        pass
+    assert math.isnan(loop.history[0]["loss"])
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind", "message"),
+    [
+        (torch.zeros(3, requires_grad=True), ValueError, r"shape \[3\].*take its mean"),
+        (torch.tensor(1.0), ValueError, "requires a gradient"),
+        (1.0, TypeError, "loss is a float"),
+    ],
+)
+def test_a_loss_that_cannot_go_backward_is_refused(world: Any, loss: Any, kind: type[Exception], message: str) -> None:
+    loop = _loop()
+    for _ in loop:
+        with pytest.raises(kind, match=message):
+            loop.backward(loss)
+    with pytest.raises(kind, match=message):
+        photinus.backward(loss)
+
+
+def test_backward_outside_the_body_is_refused(world: Any) -> None:
+    loop = _loop()
+    with pytest.raises(PhotinusError, match="belongs inside"):
+        loop.backward(_loss(loop))
+
+
+def test_backward_with_a_weight_scales_the_gradient(world: Any) -> None:
+    weight = torch.ones(1, requires_grad=True)
+    photinus.backward(weight.sum(), weight=0.25)
+    assert weight.grad is not None
+    assert weight.grad.item() == 0.25
+
+
+def test_a_loss_that_is_not_finite_is_told_once(world: Any) -> None:
+    loop = _loop(epochs=2)
+
+    def train_on() -> None:
+        for _ in loop:
+            loop.backward(_loss(loop, math.nan if loop.step >= 2 else 1.0))
+
+    with pytest.warns(UserWarning, match="the loss is nan at step 2") as told:
+        train_on()
+    assert len(told) == 1
+
+
+def test_columns_of_the_loop_cannot_be_logged_over(world: Any) -> None:
+    loop = _loop()
+    for _ in loop:
+        with pytest.raises(ValueError, match="'step' is a column"):
+            loop.log(step=3)
+        with pytest.raises(ValueError, match=r"'x' has shape \[2\]"):
+            loop.log(x=torch.zeros(2))
+
+
+# -- wrong use, told before work starts -------------------------------------------------------------------------------
+
+
+def test_a_batch_size_beyond_the_data_is_refused(world: Any) -> None:
+    with pytest.raises(ValueError, match=r"batch_size=64 is more than the 12 samples"):
+        _loop(batch_size=64)
+
+
+@pytest.mark.parametrize("options", [{"epochs": 0}, {"batch_size": 0}, {"save_every_steps": 0}, {"keep_last": 0}])
+def test_numbers_below_one_are_refused(world: Any, tmp_path: Path, options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        _loop(**{"out": tmp_path, **options})
+
+
+def test_a_path_instead_of_a_data_set_is_refused(world: Any, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"there is no dataset at '.*absent'"):
+        _loop(str(tmp_path / "absent"))
+    with pytest.raises(TypeError, match="is a path, not a dataset"):
+        _loop(str(tmp_path))
+
+
+def test_a_model_without_parameters_is_refused(world: Any) -> None:
+    model = torch.nn.Linear(1, 1).requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
+        photinus.Loop(model, torch.optim.SGD(model.parameters()), Numbered(4), batch_size=1, epochs=1)
+    with pytest.raises(ValueError, match="no parameter that requires grad"):
+        photinus.wrap(torch.nn.ReLU())
+
+
+def test_an_optimizer_of_another_model_is_refused(world: Any) -> None:
+    model, other = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(other.parameters())
+    with pytest.raises(ValueError, match=r"steps 2 parameters, of which 2 are not parameters of the model \(Linear\)"):
+        photinus.Loop(model, optimizer, Numbered(4), batch_size=1, epochs=1)
+    with pytest.raises(ValueError, match="of which 2 are not"):
+        photinus.wrap(model, optimizer)
+
+
+def test_an_unknown_strategy_is_refused_with_those_there_are(world: Any) -> None:
+    with pytest.raises(ValueError, match=r"unknown strategy 'dpp'.*'ddp'"):
+        photinus.wrap(torch.nn.Linear(1, 1), strategy="dpp")
+
+
+def test_a_model_is_wrapped_only_once(world: Any) -> None:
+    with pytest.raises(ValueError, match="wrapped already"):
+        photinus.wrap(photinus.wrap(torch.nn.Linear(1, 1)))
+
+
+def test_the_optimizer_keeps_stepping_the_wrapped_model(world: Any) -> None:
+    plain = Net()
+    model, optimizer = photinus.wrap(plain, torch.optim.SGD(plain.parameters(), lr=1.0))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    model(torch.randn(8, 6)).square().sum().backward()
+    optimizer.step()
+    changed = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+    assert all(changed)
+
+
+def test_a_resume_path_where_nothing_is_is_refused(world: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"resume='.*absent': nothing is there"):
+        _loop(resume=tmp_path / "absent")
+    with pytest.raises(CheckpointError, match="nothing is there"):
+        _loop(resume="latest", out=tmp_path)
+
+
+# -- resume -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_two_interruptions_in_one_epoch_change_no_bit(tmp_path: Path, workers: int) -> None:
+    whole = train(None, num_workers=workers)
+    for cut in (STEPS_PER_EPOCH + 3, STEPS_PER_EPOCH + 5):
+        with pytest.raises(CutOffError):
+            train(tmp_path, save_every_steps=1, cut_at_step=cut, num_workers=workers)
+    resumed = train(tmp_path, save_every_steps=1, num_workers=workers)
+    assert resumed["began_at"] == STEPS_PER_EPOCH + 4
+    assert resumed["fingerprint"] == whole["fingerprint"]
+    assert resumed["rate"] == whole["rate"]
+    assert _rows(resumed) == _rows(whole)
+
+
+def test_an_interruption_between_checkpoints_changes_no_bit(tmp_path: Path) -> None:
+    with pytest.raises(CutOffError):
+        train(tmp_path, save_every_steps=4, cut_at_step=11)
+    resumed = train(tmp_path, save_every_steps=4)
+    assert resumed["began_at"] == 8
+    assert resumed["fingerprint"] == train(None)["fingerprint"]
+
+
+def test_an_interruption_in_the_last_body_of_an_epoch_repeats_it(tmp_path: Path) -> None:
+    with pytest.raises(CutOffError):
+        train(tmp_path, save_every_steps=5, cut_at_step=STEPS_PER_EPOCH)
+    resumed = train(tmp_path, save_every_steps=5)
+    assert resumed["began_at"] == 5
+    assert [row["right"] for row in resumed["history"]] == [row["right"] for row in train(None)["history"]]
+
+
+def test_the_numbers_survive_restarts_without_gap_or_repetition(tmp_path: Path) -> None:
+    for cut in (4, 9, 11):
+        with pytest.raises(CutOffError):
+            train(tmp_path, save_every_steps=3, cut_at_step=cut)
+    train(tmp_path, save_every_steps=3)
+    losses, metrics = read_rows(tmp_path / "losses.csv"), read_rows(tmp_path / "metrics.csv")
+    assert [row["step"] for row in losses] == list(range(1, 19))
+    assert [row["epoch"] for row in metrics] == [1, 2, 3]
+    for row in metrics:
+        of_epoch = [loss["loss"] for loss in losses if loss["epoch"] == row["epoch"]]
+        assert row["loss"] == pytest.approx(sum(of_epoch) / len(of_epoch), rel=1e-12)
+    assert [row["start"] for row in losses] == [1] * 3 + [2] * 3 + [3] * 3 + [4] * 9
+
+
+def test_a_half_written_line_is_dropped(tmp_path: Path) -> None:
+    with pytest.raises(CutOffError):
+        train(tmp_path, save_every_steps=3, cut_at_step=5)
+    with open(tmp_path / "losses.csv", "a") as file:
+        file.write("4,1,0.3")
+    train(tmp_path)
+    assert [row["step"] for row in read_rows(tmp_path / "losses.csv")] == list(range(1, 19))
+
+
+def test_a_finished_run_says_so_and_does_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = train(tmp_path)
+    capsys.readouterr()
+    again = train(tmp_path)
+    told = capsys.readouterr().out
+    assert again == {**first, "began_at": 18}
+    assert "finished already: all 3 epochs are done" in told
+    assert "nothing to do; use --epochs N with N above 3, or resume='never'" in told
+
+
+def test_raised_epochs_go_on_from_the_end(tmp_path: Path) -> None:
+    train(tmp_path, epochs=2)
+    assert train(tmp_path, epochs=3)["fingerprint"] == train(None, epochs=3)["fingerprint"]
+
+
+def test_never_moves_the_earlier_run_aside(tmp_path: Path) -> None:
+    train(tmp_path, epochs=1)
+    fresh = train(tmp_path, epochs=2, resume="never")
+    assert fresh["began_at"] == 0
+    assert sorted(path.name for path in (tmp_path / "earlier-1").iterdir()) == [
+        "checkpoints", "config.json", "losses.csv", "metrics.csv",
+    ]  # fmt: skip
+    assert [row["epoch"] for row in read_rows(tmp_path / "metrics.csv")] == [1, 2]
+    train(tmp_path, epochs=1, resume=None)
+    assert (tmp_path / "earlier-2").is_dir()
+
+
+def test_workers_restarted_by_the_launcher_go_on_although_never_was_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path, epochs=1)  # an earlier job
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-1")
+    with pytest.raises(CutOffError):
+        train(tmp_path, resume="never", save_every_steps=2, cut_at_step=5)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    resumed = train(tmp_path, resume="never")
+    assert resumed["began_at"] == 4
+    assert resumed["fingerprint"] == train(None)["fingerprint"]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-2")
+    assert train(tmp_path, resume="never")["began_at"] == 0  # another job's restart finds nothing of its own
+
+
+def test_a_path_in_the_same_folder_moves_what_came_later_aside(tmp_path: Path) -> None:
+    with pytest.raises(CutOffError):
+        train(tmp_path, save_every_steps=4, cut_at_step=13)
+    checkpoint = tmp_path / "checkpoints" / "step-00000008"
+    assert (tmp_path / "checkpoints" / "step-00000012").is_dir()
+    resumed = train(tmp_path, resume=checkpoint)
+    assert resumed["began_at"] == 8
+    assert resumed["fingerprint"] == train(None)["fingerprint"]
+    assert (tmp_path / "earlier-1" / "checkpoints" / "step-00000012").is_dir()
+    assert [row["step"] for row in read_rows(tmp_path / "losses.csv")] == list(range(1, 19))
+
+
+def test_a_path_of_another_run_starts_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    train(tmp_path / "a", epochs=2)
+    resumed = train(tmp_path / "b", resume=tmp_path / "a")
+    assert resumed["began_at"] == 12
+    assert resumed["fingerprint"] == train(None)["fingerprint"]
+    assert [row["step"] for row in read_rows(tmp_path / "b" / "losses.csv")] == list(range(1, 19))
+    assert train(None, resume=tmp_path / "b" / "checkpoints")["began_at"] == 18
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batch_size": 12}, "batch_size was 8 when the checkpoint was saved and is 12 now"),
+        ({"seed": 8}, "seed was 7 .* and is 8 now"),
+        ({"samples": 40}, "length of the data set was 48 .* and is 40 now"),
+    ],
+)
+def test_a_change_that_matters_is_refused_inside_an_epoch_and_told_between(
+    tmp_path: Path, change: dict[str, int], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(CutOffError):
+        train(tmp_path, save_every_steps=4, cut_at_step=5)
+    with pytest.raises(ValueError, match=f"cannot go on inside an epoch: {message}.*repeat or skip"):
+        train(tmp_path, **change)
+    train(tmp_path, epochs=1)
+    capsys.readouterr()
+    train(tmp_path, epochs=2, **change)
+    assert message.split(" .* ")[0] in capsys.readouterr().out
+
+
+def test_a_batch_size_that_divides_what_is_done_goes_on_without_repeating(tmp_path: Path) -> None:
+    with pytest.raises(CutOffError):
+        train(tmp_path, save_every_steps=4, cut_at_step=5)
+    assert train(tmp_path, batch_size=16, epochs=1)["step"] == 5  # 32 samples in 4 steps, 16 in the fifth
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, world: Any) -> None:
+    for _ in _loop(epochs=1, out=tmp_path):
+        pass
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match=r"step-00000003 does not fit what is trained here:(.|\n)*size mismatch"):
+        photinus.Loop(
+            model, torch.optim.SGD(model.parameters()), Numbered(12), batch_size=4, epochs=2, out=tmp_path
+        )  # fmt: skip
+
+
+def test_a_missing_scheduler_is_told(tmp_path: Path, world: Any) -> None:
+    train(tmp_path, epochs=1)
+    plain = Net()
+    model, optimizer = photinus.wrap(plain, torch.optim.SGD(plain.parameters(), momentum=0.9))
+    with pytest.raises(CheckpointError, match="holds the state of a scheduler, but the loop was given none"):
+        photinus.Loop(model, optimizer, points(), batch_size=8, epochs=2, out=tmp_path)
+
+
+def test_the_users_own_objects_are_saved_and_restored(tmp_path: Path, world: Any) -> None:
+    average = torch.nn.Linear(1, 1)
+    for _ in _loop(epochs=1, out=tmp_path, state={"average": average}):
+        torch.nn.init.constant_(average.weight, 4.0)
+    fresh = torch.nn.Linear(1, 1)
+    _loop(epochs=2, out=tmp_path, state={"average": fresh})
+    assert fresh.weight.item() == 4.0
+    with pytest.raises(CheckpointError, match=r"\['average'\], but the loop was given state=None"):
+        _loop(epochs=2, out=tmp_path)
+
+
+def test_gradients_not_yet_used_delay_the_checkpoint(tmp_path: Path, world: Any) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loop = photinus.Loop(
+        model, optimizer, Numbered(24), batch_size=4, epochs=1, out=tmp_path, save_every_steps=3, keep_last=9,
+        progress=False, curves=False,
+    )  # fmt: skip
+    for _ in loop:
+        loop.backward(_loss(loop))
+        if loop.step % 2 == 0:  # two batches to a step of the optimizer
+            optimizer.step()
+            optimizer.zero_grad()
+    assert _checkpoints(tmp_path) == ["step-00000004", "step-00000006"]
+
+
+def test_the_best_checkpoint_stays(tmp_path: Path, world: Any) -> None:
+    loop = _loop(epochs=5, out=tmp_path, keep_last=1, best="-error")
+    for _ in loop:
+        if loop.epoch_ended:
+            loop.log(error=abs(loop.epoch - 2))
+    assert _checkpoints(tmp_path) == ["step-00000006", "step-00000015"]
+
+
+def test_best_of_a_metric_that_nobody_logs_is_told(tmp_path: Path, world: Any) -> None:
+    with pytest.raises(ValueError, match="best='accuracy': nothing of that name was logged"):
+        list(_loop(out=tmp_path, best="accuracy"))
+
+
+def test_checkpoints_hold_plain_names(tmp_path: Path) -> None:
+    train(tmp_path, epochs=1)
+    with photinus.init("gloo", "cpu"):
+        state = photinus.trainer.CheckpointFolder(tmp_path / "checkpoints").newest().load()
+    Net().load_state_dict(state["model"])
+
+
+def test_nothing_is_written_without_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    train(None, epochs=1, curves=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_ends_the_run_with_its_reason(tmp_path: Path, world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = _loop(out=tmp_path)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device", str(tmp_path / "losses.csv"))
+
+    def train_on() -> None:
+        for _ in loop:
+            loop.backward(_loss(loop))
+
+    monkeypatch.setattr("photinus.trainer.metrics.RunFiles.append_losses", full)
+    with pytest.raises(OSError, match=r"No space left on device: .*losses.csv"):
+        train_on()
+
+
+def test_config_json_says_how_the_run_came_about(tmp_path: Path, world: Any) -> None:
+    list(_loop(epochs=1, out=tmp_path, config={"lr": 0.1, "path": tmp_path}))
+    list(_loop(epochs=2, out=tmp_path, config={"lr": 0.1}))
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["options"]["batch_size"] == 4
+    assert config["user"] == {"lr": 0.1}
+    first, second = config["starts"]
+    assert (first["resumed_from"], second["resumed_step"]) == (None, 3)
+    assert first["world_size"] == 1
+    assert first["versions"]["torch"] == torch.__version__
+
+
+def test_data_sets_of_tensors_are_taken_as_they_are(world: Any) -> None:
+    dataset = TensorDataset(torch.arange(12.0), torch.arange(12))
+    for x, y in _loop(dataset, epochs=1):
+        assert x.tolist() == y.tolist()

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+
+import photinus
+from photinus.trainer.metrics import read_rows
+from tests.small_run import Net, fingerprint, points, right
+
+
+def _trainer(out: Path | None = None, *, epochs: int = 3, lr: float = 0.05, **options: Any) -> photinus.Trainer:
+    torch.manual_seed(2)
+    model = Net(dropout=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    options = {"backend": "gloo", "device": "cpu", "metrics": {"right": right}, "progress": False, **options}
+    return photinus.Trainer(model, optimizer, cross_entropy, epochs=epochs, batch_size=8, out=out, **options)
+
+
+def test_fit_trains_validates_and_leaves_everything_in_out(tmp_path: Path) -> None:
+    result = _trainer(tmp_path, epochs=8).fit(points(), points(31))
+    assert not dist.is_initialized()
+    assert result.metrics["right"] > 0.8
+    assert set(result.metrics) == {"loss", "right", "valid_loss"}
+    assert [row["epoch"] for row in result.history] == list(range(1, 9))
+    assert result.checkpoint is not None
+    assert result.checkpoint.is_dir()
+    assert result.curves == tmp_path / "curves.png"
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "checkpoints", "config.json", "curves.png", "losses.csv", "metrics.csv",
+    }  # fmt: skip
+    assert f"right {result.metrics['right']:.4f}" in str(result)
+
+
+def test_the_trainer_is_the_loop_with_the_usual_body(tmp_path: Path) -> None:
+    result = _trainer().fit(points())
+    torch.manual_seed(2)
+    plain = Net(dropout=0.0)
+    with photinus.init("gloo", "cpu"):
+        model, optimizer = photinus.wrap(plain, torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9))
+        loop = photinus.Loop(model, optimizer, points(), batch_size=8, epochs=3, progress=False)
+        for inputs, targets in loop:
+            loop.backward(cross_entropy(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert fingerprint(result.model) == fingerprint(model)
+    assert [row["loss"] for row in result.history] == [row["loss"] for row in loop.history]
+
+
+def test_the_validation_loss_is_that_of_all_samples() -> None:
+    result = _trainer(valid_batch_size=7).fit(points(), points(31))
+    result.model.eval()
+    inputs, targets = points(31).tensors
+    with torch.no_grad():
+        expected = cross_entropy(result.model(inputs), targets).item()
+    assert result.metrics["valid_loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_session_that_is_open_is_used_and_left_open() -> None:
+    with photinus.init("gloo", "cpu", seed=4) as world:
+        _trainer(backend="photinus").fit(points())
+        assert dist.is_initialized()
+        assert world.backend == "gloo"
+
+
+@pytest.mark.parametrize(("every", "rate"), [("epoch", 0.05 * 0.1**1), ("step", 0.05 * 0.1**6)])
+def test_the_scheduler_steps_once_an_epoch_or_once_a_step(every: str, rate: float) -> None:
+    trainer = _trainer(epochs=1)
+    optimizer = trainer._optimizer
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
+    model = trainer._model
+    photinus.Trainer(
+        model, optimizer, cross_entropy, epochs=1, batch_size=8, scheduler=scheduler, scheduler_every=every,
+        backend="gloo", device="cpu", progress=False,
+    ).fit(points())  # fmt: skip
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+
+
+def test_callbacks_log_and_stop(tmp_path: Path) -> None:
+    def stop_early(loop: photinus.Loop) -> None:
+        loop.log(twice=2 * loop.epoch)
+        if loop.epoch == 2:
+            loop.stop()
+
+    result = _trainer(tmp_path, epochs=9, callbacks=[stop_early]).fit(points())
+    assert [row["twice"] for row in read_rows(tmp_path / "metrics.csv")] == [2, 4]
+    assert len(result.history) == 2
+
+
+def test_a_second_fit_of_a_finished_run_gives_the_same_result(tmp_path: Path) -> None:
+    first = _trainer(tmp_path).fit(points(), points(31))
+    again = _trainer(tmp_path).fit(points(), points(31))
+    assert again.history == first.history
+    assert fingerprint(again.model) == fingerprint(first.model)
+
+
+def test_a_missing_picture_of_a_finished_run_is_drawn_later(tmp_path: Path) -> None:
+    assert _trainer(tmp_path, curves=False).fit(points()).curves is None
+    again = _trainer(tmp_path).fit(points())
+    assert again.curves == tmp_path / "curves.png"
+    assert again.curves.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": "dpp"}, "unknown strategy 'dpp'"),
+        ({"backend": "gluu"}, "backend 'gluu' is not available"),
+        ({"device": "gpu"}, "device='gpu' is no device"),
+        ({"scheduler_every": "batch"}, "scheduler_every='batch'"),
+        ({"metrics": {"valid_loss": right}}, "'valid_loss' is measured anyway"),
+        ({"strategy_options": {"bucket_size": 3}}, "bucket_size"),
+        ({"keep": 3}, "keep"),
+    ],
+)
+def test_wrong_options_are_refused_before_any_work(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        _trainer(**options).fit(points())
+    assert not dist.is_initialized()
+
+
+def test_a_validation_set_that_is_none_is_refused_before_any_work(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no dataset at 'absent'"):
+        _trainer(tmp_path).fit(points(), "absent")  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
