@@ -442,7 +442,8 @@ std::string Communicator::what_became_of(uint32_t rank) const {
   const Presence presence = s.mailbox->block(rank).presence.load(std::memory_order_acquire);
   const std::string reason = s.mailbox->reason(rank);
   if (presence == Presence::left)
-    return who(rank) + " has left the group (it closed it, or its script ended)";
+    return who(rank) + " has left the group (it closed it, or its script ended)" +
+           (reason.empty() ? "" : " after: " + reason);
   if (presence == Presence::failed) return who(rank) + " gave up: " + reason;
   if (!s.watch->is_lost(rank)) return "";
   return who(rank) + " " + s.watch->how(rank) + (reason.empty() ? "" : " after: " + reason);

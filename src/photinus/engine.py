@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import threading
 import weakref
 from collections import deque
 from types import TracebackType
@@ -100,6 +101,7 @@ class Communicator:
         self.name = name
         # What calls in flight read and write must live until they are done, whatever the caller drops.
         self._in_flight: deque[tuple[Work, object]] = deque()
+        self._in_flight_lock = threading.Lock()
         _open.add(self)
 
     def submit(
@@ -128,7 +130,7 @@ class Communicator:
             root: the rank that gives; read by broadcast.
             timeout_s: deadline in seconds; 0 for the communicator's.
             asynchronous: False waits here, on the caller's thread, and raises what `Work.wait` would.
-            keep: an object that is kept alive until the collective is done.
+            keep: an object that is kept alive until the collective is done, at most until the next submit after that.
 
         Raises:
             ValueError: wrong arguments; nothing was exchanged.
@@ -138,10 +140,11 @@ class Communicator:
             operation, send_address, recv_address, elems, dtype, reduction, root, timeout_s, asynchronous
         )
         if asynchronous:
-            in_flight = self._in_flight
-            in_flight.append((work, keep))
-            while in_flight and in_flight[0][0].is_completed():
-                in_flight.popleft()
+            with self._in_flight_lock:
+                in_flight = self._in_flight
+                in_flight.append((work, keep))
+                while in_flight and in_flight[0][0].is_completed():
+                    in_flight.popleft()
         return work
 
     def all_reduce(self, array: Any, reduction: str = "sum", *, asynchronous: bool = False) -> Work:
@@ -188,7 +191,8 @@ class Communicator:
     def close(self) -> None:
         """Leaves the group in order. Idempotent; also done at exit."""
         self._native.close()
-        self._in_flight.clear()
+        with self._in_flight_lock:
+            self._in_flight.clear()
         _open.discard(self)
 
     def __enter__(self) -> Communicator:

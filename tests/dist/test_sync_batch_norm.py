@@ -77,17 +77,17 @@ def check_forward_backward_and_running_statistics_in_float32_and_bfloat16(group:
 
 
 def check_ranks_may_have_different_numbers_of_samples(group: dist.ProcessGroup) -> None:
-    compare(group, counts=[1, 5, 2][: group.size()])
-    compare(group, counts=[1, 1, 1][: group.size()], shape=(4,))
+    compare(group, counts=[1, 5, 2, 3][: group.size()])
+    compare(group, counts=[1, 1, 1, 1][: group.size()], shape=(4,))
 
 
 def check_a_rank_without_samples_takes_part(group: dist.ProcessGroup) -> None:
-    compare(group, counts=[3, 0, 4][: group.size()])
-    compare(group, counts=[0, 3, 4][: group.size()])
+    compare(group, counts=[3, 0, 4, 2][: group.size()])
+    compare(group, counts=[0, 3, 4, 0][: group.size()])
 
 
 def check_settings_of_the_layer(group: dist.ProcessGroup) -> None:
-    counts = [2, 3, 1][: group.size()]
+    counts = [2, 3, 1, 2][: group.size()]
     compare(group, counts=counts, momentum=None, steps=3)
     compare(group, counts=counts, momentum=0.7, eps=0.1)
     compare(group, counts=counts, affine=False)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import photinus
 from photinus.errors import DeviceError, NotInitializedError, WorldSizeError
 from photinus.trainer.session import Session, choose_backend, choose_device, current_session, require_session
 from photinus.world import World
+from tests.small_run import train
 
 _LAUNCHER = (
     "RANK",
@@ -176,6 +178,21 @@ def test_errors_are_raised_together_even_in_a_world_of_one() -> None:
         world.raise_together(None, "testing")
         with pytest.raises(OSError, match="disk"):
             world.on_main(lambda: (_ for _ in ()).throw(OSError("disk")), "testing")
+
+
+def test_a_forked_child_survives_the_garbage_of_earlier_runs() -> None:
+    gc.disable()  # so that the child finds what this process has not collected yet
+    try:
+        for _ in range(2):
+            train(None, epochs=1)
+        with photinus.init("gloo", "cpu"):
+            child = os.fork()
+            if child == 0:
+                gc.collect()
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("end", ["", "raise SystemExit(0)"])

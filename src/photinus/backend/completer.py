@@ -35,7 +35,7 @@ class Completer:
         self._waiting: deque[_Item] = deque()
         self._led = False  # a thread is in an item's wait()
         self._appointed = False  # a thread was woken or started to lead, and has not come to it yet
-        self._idle = 0  # threads that wait to lead
+        self._idle = 0  # threads that wait to lead, those included that are just starting
         self._closed = False
         self._threads: set[threading.Thread] = set()
 
@@ -65,6 +65,7 @@ class Completer:
             thread = threading.Thread(target=self._serve, name=f"photinus-completer-{self._name}", daemon=True)
             thread.start()
             self._threads.add(thread)
+            self._idle += 1
         self._appointed = True
 
     def _serve(self) -> None:
@@ -81,13 +82,14 @@ class Completer:
                         self._appoint()
                 item.complete(error)
                 del item, error  # or an idle thread would keep the last operation's tensors
+                with self._changed:
+                    self._idle += 1
         finally:
             self._threads.discard(threading.current_thread())
 
     def _lead(self) -> _Item | None:
-        """Waits until there is an item and no leader, and takes both; None when this thread should end."""
+        """Waits, counted as idle, for an item and the lead, and takes both; None when this thread should end."""
         with self._changed:
-            self._idle += 1
             try:
                 while self._led or not self._waiting:
                     if self._closed and not self._waiting:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from .checkpoint import CheckpointFolder, load, save
 from .config import dataset_folder
 from .data import loader
-from .evaluate import evaluate
+from .evaluation import evaluate
 from .loop import Loop, backward
 from .session import Session, init
 from .trainer import Result, Trainer
-from .wrap import unwrap, wrap
+from .wrapping import unwrap, wrap
 
 __all__ = [
     "CheckpointFolder",

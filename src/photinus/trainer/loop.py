@@ -43,7 +43,7 @@ from .resume import Source, check_fits, choose_source, job_name
 from .run_folder import RunFolder
 from .session import require_session
 from .snapshot import Trained, check_is_snapshot
-from .wrap import check_exchanges_gradients, check_optimizer
+from .wrapping import check_exchanges_gradients, check_optimizer
 
 __all__ = ["Loop", "backward"]
 

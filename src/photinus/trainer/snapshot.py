@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError
-from .wrap import unwrap
+from .wrapping import unwrap
 
 __all__ = ["Trained", "check_is_snapshot"]
 

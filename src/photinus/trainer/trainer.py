@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from .datasets import check_dataset
-from .evaluate import Metric, evaluate
+from .evaluation import Metric, evaluate
 from .loop import Loop
 from .metrics import Row
 from .progress import show_metrics
 from .session import current_session, init
-from .wrap import unwrap, wrap
+from .wrapping import unwrap, wrap
 
 __all__ = ["Result", "Trainer"]
 

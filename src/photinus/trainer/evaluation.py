@@ -32,7 +32,7 @@ from .arguments import whole_number
 from .data import loader
 from .datasets import check_dataset
 from .session import Session, require_session
-from .wrap import exchanges_gradients, unwrap
+from .wrapping import exchanges_gradients, unwrap
 
 __all__ = ["Metric", "evaluate"]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, TensorDataset
 
 import photinus
-from photinus.trainer.evaluate import _blocks_of, _exact_sum
+from photinus.trainer.evaluation import _blocks_of, _exact_sum
 from tests.small_run import Net, points, right
 
 
