@@ -4,8 +4,8 @@
     python benchmarks/all_reduce.py --ranks 2 --mib 4 64 --json benchmarks/results/all_reduce.json
 
 The three take turns in every round of one run, so that whatever else the machine does hits all alike; figures are
-medians over rounds of the mean of back-to-back calls, timed on rank 0. Ranks are pinned round-robin to the usable
-cores. gloo runs over loopback TCP, whose speed depends on the congestion control (BBR, the default of some machines,
+medians over rounds of the mean of back-to-back calls, timed on rank 0. The calling threads are pinned round-robin to
+the usable cores, gloo's own threads are not. gloo runs over loopback TCP, whose speed depends on the congestion control (BBR, the default of some machines,
 slows it by half): as root, the ranks run in a network namespace of their own with "reno"; otherwise the control in
 force is printed.
 """
@@ -35,14 +35,15 @@ def rank_main(rank: int, world_size: int, store_file: str, sizes: list[int], rou
     import torch
     import torch.distributed as dist
 
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
     torch.set_num_threads(1)
     dist.init_process_group("photinus", store=dist.FileStore(store_file, world_size), rank=rank, world_size=world_size)
     gloo = dist.new_group(backend="gloo")
     group = dist.group.WORLD
     assert group is not None
     allocate = group.allocate_tensor  # type: ignore[attr-defined]
+    # This thread only: gloo's own threads, started above, stay free to run on the other cores.
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
     rows = []
     for size_bytes in sizes:
         elems = size_bytes // 4
