@@ -5,9 +5,9 @@
 
 The three take turns in every round of one run, so that whatever else the machine does hits all alike; figures are
 medians over rounds of the mean of back-to-back calls, timed on rank 0. The calling threads are pinned round-robin to
-the usable cores, gloo's own threads are not. gloo runs over loopback TCP, whose speed depends on the congestion control (BBR, the default of some machines,
-slows it by half): as root, the ranks run in a network namespace of their own with "reno"; otherwise the control in
-force is printed.
+the usable cores, gloo's own threads are not. gloo runs over loopback TCP, whose speed depends on the congestion control
+(BBR, the default of some machines, slows it by half): as root, the ranks run in a network namespace of their own with
+"reno"; otherwise the control in force is printed.
 """
 
 from __future__ import annotations

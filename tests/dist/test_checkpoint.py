@@ -183,7 +183,7 @@ def test_small_state_errors_and_the_choice_of_a_checkpoint_travel_between_ranks(
     assert all(result[2] == {"path": "chosen on 0"} for result in results)
     assert results[1][3] == ["ValueError: too bad"]
     for rank in (0, 2):
-        assert results[rank][3][0].startswith("CheckpointError: a step failed on rank 1 (host ")
+        assert results[rank][3][0].startswith("ValueError: a step failed on rank 1 (host ")
         assert f"ValueError: too bad). This rank ({rank}) had no error of its own" in results[rank][3][0]
     for rank, result in enumerate(results):
         told = result[4]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import photinus
 from photinus.errors import DeviceError, NotInitializedError, WorldSizeError
+from photinus.trainer.agreement import from_rank_0, together
 from photinus.trainer.session import Session, choose_backend, choose_device, current_session, require_session
 from photinus.world import World
 from tests.small_run import train
@@ -175,9 +176,10 @@ def test_the_seed_makes_equal_models() -> None:
 def test_errors_are_raised_together_even_in_a_world_of_one() -> None:
     with photinus.init("gloo", "cpu") as world:
         assert isinstance(world, Session)
-        world.raise_together(None, "testing")
+        with together("testing"):
+            pass
         with pytest.raises(OSError, match="disk"):
-            world.on_main(lambda: (_ for _ in ()).throw(OSError("disk")), "testing")
+            from_rank_0(lambda: (_ for _ in ()).throw(OSError("disk")), "testing")
 
 
 def test_a_forked_child_survives_the_garbage_of_earlier_runs() -> None:

@@ -5,21 +5,25 @@ Without an initialised process group everything here is a world of one.
 
 from __future__ import annotations
 
+import builtins
 import io
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ..errors import CheckpointError, CollectiveError
+from .. import errors
+from ..errors import CollectiveError, PhotinusError
 from .manifest import JSON
 
 __all__ = ["from_rank_0", "gather_per_rank", "place_in_group", "together"]
+
+T = TypeVar("T")
 
 _MOST_TEXT_BYTES = 16 << 10  # of an error that other ranks are told
 
@@ -31,16 +35,18 @@ def place_in_group() -> tuple[int, int]:
     return 0, 1
 
 
-def gather_per_rank(value: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Every rank's `value`, by rank, on every rank. For small state such as that of random number generators.
+def gather_per_rank(value: T) -> list[T]:
+    """Every rank's `value`, by rank, on every rank. For small things such as the state of random number generators.
 
     What travels are torch files, read with weights_only=True: tensors, numbers, text, lists, tuples, dicts.
 
     Args:
         value: this rank's; tensors come back on the CPU.
     """
+    if place_in_group()[1] == 1:
+        return [value]
     buffer = io.BytesIO()
-    torch.save(dict(value), buffer)
+    torch.save(value, buffer)
     return [
         torch.load(io.BytesIO(data), map_location="cpu", weights_only=True) for data in _all_gather(buffer.getvalue())
     ]
@@ -60,8 +66,9 @@ def from_rank_0(call: Callable[[], JSON], doing: str) -> Any:
 def together(doing: str) -> Iterator[None]:
     """A block that succeeds on all ranks or raises on all of them. All ranks must enter it; it ends with an exchange.
 
-    A rank whose own block failed raises its own error. The others raise CheckpointError that names the ranks that
-    failed and why. No rank is left waiting in a collective for one that has given up.
+    A rank whose own block failed raises its own error. The others raise one of the first failing rank's class (one of
+    photinus.errors or a plain built-in one, PhotinusError otherwise) that names the ranks that failed and why. No rank
+    is left waiting in a collective for one that has given up.
 
     Args:
         doing: for the message, such as "saving runs/x/last.pt".
@@ -73,14 +80,31 @@ def together(doing: str) -> Iterator[None]:
         raise
     except Exception as error:  # noqa: BLE001 - raised again below, once the other ranks know
         own = error
-    text = "" if own is None else f"host {socket.gethostname()}, pid {os.getpid()}: {type(own).__name__}: {own}"
-    told = _all_gather(text.encode()[:_MOST_TEXT_BYTES])
+    where = f"host {socket.gethostname()}, pid {os.getpid()}"
+    # The class, a line break, and text for people.
+    mine = "" if own is None else f"{type(own).__name__}\n{where}: {type(own).__name__}: {own}"
+    told = [data.decode(errors="replace") for data in _all_gather(mine.encode()[:_MOST_TEXT_BYTES])]
     if own is not None:
         raise own
-    failed = [f"rank {rank} ({text.decode(errors='replace')})" for rank, text in enumerate(told) if text]
+    failed = {rank: text.split("\n", 1) for rank, text in enumerate(told) if text}
     if failed:
-        shown = "; ".join(failed[:4]) + (f"; and {len(failed) - 4} more ranks" if len(failed) > 4 else "")
-        raise CheckpointError(f"{doing} failed on {shown}. This rank ({place_in_group()[0]}) had no error of its own.")
+        ranks = [f"rank {rank} ({text})" for rank, (_, text) in failed.items()]
+        shown = "; ".join(ranks[:4]) + (f"; and {len(ranks) - 4} more ranks" if len(ranks) > 4 else "")
+        first_class, _ = next(iter(failed.values()))
+        raise _error_class(first_class)(
+            f"{doing} failed on {shown}. This rank ({place_in_group()[0]}) had no error of its own."
+        )
+
+
+def _error_class(name: str) -> type[Exception]:
+    """The class of a peer's error, if it is one of ours or a plain built-in one; PhotinusError otherwise."""
+    ours = getattr(errors, name, None)
+    if isinstance(ours, type) and issubclass(ours, PhotinusError):
+        return ours
+    built_in = getattr(builtins, name, None)
+    if built_in in (ValueError, TypeError, OSError, FileNotFoundError, PermissionError, RuntimeError):
+        return built_in  # type: ignore[no-any-return]
+    return PhotinusError
 
 
 def _all_gather(data: bytes) -> list[bytes]:

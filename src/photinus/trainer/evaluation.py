@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
 from ..errors import PhotinusError
+from .agreement import gather_per_rank
 from .arguments import whole_number
 from .data import loader
 from .datasets import check_dataset
@@ -194,7 +195,7 @@ def _exact_sum(values: Sequence[float]) -> tuple[float, float]:
 
 def _means(mine: list[float], session: Session, error: Exception | None) -> list[float]:
     """Puts the ranks' [failed, counted, total, sums...] together; raises on every rank when one failed."""
-    gathered = session.gather(mine)
+    gathered = gather_per_rank(mine)
     if error is not None:
         raise error
     for rank, row in enumerate(gathered):

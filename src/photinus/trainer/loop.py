@@ -22,6 +22,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from torch.utils.data import Dataset
 
 from ..errors import PhotinusError
 from . import rng
-from .agreement import gather_per_rank
+from .agreement import from_rank_0, gather_per_rank, together
 from .arguments import whole_number
 from .checkpoint import Checkpoint, on_all_ranks
 from .config import RunConfig, Start, user_options
@@ -155,8 +156,7 @@ class Loop:
         self._saved_step = -1
         self._rng: Mapping[str, Any] | None = None  # to restore just before the first batch
         self._position = Position()
-        error: Exception | None = None
-        try:
+        with together("setting up the loop"):
             check_exchanges_gradients(model, session.world_size)
             check_optimizer(model, optimizer)
             self.epochs = whole_number("epochs", epochs, least=1)
@@ -190,9 +190,6 @@ class Loop:
                 "resume": None if resume is None else str(resume),
                 "out": None if out is None else str(out),
             }
-        except (ValueError, TypeError, OSError) as caught:
-            error = caught
-        session.raise_together(error, "setting up the loop")
         self._check_ranks_agree()
         self.steps_per_epoch = len(self._loader)
         self._save_every_steps, self._save_every_epochs = save_every_steps, save_every_epochs
@@ -208,9 +205,8 @@ class Loop:
             self._load(checkpoint)
         self._progress = Progress(progress and session.is_main, self.epochs, self.steps_per_epoch)
         if self.out is not None:
-            session.on_main(
-                lambda: self._prepare_folder(source, config, keep_last, best), f"preparing the folder {self.out}"
-            )
+            prepare = partial(self._prepare_folder, source, config, keep_last, best)
+            from_rank_0(prepare, f"preparing the folder {self.out}")
         if hasattr(optimizer, "register_step_post_hook"):
             optimizer.register_step_post_hook(self._after_optimizer_step)
         self._tell_start(source)
@@ -356,7 +352,9 @@ class Loop:
         flags = [float(self._stop_wanted), float(file_error is not None)]
         losses, (stops, file_errors) = self._losses.exchange(flags, session.world_size, session.exchange_device)
         if file_errors:
-            session.raise_together(file_error, f"writing the numbers of the run in {self.out}")
+            with together(f"writing the numbers of the run in {self.out}"):
+                if file_error is not None:
+                    raise file_error
         for step_loss in losses:
             position.add_loss(step_loss)
             if session.is_main and not math.isfinite(step_loss.loss) and not position.told_not_finite:
@@ -417,14 +415,13 @@ class Loop:
             epoch_row = None if position.batches_done or not position.history else position.history[-1]
             return str(self._folder.save(step, content, position.description(self.epochs), epoch_row))
 
-        self.checkpoint = Path(self._session.on_main(write, f"saving the checkpoint of step {step} in {self.out}"))
+        self.checkpoint = Path(from_rank_0(write, f"saving the checkpoint of step {step} in {self.out}"))
 
     def _load(self, checkpoint: Checkpoint) -> None:
         """Puts everything back to what the checkpoint holds. Every rank reads the files itself."""
         path = checkpoint.path
-        error: Exception | None = None
         notes: list[str] = []
-        try:
+        with together(f"loading {path}"):
             content = checkpoint.load("cpu")
             check_is_snapshot(content, path)
             position = Position.from_dict(content["position"])
@@ -455,9 +452,6 @@ class Loop:
                 seed = rng.derive_seed(self._seed, "resumed at step", position.step)
                 rng.seed_everything(seed, rank=self._session.rank)
                 self._rng = rng.capture()
-        except Exception as caught:  # noqa: BLE001 - raised on every rank just below
-            error = caught
-        self._session.raise_together(error, f"loading {path}")
         self.resumed_from = self.checkpoint = path
         if self._session.is_main:
             for note in notes:
@@ -467,7 +461,7 @@ class Loop:
 
     def _check_ranks_agree(self) -> None:
         """Every rank must have been given the same run: else they would wait for each other at different places."""
-        everyone = self._session.gather(self._options)
+        everyone = gather_per_rank(self._options)
         for rank, options in enumerate(everyone):
             differing = [name for name in options if options[name] != everyone[0][name]]
             if differing:

@@ -10,30 +10,26 @@ processes come from a launcher (`photinus run`, torchrun, Slurm, Open MPI), whic
 from __future__ import annotations
 
 import atexit
-import builtins
 import gc
-import importlib
 import os
 import socket
 import warnings
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from .. import env, errors
-from ..errors import CollectiveError, DeviceError, NotInitializedError, PhotinusError, WorldSizeError
+from .. import env
+from ..errors import CollectiveError, NotInitializedError, WorldSizeError
 from ..world import World
 from .agreement import gather_per_rank
+from .placement import choose_backend, choose_device
 from .progress import say
+from .rng import seed_everything
 
-__all__ = ["Session", "choose_backend", "choose_device", "current_session", "init", "require_session"]
-
-T = TypeVar("T")
+__all__ = ["Session", "current_session", "init", "require_session"]
 
 
 @dataclass(frozen=True)
@@ -120,49 +116,6 @@ class Session:
     def __repr__(self) -> str:
         return f"Session(rank={self.rank}, world_size={self.world_size}, device={self.device}, backend={self.backend})"
 
-    # -- agreement between ranks: an error of one rank must not leave the others waiting ------------------------------
-
-    def raise_together(self, error: Exception | None, doing: str) -> None:
-        """Raises on every rank when any rank has an error; returns when none has. Every rank must call it.
-
-        A rank with an error of its own raises that; the others raise one of the same class that names the first
-        failing rank.
-
-        Args:
-            error: what went wrong on this rank, None for nothing.
-            doing: what the ranks were doing, for the message ("evaluating").
-        """
-        if self.world_size == 1:
-            if error is not None:
-                raise error
-            return
-        mine = None if error is None else (type(error).__name__, str(error))
-        told = self.gather(mine)
-        if error is not None:
-            raise error
-        for rank, theirs in enumerate(told):
-            if theirs is not None:
-                name, text = theirs
-                raise _error_class(name)(f"rank {rank} ({self.hosts[rank]}) failed while {doing}: {name}: {text}")
-
-    def on_main(self, call: Callable[[], T], doing: str) -> T:
-        """Runs `call` on rank 0 and returns its result on every rank; its error is raised on every rank."""
-        result: T | None = None
-        error: Exception | None = None
-        if self.is_main:
-            try:
-                result = call()
-            except Exception as caught:  # noqa: BLE001 - raised on every rank below
-                error = caught
-        self.raise_together(error, doing)
-        return self.gather(result)[0]  # type: ignore[return-value]
-
-    def gather(self, value: T) -> list[T]:
-        """Every rank's value, by rank, on every rank: of numbers, text, None, tensors, lists, tuples and dicts."""
-        if self.world_size == 1:
-            return [value]
-        return [each["value"] for each in gather_per_rank({"value": value})]
-
 
 _current: Session | None = None
 _forks_are_safe = False
@@ -226,8 +179,6 @@ def init(
             dist.destroy_process_group()
         raise
     if seed is not None:
-        from .rng import seed_everything
-
         seed_everything(seed)
     session._outer, _current = _current, session
     if session.is_main:
@@ -267,94 +218,6 @@ def require_session(what: str) -> Session:
     session = init()
     atexit.register(session.close)
     return session
-
-
-def choose_device(
-    device: str | torch.device, place: World, cuda_devices: int | None = None
-) -> tuple[torch.device, str]:
-    """The device of the rank at `place` and the reason in a few words.
-
-    Args:
-        device: "auto", "cpu", "cuda", "cuda:i" or a torch.device.
-        place: the rank's place in the job.
-        cuda_devices: number of CUDA devices here; None asks CUDA.
-
-    Raises:
-        DeviceError: CUDA was asked for and is absent, the index does not exist, or more ranks than devices.
-        ValueError: not the name of a device.
-    """
-    if cuda_devices is None:
-        cuda_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if str(device) == "auto":
-        if cuda_devices == 0:
-            return torch.device("cpu"), "no CUDA device here"
-        reason = f"{cuda_devices} CUDA device{'s' if cuda_devices > 1 else ''} here"
-        wanted = torch.device("cuda")
-    else:
-        try:
-            wanted = torch.device(device)
-        except RuntimeError as error:
-            raise ValueError(f'device={device!r} is no device: use "auto", "cpu", "cuda" or "cuda:0"') from error
-        reason = "as asked"
-    if wanted.type != "cuda":
-        return wanted, reason
-    if cuda_devices == 0:
-        build = "this build of torch has no CUDA" if torch.version.cuda is None else "no CUDA device is visible"
-        raise DeviceError(
-            f"device={str(device)!r} was asked for on rank {place.rank}, but {build} "
-            f'(CUDA_VISIBLE_DEVICES={os.environ.get("CUDA_VISIBLE_DEVICES", "not set")}). Use --device cpu, or "auto".'
-        )
-    if ":" in str(wanted):
-        if wanted.index >= cuda_devices:
-            raise DeviceError(f"device={str(device)!r} does not exist: {cuda_devices} CUDA devices are visible here")
-        return wanted, reason
-    # Every rank of the host checks the same numbers, so that all of them stop and none waits for the others.
-    if place.local_world_size > cuda_devices:
-        raise DeviceError(
-            f"local rank {place.local_rank} of {place.local_world_size} ranks on this host, but only {cuda_devices} "
-            f"CUDA device{' is' if cuda_devices == 1 else 's are'} visible. Start {cuda_devices} "
-            f"(--nproc-per-node {cuda_devices}), or use --device cpu."
-        )
-    return torch.device("cuda", place.local_rank), reason
-
-
-def choose_backend(backend: str, device: torch.device) -> tuple[str, str]:
-    """The torch.distributed backend to use and the reason in a few words.
-
-    Raises:
-        ValueError: torch does not know a backend of this name.
-    """
-    reason = "as asked"
-    if backend == "auto":
-        backend, reason = env.BACKEND.get(), f"{env.BACKEND.name} is set"
-    if backend == "auto":
-        if device.type == "cuda":
-            if dist.is_nccl_available():
-                return "nccl", "the choice for CUDA devices"
-            return "gloo", "this build of torch has no nccl"
-        missing = _register_photinus()
-        return ("gloo", f"photinus cannot be used: {missing}") if missing else ("photinus", "the choice for CPUs")
-    missing = _register_photinus() if backend == "photinus" else None
-    if missing:
-        raise ValueError(f"backend 'photinus' cannot be used: {missing}. Build it with `make`, or use backend 'gloo'.")
-    # A mixed name such as "cpu:gloo,cuda:nccl" is torch's own affair; it checks the parts.
-    if ":" not in backend and not dist.is_backend_available(backend):
-        raise ValueError(f"backend {backend!r} is not available; known here: {', '.join(_known_backends())}")
-    return backend, reason
-
-
-def _register_photinus() -> str | None:
-    """Registers backend "photinus"; returns why that is impossible, None when it is done."""
-    try:
-        importlib.import_module("photinus.backend")
-    except ImportError as error:
-        return str(error)
-    return None if dist.is_backend_available("photinus") else "photinus.backend did not register it"
-
-
-def _known_backends() -> list[str]:
-    names = {"auto", *dist.Backend.backend_list, "photinus"} - {"undefined", "fake"}
-    return sorted(name for name in names if name in ("auto", "photinus") or dist.is_backend_available(name))
 
 
 def _make_forks_safe() -> None:
@@ -424,14 +287,3 @@ def _share_cores(place: World) -> None:
     if place.local_world_size > 1 and not os.environ.get("OMP_NUM_THREADS"):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // place.local_world_size))
-
-
-def _error_class(name: str) -> type[Exception]:
-    """The class of a peer's error, if it is one of ours or a plain built-in one; PhotinusError otherwise."""
-    ours = getattr(errors, name, None)
-    if isinstance(ours, type) and issubclass(ours, PhotinusError):
-        return ours
-    built_in = getattr(builtins, name, None)
-    if built_in in (ValueError, TypeError, OSError, FileNotFoundError, PermissionError, RuntimeError):
-        return built_in  # type: ignore[no-any-return]
-    return PhotinusError
