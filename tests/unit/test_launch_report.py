@@ -111,6 +111,11 @@ class TestHopeless:
         deaths = [death(r, 2, raised=raised("SystemExit", "2", code=2)) for r in range(2)]
         assert "wrong arguments" in hopeless(deaths[0], deaths, 2)
 
+    def test_the_same_wrong_value_on_every_rank(self):
+        deaths = [death(r, 1, raised=raised("ValueError", "batch_size=64 cannot be divided")) for r in range(3)]
+        assert "ValueError on every rank would come again" in hopeless(deaths[0], deaths, 3)
+        assert hopeless(deaths[0], deaths[:2], 3) is None
+
     def test_anything_else_may_go_better_next_time(self):
         one = [death(0, 1, raised=raised("SyntaxError", "line 1"))]
         assert hopeless(one[0], one, 2) is None

@@ -48,15 +48,18 @@ _LOST_PEER_TEXTS = (
 _KILL_IS_SEEN_LATE_S = 0.5
 _TRACEBACK_LINES = 120
 _LINE_CHARACTERS = 200
-# Wrong from the start: another attempt reads the same files and fails in the same way.
+# Wrong from the start, or wrong use: another attempt has the same files, arguments and data, and fails in the same way.
 _NEVER_CURED_TYPES = frozenset(
     {
         "DeviceError",
         "ImportError",
         "IndentationError",
         "ModuleNotFoundError",
+        "NotInitializedError",
         "SyntaxError",
         "TabError",
+        "TypeError",
+        "ValueError",
         "WorldSizeError",
     }
 )
@@ -181,10 +184,10 @@ def signature(death: Death) -> tuple[str, str, int]:
 
 
 def hopeless(cause: Death, deaths: Sequence[Death], world_size: int) -> str | None:
-    """Why no further attempt can go better, None when one may. Only what is sure: the program cannot even start.
+    """Why no further attempt can go better, None when one may.
 
-    That is: every rank failed alike, with an error of the program's text or set-up, or with exit code 2 from
-    sys.exit, which by convention (argparse) is wrong use.
+    It cannot when every rank failed alike (the same error with the same text), with an error of the program's text,
+    set-up or arguments, or with exit code 2 from sys.exit, which by convention (argparse) is wrong use.
     """
     if cause.raised is None or len(deaths) < world_size:
         return None
