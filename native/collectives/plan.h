@@ -29,13 +29,12 @@ struct Region {
 };
 
 struct Step {
-  enum class Kind : uint8_t {
-    copy,    // `bytes` from `from` to `to`
-    reduce,  // `bytes` of every rank's region like `from` (its rank is ignored; the own is `own`), in rank
-             // order, into `to`, and into `also` (for every peer if its rank is kEveryone)
-    advance,  // the own `counter` to `value`
-    wait,     // until `counter` of `rank` (or kEveryone) is at least `value`
-  };
+  // copy: `bytes` from `from` to `to`.
+  // reduce: `bytes` of every rank's region like `from` (its rank is ignored; the own is `own`), in rank
+  //   order, into `to` and `also` (of every peer if the rank of `also` is kEveryone).
+  // advance: the own `counter` to `value`.
+  // wait: until `counter` of `rank` (or kEveryone) is at least `value`.
+  enum class Kind : uint8_t { copy, reduce, advance, wait };
   Kind kind;
   Counter counter = Counter::posted;
   uint32_t rank = kEveryone;
