@@ -2,17 +2,14 @@
 // and the reason it leaves behind. Layout and rules:
 //
 // * `posted` holds the sequence number of the newest collective that the rank has begun; its descriptor lies
-// in
-//   calls[sequence % 2]. A rank posts number s only after it has seen all ranks post s-1, and so after all
+//   in calls[sequence % 2]. A rank posts number s only after it has seen all ranks post s-1, and so after all
 //   have finished s-2: whoever posts s may overwrite what s-2 used. This one rule protects the descriptors
 //   and the flat slots.
 // * The other counters hold (sequence << 32 | step), so that they only ever grow and a rank that skips steps
-// of an
-//   earlier collective holds nobody up.
+//   of an earlier collective holds nobody up.
 // * A rank sleeps on its own bell. Whoever advances a counter rings the bells of those that sleep. Sleeping
-// is announced
-//   before the last look at the counters and ringing is decided after the counter is written, both
-//   sequentially consistent, so no wake-up is lost.
+//   is announced before the last look at the counters and ringing is decided after the counter is written,
+//   both sequentially consistent, so no wake-up is lost.
 #pragma once
 
 #include <atomic>
