@@ -96,5 +96,6 @@ def test_a_rank_killed_in_mid_epoch_costs_one_restart_and_no_bit_twenty_times_in
         assert "restart 2 of 3" not in output, told
         assert _result(out) == expected, told
         assert _workers(out) == {}, told
-    assert list(temporary.iterdir()) == []
+    # torch makes a (lasting) folder for its compiler's cache wherever an optimizer is used; the rest would be ours.
+    assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
     assert {name for name in set(os.listdir("/dev/shm")) - shared_before if "photinus" in name} == set()
