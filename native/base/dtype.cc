@@ -14,7 +14,8 @@ const char* name(Dtype dtype) {
 }
 
 const char* name(Reduction reduction) {
-  constexpr const char* names[kReductionCount] = {"sum", "avg", "min", "max", "product"};
+  constexpr const char* names[kReductionCount] = {"sum",  "avg", "min",  "max",       "product",
+                                                  "band", "bor", "bxor", "premul_sum"};
   return names[static_cast<size_t>(reduction)];
 }
 

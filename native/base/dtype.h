@@ -12,8 +12,10 @@ inline constexpr uint8_t kDtypeCount = 10;
 
 // avg divides the sum by the number of ranks: floating types once, after the sum (narrow ones before their
 // one rounding); integers truncate towards zero. On boolean, sum and max are "or", product and min are "and".
-enum class Reduction : uint8_t { sum, avg, min, max, product };
-inline constexpr uint8_t kReductionCount = 5;
+// band, bor and bxor are bitwise and mean nothing on floating types; on boolean they are logical. premul_sum,
+// on floating types alone, multiplies what each rank brings by a factor of that rank's own before it adds.
+enum class Reduction : uint8_t { sum, avg, min, max, product, band, bor, bxor, premul_sum };
+inline constexpr uint8_t kReductionCount = 9;
 
 enum class Operation : uint8_t { all_reduce, broadcast, all_gather, reduce_scatter, barrier };
 inline constexpr uint8_t kOperationCount = 5;

@@ -71,6 +71,7 @@ T combine_floats(T a, T b, Reduction reduction) {
   switch (reduction) {
     case Reduction::sum:
     case Reduction::avg:
+    case Reduction::premul_sum:  // multiplied by now
       return a + b;
     case Reduction::product:
       return a * b;
@@ -78,6 +79,10 @@ T combine_floats(T a, T b, Reduction reduction) {
       return std::isnan(a) ? a : std::isnan(b) ? b : (b < a ? b : a);
     case Reduction::max:
       return std::isnan(a) ? a : std::isnan(b) ? b : (b > a ? b : a);
+    case Reduction::band:
+    case Reduction::bor:
+    case Reduction::bxor:
+      break;  // mean nothing on floating types
   }
   return a;
 }
@@ -95,21 +100,34 @@ T combine_integers(T a, T b, Reduction reduction) {
       return b < a ? b : a;
     case Reduction::max:
       return b > a ? b : a;
+    case Reduction::band:
+      return static_cast<T>(a & b);
+    case Reduction::bor:
+      return static_cast<T>(a | b);
+    case Reduction::bxor:
+      return static_cast<T>(a ^ b);
+    case Reduction::premul_sum:
+      break;  // means nothing on integers
   }
   return a;
 }
 
 // One element: sources in rank order, element `index` of each.
-void reduce_element(const Call& call, const std::vector<Bytes>& inputs, uint64_t index, Bytes& out,
-                    uint64_t to) {
+void reduce_element(const Call& call, const std::vector<Bytes>& inputs, const std::vector<double>& factors,
+                    uint64_t index, Bytes& out, uint64_t to) {
   const auto ranks = inputs.size();
   auto fold = [&](auto first, auto&& load, auto&& combine) {
     for (size_t r = 1; r < ranks; ++r) first = combine(first, load(r), call.reduction);
     return first;
   };
-  auto floats = [&](auto&& load) {
+  auto floats = [&](auto&& load_own) {
+    using Accumulated = decltype(load_own(0));
+    auto load = [&](size_t r) -> Accumulated {
+      if (call.reduction != Reduction::premul_sum || factors.empty()) return load_own(r);
+      return load_own(r) * static_cast<Accumulated>(factors[r]);
+    };
     auto value = fold(load(0), load, [](auto a, auto b, Reduction how) { return combine_floats(a, b, how); });
-    return call.reduction == Reduction::avg ? value / static_cast<decltype(value)>(ranks) : value;
+    return call.reduction == Reduction::avg ? value / static_cast<Accumulated>(ranks) : value;
   };
   auto integers = [&]<class T>(T) {
     if (call.reduction == Reduction::avg) {
@@ -146,20 +164,22 @@ void reduce_element(const Call& call, const std::vector<Bytes>& inputs, uint64_t
     case Dtype::uint8:
       return integers(uint8_t{});
     case Dtype::boolean: {
-      const bool any = call.reduction == Reduction::sum || call.reduction == Reduction::max;
-      bool value = !any;
-      for (const Bytes& input : inputs) {
-        bool x = read<uint8_t>(input, index) != 0;
-        value = any ? value || x : value && x;
-      }
-      return write<uint8_t>(out, to, value);
+      size_t set = 0;
+      for (const Bytes& input : inputs) set += read<uint8_t>(input, index) != 0;
+      const bool any = call.reduction == Reduction::sum || call.reduction == Reduction::max ||
+                       call.reduction == Reduction::bor;
+      return write<uint8_t>(out, to,
+                            call.reduction == Reduction::bxor ? set % 2 == 1
+                            : any                             ? set > 0
+                                                              : set == ranks);
     }
   }
 }
 
 }  // namespace
 
-std::vector<Bytes> naive(const Call& call, const std::vector<Bytes>& inputs) {
+std::vector<Bytes> naive(const Call& call, const std::vector<Bytes>& inputs,
+                         const std::vector<double>& factors) {
   const size_t size = size_bytes(call.dtype), ranks = inputs.size();
   std::vector<Bytes> outputs(ranks);
   for (size_t r = 0; r < ranks; ++r) {
@@ -171,11 +191,12 @@ std::vector<Bytes> naive(const Call& call, const std::vector<Bytes>& inputs) {
           break;
         }
         out.resize(call.elems * size);
-        for (uint64_t i = 0; i < call.elems; ++i) reduce_element(call, inputs, i, out, i);
+        for (uint64_t i = 0; i < call.elems; ++i) reduce_element(call, inputs, factors, i, out, i);
         break;
       case Operation::reduce_scatter:
         out.resize(call.elems * size);
-        for (uint64_t i = 0; i < call.elems; ++i) reduce_element(call, inputs, r * call.elems + i, out, i);
+        for (uint64_t i = 0; i < call.elems; ++i)
+          reduce_element(call, inputs, factors, r * call.elems + i, out, i);
         break;
       case Operation::broadcast:
         out = inputs[call.root];

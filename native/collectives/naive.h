@@ -11,7 +11,9 @@ namespace photinus {
 
 using Bytes = std::vector<std::byte>;
 
-// inputs[r] is what rank r sends; returns what each rank has received afterwards.
-std::vector<Bytes> naive(const Call& call, const std::vector<Bytes>& inputs);
+// inputs[r] is what rank r sends; returns what each rank has received afterwards. factors[r] is what
+// premul_sum multiplies rank r's input by; none at all means that all are 1.
+std::vector<Bytes> naive(const Call& call, const std::vector<Bytes>& inputs,
+                         const std::vector<double>& factors = {});
 
 }  // namespace photinus

@@ -1,4 +1,8 @@
 // Which instruction set runs, decided once from what the processor says.
+#include <cstdlib>
+#include <string>
+
+#include "base/error.h"
 #include "kernels/reduce.h"
 
 namespace photinus {
@@ -18,7 +22,11 @@ ReduceFunction find(Dtype dtype, Reduction reduction);
 const char* name(InstructionSet set) {
   switch (set) {
     case InstructionSet::baseline:
+#if defined(__aarch64__)
+      return "neon";
+#else
       return "baseline";
+#endif
     case InstructionSet::avx2:
       return "avx2";
     case InstructionSet::avx512:
@@ -43,14 +51,28 @@ bool has(InstructionSet set) {
   }
   return false;
 #else
-  return set == InstructionSet::baseline;  // 128-bit vectors: NEON where the compiler's baseline has it
+  return set == InstructionSet::baseline;
 #endif
 }
 
+InstructionSet choose_instruction_set(const char* wish) {
+  InstructionSet best = InstructionSet::baseline;
+  std::string names;
+  for (InstructionSet set : kAllInstructionSets) {
+    if (!has(set)) continue;
+    best = set;
+    if (wish && std::string(wish) == name(set)) return set;
+    names += (names.empty() ? "" : ", ") + std::string(name(set));
+  }
+  if (!wish || !*wish) return best;
+  throw Error(
+      ErrorKind::invalid_argument,
+      text("PHOTINUS_INSTRUCTION_SET=%s: this processor has no such instruction set; the choices are %s",
+           wish, names.c_str()));
+}
+
 InstructionSet best_instruction_set() {
-  static const InstructionSet best = has(InstructionSet::avx512) ? InstructionSet::avx512
-                                     : has(InstructionSet::avx2) ? InstructionSet::avx2
-                                                                 : InstructionSet::baseline;
+  static const InstructionSet best = choose_instruction_set(std::getenv("PHOTINUS_INSTRUCTION_SET"));
   return best;
 }
 

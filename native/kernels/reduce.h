@@ -2,6 +2,9 @@
 // or more destinations. The order of the sources is the order of the arithmetic, so equal inputs give equal
 // bits wherever and with whatever instruction set it runs. Narrow floats are accumulated in float32 and
 // rounded once at the end.
+//
+// The bits also depend on the compiler not fusing a multiplication and an addition (one rounding instead of
+// two) where the instruction set could: the whole engine is compiled with -ffp-contract=off.
 #pragma once
 
 #include <cstdint>
@@ -17,18 +20,32 @@ struct ReduceCall {
   uint32_t destination_count;
   uint64_t elems;
   uint32_t divisor;  // what avg divides by; read by avg alone
+  // One per source, read by premul_sum alone, each rounded to the type of accumulation before it multiplies
+  // anything; null means that all are 1.
+  const double* factors = nullptr;
 };
 
 using ReduceFunction = void (*)(const ReduceCall&);
 
+// baseline is what the compiler may take for granted: SSE2 on x86-64, NEON on aarch64 (and called so there).
 enum class InstructionSet : uint8_t { baseline, avx2, avx512 };
+inline constexpr InstructionSet kAllInstructionSets[] = {InstructionSet::baseline, InstructionSet::avx2,
+                                                         InstructionSet::avx512};
 const char* name(InstructionSet set);
 
 // Whether this processor (and the system's saving of its registers) has the set.
 bool has(InstructionSet set);
+
+// The best that this processor has; or the wish, an instruction set's name, when there is one (neither null
+// nor empty). Throws Error(invalid_argument) when the wish is unknown or this processor does not have it.
+InstructionSet choose_instruction_set(const char* wish);
+
+// The set that every collective of this process uses: the choice, made once, with PHOTINUS_INSTRUCTION_SET
+// for the wish. Throws, again at each use, when the choice does.
 InstructionSet best_instruction_set();
 
-// The kernel for a type and reduction; null when there is none (avg of boolean).
+// The kernel for a type and reduction; null when there is none: avg and premul_sum of boolean, premul_sum of
+// integers, bitwise reductions of floating types.
 ReduceFunction find_reduce(Dtype dtype, Reduction reduction, InstructionSet set);
 
 }  // namespace photinus

@@ -5,10 +5,17 @@
 //
 // Work goes block by block: a block of all sources is loaded and combined in registers before the results are
 // stored, so a destination may be one of the sources.
+//
+// Narrow floats are converted to float32 and back, although newer processors can add halves as they are
+// (AVX512-FP16, the half arithmetic of ARMv8.2) or round to bfloat16 in one instruction (vcvtneps2bf16 of
+// AVX512-BF16). The former would accumulate in 16 bits and round at every step; the latter takes subnormals
+// for zero. Either way the bits would depend on the processor.
 #include <cstdint>
 
 #if defined(__F16C__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include "kernels/reduce.h"
@@ -32,6 +39,7 @@ using Vector = typename VectorOf<T>::type;
 template <class T>
 struct Plain {
   using Element = T;
+  using Accumulated = T;
   using Lanes = Vector<T>;
   static constexpr uint64_t kLanes = kVectorBytes / sizeof(T);
   static Lanes load(const Element* from) {
@@ -42,9 +50,18 @@ struct Plain {
   static void store(Element* to, Lanes lanes) { __builtin_memcpy(to, &lanes, sizeof lanes); }
 };
 
+// Any byte but 0 is true and leaves as 1.
+struct Boolean : Plain<uint8_t> {
+  static Lanes load(const Element* from) {
+    Lanes lanes = Plain<uint8_t>::load(from);
+    return lanes > 1 ? 1 : lanes;
+  }
+};
+
 // bfloat16: the upper half of a float32.
 struct Bfloat16 {
   using Element = uint16_t;
+  using Accumulated = float;
   using Lanes = Vector<float>;
   static constexpr uint64_t kLanes = kVectorBytes / sizeof(float);
   typedef uint16_t Halves __attribute__((vector_size(kVectorBytes / 2)));
@@ -68,6 +85,7 @@ struct Bfloat16 {
 
 struct Float16 {
   using Element = uint16_t;
+  using Accumulated = float;
   using Lanes = Vector<float>;
   static constexpr uint64_t kLanes = kVectorBytes / sizeof(float);
 
@@ -89,6 +107,16 @@ struct Float16 {
   }
   static void store(Element* to, Lanes lanes) {
     __m128i halves = _mm256_cvtps_ph(reinterpret_cast<__m256>(lanes), _MM_FROUND_TO_NEAREST_INT);
+    __builtin_memcpy(to, &halves, sizeof halves);
+  }
+#elif defined(__aarch64__)
+  static Lanes load(const Element* from) {
+    float16x4_t halves;
+    __builtin_memcpy(&halves, from, sizeof halves);
+    return reinterpret_cast<Lanes>(vcvt_f32_f16(halves));
+  }
+  static void store(Element* to, Lanes lanes) {
+    float16x4_t halves = vcvt_f16_f32(reinterpret_cast<float32x4_t>(lanes));
     __builtin_memcpy(to, &halves, sizeof halves);
   }
 #else
@@ -137,44 +165,89 @@ struct Float16 {
 #endif
 };
 
-struct Sum {
+// How two vectors become one; what happens to each source before (factors) and to the result after (divides).
+struct Plainly {
+  static constexpr bool kFactors = false, kDivides = false;
+};
+struct Sum : Plainly {
   template <class Lanes>
   static Lanes combine(Lanes a, Lanes b) {
     return a + b;
   }
 };
-struct Product {
+struct Average : Sum {
+  static constexpr bool kDivides = true;
+};
+struct PremultipliedSum : Sum {
+  static constexpr bool kFactors = true;
+};
+struct Product : Plainly {
   template <class Lanes>
   static Lanes combine(Lanes a, Lanes b) {
     return a * b;
   }
 };
 // A NaN in any source makes the result NaN, whichever rank it comes from.
-struct Min {
+struct Min : Plainly {
   template <class Lanes>
   static Lanes combine(Lanes a, Lanes b) {
     return ((b < a) | (b != b)) ? b : a;
   }
 };
-struct Max {
+struct Max : Plainly {
   template <class Lanes>
   static Lanes combine(Lanes a, Lanes b) {
     return ((b > a) | (b != b)) ? b : a;
   }
 };
+struct And : Plainly {
+  template <class Lanes>
+  static Lanes combine(Lanes a, Lanes b) {
+    return a & b;
+  }
+};
+struct Or : Plainly {
+  template <class Lanes>
+  static Lanes combine(Lanes a, Lanes b) {
+    return a | b;
+  }
+};
+struct Xor : Plainly {
+  template <class Lanes>
+  static Lanes combine(Lanes a, Lanes b) {
+    return a ^ b;
+  }
+};
 
-template <class Format, class How, bool kDivide, uint32_t kSources>
-inline typename Format::Lanes combined(const ReduceCall& call, uint64_t at) {
-  using Element = typename Format::Element;
-  const uint32_t sources = kSources ? kSources : call.source_count;
-  auto lanes = Format::load(static_cast<const Element*>(call.sources[0]) + at);
-  for (uint32_t s = 1; s < sources; ++s)
-    lanes = How::combine(lanes, Format::load(static_cast<const Element*>(call.sources[s]) + at));
-  if constexpr (kDivide) lanes = lanes / static_cast<float>(call.divisor);
+template <class Format, class How>
+inline typename Format::Lanes load_source(const ReduceCall& call, uint32_t source,
+                                          const typename Format::Element* from) {
+  auto lanes = Format::load(from);
+  if constexpr (How::kFactors)
+    if (call.factors) lanes = lanes * static_cast<typename Format::Accumulated>(call.factors[source]);
   return lanes;
 }
 
-template <class Format, class How, bool kDivide, uint32_t kSources>
+template <class Format, class How>
+inline typename Format::Lanes finished(const ReduceCall& call, typename Format::Lanes lanes) {
+  // In the type of accumulation, which holds the divisor, a number of ranks, exactly.
+  if constexpr (How::kDivides) lanes = lanes / static_cast<typename Format::Accumulated>(call.divisor);
+  return lanes;
+}
+
+template <class Format, class How, uint32_t kSources>
+inline typename Format::Lanes combined(const ReduceCall& call, uint64_t at) {
+  using Element = typename Format::Element;
+  const uint32_t sources = kSources ? kSources : call.source_count;
+  auto source = [&](uint32_t s) __attribute__((always_inline)) {
+    return load_source<Format, How>(call, s, static_cast<const Element*>(call.sources[s]) + at);
+  };
+  auto lanes = source(0);
+  for (uint32_t s = 1; s < sources; ++s) lanes = How::combine(lanes, source(s));
+  return finished<Format, How>(call, lanes);
+}
+
+template <class Format, class How, uint32_t kSources>
 void reduce_blocks(const ReduceCall& call) {
   using Element = typename Format::Element;
   constexpr uint64_t kUnroll = 4, kBlock = kUnroll * Format::kLanes;
@@ -182,7 +255,7 @@ void reduce_blocks(const ReduceCall& call) {
   for (; at + kBlock <= call.elems; at += kBlock) {
     typename Format::Lanes lanes[kUnroll];
     for (uint64_t u = 0; u < kUnroll; ++u)
-      lanes[u] = combined<Format, How, kDivide, kSources>(call, at + u * Format::kLanes);
+      lanes[u] = combined<Format, How, kSources>(call, at + u * Format::kLanes);
     for (uint32_t d = 0; d < call.destination_count; ++d)
       for (uint64_t u = 0; u < kUnroll; ++u)
         Format::store(static_cast<Element*>(call.destinations[d]) + at + u * Format::kLanes, lanes[u]);
@@ -195,22 +268,21 @@ void reduce_blocks(const ReduceCall& call) {
     typename Format::Lanes lanes{};
     for (uint32_t s = 0; s < call.source_count; ++s) {
       __builtin_memcpy(padded, static_cast<const Element*>(call.sources[s]) + at, bytes);
-      auto next = Format::load(padded);
+      auto next = load_source<Format, How>(call, s, padded);
       lanes = s == 0 ? next : How::combine(lanes, next);
     }
-    if constexpr (kDivide) lanes = lanes / static_cast<float>(call.divisor);
-    Format::store(padded, lanes);
+    Format::store(padded, finished<Format, How>(call, lanes));
     for (uint32_t d = 0; d < call.destination_count; ++d)
       __builtin_memcpy(static_cast<Element*>(call.destinations[d]) + at, padded, bytes);
   }
 }
 
-template <class Format, class How, bool kDivide = false>
+template <class Format, class How>
 void reduce(const ReduceCall& call) {
   if (call.source_count == 2)
-    reduce_blocks<Format, How, kDivide, 2>(call);
+    reduce_blocks<Format, How, 2>(call);
   else
-    reduce_blocks<Format, How, kDivide, 0>(call);
+    reduce_blocks<Format, How, 0>(call);
 }
 
 // The average of integers: the exact sum (in 64 bits), divided with truncation towards zero.
@@ -237,13 +309,19 @@ ReduceFunction floating(Reduction reduction) {
     case Reduction::sum:
       return reduce<Format, Sum>;
     case Reduction::avg:
-      return reduce<Format, Sum, true>;
+      return reduce<Format, Average>;
     case Reduction::min:
       return reduce<Format, Min>;
     case Reduction::max:
       return reduce<Format, Max>;
     case Reduction::product:
       return reduce<Format, Product>;
+    case Reduction::premul_sum:
+      return reduce<Format, PremultipliedSum>;
+    case Reduction::band:
+    case Reduction::bor:
+    case Reduction::bxor:
+      return nullptr;
   }
   return nullptr;
 }
@@ -262,6 +340,14 @@ ReduceFunction integer(Reduction reduction) {
       return reduce<Plain<Signed>, Max>;
     case Reduction::product:
       return reduce<Plain<Unsigned>, Product>;
+    case Reduction::band:
+      return reduce<Plain<Unsigned>, And>;
+    case Reduction::bor:
+      return reduce<Plain<Unsigned>, Or>;
+    case Reduction::bxor:
+      return reduce<Plain<Unsigned>, Xor>;
+    case Reduction::premul_sum:
+      return nullptr;
   }
   return nullptr;
 }
@@ -270,11 +356,16 @@ inline ReduceFunction logical(Reduction reduction) {
   switch (reduction) {
     case Reduction::sum:
     case Reduction::max:
-      return reduce<Plain<uint8_t>, Max>;
+    case Reduction::bor:
+      return reduce<Boolean, Or>;
     case Reduction::min:
     case Reduction::product:
-      return reduce<Plain<uint8_t>, Min>;
+    case Reduction::band:
+      return reduce<Boolean, And>;
+    case Reduction::bxor:
+      return reduce<Boolean, Xor>;
     case Reduction::avg:
+    case Reduction::premul_sum:
       return nullptr;
   }
   return nullptr;

@@ -15,8 +15,9 @@ namespace photinus::test {
 inline constexpr Dtype kAllDtypes[] = {Dtype::float32, Dtype::float64, Dtype::float16, Dtype::bfloat16,
                                        Dtype::int8,    Dtype::int16,   Dtype::int32,   Dtype::int64,
                                        Dtype::uint8,   Dtype::boolean};
-inline constexpr Reduction kAllReductions[] = {Reduction::sum, Reduction::avg, Reduction::min, Reduction::max,
-                                               Reduction::product};
+inline constexpr Reduction kAllReductions[] = {Reduction::sum, Reduction::avg,     Reduction::min,
+                                               Reduction::max, Reduction::product, Reduction::band,
+                                               Reduction::bor, Reduction::bxor,    Reduction::premul_sum};
 
 inline Bytes random_elements(Dtype dtype, uint64_t elems, std::mt19937_64& random) {
   const size_t size = size_bytes(dtype);
@@ -71,7 +72,20 @@ inline bool same(Dtype dtype, const std::byte* a, const std::byte* b, uint64_t e
 }
 
 inline bool exists(Dtype dtype, Reduction reduction) {
-  return !(dtype == Dtype::boolean && reduction == Reduction::avg);
+  const bool floating = dtype == Dtype::float32 || dtype == Dtype::float64 || dtype == Dtype::float16 ||
+                        dtype == Dtype::bfloat16;
+  switch (reduction) {
+    case Reduction::avg:
+      return dtype != Dtype::boolean;
+    case Reduction::band:
+    case Reduction::bor:
+    case Reduction::bxor:
+      return !floating;
+    case Reduction::premul_sum:
+      return floating;
+    default:
+      return true;
+  }
 }
 
 }  // namespace photinus::test

@@ -9,7 +9,9 @@ using namespace photinus::test;
 // unaligned addresses, one or several destinations, results on top of a source.
 TEST(every_kernel_of_every_instruction_set_equals_the_naive_reference) {
   std::mt19937_64 random(7);
-  for (InstructionSet set : {InstructionSet::baseline, InstructionSet::avx2, InstructionSet::avx512}) {
+  // Neither powers of two nor exact in any type: a fused multiplication and addition would show.
+  const std::vector<double> factors = {1.0 / 3, -0.7, 1e-3, 1234.567, 0.1};
+  for (InstructionSet set : kAllInstructionSets) {
     if (!has(set)) continue;
     for (Dtype dtype : kAllDtypes) {
       for (Reduction reduction : kAllReductions) {
@@ -20,7 +22,7 @@ TEST(every_kernel_of_every_instruction_set_equals_the_naive_reference) {
             std::vector<Bytes> inputs;
             for (uint32_t r = 0; r < ranks; ++r) inputs.push_back(random_elements(dtype, elems, random));
             Call call{Operation::all_reduce, dtype, reduction, 0, elems};
-            const Bytes expected = naive(call, inputs)[0];
+            const Bytes expected = naive(call, inputs, factors)[0];
             std::vector<Bytes> buffers;
             std::vector<const void*> sources;
             for (const Bytes& input : inputs) {
@@ -30,7 +32,8 @@ TEST(every_kernel_of_every_instruction_set_equals_the_naive_reference) {
             for (Bytes& buffer : buffers) sources.push_back(buffer.data() + shift);
             Bytes other(elems * size);
             void* destinations[] = {buffers[ranks - 1].data() + shift, other.data()};
-            find_reduce(dtype, reduction, set)({sources.data(), ranks, destinations, 2, elems, ranks});
+            find_reduce(dtype, reduction,
+                        set)({sources.data(), ranks, destinations, 2, elems, ranks, factors.data()});
             CHECK(same(dtype, static_cast<std::byte*>(destinations[0]), expected.data(), elems));
             CHECK(same(dtype, other.data(), expected.data(), elems));
           }
@@ -41,7 +44,7 @@ TEST(every_kernel_of_every_instruction_set_equals_the_naive_reference) {
 }
 
 TEST(every_half_survives_widening_and_narrowing_on_every_instruction_set) {
-  for (InstructionSet set : {InstructionSet::baseline, InstructionSet::avx2, InstructionSet::avx512}) {
+  for (InstructionSet set : kAllInstructionSets) {
     if (!has(set)) continue;
     for (Dtype dtype : {Dtype::float16, Dtype::bfloat16}) {
       std::vector<uint16_t> all(65536), out(65536);
@@ -55,8 +58,69 @@ TEST(every_half_survives_widening_and_narrowing_on_every_instruction_set) {
   }
 }
 
-TEST(the_average_of_booleans_has_no_kernel) {
-  CHECK(find_reduce(Dtype::boolean, Reduction::avg, InstructionSet::baseline) == nullptr);
+TEST(reductions_that_mean_nothing_on_a_type_have_no_kernel) {
+  for (InstructionSet set : kAllInstructionSets) {
+    if (!has(set)) continue;
+    for (Dtype dtype : kAllDtypes)
+      for (Reduction reduction : kAllReductions)
+        CHECK((find_reduce(dtype, reduction, set) != nullptr) == exists(dtype, reduction));
+  }
+}
+
+TEST(any_byte_but_zero_is_true_and_results_are_0_or_1) {
+  std::vector<Bytes> inputs(3, Bytes(200));
+  std::mt19937_64 random(11);
+  for (Bytes& input : inputs)
+    for (std::byte& byte : input) byte = static_cast<std::byte>(random() % 2 ? random() : 0);
+  for (InstructionSet set : kAllInstructionSets) {
+    if (!has(set)) continue;
+    for (Reduction reduction : kAllReductions) {
+      if (!exists(Dtype::boolean, reduction)) continue;
+      for (uint32_t ranks : {1u, 2u, 3u}) {
+        const std::vector<Bytes> present(inputs.begin(), inputs.begin() + ranks);
+        const Bytes expected = naive({Operation::all_reduce, Dtype::boolean, reduction, 0, 200}, present)[0];
+        const void* sources[] = {inputs[0].data(), inputs[1].data(), inputs[2].data()};
+        Bytes out(200);
+        void* destinations[] = {out.data()};
+        find_reduce(Dtype::boolean, reduction, set)({sources, ranks, destinations, 1, 200, ranks});
+        CHECK(out == expected);
+      }
+    }
+  }
+}
+
+TEST(a_factor_is_rounded_to_the_type_of_accumulation_and_none_means_1) {
+  const float one = 1.0f, three = 3.0f;
+  const double factors[] = {0.1, 1.0};
+  const void* sources[] = {&three, &one};
+  float out = 0;
+  void* destinations[] = {&out};
+  for (InstructionSet set : kAllInstructionSets) {
+    if (!has(set)) continue;
+    auto premul_sum = find_reduce(Dtype::float32, Reduction::premul_sum, set);
+    premul_sum({sources, 2, destinations, 1, 1, 2, factors});
+    volatile float product = 3.0f * 0.1f;  // rounded before the addition
+    CHECK(out == product + 1.0f);
+    premul_sum({sources, 2, destinations, 1, 1, 2});
+    CHECK(out == 4.0f);
+  }
+}
+
+TEST(a_wish_for_an_instruction_set_is_granted_or_refused_with_the_choices) {
+  const InstructionSet best = choose_instruction_set(nullptr);
+  CHECK(has(best) && choose_instruction_set("") == best);
+  for (InstructionSet set : kAllInstructionSets) {
+    if (has(set)) {
+      CHECK(choose_instruction_set(name(set)) == set);
+    } else {
+      auto [kind, message] = error_of([&] { choose_instruction_set(name(set)); });
+      CHECK(kind == ErrorKind::invalid_argument);
+    }
+  }
+  auto [kind, message] = error_of([] { choose_instruction_set("avx1024"); });
+  CHECK(kind == ErrorKind::invalid_argument);
+  CHECK_CONTAINS(message, "PHOTINUS_INSTRUCTION_SET=avx1024");
+  CHECK_CONTAINS(message, std::string("the choices are ") + name(InstructionSet::baseline));
 }
 
 TEST(integer_averages_do_not_overflow_on_the_way) {

@@ -70,8 +70,22 @@ HOST_ID: Variable[str | None] = Variable(
 BACKEND: Variable[str] = Variable(
     "PHOTINUS_BACKEND", str, "auto", "torch.distributed backend that photinus.init uses when none is given"
 )
+INSTRUCTION_SET: Variable[str | None] = Variable(
+    "PHOTINUS_INSTRUCTION_SET",
+    str,
+    None,
+    "vector instructions that the engine adds with: baseline, avx2, avx512 (neon on ARM); read once by the engine, in "
+    "native/kernels/choose.cc (default: the best that the processor has)",
+)
 ATTEMPT: Variable[int] = Variable(
     "TORCHELASTIC_RESTART_COUNT", int, 0, "how often the launcher has restarted the workers; set by the launcher"
 )
 
-ALL: tuple[Variable[object], ...] = (EXPECTED_WORLD_SIZE, TIMEOUT_S, HOST_ID, BACKEND, ATTEMPT)  # type: ignore[assignment]
+ALL: tuple[Variable[object], ...] = (  # type: ignore[assignment]
+    EXPECTED_WORLD_SIZE,
+    TIMEOUT_S,
+    HOST_ID,
+    BACKEND,
+    INSTRUCTION_SET,
+    ATTEMPT,
+)
