@@ -58,28 +58,62 @@ struct Boolean : Plain<uint8_t> {
   }
 };
 
-// bfloat16: the upper half of a float32.
+// Small integers to be averaged: summed and divided as floating-point numbers, which processors divide many
+// at a time. That is exact: Wide holds every sum of up to 2^16 of them, and a quotient of two whole numbers
+// that Wide holds is too far from the next whole number to be rounded up to it, so cutting off its fraction
+// truncates the exact quotient.
+template <class T, class Wide>
+struct Averaged {
+  static_assert(sizeof(T) == 1 || sizeof(Wide) == 8);
+  using Element = T;
+  using Accumulated = Wide;
+  using Lanes = Vector<Wide>;
+  static constexpr uint64_t kLanes = kVectorBytes / sizeof(Wide);
+  typedef T Narrow __attribute__((vector_size(kLanes * sizeof(T))));
+  typedef int32_t Words __attribute__((vector_size(kLanes * sizeof(int32_t))));
+
+  static Lanes load(const Element* from) {
+    Narrow narrow;
+    __builtin_memcpy(&narrow, from, sizeof narrow);
+    return __builtin_convertvector(__builtin_convertvector(narrow, Words), Lanes);
+  }
+  static void store(Element* to, Lanes lanes) {
+    Narrow narrow = __builtin_convertvector(__builtin_convertvector(lanes, Words), Narrow);
+    __builtin_memcpy(to, &narrow, sizeof narrow);
+  }
+};
+
+// bfloat16: the upper half of a float32. The two elements in each 32-bit word are widened in place, into one
+// vector of those that lay low and one of those that lay high, and put together again the same way: no
+// element ever moves to another lane, which is what makes other conversions slow.
 struct Bfloat16 {
   using Element = uint16_t;
   using Accumulated = float;
-  using Lanes = Vector<float>;
-  static constexpr uint64_t kLanes = kVectorBytes / sizeof(float);
-  typedef uint16_t Halves __attribute__((vector_size(kVectorBytes / 2)));
   using Words = Vector<uint32_t>;
+  static constexpr uint64_t kLanes = kVectorBytes / sizeof(Element);
+
+  struct Lanes {
+    Vector<float> low, high;
+    Lanes operator*(float factor) const { return {low * factor, high * factor}; }
+    Lanes operator/(float divisor) const { return {low / divisor, high / divisor}; }
+  };
 
   static Lanes load(const Element* from) {
-    Halves halves;
-    __builtin_memcpy(&halves, from, sizeof halves);
-    Words words = __builtin_convertvector(halves, Words) << 16;
-    return reinterpret_cast<Lanes>(words);
+    Words words;
+    __builtin_memcpy(&words, from, sizeof words);
+    return {reinterpret_cast<Vector<float>>(words << 16),
+            reinterpret_cast<Vector<float>>(words & 0xffff0000u)};
+  }
+  // The upper half is the result.
+  static Words rounded(Vector<float> lanes) {
+    Words words = reinterpret_cast<Words>(lanes);
+    Words nearest = words + 0x7fff + ((words >> 16) & 1);  // ties to even
+    Words quiet = words | 0x400000;                        // a NaN must not round into an infinity
+    return lanes != lanes ? quiet : nearest;
   }
   static void store(Element* to, Lanes lanes) {
-    Words words = reinterpret_cast<Words>(lanes);
-    Words rounded = (words + 0x7fff + ((words >> 16) & 1)) >> 16;  // to nearest, ties to even
-    Words quiet = (words >> 16) | 0x40;                            // a NaN must not round into an infinity
-    Words is_nan = reinterpret_cast<Words>(lanes != lanes);
-    Halves halves = __builtin_convertvector((is_nan & quiet) | (~is_nan & rounded), Halves);
-    __builtin_memcpy(to, &halves, sizeof halves);
+    Words words = (rounded(lanes.low) >> 16) | (rounded(lanes.high) & 0xffff0000u);
+    __builtin_memcpy(to, &words, sizeof words);
   }
 };
 
@@ -219,6 +253,15 @@ struct Xor : Plainly {
   }
 };
 
+template <class How, class Lanes>
+inline Lanes combine(Lanes a, Lanes b) {
+  return How::combine(a, b);
+}
+template <class How>
+inline Bfloat16::Lanes combine(Bfloat16::Lanes a, Bfloat16::Lanes b) {
+  return {How::combine(a.low, b.low), How::combine(a.high, b.high)};
+}
+
 template <class Format, class How>
 inline typename Format::Lanes load_source(const ReduceCall& call, uint32_t source,
                                           const typename Format::Element* from) {
@@ -243,7 +286,7 @@ inline typename Format::Lanes combined(const ReduceCall& call, uint64_t at) {
     return load_source<Format, How>(call, s, static_cast<const Element*>(call.sources[s]) + at);
   };
   auto lanes = source(0);
-  for (uint32_t s = 1; s < sources; ++s) lanes = How::combine(lanes, source(s));
+  for (uint32_t s = 1; s < sources; ++s) lanes = combine<How>(lanes, source(s));
   return finished<Format, How>(call, lanes);
 }
 
@@ -269,7 +312,7 @@ void reduce_blocks(const ReduceCall& call) {
     for (uint32_t s = 0; s < call.source_count; ++s) {
       __builtin_memcpy(padded, static_cast<const Element*>(call.sources[s]) + at, bytes);
       auto next = load_source<Format, How>(call, s, padded);
-      lanes = s == 0 ? next : How::combine(lanes, next);
+      lanes = s == 0 ? next : combine<How>(lanes, next);
     }
     Format::store(padded, finished<Format, How>(call, lanes));
     for (uint32_t d = 0; d < call.destination_count; ++d)
@@ -285,22 +328,26 @@ void reduce(const ReduceCall& call) {
     reduce_blocks<Format, How, 0>(call);
 }
 
-// The average of integers: the exact sum (in 64 bits), divided with truncation towards zero.
-template <class T>
-void average_integers(const ReduceCall& call) {
-  constexpr uint64_t kBlock = 64;
-  for (uint64_t at = 0; at < call.elems; at += kBlock) {
-    uint64_t count = call.elems - at < kBlock ? call.elems - at : kBlock;
-    uint64_t sums[kBlock] = {};
-    for (uint32_t s = 0; s < call.source_count; ++s)
-      for (uint64_t i = 0; i < count; ++i)
-        sums[i] +=
-            static_cast<uint64_t>(static_cast<int64_t>(static_cast<const T*>(call.sources[s])[at + i]));
+// The average of integers: the exact sum (in 64 bits, wrapping around as sums do), divided with truncation
+// towards zero.
+inline void average_int64(const ReduceCall& call) {
+  for (uint64_t at = 0; at < call.elems; ++at) {
+    uint64_t sum = 0;
+    for (uint32_t s = 0; s < call.source_count; ++s) sum += static_cast<const uint64_t*>(call.sources[s])[at];
+    const int64_t average = static_cast<int64_t>(sum) / static_cast<int64_t>(call.divisor);
     for (uint32_t d = 0; d < call.destination_count; ++d)
-      for (uint64_t i = 0; i < count; ++i)
-        static_cast<T*>(call.destinations[d])[at + i] =
-            static_cast<T>(static_cast<int64_t>(sums[i]) / static_cast<int64_t>(call.divisor));
+      static_cast<int64_t*>(call.destinations[d])[at] = average;
   }
+}
+
+template <class T>
+ReduceFunction average() {
+  if constexpr (sizeof(T) == 8)
+    return average_int64;
+  else if constexpr (sizeof(T) == 1)
+    return reduce<Averaged<T, float>, Average>;
+  else
+    return reduce<Averaged<T, double>, Average>;
 }
 
 template <class Format>
@@ -333,7 +380,7 @@ ReduceFunction integer(Reduction reduction) {
     case Reduction::sum:
       return reduce<Plain<Unsigned>, Sum>;
     case Reduction::avg:
-      return average_integers<Signed>;
+      return average<Signed>();
     case Reduction::min:
       return reduce<Plain<Signed>, Min>;
     case Reduction::max:

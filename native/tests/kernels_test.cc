@@ -1,3 +1,5 @@
+#include <type_traits>
+
 #include "check.h"
 #include "data.h"
 #include "kernels/reduce.h"
@@ -129,4 +131,52 @@ TEST(integer_averages_do_not_overflow_on_the_way) {
   void* destinations[] = {&out};
   find_reduce(Dtype::uint8, Reduction::avg, best_instruction_set())({sources, 2, destinations, 1, 1, 2});
   CHECK(out == 200);
+}
+
+// What averages as floating-point numbers could get wrong: quotients just below a whole number, extremes,
+// many ranks.
+template <class T>
+static void check_average(const std::vector<T>& values, int64_t expected) {
+  for (InstructionSet set : kAllInstructionSets) {
+    if (!has(set)) continue;
+    for (int64_t sign : {1, -1}) {
+      if (std::is_unsigned_v<T> && sign < 0) continue;
+      std::vector<T> signed_values;
+      for (T value : values) signed_values.push_back(static_cast<T>(sign * static_cast<int64_t>(value)));
+      std::vector<const void*> sources;
+      for (const T& value : signed_values) sources.push_back(&value);
+      const auto count = static_cast<uint32_t>(values.size());
+      const Dtype dtype = sizeof(T) == 4          ? Dtype::int32
+                          : sizeof(T) == 2        ? Dtype::int16
+                          : std::is_unsigned_v<T> ? Dtype::uint8
+                                                  : Dtype::int8;
+      T out = 0;
+      void* destinations[] = {&out};
+      find_reduce(dtype, Reduction::avg, set)({sources.data(), count, destinations, 1, 1, count});
+      CHECK(static_cast<int64_t>(out) == sign * expected);
+    }
+  }
+}
+
+TEST(integer_averages_are_exact_sums_truncated_towards_zero) {
+  constexpr int32_t top = std::numeric_limits<int32_t>::max();
+  check_average<int32_t>({top, top, top}, top);
+  check_average<int32_t>({top, top, top - 1}, top - 1);
+  for (uint32_t ranks : {2u, 7u, 1000u, 1024u, 65536u}) {
+    std::vector<int32_t> wide(ranks, top);
+    check_average<int32_t>(wide, top);
+    wide[0] -= 1;
+    check_average<int32_t>(wide, top - 1);
+    std::vector<int16_t> middle(ranks, 32767);
+    check_average<int16_t>(middle, 32767);
+    middle[0] = 32766;
+    check_average<int16_t>(middle, 32766);
+    std::vector<uint8_t> narrow(ranks, 255);
+    check_average<uint8_t>(narrow, 255);
+    narrow[ranks - 1] = 254;
+    check_average<uint8_t>(narrow, 254);
+    std::vector<int8_t> signs(ranks, 127);
+    signs[0] = 126;
+    check_average<int8_t>(signs, 126);
+  }
 }
