@@ -87,12 +87,14 @@ class Communicator:
 
     Raises:
         CollectiveTimeoutError: not all ranks came in time; names those that are missing.
-        ValueError: wrong arguments, or this rank was refused (its rank is taken, another world size).
+        ValueError: wrong arguments, a PHOTINUS_INSTRUCTION_SET that this processor does not have, or this rank was
+            refused (its rank is taken, another world size).
     """
 
     def __init__(
         self, rank: int, world_size: int, address: str, *, timeout_s: float | None = None, name: str = "world"
     ) -> None:
+        _native.instruction_set()  # refuses a wrong PHOTINUS_INSTRUCTION_SET before any rank is met
         self._native = _native.Communicator.connect(
             rank, world_size, address, env.TIMEOUT_S.get() if timeout_s is None else timeout_s, name
         )

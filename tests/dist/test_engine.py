@@ -45,6 +45,15 @@ def all_collectives(rank: int, world_size: int, address: str) -> int:
                         array[:] = inputs[rank]
                         communicator.all_reduce(array, reduction)
                         np.testing.assert_array_equal(array, expected)
+                    for reduction, combine in (
+                        ("band", np.bitwise_and),
+                        ("bor", np.bitwise_or),
+                        ("bxor", np.bitwise_xor),
+                    ):
+                        if not dtype.startswith("float"):
+                            array[:] = inputs[rank]
+                            communicator.all_reduce(array, reduction)
+                            np.testing.assert_array_equal(array, combine.reduce(stacked, 0))
                     array = _array(dtype, elems, in_arena)
                     array[:] = inputs[rank]
                     communicator.broadcast(array, world_size - 1)
@@ -215,6 +224,24 @@ def test_the_host_identity_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine.host_id() == engine.host_id()
     monkeypatch.setenv("PHOTINUS_HOST_ID", "rack-3")
     assert engine.host_id() == "rack-3"
+
+
+def test_the_instruction_set_can_be_wished_for_and_a_wrong_wish_is_refused_before_ranks_meet() -> None:
+    connect = (
+        "from photinus import _native, engine; engine.Communicator(0, 1, engine.new_address()).close(); "
+        "print(_native.instruction_set())"
+    )
+
+    def wishing(wish: str) -> subprocess.CompletedProcess[str]:
+        environ = {**os.environ, "PHOTINUS_INSTRUCTION_SET": wish}
+        return subprocess.run([sys.executable, "-c", connect], env=environ, capture_output=True, text=True, timeout=60)
+
+    refused = wishing("abacus").stderr
+    assert "ValueError: PHOTINUS_INSTRUCTION_SET=abacus: this processor has no such instruction set" in refused
+    choices = refused.partition("the choices are ")[2].split()
+    assert choices
+    for choice in (choice.rstrip(",") for choice in choices):
+        assert wishing(choice).stdout.strip() == choice
 
 
 def test_the_engine_does_not_import_torch() -> None:
