@@ -1,159 +1,91 @@
 """all_reduce through torch.distributed: backend photinus (tensors in the arena, and ordinary ones) against gloo.
 
-    python benchmarks/all_reduce.py                         # 2 and 4 ranks, 4 KiB to 64 MiB
-    python benchmarks/all_reduce.py --ranks 2 --mib 4 64 --json benchmarks/results/all_reduce.json
+    python benchmarks/all_reduce.py --quick
+    python benchmarks/all_reduce.py --out benchmarks/results/all_reduce.json --check
 
-The three take turns in every round of one run, so that whatever else the machine does hits all alike; figures are
-medians over rounds of the mean of back-to-back calls, timed on rank 0. The calling threads are pinned round-robin to
-the usable cores, gloo's own threads are not. gloo runs over loopback TCP, whose speed depends on the congestion control
-(BBR, the default of some machines, slows it by half): as root, the ranks run in a network namespace of their own with
-"reno"; otherwise the control in force is printed.
+Default sizes: 4 B to 256 MiB in powers of 4, float32. At the end, in a world of one, what our layer of Python costs: a
+call through torch.distributed less the same call to the native engine. What is measured and which traps are avoided
+stands in README.md beside this file.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
-import os
-import platform
-import shutil
-import statistics
-import subprocess
-import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
-INSIDE = "PHOTINUS_BENCH_NAMESPACE"
+import bars
+import engines
+import harness
+import report
+from turns import DTYPES, Contestant, Effort, take_turns
+
+SIZES = [4**power for power in range(1, 15)]
+QUICK = [4, *(4**power for power in range(6, 14, 2)), 4**13]
+OURS = ["photinus arena", "photinus"]
+LAYER_CALLS = 10_000
 
 
-def rank_main(rank: int, world_size: int, store_file: str, sizes: list[int], rounds: int, out: str) -> None:
-    """One rank: every size, every contender in turn."""
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group("photinus", store=dist.FileStore(store_file, world_size), rank=rank, world_size=world_size)
-    gloo = dist.new_group(backend="gloo")
-    group = dist.group.WORLD
-    assert group is not None
-    allocate = group.allocate_tensor  # type: ignore[attr-defined]
-    # This thread only: gloo's own threads, started above, stay free to run on the other cores.
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    rows = []
-    for size_bytes in sizes:
-        elems = size_bytes // 4
-        contenders = {
-            "gloo": (gloo, torch.zeros(elems)),
-            "photinus": (group, torch.zeros(elems)),
-            "photinus arena": (group, allocate((elems,), dtype=torch.float32).zero_()),
-        }
-        calls = max(2, min(200, (64 << 20) // size_bytes))
-        times: dict[str, list[float]] = {name: [] for name in contenders}
-        for round_index in range(rounds + 1):
-            for name, (process_group, tensor) in contenders.items():
-                dist.barrier()
-                start = time.perf_counter()
-                for _ in range(calls):
-                    dist.all_reduce(tensor, group=process_group)
-                if round_index > 0:  # the first round warms up
-                    times[name].append((time.perf_counter() - start) / calls)
-        row: dict[str, Any] = {"ranks": world_size, "bytes": size_bytes}
-        row.update({name: statistics.median(seconds) for name, seconds in times.items()})
-        rows.append(row)
-        if rank == 0:
-            print(line(row), flush=True)
-    if rank == 0:
-        Path(out).write_text(json.dumps(rows))
-    dist.destroy_process_group()
+def layer(binary: Path, rounds: int) -> tuple[dict[str, Any], list[Contestant]]:
+    """A row of one call of 4 B in a world of one: through torch, native, and the difference."""
+    contestants = [
+        engines.through_torch("photinus", 1, {"through torch": "ordinary"}),
+        engines.native(binary, 1),
+    ]
+    (row,) = take_turns(contestants, 1, [("float32", 4)], Effort(rounds, fixed_calls=LAYER_CALLS))
+    seconds = row["seconds"]
+    if "through torch" in seconds and "ordinary" in seconds:
+        seconds["python layer"] = seconds["through torch"] - seconds["ordinary"]
+    return row, contestants
 
 
-def line(row: dict[str, Any]) -> str:
-    """One line of the table."""
-    size = row["bytes"]
-    name = f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
-    cells = [f"{row['ranks']:>5} {name:>8}"]
-    for contender in ("gloo", "photinus", "photinus arena"):
-        cells.append(f"{row[contender] * 1e6:>10.1f} us {size / row[contender] / 1e9:>6.2f} GB/s")
-    cells.append(f"{row['gloo'] / row['photinus']:>6.1f} x {row['gloo'] / row['photinus arena']:>6.1f} x")
-    return "  ".join(cells)
-
-
-def enter_namespace() -> None:
-    """As root, starts this program again in a network namespace of its own, with loopback up and control reno."""
-    if os.environ.get(INSIDE) or os.geteuid() != 0 or not shutil.which("unshare") or not shutil.which("ip"):
-        return
-    script = f'ip link set lo up && echo reno > {CONTROL} && exec "$@"'
-    command = ["unshare", "--net", "sh", "-c", script, "sh", sys.executable, *sys.argv]
-    sys.exit(subprocess.run(command, env={**os.environ, INSIDE: "1"}).returncode)
-
-
-def machine() -> dict[str, str]:
-    """What the figures were measured on."""
-    import torch
-
-    model = [text for text in Path("/proc/cpuinfo").read_text().splitlines() if text.startswith("model name")]
-    return {
-        "processor": model[0].split(":")[1].strip() if model else platform.machine(),
-        "cores": str(len(os.sched_getaffinity(0))),
-        "kernel": platform.release(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "congestion control": CONTROL.read_text().strip(),
-    }
+def tables(kept: dict[str, Any]) -> str:
+    """The whole report as Markdown."""
+    parts = ["# all_reduce through torch.distributed", report.facts(kept)]
+    for ranks, dtype, rows in report.by_kind(kept["rows"]):
+        if ranks == 1:
+            parts += [
+                f"## One call of 4 B in a world of one, mean of {LAYER_CALLS}",
+                report.absolute(rows, ["through torch", "ordinary", "python layer"]),
+            ]
+            continue
+        parts += [
+            f"## {ranks} ranks, {dtype}",
+            report.absolute(rows, [*OURS, bars.GLOO]),
+            "gloo's time divided by ours (tensors in the arena / ordinary tensors):",
+            report.ratios(rows, OURS, [bars.GLOO]),
+        ]
+    return "\n\n".join(parts) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks (default 2 4)")
-    parser.add_argument("--mib", type=float, nargs="+", default=[1 / 256, 1 / 16, 1, 4, 16, 64], help="sizes in MiB")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds in which all take turns (default 7)")
-    parser.add_argument("--json", type=Path, help="also write the figures, with machine and date, to this file")
+    parser = harness.options(__doc__, SIZES)
+    parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=["float32"], help="element types")
     arguments = parser.parse_args()
-    enter_namespace()
-    sizes = [int(mib * (1 << 20)) // 4 * 4 for mib in arguments.mib]
-    facts = machine()
-    print(", ".join(f"{name} {value}" for name, value in facts.items()))
-    if facts["congestion control"] != "reno":
-        print("(not in a namespace with reno: gloo may be slower here than it need be; run as root to compare fairly)")
-    print("ranks     size                   gloo               photinus         photinus arena   ratio  (arena)")
+    harness.enter_namespace()
+    sizes = QUICK if arguments.quick and arguments.sizes == SIZES else arguments.sizes
+    effort = harness.effort(arguments)
+    facts = harness.machine()
+    harness.warn(facts)
+    binary = engines.build_native(engines.SOURCE / "build/engines/native")
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="photinus-bench-") as folder:
-        for world_size in arguments.ranks:
-            out = Path(folder, f"{world_size}.json")
-            processes = [
-                subprocess.Popen(
-                    [
-                        *(sys.executable, __file__, "--rank", str(rank), str(world_size)),
-                        *(f"{folder}/store{world_size}", json.dumps(sizes), str(arguments.rounds), str(out)),
-                    ],
-                    env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-                )
-                for rank in range(world_size)
-            ]
-            codes = [process.wait(timeout=900) for process in processes]
-            if any(codes):
-                sys.exit("a rank failed; see its output above")
-            rows += json.loads(out.read_text())
-    if arguments.json:
-        record = {
-            "date": datetime.date.today().isoformat(),
-            "command": "python " + " ".join(sys.argv),
-            "machine": facts,
-            "unit": "seconds per call, float32 sum",
-            "rows": rows,
-        }
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    everybody: dict[str, Contestant] = {}
+    for ranks in arguments.ranks:
+        contestants = [
+            engines.through_torch("photinus", ranks, {"photinus arena": "arena", "photinus": "ordinary"}),
+            engines.through_torch("gloo", ranks, {bars.GLOO: "ordinary"}),
+        ]
+        for row in take_turns(
+            contestants, ranks, [(dtype, size) for dtype in arguments.dtypes for size in sizes], effort
+        ):
+            rows.append(row)
+            print(report.progress(row), flush=True)
+        everybody.update({each.name: each for each in contestants if each.name not in everybody or each.absent})
+    row, contestants = layer(binary, effort.rounds)
+    rows.append(row)
+    print(report.progress(row), flush=True)
+    everybody.update({each.name: each for each in contestants if each.name not in everybody or each.absent})
+    report.finish(arguments, harness.record(facts, everybody.values(), rows), tables, bars.TORCH)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 2 and sys.argv[1] == "--rank":
-        _, _, own_rank, ranks, store, own_sizes, own_rounds, result = sys.argv
-        rank_main(int(own_rank), int(ranks), store, json.loads(own_sizes), int(own_rounds), result)
-    else:
-        main()
+    main()

@@ -10,7 +10,6 @@ are avoided stands in README.md beside this file.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +40,6 @@ def tables(kept: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def progress(row: dict[str, Any]) -> str:
-    """One line while it runs."""
-    cells = [f"{name} {seconds * 1e6:.1f}" for name, seconds in row["seconds"].items()]
-    return f"{row['ranks']} ranks {row['dtype']} {harness.size_name(row['bytes'])} (us): {', '.join(cells)}"
-
-
 def main() -> None:
     parser = harness.options(__doc__, SIZES)
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES), help="element types")
@@ -69,16 +62,9 @@ def main() -> None:
         kinds = [(dtype, size) for dtype in arguments.dtypes for size in sizes]
         for row in take_turns(contestants, ranks, kinds, harness.effort(arguments)):
             rows.append(row)
-            print(progress(row), flush=True)
+            print(report.progress(row), flush=True)
         everybody.update({each.name: each for each in contestants if each.name not in everybody or each.absent})
-    kept = harness.record(facts, everybody.values(), rows)
-    cleared, verdict = bars.report(bars.ENGINES, rows)
-    text = f"{tables(kept)}\n{verdict}\n"
-    print("\n" + text)
-    if arguments.out:
-        harness.write(arguments.out, kept, text)
-    if arguments.check and not cleared:
-        sys.exit(1)
+    report.finish(arguments, harness.record(facts, everybody.values(), rows), tables, bars.ENGINES)
 
 
 if __name__ == "__main__":

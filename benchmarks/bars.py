@@ -22,7 +22,7 @@ class Bar:
         low, high: the sizes that it is for, in bytes.
         against: another column; its time divided by ours must be `at_least` (`above`: be more than).
         at_most_s: or: the seconds that ours may take at most.
-        ranks: the number of ranks that it is for; 0 for any.
+        ranks: the number of ranks that it is for; 0 for any of more than one.
         dtypes: the element types that it is for.
     """
 
@@ -38,8 +38,8 @@ class Bar:
 
     def is_for(self, row: dict[str, Any]) -> bool:
         """Whether it says something about this row."""
-        fits = self.ranks in (0, row["ranks"]) and row["dtype"] in self.dtypes
-        return fits and self.low <= row["bytes"] <= self.high
+        fits = row["ranks"] == self.ranks if self.ranks else row["ranks"] > 1
+        return fits and row["dtype"] in self.dtypes and self.low <= row["bytes"] <= self.high
 
     def verdict(self, row: dict[str, Any]) -> tuple[bool, str]:
         """Whether the row clears the bar, and a line about it."""
@@ -50,7 +50,10 @@ class Bar:
             return False, f"{where}: {missing[0]} was not measured"
         own = seconds[self.ours]
         if self.at_most_s:
-            return own <= self.at_most_s, f"{where} takes {own * 1e6:.1f} us, at most {self.at_most_s * 1e6:g} us wanted"
+            return (
+                own <= self.at_most_s,
+                f"{where} takes {own * 1e6:.1f} us, at most {self.at_most_s * 1e6:g} us wanted",
+            )
         ratio = seconds[self.against] / own
         wanted = f"at least {self.at_least:.3g} x" if self.at_least else f"more than {self.above:.3g} x"
         passed = ratio >= self.at_least if self.at_least else ratio > self.above

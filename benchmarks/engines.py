@@ -152,8 +152,11 @@ def _deepspeed(home: Path, ranks: int) -> Contestant:
     def commands(folder: str) -> list[tuple[list[str], dict[str, str]]]:
         both = {
             **_deepspeed_environment(home),
-            **{"MASTER_ADDR": address, "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"},
-            **{"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks)},
+            "MASTER_ADDR": address,
+            "MASTER_PORT": port,
+            "GLOO_SOCKET_IFNAME": "lo",
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_SIZE": str(ranks),
         }
         return [
             (

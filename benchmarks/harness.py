@@ -11,6 +11,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,9 @@ def options(doc: str | None, sizes: Sequence[int]) -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds: to see that it works")
     parser.add_argument("--rounds", type=int, default=7, help="rounds in which all take turns (default 7)")
     parser.add_argument("--turn-s", type=float, default=0.1, help="seconds that a turn lasts at least (default 0.1)")
-    parser.add_argument("--out", type=Path, help="write the figures to this .json file, and the tables to .md beside it")
+    parser.add_argument(
+        "--out", type=Path, help="write the figures to this .json file, and the tables to .md beside it"
+    )
     parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed, and say which (bars.py)")
     return parser
 
@@ -83,7 +86,20 @@ def machine() -> dict[str, str]:
         "congestion control": CONTROL.read_text().strip(),
         "python": platform.python_version(),
         "load average at start": f"{os.getloadavg()[0]:.2f}",
+        "busy before the start": f"{_busy_share():.0%} of all cores",
     }
+
+
+def _busy_share(seconds: float = 1.0) -> float:
+    """How much of the cores' time others use, sampled while nothing of ours runs."""
+
+    def ticks() -> list[int]:
+        return [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+
+    before = ticks()
+    time.sleep(seconds)
+    spent = [after - earlier for earlier, after in zip(before, ticks(), strict=True)]
+    return 1 - (spent[3] + spent[4]) / max(1, sum(spent))  # all but idle and waiting for disks
 
 
 def _caches() -> str:
@@ -99,7 +115,7 @@ def warn(facts: dict[str, str]) -> None:
     """Says what makes these figures doubtful."""
     if facts["congestion control"] != "reno":
         print("(not in a namespace with reno: gloo may be slower here than it need be; run as root to compare fairly)")
-    if float(facts["load average at start"]) > 0.3:
+    if int(facts["busy before the start"].split("%")[0]) > 5:
         print("(the machine is not quiet: take these figures for a test of the benchmark, not for a result)")
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import bars
+import harness
+from bars import Bar
 from harness import size_name
 
 FAST_BYTES = 64 << 10
@@ -68,3 +73,22 @@ def by_kind(rows: Sequence[dict[str, Any]]) -> list[tuple[int, str, list[dict[st
     for row in rows:
         kinds.setdefault((row["ranks"], row["dtype"]), []).append(row)
     return [(ranks, dtype, rows_of) for (ranks, dtype), rows_of in kinds.items()]
+
+
+def progress(row: dict[str, Any]) -> str:
+    """One line while it runs."""
+    cells = [f"{name} {seconds * 1e6:.1f}" for name, seconds in row["seconds"].items()]
+    return f"{row['ranks']} ranks {row['dtype']} {size_name(row['bytes'])} (us): {', '.join(cells)}"
+
+
+def finish(
+    arguments: argparse.Namespace, kept: dict[str, Any], tables: Callable[[dict[str, Any]], str], wanted: Sequence[Bar]
+) -> None:
+    """Prints the report and the bars, writes them where --out says, and obeys --check."""
+    cleared, verdict = bars.report(wanted, kept["rows"])
+    text = f"{tables(kept)}\n{verdict}\n"
+    print("\n" + text)
+    if arguments.out:
+        harness.write(arguments.out, kept, text)
+    if arguments.check and not cleared:
+        sys.exit(1)

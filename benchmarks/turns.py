@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -18,7 +19,7 @@ DTYPES = {"float32": 4, "bfloat16": 2}
 """Element types and their bytes."""
 
 
-class Failed(Exception):
+class ContestantError(Exception):
     """A contestant that can not go on; its text is the reason."""
 
 
@@ -26,7 +27,9 @@ class Pipes:
     """The command and answer pipes of the ranks of one contestant."""
 
     def __init__(self, folder: Path, ranks: int) -> None:
-        self._commands, self._answers, self._rests = [], [], [b""] * ranks
+        self._commands: list[int] = []
+        self._answers: list[int] = []
+        self._rests = [b""] * ranks
         for rank in range(ranks):
             for end, files in (("in", self._commands), ("out", self._answers)):
                 os.mkfifo(folder / f"{rank}.{end}")
@@ -50,7 +53,7 @@ class Pipes:
                 continue
             check()
             if time.monotonic() > deadline:
-                raise Failed(f"rank {rank} did not answer in time")
+                raise ContestantError(f"rank {rank} did not answer in time")
         line, self._rests[rank] = self._rests[rank].split(b"\n", 1)
         answer: dict[str, Any] = json.loads(line)
         return answer
@@ -122,10 +125,8 @@ class Contestant:
         deadline = time.monotonic() + 20
         for process in self._processes:
             if not self.absent:
-                try:
+                with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=max(0.1, deadline - time.monotonic()))
-                except subprocess.TimeoutExpired:
-                    pass
             if process.poll() is None:
                 process.terminate()  # mpirun hands it on to its ranks
                 try:
@@ -144,7 +145,7 @@ class Contestant:
             if line:
                 self._pipes.tell(line)
             return self._pipes.answers(self._check, timeout_s)
-        except Failed as error:
+        except ContestantError as error:
             self.absent = f"failed at {line or 'start'!r}: {error}"
             self.stop()  # a rank whose peer is gone may spin
             return None
@@ -152,18 +153,21 @@ class Contestant:
     def _check(self) -> None:
         if any(process.poll() is not None for process in self._processes):
             log = (self._folder / "log").read_text(errors="replace").strip().splitlines()
-            raise Failed(f"a rank ended: {log[-1].strip() if log else 'it said nothing'}")
+            raise ContestantError(f"a rank ended: {log[-1].strip() if log else 'it said nothing'}")
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure: rounds in which all take turns, and how long a turn lasts."""
+    """How long to measure: rounds in which all take turns, and how long a turn lasts, or how many calls it has."""
 
     rounds: int = 7
     turn_s: float = 0.1
+    fixed_calls: int = 0
 
     def calls(self, time_one: Callable[[int], float | None]) -> int:
         """How many calls fill a turn, at least 2."""
+        if self.fixed_calls:
+            return self.fixed_calls
         first = time_one(1)
         if first is None:
             return 0
