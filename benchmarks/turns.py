@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import statistics
 import subprocess
@@ -151,9 +152,12 @@ class Contestant:
             return None
 
     def _check(self) -> None:
-        if any(process.poll() is not None for process in self._processes):
-            log = (self._folder / "log").read_text(errors="replace").strip().splitlines()
-            raise ContestantError(f"a rank ended: {log[-1].strip() if log else 'it said nothing'}")
+        codes = [process.poll() for process in self._processes]
+        if any(code is not None for code in codes):
+            log = [line.strip() for line in (self._folder / "log").read_text(errors="replace").splitlines()]
+            said = [line for line in log if re.search("error|signal|kill|refuse|abort", line, re.IGNORECASE)]
+            last = [line for line in log if re.search("[a-z]", line)]
+            raise ContestantError(f"a process ended (codes {codes}): {(said or last or ['it said nothing'])[-1][:300]}")
 
 
 @dataclass(frozen=True)
