@@ -11,12 +11,11 @@ import platform
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from turns import Contestant, Effort
+from turns import Contestant, Effort, busy_share
 
 CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 INSIDE = "PHOTINUS_BENCH_NAMESPACE"
@@ -36,13 +35,17 @@ def options(doc: str | None, sizes: Sequence[int]) -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", type=Path, help="write the figures to this .json file, and the tables to .md beside it"
     )
+    parser.add_argument(
+        "--wait-quiet-s", type=float, default=0, help="before each round, wait so long at most for others to be idle"
+    )
     parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed, and say which (bars.py)")
     return parser
 
 
 def effort(arguments: argparse.Namespace) -> Effort:
     """How long to measure."""
-    return Effort(3, 0.02) if arguments.quick else Effort(arguments.rounds, arguments.turn_s)
+    rounds, turn_s = (3, 0.02) if arguments.quick else (arguments.rounds, arguments.turn_s)
+    return Effort(rounds, turn_s, wait_quiet_s=arguments.wait_quiet_s)
 
 
 def size_of(text: str) -> int:
@@ -86,20 +89,8 @@ def machine() -> dict[str, str]:
         "congestion control": CONTROL.read_text().strip(),
         "python": platform.python_version(),
         "load average at start": f"{os.getloadavg()[0]:.2f}",
-        "busy before the start": f"{_busy_share():.0%} of all cores",
+        "busy before the start": f"{busy_share(1.0):.0%} of all cores",
     }
-
-
-def _busy_share(seconds: float = 1.0) -> float:
-    """How much of the cores' time others use, sampled while nothing of ours runs."""
-
-    def ticks() -> list[int]:
-        return [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-
-    before = ticks()
-    time.sleep(seconds)
-    spent = [after - earlier for earlier, after in zip(before, ticks(), strict=True)]
-    return 1 - (spent[3] + spent[4]) / max(1, sum(spent))  # all but idle and waiting for disks
 
 
 def _caches() -> str:
@@ -126,7 +117,8 @@ def record(facts: dict[str, str], contestants: Iterable[Contestant], rows: list[
         "date": datetime.date.today().isoformat(),
         "command": " ".join(["python", *sys.argv]),
         "machine": {**facts, "load average at end": f"{os.getloadavg()[0]:.2f}"},
-        "unit": "seconds per call (sum, in place): median, least and most of the rounds, of the slowest rank",
+        "unit": "seconds per call (sum, in place): median, least and most of the rounds, of the slowest rank; "
+        "foreign: share of the cores that others used, sampled between the rounds",
         "versions": {each.name: each.version for each in contestants if each.version},
         "absent": {each.name: each.absent for each in contestants if each.absent},
         "rows": rows,

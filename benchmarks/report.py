@@ -62,6 +62,7 @@ def facts(kept: dict[str, Any]) -> str:
     """Where, when and with what, and who is absent and why."""
     lines = [f"{kept['date']}, `{kept['command']}`", ""]
     lines += [f"- {name}: {value}" for name, value in kept["machine"].items()]
+    lines.append(f"- used by others during the run: {max(row['foreign'] for row in kept['rows']):.0%} at worst")
     lines += [f"- {name}: {version}" for name, version in kept["versions"].items()]
     lines += [f"- **{name} is absent**: {reason}" for name, reason in kept["absent"].items()]
     return "\n".join(lines)

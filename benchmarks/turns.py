@@ -18,6 +18,8 @@ from typing import Any
 
 DTYPES = {"float32": 4, "bfloat16": 2}
 """Element types and their bytes."""
+QUIET = 0.1
+"""The share of the cores that others may use in a quiet moment."""
 
 
 class ContestantError(Exception):
@@ -162,11 +164,15 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure: rounds in which all take turns, and how long a turn lasts, or how many calls it has."""
+    """How long to measure: rounds in which all take turns, and how long a turn lasts, or how many calls it has.
+
+    With `wait_quiet_s`, each round waits at most so long for the rest of the machine to be idle.
+    """
 
     rounds: int = 7
     turn_s: float = 0.1
     fixed_calls: int = 0
+    wait_quiet_s: float = 0
 
     def calls(self, time_one: Callable[[int], float | None]) -> int:
         """How many calls fill a turn, at least 2."""
@@ -177,6 +183,18 @@ class Effort:
             return 0
         second = time_one(max(1, int(self.turn_s / 5 / first)))
         return max(2, min(20_000, int(self.turn_s / second))) if second else 0
+
+
+def busy_share(seconds: float) -> float:
+    """How much of the cores' time is used; while all contestants sleep, that is what others use."""
+
+    def ticks() -> list[int]:
+        return [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+
+    before = ticks()
+    time.sleep(seconds)
+    spent = [after - earlier for earlier, after in zip(before, ticks(), strict=True)]
+    return 1 - (spent[3] + spent[4]) / max(1, sum(spent))  # all but idle and waiting for disks
 
 
 def take_turns(
@@ -210,7 +228,12 @@ def _rounds(turns: list[tuple[Contestant, str, str]], effort: Effort) -> dict[st
         for contestant, column, path in turns
     }
     times: dict[str, list[float]] = {column: [] for _, column, _ in turns}
+    foreign = []
     for index in range(effort.rounds):
+        deadline = time.monotonic() + effort.wait_quiet_s
+        while (share := busy_share(0.1)) > QUIET and time.monotonic() < deadline:
+            pass
+        foreign.append(share)
         first = index % max(1, len(turns))  # nobody always comes after the same one
         for contestant, column, path in turns[first:] + turns[:first]:
             seconds = contestant.run(path, calls[column])
@@ -221,5 +244,6 @@ def _rounds(turns: list[tuple[Contestant, str, str]], effort: Effort) -> dict[st
         "seconds": {column: statistics.median(seconds) for column, seconds in whole.items()},
         "least": {column: min(seconds) for column, seconds in whole.items()},
         "most": {column: max(seconds) for column, seconds in whole.items()},
+        "foreign": round(statistics.mean(foreign), 3),
         "calls": {column: calls[column] for column in whole},
     }
