@@ -216,13 +216,13 @@ def take_turns(
                     for column, path in contestant.columns.items()
                     if size_bytes >= contestant.smallest_bytes.get(column, 0)
                 ]
-                yield {"ranks": ranks, "dtype": dtype, "bytes": size_bytes, **_rounds(turns, effort)}
+                yield {"ranks": ranks, "dtype": dtype, "bytes": size_bytes, **_rounds(turns, effort, dtype, size_bytes)}
         finally:
             for contestant in contestants:
                 contestant.stop()
 
 
-def _rounds(turns: list[tuple[Contestant, str, str]], effort: Effort) -> dict[str, Any]:
+def _rounds(turns: list[tuple[Contestant, str, str]], effort: Effort, dtype: str, size_bytes: int) -> dict[str, Any]:
     calls = {
         column: effort.calls(lambda count, contestant=contestant, path=path: contestant.run(path, count))  # type: ignore[misc]
         for contestant, column, path in turns
@@ -230,6 +230,8 @@ def _rounds(turns: list[tuple[Contestant, str, str]], effort: Effort) -> dict[st
     times: dict[str, list[float]] = {column: [] for _, column, _ in turns}
     foreign = []
     for index in range(effort.rounds):
+        for contestant in {id(each): each for each, _, _ in turns}.values():
+            contestant.prepare(dtype, size_bytes)  # anew, for some pages are luckier than others
         deadline = time.monotonic() + effort.wait_quiet_s
         while (share := busy_share(0.1)) > QUIET and time.monotonic() < deadline:
             pass
