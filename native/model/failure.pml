@@ -1,0 +1,182 @@
+// Who fails, and whom the others name: Communicator::look, what_became_of, fail and close (native/communicator.cc) and
+// PeerWatch::run (native/transport/peer_watch.cc), with collectives that only meet (barriers).
+//
+// RANKS ranks run CALLS barriers and then leave in order, at once and without waiting for each other. With -DDEATH
+// one of them, the last, may die at any moment. Checked:
+//  * every rank that lives comes to an end: its barriers done, or an error;
+//  * nobody fails unless a rank died; above all, a rank that leaves after its last barrier takes nobody down that has
+//    not yet seen it arrive (BUG_NO_SECOND_LOOK);
+//  * every error names the rank that died: itself, or in the reason left by a rank that gave up before and is quoted.
+// With -DBUG_... the rules are broken; -DDEAD_RANK_FIRST asks for more than the code promises: that the error begins
+// with the dead rank, too. It does not where another rank saw the death first and gave up.
+//
+// Bells are modelled in sleep.pml; here a bell is a flag. The reason's text is the rank that it names.
+
+#ifndef RANKS
+#define RANKS 3
+#endif
+#ifndef CALLS
+#define CALLS 2
+#endif
+#define NOBODY RANKS
+#define VICTIM (RANKS - 1)
+
+mtype = { active_, left_, failed_ };
+
+byte posted[RANKS];
+mtype presence[RANKS] = active_;
+byte reason[RANKS] = NOBODY;
+bool rung[RANKS];
+bool over[RANKS];           // the process has ended, in whatever way
+bool dead;                  // the victim was killed
+bool lost[RANKS * RANKS];   // what the watch of a rank (first) knows of another
+byte ended, errors;
+
+#define LOST(by, r) lost[(by) * RANKS + (r)]
+
+inline ring_all() {
+  d_step { i = 0; do :: i < RANKS -> rung[i] = true; i++ :: else -> break od; i = 0 }
+}
+
+inline count_missing() {
+  missing = 0;
+  i = 0;
+  do
+  :: i < RANKS && posted[i] >= s -> i++
+  :: i < RANKS && posted[i] < s -> missing = missing | (1 << i); i++
+  :: i == RANKS -> break
+  od;
+  i = 0
+}
+
+// `first` is the rank that the error begins with, `cause` the one that it names in the end.
+inline what_became_of(r) {
+  if
+  :: r == me
+  :: r != me ->
+    if
+    :: presence[r] == left_ -> d_step { first = r; cause = r }
+    :: presence[r] == failed_ -> d_step { first = r; cause = reason[r] }
+    :: presence[r] == active_ && LOST(me, r) -> d_step { first = r; cause = r }
+    :: presence[r] == active_ && !LOST(me, r)
+    fi
+  fi
+}
+
+inline look() {
+  first = NOBODY;
+  cause = NOBODY;
+  do
+  :: i < RANKS && first == NOBODY && (missing & (1 << i)) -> what_became_of(i); i++
+  :: i < RANKS && (first != NOBODY || !(missing & (1 << i))) -> i++
+  :: i == RANKS -> break
+  od;
+  i = 0;
+  do
+  :: i < RANKS && first == NOBODY && presence[i] == failed_ -> what_became_of(i); i++
+  :: i < RANKS && (first != NOBODY || presence[i] != failed_) -> i++
+  :: i == RANKS -> break
+  od;
+  i = 0;
+#ifndef BUG_NO_ROOT_CAUSE
+  if
+  :: first != NOBODY ->
+    do
+    :: i < RANKS && i != me && LOST(me, i) ->
+      if :: presence[i] == active_ -> d_step { first = i; cause = i } :: presence[i] != active_ fi;
+      i++
+    :: i < RANKS && (i == me || !LOST(me, i)) -> i++
+    :: i == RANKS -> break
+    od;
+    i = 0
+  :: first == NOBODY
+  fi
+#endif
+}
+
+inline fail() {
+#ifdef BUG_PRESENCE_BEFORE_REASON
+  presence[me] = failed_;
+  reason[me] = cause;
+#else
+  reason[me] = cause;
+  presence[me] = failed_;
+#endif
+  ring_all()
+}
+
+active [RANKS] proctype Rank() {
+  byte me = _pid, s = 1, i, missing, first = NOBODY, cause = NOBODY;
+  {
+    do
+    :: s > CALLS -> break
+    :: s <= CALLS ->
+      posted[me] = s;
+      ring_all();
+      do
+      :: true ->
+        rung[me] = false;
+        count_missing();
+        if :: missing == 0 -> break :: missing != 0 fi;
+        look();
+        if
+        :: first != NOBODY ->
+#ifndef BUG_NO_SECOND_LOOK
+          // Whoever has ended advances nothing any more: what is missing now will never come.
+          count_missing();
+          if :: missing == 0 -> break :: missing != 0 fi;
+#endif
+          atomic {
+            assert(dead);
+            assert(cause == VICTIM);
+#ifdef DEAD_RANK_FIRST
+            assert(first == VICTIM);
+#endif
+            errors++
+          };
+          fail();
+          goto out
+        :: first == NOBODY
+        fi;
+        rung[me]
+      od;
+      atomic { first = NOBODY; cause = NOBODY; missing = 0; s++ }
+    od;
+    presence[me] = left_;
+    ring_all();
+out:
+    atomic { over[me] = true; ended++ }
+  } unless { me == VICTIM && dead && !over[me] };
+  if
+  :: over[me]
+  :: !over[me] -> d_step { over[me] = true; ended++ }
+  fi
+}
+
+#ifdef DEATH
+active proctype Killer() {
+  if
+  :: true
+  :: d_step { !over[VICTIM] -> dead = true }
+  fi
+}
+#endif
+
+// The watching thread of each rank: the connection tells when a peer's process ends, and the bell is rung.
+active [RANKS] proctype Watch() {
+  byte me = _pid % RANKS, peer;
+  do
+  :: peer == RANKS -> break
+  :: peer < RANKS && peer == me -> peer++
+  :: peer < RANKS && peer != me ->
+end:
+    over[peer];
+    LOST(me, peer) = true;
+#ifndef BUG_WATCH_DOES_NOT_RING
+    rung[me] = true;
+#endif
+    peer++
+  od
+}
+
+ltl every_rank_ends { <> (ended == RANKS) }
