@@ -10,7 +10,7 @@
 // With -DBUG_... the rules are broken; -DDEAD_RANK_FIRST asks for more than the code promises: that the error begins
 // with the dead rank, too. It does not where another rank saw the death first and gave up.
 //
-// Bells are modelled in sleep.pml; here a bell is a flag. The reason's text is the rank that it names.
+// Bells are modelled in sleep.pml; here a bell is a flag, raised together with what it announces. The reason's text is the rank that it names.
 
 #ifndef RANKS
 #define RANKS 3
@@ -30,7 +30,7 @@ bool rung[RANKS];
 bool over[RANKS];           // the process has ended, in whatever way
 bool dead;                  // the victim was killed
 bool lost[RANKS * RANKS];   // what the watch of a rank (first) knows of another
-byte ended, errors;
+byte ended;
 
 #define LOST(by, r) lost[(by) * RANKS + (r)]
 
@@ -42,8 +42,8 @@ inline count_missing() {
   missing = 0;
   i = 0;
   do
-  :: i < RANKS && posted[i] >= s -> i++
-  :: i < RANKS && posted[i] < s -> missing = missing | (1 << i); i++
+  :: atomic { i < RANKS && posted[i] >= s -> i++ }
+  :: atomic { i < RANKS && posted[i] < s -> missing = missing | (1 << i); i++ }
   :: i == RANKS -> break
   od;
   i = 0
@@ -54,12 +54,22 @@ inline what_became_of(r) {
   if
   :: r == me
   :: r != me ->
+#ifdef BUG_PRESENCE_BEFORE_LOSS
+    seen = presence[r];
+    seen_lost = LOST(me, r);
+#else
+    // A rank that is lost writes nothing any more: what it left is read after.
+    seen_lost = LOST(me, r);
+    seen = presence[r];
+#endif
     if
-    :: presence[r] == left_ -> d_step { first = r; cause = r }
-    :: presence[r] == failed_ -> d_step { first = r; cause = reason[r] }
-    :: presence[r] == active_ && LOST(me, r) -> d_step { first = r; cause = r }
-    :: presence[r] == active_ && !LOST(me, r)
-    fi
+    :: seen == left_ -> first = r; cause = r
+    :: seen == failed_ -> first = r; cause = reason[r]
+    :: seen == active_ && seen_lost -> first = r; cause = r
+    :: seen == active_ && !seen_lost
+    fi;
+    seen_lost = false;
+    seen = active_
   fi
 }
 
@@ -68,17 +78,16 @@ inline look() {
   cause = NOBODY;
   do
   :: i < RANKS && first == NOBODY && (missing & (1 << i)) -> what_became_of(i); i++
-  :: i < RANKS && (first != NOBODY || !(missing & (1 << i))) -> i++
+  :: atomic { i < RANKS && (first != NOBODY || !(missing & (1 << i))) -> i++ }
   :: i == RANKS -> break
   od;
   i = 0;
   do
   :: i < RANKS && first == NOBODY && presence[i] == failed_ -> what_became_of(i); i++
-  :: i < RANKS && (first != NOBODY || presence[i] != failed_) -> i++
+  :: atomic { i < RANKS && (first != NOBODY || presence[i] != failed_) -> i++ }
   :: i == RANKS -> break
   od;
   i = 0;
-#ifndef BUG_NO_ROOT_CAUSE
   if
   :: first != NOBODY ->
     do
@@ -91,28 +100,27 @@ inline look() {
     i = 0
   :: first == NOBODY
   fi
-#endif
 }
 
 inline fail() {
 #ifdef BUG_PRESENCE_BEFORE_REASON
-  presence[me] = failed_;
-  reason[me] = cause;
+  atomic { presence[me] = failed_; ring_all() };
+  reason[me] = cause
 #else
   reason[me] = cause;
-  presence[me] = failed_;
+  atomic { presence[me] = failed_; ring_all() }
 #endif
-  ring_all()
 }
 
 active [RANKS] proctype Rank() {
   byte me = _pid, s = 1, i, missing, first = NOBODY, cause = NOBODY;
+  mtype seen = active_;
+  bool seen_lost;
   {
     do
     :: s > CALLS -> break
     :: s <= CALLS ->
-      posted[me] = s;
-      ring_all();
+      atomic { posted[me] = s; ring_all() };
       do
       :: true ->
         rung[me] = false;
@@ -128,11 +136,10 @@ active [RANKS] proctype Rank() {
 #endif
           atomic {
             assert(dead);
-            assert(cause == VICTIM);
 #ifdef DEAD_RANK_FIRST
             assert(first == VICTIM);
 #endif
-            errors++
+            assert(cause == VICTIM)
           };
           fail();
           goto out
@@ -142,15 +149,40 @@ active [RANKS] proctype Rank() {
       od;
       atomic { first = NOBODY; cause = NOBODY; missing = 0; s++ }
     od;
-    presence[me] = left_;
-    ring_all();
+    atomic { presence[me] = left_; ring_all() };
 out:
     atomic { over[me] = true; ended++ }
   } unless { me == VICTIM && dead && !over[me] };
   if
   :: over[me]
-  :: !over[me] -> d_step { over[me] = true; ended++ }
-  fi
+  :: !over[me] -> atomic { over[me] = true; ended++ }
+  fi;
+  // What is of no use any more is put aside, so that there are fewer states to tell apart.
+  atomic { rung[me] = true; i = 0; missing = 0; first = 0; cause = 0; seen = active_; seen_lost = false; s = 0 }
+}
+
+// The watching thread of each rank: the connection tells when a peer's process ends, and the bell is rung.
+#define SEES_THE_END_OF(r) \
+  atomic { \
+    r < RANKS && r != me && over[r % RANKS] && !over[me] && !LOST(me, r % RANKS) -> \
+    LOST(me, r % RANKS) = true; \
+    RING \
+  }
+
+#ifdef BUG_WATCH_DOES_NOT_RING
+#define RING skip
+#else
+#define RING rung[me] = true
+#endif
+
+active [RANKS] proctype Watch() {
+  byte me = _pid % RANKS;
+end:
+  do
+  :: SEES_THE_END_OF(0)
+  :: SEES_THE_END_OF(1)
+  :: SEES_THE_END_OF(2)
+  od
 }
 
 #ifdef DEATH
@@ -161,22 +193,5 @@ active proctype Killer() {
   fi
 }
 #endif
-
-// The watching thread of each rank: the connection tells when a peer's process ends, and the bell is rung.
-active [RANKS] proctype Watch() {
-  byte me = _pid % RANKS, peer;
-  do
-  :: peer == RANKS -> break
-  :: peer < RANKS && peer == me -> peer++
-  :: peer < RANKS && peer != me ->
-end:
-    over[peer];
-    LOST(me, peer) = true;
-#ifndef BUG_WATCH_DOES_NOT_RING
-    rung[me] = true;
-#endif
-    peer++
-  od
-}
 
 ltl every_rank_ends { <> (ended == RANKS) }

@@ -2,11 +2,13 @@
 // slice of chunk k-1 and copies the others' sums of chunk k-2 out, through a ring of SLOTS chunk slots.
 //
 // CALLS collectives of CHUNKS chunks run one after the other, so that slots and counters meet those of the collective
-// before. A slot of a rank has a slice for each rank; a slice's tag says collective, chunk, and whether it holds an
-// input or the sum. The last chunk is so short that only the first TAIL ranks have a slice of it, as at the end of
-// most tensors; who has none skips waits (`mine.elems > 0`, `theirs.elems == 0`).
+// before. Slots are divided into cache lines, LINES in a full chunk and TAIL in the last one, and slices as by slice_of
+// (native/topology/slices.h). Geometry matters: the slices of the short last chunk lie elsewhere, so it overwrites lines
+// of sums that a peer may still be copying out. (Were all chunks alike, the wait on `finished` would be superfluous:
+// -DBUG_NO_FINISH_WAIT -DTAIL=LINES survives.) A rank without a slice of the last chunk skips waits (`mine.elems > 0`,
+// `theirs.elems == 0`). A line's tag says collective, chunk, and whether it holds an input or the sum.
 //
-// Each write and each read of a slice is one step; see meeting.pml for why this is enough, and for the memory model.
+// Each copy is one step; see meeting.pml for why this is enough, and for the memory model.
 // Counters hold (collective, step) as in Executor::run, so that they only grow.
 
 #ifndef RANKS
@@ -21,6 +23,9 @@
 #ifndef CALLS
 #define CALLS 1
 #endif
+#ifndef LINES
+#define LINES (2 * RANKS)
+#endif
 #ifndef TAIL
 #define TAIL RANKS
 #endif
@@ -30,10 +35,13 @@
 #else
 #define STAMP(step) ((s) * 16 + (step))
 #endif
-#define SLICE(r, k, of) slot[((r) * SLOTS + (k) % SLOTS) * RANKS + (of)]
+#define LINE(r, k, at) slot[((r) * SLOTS + (k) % SLOTS) * LINES + (at)]
 #define INPUT(k) ((s) * 32 + (k) * 2)
 #define SUM(k) ((s) * 32 + (k) * 2 + 1)
-#define HAS_SLICE(r, k) ((k) < CHUNKS - 1 || (r) < TAIL)
+#define LINES_OF(k) (LINES - (LINES - TAIL) * ((k) == CHUNKS - 1))
+#define EXTRA(k, r) ((r) * ((r) < LINES_OF(k) % RANKS) + LINES_OF(k) % RANKS * ((r) >= LINES_OF(k) % RANKS))
+#define BORDER(k, r) ((r) * (LINES_OF(k) / RANKS) + EXTRA(k, r))
+#define HAS_SLICE(r, k) (BORDER(k, (r) + 1) > BORDER(k, r))
 
 // The counters of all ranks.
 #define POSTED 0
@@ -42,7 +50,7 @@
 #define FINISHED 3
 #define VALUE(counter, r) counters[(counter) * RANKS + (r)]
 byte counters[4 * RANKS];
-byte slot[RANKS * SLOTS * RANKS];
+byte slot[RANKS * SLOTS * LINES];
 byte ended;
 
 inline wait_all(counter, value) {
@@ -52,6 +60,23 @@ inline wait_all(counter, value) {
   :: peer == RANKS -> break
   od;
   peer = 0
+}
+
+inline write_lines(k, first, end, tag) {
+  d_step {
+    line = first;
+    do :: line < (end) -> LINE(me, k, line) = tag; line++ :: else -> break od;
+    line = 0
+  }
+}
+
+// Reads what rank `whose` owns of chunk k, in the slot of rank r.
+inline check_lines(r, k, whose, tag) {
+  d_step {
+    line = BORDER(k, whose);
+    do :: line < BORDER(k, (whose) + 1) -> assert(LINE(r, k, line) == tag); line++ :: else -> break od;
+    line = 0
+  }
 }
 
 // All but the own slice, which is added from the tensor itself.
@@ -66,12 +91,9 @@ inline copy_in(k) {
   :: k < SLOTS
   fi;
 #endif
-  do
-  :: peer < RANKS && (peer == me || !HAS_SLICE(peer, k)) -> peer++
-  :: peer < RANKS && peer != me && HAS_SLICE(peer, k) -> SLICE(me, k, peer) = INPUT(k); peer++
-  :: peer == RANKS -> break
-  od;
-  peer = 0;
+  skip;
+  write_lines(k, 0, BORDER(k, me), INPUT(k));
+  write_lines(k, BORDER(k, me + 1), LINES_OF(k), INPUT(k));
   VALUE(STAGED, me) = STAMP(k + 1)
 }
 
@@ -83,11 +105,11 @@ inline add(k) {
 #endif
     do
     :: peer < RANKS && peer == me -> peer++
-    :: peer < RANKS && peer != me -> assert(SLICE(peer, k, me) == INPUT(k)); peer++
+    :: peer < RANKS && peer != me -> check_lines(peer, k, me, INPUT(k)); peer++
     :: peer == RANKS -> break
     od;
     peer = 0;
-    SLICE(me, k, me) = SUM(k)
+    write_lines(k, BORDER(k, me), BORDER(k, me + 1), SUM(k))
   :: !HAS_SLICE(me, k)
   fi;
   VALUE(REDUCED, me) = STAMP(k + 1)
@@ -103,7 +125,7 @@ inline copy_out(k) {
 #ifndef BUG_NO_REDUCED_WAIT
       VALUE(REDUCED, from) >= STAMP(k + 1);
 #endif
-      assert(SLICE(from, k, from) == SUM(k))
+      check_lines(from, k, from, SUM(k))
     :: !HAS_SLICE(from, k)
     fi;
     peer++
@@ -114,7 +136,7 @@ inline copy_out(k) {
 }
 
 active [RANKS] proctype Rank() {
-  byte me = _pid, s = 1, round, peer, from;
+  byte me = _pid, s = 1, round, peer, from, line;
   do
   :: s > CALLS -> break
   :: s <= CALLS ->
