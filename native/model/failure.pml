@@ -156,9 +156,7 @@ out:
   if
   :: over[me]
   :: !over[me] -> atomic { over[me] = true; ended++ }
-  fi;
-  // What is of no use any more is put aside, so that there are fewer states to tell apart.
-  atomic { rung[me] = true; i = 0; missing = 0; first = 0; cause = 0; seen = active_; seen_lost = false; s = 0 }
+  fi
 }
 
 // The watching thread of each rank: the connection tells when a peer's process ends, and the bell is rung.
