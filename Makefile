@@ -1,6 +1,6 @@
 # make demo      sets everything up in .venv, trains the digits example on 2 processes, says where the results lie
 # make test      the same set-up, then all fast tests and checks
-# make test-all  the slow ones too
+# make test-all  the slow ones too, and a soak of the engine of 20 minutes
 # make bench     the benchmarks (benchmarks/README.md)
 # make clean     removes what these made
 PYTHON ?= python3
@@ -12,14 +12,14 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all setup check native sanitized python bench format clean
+.PHONY: demo test test-all setup check native sanitized soak python bench format clean
 
 demo: setup
 	$(BIN)/photinus run --nproc-per-node 2 examples/digits/train.py --backend photinus --out runs/digits
 
 test: setup check native sanitized python
 
-test-all: setup check native sanitized
+test-all: setup check native sanitized soak
 	$(BIN)/python -m pytest -m "slow or not slow" tests
 
 setup: $(VENV)/.installed
@@ -55,6 +55,14 @@ sanitized: setup
 	  $(BIN)/ninja -C build/$$sanitizer --quiet && \
 	  $(BIN)/ctest --test-dir build/$$sanitizer --output-on-failure --no-tests=error || exit 1; \
 	done
+
+# Twenty minutes of random use: SOAK_S seconds each as processes, as threads, and as threads under both sanitizers.
+SOAK_S ?= 300
+soak: native sanitized
+	build/native/tests/soak --processes $(SOAK_S) 4
+	build/native/tests/soak $(SOAK_S) 4
+	build/address/tests/soak $(SOAK_S) 4
+	build/thread/tests/soak $(SOAK_S) 3
 
 python: setup
 	$(BIN)/python -m pytest tests

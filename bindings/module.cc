@@ -1,15 +1,20 @@
 // The Python module photinus._native: the engine with nothing added but the interpreter's ways. The
 // interpreter lock is released in every wait; errors become the classes of photinus.errors; Ctrl-C ends a
 // wait.
+#include <cxxabi.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+#include <unistd.h>
 
 #include <memory>
 #include <string>
 
 #include "base/cores.h"
 #include "base/error.h"
+#include "call_site.h"
 #include "communicator.h"
 #include "kernels/reduce.h"
 #include "transport/local_group.h"
@@ -19,6 +24,26 @@ using namespace nb::literals;
 
 namespace photinus {
 namespace {
+
+// Gives the interpreter lock back while it lives. A thread that wants the lock again while the interpreter
+// ends is made to end by Python before 3.14; that would unwind through destructors and so terminate the
+// process. Such a thread sleeps here instead until the process is gone.
+class Unlocked {
+ public:
+  Unlocked() : state_(PyEval_SaveThread()) {}
+  ~Unlocked() {
+    try {
+      PyEval_RestoreThread(state_);
+    } catch (abi::__forced_unwind&) {
+      while (true) pause();
+    }
+  }
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
 
 // The class of photinus.errors (or the built-in one) that stands for an engine error.
 nb::object python_class(ErrorKind kind) {
@@ -44,6 +69,7 @@ nb::object python_class(ErrorKind kind) {
 
 // Asks the interpreter whether a signal's handler has raised; handlers run on the main thread only.
 bool signal_arrived() {
+  if (gettid() != getpid()) return false;
   nb::gil_scoped_acquire locked;
   return PyErr_CheckSignals() != 0;
 }
@@ -86,27 +112,84 @@ PyType_Slot arena_buffer_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(Ar
                                     {0, nullptr}};
 
 std::shared_ptr<Communicator> connect(uint32_t rank, uint32_t world_size, const std::string& address,
-                                      double timeout_s, const std::string& name) {
+                                      const std::string& name, double timeout_s, double grace_s,
+                                      double waiting_s, uint64_t chunk_bytes, bool strict_sites) {
   Communicator::Options options;
   options.rank = rank;
   options.world_size = world_size;
   options.address = address;
-  options.timeout_s = timeout_s;
   options.name = name;
-  nb::gil_scoped_release unlocked;
+  options.limits.timeout_s = timeout_s;
+  options.limits.grace_s = grace_s;
+  options.limits.waiting_s = waiting_s;
+  options.strict_sites = strict_sites;
+  if (chunk_bytes > 0) options.sizes.chunk_bytes = chunk_bytes;
+  Unlocked unlocked;
   return Communicator::create(options);
+}
+
+// What this thread calls its collectives, for those that bring no label.
+thread_local std::string thread_label;
+
+std::string set_label(std::string label) {
+  std::swap(label, thread_label);
+  return label;
+}
+
+std::shared_ptr<Work> run(const std::shared_ptr<Work>& work, bool asynchronous) {
+  if (!asynchronous) work->wait(0, signal_arrived);
+  return work;
 }
 
 std::shared_ptr<Work> submit(Communicator& communicator, uint8_t operation, uintptr_t send, uintptr_t recv,
                              uint64_t elems, uint8_t dtype, uint8_t reduction, uint32_t root,
-                             double timeout_s, bool asynchronous) {
-  Call call{static_cast<Operation>(operation), static_cast<Dtype>(dtype), static_cast<Reduction>(reduction),
-            root, elems};
-  nb::gil_scoped_release unlocked;
-  auto work = communicator.submit(call, reinterpret_cast<const void*>(send), reinterpret_cast<void*>(recv),
-                                  timeout_s, asynchronous);
-  if (!asynchronous) work->wait(0, signal_arrived);
-  return work;
+                             double timeout_s, bool asynchronous, double factor, std::string label) {
+  Submission given;
+  given.call = {static_cast<Operation>(operation), static_cast<Dtype>(dtype),
+                static_cast<Reduction>(reduction), root, elems};
+  given.send = reinterpret_cast<const void*>(send);
+  given.recv = reinterpret_cast<void*>(recv);
+  given.factor = factor;
+  given.label = label.empty() ? thread_label : std::move(label);
+  given.site = call_site();
+  given.timeout_s = timeout_s;
+  given.asynchronous = asynchronous;
+  Unlocked unlocked;
+  return run(communicator.submit(std::move(given)), asynchronous);
+}
+
+using Parts = std::vector<std::tuple<uintptr_t, uint64_t>>;  // address and elements, by rank
+
+std::shared_ptr<Work> exchange(Communicator& communicator, uint8_t operation, const Parts& sends,
+                               const Parts& recvs, uint8_t dtype, uint32_t root, double timeout_s,
+                               bool asynchronous, std::string label) {
+  Submission given;
+  given.call = {static_cast<Operation>(operation), static_cast<Dtype>(dtype), Reduction::sum, root, 0};
+  for (auto [address, elems] : sends) given.send_parts.push_back({reinterpret_cast<void*>(address), elems});
+  for (auto [address, elems] : recvs) given.recv_parts.push_back({reinterpret_cast<void*>(address), elems});
+  given.label = label.empty() ? thread_label : std::move(label);
+  given.site = call_site();
+  given.timeout_s = timeout_s;
+  given.asynchronous = asynchronous;
+  Unlocked unlocked;
+  return run(communicator.submit(std::move(given)), asynchronous);
+}
+
+std::shared_ptr<Work> message(Communicator& communicator, uint8_t operation, uintptr_t address,
+                              uint64_t elems, uint8_t dtype, int64_t peer, int64_t tag, double timeout_s,
+                              bool asynchronous) {
+  MessageCall call;
+  call.operation = static_cast<Operation>(operation);
+  call.dtype = static_cast<Dtype>(dtype);
+  call.elems = elems;
+  call.buffer = reinterpret_cast<void*>(address);
+  call.peer = peer < 0 ? kAnyRank : static_cast<uint32_t>(peer);
+  call.tag = tag;
+  call.site = call_site();
+  call.timeout_s = timeout_s;
+  call.asynchronous = asynchronous;
+  Unlocked unlocked;
+  return run(communicator.submit(call), asynchronous);
 }
 
 }  // namespace
@@ -130,6 +213,8 @@ NB_MODULE(_native, m) {
   });
 
   m.def("new_address", &new_address);
+  m.def("set_label", &set_label, "label"_a);
+  m.def("set_library_folders", &set_library_folders, "folders"_a);
   m.def("usable_cores", &usable_cores);
   m.def("instruction_set", [] { return std::string(name(best_instruction_set())); });
   m.def("arena_used_bytes", [] { return Arena::of_this_process()->used_bytes(); });
@@ -152,24 +237,30 @@ NB_MODULE(_native, m) {
       .def(
           "wait",
           [](Work& work, double timeout_s) {
-            nb::gil_scoped_release unlocked;
+            Unlocked unlocked;
             work.wait(timeout_s, signal_arrived);
           },
           "timeout_s"_a = 0.0)
       .def("is_completed", &Work::is_completed)
       .def("error", &error_of)
       .def("duration_s", &Work::duration_s)
+      .def_prop_ro("source_rank", &Work::source_rank)
       .def_prop_ro("description", &Work::description);
 
   nb::class_<Communicator>(m, "Communicator")
-      .def_static("connect", &connect, "rank"_a, "world_size"_a, "address"_a, "timeout_s"_a, "name"_a)
+      .def_static("connect", &connect, "rank"_a, "world_size"_a, "address"_a, "name"_a, "timeout_s"_a,
+                  "grace_s"_a, "waiting_s"_a, "chunk_bytes"_a, "strict_sites"_a)
       .def_prop_ro("rank", &Communicator::rank)
       .def_prop_ro("world_size", &Communicator::world_size)
       .def("submit", &submit, "operation"_a, "send"_a, "recv"_a, "elems"_a, "dtype"_a, "reduction"_a,
-           "root"_a, "timeout_s"_a, "asynchronous"_a)
-      .def("abort", &Communicator::abort, "reason"_a, nb::call_guard<nb::gil_scoped_release>())
+           "root"_a, "timeout_s"_a, "asynchronous"_a, "factor"_a = 1.0, "label"_a = "")
+      .def("exchange", &exchange, "operation"_a, "sends"_a, "recvs"_a, "dtype"_a, "root"_a, "timeout_s"_a,
+           "asynchronous"_a, "label"_a = "")
+      .def("message", &message, "operation"_a, "address"_a, "elems"_a, "dtype"_a, "peer"_a, "tag"_a,
+           "timeout_s"_a, "asynchronous"_a)
+      .def("abort", &Communicator::abort, "reason"_a, nb::call_guard<Unlocked>())
       .def("set_reason", &Communicator::set_reason, "reason"_a)
-      .def("close", &Communicator::close, nb::call_guard<nb::gil_scoped_release>())
+      .def("close", &Communicator::close, nb::call_guard<Unlocked>())
       .def("explain", [](const Communicator& communicator, uint8_t operation, uint64_t elems, uint8_t dtype,
                          bool in_arena) {
         return communicator.explain(

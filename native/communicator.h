@@ -1,118 +1,94 @@
-// The roof of the engine and the one class that bindings see: the collectives of a group of ranks on one
-// host.
+// The roof of the engine and the one class that bindings see: the operations of a group of ranks on one host.
 //
-// Calls run in the order in which they are submitted, one at a time for each communicator; different
-// communicators are independent. Whoever has time runs them: a progress thread, or a thread that waits
-// anyway. All methods may be called from any thread.
+// Collectives of a communicator run in the order in which they are submitted, one at a time; messages run
+// beside them, in order for each peer, direction and tag; different communicators are independent. Whoever
+// has time drives them (progress/progress.h). All methods may be called from any thread.
 #pragma once
 
-#include <atomic>
+#include <unistd.h>
+
 #include <condition_variable>
-#include <deque>
 #include <exception>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <thread>
-#include <vector>
+#include <tuple>
 
-#include "base/clock.h"
-#include "collectives/plan.h"
-#include "memory/arena.h"
+#include "collective.h"
+#include "group.h"
+#include "lookout.h"
+#include "message.h"
+#include "progress/progress.h"
+#include "progress/work.h"
 
 namespace photinus {
 
-class Communicator;
-
-// One collective in flight.
-class Work {
+class Communicator {
  public:
-  // Waits until it is done; 0 means until the collective's own deadline has decided. Throws the collective's
-  // error, or Error(timeout) when `timeout_s` passes first: the collective then goes on. `interrupted` (may
-  // be empty) is asked now and then; when it returns true the communicator is aborted, for its ranks are no
-  // longer in step.
-  void wait(double timeout_s = 0, const std::function<bool()>& interrupted = {});
-  bool is_completed() const { return done_.load(std::memory_order_acquire); }
-  std::exception_ptr error() const;  // null while it runs and when it went well
-  double duration_s() const;         // from start to end, without the time in the queue
-  const std::string& description() const { return description_; }
-
- private:
-  friend class Communicator;
-  Call call_;
-  const void* send_ = nullptr;
-  void* recv_ = nullptr;
-  uint64_t sequence_ = 0;
-  double timeout_s_ = 0;
-  std::string description_;
-  std::function<bool()> interrupted_;  // set while the thread that asked runs it itself
-  std::exception_ptr error_;
-  double begun_s_ = 0, ended_s_ = 0;
-  std::atomic<bool> done_{false};
-  std::weak_ptr<Communicator> owner_;
-};
-
-class Communicator : public std::enable_shared_from_this<Communicator> {
- public:
-  struct Options {
-    uint32_t rank = 0, world_size = 1;
-    std::string address;           // from new_address(); unused in a world of one
-    std::string name = "world";    // for messages
-    double timeout_s = 300;        // of the rendezvous, and of collectives that bring no other
-    std::shared_ptr<Arena> arena;  // default: this process's
-    SlotSizes sizes;
-  };
+  using Options = GroupOptions;
 
   // Meets the other ranks. Throws Error(timeout) naming those that are missing.
   static std::shared_ptr<Communicator> create(const Options& options);
   ~Communicator();
 
-  uint32_t rank() const;
-  uint32_t world_size() const;
-  const std::shared_ptr<Arena>& arena() const;
+  uint32_t rank() const { return group_->rank(); }
+  uint32_t world_size() const { return group_->ranks(); }
+  // What drives its operations; give it to other groups of the same process.
+  const std::shared_ptr<Progress>& progress() const { return group_->options.progress; }
+  const std::shared_ptr<Arena>& arena() const { return group_->options.progress->arena(); }
 
-  // Starts a collective; the buffers must live until it is done. all_reduce and broadcast work in place when
-  // send equals recv; reduce_scatter's recv may be the own slice of send, all_gather's send the own slice of
-  // recv; no other overlap. Throws Error(invalid_argument) before anything is exchanged. timeout_s 0 means
-  // the communicator's. With `asynchronous` a progress thread runs it; without, it runs when somebody waits
-  // for it.
+  // Starts a collective; the buffers must live until it is done. all_reduce, reduce and broadcast work in
+  // place when send equals recv; reduce_scatter's recv may be the own slice of send, all_gather's send the
+  // own slice of recv; no other overlap. reduce writes only the root's recv. all_to_all, gather and scatter,
+  // and all_gather of different sizes, take parts: one buffer for each rank (empty ones where nothing goes).
+  // Throws Error(invalid_argument) before anything is exchanged. With `asynchronous` it runs by itself;
+  // without, when somebody waits for it.
+  std::shared_ptr<Work> submit(Submission submission);
   std::shared_ptr<Work> submit(const Call& call, const void* send, void* recv, double timeout_s = 0,
                                bool asynchronous = true);
 
+  // Starts a message. A send ends when the receiver has all of it.
+  std::shared_ptr<Work> submit(const MessageCall& call);
+
   // Ends everything here and, at once, at the peers that wait for this rank. Later calls raise.
-  void abort(const std::string& reason);
-
+  void abort(const std::string& reason) {
+    if (is_own()) group_->abort(reason);
+  }
   // What peers read as this rank's own reason if it goes away.
-  void set_reason(const std::string& reason);
-
+  void set_reason(const std::string& reason) {
+    if (is_own()) group_->mailbox->set_reason(reason);
+  }
   // Leaves in order; calls that are still queued end with Error(aborted). Idempotent.
   void close();
-
   // Whether a failure has made the communicator unusable, and which.
-  std::exception_ptr failure() const;
+  std::exception_ptr failure() const { return group_->failure(); }
 
   // How a call like this would run if all tensors lay in arenas (or in ordinary memory): for people.
   std::string explain(const Call& call, bool in_arena) const;
 
  private:
-  friend class Work;
-  struct State;
+  using LaneKey = std::tuple<Operation, uint32_t, int64_t>;  // of messages: direction, peer, tag
+
   explicit Communicator(const Options& options);
+  void check(const Submission& submission) const;
+  void check(const MessageCall& call) const;
+  void check_open(const std::string& what) const;
+  bool is_own() const {
+    return group_->owner == getpid();
+  }  // and not that of the process that forked this one
 
-  void progress();
-  void help(Work& work, double timeout_s, const std::function<bool()>& interrupted);
-  void run_next(std::unique_lock<std::mutex>& lock);
-  void execute(Work& work);
-  std::vector<CallDescriptor> meet(Work& work, const std::function<void(const std::vector<uint32_t>&)>& look);
-  const Plan& plan(const Call& call, Algorithm algorithm);
-  void refuse_mismatch(const Work& work, const std::vector<CallDescriptor>& descriptors) const;
-  void look(const Work& work, const Deadline& deadline, const std::vector<uint32_t>& missing);
-  std::string who(uint32_t rank) const;
-  std::string what_became_of(uint32_t rank) const;
-  void fail(const std::exception_ptr& error, const std::string& reason);
+  std::shared_ptr<Group> group_;
+  std::shared_ptr<Lookout> lookout_;
+  std::shared_ptr<PostOffice> office_;
 
-  std::unique_ptr<State> state_;
+  std::mutex mutex_;  // guards what follows
+  bool closing_ = false, closed_ = false;
+  std::condition_variable closed_changed_;
+  uint64_t sequence_ = 0;
+  std::shared_ptr<Lane> collectives_;
+  std::map<LaneKey, std::shared_ptr<Lane>> messages_;
 };
 
 }  // namespace photinus

@@ -1,4 +1,5 @@
-// Runs one rank's steps on real memory: the only place that turns a plan into copies, additions and waits.
+// Runs one rank's steps on real memory: the only place that turns a plan into copies and additions. A step
+// that must wait ends the run; it goes on from there when called again.
 #pragma once
 
 #include <cstdint>
@@ -14,31 +15,35 @@ namespace photinus {
 struct Memory {
   std::byte* send = nullptr;  // the own tensors
   std::byte* recv = nullptr;
-  std::vector<std::byte*> arena_bases;      // by rank
+  std::vector<std::byte*> send_parts, recv_parts;  // the own ones, by peer
+  std::vector<std::byte*> arena_bases;             // by rank
   std::vector<CallDescriptor> descriptors;  // by rank, once ranks have met: peers' tensors in their arenas
   std::byte* slots = nullptr;               // of all ranks, in this rank's map of the group's segment
   SlotSizes sizes;
   uint64_t sequence = 0;
+  std::vector<double> factors;  // by rank, for premul_sum
 
   // Bytes of slots that one rank has: two flat ones and the ring of chunks.
   static uint64_t slot_bytes(const SlotSizes& sizes) {
     return 2 * sizes.flat_bytes + sizes.chunks * sizes.chunk_bytes;
   }
-  std::byte* find(const Region& region, uint32_t rank, uint32_t me) const;
+  std::byte* find(const Region& region, uint32_t rank, const Mailbox& mailbox) const;
 };
 
 class Executor {
  public:
-  Executor(Mailbox& mailbox, const Patience& patience) : mailbox_(mailbox), patience_(patience) {}
+  explicit Executor(const Mailbox& mailbox) : mailbox_(mailbox) {}
 
-  // Does the steps; `look` may end a wait by throwing.
-  void run(const std::vector<Step>& steps, const Call& call, const Memory& memory, const Look& look);
+  // Does steps from `next` on; false when the step at `next` must wait.
+  bool run(const std::vector<Step>& steps, size_t& next, const Call& call, const Memory& memory);
+  // The ranks for which a wait step waits.
+  std::vector<uint32_t> missing(const Step& step, uint64_t sequence) const;
 
  private:
+  bool is_reached(const Step& step, uint64_t sequence) const;
   void reduce(const Step& step, const Call& call, const Memory& memory);
 
-  Mailbox& mailbox_;
-  Patience patience_;
+  const Mailbox& mailbox_;
   std::vector<const void*> sources_;  // kept to save an allocation for each step
   std::vector<void*> destinations_;
 };

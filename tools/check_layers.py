@@ -20,12 +20,14 @@ FLOORS = {
     "env": 1,
     "world": 2,
     "_native": 2,
-    "engine": 3,
-    "backend": 4,
-    "parallel": 5,
-    "trainer": 6,
-    "launch": 7,
-    "__main__": 8,
+    "arrays": 3,
+    "group": 4,
+    "engine": 5,
+    "backend": 6,
+    "parallel": 7,
+    "trainer": 8,
+    "launch": 9,
+    "__main__": 10,
 }
 # What a room may not use although it lies below: the launcher only starts processes; parallel and trainer speak plain
 # torch.distributed, so that each half of the project is the other's oracle; the engine works where torch is not
@@ -34,6 +36,8 @@ FORBIDDEN = {
     "launch": {"backend", "parallel", "trainer", "engine", "_native"},
     "trainer": {"engine", "_native"},
     "parallel": {"engine", "_native", "backend"},
+    "arrays": {"torch"},
+    "group": {"torch"},
     "engine": {"torch"},
 }
 
@@ -46,7 +50,8 @@ INCLUDES = {
     "transport": {"base", "memory", "transport"},
     "kernels": {"base", "kernels"},
     "collectives": {"base", "memory", "topology", "kernels", "collectives"},
-    "": {"base", "memory", "device", "topology", "transport", "kernels", "collectives", ""},
+    "progress": {"base", "memory", "progress"},
+    "": {"base", "memory", "device", "topology", "transport", "kernels", "collectives", "progress", ""},
 }
 
 

@@ -17,6 +17,8 @@ class Deadline {
   double left_s() const;     // never negative
   double elapsed_s() const;  // since the deadline was set
   double limit_s() const { return limit_s_; }
+  // Time that does not count (the process itself was stopped).
+  void extend(double seconds) { start_s_ += seconds; }
 
  private:
   Deadline(double start_s, double limit_s) : start_s_(start_s), limit_s_(limit_s) {}

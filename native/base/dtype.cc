@@ -21,16 +21,24 @@ const char* name(Reduction reduction) {
 
 const char* name(Operation operation) {
   constexpr const char* names[kOperationCount] = {"all_reduce", "broadcast", "all_gather", "reduce_scatter",
-                                                  "barrier"};
+                                                  "barrier",    "reduce",    "all_to_all", "gather",
+                                                  "scatter",    "send",      "recv"};
   return names[static_cast<size_t>(operation)];
 }
 
 bool has_reduction(Operation operation) {
-  return operation == Operation::all_reduce || operation == Operation::reduce_scatter;
+  return operation == Operation::all_reduce || operation == Operation::reduce_scatter ||
+         operation == Operation::reduce;
+}
+
+bool takes_parts(Operation operation) {
+  return operation == Operation::all_to_all || operation == Operation::gather ||
+         operation == Operation::scatter;
 }
 
 bool has_root(Operation operation) {
-  return operation == Operation::broadcast;
+  return operation == Operation::broadcast || operation == Operation::reduce ||
+         operation == Operation::gather || operation == Operation::scatter;
 }
 
 }  // namespace photinus

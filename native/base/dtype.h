@@ -17,8 +17,20 @@ inline constexpr uint8_t kDtypeCount = 10;
 enum class Reduction : uint8_t { sum, avg, min, max, product, band, bor, bxor, premul_sum };
 inline constexpr uint8_t kReductionCount = 9;
 
-enum class Operation : uint8_t { all_reduce, broadcast, all_gather, reduce_scatter, barrier };
-inline constexpr uint8_t kOperationCount = 5;
+enum class Operation : uint8_t {
+  all_reduce,
+  broadcast,
+  all_gather,
+  reduce_scatter,
+  barrier,
+  reduce,
+  all_to_all,
+  gather,
+  scatter,
+  send,
+  recv,
+};
+inline constexpr uint8_t kOperationCount = 11;
 
 size_t size_bytes(Dtype dtype);
 const char* name(Dtype dtype);
@@ -26,5 +38,7 @@ const char* name(Reduction reduction);
 const char* name(Operation operation);
 bool has_reduction(Operation operation);
 bool has_root(Operation operation);
+// Whether each pair of ranks has a size of its own. (all_gather can have it too.)
+bool takes_parts(Operation operation);
 
 }  // namespace photinus

@@ -3,6 +3,8 @@
 
 #include <unistd.h>
 
+#include <cstddef>
+#include <string>
 #include <utility>
 
 namespace photinus {
@@ -32,5 +34,9 @@ class FileDescriptor {
  private:
   int number_ = -1;
 };
+
+// Sees to it that this process may open so many more files: raises its soft limit where the hard one lets it.
+// Throws Error(system) that says for what they are wanted.
+void need_descriptors(size_t more, const std::string& purpose);
 
 }  // namespace photinus

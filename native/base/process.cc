@@ -39,19 +39,25 @@ std::string describe(int status) {
   return text("exited with code %d", WEXITSTATUS(status));
 }
 
-// The status of a process that has ended but was not reaped: the last field of /proc/PID/stat, readable by
-// its user.
-std::optional<int> unreaped_status(pid_t pid) {
+// What /proc/PID/stat says from the process's state on; empty when there is no such process.
+std::string stat_of(pid_t pid) {
   FILE* file = std::fopen(text("/proc/%d/stat", pid).c_str(), "re");
-  if (!file) return std::nullopt;
+  if (!file) return "";
   char line[2048];
   size_t length = std::fread(line, 1, sizeof line - 1, file);
   std::fclose(file);
   line[length] = '\0';
   const char* after_name = std::strrchr(line, ')');
-  if (!after_name || std::strlen(after_name) < 3 || after_name[2] != 'Z') return std::nullopt;
-  const char* last = std::strrchr(after_name, ' ');
-  return last ? std::optional<int>(std::atoi(last + 1)) : std::nullopt;
+  return after_name && std::strlen(after_name) >= 3 ? after_name + 2 : "";
+}
+
+// The status of a process that has ended but was not reaped: the last field of its stat, readable by its
+// user.
+std::optional<int> unreaped_status(pid_t pid) {
+  const std::string stat = stat_of(pid);
+  if (stat.empty() || stat[0] != 'Z') return std::nullopt;
+  const size_t last = stat.rfind(' ');
+  return last == std::string::npos ? std::nullopt : std::optional<int>(std::atoi(stat.c_str() + last + 1));
 }
 
 std::optional<int> reaped_status(const FileDescriptor& process) {
@@ -86,6 +92,14 @@ std::string how_it_ended(const FileDescriptor& process, pid_t pid, double patien
     if (deadline.passed()) return "ended (how is not known here; its launcher knows)";
     usleep(2000);
   }
+}
+
+std::string what_holds(pid_t pid) {
+  const std::string stat = pid > 0 ? stat_of(pid) : "";
+  if (stat.empty()) return "";
+  if (stat[0] == 'T' || stat[0] == 't') return "it is stopped (SIGSTOP, SIGTSTP or a debugger)";
+  if (stat[0] == 'D') return "it waits for a disk or a network file system";
+  return "";
 }
 
 std::string host_name() {

@@ -20,6 +20,11 @@ bool has_ended(const FileDescriptor& process, double timeout_s);
 // `patience_s` bounds the wait between the two.
 std::string how_it_ended(const FileDescriptor& process, pid_t pid, double patience_s);
 
+// What keeps a living process from running: "it is stopped (SIGSTOP, SIGTSTP or a debugger)", "it waits for a
+// disk or a network file system"; empty when nothing is known. The process must be visible here (the same pid
+// namespace).
+std::string what_holds(pid_t pid);
+
 std::string host_name();
 
 }  // namespace photinus

@@ -1,8 +1,7 @@
 // all_reduce among forked processes of this host.
-//   all_reduce_bench RANKS [MAX_MIB]       for each size, the median time and S/t for tensors in the arena
-//   and
-//                                          in ordinary memory
-//   all_reduce_bench RANKS --driven PATH   does what it is told through the pipes in that folder (driven.h)
+//   all_reduce_bench RANKS [MAX_MIB [CHUNK_KIB]]   median time and S/t by size, in the arena and in ordinary
+//   memory all_reduce_bench RANKS --driven PATH           does what it is told through the pipes in that
+//   folder (driven.h)
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -36,12 +35,14 @@ double median_s(Communicator& communicator, float* data, uint64_t elems, int rou
   return times[static_cast<size_t>(rounds / 2)];
 }
 
-void run(uint32_t rank, uint32_t ranks, const std::string& address, uint64_t max_bytes) {
+void run(uint32_t rank, uint32_t ranks, const std::string& address, uint64_t max_bytes,
+         uint64_t chunk_bytes) {
   bench::pin(rank);
   Communicator::Options options;
   options.rank = rank;
   options.world_size = ranks;
   options.address = address;
+  if (chunk_bytes) options.sizes.chunk_bytes = chunk_bytes;
   auto communicator = Communicator::create(options);
   for (uint64_t bytes = 4096; bytes <= max_bytes; bytes *= 4) {
     const uint64_t elems = bytes / sizeof(float);
@@ -69,8 +70,9 @@ int main(int argc, char** argv) {
   const bool is_driven = argc > 3 && std::strcmp(argv[2], "--driven") == 0;
   if (is_driven && ranks >= 1) return bench::driven(ranks, argv[3]);
   const uint64_t max_bytes = (argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 256) << 20;
+  const uint64_t chunk_bytes = (argc > 3 ? std::strtoull(argv[3], nullptr, 10) : 0) << 10;
   if (ranks < 1 || ranks > 128 || max_bytes == 0) {
-    std::fprintf(stderr, "usage: all_reduce_bench RANKS [MAX_MIB | --driven FOLDER]\n");
+    std::fprintf(stderr, "usage: all_reduce_bench RANKS [MAX_MIB [CHUNK_KIB] | --driven FOLDER]\n");
     return 2;
   }
   const std::string address = new_address();
@@ -78,12 +80,12 @@ int main(int argc, char** argv) {
   for (uint32_t rank = 1; rank < ranks; ++rank) {
     pid_t pid = fork();
     if (pid == 0) {
-      run(rank, ranks, address, max_bytes);
+      run(rank, ranks, address, max_bytes, chunk_bytes);
       _exit(0);
     }
     children.push_back(pid);
   }
-  run(0, ranks, address, max_bytes);
+  run(0, ranks, address, max_bytes, chunk_bytes);
   for (pid_t pid : children) waitpid(pid, nullptr, 0);
   return 0;
 }

@@ -33,7 +33,7 @@ class Rank {
     options.rank = rank;
     options.world_size = ranks;
     options.address = address;
-    options.arena = arenas_[rank];
+    options.progress = std::make_shared<Progress>(arenas_[rank]);
     communicator_ = Communicator::create(options);
   }
 

@@ -44,7 +44,10 @@ Choice choose(const Call& call, const std::vector<CallDescriptor>& descriptors, 
     case Operation::reduce_scatter:
       reachable = sends;
       break;
-    case Operation::barrier:
+    case Operation::reduce:
+      reachable = sends && descriptors[call.root].recv_offset != kNowhere;
+      break;
+    default:
       reachable = true;
       break;
   }
@@ -56,16 +59,17 @@ Plan shm_plan(const Call& call, Seat seat, Algorithm algorithm, const SlotSizes&
   switch (call.operation) {
     case Operation::all_reduce:
       return shm_all_reduce(call, seat, algorithm, sizes);
+    case Operation::reduce:
+      return shm_reduce(call, seat, algorithm, sizes);
     case Operation::broadcast:
       return shm_broadcast(call, seat, algorithm, sizes);
     case Operation::all_gather:
       return shm_all_gather(call, seat, algorithm, sizes);
     case Operation::reduce_scatter:
       return shm_reduce_scatter(call, seat, algorithm, sizes);
-    case Operation::barrier:
-      return {};  // meeting is all there is to it
+    default:
+      return {};  // barrier: meeting is all there is to it
   }
-  return {};
 }
 
 }  // namespace photinus

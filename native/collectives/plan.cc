@@ -11,7 +11,10 @@ const char* name(Counter counter) {
 }
 
 std::string print(const Region& region) {
-  constexpr const char* names[] = {"-", "send", "recv", "flat", "slot"};
+  constexpr const char* names[] = {"-", "send", "recv", "flat", "slot", "send_part", "recv_part"};
+  if (region.place == Place::send_part || region.place == Place::recv_part)
+    return text("%s[%u:%u]+%llu", names[static_cast<size_t>(region.place)], region.rank, region.part,
+                static_cast<unsigned long long>(region.offset_bytes));
   std::string rank = region.rank == kEveryone ? "*" : text("%u", region.rank);
   return text("%s[%s]+%llu", names[static_cast<size_t>(region.place)], rank.c_str(),
               static_cast<unsigned long long>(region.offset_bytes));
@@ -40,14 +43,38 @@ std::string print(const Step& step) {
 }  // namespace
 
 const char* name(Algorithm algorithm) {
-  constexpr const char* names[] = {"flat", "arena", "staged"};
+  constexpr const char* names[] = {"flat", "arena", "staged", "parts"};
   return names[static_cast<size_t>(algorithm)];
+}
+
+std::string describe(const Call& call, uint64_t sequence) {
+  std::string out = name(call.operation);
+  if (sequence > 0) out += text(" #%llu", static_cast<unsigned long long>(sequence));
+  const bool parts = takes_parts(call.operation);  // of sizes that differ from rank to rank
+  if (call.operation != Operation::barrier) out += std::string(" of ") + name(call.dtype);
+  if (call.operation != Operation::barrier && !parts)
+    out += text("[%llu]", static_cast<unsigned long long>(call.elems));
+  if (has_reduction(call.operation)) out += text(" (%s)", name(call.reduction));
+  if (has_root(call.operation)) {
+    const bool from = call.operation == Operation::broadcast || call.operation == Operation::scatter;
+    out += text(" %s rank %u", from ? "from" : "to", call.root);
+  }
+  return out;
 }
 
 Step copy_step(Region to, Region from, uint64_t bytes) {
   Step step{Step::Kind::copy};
   step.to = to;
   step.from = from;
+  step.bytes = bytes;
+  return step;
+}
+
+Step reduce_step(Region to, Region from, Region own, uint64_t bytes) {
+  Step step{Step::Kind::reduce};
+  step.to = to;
+  step.from = from;
+  step.own = own;
   step.bytes = bytes;
   return step;
 }

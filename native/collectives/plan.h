@@ -1,6 +1,6 @@
 // A collective as plain data: the steps that one rank does, in order. Plans are pure functions of the call,
 // so they can be printed, and tested by a simulator that runs the ranks' steps in any interleaving
-// (tests/plan_test.cc); the executor does the same steps on real memory.
+// (tests/plans_test.cc); the executor does the same steps on real memory.
 //
 // All ranks "meet" between the two parts of a plan: each posts its call's descriptor after `before` and sees
 // everyone's before `after`. Meeting orders memory: what a rank wrote before it is visible to all after it.
@@ -18,14 +18,16 @@ namespace photinus {
 inline constexpr uint32_t kEveryone = UINT32_MAX;
 
 // Where bytes lie. send and recv are a rank's own tensors (a peer's can be reached only when they lie in its
-// arena); flat is the rank's small slot that alternates with the sequence number; slot is its ring of chunk
-// slots.
-enum class Place : uint8_t { none, send, recv, flat, slot };
+// arena); send_part and recv_part are what it sends to or receives from the rank `part`, where each has a
+// buffer of its own; flat is the rank's small slot that alternates with the sequence number; slot is its ring
+// of chunk slots.
+enum class Place : uint8_t { none, send, recv, flat, slot, send_part, recv_part };
 
 struct Region {
   Place place = Place::none;
   uint32_t rank = 0;
   uint64_t offset_bytes = 0;
+  uint32_t part = 0;
 };
 
 struct Step {
@@ -44,6 +46,8 @@ struct Step {
 };
 
 Step copy_step(Region to, Region from, uint64_t bytes);
+// `bytes` of every rank's region like `from`, the own one being `own`, into `to`.
+Step reduce_step(Region to, Region from, Region own, uint64_t bytes);
 Step advance_step(Counter counter, uint64_t value);
 Step wait_step(Counter counter, uint64_t value, uint32_t rank = kEveryone);
 
@@ -51,6 +55,7 @@ enum class Algorithm : uint8_t {
   flat,    // small: everyone copies in, meets, and reads everyone; one exchange
   arena,   // the tensors lie in shared memory: peers read them where they are
   staged,  // ordinary memory: through slots, chunk by chunk, copying and adding overlapped
+  parts,   // sizes differ from rank to rank: each sender's way is chosen for itself
 };
 const char* name(Algorithm algorithm);
 
@@ -66,7 +71,8 @@ struct Call {
   Dtype dtype = Dtype::float32;
   Reduction reduction = Reduction::sum;
   uint32_t root = 0;
-  uint64_t elems = 0;  // all_gather: of one rank's input; reduce_scatter: of one rank's output
+  // all_gather: of one rank's input; reduce_scatter: of one rank's output; 0 where parts say it
+  uint64_t elems = 0;
   bool operator==(const Call&) const = default;
 };
 
@@ -81,6 +87,9 @@ struct SlotSizes {
 struct Seat {
   uint32_t rank = 0, ranks = 1;
 };
+
+// "all_reduce #4 of float32[100] (sum)"; without a sequence number when that is 0.
+std::string describe(const Call& call, uint64_t sequence = 0);
 
 // Borders between ranks' slices fall on cache lines, so that no line is written by two ranks.
 inline constexpr uint64_t kLineBytes = 64;

@@ -2,8 +2,11 @@
 //
 //   collective       algorithm  waits in a row   bytes that one rank reads + writes
 //   all_reduce       flat       1                S(W+1) + 2S
-//                    arena      2                S + S                      (each rank adds one slice for
-//                    everyone) staged     1 + chunks       S(3-1/W) + S(2+1/W), most of it in cache
+//                    arena      2                S + S, as each rank adds one slice for everyone
+//                    staged     2 + chunks       S(3-2/W) + 2S, most of it in cache
+//   reduce           flat       1                SW + S at the root, S + S elsewhere
+//                    arena      2                S + S/W
+//                    staged     2 + chunks       S(3-2/W) + S(2-1/W) at the root, S(2-1/W) + S elsewhere
 //   broadcast        flat       1                S + S
 //                    arena      2                S + S
 //                    staged     1 + chunks       S + S
@@ -23,11 +26,12 @@
 namespace photinus {
 
 Plan shm_all_reduce(const Call& call, Seat seat, Algorithm algorithm, const SlotSizes& sizes);
+Plan shm_reduce(const Call& call, Seat seat, Algorithm algorithm, const SlotSizes& sizes);
 Plan shm_broadcast(const Call& call, Seat seat, Algorithm algorithm, const SlotSizes& sizes);
 Plan shm_all_gather(const Call& call, Seat seat, Algorithm algorithm, const SlotSizes& sizes);
 Plan shm_reduce_scatter(const Call& call, Seat seat, Algorithm algorithm, const SlotSizes& sizes);
 
-// The plan of any collective.
+// The plan of any collective without parts (for those see exchange.h).
 Plan shm_plan(const Call& call, Seat seat, Algorithm algorithm, const SlotSizes& sizes);
 
 }  // namespace photinus

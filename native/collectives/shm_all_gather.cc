@@ -63,10 +63,9 @@ Plan shm_all_gather(const Call& call, Seat seat, Algorithm algorithm, const Slot
       return flat(seat, bytes);
     case Algorithm::arena:
       return arena(seat, bytes);
-    case Algorithm::staged:
+    default:
       return staged(seat, bytes, sizes);
   }
-  return {};
 }
 
 }  // namespace photinus

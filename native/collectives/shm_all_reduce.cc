@@ -6,15 +6,6 @@
 namespace photinus {
 namespace {
 
-Step reduce_step(Region to, Region from, Region own, uint64_t bytes) {
-  Step step{Step::Kind::reduce};
-  step.to = to;
-  step.from = from;
-  step.own = own;
-  step.bytes = bytes;
-  return step;
-}
-
 // Everyone shows its whole tensor, then everyone adds everything: the same sum in the same order on all
 // ranks.
 Plan flat(uint32_t me, uint64_t bytes) {
@@ -111,10 +102,9 @@ Plan shm_all_reduce(const Call& call, Seat seat, Algorithm algorithm, const Slot
       return flat(seat.rank, call.elems * size);
     case Algorithm::arena:
       return arena(seat, call.elems, size);
-    case Algorithm::staged:
+    default:
       return staged(seat, call.elems, size, sizes);
   }
-  return {};
 }
 
 }  // namespace photinus

@@ -53,10 +53,9 @@ Plan shm_broadcast(const Call& call, Seat seat, Algorithm algorithm, const SlotS
       return flat(seat, call.root, bytes);
     case Algorithm::arena:
       return arena(seat, call.root, bytes);
-    case Algorithm::staged:
+    default:
       return staged(seat, call.root, bytes, sizes);
   }
-  return {};
 }
 
 }  // namespace photinus

@@ -73,10 +73,9 @@ Plan shm_reduce_scatter(const Call& call, Seat seat, Algorithm algorithm, const 
       return flat(seat, bytes);
     case Algorithm::arena:
       return arena(seat, bytes);
-    case Algorithm::staged:
+    default:
       return staged(seat, bytes, sizes);
   }
-  return {};
 }
 
 }  // namespace photinus

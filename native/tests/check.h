@@ -13,6 +13,7 @@
 #include "base/error.h"
 #include "communicator.h"
 #include "memory/arena.h"
+#include "progress/progress.h"
 #include "transport/local_group.h"
 
 namespace photinus::test {
@@ -65,9 +66,9 @@ inline std::pair<ErrorKind, std::string> error_of(const std::function<void()>& b
   fail_check(__FILE__, __LINE__, "no error was thrown");
 }
 
-// Runs a body for each rank, each rank a thread with an arena of its own.
+// Runs a body for each rank, each rank a thread with an arena and a progress engine of its own.
 inline void run_ranks(uint32_t world_size, const std::function<void(Communicator&)>& body,
-                      double timeout_s = 60, SlotSizes sizes = {}) {
+                      double timeout_s = 60, SlotSizes sizes = {}, Limits limits = {}) {
   const std::string address = new_address();
   std::vector<std::thread> threads;
   for (uint32_t rank = 0; rank < world_size; ++rank) {
@@ -77,8 +78,9 @@ inline void run_ranks(uint32_t world_size, const std::function<void(Communicator
         options.rank = rank;
         options.world_size = world_size;
         options.address = address;
-        options.timeout_s = timeout_s;
-        options.arena = std::make_shared<Arena>(size_t{64} << 20);
+        options.limits = limits;
+        options.limits.timeout_s = timeout_s;
+        options.progress = std::make_shared<Progress>(std::make_shared<Arena>(size_t{64} << 20));
         options.sizes = sizes;
         auto communicator = Communicator::create(options);
         body(*communicator);

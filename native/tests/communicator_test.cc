@@ -17,15 +17,24 @@ void compare(Communicator& communicator, const Call& call, bool in_arena, bool a
   std::mt19937_64 random(seed);
   std::vector<Bytes> inputs;
   for (uint32_t r = 0; r < ranks; ++r) inputs.push_back(random_elements(call.dtype, input_elems, random));
-  const Bytes expected = naive(call, inputs)[me];
-  const bool in_place = call.operation == Operation::all_reduce || call.operation == Operation::broadcast;
+  std::vector<double> factors;
+  for (uint32_t r = 0; r < ranks; ++r) factors.push_back(0.25 * (r + 1));
+  const Bytes expected = naive(call, inputs, factors)[me];
+  const bool in_place = call.operation == Operation::reduce || call.operation == Operation::all_reduce ||
+                        call.operation == Operation::broadcast;
   std::vector<std::byte> own(2 * std::max<size_t>(expected.size(), input_elems * size) + 128);
   std::byte* send = in_arena ? communicator.arena()->allocate(input_elems * size + 1) : own.data();
   std::byte* recv = in_place   ? send
                     : in_arena ? communicator.arena()->allocate(expected.size() + 1)
                                : own.data() + own.size() / 2;
   if (!inputs[me].empty()) std::memcpy(send, inputs[me].data(), inputs[me].size());
-  communicator.submit(call, send, recv, 0, asynchronous)->wait();
+  Submission given;
+  given.call = call;
+  given.send = send;
+  given.recv = recv;
+  given.asynchronous = asynchronous;
+  given.factor = factors[me];
+  communicator.submit(given)->wait();
   CHECK(same(call.dtype, recv, expected.data(), expected.size() / size));
   if (in_arena) {
     communicator.arena()->free(send);
@@ -41,8 +50,8 @@ TEST(every_collective_and_type_equals_the_naive_reference) {
         ranks,
         [&](Communicator& communicator) {
           uint64_t seed = 0;
-          for (Operation operation : {Operation::all_reduce, Operation::broadcast, Operation::all_gather,
-                                      Operation::reduce_scatter}) {
+          for (Operation operation : {Operation::all_reduce, Operation::reduce, Operation::broadcast,
+                                      Operation::all_gather, Operation::reduce_scatter}) {
             for (Dtype dtype : kAllDtypes) {
               for (Reduction reduction : kAllReductions) {
                 if (!has_reduction(operation) && reduction != Reduction::sum) continue;
@@ -91,10 +100,10 @@ TEST(several_threads_of_a_rank_share_a_communicator_of_their_own_each) {
   const std::string a = new_address(), b = new_address();
   std::vector<std::thread> threads;
   for (uint32_t rank = 0; rank < 2; ++rank) {
-    auto arena = std::make_shared<Arena>(size_t{8} << 20);
+    auto progress = std::make_shared<Progress>(std::make_shared<Arena>(size_t{8} << 20));
     for (const std::string* address : {&a, &b}) {
-      threads.emplace_back([rank, address, arena] {
-        Communicator::Options options{rank, 2, *address, "pair", 30, arena, {}};
+      threads.emplace_back([rank, address, progress] {
+        Communicator::Options options{rank, 2, *address, "pair", {}, progress, {}};
         auto communicator = Communicator::create(options);
         std::vector<float> data(20000, 1.0f);
         for (int i = 0; i < 50; ++i) {

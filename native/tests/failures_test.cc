@@ -1,10 +1,7 @@
 #include <signal.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
-#include <numeric>
-
-#include "check.h"
+#include "processes.h"
 
 using namespace photinus;
 using namespace photinus::test;
@@ -13,63 +10,6 @@ namespace {
 
 Call sum_of(uint64_t elems) {
   return {Operation::all_reduce, Dtype::float32, Reduction::sum, 0, elems};
-}
-
-// Runs ranks as processes: `body` returns the text that the rank reports ("" for nothing).
-struct Report {
-  int status;
-  std::string text;
-};
-std::vector<Report> run_processes(uint32_t world_size,
-                                  const std::function<std::string(Communicator&)>& body) {
-  const std::string address = new_address();
-  struct Child {
-    pid_t pid;
-    int pipe;
-  };
-  std::vector<Child> children;
-  for (uint32_t rank = 0; rank < world_size; ++rank) {
-    int ends[2];
-    CHECK(pipe(ends) == 0);
-    pid_t pid = fork();
-    if (pid == 0) {
-      ::close(ends[0]);
-      alarm(60);
-      std::string text;
-      try {
-        Communicator::Options options;
-        options.rank = rank;
-        options.world_size = world_size;
-        options.address = address;
-        options.timeout_s = 30;
-        options.arena = std::make_shared<Arena>(size_t{64} << 20);
-        auto communicator = Communicator::create(options);
-        text = body(*communicator);
-      } catch (const std::exception& error) {
-        text = std::string("unexpected: ") + error.what();
-      }
-      CHECK(write(ends[1], text.data(), text.size()) == static_cast<ssize_t>(text.size()));
-      _exit(0);
-    }
-    ::close(ends[1]);
-    children.push_back({pid, ends[0]});
-  }
-  std::vector<Report> reports(world_size);
-  for (uint32_t rank = 0; rank < world_size; ++rank) {
-    char buffer[4096];
-    ssize_t got;
-    while ((got = read(children[rank].pipe, buffer, sizeof buffer)) > 0)
-      reports[rank].text.append(buffer, static_cast<size_t>(got));
-    ::close(children[rank].pipe);
-    CHECK(waitpid(children[rank].pid, &reports[rank].status, 0) == children[rank].pid);
-  }
-  return reports;
-}
-
-std::string error_text(const std::function<void()>& body) {
-  double start = now_s();
-  auto [kind, message] = error_of(body);
-  return text("kind %d after %.3f: ", static_cast<int>(kind), now_s() - start) + message;
 }
 
 }  // namespace
@@ -175,7 +115,7 @@ TEST(a_wait_with_a_shorter_deadline_leaves_the_collective_running) {
     if (communicator.rank() == 0) {
       auto [kind, message] = error_of([&] { work->wait(0.05); });
       CHECK(kind == ErrorKind::timeout);
-      CHECK_CONTAINS(message, "goes on");
+      CHECK_CONTAINS(message, "is not ended by this");
     }
     work->wait();
     CHECK(x == 2.0f);

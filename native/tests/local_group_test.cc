@@ -14,8 +14,9 @@ namespace {
 
 std::shared_ptr<Communicator> join(uint32_t rank, uint32_t world_size, const std::string& address,
                                    double timeout_s) {
-  Communicator::Options options{
-      rank, world_size, address, "club", timeout_s, std::make_shared<Arena>(size_t{1} << 20), {}};
+  Communicator::Options options{rank, world_size, address, "club", {}, {}, {}};
+  options.limits.timeout_s = timeout_s;
+  options.progress = std::make_shared<Progress>(std::make_shared<Arena>(size_t{1} << 20));
   return Communicator::create(options);
 }
 

@@ -88,7 +88,7 @@ class Simulator {
         return r.flat.data() + region.offset_bytes;
       case Place::slot:
         return r.slot.data() + region.offset_bytes;
-      case Place::none:
+      default:
         break;
     }
     return nullptr;
@@ -113,7 +113,7 @@ class Simulator {
         std::vector<const void*> sources;
         for (uint32_t other = 0; other < ranks_.size(); ++other)
           sources.push_back(other == r ? at(s.own, r) : at(s.from, other));
-        std::vector<void*> destinations{at(s.to, r)};
+        std::vector<void*> destinations{at(s.to, s.to.rank)};
         if (s.also.place != Place::none)
           for (uint32_t other = 0; other < ranks_.size(); ++other)
             if (s.also.rank == kEveryone ? other != r : other == s.also.rank)
@@ -138,8 +138,8 @@ TEST(plans_give_the_naive_result_in_every_interleaving_tried) {
   std::mt19937_64 random(11);
   const SlotSizes tiny{512, 512, 4};  // many chunks with little data
   int runs = 0;
-  for (Operation operation :
-       {Operation::all_reduce, Operation::broadcast, Operation::all_gather, Operation::reduce_scatter}) {
+  for (Operation operation : {Operation::all_reduce, Operation::reduce, Operation::broadcast,
+                              Operation::all_gather, Operation::reduce_scatter}) {
     for (Algorithm algorithm : {Algorithm::flat, Algorithm::arena, Algorithm::staged}) {
       for (uint32_t ranks : {2u, 3u, 4u, 7u}) {
         for (uint64_t elems : {1, 5, 64, 65, 200, 1000, 1025}) {

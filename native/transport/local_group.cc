@@ -1,5 +1,6 @@
 #include "transport/local_group.h"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <sys/random.h>
 #include <sys/socket.h>
@@ -20,9 +21,13 @@ namespace photinus {
 namespace {
 
 constexpr uint64_t kMagic = 0x70686f74696e7573;  // "photinus"
-constexpr uint32_t kProtocol = 1;
-constexpr const char* kPrefix = "photinus1:";
+constexpr uint32_t kProtocol = 2;
+constexpr const char* kPrefix = "photinus2:";
 constexpr double kHelloLimit_s = 2;  // a connection that says nothing for so long is dropped
+
+constexpr int kSendLimit_s = 10;
+constexpr size_t kOwnDescriptors = 8;  // listener, segment, the watching thread's, and one or two in passing
+constexpr size_t kRefusalsTold = 200;  // bytes of text
 
 struct Secret {
   unsigned char bytes[16];
@@ -33,12 +38,12 @@ struct Hello {
   uint64_t magic;
   uint32_t protocol, rank, world_size, reserved;
   Secret secret;
-  uint64_t arena_bytes, shared_bytes;
+  uint64_t arena_bytes, shared_bytes, settings;
   char host[64];
 };
 
 struct Verdict {
-  uint32_t accepted, reserved;
+  uint32_t accepted, is_late;  // refused because others did not come in time
   char reason[504];
 };
 
@@ -47,7 +52,7 @@ struct PeerFacts {
   int32_t pid;
   uint64_t arena_bytes;
   char host[64];
-  uint32_t has_arena, has_process, has_connection, reserved;
+  uint32_t has_process, reserved;
 };
 
 template <class T>
@@ -102,13 +107,26 @@ std::string list_of(const std::vector<uint32_t>& ranks) {
   return out + "]";
 }
 
+// A pipe whose reading end sees the end of the process that keeps the other.
+struct Lifeline {
+  FileDescriptor seen, kept;
+  Lifeline() {
+    int ends[2];
+    if (pipe2(ends, O_CLOEXEC) != 0)
+      throw_errno("making a pipe (are there enough file descriptors, ulimit -n?)");
+    seen = FileDescriptor(ends[0]);
+    kept = FileDescriptor(ends[1]);
+  }
+};
+
 struct Guest {
   FileDescriptor connection;
   Deadline hello_by;
 };
 
-void refuse(const FileDescriptor& connection, const std::string& reason) {
+void refuse(const FileDescriptor& connection, const std::string& reason, bool is_late = false) {
   Verdict verdict{};
+  verdict.is_late = is_late;
   put(verdict.reason, reason);
   send_message(connection, &verdict, sizeof verdict);
 }
@@ -116,14 +134,16 @@ void refuse(const FileDescriptor& connection, const std::string& reason) {
 // Rank 0's side: collects one connection for each other rank.
 class Host {
  public:
-  Host(uint32_t world_size, const Address& address, std::string name, size_t shared_bytes,
+  Host(uint32_t world_size, const Address& address, std::string name, const Layout& layout,
        const std::shared_ptr<Arena>& arena)
       : world_size_(world_size),
         secret_(address.secret),
         name_(std::move(name)),
-        shared_bytes_(shared_bytes),
+        layout_(layout),
         listener_(listen_on(address.socket_name)) {
     peers_.resize(world_size);
+    connections_.resize(world_size);
+    peers_[0].lifeline = std::move(own_.seen);
     peers_[0].pid = getpid();
     peers_[0].host = host_name();
     peers_[0].arena = arena->segment();
@@ -146,6 +166,11 @@ class Host {
       }
       if (entries[0].revents & POLLIN) {
         FileDescriptor connection(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+        if (!connection.valid() && (errno == EMFILE || errno == ENFILE))
+          throw_errno("letting a rank in (are there enough file descriptors, ulimit -n?)");
+        const timeval patience{kSendLimit_s, 0};  // a guest that does not read must not hold everybody up
+        if (connection.valid())
+          setsockopt(connection.get(), SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
         if (connection.valid()) guests.push_back({std::move(connection), Deadline::in(kHelloLimit_s)});
       }
       if (deadline.passed() && !missing().empty()) give_up(deadline);
@@ -157,18 +182,25 @@ class Host {
   std::vector<uint32_t> missing() const {
     std::vector<uint32_t> ranks;
     for (uint32_t rank = 1; rank < world_size_; ++rank)
-      if (!peers_[rank].connection.valid()) ranks.push_back(rank);
+      if (!connections_[rank].valid()) ranks.push_back(rank);
     return ranks;
   }
 
   [[noreturn]] void give_up(const Deadline& deadline) {
     std::string reason = text(
         "group %s: ranks %s of %u did not join within %.1f s. Were all %u processes started, on this host? "
-        "Their own output says more.",
-        name_.c_str(), list_of(missing()).c_str(), world_size_, deadline.limit_s(), world_size_);
+        "Their own output says more.%s",
+        name_.c_str(), list_of(missing()).c_str(), world_size_, deadline.limit_s(), world_size_,
+        refused_.c_str());
     for (uint32_t rank = 1; rank < world_size_; ++rank)
-      if (peers_[rank].connection.valid()) refuse(peers_[rank].connection, reason);
+      if (connections_[rank].valid()) refuse(connections_[rank], reason, true);
     throw Error(ErrorKind::timeout, reason);
+  }
+
+  // Tells a rank why it cannot take part, and remembers it for whoever waits for that rank.
+  void refuse_guest(const FileDescriptor& connection, const std::string& reason) {
+    refuse(connection, reason);
+    if (refused_.size() < kRefusalsTold) refused_ += " Refused: " + reason + ".";
   }
 
   // Reads the hello of a connection that has something to read, and takes it in or drops it.
@@ -179,45 +211,42 @@ class Host {
     if (!hello || hello->magic != kMagic || !equal(hello->secret, secret_) || who.user != geteuid()) return;
     std::string given = text("rank %u (pid %d on %s)", hello->rank, who.pid, get(hello->host).c_str());
     if (hello->protocol != kProtocol)
-      return refuse(connection,
-                    text("%s speaks protocol %u, rank 0 speaks %u: install the same Photinus everywhere",
-                         given.c_str(), hello->protocol, kProtocol));
-    if (hello->world_size != world_size_ || hello->shared_bytes != shared_bytes_)
-      return refuse(connection, text("%s believes in a world of %u ranks, rank 0 in one of %u", given.c_str(),
-                                     hello->world_size, world_size_));
+      return refuse_guest(
+          connection, text("%s speaks protocol %u, rank 0 speaks %u: install the same Photinus everywhere",
+                           given.c_str(), hello->protocol, kProtocol));
+    if (hello->world_size != world_size_)
+      return refuse_guest(connection, text("%s believes in a world of %u ranks, rank 0 in one of %u",
+                                           given.c_str(), hello->world_size, world_size_));
+    if (hello->shared_bytes != layout_.bytes || hello->settings != layout_.settings)
+      return refuse_guest(
+          connection,
+          given + " came with other slot sizes than rank 0 (chunk_bytes must be equal on all ranks)");
     if (hello->rank == 0 || hello->rank >= world_size_)
-      return refuse(connection, text("%s is not one of the ranks 1 to %u", given.c_str(), world_size_ - 1));
+      return refuse_guest(connection,
+                          text("%s is not one of the ranks 1 to %u", given.c_str(), world_size_ - 1));
     Peer& peer = peers_[hello->rank];
-    if (peer.connection.valid())
-      return refuse(connection, text("%s came second: rank %u is pid %d on %s already", given.c_str(),
-                                     hello->rank, peer.pid, peer.host.c_str()));
-    if (message->files.size() != 1) return refuse(connection, given + " brought no arena");
+    if (connections_[hello->rank].valid())
+      return refuse_guest(connection, text("%s came second: rank %u is pid %d on %s already", given.c_str(),
+                                           hello->rank, peer.pid, peer.host.c_str()));
+    if (message->files.size() != 2)
+      return refuse_guest(connection, given + " brought no arena, or no lifeline");
     peer.rank = hello->rank;
     peer.pid = who.pid;
     peer.host = get(hello->host);
     peer.arena = Segment::map(std::move(message->files[0]), hello->arena_bytes);
+    peer.lifeline = std::move(message->files[1]);
     peer.process = process_of(connection);
-    peer.connection = std::move(connection);
+    connections_[hello->rank] = std::move(connection);
   }
 
   LocalGroup hand_out() {
     LocalGroup group;
-    group.shared = Segment::create("photinus-group", shared_bytes_);
+    group.shared = Segment::create("photinus-group", layout_.bytes);
     FileDescriptor myself = open_process(getpid());
-    // One connection for each pair that does not include rank 0, which keeps the connections it has.
-    std::vector<std::vector<FileDescriptor>> ends(world_size_);
-    for (auto& row : ends) row.resize(world_size_);
     for (uint32_t a = 1; a < world_size_; ++a) {
-      for (uint32_t b = a + 1; b < world_size_; ++b) {
-        int pair[2];
-        if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) != 0)
-          throw_errno("connecting ranks with each other (are there enough file descriptors, ulimit -n?)");
-        ends[a][b] = FileDescriptor(pair[0]);
-        ends[b][a] = FileDescriptor(pair[1]);
-      }
       Verdict verdict{};
       verdict.accepted = 1;
-      bool ok = send_message(peers_[a].connection, &verdict, sizeof verdict, {group.shared->file()});
+      bool ok = send_message(connections_[a], &verdict, sizeof verdict, {group.shared->file()});
       for (uint32_t b = 0; ok && b < world_size_; ++b) {
         if (b == a) continue;
         const FileDescriptor& process = b == 0 ? myself : peers_[b].process;
@@ -226,18 +255,17 @@ class Host {
         facts.pid = peers_[b].pid;
         facts.arena_bytes = peers_[b].arena->bytes();
         put(facts.host, peers_[b].host);
-        std::vector<int> files{peers_[b].arena->file()};
+        std::vector<int> files{peers_[b].arena->file(), peers_[b].lifeline.get()};
         facts.has_process = process.valid();
         if (process.valid()) files.push_back(process.get());
-        facts.has_connection = b != 0;
-        if (b != 0) files.push_back(ends[a][b].get());
-        ok = send_message(peers_[a].connection, &facts, sizeof facts, files);
+        ok = send_message(connections_[a], &facts, sizeof facts, files);
       }
       if (!ok)
         throw Error(ErrorKind::peer_lost, text("rank %u (pid %d on %s) went away while group %s was formed",
                                                a, peers_[a].pid, peers_[a].host.c_str(), name_.c_str()));
-      for (uint32_t b = 0; b < world_size_; ++b) ends[a][b].reset();
     }
+    peers_[0].lifeline.reset();
+    group.own_lifeline = std::move(own_.kept);
     group.peers = std::move(peers_);
     return group;
   }
@@ -245,13 +273,17 @@ class Host {
   uint32_t world_size_;
   Secret secret_;
   std::string name_;
-  size_t shared_bytes_;
+  Layout layout_;
   FileDescriptor listener_;
+  std::string refused_;
+  Lifeline own_;
   std::vector<Peer> peers_;
+  std::vector<FileDescriptor> connections_;
 };
 
 LocalGroup join_as_guest(uint32_t rank, uint32_t world_size, const Address& address, const std::string& name,
-                         size_t shared_bytes, const std::shared_ptr<Arena>& arena, const Deadline& deadline) {
+                         const Layout& layout, const std::shared_ptr<Arena>& arena,
+                         const Deadline& deadline) {
   auto lost = [&](const char* when) {
     return Error(
         deadline.passed() ? ErrorKind::timeout : ErrorKind::peer_lost,
@@ -268,17 +300,20 @@ LocalGroup join_as_guest(uint32_t rank, uint32_t world_size, const Address& addr
   hello.world_size = world_size;
   hello.secret = address.secret;
   hello.arena_bytes = arena->segment()->bytes();
-  hello.shared_bytes = shared_bytes;
+  hello.shared_bytes = layout.bytes;
+  hello.settings = layout.settings;
   put(hello.host, host_name());
-  if (!send_message(*connection, &hello, sizeof hello, {arena->segment()->file()}))
+  Lifeline own;
+  if (!send_message(*connection, &hello, sizeof hello, {arena->segment()->file(), own.seen.get()}))
     throw lost("was dropped by rank 0 before it could introduce itself");
 
   std::optional<Message> answer = receive_message(*connection, sizeof(Verdict), deadline);
   std::optional<Verdict> verdict = answer ? as<Verdict>(*answer) : std::nullopt;
   if (!verdict) throw lost("got no answer from rank 0, which waits for other ranks or has ended");
-  if (!verdict->accepted) throw Error(ErrorKind::invalid_argument, get(verdict->reason));
+  if (!verdict->accepted)
+    throw Error(verdict->is_late ? ErrorKind::timeout : ErrorKind::invalid_argument, get(verdict->reason));
   LocalGroup group;
-  group.shared = Segment::map(std::move(answer->files.at(0)), shared_bytes);
+  group.shared = Segment::map(std::move(answer->files.at(0)), layout.bytes);
   group.peers.resize(world_size);
   for (uint32_t i = 1; i < world_size; ++i) {
     std::optional<Message> message = receive_message(*connection, sizeof(PeerFacts), deadline);
@@ -288,12 +323,11 @@ LocalGroup join_as_guest(uint32_t rank, uint32_t world_size, const Address& addr
     peer.rank = facts->rank;
     peer.pid = facts->pid;
     peer.host = get(facts->host);
-    size_t next = 0;
-    peer.arena = Segment::map(std::move(message->files.at(next++)), facts->arena_bytes);
-    if (facts->has_process) peer.process = std::move(message->files.at(next++));
-    if (facts->has_connection) peer.connection = std::move(message->files.at(next++));
+    peer.arena = Segment::map(std::move(message->files.at(0)), facts->arena_bytes);
+    peer.lifeline = std::move(message->files.at(1));
+    if (facts->has_process) peer.process = std::move(message->files.at(2));
   }
-  group.peers[0].connection = std::move(*connection);
+  group.own_lifeline = std::move(own.kept);
   group.peers[rank] = Peer{rank, getpid(), host_name(), arena->segment(), {}, {}};
   return group;
 }
@@ -312,12 +346,16 @@ std::string new_address() {
 }
 
 LocalGroup join_local_group(uint32_t rank, uint32_t world_size, const std::string& address,
-                            const std::string& name, size_t shared_bytes, const std::shared_ptr<Arena>& arena,
-                            const Deadline& deadline) {
-  if (rank != 0) return join_as_guest(rank, world_size, parse(address), name, shared_bytes, arena, deadline);
-  if (world_size > 1) return Host(world_size, parse(address), name, shared_bytes, arena).gather(deadline);
+                            const std::string& name, const Layout& layout,
+                            const std::shared_ptr<Arena>& arena, const Deadline& deadline) {
+  // For each peer its arena, its process and its lifeline; rank 0 has a connection to each besides.
+  if (world_size > 1)
+    need_descriptors((rank == 0 ? 4 : 3) * world_size + kOwnDescriptors,
+                     text("group %s of %u ranks", name.c_str(), world_size));
+  if (rank != 0) return join_as_guest(rank, world_size, parse(address), name, layout, arena, deadline);
+  if (world_size > 1) return Host(world_size, parse(address), name, layout, arena).gather(deadline);
   LocalGroup alone;
-  alone.shared = Segment::create("photinus-group", shared_bytes);
+  alone.shared = Segment::create("photinus-group", layout.bytes);
   alone.peers.push_back(Peer{0, getpid(), host_name(), arena->segment(), {}, {}});
   return alone;
 }

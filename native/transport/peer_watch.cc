@@ -13,18 +13,20 @@ namespace photinus {
 namespace {
 
 constexpr uint64_t kWake = UINT64_MAX;
-// An exiting process closes its sockets a little before its handle says that it has ended.
-constexpr double kSocketToProcess_s = 0.1;
+// An exiting process closes its files a little before its handle says that it has ended.
+constexpr double kLifelineToProcess_s = 0.1;
 // How it ended is known as long as nobody has reaped it, or from Linux 6.15 on; elsewhere there is no use in
 // waiting.
 constexpr double kHowPatience_s = 0.05;
+constexpr int kBeat_ms = 250;
 
 }  // namespace
 
-PeerWatch::PeerWatch(const std::vector<Peer>& peers, const Mailbox& mailbox,
+PeerWatch::PeerWatch(const std::vector<Peer>& peers, const Mailbox& mailbox, std::atomic<uint64_t>& heartbeat,
                      std::function<void(uint32_t)> on_loss)
     : peers_(peers),
       mailbox_(mailbox),
+      heartbeat_(heartbeat),
       on_loss_(std::move(on_loss)),
       wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       epoll_(epoll_create1(EPOLL_CLOEXEC)),
@@ -40,7 +42,7 @@ PeerWatch::PeerWatch(const std::vector<Peer>& peers, const Mailbox& mailbox,
   watch(wake_.get(), kWake);
   for (const Peer& peer : peers_) {
     if (peer.rank == mailbox_.rank()) continue;
-    if (peer.connection.valid()) watch(peer.connection.get(), peer.rank);
+    if (peer.lifeline.valid()) watch(peer.lifeline.get(), peer.rank);
     if (peer.process.valid()) watch(peer.process.get(), peer.rank);
   }
   thread_ = start_thread("photinus-watch", [this] { run(); });
@@ -66,8 +68,9 @@ std::string PeerWatch::how(uint32_t rank) const {
 void PeerWatch::run() {
   while (true) {
     epoll_event event{};
-    int count = epoll_wait(epoll_.get(), &event, 1, -1);
-    if (count < 0 && errno == EINTR) continue;
+    int count = epoll_wait(epoll_.get(), &event, 1, kBeat_ms);
+    heartbeat_.fetch_add(1, std::memory_order_relaxed);
+    if (count == 0 || (count < 0 && errno == EINTR)) continue;
     if (count < 0 || event.data.u64 == kWake) return;
     auto rank = static_cast<uint32_t>(event.data.u64);
     if (is_lost(rank) || !examine(peers_[rank])) continue;
@@ -79,12 +82,13 @@ void PeerWatch::run() {
 bool PeerWatch::examine(const Peer& peer) {
   bool left = mailbox_.block(peer.rank).presence.load(std::memory_order_acquire) == Presence::left;
   std::string how;
-  if (has_ended(peer.process, left ? 0 : kSocketToProcess_s))
+  if (has_ended(peer.process, left ? 0 : kLifelineToProcess_s))
     how = how_it_ended(peer.process, peer.pid, kHowPatience_s);
   else if (left)
     return false;  // an orderly leave of a process that lives on; its presence says so
   else
-    how = "closed its connection, though its process has not ended";
+    how = peer.process.valid() ? "closed its lifeline, though its process has not ended"
+                               : "closed its lifeline (this kernel does not tell how its process ended)";
   std::lock_guard lock(mutex_);
   how_[peer.rank] = how;
   return true;

@@ -1,5 +1,5 @@
-// Notices that a peer's process has gone, by its closing connection and its process handle: shared memory
-// alone never tells. One thread sleeps on all of them.
+// Notices that a peer's process has gone, by its closing lifeline and its process handle: shared memory
+// alone never tells. One thread sleeps on all of them, and beats meanwhile.
 #pragma once
 
 #include <atomic>
@@ -16,8 +16,10 @@ namespace photinus {
 
 class PeerWatch {
  public:
-  // `on_loss(rank)` runs on the watching thread, at most once for each peer, after how() is set.
-  PeerWatch(const std::vector<Peer>& peers, const Mailbox& mailbox, std::function<void(uint32_t)> on_loss);
+  // `on_loss(rank)` runs on the watching thread, at most once for each peer, after how() is set. The thread
+  // also advances `heartbeat`, by which peers see that this process runs.
+  PeerWatch(const std::vector<Peer>& peers, const Mailbox& mailbox, std::atomic<uint64_t>& heartbeat,
+            std::function<void(uint32_t)> on_loss);
   ~PeerWatch();
 
   bool is_lost(uint32_t rank) const { return lost_[rank].load(std::memory_order_acquire); }
@@ -32,6 +34,7 @@ class PeerWatch {
 
   const std::vector<Peer>& peers_;
   const Mailbox& mailbox_;
+  std::atomic<uint64_t>& heartbeat_;
   std::function<void(uint32_t)> on_loss_;
   FileDescriptor wake_;
   FileDescriptor epoll_;

@@ -1,5 +1,6 @@
 #include "transport/unix_socket.h"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -136,6 +137,11 @@ std::optional<Message> receive_message(const FileDescriptor& connection, size_t 
         std::memcpy(&file, CMSG_DATA(c) + i * sizeof(int), sizeof file);
         message.files.emplace_back(file);
       }
+    }
+    if (header.msg_flags &
+        MSG_CTRUNC) {  // descriptors were lost: too many came, or this process may have no more
+      FileDescriptor one_more(fcntl(connection.get(), F_DUPFD_CLOEXEC, 0));
+      if (!one_more.valid()) throw_errno("taking in a rank's descriptors (are there enough, ulimit -n?)");
     }
     if (got <= 0 || (header.msg_flags & (MSG_TRUNC | MSG_CTRUNC))) return std::nullopt;
     message.data.resize(static_cast<size_t>(got));

@@ -3,6 +3,8 @@ REDUCTIONS: dict[str, int]
 OPERATIONS: dict[str, int]
 
 def new_address() -> str: ...
+def set_label(label: str) -> str: ...
+def set_library_folders(folders: list[str]) -> None: ...
 def usable_cores() -> int: ...
 def instruction_set() -> str: ...
 def arena_used_bytes() -> int: ...
@@ -21,11 +23,23 @@ class Work:
     def error(self) -> BaseException | None: ...
     def duration_s(self) -> float: ...
     @property
+    def source_rank(self) -> int: ...
+    @property
     def description(self) -> str: ...
 
 class Communicator:
     @staticmethod
-    def connect(rank: int, world_size: int, address: str, timeout_s: float, name: str) -> Communicator: ...
+    def connect(
+        rank: int,
+        world_size: int,
+        address: str,
+        name: str,
+        timeout_s: float,
+        grace_s: float,
+        waiting_s: float,
+        chunk_bytes: int,
+        strict_sites: bool,
+    ) -> Communicator: ...
     @property
     def rank(self) -> int: ...
     @property
@@ -39,6 +53,30 @@ class Communicator:
         dtype: int,
         reduction: int,
         root: int,
+        timeout_s: float,
+        asynchronous: bool,
+        factor: float = 1.0,
+        label: str = "",
+    ) -> Work: ...
+    def exchange(
+        self,
+        operation: int,
+        sends: list[tuple[int, int]],
+        recvs: list[tuple[int, int]],
+        dtype: int,
+        root: int,
+        timeout_s: float,
+        asynchronous: bool,
+        label: str = "",
+    ) -> Work: ...
+    def message(
+        self,
+        operation: int,
+        address: int,
+        elems: int,
+        dtype: int,
+        peer: int,
+        tag: int,
         timeout_s: float,
         asynchronous: bool,
     ) -> Work: ...

@@ -10,25 +10,43 @@ chunk. Addition follows rank order, so every run gives the same bits on every ra
 
 from __future__ import annotations
 
-import atexit
 import os
-import threading
-import weakref
-from collections import deque
-from types import TracebackType
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from . import _native, env
-from ._native import Work
+from .arrays import DTYPES, facts
+from .group import ANY_RANK, OPERATIONS, REDUCTIONS, Group, Part, Work
 
-__all__ = ["DTYPES", "OPERATIONS", "REDUCTIONS", "Communicator", "Work", "allocate", "host_id", "new_address"]
+__all__ = [
+    "ANY_RANK",
+    "DTYPES",
+    "OPERATIONS",
+    "REDUCTIONS",
+    "Communicator",
+    "Part",
+    "Work",
+    "allocate",
+    "host_id",
+    "label",
+    "new_address",
+    "pass_over_frames_of",
+]
 
-DTYPES: dict[str, int] = _native.DTYPES
-"""Element types by name, as the engine numbers them."""
-REDUCTIONS: dict[str, int] = _native.REDUCTIONS
-"""Reductions by name. "avg" divides the sum by the number of ranks; on integers it truncates towards zero."""
-OPERATIONS: dict[str, int] = _native.OPERATIONS
-"""Collectives by name."""
+
+def pass_over_frames_of(paths: Sequence[str]) -> None:
+    """Names libraries between the user and the engine, which are no place in the user's program; replaces earlier ones.
+
+    Messages quote the line of the innermost frame outside of them. Photinus itself always counts as one.
+
+    Args:
+        paths: files, or folders that end with a slash.
+    """
+    _native.set_library_folders([os.path.dirname(os.path.abspath(__file__)) + os.sep, *paths])
+
+
+pass_over_frames_of([])
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _NETWORK = "/proc/self/ns/net"
@@ -72,141 +90,105 @@ def allocate(nbytes: int) -> memoryview:
     return memoryview(_native.ArenaBuffer(nbytes))
 
 
-class Communicator:
-    """The collectives of a group of ranks on one host.
+@contextmanager
+def label(text: str) -> Iterator[None]:
+    """Names what this thread's collectives inside the `with` block are about, for example a parameter.
 
-    Calls run in the order in which they are submitted, one at a time; different communicators are independent. All
-    methods may be called from any thread.
+    Ranks whose labels differ get MismatchError: so are equal-sized tensors in different orders found, which look alike
+    otherwise. Works for torch.distributed's calls on backend photinus too. At most 127 bytes are kept.
 
-    Args:
-        rank: this process, 0 <= rank < world_size.
-        world_size: number of processes of the group.
-        address: from `new_address()`, the same on all ranks.
-        timeout_s: deadline of the meeting, and of collectives that bring no other. Default PHOTINUS_TIMEOUT_S (300).
-        name: the group's name in messages.
-
-    Raises:
-        CollectiveTimeoutError: not all ranks came in time; names those that are missing.
-        ValueError: wrong arguments, a PHOTINUS_INSTRUCTION_SET that this processor does not have, or this rank was
-            refused (its rank is taken, another world size).
+        with engine.label(name):
+            dist.all_reduce(parameter.grad)
     """
+    before = _native.set_label(text)
+    try:
+        yield
+    finally:
+        _native.set_label(before)
 
-    def __init__(
-        self, rank: int, world_size: int, address: str, *, timeout_s: float | None = None, name: str = "world"
-    ) -> None:
-        _native.instruction_set()  # refuses a wrong PHOTINUS_INSTRUCTION_SET before any rank is met
-        self._native = _native.Communicator.connect(
-            rank, world_size, address, env.TIMEOUT_S.get() if timeout_s is None else timeout_s, name
-        )
-        self.rank = rank
-        self.world_size = world_size
-        self.name = name
-        # What calls in flight read and write must live until they are done, whatever the caller drops.
-        self._in_flight: deque[tuple[Work, object]] = deque()
-        self._in_flight_lock = threading.Lock()
-        _open.add(self)
 
-    def submit(
-        self,
-        operation: int,
-        send_address: int,
-        recv_address: int,
-        elems: int,
-        dtype: int,
-        reduction: int = 0,
-        root: int = 0,
-        timeout_s: float = 0.0,
-        asynchronous: bool = True,
-        keep: object = None,
+class Communicator(Group):
+    """A group of ranks with its operations on arrays: numpy's, or anything with the array interface."""
+
+    def all_reduce(
+        self, array: Any, reduction: str = "sum", *, factor: float = 1.0, label: str = "", asynchronous: bool = False
     ) -> Work:
-        """Starts a collective on raw memory.
+        """Combines all ranks' arrays (same shape and type) into each of them, in rank order.
 
         Args:
-            operation: from OPERATIONS.
-            send_address: what this rank gives: `elems` elements (reduce_scatter: world_size * elems).
-            recv_address: where the result goes: `elems` elements (all_gather: world_size * elems). May equal
-                send_address for all_reduce and broadcast.
-            elems: number of elements; 0 is allowed, the ranks still meet.
-            dtype: from DTYPES.
-            reduction: from REDUCTIONS; read by all_reduce and reduce_scatter.
-            root: the rank that gives; read by broadcast.
-            timeout_s: deadline in seconds; 0 for the communicator's.
-            asynchronous: False waits here, on the caller's thread, and raises what `Work.wait` would.
-            keep: an object that is kept alive until the collective is done, at most until the next submit after that.
-
-        Raises:
-            ValueError: wrong arguments; nothing was exchanged.
-            AbortedError: the communicator is closed.
+            reduction: see REDUCTIONS; `factor` is this rank's of "premul_sum".
+            label: what the array is, for example a parameter's name: ranks whose labels differ get MismatchError.
         """
-        work: Work = self._native.submit(
-            operation, send_address, recv_address, elems, dtype, reduction, root, timeout_s, asynchronous
+        address, elems, dtype = facts(array, writable=True)
+        return self._call(
+            "all_reduce", address, address, elems, dtype, reduction, 0, asynchronous, array, factor=factor, label=label
         )
-        if asynchronous:
-            with self._in_flight_lock:
-                in_flight = self._in_flight
-                in_flight.append((work, keep))
-                while in_flight and in_flight[0][0].is_completed():
-                    in_flight.popleft()
-        return work
 
-    def all_reduce(self, array: Any, reduction: str = "sum", *, asynchronous: bool = False) -> Work:
-        """Combines all ranks' arrays (same shape and type) into each of them, in rank order."""
-        address, elems, dtype = _facts(array, writable=True)
-        return self._call("all_reduce", address, address, elems, dtype, reduction, 0, asynchronous, array)
+    def reduce(
+        self, array: Any, root: int = 0, reduction: str = "sum", *, factor: float = 1.0, asynchronous: bool = False
+    ) -> Work:
+        """Combines all ranks' arrays into rank `root`'s, in rank order; the others' arrays stay as they are."""
+        address, elems, dtype = facts(array, writable=self.rank == root)
+        root = self._root(root)
+        return self._call("reduce", address, address, elems, dtype, reduction, root, asynchronous, array, factor=factor)
+
+    def all_to_all(self, outs: Sequence[Any], arrays: Sequence[Any], *, asynchronous: bool = False) -> Work:
+        """Sends arrays[r] to rank r and receives outs[r] from it; sizes may differ from pair to pair."""
+        return self._exchange("all_to_all", outs, arrays, 0, asynchronous)
+
+    def gather(self, outs: Sequence[Any] | None, array: Any, root: int = 0, *, asynchronous: bool = False) -> Work:
+        """Brings all ranks' arrays, which may differ in size, to rank `root`: outs[r] there, None elsewhere."""
+        arrays: list[Any] = [None] * self.world_size
+        arrays[self._root(root)] = array
+        return self._exchange("gather", outs if self.rank == root else None, arrays, root, asynchronous)
+
+    def scatter(self, out: Any, arrays: Sequence[Any] | None, root: int = 0, *, asynchronous: bool = False) -> Work:
+        """Sends rank `root`'s arrays[r] (None elsewhere) to rank r; sizes may differ."""
+        outs: list[Any] = [None] * self.world_size
+        outs[self._root(root)] = out
+        return self._exchange("scatter", outs, arrays if self.rank == root else None, root, asynchronous)
+
+    def all_gather_list(self, outs: Sequence[Any], array: Any, *, asynchronous: bool = False) -> Work:
+        """Brings all ranks' arrays, which may differ in size, to all ranks: outs[r] is rank r's."""
+        return self._exchange("all_gather", outs, [array] * self.world_size, 0, asynchronous)
+
+    def send(self, array: Any, peer: int, tag: int = 0, *, asynchronous: bool = False) -> Work:
+        """Sends an array to a rank, which must receive one of the same size and type; done when it has."""
+        address, elems, dtype = facts(array, writable=False)
+        if peer < 0:
+            raise ValueError(f"send: {peer} is not a rank of this group of {self.world_size}")
+        return self.message(OPERATIONS["send"], address, elems, dtype, peer, tag, 0.0, asynchronous, array)
+
+    def recv(self, array: Any, peer: int = ANY_RANK, tag: int = 0, *, asynchronous: bool = False) -> Work:
+        """Receives an array from a rank, or from whichever sends first with this tag (`Work.source_rank`)."""
+        address, elems, dtype = facts(array, writable=True)
+        if peer < ANY_RANK:
+            raise ValueError(f"recv: {peer} is not a rank of this group of {self.world_size}")
+        return self.message(OPERATIONS["recv"], address, elems, dtype, peer, tag, 0.0, asynchronous, array)
 
     def broadcast(self, array: Any, root: int = 0, *, asynchronous: bool = False) -> Work:
         """Copies rank `root`'s array into every rank's array."""
-        address, elems, dtype = _facts(array, writable=self.rank != root)
+        address, elems, dtype = facts(array, writable=self.rank != root)
+        root = self._root(root)
         return self._call("broadcast", address, address, elems, dtype, "sum", root, asynchronous, array)
 
     def all_gather(self, out: Any, array: Any, *, asynchronous: bool = False) -> Work:
         """Puts all ranks' arrays, one behind the other in rank order, into `out` (world_size times as long)."""
-        send, elems, dtype = _facts(array, writable=False)
-        recv, room, out_dtype = _facts(out, writable=True)
+        send, elems, dtype = facts(array, writable=False)
+        recv, room, out_dtype = facts(out, writable=True)
         self._fits("all_gather", "out", room, out_dtype, elems * self.world_size, dtype)
         return self._call("all_gather", send, recv, elems, dtype, "sum", 0, asynchronous, (out, array))
 
     def reduce_scatter(self, out: Any, array: Any, reduction: str = "sum", *, asynchronous: bool = False) -> Work:
         """Combines all ranks' arrays and puts this rank's part (1 / world_size of them) into `out`."""
-        recv, elems, dtype = _facts(out, writable=True)
-        send, given, in_dtype = _facts(array, writable=False)
+        recv, elems, dtype = facts(out, writable=True)
+        send, given, in_dtype = facts(array, writable=False)
         self._fits("reduce_scatter", "array", given, in_dtype, elems * self.world_size, dtype)
         return self._call("reduce_scatter", send, recv, elems, dtype, reduction, 0, asynchronous, (out, array))
 
     def barrier(self, *, asynchronous: bool = False) -> Work:
         """Returns when all ranks have called it."""
         return self.submit(OPERATIONS["barrier"], 0, 0, 0, 0, asynchronous=asynchronous)
-
-    def explain(self, operation: str, elems: int, dtype: str = "float32", *, in_arena: bool = True) -> str:
-        """How a call would run, and why, for people."""
-        text: str = self._native.explain(OPERATIONS[operation], elems, DTYPES[dtype], in_arena)
-        return text
-
-    def abort(self, reason: str) -> None:
-        """Ends everything here and, at once, at peers that wait for this rank. Later calls raise AbortedError."""
-        self._native.abort(reason)
-
-    def set_reason(self, text: str) -> None:
-        """Leaves a text that peers read as this rank's own reason if it goes away; an empty text takes it back."""
-        self._native.set_reason(text)
-
-    def close(self) -> None:
-        """Leaves the group in order. Idempotent; also done at exit."""
-        self._native.close()
-        with self._in_flight_lock:
-            self._in_flight.clear()
-        _open.discard(self)
-
-    def __enter__(self) -> Communicator:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self.set_reason(f"{type(error).__name__}: {error}")
-            self.abort(f"{type(error).__name__}: {error}")
-        self.close()
 
     def _call(
         self,
@@ -219,13 +201,50 @@ class Communicator:
         root: int,
         asynchronous: bool,
         keep: object,
+        factor: float = 1.0,
+        label: str = "",
     ) -> Work:
         if reduction not in REDUCTIONS:
             raise ValueError(f"{operation}: reduction {reduction!r} is unknown; known are {', '.join(REDUCTIONS)}")
         code = REDUCTIONS[reduction]
         return self.submit(
-            OPERATIONS[operation], send, recv, elems, dtype, code, root, asynchronous=asynchronous, keep=keep
+            OPERATIONS[operation], send, recv, elems, dtype, code, root, 0.0, asynchronous, keep, factor, label
         )
+
+    def _exchange(
+        self, operation: str, outs: Sequence[Any] | None, arrays: Sequence[Any] | None, root: int, asynchronous: bool
+    ) -> Work:
+        dtypes: set[int] = set()
+
+        def parts(given: Sequence[Any] | None, what: str, *, writable: bool) -> list[Part]:
+            if given is None:
+                given = [None] * self.world_size
+            if len(given) != self.world_size:
+                raise ValueError(
+                    f"{operation}: {what} has {len(given)} arrays, needs one for each of {self.world_size} ranks"
+                )
+            found: list[Part] = []
+            for array in given:
+                if array is None:
+                    found.append((0, 0))
+                    continue
+                address, elems, dtype = facts(array, writable=writable)
+                dtypes.add(dtype)
+                found.append((address, elems))
+            return found
+
+        recvs = parts(outs, "outs", writable=True)
+        sends = parts(arrays, "arrays", writable=False)
+        if len(dtypes) > 1:
+            names = {code: name for name, code in DTYPES.items()}
+            raise ValueError(f"{operation}: arrays of several types, {', '.join(sorted(names[d] for d in dtypes))}")
+        dtype = dtypes.pop() if dtypes else 0
+        return self.exchange(OPERATIONS[operation], sends, recvs, dtype, root, 0.0, asynchronous, (outs, arrays))
+
+    def _root(self, root: int) -> int:
+        if not 0 <= root < self.world_size:
+            raise ValueError(f"root {root} is not a rank of this group of {self.world_size}")
+        return root
 
     def _fits(self, operation: str, what: str, given: int, given_dtype: int, needed: int, dtype: int) -> None:
         if given != needed or given_dtype != dtype:
@@ -234,49 +253,3 @@ class Communicator:
                 f"{operation}: {what} has {given} elements of {names[given_dtype]}, needs {needed} of {names[dtype]} "
                 f"in a group of {self.world_size}"
             )
-
-
-_BY_TYPESTR = {
-    "f4": "float32",
-    "f8": "float64",
-    "f2": "float16",
-    "i1": "int8",
-    "i2": "int16",
-    "i4": "int32",
-    "i8": "int64",
-    "u1": "uint8",
-    "b1": "bool",
-}
-
-
-def _facts(array: Any, *, writable: bool) -> tuple[int, int, int]:
-    """Address, number of elements and element type of a C-contiguous array."""
-    interface = getattr(array, "__array_interface__", None)
-    if interface is None:
-        raise TypeError(f"needs a numpy array (or another object with __array_interface__), not {type(array).__name__}")
-    name = _BY_TYPESTR.get(interface["typestr"][1:])
-    if str(getattr(array, "dtype", "")) == "bfloat16":  # ml_dtypes' arrays call themselves void
-        name = "bfloat16"
-    if name is None or interface["typestr"][0] == ">":
-        raise TypeError(f"element type {array.dtype} is not one of {', '.join(DTYPES)}")
-    if interface.get("strides") is not None:
-        raise ValueError("needs a C-contiguous array; make one with numpy.ascontiguousarray")
-    address, read_only = interface["data"]
-    if writable and read_only:
-        raise ValueError("the array is read-only, but the result goes into it")
-    elems = 1
-    for extent in interface["shape"]:
-        elems *= extent
-    return address, elems, DTYPES[name]
-
-
-# Left in order even when the user closes nothing: threads end before the interpreter does.
-_open: weakref.WeakSet[Communicator] = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    for communicator in list(_open):
-        communicator.close()
-
-
-atexit.register(_close_all)

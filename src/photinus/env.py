@@ -52,6 +52,12 @@ def _count(text: str) -> int:
     return value
 
 
+def _switch(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError("needs 0 or 1")
+    return text == "1"
+
+
 EXPECTED_WORLD_SIZE: Variable[int | None] = Variable(
     "PHOTINUS_WORLD_SIZE",
     _count,
@@ -60,6 +66,24 @@ EXPECTED_WORLD_SIZE: Variable[int | None] = Variable(
 )
 TIMEOUT_S: Variable[float] = Variable(
     "PHOTINUS_TIMEOUT_S", _seconds, 300.0, "deadline in seconds of a collective for which no other was given"
+)
+GRACE_S: Variable[float] = Variable(
+    "PHOTINUS_GRACE_S",
+    _seconds,
+    120.0,
+    "how many seconds a rank may show no sign of life (stopped, swapped out, frozen) before others give it up",
+)
+WAITING_S: Variable[float] = Variable(
+    "PHOTINUS_WAITING_S",
+    _seconds,
+    5.0,
+    "after how many seconds a waiting rank says, in one line on standard error, for whom and in what it waits",
+)
+STRICT_SITES: Variable[bool] = Variable(
+    "PHOTINUS_STRICT_SITES",
+    _switch,
+    False,
+    "1: calls that look alike, but come from lines that show ranks out of step, are an error and not a warning",
 )
 HOST_ID: Variable[str | None] = Variable(
     "PHOTINUS_HOST_ID",
@@ -84,6 +108,9 @@ ATTEMPT: Variable[int] = Variable(
 ALL: tuple[Variable[object], ...] = (  # type: ignore[assignment]
     EXPECTED_WORLD_SIZE,
     TIMEOUT_S,
+    GRACE_S,
+    WAITING_S,
+    STRICT_SITES,
     HOST_ID,
     BACKEND,
     INSTRUCTION_SET,

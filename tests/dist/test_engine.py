@@ -27,14 +27,15 @@ def _array(dtype: str, elems: int, in_arena: bool) -> Any:
 
 
 def all_collectives(rank: int, world_size: int, address: str) -> int:
-    """Compares every collective with numpy on data that each rank can make for all ranks; returns the number of checks."""
+    """Compares every collective with numpy on data that each rank makes for all ranks; returns the number of checks."""
     checks = 0
     with engine.Communicator(rank, world_size, address, timeout_s=60) as communicator:
         for dtype in DTYPES:
             for elems in (0, 1, 1000, 70001):
                 for in_arena in (False, True):
                     random = np.random.default_rng(elems)
-                    inputs = [random.integers(0, 2 if dtype == "bool" else 9, elems).astype(dtype) for _ in range(world_size)]
+                    below = 2 if dtype == "bool" else 9
+                    inputs = [random.integers(0, below, elems).astype(dtype) for _ in range(world_size)]
                     stacked = np.stack(inputs)
                     for reduction, expected in (
                         ("sum", stacked.any(0) if dtype == "bool" else stacked.sum(0, dtype=stacked.dtype)),

@@ -154,6 +154,34 @@ def _skips(rank: int, world_size: int) -> dict[str, Any]:
     return {"of_the_options": errors[0], "of_the_group": errors[1], "seconds": seconds} if rank == 0 else {}
 
 
+def test_monitored_barrier_names_all_missing_ranks() -> None:
+    results = run_ranks(f"{__name__}:_monitored", world_size=3, backend="photinus", timeout_s=60)
+    value = values(results)[0]
+    assert value["error"].startswith("CollectiveTimeoutError: Rank 0 timed out in monitoredBarrier"), value
+    assert "rank 1" in value["error"], value
+    assert "rank 2" in value["error"], value
+    assert value["seconds"] < 2
+
+
+def _monitored(rank: int, world_size: int) -> dict[str, Any]:
+    import time
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    group = dist.new_group([0, 1, 2])
+    group.monitored_barrier(timedelta(seconds=20))
+    started, error = time.monotonic(), "no error"
+    if rank == 0:
+        try:
+            group.monitored_barrier(timedelta(seconds=0.5), wait_all_ranks=True)
+        except RuntimeError as raised:
+            error = f"{type(raised).__name__}: {raised}"
+    else:
+        time.sleep(1.5)
+    return {"error": error, "seconds": time.monotonic() - started}
+
+
 def test_another_world_size_than_the_launcher_means_is_refused() -> None:
     (value,) = values(run_ranks(f"{__name__}:_alone", world_size=1, timeout_s=60, environ={"PHOTINUS_WORLD_SIZE": "2"}))
     assert value.startswith("WorldSizeError")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from photinus.backend.completer import Completer
+from photinus.backend.completer import Apart, Completer
 
 
 class _Operation:
@@ -95,3 +95,21 @@ def test_an_idle_thread_holds_nothing_of_the_last_operation() -> None:
         time.sleep(0.01)
     assert gone() is None
     completer.close()
+
+
+def test_what_is_apart_waits_for_nobody_and_holds_up_nobody() -> None:
+    completer, message, seen = Completer("apart"), _Operation(ValueError("lost")), []
+    ended, done = threading.Event(), threading.Event()
+
+    def complete(error: BaseException | None) -> None:
+        seen.append(str(error))
+        ended.set()
+
+    Apart(completer).submit(message.wait, complete)
+    completer.submit(lambda: None, lambda _: done.set())
+    assert done.wait(20)
+    message.ended.set()
+    assert ended.wait(20)
+    assert seen == ["lost"]
+    completer.close()
+    assert not [thread for thread in threading.enumerate() if "apart" in thread.name]

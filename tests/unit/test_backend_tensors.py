@@ -8,11 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from photinus import engine
 from photinus.backend import options
 from photinus.backend.alone import Alone
-from photinus.backend.process_group import ProcessGroup
-from photinus.backend.tensors import DTYPES, CopyBack, allocate, dense, is_dense, reals
-from photinus.errors import AbortedError
+from photinus.backend.engine_reductions import _one_behind_the_other
+from photinus.backend.tensors import DTYPES, CopyBack, allocate, dense, is_dense, moved, reals
+from photinus.backend.through_engine import ThroughEngine
+from photinus.backend.through_gloo import ThroughGloo
+from photinus.errors import AbortedError, MismatchError
 
 
 def test_dense_tensors_are_taken_as_they_lie_and_others_copied_in_logical_order() -> None:
@@ -47,29 +50,55 @@ def test_outputs_that_are_not_dense_get_their_values_when_the_operation_is_done(
     assert not copies
 
 
-def test_outputs_that_lie_one_behind_the_other_are_one_output() -> None:
-    flat = torch.zeros(12)
-    copies = CopyBack()
-    assert copies.parts(flat.chunk(3)).data_ptr() == flat.data_ptr()
-    assert not copies
-    for apart in (list(reversed(flat.chunk(3))), [torch.zeros(4) for _ in range(3)], flat.view(4, 3).unbind(1)):
-        copies = CopyBack()
-        copies.parts(apart).copy_(torch.arange(12.0))
-        copies()
-        assert torch.stack(list(apart)).tolist() == torch.arange(12.0).view(3, 4).tolist()
-    with pytest.raises(ValueError, match="one size and dtype"):
-        CopyBack().parts([torch.zeros(2), torch.zeros(3)])
+def test_inputs_that_lie_one_behind_the_other_are_taken_as_one() -> None:
+    flat = torch.arange(12.0)
+    assert _one_behind_the_other(flat.chunk(3)).data_ptr() == flat.data_ptr()
+    for apart in (list(reversed(flat.chunk(3))), [torch.ones(4) for _ in range(3)], flat.view(4, 3).unbind(1)):
+        joined = _one_behind_the_other(apart)
+        assert joined.tolist() == torch.cat(list(apart)).tolist()
+        assert joined.data_ptr() != apart[0].data_ptr()
+
+
+def test_elements_of_any_type_can_be_moved_and_are_told_apart() -> None:
+    assert moved(torch.float32) == (DTYPES[torch.float32], "")
+    assert moved(torch.uint16) == (DTYPES[torch.int16], "uint16")
+    assert moved(torch.float8_e5m2) == (DTYPES[torch.uint8], "float8_e5m2")
+    assert moved(torch.complex64) == (DTYPES[torch.float32], "complex64")
+    with pytest.raises(TypeError, match="qint8"):
+        moved(torch.qint8)
+    with pytest.raises(TypeError, match=r"dense tensors.*sparse_coo"):
+        dense(torch.zeros(2).to_sparse())
 
 
 def test_reductions_that_mean_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match="complex"):
         reals(torch.zeros(1, dtype=torch.complex64), hash(dist.ReduceOp.MAX))
+
+
+def test_a_rank_alone_does_and_refuses_what_several_do() -> None:
     alone = Alone()
-    with pytest.raises(ValueError, match="average of booleans"):
-        alone.submit(0, 0, 0, 1, DTYPES[torch.bool], 1)
+    all_reduce, reductions = engine.OPERATIONS["all_reduce"], engine.REDUCTIONS
+    refused = {"avg": torch.bool, "band": torch.float32, "bxor": torch.bfloat16, "premul_sum": torch.int32}
+    for reduction, dtype in refused.items():
+        with pytest.raises(ValueError, match=f"{reduction} means nothing on elements of {dtype}"):
+            alone.submit(all_reduce, 0, 0, 1, DTYPES[dtype], reductions[reduction])
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        values, result = torch.tensor([2.0, -4.0], dtype=dtype), torch.zeros(2, dtype=dtype)
+        code = DTYPES[dtype]
+        alone.submit(all_reduce, values.data_ptr(), result.data_ptr(), 2, code, reductions["premul_sum"], factor=0.25)
+        assert result.tolist() == [0.5, -1.0]
+    with pytest.raises(MismatchError, match="sends itself 3 elements and receives 4"):
+        alone.exchange(engine.OPERATIONS["all_to_all"], [(8, 3)], [(8, 4)], DTYPES[torch.float32])
+    with pytest.raises(ValueError, match="no other rank"):
+        alone.message(engine.OPERATIONS["send"], 8, 1, DTYPES[torch.float32], 0)
     alone.close()
     with pytest.raises(AbortedError):
-        alone.submit(0, 0, 0, 1, DTYPES[torch.float32])
+        alone.submit(all_reduce, 0, 0, 1, DTYPES[torch.float32])
+
+
+def test_the_factor_of_a_premultiplied_sum_is_found_in_its_reduce_op() -> None:
+    assert options.factor(dist._make_nccl_premul_sum(2.5)) == 2.5
+    assert options.factor(dist._make_nccl_premul_sum(torch.ones(1) * 3)) == 3.0
 
 
 def test_arena_memory_is_writable_aligned_and_outlives_nothing() -> None:
@@ -98,12 +127,13 @@ def test_all_call_forms_become_options() -> None:
         options.one_tensor([torch.zeros(1)] * 2, "all_reduce")
 
 
-def test_every_method_that_cpp_calls_is_overridden() -> None:
+@pytest.mark.parametrize("group", [ThroughEngine, ThroughGloo])
+def test_every_method_that_cpp_calls_is_overridden(group: type) -> None:
     """Without an override torch runs its own method with the GIL held, and deadlocks against gloo's threads."""
     called = """getBackendName getRank getSize setGroupName getGroupName setGroupDesc getGroupDesc abort allreduce
         allreduce_coalesced broadcast allgather all_gather_single_coalesced allgather_into_tensor_coalesced
         reduce_scatter reduce_scatter_single_coalesced reduce_scatter_tensor_coalesced all_to_all_single alltoall_base
         barrier send recv"""
     for name in called.split():
-        assert getattr(ProcessGroup, name) is not getattr(dist.ProcessGroup, name, None), name
-        assert type(getattr(ProcessGroup, name)).__name__ == "function", name
+        assert getattr(group, name) is not getattr(dist.ProcessGroup, name, None), name
+        assert type(getattr(group, name)).__name__ == "function", name

@@ -8,8 +8,9 @@ loaded before the first group is made.
     dist.init_process_group("photinus")
 
 Floors inside: tensors (memory that the engine or gloo can take) < work, completer (handles of operations in flight)
-< inner_gloo, through_gloo (every collective, over gloo) < hosts (who shares memory with whom) < process_group (the
-same collectives through the engine, where it does them).
+< process_group (what torch sees of every group) < engine_group, engine_reductions, engine_moves, messages, sparse and
+through_engine (the group of one host), beside through_gloo (the group of several) < hosts (who shares memory with
+whom), making (which of them a new group is).
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ def register() -> None:
 
 def _create(options: _DistributedBackendOptions, backend_options: object) -> ProcessGroup:
     """Called by torch for each new group. `backend_options` (pg_options) is for other backends and has no effect."""
-    from .process_group import ProcessGroup
+    from .making import make
 
-    return ProcessGroup.from_options(options)
+    return make(options)
 
 
 def __getattr__(name: str) -> Any:

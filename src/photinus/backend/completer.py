@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["Completer"]
+__all__ = ["Apart", "Completer"]
 
 _IDLE_S = 10.0
 
@@ -24,6 +24,14 @@ _IDLE_S = 10.0
 class _Item(NamedTuple):
     wait: Callable[[], object]  # blocks until the operation ended; raises its error
     complete: Callable[[BaseException | None], None]  # runs the callbacks; may block
+
+
+def _outcome(wait: Callable[[], object]) -> BaseException | None:
+    try:
+        wait()
+    except Exception as raised:  # noqa: BLE001 - handed on to complete()
+        return raised
+    return None
 
 
 class Completer:
@@ -45,6 +53,19 @@ class Completer:
             self._waiting.append(_Item(wait, complete))
             if not self._led:
                 self._appoint()
+
+    def submit_apart(self, wait: Callable[[], object], complete: Callable[[BaseException | None], None]) -> None:
+        """The same for an operation that ends in no order with the others: on a thread that waits for it alone."""
+
+        def serve() -> None:
+            try:
+                complete(_outcome(wait))
+            finally:
+                self._threads.discard(threading.current_thread())
+
+        thread = threading.Thread(target=serve, name=f"photinus-completer-{self._name}", daemon=True)
+        self._threads.add(thread)
+        thread.start()
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Ends the threads after what is submitted, which the caller made end, and waits for them; idempotent."""
@@ -71,11 +92,7 @@ class Completer:
     def _serve(self) -> None:
         try:
             while (item := self._lead()) is not None:
-                error: BaseException | None = None
-                try:
-                    item.wait()
-                except Exception as raised:  # noqa: BLE001 - handed on to complete()
-                    error = raised
+                error = _outcome(item.wait)
                 with self._changed:
                     self._led = False
                     if self._waiting:
@@ -103,3 +120,14 @@ class Completer:
             if self._closed and not self._waiting:
                 self._changed.notify_all()  # there will be no other to lead for
             return item
+
+
+class Apart:
+    """A completer in whose line nothing stands: every operation has a thread to itself. For messages."""
+
+    def __init__(self, completer: Completer) -> None:
+        self._completer = completer
+
+    def submit(self, wait: Callable[[], object], complete: Callable[[BaseException | None], None]) -> None:
+        """Calls `complete(error)` as soon as `wait()` returned or raised `error`."""
+        self._completer.submit_apart(wait, complete)

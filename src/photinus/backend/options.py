@@ -32,6 +32,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "each_all_reduce",
+    "factor",
     "gather",
     "one_tensor",
     "reduce",
@@ -96,6 +97,16 @@ def all_to_all(given: Any = None, timeout: timedelta | None = None) -> AllToAllO
 def barrier(given: Any = None, timeout: timedelta | None = None) -> BarrierOptions:
     """Options from an options object, a timeout or nothing."""
     return given if isinstance(given, BarrierOptions) else _timed(BarrierOptions(), given or timeout)
+
+
+def factor(op: Any) -> float:
+    """What each rank multiplies its values by before PREMUL_SUM adds them. Raises ValueError where there is none."""
+    _, given = op.__getstate__()  # the only way that torch offers
+    if isinstance(given, Tensor) and given.numel() == 1:
+        return float(given.item())
+    if not isinstance(given, int | float):
+        raise ValueError(f"PREMUL_SUM needs one factor, torch.distributed._make_nccl_premul_sum(factor), got {given!r}")
+    return float(given)
 
 
 def _reduction(options: Any, op: Any, timeout: timedelta | None) -> Any:

@@ -8,7 +8,7 @@ import torch
 from torch.autograd import profiler
 
 from . import NAME
-from .completer import Completer
+from .completer import Apart, Completer
 from .work import Handle
 
 __all__ = ["begin", "end_with"]
@@ -22,6 +22,6 @@ def begin(operation: str) -> Any:
     return _record_function(f"{NAME}:{operation}").__enter__() if _profiler_enabled() else None
 
 
-def end_with(event: Any, handle: Handle, completer: Completer) -> None:
+def end_with(event: Any, handle: Handle, completer: Completer | Apart) -> None:
     """Ends the event with the operation, on another thread: that is what makes it asynchronous in the timeline."""
     completer.submit(handle.wait, lambda _: event.__exit__(None, None, None))

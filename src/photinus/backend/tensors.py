@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import engine
 
-__all__ = ["DTYPES", "REDUCTIONS", "CopyBack", "allocate", "check_cpu", "dense", "is_dense", "reals"]
+__all__ = ["DTYPES", "REDUCTIONS", "CopyBack", "allocate", "check_dense", "dense", "is_dense", "moved", "reals"]
 
 DTYPES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in engine.DTYPES.items()}
 """The engine's code of each dtype that it computes with."""
@@ -28,11 +28,18 @@ REDUCTIONS: dict[int, int] = {
     hash(_REDUCE_OPS.MIN): engine.REDUCTIONS["min"],
     hash(_REDUCE_OPS.MAX): engine.REDUCTIONS["max"],
     hash(_REDUCE_OPS.PRODUCT): engine.REDUCTIONS["product"],
+    hash(_REDUCE_OPS.BAND): engine.REDUCTIONS["band"],
+    hash(_REDUCE_OPS.BOR): engine.REDUCTIONS["bor"],
+    hash(_REDUCE_OPS.BXOR): engine.REDUCTIONS["bxor"],
+    hash(_REDUCE_OPS.PREMUL_SUM): engine.REDUCTIONS["premul_sum"],
 }
 """The engine's code of each reduction, by hash(ReduceOp): its number in C++, and the cheapest thing to look up."""
 
 _strided = torch.strided
-_NOT_COMPLEX_LINEAR = frozenset(hash(op) for op in (_REDUCE_OPS.MIN, _REDUCE_OPS.MAX, _REDUCE_OPS.PRODUCT))
+_LINEAR = frozenset(hash(op) for op in (_REDUCE_OPS.SUM, _REDUCE_OPS.AVG, _REDUCE_OPS.PREMUL_SUM))
+
+_COMPLEX = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by item size
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -40,8 +47,34 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.layout is _strided and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
-def check_cpu(tensor: Tensor) -> None:
-    """Raises ValueError for a tensor that is not in CPU memory."""
+def moved(dtype: torch.dtype) -> tuple[int, str]:
+    """As what the engine moves elements of any dtype without computing: its code, and a label for all ranks to compare.
+
+    Complex numbers go as pairs of reals, what the engine does not know as integers of the same size; the label keeps
+    them apart from real ones. Raises TypeError for quantised dtypes: their scale would stay behind.
+    """
+    found = _moved.get(dtype)
+    if found is None:
+        name = str(dtype).removeprefix("torch.")
+        if name.startswith(("q", "float4")) or dtype.itemsize not in (1, 2, 4, 8):
+            raise TypeError(f"backend photinus can't move tensors of {name}; move what they are made of")
+        found = _moved[dtype] = DTYPES[_INTEGERS[dtype.itemsize]], name
+    return found
+
+
+_moved: dict[torch.dtype, tuple[int, str]] = {
+    **{dtype: (code, "") for dtype, code in DTYPES.items()},
+    **{pair: (DTYPES[real], str(pair).removeprefix("torch.")) for pair, real in _COMPLEX.items()},
+}
+
+
+def check_dense(tensor: Tensor) -> None:
+    """Raises ValueError for a tensor that is not in CPU memory, TypeError for a sparse one."""
+    if tensor.layout is not _strided:
+        raise TypeError(
+            f"this collective of backend photinus takes dense tensors, got one of layout {tensor.layout}; all_reduce "
+            f"takes sparse_coo too"
+        )
     if not tensor.is_cpu:
         raise ValueError(
             f"backend photinus exchanges CPU tensors, got one on {tensor.device}; move it with .cpu(), or use a "
@@ -51,7 +84,7 @@ def check_cpu(tensor: Tensor) -> None:
 
 def dense(tensor: Tensor) -> Tensor:
     """The tensor itself when dense, otherwise a dense copy in logical order; complex ones as pairs of reals."""
-    check_cpu(tensor)
+    check_dense(tensor)
     tensor = tensor.detach()
     if not is_dense(tensor):
         tensor = tensor.resolve_conj().resolve_neg().contiguous()
@@ -59,14 +92,14 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def reals(tensor: Tensor, reduction: int) -> Tensor:
-    """A complex tensor whose reduction is that of its parts, checked. Raises ValueError for min, max and product.
+    """A complex tensor whose reduction is that of its parts, checked. Raises ValueError for all but the linear ones.
 
     Args:
         tensor: any tensor; only complex ones are checked.
         reduction: hash(ReduceOp).
     """
-    if reduction in _NOT_COMPLEX_LINEAR and tensor.is_complex():
-        raise ValueError("complex tensors can be reduced by SUM and AVG only, not by MIN, MAX or PRODUCT")
+    if reduction not in _LINEAR and tensor.is_complex():
+        raise ValueError("complex tensors can be reduced by SUM, AVG and PREMUL_SUM only")
     return tensor
 
 
@@ -78,7 +111,7 @@ class CopyBack:
 
     def output(self, tensor: Tensor, *, load: bool) -> Tensor:
         """The tensor itself when dense, otherwise a dense stand-in, with the tensor's values if `load`."""
-        check_cpu(tensor)
+        check_dense(tensor)
         tensor = tensor.detach()
         stand_in = tensor
         if not is_dense(tensor):
@@ -88,31 +121,10 @@ class CopyBack:
             self._copies.append((tensor, stand_in))
         return torch.view_as_real(stand_in) if stand_in.is_complex() else stand_in
 
-    def parts(self, tensors: Sequence[Tensor]) -> Tensor:
-        """One flat tensor for outputs of equal size: their own memory where they lie one behind the other, else new."""
-        first = tensors[0]
-        elems = first.numel()
-        for tensor in tensors:
-            check_cpu(tensor)
-            if tensor.numel() != elems or tensor.dtype != first.dtype:
-                raise ValueError(
-                    f"the tensors of a list must have one size and dtype, got "
-                    f"{[(tuple(t.shape), str(t.dtype)) for t in tensors]}"
-                )
-        step, start = elems * first.element_size(), first.data_ptr()
-        adjacent = all(is_dense(t) and t.data_ptr() == start + i * step for i, t in enumerate(tensors))
-        if adjacent and _one_storage(tensors):
-            flat = first.detach().as_strided((elems * len(tensors),), (1,))
-        else:
-            flat = torch.empty(elems * len(tensors), dtype=first.dtype)
-            for i, tensor in enumerate(tensors):
-                self._copies.append((tensor.detach(), flat[i * elems : (i + 1) * elems].view(tensor.shape)))
-        return torch.view_as_real(flat) if flat.is_complex() else flat
-
     def joined(self, tensors: Sequence[Tensor]) -> Tensor:
         """One new flat tensor, cut into the outputs, which may differ in size, when the operation is done."""
         for tensor in tensors:
-            check_cpu(tensor)
+            check_dense(tensor)
         flat = torch.empty(sum(t.numel() for t in tensors), dtype=tensors[0].dtype)
         pieces = torch.split(flat, [t.numel() for t in tensors])
         self._copies.extend((t.detach(), piece.view(t.shape)) for t, piece in zip(tensors, pieces, strict=True))
@@ -127,11 +139,6 @@ class CopyBack:
             for tensor, stand_in in self._copies:
                 tensor.copy_(stand_in)
         self._copies.clear()
-
-
-def _one_storage(tensors: Sequence[Tensor]) -> bool:
-    storage = tensors[0].untyped_storage().data_ptr()
-    return all(t.untyped_storage().data_ptr() == storage for t in tensors)
 
 
 def allocate(size: int | Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -1,13 +1,7 @@
-"""Every collective of a process group, over gloo, right for every layout of tensors.
+"""Every collective over gloo, right for every layout of tensors: the group whose ranks sit on several hosts.
 
-This is the whole of a group whose ranks sit on several hosts, and what is left over of one whose ranks share memory
-(`ProcessGroup` overrides what the engine does). gloo computes on the first `numel` elements of the storage whatever the
-strides are, has no 16-bit integers, no average of integers, and adds booleans to 2; those are put right here.
-
-torch calls these methods in three ways: C++ through a trampoline class (those below "C++ calls these"), dist.* as plain
-attributes, and libraries in the bindings' overloaded forms (`options`). A method that C++ can call must be defined here
-even where it only forwards: without an override, torch runs its own one with the GIL held, and that deadlocks against
-gloo's threads.
+gloo computes on the first `numel` elements of the storage whatever the strides are, has no 16-bit integers, no average
+of integers, and adds booleans to 2; those are put right here.
 """
 
 from __future__ import annotations
@@ -19,93 +13,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 
 from . import options
-from .inner_gloo import InnerGloo, Limit
 from .outside_dynamo import outside_dynamo
+from .process_group import ProcessGroup
 from .tensors import CopyBack, dense, reals
-from .work import GlooWork, JoinedWork
+from .work import GlooWork
 
 __all__ = ["ThroughGloo"]
 
 _AVG = hash(dist.ReduceOp.AVG)
 _OF_BOOLS = {hash(dist.ReduceOp.SUM): dist.ReduceOp.MAX, hash(dist.ReduceOp.PRODUCT): dist.ReduceOp.MIN}
-_CPU = torch.device("cpu")
-
-
-_TorchProcessGroup: Any = dist.ProcessGroup  # its stubs' overloads exclude each other; one method here takes them all
 
 
 @outside_dynamo
-class ThroughGloo(_TorchProcessGroup):  # type: ignore[misc]
-    """See the module.
-
-    Args:
-        gloo: the inner gloo of this group.
-        store: of this group.
-        limit: timeout of operations for which the caller gives none.
-        name: what torch calls the backend.
-    """
-
-    def __init__(self, gloo: InnerGloo, store: Store, limit: Limit, name: str) -> None:
-        # torch 2.13's three-argument form does not take a subclass ("not an alias instance").
-        super().__init__(gloo.rank(), gloo.size())
-        self._gloo = gloo
-        self._rank, self._size = gloo.rank(), gloo.size()
-        self._store = store
-        self._limit = limit
-        self._backend_name = name
-        self._name = self._description = ""
-        self._register_backend(_CPU, dist.ProcessGroup.BackendType.CUSTOM, gloo)
-        self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-
-    # --- who we are ------------------------------------------------------------------------------------------------
-
-    def getBackendName(self) -> str:  # noqa: N802
-        """The backend's name."""
-        return self._backend_name
-
-    def getRank(self) -> int:  # noqa: N802
-        """This rank in the group."""
-        return self._rank
-
-    def getSize(self) -> int:  # noqa: N802
-        """The number of ranks."""
-        return self._size
-
-    def setGroupName(self, name: str) -> None:  # noqa: N802
-        """Called once by torch."""
-        self._name = name
-
-    def getGroupName(self) -> str:  # noqa: N802
-        """torch's name of the group."""
-        return self._name
-
-    def setGroupDesc(self, description: str) -> None:  # noqa: N802
-        """Called once by torch."""
-        self._description = description
-
-    def getGroupDesc(self) -> str:  # noqa: N802
-        """torch's description of the group."""
-        return self._description
-
-    def get_group_store(self) -> Store:
-        """The store that the group was made with."""
-        return self._store
-
-    def _set_sequence_number_for_group(self) -> None:
-        self._gloo._set_sequence_number_for_group()
-
-    def _get_sequence_number_for_group(self) -> int:
-        number: Any = self._gloo._get_sequence_number_for_group()
-        return int(number)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the timeout of later operations that are given none."""
-        self._gloo.set_timeout(timeout)
-
-    # --- C++ calls these -------------------------------------------------------------------------------------------
+class ThroughGloo(ProcessGroup):
+    """See the module and ProcessGroup."""
 
     def allreduce(
         self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
@@ -118,11 +41,6 @@ class ThroughGloo(_TorchProcessGroup):  # type: ignore[misc]
         copies = CopyBack()
         values = copies.output(reals(tensor, hash(given.reduceOp)), load=True)
         return self._reduced(values, values, given, copies, [tensor], self._gloo_all_reduce)
-
-    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        """all_reduce of several tensors, which may differ in shape and dtype, as one work."""
-        given = options.each_all_reduce(opts)
-        return JoinedWork([self.allreduce([tensor], given) for tensor in tensors], tensors)
 
     def broadcast(
         self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int | None = None
@@ -151,14 +69,6 @@ class ThroughGloo(_TorchProcessGroup):  # type: ignore[misc]
         stand_in, source = copies.output(output, load=False).view(-1), dense(input).view(-1)  # gloo knows one form
         return self._done([output], copies, self._gloo._allgather_base(_moved(stand_in), _moved(source), given))
 
-    def all_gather_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> dist.Work:
-        """all_gather_single of several pairs as one work."""
-        given = options.all_gather(opts)
-        pairs = zip(outputs, inputs, strict=True)
-        return JoinedWork([self.all_gather_single(output, input, given) for output, input in pairs], outputs)
-
     def reduce_scatter(
         self,
         output_tensors: Any,
@@ -181,14 +91,6 @@ class ThroughGloo(_TorchProcessGroup):  # type: ignore[misc]
         copies = CopyBack()
         stand_in = copies.output(reals(output, hash(given.reduceOp)), load=False)
         return self._reduced(dense(input), stand_in, given, copies, [output], self._gloo_reduce_scatter)
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> dist.Work:
-        """reduce_scatter_single of several pairs as one work."""
-        given = options.reduce_scatter(opts)
-        pairs = zip(outputs, inputs, strict=True)
-        return JoinedWork([self.reduce_scatter_single(output, input, given) for output, input in pairs], outputs)
 
     def all_to_all_single(
         self,
@@ -222,25 +124,12 @@ class ThroughGloo(_TorchProcessGroup):  # type: ignore[misc]
         work = self._gloo.recv([_moved(copies.output(tensor, load=False))], srcRank, tag)
         return self._done([tensor], copies, work)
 
-    # --- only Python calls these -----------------------------------------------------------------------------------
-
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
         """Receives a tensor from whichever rank sends first; the work's source_rank() tells which."""
         tensor = options.one_tensor(tensors, "recv")
         copies = CopyBack()
         work = self._gloo.recv_anysource([_moved(copies.output(tensor, load=False))], tag)
         return self._done([tensor], copies, work)
-
-    def allgather_coalesced(
-        self, output_lists: Sequence[Sequence[Tensor]], input_list: Sequence[Tensor], opts: Any = None
-    ) -> dist.Work:
-        """all_gather of several tensors as one work; output_lists[rank][tensor]."""
-        given = options.all_gather(opts)
-        works = [
-            self.allgather([[of_rank[i] for of_rank in output_lists]], [tensor], given)
-            for i, tensor in enumerate(input_list)
-        ]
-        return JoinedWork(works, [tensor for of_rank in output_lists for tensor in of_rank])
 
     def reduce(
         self,
@@ -328,8 +217,6 @@ class ThroughGloo(_TorchProcessGroup):  # type: ignore[misc]
     alltoall_base = all_to_all_single
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _gloo_all_reduce(self, source: Tensor, _: Tensor, given: Any) -> dist.Work:
         return self._gloo.allreduce([source], given)

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future, collect_all
 
-from .completer import Completer
+from .completer import Apart, Completer
 from .outside_dynamo import outside_dynamo
 
-__all__ = ["EngineWork", "GlooWork", "Handle", "JoinedWork"]
+__all__ = ["EngineWork", "GlooWork", "Handle", "JoinedWork", "MessageWork"]
 
 NO_TIMEOUT = timedelta(0)
 
@@ -43,6 +43,10 @@ class Handle(Protocol):
 
     def duration_s(self) -> float:
         """How long it took."""
+
+    @property
+    def source_rank(self) -> int:
+        """Where a message came from."""
 
 
 class _Work(dist.Work):
@@ -88,7 +92,7 @@ class EngineWork(_Work):
         self,
         handle: Handle,
         outputs: Sequence[Tensor],
-        completer: Completer,
+        completer: Completer | Apart,
         finish: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
@@ -166,6 +170,17 @@ class EngineWork(_Work):
     def _get_duration(self) -> float:
         """Milliseconds that the operation took."""
         return self._handle.duration_s() * 1e3
+
+
+@outside_dynamo
+class MessageWork(EngineWork):
+    """A message that the engine sends or receives."""
+
+    def source_rank(self) -> int:
+        """The sender, once the message is here."""
+        return self._handle.source_rank
+
+    _source_rank = source_rank
 
 
 @outside_dynamo

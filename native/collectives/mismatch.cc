@@ -1,0 +1,97 @@
+#include "collectives/mismatch.h"
+
+#include <algorithm>
+
+#include "base/error.h"
+
+namespace photinus {
+namespace {
+
+bool agree(const CallDescriptor& a, const CallDescriptor& b) {
+  return a.operation == b.operation && a.dtype == b.dtype && a.reduction == b.reduction && a.root == b.root &&
+         a.elems == b.elems && a.has_parts == b.has_parts && a.label == b.label;
+}
+
+std::string list_of(const std::vector<uint32_t>& ranks) {
+  std::string out = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < ranks.size(); ++i) out += text(i ? ", %u" : "%u", ranks[i]);
+  return out;
+}
+
+// The ranks, in sets of those that called alike.
+std::vector<std::vector<uint32_t>> alike(const std::vector<PostedCall>& calls) {
+  std::vector<std::vector<uint32_t>> sets;
+  for (uint32_t rank = 0; rank < calls.size(); ++rank) {
+    auto same = std::find_if(sets.begin(), sets.end(), [&](const std::vector<uint32_t>& ranks) {
+      const PostedCall& other = calls[ranks[0]];
+      return agree(other.facts, calls[rank].facts) && other.site == calls[rank].site;
+    });
+    if (same == sets.end())
+      sets.push_back({rank});
+    else
+      same->push_back(rank);
+  }
+  return sets;
+}
+
+}  // namespace
+
+std::string describe(const PostedCall& posted) {
+  const CallDescriptor& d = posted.facts;
+  std::string out = describe(Call{d.operation, d.dtype, d.reduction, d.root, d.elems});
+  if (!posted.label.empty()) out += " labelled '" + posted.label + "'";
+  if (!posted.site.empty()) out += " at " + posted.site;
+  return out;
+}
+
+bool agree(const std::vector<CallDescriptor>& calls) {
+  for (size_t rank = 1; rank < calls.size(); ++rank)
+    if (!agree(calls[0], calls[rank])) return false;
+  return true;
+}
+
+std::string mismatch_text(const std::string& group, uint64_t sequence, const std::vector<PostedCall>& calls) {
+  std::string out = text("the ranks of group %s called different collectives as #%llu:", group.c_str(),
+                         static_cast<unsigned long long>(sequence));
+  for (const auto& ranks : alike(calls))
+    out += " " + list_of(ranks) + " called " + describe(calls[ranks[0]]) + ";";
+  return out +
+         " no output was written. Every rank must call the same collectives, in the same order, on tensors "
+         "of the "
+         "same size and type.";
+}
+
+std::string suspicion_text(const std::string& group, uint64_t sequence,
+                           const std::vector<PostedCall>& calls) {
+  std::string out = text("ranks may be out of step in group %s: as #%llu", group.c_str(),
+                         static_cast<unsigned long long>(sequence));
+  for (const auto& ranks : alike(calls))
+    out += ", " + list_of(ranks) + " called " + describe(calls[ranks[0]]);
+  return out +
+         ". All ranks have called from each of these lines together before. If this program does not mean "
+         "that, a call "
+         "was skipped or swapped, and results are wrong; PHOTINUS_STRICT_SITES=1 makes it an error. Said "
+         "once.";
+}
+
+bool SiteHistory::look_out_of_step(const std::vector<CallDescriptor>& calls, bool every_time) {
+  const uint32_t first = calls[0].site;
+  bool equal = true;
+  for (const CallDescriptor& call : calls) {
+    if (call.site == 0) return false;  // says nothing
+    equal &= call.site == first;
+  }
+  if (equal) {
+    if (first != last_ && together_.size() < kKept) together_.insert(first);
+    last_ = first;
+    return false;
+  }
+  uint64_t sites = 0;
+  for (const CallDescriptor& call : calls) {
+    if (!together_.count(call.site)) return false;
+    sites += call.site * 0x9e3779b97f4a7c15;  // whoever called from which of them
+  }
+  return every_time || (told_.size() < kKept && told_.insert(sites).second);
+}
+
+}  // namespace photinus

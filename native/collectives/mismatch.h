@@ -1,0 +1,50 @@
+// Whether all ranks called the same collective: pure functions of what they posted.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <unordered_set>
+#include <vector>
+
+#include "collectives/exchange.h"
+#include "collectives/plan.h"
+
+namespace photinus {
+
+// What a rank posted, with the texts beside it.
+struct PostedCall {
+  CallDescriptor facts;
+  std::string site, label;
+};
+
+// "all_reduce of float32[100] (sum) labelled 'loss' at train.py:41"
+std::string describe(const PostedCall& posted);
+
+// Whether the calls agree in everything that must be equal on all ranks. Sites may differ: rank 0 often has a
+// line of its own. Cheap: this runs in every collective.
+bool agree(const std::vector<CallDescriptor>& calls);
+
+// The error's text for calls that do not agree.
+std::string mismatch_text(const std::string& group, uint64_t sequence, const std::vector<PostedCall>& calls);
+
+// The warning's text for calls that agree, but look as if the ranks were out of step.
+std::string suspicion_text(const std::string& group, uint64_t sequence, const std::vector<PostedCall>& calls);
+
+// Remembers the places in the user's program from which all ranks called together. Ranks that come from
+// different places, each of which is known as one where all came together before, may be out of step although
+// their calls look alike: one has skipped or added a call, or two calls on tensors of equal size are swapped.
+// Or the program has branches that each rank takes for itself: it is no proof.
+class SiteHistory {
+ public:
+  // Whether the calls' sites look like that: every time, or once for each set of sites. Learns them
+  // otherwise.
+  bool look_out_of_step(const std::vector<CallDescriptor>& calls, bool every_time);
+
+ private:
+  static constexpr size_t kKept = 4096;
+  std::unordered_set<uint32_t> together_;
+  std::unordered_set<uint64_t> told_;  // sets of sites
+  uint32_t last_ = 0;
+};
+
+}  // namespace photinus

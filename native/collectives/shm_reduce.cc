@@ -1,0 +1,107 @@
+#include <algorithm>
+
+#include "collectives/shm.h"
+#include "topology/slices.h"
+
+namespace photinus {
+namespace {
+
+// Everyone shows its tensor; the root alone adds.
+Plan flat(Seat seat, uint32_t root, uint64_t bytes) {
+  Plan plan{Algorithm::flat, {}, {}};
+  if (seat.rank != root) {
+    plan.before.push_back(copy_step({Place::flat, seat.rank, 0}, {Place::send, seat.rank, 0}, bytes));
+  } else {
+    plan.after.push_back(
+        reduce_step({Place::recv, root, 0}, {Place::flat, kEveryone, 0}, {Place::send, root, 0}, bytes));
+  }
+  return plan;
+}
+
+// Each rank adds its slice of all tensors where they lie and writes the sum into the root's.
+Plan arena(Seat seat, uint32_t root, uint64_t elems, uint64_t size) {
+  Plan plan{Algorithm::arena, {}, {}};
+  const Slice mine = slice_of(elems, seat.ranks, seat.rank, kLineBytes / size);
+  if (mine.elems > 0) {
+    const uint64_t at = mine.first * size;
+    plan.after.push_back(reduce_step({Place::recv, root, at}, {Place::send, kEveryone, at},
+                                     {Place::send, seat.rank, at}, mine.elems * size));
+  }
+  plan.after.push_back(advance_step(Counter::finished, 1));
+  plan.after.push_back(wait_step(Counter::finished, 1));
+  return plan;
+}
+
+// The pipeline of all_reduce, but the sums of a chunk's slices go into the adders' slots and only the root
+// copies them out.
+Plan staged(Seat seat, uint32_t root, uint64_t elems, uint64_t size, const SlotSizes& sizes) {
+  Plan plan{Algorithm::staged, {}, {}};
+  const uint32_t me = seat.rank;
+  const uint64_t chunk_elems = sizes.chunk_bytes / size, unit = kLineBytes / size;
+  const uint64_t chunks = (elems + chunk_elems - 1) / chunk_elems;
+  auto elems_of = [&](uint64_t chunk) { return std::min(chunk_elems, elems - chunk * chunk_elems); };
+  auto slot_at = [&](uint64_t chunk) { return chunk % sizes.chunks * sizes.chunk_bytes; };
+  auto& steps = plan.after;
+
+  auto copy_in = [&](uint64_t chunk) {
+    if (chunk >= sizes.chunks) steps.push_back(wait_step(Counter::finished, chunk - sizes.chunks + 1));
+    const uint64_t base = chunk * chunk_elems * size;
+    const Slice mine = slice_of(elems_of(chunk), seat.ranks, me, unit);
+    const uint64_t before = mine.first * size, after = (mine.first + mine.elems) * size;
+    const uint64_t end = elems_of(chunk) * size;
+    if (before > 0)
+      steps.push_back(copy_step({Place::slot, me, slot_at(chunk)}, {Place::send, me, base}, before));
+    if (after < end)
+      steps.push_back(
+          copy_step({Place::slot, me, slot_at(chunk) + after}, {Place::send, me, base + after}, end - after));
+    steps.push_back(advance_step(Counter::staged, chunk + 1));
+  };
+  auto add = [&](uint64_t chunk) {
+    const Slice mine = slice_of(elems_of(chunk), seat.ranks, me, unit);
+    if (mine.elems > 0) {
+      steps.push_back(wait_step(Counter::staged, chunk + 1));
+      const uint64_t at = mine.first * size, base = chunk * chunk_elems * size + at;
+      const Region to =
+          me == root ? Region{Place::recv, me, base} : Region{Place::slot, me, slot_at(chunk) + at};
+      steps.push_back(reduce_step(to, {Place::slot, kEveryone, slot_at(chunk) + at}, {Place::send, me, base},
+                                  mine.elems * size));
+    }
+    steps.push_back(advance_step(Counter::reduced, chunk + 1));
+    if (me != root) steps.push_back(advance_step(Counter::finished, chunk + 1));
+  };
+  auto copy_out = [&](uint64_t chunk) {
+    for (uint32_t i = 1; i < seat.ranks; ++i) {
+      const uint32_t peer = (me + i) % seat.ranks;
+      const Slice theirs = slice_of(elems_of(chunk), seat.ranks, peer, unit);
+      if (theirs.elems == 0) continue;
+      steps.push_back(wait_step(Counter::reduced, chunk + 1, peer));
+      const uint64_t at = theirs.first * size;
+      steps.push_back(copy_step({Place::recv, me, chunk * chunk_elems * size + at},
+                                {Place::slot, peer, slot_at(chunk) + at}, theirs.elems * size));
+    }
+    steps.push_back(advance_step(Counter::finished, chunk + 1));
+  };
+
+  for (uint64_t round = 0; round < chunks + 2; ++round) {
+    if (round < chunks) copy_in(round);
+    if (round >= 1 && round - 1 < chunks) add(round - 1);
+    if (round >= 2 && me == root) copy_out(round - 2);
+  }
+  return plan;
+}
+
+}  // namespace
+
+Plan shm_reduce(const Call& call, Seat seat, Algorithm algorithm, const SlotSizes& sizes) {
+  const uint64_t size = size_bytes(call.dtype);
+  switch (algorithm) {
+    case Algorithm::flat:
+      return flat(seat, call.root, call.elems * size);
+    case Algorithm::arena:
+      return arena(seat, call.root, call.elems, size);
+    default:
+      return staged(seat, call.root, call.elems, size, sizes);
+  }
+}
+
+}  // namespace photinus

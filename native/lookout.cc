@@ -1,0 +1,277 @@
+#include "lookout.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <map>
+
+#include "base/error.h"
+#include "base/log.h"
+#include "base/process.h"
+
+namespace photinus {
+namespace {
+
+// A gap between looks that are a tenth of a second apart: this process itself did not run, and what it missed
+// meanwhile is nobody's fault.
+constexpr double kOwnPause_s = 1.5;
+// A rank that gave up because of another one is quoted only after its own cause had time to show up here.
+constexpr double kRootCausePatience_s = 0.1;
+// A circle must stand for so long before it counts; and who has decided waits so long for the others to see
+// it.
+constexpr double kCircleStands_s = 0.02, kCircleLinger_s = 0.05;
+
+std::string brackets(const std::vector<uint32_t>& ranks) {
+  std::string out = "[";
+  for (size_t i = 0; i < ranks.size(); ++i) out += text(i ? ", %u" : "%u", ranks[i]);
+  return out + "]";
+}
+
+std::string list_of(const std::vector<uint32_t>& ranks) {
+  std::string out = brackets(ranks);
+  return (ranks.size() == 1 ? "rank " : "ranks ") + out.substr(1, out.size() - 2);
+}
+
+}  // namespace
+
+double Lookout::look(Vigil& vigil, const std::function<std::vector<uint32_t>()>& missing_now,
+                     const std::string& description, uint64_t lane, bool caller_waits) {
+  const double now = now_s();
+  if (vigil.last_look_s > 0 && now - vigil.last_look_s > kOwnPause_s) {
+    vigil.deadline.extend(now - vigil.last_look_s);
+    std::lock_guard lock(mutex_);
+    for (Sign& sign : signs_) sign.since_s = now;
+  }
+  vigil.last_look_s = now;
+  group_.check(description);
+  if (!look_for_ends(vigil, missing_now, description)) return 0;
+  const std::vector<uint32_t> missing = missing_now();
+  if (missing.empty()) return 0;  // somebody has just come
+  look_for_life(missing, description, now);
+  if (!vigil.spoke && vigil.deadline.elapsed_s() >= group_.options.limits.waiting_s) {
+    vigil.spoke = true;
+    say(text("rank %u of %u has been waiting for %.0f s for ranks %s in %s; it gives up in %.0f s",
+             group_.rank(), group_.ranks(), vigil.deadline.elapsed_s(), brackets(missing).c_str(),
+             description.c_str(), vigil.deadline.left_s()));
+  }
+  double nap_s = std::min(kSleepSlice_s, std::max(vigil.deadline.left_s(), 0.001));
+  if (vigil.consequence_since_s > 0) nap_s = std::min(nap_s, 0.01);
+  if (caller_waits) nap_s = std::min(nap_s, look_for_circles(vigil, missing, description, lane, now));
+  if (vigil.deadline.passed()) {
+    std::string message =
+        text("%s: rank %u of %u waited %.1f s for %s, which ", description.c_str(), group_.rank(),
+             group_.ranks(), vigil.deadline.elapsed_s(), list_of(missing).c_str());
+    message += missing.size() == 1 ? "is alive but has not come:" : "are alive but have not come:";
+    for (uint32_t rank : missing)
+      message += vigil.is_message
+                     ? text(" %s;", group_.who(rank).c_str())
+                     : text(" %s is at #%llu;", group_.who(rank).c_str(),
+                            static_cast<unsigned long long>(group_.mailbox->value(rank, Counter::posted)));
+    throw Error(
+        ErrorKind::timeout,
+        message +
+            " a longer step there, a missing call, or a hang. Raise the timeout if the step may take so "
+            "long.");
+  }
+  return nap_s;
+}
+
+// --- ranks that will not come
+
+bool Lookout::is_lost(uint32_t rank) const {
+  return rank != group_.rank() && group_.watch && group_.watch->is_lost(rank);
+}
+
+// What is known of a rank that will not come; empty while it may still come.
+std::string Lookout::what_became_of(uint32_t rank) const {
+  if (rank == group_.rank()) return "";
+  const bool lost = is_lost(rank);  // before what the rank wrote, or its last words could be missed
+  const Presence presence = group_.mailbox->block(rank).presence.load(std::memory_order_acquire);
+  std::string reason = group_.mailbox->reason(rank);
+  if (reason.empty()) reason = group_.page(rank).last_words.read();
+  if (!reason.empty() && reason.back() == '.') reason.pop_back();  // the sentence goes on
+  if (presence == Presence::left)
+    return group_.who(rank) + " has left the group (it closed it, or its script ended)" +
+           (reason.empty() ? "" : " after: " + reason);
+  if (presence == Presence::failed) return group_.who(rank) + " gave up: " + reason;
+  if (!lost) return "";
+  return group_.who(rank) + " " + group_.watch->how(rank) + (reason.empty() ? "" : " after: " + reason);
+}
+
+// False when the operation can go on at once.
+bool Lookout::look_for_ends(Vigil& vigil, const std::function<std::vector<uint32_t>()>& missing_now,
+                            const std::string& situation) {
+  auto presence = [&](uint32_t rank) {
+    return group_.mailbox->block(rank).presence.load(std::memory_order_acquire);
+  };
+  // Whoever is missing may never come; and a rank that has failed ends the operation for all, missing or not.
+  uint32_t gone = UINT32_MAX;
+  const std::vector<uint32_t> missing = missing_now();
+  std::vector<bool> lost(
+      group_.ranks());  // read before presences: a rank that gives up and then ends gave up
+  for (uint32_t rank = 0; rank < group_.ranks(); ++rank) lost[rank] = is_lost(rank);
+  auto is_gone = [&](uint32_t rank) { return presence(rank) == Presence::left || lost[rank]; };
+  if (!vigil.any_will_do || std::all_of(missing.begin(), missing.end(), is_gone))
+    for (uint32_t rank : missing)
+      if (gone == UINT32_MAX && is_gone(rank)) gone = rank;
+  for (uint32_t rank = 0; rank < group_.ranks() && gone == UINT32_MAX; ++rank)
+    if (rank != group_.rank() && presence(rank) == Presence::failed) gone = rank;
+  if (gone == UINT32_MAX) return !missing.empty();
+  // A rank that simply died explains those that gave up because of it.
+  for (uint32_t rank = 0; rank < group_.ranks(); ++rank)
+    if (lost[rank] && presence(rank) == Presence::active) gone = rank;
+  if (presence(gone) == Presence::failed) {
+    const uint32_t culprit = group_.mailbox->block(gone).culprit.load(std::memory_order_acquire);
+    if (culprit != kOwnFault && culprit != group_.rank()) {
+      if (is_lost(culprit)) {
+        gone = culprit;
+      } else {
+        if (vigil.consequence_since_s == 0) vigil.consequence_since_s = now_s();
+        if (now_s() - vigil.consequence_since_s < kRootCausePatience_s) return true;
+      }
+    }
+  }
+  // A rank that did its part and then went is not missed: what it wrote last came before its end.
+  if (presence(gone) != Presence::failed && missing_now() != missing) return false;
+  if (group_.mailbox->block(gone).in_circle.load(std::memory_order_acquire))
+    throw WaitingInCircles(group_.mailbox->reason(gone) + " " + group_.who(group_.rank()) +
+                           " waited for them in " + situation + ".");
+  throw PeerLost(
+      gone, text("%s. Rank %u of %u waited %.2f s for %s in %s. Its own output says more; restart the job "
+                 "to go on from the last checkpoint.",
+                 what_became_of(gone).c_str(), group_.rank(), group_.ranks(), vigil.deadline.elapsed_s(),
+                 list_of(missing).c_str(), situation.c_str()));
+}
+
+// --- ranks that show no sign of life
+
+void Lookout::look_for_life(const std::vector<uint32_t>& missing, const std::string& description,
+                            double now) {
+  const Limits& limits = group_.options.limits;
+  std::lock_guard lock(mutex_);
+  for (uint32_t rank : missing) {
+    if (rank == group_.rank()) continue;
+    Sign& sign = signs_[rank];
+    const uint64_t heartbeat = group_.page(rank).heartbeat.load(std::memory_order_relaxed);
+    if (heartbeat != sign.heartbeat || sign.since_s == 0) {
+      if (sign.suspected)
+        say(text("%s shows signs of life again after %.1f s; rank %u waits on in %s",
+                 group_.who(rank).c_str(), now - sign.since_s, group_.rank(), description.c_str()));
+      sign = {heartbeat, now, false};
+      continue;
+    }
+    const double silent_s = now - sign.since_s;
+    if (silent_s < limits.suspect_s) continue;
+    const std::string held = what_holds(group_.local.peers[rank].pid);
+    const std::string silence = text("%s has shown no sign of life for %.1f s%s", group_.who(rank).c_str(),
+                                     silent_s, held.empty() ? "" : (" (" + held + ")").c_str());
+    if (silent_s >= limits.grace_s)
+      throw PeerLost(
+          rank, text("%s, longer than the grace of %.3g s. Rank %u of %u waited for it in %s. Continue the "
+                     "process in time (kill -CONT), or raise PHOTINUS_GRACE_S.",
+                     silence.c_str(), limits.grace_s, group_.rank(), group_.ranks(), description.c_str()));
+    if (!sign.suspected)
+      say(text("rank %u suspects that a rank hangs: %s; it is given up in %.0f s. Waiting in %s",
+               group_.rank(), silence.c_str(), limits.grace_s - silent_s, description.c_str()));
+    sign.suspected = true;
+  }
+}
+
+// --- ranks that wait for each other
+
+// Processes publish what their only calling thread is stuck in. A path of such waits that leads back here
+// cannot end: somebody called another group, another order, or a receive that nobody answers. A record may be
+// stale, of a process that could go on but was not given a core yet; so a circle counts only when each
+// process in it has looked again since it was seen, and found itself still stuck: those that are stuck cannot
+// free each other.
+double Lookout::look_for_circles(Vigil& vigil, const std::vector<uint32_t>& missing,
+                                 const std::string& description, uint64_t lane, double now) {
+  ProcessPage& mine = group_.page(group_.rank());
+  mine.stuck.affirm();
+  if (vigil.published != missing || vigil.published_version != mine.stuck.version()) {
+    Stuck::Facts facts;
+    facts.lane = lane;
+    facts.text = description;
+    for (uint32_t rank : missing) facts.waits_for.push_back(group_.page(rank).id.load());
+    vigil.published_version = mine.stuck.write(facts);
+    vigil.published = missing;
+    for (uint32_t rank : missing) ring(group_.page(rank).bell);  // so that both sides see the circle
+  }
+  // Walk from here along the waits, through processes of this group.
+  std::map<uint64_t, uint32_t> ranks;
+  for (uint32_t rank = 0; rank < group_.ranks(); ++rank) ranks[group_.page(rank).id.load()] = rank;
+  struct Stop {
+    uint32_t rank;
+    Stuck::Facts facts;
+    size_t came_from;
+  };
+  std::vector<Stop> stops;
+  std::vector<bool> seen(group_.ranks());
+  auto visit = [&](uint32_t rank, size_t came_from) {
+    if (seen[rank]) return;
+    seen[rank] = true;
+    if (auto facts = group_.page(rank).stuck.read()) stops.push_back({rank, *facts, came_from});
+  };
+  for (uint32_t rank : missing) visit(rank, SIZE_MAX);
+  const uint64_t own_id = mine.id.load();
+  size_t last = SIZE_MAX;
+  for (size_t i = 0; i < stops.size() && last == SIZE_MAX; ++i) {
+    for (uint64_t process : std::vector<uint64_t>(stops[i].facts.waits_for)) {
+      if (process == own_id)
+        last = i;
+      else if (auto found = ranks.find(process); found != ranks.end())
+        visit(found->second, i);
+    }
+  }
+  if (last == SIZE_MAX) {
+    vigil.circle = 0;
+    return kSleepSlice_s;
+  }
+  uint64_t fingerprint = 1;
+  bool decided = false, one_lane = true;
+  std::vector<size_t> circle;
+  std::vector<uint64_t> affirmed;
+  for (size_t i = last; i != SIZE_MAX; i = stops[i].came_from) {
+    const Stuck::Facts& facts = stops[i].facts;
+    circle.push_back(i);
+    affirmed.push_back(facts.affirmed);
+    fingerprint = fingerprint * 31 + facts.version * 1000003 + stops[i].rank;
+    decided |= facts.verdict;
+    one_lane &= facts.lane == lane;
+  }
+  if (one_lane) return kSleepSlice_s;  // ranks at different points of the same sequence: somebody will move
+  if (vigil.circle != fingerprint) {
+    vigil.circle = fingerprint;
+    vigil.circle_since_s = now;
+    vigil.affirmed = affirmed;
+    for (size_t i : circle) ring(group_.page(stops[i].rank).bell);
+  }
+  if (!decided) {
+    bool all_looked_again = true;
+    for (size_t i = 0; i < circle.size(); ++i) all_looked_again &= affirmed[i] > vigil.affirmed[i] + 1;
+    if (!all_looked_again || now - vigil.circle_since_s < kCircleStands_s) {
+      for (size_t i : circle) ring(group_.page(stops[i].rank).bell);
+      return 0.005;
+    }
+  }
+  mine.stuck.decide();
+  for (size_t i : circle) ring(group_.page(stops[i].rank).bell);
+  const Deadline linger = Deadline::in(kCircleLinger_s);
+  for (size_t i : circle) {  // the others must still see this end of the circle
+    while (!linger.passed()) {
+      auto facts = group_.page(stops[i].rank).stuck.read();
+      if (!facts || facts->verdict) break;
+      usleep(500);
+    }
+  }
+  std::string message =
+      "ranks wait for each other and can never go on: " + group_.who(group_.rank()) + " in " + description;
+  for (auto i = circle.rbegin(); i != circle.rend(); ++i)
+    message += "; " + group_.who(stops[*i].rank) + " in " + stops[*i].facts.text;
+  message += ". Every rank must call the operations of its groups in the same order.";
+  // Ranks outside of the circle wait in other groups for ranks in it.
+  mine.last_words.write(message);
+  throw WaitingInCircles(message);
+}
+
+}  // namespace photinus

@@ -1,0 +1,36 @@
+#include "memory/process_page.h"
+
+namespace photinus {
+
+uint64_t Stuck::write(const Facts& facts) {
+  version_.fetch_add(1, std::memory_order_seq_cst);
+  verdict_.store(false, std::memory_order_seq_cst);
+  lane_.store(facts.lane, std::memory_order_seq_cst);
+  for (size_t i = 0; i < kProcesses; ++i)
+    waits_for_[i].store(i < facts.waits_for.size() ? facts.waits_for[i] : 0, std::memory_order_seq_cst);
+  text_.write(facts.text);
+  return version_.fetch_add(1, std::memory_order_seq_cst) + 1;
+}
+
+void Stuck::clear() {
+  if (lane_.load(std::memory_order_relaxed) == 0) return;
+  version_.fetch_add(1, std::memory_order_seq_cst);
+  lane_.store(0, std::memory_order_seq_cst);
+  version_.fetch_add(1, std::memory_order_seq_cst);
+}
+
+std::optional<Stuck::Facts> Stuck::read() const {
+  Facts facts;
+  facts.version = version_.load(std::memory_order_seq_cst);
+  facts.lane = lane_.load(std::memory_order_seq_cst);
+  facts.affirmed = affirmed_.load(std::memory_order_seq_cst);
+  facts.verdict = verdict_.load(std::memory_order_seq_cst);
+  if (facts.version % 2 || facts.lane == 0) return std::nullopt;
+  for (const auto& process : waits_for_)
+    if (uint64_t id = process.load(std::memory_order_seq_cst)) facts.waits_for.push_back(id);
+  facts.text = text_.read();
+  if (version_.load(std::memory_order_seq_cst) != facts.version) return std::nullopt;
+  return facts;
+}
+
+}  // namespace photinus

@@ -1,0 +1,348 @@
+#include "progress/progress.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "base/error.h"
+#include "base/thread.h"
+
+namespace photinus {
+namespace {
+
+// Announces a thread that is about to sleep, to its own process; and to the peers of groups, so that they
+// ring.
+class Asleep {
+ public:
+  explicit Asleep(Bell& own) : own_(own) { own_.asleep.fetch_add(1, std::memory_order_seq_cst); }
+  ~Asleep() {
+    silence();
+    own_.asleep.fetch_sub(1, std::memory_order_seq_cst);
+  }
+  Asleep(const Asleep&) = delete;
+  Asleep& operator=(const Asleep&) = delete;
+
+  void announce_to(const std::shared_ptr<const Mailbox>& group) {
+    group->announce_sleep();
+    groups_.push_back(group);
+  }
+  void silence() {
+    for (const auto& group : groups_) group->end_sleep();
+    groups_.clear();
+  }
+  bool silent() const { return groups_.empty(); }
+
+ private:
+  Bell& own_;
+  std::vector<std::shared_ptr<const Mailbox>> groups_;
+};
+
+// Shows a polling function that its thread is about to sleep, while it lives.
+struct Bedtime {
+  Asleep asleep;
+  Asleep*& shown;
+  Bedtime(Bell& own, Asleep*& to) : asleep(own), shown(to) { shown = &asleep; }
+  ~Bedtime() { shown = nullptr; }
+};
+
+}  // namespace
+
+// --- works
+
+void Work::wait(double timeout_s, const std::function<bool()>& interrupted) {
+  if (!is_completed()) progress_->wait(*this, timeout_s, interrupted);
+  if (error_) std::rethrow_exception(error_);
+}
+
+std::exception_ptr Work::error() const {
+  return is_completed() ? error_ : nullptr;
+}
+
+double Work::duration_s() const {
+  return is_completed() ? ended_s_ - begun_s_ : 0;
+}
+
+// --- lanes
+
+std::shared_ptr<Work> Lane::head() {
+  std::lock_guard lock(mutex_);
+  return queue_.empty() ? nullptr : queue_.front();
+}
+
+// A thread that began to wait may have found the lane locked by the progress thread, which will pass over the
+// lane from now on: the waiter must look again. (A waiter that rang here would wake itself for ever.
+// model/lane.pml)
+void Progress::hand_over(Lane& lane) {
+  if (lane.waiters_.load(std::memory_order_seq_cst)) wake_own_threads();
+}
+
+// Drives the head, and those behind it, as far as they go.
+Progress::Drive Progress::drive(Lane& lane, bool as_progress_thread) {
+  std::unique_lock driving(lane.driving_, std::try_to_lock);
+  if (!driving) return Drive::locked;
+  Drive result = Drive::blocked;
+  while (true) {
+    std::shared_ptr<Work> work = lane.head();
+    if (!work) {
+      if (result == Drive::blocked) result = Drive::empty;
+      break;
+    }
+    if (!work->begun_) {
+      work->begun_ = true;
+      work->begun_s_ = now_s();
+    }
+    try {
+      const Poll now = work->advance();
+      if (now != Poll::blocked) result = Drive::moved;
+      if (now != Poll::done) break;
+      end(lane, work, nullptr);
+    } catch (...) {
+      end(lane, work, std::current_exception());
+      result = Drive::moved;
+    }
+  }
+  driving.unlock();
+  if (as_progress_thread) hand_over(lane);
+  return result;
+}
+
+void Progress::end(Lane& lane, const std::shared_ptr<Work>& work, std::exception_ptr error) {
+  if (error) work->failed(error);
+  work->error_ = std::move(error);
+  work->ended_s_ = now_s();
+  {
+    std::lock_guard lock(lane.mutex_);
+    lane.queue_.pop_front();
+    in_flight_.fetch_sub(1);
+  }
+  work->done_.store(true, std::memory_order_seq_cst);
+  wake_own_threads();
+}
+
+void Progress::wake_own_threads() {
+  Bell& bell = arena_->page().bell;
+  if (bell.asleep.load(std::memory_order_seq_cst)) ring(bell);
+}
+
+// Lets the blocked head decide whether to wait on.
+double Progress::look_at(Lane& lane, bool caller_waits) {
+  std::unique_lock driving(lane.driving_, std::try_to_lock);
+  if (!driving) return kSleepSlice_s;
+  std::shared_ptr<Work> work = lane.head();
+  if (!work || !work->begun_) return kSleepSlice_s;
+  try {
+    return work->look(caller_waits);
+  } catch (...) {
+    end(lane, work, std::current_exception());
+    return 0;
+  }
+}
+
+// Whether this thread, waiting for a lane, is all that could move the process: all calls come from it, and
+// nothing is in flight but this lane.
+bool Progress::is_stuck(Lane& lane) const {
+  if (several_callers_.load(std::memory_order_relaxed) || caller_.load() != std::this_thread::get_id())
+    return false;
+  std::lock_guard lock(lane.mutex_);
+  return in_flight_.load() == lane.queue_.size();
+}
+
+// --- the process's
+
+Progress::Progress(std::shared_ptr<Arena> arena) : arena_(std::move(arena)) {}
+
+Progress::~Progress() {
+  {
+    std::lock_guard lock(mutex_);
+    ending_.store(true);
+    called_.notify_all();
+  }
+  ring(arena_->page().bell);
+  if (thread_.joinable()) thread_.join();
+}
+
+std::shared_ptr<Progress> Progress::of_this_process() {
+  static std::mutex mutex;
+  static pid_t owner = 0;
+  static auto* progress = new std::shared_ptr<Progress>;  // leaked: its thread may outlive static destruction
+  std::lock_guard lock(mutex);
+  if (!*progress || owner != getpid()) {
+    if (*progress)
+      new std::shared_ptr<Progress>(*progress);  // the parent's thread is not the forked child's to join
+    *progress = std::make_shared<Progress>(Arena::of_this_process());
+    owner = getpid();
+  }
+  return *progress;
+}
+
+void Progress::submit(const std::shared_ptr<Lane>& lane, const std::shared_ptr<Work>& work,
+                      bool asynchronous) {
+  const std::thread::id me = std::this_thread::get_id();
+  if (caller_.load(std::memory_order_relaxed) != me) {
+    std::thread::id nobody{};
+    if (!caller_.compare_exchange_strong(nobody, me)) several_callers_.store(true, std::memory_order_relaxed);
+  }
+  work->progress_ = shared_from_this();
+  work->lane_ = lane;
+  {
+    std::lock_guard lock(lane->mutex_);
+    lane->queue_.push_back(work);
+    in_flight_.fetch_add(1);
+  }
+  if (asynchronous) call_thread(lane);
+}
+
+// Has the progress thread drive a lane.
+void Progress::call_thread(const std::shared_ptr<Lane>& lane) {
+  std::lock_guard lock(mutex_);
+  if (!lane->listed_.exchange(true)) {
+    lanes_.push_back(lane);
+    lanes_version_.fetch_add(1);
+  }
+  work_to_do_ = true;
+  if (!thread_.joinable()) thread_ = start_thread("photinus-run", [this] { run(); });
+  called_.notify_one();
+  wake_own_threads();  // it may sleep on the bell for other lanes
+}
+
+// A submission lists its lane after it has queued its work, so none is forgotten.
+void Progress::forget_empty_lanes() {
+  std::lock_guard lock(mutex_);
+  std::erase_if(lanes_, [](const std::shared_ptr<Lane>& lane) {
+    if (lane->head()) return false;
+    lane->listed_.store(false);
+    return true;
+  });
+  lanes_version_.fetch_add(1);
+}
+
+void Progress::run() {
+  Bell& bell = arena_->page().bell;
+  std::vector<std::shared_ptr<Lane>> lanes;
+  uint64_t seen = UINT64_MAX;
+  Asleep* asleep = nullptr;
+  auto poll = [&] {
+    if (ending_.load()) return Poll::done;
+    if (lanes_version_.load() != seen) {
+      std::lock_guard lock(mutex_);
+      seen = lanes_version_.load();
+      lanes = lanes_;
+    }
+    bool moved = false, busy = false, empty = false;
+    if (asleep) asleep->silence();
+    for (const auto& lane : lanes) {
+      if (lane->waiters_.load(std::memory_order_seq_cst)) continue;  // who waits for it drives it
+      if (asleep) asleep->announce_to(lane->mailbox_);
+      const Drive now = drive(*lane, true);
+      moved |= now == Drive::moved;
+      empty |= now == Drive::empty;
+      busy |= now != Drive::empty;
+    }
+    if (empty) forget_empty_lanes();
+    if (moved) return Poll::moved;
+    return busy ? Poll::blocked : Poll::done;
+  };
+  auto look = [&] {
+    double nap_s = kSleepSlice_s;
+    for (const auto& lane : lanes) {
+      if (lane->waiters_.load()) continue;
+      nap_s = std::min(nap_s, look_at(*lane, false));
+      hand_over(*lane);
+    }
+    return nap_s;
+  };
+  while (true) {
+    Patience patience;  // where ranks exceed cores in one group, pauses are poison for all
+    {
+      std::unique_lock lock(mutex_);
+      called_.wait(lock, [&] { return ending_.load() || work_to_do_; });
+      if (ending_.load()) return;
+      work_to_do_ = false;
+      for (const auto& lane : lanes_) patience.pause_s = std::min(patience.pause_s, lane->patience_.pause_s);
+    }
+    wait_on(bell, patience, poll, [&] { return Bedtime(bell, asleep); }, look);
+    lanes.clear();
+    seen = UINT64_MAX;
+  }
+}
+
+void Progress::wait(Work& work, double timeout_s, const std::function<bool()>& interrupted) {
+  if (owner_ != getpid())
+    throw Error(ErrorKind::aborted, work.description() + " belongs to the process that forked this one");
+  const std::shared_ptr<Lane> lane = work.lane_;
+  const Deadline deadline = Deadline::in(timeout_s);
+  struct Waiting {
+    Progress& progress;
+    const std::shared_ptr<Lane>& lane;
+    Waiting(Progress& p, const std::shared_ptr<Lane>& l) : progress(p), lane(l) {
+      lane->waiters_.fetch_add(1, std::memory_order_seq_cst);
+    }
+    ~Waiting() {
+      // What is left in the lane goes on without this thread.
+      const bool last = lane->waiters_.fetch_sub(1, std::memory_order_seq_cst) == 1;
+      if (last && lane->listed_.load() && lane->head())
+        progress.call_thread(lane);
+      else if (!last)
+        progress.wake_own_threads();
+    }
+  } waiting(*this, lane);
+  Asleep* asleep = nullptr;
+  bool looked = false;
+  auto poll = [&] {
+    auto done = [&] { return work.done_.load(std::memory_order_seq_cst); };
+    if (done()) return Poll::done;
+    Drive now = drive(*lane, false);
+    if (asleep) {
+      // Peers ring for the thread that drives the lane, and no other: while another thread has it, that one
+      // wakes this one when it lets go.
+      if (now == Drive::locked) {
+        asleep->silence();
+      } else if (now == Drive::blocked && asleep->silent()) {
+        asleep->announce_to(lane->mailbox_);
+        now = drive(*lane, false);
+      }
+    }
+    if (done()) return Poll::done;
+    if (now != Drive::moved) return Poll::blocked;
+    if (looked) work.moved_on();
+    looked = false;
+    return Poll::moved;
+  };
+  auto look = [&] {
+    looked = true;
+    double nap_s = look_at(*lane, is_stuck(*lane));
+    if (work.is_completed()) return 0.0;
+    if (timeout_s > 0 && deadline.passed())
+      throw Error(ErrorKind::timeout,
+                  text("%s is not done after waiting %.3g s for it; it is not ended by this",
+                       work.description().c_str(), timeout_s));
+    if (interrupted && interrupted()) {
+      work.abandon("interrupted by a signal while waiting for " + work.description());
+      throw Error(ErrorKind::interrupted, "interrupted while waiting for " + work.description());
+    }
+    return timeout_s > 0 ? std::min(nap_s, deadline.left_s()) : nap_s;
+  };
+  struct MovedOn {
+    Work& work;
+    const bool& looked;
+    ~MovedOn() {
+      if (looked) work.moved_on();
+    }
+  } moved_on{work, looked};
+  Bell& bell = arena_->page().bell;
+  wait_on(bell, lane->patience_, poll, [&] { return Bedtime(bell, asleep); }, look);
+}
+
+void Progress::drain(const std::shared_ptr<Lane>& lane) {
+  while (std::shared_ptr<Work> work = lane->head()) {
+    try {
+      wait(*work, 0, {});
+    } catch (const std::exception&) {  // NOLINT: the work holds it for whoever asks
+    }
+  }
+  // The thread that drove the last work lets go of it before it lets go of the lane. It must not be the one
+  // that drops the last reference to this object, whose end it would wait for.
+  std::lock_guard driven(lane->driving_);
+}
+
+}  // namespace photinus

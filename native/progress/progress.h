@@ -1,0 +1,93 @@
+// Drives the operations of one process. Operations stand in lanes: those of one lane run one after the other,
+// lanes are independent, and only the head of a lane is driven. A head is a state machine that never blocks,
+// so one thread drives any number of lanes, and groups that are used in different orders on different ranks
+// cannot lock each other.
+//
+// A lane is driven by the thread that waits for it, if there is one; otherwise, for asynchronous operations,
+// by the progress thread, which starts with the first of them and sleeps while callers drive everything
+// themselves.
+#pragma once
+
+#include <sys/types.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "memory/arena.h"
+#include "memory/bell.h"
+#include "memory/mailbox.h"
+#include "progress/work.h"
+
+namespace photinus {
+
+class Lane {
+ public:
+  // `mailbox`: of the group whose ranks this lane's operations wait for.
+  Lane(std::shared_ptr<const Mailbox> mailbox, const Patience& patience)
+      : mailbox_(std::move(mailbox)), patience_(patience) {}
+  bool is_empty() { return !head(); }
+
+ private:
+  friend class Progress;
+  std::shared_ptr<Work> head();
+
+  const std::shared_ptr<const Mailbox> mailbox_;
+  const Patience patience_;
+  std::mutex mutex_;  // guards queue_
+  std::deque<std::shared_ptr<Work>> queue_;
+  std::mutex driving_;  // held while the head is driven
+  std::atomic<uint32_t> waiters_{0};
+  std::atomic<bool> listed_{false};  // whether the progress thread knows the lane
+};
+
+class Progress : public std::enable_shared_from_this<Progress> {
+ public:
+  explicit Progress(std::shared_ptr<Arena> arena);
+  ~Progress();
+  // That of this process (in a forked child a new one), over the process's arena.
+  static std::shared_ptr<Progress> of_this_process();
+
+  const std::shared_ptr<Arena>& arena() const { return arena_; }
+
+  // Puts a work at the end of a lane. With `asynchronous` it runs by itself, without it when somebody waits
+  // for it.
+  void submit(const std::shared_ptr<Lane>& lane, const std::shared_ptr<Work>& work, bool asynchronous);
+  // Drives a lane until it is empty; its works must be about to end (the group was aborted).
+  void drain(const std::shared_ptr<Lane>& lane);
+
+ private:
+  friend class Work;
+  void wait(Work& work, double timeout_s, const std::function<bool()>& interrupted);
+  void run();
+  enum class Drive : uint8_t { locked, blocked, moved, empty };
+  Drive drive(Lane& lane, bool as_progress_thread);
+  double look_at(Lane& lane, bool caller_waits);
+  bool is_stuck(Lane& lane) const;
+  void end(Lane& lane, const std::shared_ptr<Work>& work, std::exception_ptr error);
+  void wake_own_threads();
+  void hand_over(Lane& lane);
+  void call_thread(const std::shared_ptr<Lane>& lane);
+  void forget_empty_lanes();
+
+  std::shared_ptr<Arena> arena_;
+  const pid_t owner_ = getpid();
+  std::mutex mutex_;  // guards what follows; never held while a lane is driven
+  std::condition_variable called_;
+  std::vector<std::shared_ptr<Lane>> lanes_;  // with asynchronous works
+  bool work_to_do_ = false;
+  std::atomic<uint64_t> lanes_version_{0};  // changes with lanes_
+  std::atomic<bool> ending_{false};
+  std::atomic<std::thread::id> caller_{};  // the first thread that submitted something
+  std::atomic<bool> several_callers_{false};
+  std::atomic<size_t> in_flight_{0};  // works of all lanes
+  std::thread thread_;
+};
+
+}  // namespace photinus

@@ -1,0 +1,59 @@
+// One operation in flight: a state machine that whoever has time drives (progress.h), and the handle by which
+// its caller waits for it.
+#pragma once
+
+#include <atomic>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "memory/bell.h"
+
+namespace photinus {
+
+class Lane;
+class Progress;
+
+class Work {
+ public:
+  virtual ~Work() = default;
+
+  // Waits until it is done; 0 means until its own deadline has decided. Throws its error, or Error(timeout)
+  // when `timeout_s` passes first: the operation then goes on. `interrupted` (may be empty) is asked now and
+  // then; when it returns true the operation's group is aborted, for its ranks are no longer in step.
+  void wait(double timeout_s = 0, const std::function<bool()>& interrupted = {});
+  bool is_completed() const { return done_.load(std::memory_order_acquire); }
+  std::exception_ptr error() const;  // null while it runs and when it went well
+  double duration_s() const;         // from start to end, without the time in the queue
+  virtual std::string description() const = 0;
+  // The rank from which a message from any rank came; -1 for all else.
+  virtual int source_rank() const { return -1; }
+
+ protected:
+  friend class Progress;
+
+  // Does what can be done now. Throws when it failed.
+  virtual Poll advance() = 0;
+  // Called before a thread sleeps while the work is blocked; throws to end it, and returns for how many
+  // seconds it need not be called again. `caller_waits`: it is the one thread from which all the process's
+  // calls come, so nothing else will be called meanwhile.
+  virtual double look(bool caller_waits) = 0;
+  // It ended with an error, which other operations of its group may have to know.
+  virtual void failed(const std::exception_ptr& error) = 0;
+  // The caller gives up waiting for good.
+  virtual void abandon(const std::string& reason) = 0;
+  // A caller has stopped waiting in vain (what look() told others about it no longer holds).
+  virtual void moved_on() {}
+
+ private:
+  std::shared_ptr<Progress> progress_;  // set from submission on
+  std::shared_ptr<Lane> lane_;
+  std::exception_ptr error_;
+  bool begun_ = false;
+  double begun_s_ = 0, ended_s_ = 0;
+  std::atomic<bool> done_{false};
+};
+
+}  // namespace photinus

@@ -1,0 +1,213 @@
+// Ranks that do not come although nobody has failed: late, stopped, or waiting for each other.
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+
+#include "base/log.h"
+#include "processes.h"
+
+using namespace photinus;
+using namespace photinus::test;
+
+namespace {
+
+Call sum_of(uint64_t elems) {
+  return {Operation::all_reduce, Dtype::float32, Reduction::sum, 0, elems};
+}
+
+// What was said while it lives.
+class Listener {
+ public:
+  Listener() {
+    set_listener([this](const std::string& line) {
+      std::lock_guard lock(mutex_);
+      said_ += line + "\n";
+    });
+  }
+  ~Listener() { set_listener({}); }
+  std::string said() {
+    std::lock_guard lock(mutex_);
+    return said_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::string said_;
+};
+
+// A second group of the same ranks.
+std::shared_ptr<Communicator> second_group(Communicator& first, const std::string& address,
+                                           const std::string& name,
+                                           const std::shared_ptr<Progress>& progress) {
+  Communicator::Options options;
+  options.rank = first.rank();
+  options.world_size = first.world_size();
+  options.address = address;
+  options.name = name;
+  options.limits.timeout_s = 30;
+  options.progress = progress;
+  return Communicator::create(options);
+}
+
+}  // namespace
+
+TEST(a_long_wait_says_for_whom_and_in_what_once) {
+  Listener listener;
+  static const CallSite site = CallSite::of("train.py:41");
+  Limits limits;
+  limits.waiting_s = 0.3;
+  run_ranks(
+      3,
+      [](Communicator& communicator) {
+        float x = 1;
+        if (communicator.rank() == 2) usleep(1000000);
+        Submission given;
+        given.call = sum_of(1);
+        given.send = given.recv = &x;
+        given.site = &site;
+        communicator.submit(given)->wait();
+        CHECK(x == 3);
+      },
+      30, {}, limits);
+  const std::string said = listener.said();
+  CHECK_CONTAINS(said,
+                 "rank 0 of 3 has been waiting for 0 s for ranks [2] in all_reduce #1 of float32[1] (sum) in "
+                 "group world, called at train.py:41");
+  CHECK_CONTAINS(said, "rank 1 of 3 has been waiting");
+  CHECK(std::count(said.begin(), said.end(), '\n') == 2);
+}
+
+TEST(a_stopped_rank_is_suspected_and_the_run_goes_on_when_it_is_continued) {
+  auto reports = run_processes(
+      2,
+      [](Communicator& communicator) -> std::string {
+        Listener listener;
+        float sum = 0;
+        for (int i = 0; i < 4000; ++i) {
+          float x = static_cast<float>(i);
+          communicator.submit(sum_of(1), &x, &x)->wait();
+          sum += x;
+          usleep(500);
+        }
+        return text("%.0f ", static_cast<double>(sum)) + listener.said();
+      },
+      {},
+      [](const std::vector<pid_t>& pids) {
+        usleep(500000);
+        CHECK(kill(pids[1], SIGSTOP) == 0);
+        usleep(3000000);
+        CHECK(kill(pids[1], SIGCONT) == 0);
+      });
+  CHECK_CONTAINS(reports[0].text, "15996000 rank 0 suspects that a rank hangs: rank 1 (pid");
+  CHECK_CONTAINS(reports[0].text, "has shown no sign of life for 2.");
+  CHECK_CONTAINS(reports[0].text, "(it is stopped (SIGSTOP, SIGTSTP or a debugger))");
+  CHECK_CONTAINS(reports[1].text, "15996000 ");
+}
+
+TEST(a_rank_that_stays_stopped_is_given_up_after_the_grace) {
+  Limits limits;
+  limits.suspect_s = 0.6;
+  limits.grace_s = 1.5;
+  auto reports = run_processes(
+      2,
+      [](Communicator& communicator) -> std::string {
+        float x = 1;
+        communicator.submit(sum_of(1), &x, &x)->wait();
+        if (communicator.rank() == 1) raise(SIGSTOP);
+        Listener listener;
+        return error_text([&] { communicator.submit(sum_of(1), &x, &x)->wait(); });
+      },
+      limits,
+      [](const std::vector<pid_t>& pids) {
+        usleep(3000000);
+        kill(pids[1], SIGKILL);
+        kill(pids[1], SIGCONT);
+      });
+  CHECK_CONTAINS(reports[0].text, text("kind %d after 1.", static_cast<int>(ErrorKind::peer_lost)));
+  CHECK_CONTAINS(reports[0].text, "rank 1 (pid");
+  CHECK_CONTAINS(reports[0].text, "longer than the grace of 1.5 s");
+}
+
+TEST(ranks_that_wait_for_each_other_in_different_groups_are_told_at_once) {
+  for (uint32_t world : {2u, 3u, 4u}) {
+    const std::string other = new_address();
+    auto reports = run_processes(world, [&](Communicator& first) -> std::string {
+      auto second = second_group(first, other, "second", first.progress());
+      float x = 1;
+      first.submit(sum_of(1), &x, &x)->wait();
+      if (first.rank() == 1) usleep(200000);
+      return error_text([&] {
+        Communicator& mine = first.rank() == 1 ? *second : first;
+        mine.submit(sum_of(1), &x, &x)->wait();
+      });
+    });
+    for (uint32_t rank = 0; rank < world; ++rank) {
+      const std::string& text = reports[rank].text;
+      CHECK_CONTAINS(text, "after 0.");
+      // Those outside of the circle that is found first are told by those in it.
+      CHECK_CONTAINS(text, "ranks wait for each other and can never go on");
+      CHECK_CONTAINS(text, "in all_reduce #1 of float32[1] (sum) in group second");
+      CHECK_CONTAINS(text, "in all_reduce #2 of float32[1] (sum) in group world");
+    }
+  }
+}
+
+TEST(a_receive_that_nobody_answers_is_told_when_the_other_waits_in_a_collective) {
+  auto reports = run_processes(2, [&](Communicator& communicator) -> std::string {
+    float x = 1;
+    if (communicator.rank() == 0) return error_text([&] { communicator.submit(sum_of(1), &x, &x)->wait(); });
+    MessageCall receive;
+    receive.operation = Operation::recv;
+    receive.elems = 1;
+    receive.buffer = &x;
+    receive.peer = 0;
+    receive.asynchronous = false;
+    return error_text([&] { communicator.submit(receive)->wait(); });
+  });
+  for (const Report& report : reports) {
+    CHECK_CONTAINS(report.text, text("kind %d after 0.", static_cast<int>(ErrorKind::mismatch)));
+    CHECK_CONTAINS(report.text, "in recv of float32[1] from rank 0");
+    CHECK_CONTAINS(report.text, "in all_reduce #1 of float32[1]");
+  }
+}
+
+TEST(a_rank_that_is_merely_slow_is_in_no_circle) {
+  const std::string other = new_address();
+  auto reports = run_processes(2, [&](Communicator& first) -> std::string {
+    auto second = second_group(first, other, "second", first.progress());
+    float x = 1, y = 1;
+    for (int round = 0; round < 20; ++round) {
+      // Rank 0 is stuck in one group while rank 1 has asynchronous work in it, and sleeps, and waits in the
+      // other.
+      auto work = first.submit(sum_of(1), &x, &x);
+      if (first.rank() == 1) usleep(30000);
+      auto slower = second->submit(sum_of(1), &y, &y);
+      if (first.rank() == 0)
+        work->wait(), slower->wait();
+      else
+        slower->wait(), work->wait();
+    }
+    return "fine";
+  });
+  for (const Report& report : reports) CHECK(report.text == "fine");
+}
+
+TEST(overlapping_groups_used_in_different_orders_do_not_lock) {
+  const std::string other = new_address();
+  run_ranks(3, [&](Communicator& first) {
+    auto second = second_group(first, other, "second", first.progress());
+    for (int round = 0; round < 200; ++round) {
+      std::vector<float> a(50, 1.0f), b(20000, 2.0f);
+      std::vector<std::shared_ptr<Work>> works;
+      auto use_first = [&] { works.push_back(first.submit(sum_of(a.size()), a.data(), a.data())); };
+      auto use_second = [&] { works.push_back(second->submit(sum_of(b.size()), b.data(), b.data())); };
+      if ((first.rank() + static_cast<uint32_t>(round)) % 2)
+        use_first(), use_second();
+      else
+        use_second(), use_first();
+      for (auto& work : works) work->wait();
+      CHECK(a[49] == 3.0f && b[19999] == 6.0f);
+    }
+    second->close();
+  });
+}

@@ -1,0 +1,45 @@
+"""What the engine needs to know of an array: where it lies, how long it is, and its element type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import _native
+
+__all__ = ["DTYPES", "facts"]
+
+DTYPES: dict[str, int] = _native.DTYPES
+"""Element types by name, as the engine numbers them."""
+
+_BY_TYPESTR = {
+    "f4": "float32",
+    "f8": "float64",
+    "f2": "float16",
+    "i1": "int8",
+    "i2": "int16",
+    "i4": "int32",
+    "i8": "int64",
+    "u1": "uint8",
+    "b1": "bool",
+}
+
+
+def facts(array: Any, *, writable: bool) -> tuple[int, int, int]:
+    """Address, number of elements and element type of a C-contiguous array."""
+    interface = getattr(array, "__array_interface__", None)
+    if interface is None:
+        raise TypeError(f"needs a numpy array (or another object with __array_interface__), not {type(array).__name__}")
+    name = _BY_TYPESTR.get(interface["typestr"][1:])
+    if str(getattr(array, "dtype", "")) == "bfloat16":  # ml_dtypes' arrays call themselves void
+        name = "bfloat16"
+    if name is None or interface["typestr"][0] == ">":
+        raise TypeError(f"element type {array.dtype} is not one of {', '.join(DTYPES)}")
+    if interface.get("strides") is not None:
+        raise ValueError("needs a C-contiguous array; make one with numpy.ascontiguousarray")
+    address, read_only = interface["data"]
+    if writable and read_only:
+        raise ValueError("the array is read-only, but the result goes into it")
+    elems = 1
+    for extent in interface["shape"]:
+        elems *= extent
+    return address, elems, DTYPES[name]

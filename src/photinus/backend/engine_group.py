@@ -1,0 +1,219 @@
+"""How a group whose ranks share a host starts operations of the engine, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import typing_extensions
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from .. import engine
+from ..errors import AbortedError
+from . import options, profiling
+from .alone import Alone
+from .completer import Apart, Completer
+from .inner_gloo import InnerGloo, Limit
+from .outside_dynamo import outside_dynamo
+from .process_group import ProcessGroup
+from .tensors import CopyBack
+from .work import EngineWork, Handle, MessageWork
+
+__all__ = ["EngineGroup", "Part", "check_elems", "check_same_dtype"]
+
+Part = engine.Part
+
+_OPERATION_NAMES = {code: name for name, code in engine.OPERATIONS.items()}
+_UNSET = options.UNSET
+_RECENT_WORKS, _RECENT_BYTES = 256, 64 * 1024
+
+
+def _libraries() -> list[str]:
+    """What lies between the user's line and the engine: torch, and the wrappers that it puts around its functions."""
+    wrappers = [contextlib.__file__, typing_extensions.__file__, warnings.__file__]
+    return [os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, *wrappers]
+
+
+engine.pass_over_frames_of(_libraries())
+
+
+@outside_dynamo
+class EngineGroup(ProcessGroup):
+    """See the module; the collectives are in the classes above this one.
+
+    Args:
+        communicator: the engine's.
+        gloo, store, limit, label: see ProcessGroup.
+    """
+
+    def __init__(
+        self,
+        communicator: engine.Communicator | Alone,
+        gloo: InnerGloo,
+        store: Store,
+        limit: Limit,
+        label: str,
+    ) -> None:
+        super().__init__(gloo, store, limit, label)
+        self._communicator: engine.Communicator | Alone | None = communicator
+        self._submit: Callable[..., Handle] = communicator.submit
+        self._exchange: Callable[..., Handle] = communicator.exchange
+        self._message: Callable[..., Handle] = communicator.message
+        self._completer = Completer(label)
+        # C++ may hold a work whose Python half nobody else holds (DDP's join does), and would then wait for ever in the
+        # base class. Small ones only: what keeps a work keeps its tensors.
+        self._recent: deque[EngineWork] = deque(maxlen=_RECENT_WORKS)
+
+    @property
+    def uses_engine(self) -> bool:
+        """Whether the engine serves this group; if not, it was destroyed."""
+        return self._communicator is not None
+
+    def _run(
+        self,
+        given: Any,
+        operation: int,
+        send_address: int,
+        recv_address: int,
+        elems: int,
+        code: int,
+        keep: object,
+        outputs: Sequence[Tensor],
+        finish: CopyBack | None = None,
+        *,
+        reduction: int = 0,
+        root: int = 0,
+        factor: float = 1.0,
+        label: str = "",
+    ) -> EngineWork:
+        """Starts a collective in which all ranks' tensors have one size; see engine.Communicator.submit.
+
+        Args:
+            given: torch's options: timeout, and whether the caller waits for the work himself.
+            outputs: the caller's tensors, which the work gives as its result.
+            finish: what is to be done when the exchange has ended.
+        """
+        asynchronous = given.asyncOp
+        event = profiling.begin(_OPERATION_NAMES[operation])
+        handle = self._submit(
+            operation,
+            send_address,
+            recv_address,
+            elems,
+            code,
+            reduction,
+            root,
+            self._timeout_s(given),
+            asynchronous,
+            keep,
+            factor,
+            label,
+        )
+        return self._work(handle, asynchronous, outputs, finish, event)
+
+    def _run_parts(
+        self,
+        given: Any,
+        operation: int,
+        sends: Sequence[Part],
+        recvs: Sequence[Part],
+        code: int,
+        keep: object,
+        outputs: Sequence[Tensor],
+        finish: Callable[[], None] | None = None,
+        *,
+        root: int = 0,
+        label: str = "",
+    ) -> EngineWork:
+        """Starts a collective in which each pair of ranks has a size of its own; see engine.Communicator.exchange."""
+        asynchronous = given.asyncOp
+        event = profiling.begin(_OPERATION_NAMES[operation])
+        handle = self._exchange(operation, sends, recvs, code, root, self._timeout_s(given), asynchronous, keep, label)
+        return self._work(handle, asynchronous, outputs, finish, event)
+
+    def _run_message(
+        self, event_name: str, operation: int, values: Tensor, code: int, peer: int, tag: int, output: Tensor,
+        finish: CopyBack | None,
+    ) -> EngineWork:  # fmt: skip
+        """Starts a send or recv. torch waits on the works, or, with isend and irecv, its user does."""
+        event = profiling.begin(event_name)
+        handle = self._message(
+            operation, values.data_ptr(), values.numel(), code, peer, tag, self._limit.timeout_s, True, values
+        )
+        # Messages end in any order, so none may stand in line behind another, nor a collective behind it.
+        work = MessageWork(handle, [output], Apart(self._completer), finish or None)
+        if event is not None:
+            profiling.end_with(event, handle, Apart(self._completer))
+        return work
+
+    def _timeout_s(self, given: Any) -> float:
+        limit = given.timeout
+        return self._limit.timeout_s if limit == _UNSET else limit.total_seconds()
+
+    def _work(
+        self,
+        handle: Handle,
+        asynchronous: bool,
+        outputs: Sequence[Tensor],
+        finish: Callable[[], None] | None,
+        event: Any,
+    ) -> EngineWork:
+        work = EngineWork(handle, outputs, self._completer, finish or None)
+        if event is not None:
+            profiling.end_with(event, handle, self._completer)
+        if asynchronous and sum(t.nbytes for t in outputs if t.layout is torch.strided) <= _RECENT_BYTES:
+            self._recent.append(work)
+        return work
+
+    # --- the end ---------------------------------------------------------------------------------------------------
+
+    def fail(self, reason: str) -> None:
+        """Tells the peers that this rank will not come any more, and why ("rank 1 (pid, host) ... <reason>")."""
+        if self._communicator is not None:
+            self._communicator.set_reason(reason)
+            self._communicator.abort(reason)
+
+    def abort(self) -> None:
+        """Ends what is in flight here and on the peers with AbortedError and refuses everything later."""
+        if self._communicator is not None:
+            self._communicator.abort(f"rank {self._rank} of group {self._label} aborted the group")
+        super().abort()
+
+    def shutdown(self) -> None:
+        """Leaves the group in order; `destroy_process_group` calls it. Idempotent."""
+        if self._communicator is not None:
+            self._communicator.close()
+            self._communicator = None
+        self._completer.close()
+        self._recent.clear()
+        super().shutdown()
+
+    def _end(self, reason: str) -> None:
+        def refuse(*_: object) -> Handle:
+            raise AbortedError(reason)
+
+        self._submit = self._exchange = self._message = refuse
+        super()._end(reason)
+
+
+def check_same_dtype(operation: str, tensors: Sequence[Tensor]) -> None:
+    """Raises ValueError unless the tensors have one dtype."""
+    if any(tensor.dtype != tensors[0].dtype for tensor in tensors):
+        raise ValueError(
+            f"{operation} needs tensors of one dtype, got "
+            f"{', '.join(sorted({str(tensor.dtype) for tensor in tensors}))}"
+        )
+
+
+def check_elems(operation: str, what: str, got: int, needed: int, of: Tensor) -> None:
+    """Raises ValueError unless a tensor has as many elements as it needs."""
+    if got != needed:
+        raise ValueError(
+            f"{operation} needs {needed} elements in {what} for a tensor of shape {tuple(of.shape)} per rank, got {got}"
+        )

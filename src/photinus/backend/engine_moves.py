@@ -1,0 +1,248 @@
+"""The collectives that compute nothing, through the engine: elements of any dtype, from each tensor's own memory.
+
+What goes from one rank to another may differ in size from pair to pair; the engine compares both sides' sizes before
+anything is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import engine
+from ..errors import CollectiveTimeoutError
+from . import options
+from .engine_group import EngineGroup, Part, check_elems, check_same_dtype
+from .outside_dynamo import outside_dynamo
+from .tensors import CopyBack, dense, moved
+from .work import EngineWork
+
+__all__ = ["EngineMoves"]
+
+_BROADCAST = engine.OPERATIONS["broadcast"]
+_ALL_GATHER = engine.OPERATIONS["all_gather"]
+_GATHER = engine.OPERATIONS["gather"]
+_SCATTER = engine.OPERATIONS["scatter"]
+_ALL_TO_ALL = engine.OPERATIONS["all_to_all"]
+_BARRIER = engine.OPERATIONS["barrier"]
+_NOTHING: Part = (0, 0)
+_SHORTEST_S = 1e-3  # a timeout of 0 means this one in torch, the group's own in the engine
+
+
+@outside_dynamo
+class EngineMoves(EngineGroup):
+    """See the module. Wrong arguments raise ValueError or TypeError before anything is exchanged."""
+
+    def broadcast(
+        self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int | None = None
+    ) -> dist.Work:
+        """Copies the root's tensor to all ranks' (opts.rootRank: rank in the group)."""
+        given = options.broadcast(opts if root is None else root, timeout)
+        tensor = options.one_tensor(tensors, "broadcast")
+        code, label = moved(tensor.dtype)
+        finish = CopyBack()
+        values = finish.output(tensor, load=given.rootRank == self._rank)
+        address, elems = _part(values)
+        return self._run(
+            given,
+            _BROADCAST,
+            address,
+            address,
+            elems,
+            code,
+            values,
+            [tensor],
+            finish,
+            root=given.rootRank,
+            label=label,
+        )
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        """Every rank's tensor in one tensor, by rank."""
+        given = options.all_gather(opts)
+        check_same_dtype("all_gather", [output, input])
+        check_elems("all_gather", "the output", output.numel(), self._size * input.numel(), input)
+        code, label = moved(input.dtype)
+        finish = CopyBack()
+        target, source = finish.output(output, load=False), dense(input)
+        send, elems = _part(source)
+        return self._run(
+            given, _ALL_GATHER, send, target.data_ptr(), elems, code, (source, target), [output], finish, label=label
+        )
+
+    _allgather_base = all_gather_single  # its name before torch 2.13
+
+    def allgather(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: timedelta | None = None
+    ) -> dist.Work:
+        """Every rank's tensor in every rank's list, by rank; they may differ in size."""
+        given = options.all_gather(opts, timeout)
+        outputs = options.tensor_list(output_tensors, "all_gather")
+        tensor = options.one_tensor(input_tensors, "all_gather")
+        self._one_per_rank("all_gather", "output", outputs)
+        check_elems("all_gather", "this rank's own output", outputs[self._rank].numel(), tensor.numel(), tensor)
+        return self._move(given, _ALL_GATHER, "all_gather", [tensor] * self._size, outputs)
+
+    def gather(
+        self,
+        output_tensors: Any,
+        input_tensors: Any,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
+    ) -> dist.Work:
+        """Every rank's tensor in the root's list, by rank; they may differ in size."""
+        given = options.gather(opts if root is None else root, timeout)
+        inputs: list[Tensor | None] = [None] * self._size
+        inputs[self._root("gather", given)] = options.one_tensor(input_tensors, "gather")
+        outputs: list[Tensor] = []
+        if given.rootRank == self._rank:
+            outputs = options.tensor_list(output_tensors, "gather")
+            self._one_per_rank("gather", "output", outputs)
+        return self._move(given, _GATHER, "gather", inputs, outputs, root=given.rootRank)
+
+    def scatter(
+        self,
+        output_tensors: Any,
+        input_tensors: Any,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
+    ) -> dist.Work:
+        """Part r of the root's list in rank r's tensor; they may differ in size."""
+        given = options.scatter(opts if root is None else root, timeout)
+        outputs: list[Tensor | None] = [None] * self._size
+        outputs[self._root("scatter", given)] = options.one_tensor(output_tensors, "scatter")
+        inputs: list[Tensor] = []
+        if given.rootRank == self._rank:
+            inputs = options.tensor_list(input_tensors, "scatter")
+            self._one_per_rank("scatter", "input", inputs)
+        return self._move(given, _SCATTER, "scatter", inputs, outputs, root=given.rootRank)
+
+    def alltoall(
+        self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Sends tensor r of the inputs to rank r; output r comes from rank r. Sizes may differ."""
+        self._one_per_rank("all_to_all", "output", output_tensors)
+        self._one_per_rank("all_to_all", "input", input_tensors)
+        return self._move(options.all_to_all(opts), _ALL_TO_ALL, "all_to_all", input_tensors, output_tensors)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: list[int],
+        input_split_sizes: list[int],
+        opts: Any = None,
+        timeout: timedelta | None = None,
+    ) -> dist.Work:
+        """Sends part r of the input to rank r; the output's parts come from the ranks. No sizes: equal parts.
+
+        Sizes count rows, entries of the first dimension.
+        """
+        given = options.all_to_all(opts, timeout)
+        check_same_dtype("all_to_all_single", [output, input])
+        code, label = moved(input.dtype)
+        finish = CopyBack()
+        target, source = finish.output(output, load=False), dense(input)
+        recvs = self._rows("output", target, output, output_split_sizes)
+        sends = self._rows("input", source, input, input_split_sizes)
+        return self._run_parts(
+            given, _ALL_TO_ALL, sends, recvs, code, (source, target), [output], finish or None, label=label
+        )
+
+    alltoall_base = all_to_all_single  # its name before torch 2.13
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        """Done when every rank has called it, and so has ended what it waited for before."""
+        return self._run(options.barrier(opts, timeout), _BARRIER, 0, 0, 0, 0, None, [])
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier that waits here. The error names all ranks that did not come, whatever `wait_all_ranks` says.
+
+        Raises:
+            CollectiveTimeoutError: ranks are missing. The group is unusable afterwards.
+        """
+        limit_s = self._limit.timeout_s if timeout is None else max(timeout.total_seconds(), _SHORTEST_S)
+        try:
+            self._submit(_BARRIER, 0, 0, 0, 0, 0, 0, limit_s, False, None, 1.0, "monitored_barrier")
+        except CollectiveTimeoutError as error:  # begins as gloo's does: programs look for it
+            raise CollectiveTimeoutError(f"Rank {self._rank} timed out in monitoredBarrier: {error}") from error
+
+    def _move(
+        self,
+        given: Any,
+        operation: int,
+        name: str,
+        inputs: Sequence[Tensor | None],
+        outputs: Sequence[Tensor | None],
+        *,
+        root: int = 0,
+    ) -> EngineWork:
+        """Sends inputs[r] to rank r and receives outputs[r] from it; None or an empty list where nothing goes."""
+        given_outputs = [tensor for tensor in outputs if tensor is not None]
+        tensors = [*given_outputs, *(tensor for tensor in inputs if tensor is not None)]
+        check_same_dtype(name, tensors)
+        code, label = moved(tensors[0].dtype)
+        finish = CopyBack()
+        nothing: list[Tensor | None] = [None] * self._size
+        # One input for all ranks (all_gather) is made dense once.
+        dense_of = {id(tensor): dense(tensor) for tensor in inputs if tensor is not None}
+        sources = [None if tensor is None else dense_of[id(tensor)] for tensor in inputs] or nothing
+        targets = [None if tensor is None else finish.output(tensor, load=False) for tensor in outputs] or nothing
+        return self._run_parts(
+            given,
+            operation,
+            [_part(tensor) for tensor in sources],
+            [_part(tensor) for tensor in targets],
+            code,
+            (sources, targets),
+            given_outputs,
+            finish or None,
+            root=root,
+            label=label,
+        )
+
+    def _rows(self, what: str, values: Tensor, of: Tensor, sizes: Sequence[int]) -> list[Part]:
+        """The parts of a tensor (`values` is its dense form) for each rank."""
+        rows = of.size(0) if of.dim() else 0
+        if not sizes:
+            if rows % self._size or not of.dim():
+                raise ValueError(
+                    f"all_to_all_single needs a first dimension that the {self._size} ranks divide evenly, or split "
+                    f"sizes, got {what} of shape {tuple(of.shape)}"
+                )
+            sizes = [rows // self._size] * self._size
+        if len(sizes) != self._size or sum(sizes) != rows or min(sizes) < 0:
+            raise ValueError(
+                f"all_to_all_single needs {self._size} {what} split sizes, one per rank, which add up to {rows} rows, "
+                f"got {list(sizes)}"
+            )
+        row_elems = values.numel() // rows if rows else 0
+        row_bytes = row_elems * values.element_size()
+        parts, start = [], values.data_ptr()
+        for size in sizes:
+            parts.append((start, size * row_elems) if size * row_elems else _NOTHING)
+            start += size * row_bytes
+        return parts
+
+    def _one_per_rank(self, operation: str, what: str, tensors: Sequence[Tensor]) -> None:
+        if len(tensors) != self._size:
+            raise ValueError(f"{operation} needs one {what} per rank, {self._size}, got {len(tensors)}")
+
+    def _root(self, operation: str, given: Any) -> int:
+        root: int = given.rootRank
+        if not 0 <= root < self._size:
+            raise ValueError(f"{operation}: root {root} is not a rank of this group of {self._size}")
+        return root
+
+
+def _part(values: Tensor | None) -> Part:
+    """Where a dense tensor lies, and how many elements it has (a complex one comes as pairs)."""
+    return _NOTHING if values is None else (values.data_ptr(), values.numel())

@@ -1,0 +1,204 @@
+"""all_reduce, reduce and reduce_scatter through the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllreduceOptions
+
+from .. import engine
+from . import options, profiling
+from .engine_group import EngineGroup, check_elems, check_same_dtype
+from .outside_dynamo import outside_dynamo
+from .sparse import sparse_all_reduce
+from .tensors import DTYPES, REDUCTIONS, CopyBack, check_dense, dense, reals
+from .work import EngineWork, JoinedWork
+
+__all__ = ["EngineReductions"]
+
+_ALL_REDUCE = engine.OPERATIONS["all_reduce"]
+_REDUCE = engine.OPERATIONS["reduce"]
+_REDUCE_SCATTER = engine.OPERATIONS["reduce_scatter"]
+_PREMUL_SUM = engine.REDUCTIONS["premul_sum"]
+_COMPUTED = {  # of any dtype that the engine can compute with
+    **DTYPES,
+    torch.complex64: DTYPES[torch.float32],
+    torch.complex128: DTYPES[torch.float64],
+}
+_UNSET = options.UNSET
+_RECENT_BYTES = 64 * 1024
+_strided = torch.strided
+
+
+@outside_dynamo
+class EngineReductions(EngineGroup):
+    """See the module. Wrong arguments raise ValueError, element types that nobody computes with TypeError."""
+
+    def allreduce(
+        self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
+    ) -> dist.Work:
+        """Reduces each element over the ranks, in place. Sparse tensors: SUM."""
+        given = opts if type(opts) is AllreduceOptions else options.all_reduce(opts if op is None else op, timeout)
+        tensor = (
+            tensors[0] if type(tensors) is list and len(tensors) == 1 else options.one_tensor(tensors, "all_reduce")
+        )
+        reduction = REDUCTIONS[hash(given.reduceOp)]
+        code = DTYPES.get(tensor.dtype)
+        finish: CopyBack | None = None
+        if (
+            code is not None
+            and tensor.is_cpu
+            and tensor.layout is _strided
+            and tensor.is_contiguous()
+            and not tensor.is_neg()
+        ):
+            values = tensor
+        elif tensor.layout is not _strided:
+            return sparse_all_reduce(self, tensor, given)
+        else:
+            code = _computed("all_reduce", tensor)
+            finish = CopyBack()
+            values = finish.output(reals(tensor, hash(given.reduceOp)), load=True)
+        limit, address, asynchronous = given.timeout, values.data_ptr(), given.asyncOp
+        event = profiling.begin("all_reduce")
+        # Spelt out, not by _run: DDP and every training loop pass here.
+        handle = self._submit(
+            _ALL_REDUCE,
+            address,
+            address,
+            values.numel(),
+            code,
+            reduction,
+            0,
+            self._limit.timeout_s if limit == _UNSET else limit.total_seconds(),
+            asynchronous,
+            values,
+            options.factor(given.reduceOp) if reduction == _PREMUL_SUM else 1.0,
+        )
+        work = EngineWork(handle, [tensor], self._completer, finish or None)
+        if event is not None:
+            profiling.end_with(event, handle, self._completer)
+        if asynchronous and tensor.nbytes <= _RECENT_BYTES:
+            self._recent.append(work)
+        return work
+
+    def reduce(
+        self,
+        tensors: Any,
+        opts: Any = None,
+        op: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
+    ) -> dist.Work:
+        """Reduces each element over the ranks; only the root's tensor changes."""
+        given = options.reduce(opts if root is None else root, op, timeout)
+        tensor = options.one_tensor(tensors, "reduce")
+        return self._reduce(given, tensor, tensor, given.rootRank)
+
+    def _reduce(self, given: Any, source: Tensor, output: Tensor, root: int) -> EngineWork:
+        """Reduces the ranks' sources into the root's output, which may be its source; others' outputs stay."""
+        code = _computed("reduce", source)
+        finish = CopyBack()
+        values = dense(reals(source, hash(given.reduceOp)))
+        target = values
+        if root == self._rank:
+            target = finish.output(output, load=False)
+        return self._run(
+            given,
+            _REDUCE,
+            values.data_ptr(),
+            target.data_ptr(),
+            values.numel(),
+            code,
+            (values, target),
+            [output],
+            finish,
+            root=root,
+            **_reduction(given),
+        )
+
+    def reduce_scatter(
+        self,
+        output_tensors: Any,
+        input_tensors: Any,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        op: Any = None,
+    ) -> dist.Work:
+        """Reduces the ranks' lists element by element and leaves rank r with part r; the parts may differ in size."""
+        given = options.reduce_scatter(opts if op is None else op, timeout)
+        output = options.one_tensor(output_tensors, "reduce_scatter")
+        inputs = options.tensor_list(input_tensors, "reduce_scatter")
+        if len(inputs) != self._size or inputs[self._rank].numel() != output.numel():
+            raise ValueError(
+                f"reduce_scatter needs one input per rank, {self._size}, the own one as large as the output "
+                f"({output.numel()} elements), got sizes {[t.numel() for t in inputs]}"
+            )
+        check_same_dtype("reduce_scatter", [output, *inputs])
+        if any(tensor.numel() != output.numel() for tensor in inputs):
+            works = [self._reduce(given, tensor, output, root) for root, tensor in enumerate(inputs)]
+            return JoinedWork(works, [output])
+        return self._reduce_scatter(given, output, _one_behind_the_other(inputs))
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        """Reduces the ranks' tensors and leaves rank r with part r of the result."""
+        given = options.reduce_scatter(opts)
+        check_same_dtype("reduce_scatter", [output, input])
+        check_elems("reduce_scatter", "the input", input.numel(), self._size * output.numel(), output)
+        return self._reduce_scatter(given, output, dense(input))
+
+    _reduce_scatter_base = reduce_scatter_single  # its name before torch 2.13
+
+    def _reduce_scatter(self, given: Any, output: Tensor, source: Tensor) -> EngineWork:
+        code = _computed("reduce_scatter", output)
+        finish = CopyBack()
+        target = finish.output(reals(output, hash(given.reduceOp)), load=False)
+        return self._run(
+            given,
+            _REDUCE_SCATTER,
+            source.data_ptr(),
+            target.data_ptr(),
+            target.numel(),
+            code,
+            (source, target),
+            [output],
+            finish,
+            **_reduction(given),
+        )
+
+
+def _computed(operation: str, tensor: Tensor) -> int:
+    """The engine's code of the tensor's element type. Raises TypeError where there is none."""
+    check_dense(tensor)
+    code = _COMPUTED.get(tensor.dtype)
+    if code is None:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _COMPUTED)
+        raise TypeError(
+            f"{operation} can't compute with {tensor.dtype}; convert the tensor to one of {known}. (Collectives that "
+            f"only move data take any dtype.)"
+        )
+    return code
+
+
+def _reduction(given: Any) -> Any:
+    """The engine's reduction, and this rank's factor of PREMUL_SUM."""
+    reduction = REDUCTIONS[hash(given.reduceOp)]
+    return {"reduction": reduction, "factor": options.factor(given.reduceOp) if reduction == _PREMUL_SUM else 1.0}
+
+
+def _one_behind_the_other(tensors: Sequence[Tensor]) -> Tensor:
+    """The tensors as one flat, dense one: their own memory where they lie so, else a copy."""
+    parts = [dense(tensor).reshape(-1) for tensor in tensors]
+    first = parts[0]
+    storage, nbytes = first.untyped_storage(), first.nbytes
+    for i, part in enumerate(parts):
+        if part.untyped_storage().data_ptr() != storage.data_ptr() or part.data_ptr() != first.data_ptr() + i * nbytes:
+            return torch.cat(parts)
+    return first.as_strided((first.numel() * len(parts),), (1,))

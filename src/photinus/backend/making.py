@@ -1,0 +1,92 @@
+"""Makes a process group with all its ranks: finds the hosts, and chooses engine or gloo."""
+
+from __future__ import annotations
+
+import logging
+import os
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from .. import engine, env
+from ..errors import WorldSizeError
+from . import hosts
+from .alone import Alone
+from .inner_gloo import InnerGloo, Limit
+from .process_group import ProcessGroup
+from .through_engine import ThroughEngine
+from .through_gloo import ThroughGloo
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import _DistributedBackendOptions
+
+__all__ = ["make"]
+
+_log = logging.getLogger(__name__)
+
+_JOINING_S = 60.0  # for the engine's rendezvous, after all ranks have shown themselves in the store
+
+
+def make(given: _DistributedBackendOptions) -> ProcessGroup:
+    """Makes the group that torch describes; called by all its ranks.
+
+    Raises:
+        WorldSizeError: the default group is not as large as the launcher means.
+        CollectiveTimeoutError: ranks are missing; names them.
+    """
+    rank, size, store = given.group_rank, given.group_size, given.store
+    members = list(given.global_ranks_in_group)
+    if not members:  # the default group
+        _check_world_size(size)
+    label = "world" if not members else f"{given.group_id} (ranks {_short(members)} of the world)"
+    limit = Limit(_timeout_s(given.timeout))
+    meeting = hosts.meet(store, rank, size, timeout_s=limit.timeout_s, name=label)
+    communicator: engine.Communicator | Alone | None = None
+    if size == 1:
+        communicator = Alone()
+    elif meeting.address is not None:
+        joining_s = min(limit.timeout_s, _JOINING_S)
+        communicator = engine.Communicator(rank, size, meeting.address, timeout_s=joining_s, name=label)
+    elif rank == 0:
+        _log.warning(
+            "photinus: group %s spans several hosts, %s; its collectives go through gloo, without the engine",
+            label,
+            meeting.hosts(),
+        )
+    try:
+        private = PrefixStore(f"photinus/{meeting.session}", store)
+        gloo = InnerGloo(private, rank, size, limit, one_host=meeting.one_host)
+        if rank == 0 and size > 1:
+            hosts.tidy(store, meeting)
+        if communicator is None:
+            return ThroughGloo(gloo, store, limit, label)
+        return ThroughEngine(communicator, gloo, store, limit, label)
+    except BaseException:
+        if communicator is not None:
+            communicator.close()
+        raise
+
+
+def _check_world_size(size: int) -> None:
+    meant = env.EXPECTED_WORLD_SIZE.get()
+    if meant is not None and meant != size:
+        raise WorldSizeError(
+            f"the default process group has {size} rank{'s' if size > 1 else ''}, but the launcher means {meant} "
+            f"({env.EXPECTED_WORLD_SIZE.name}={meant}): each process would train for itself, or wait for ranks that do "
+            f"not exist. Leave rank and world_size to init_process_group, or start the script with "
+            f"`photinus run --nproc-per-node {size}`."
+        )
+
+
+def _timeout_s(given: timedelta) -> float:
+    """torch's default of half an hour gives way to PHOTINUS_TIMEOUT_S; any other timeout was somebody's wish."""
+    if given == dist.default_pg_timeout and os.environ.get(env.TIMEOUT_S.name):
+        return env.TIMEOUT_S.get()
+    return given.total_seconds()
+
+
+def _short(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown if len(ranks) <= 8 else f"{shown}, ... {len(ranks)} in all"

@@ -1,0 +1,88 @@
+"""all_reduce of sparse tensors: every rank gathers all ranks' entries and adds them up in rank order.
+
+The ranks meet twice: for the numbers of entries, which differ, and for the entries. The first meeting is
+waited for here, asynchronous call or not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import engine
+from .engine_group import EngineGroup
+from .tensors import DTYPES, dense, moved
+
+__all__ = ["sparse_all_reduce"]
+
+_ALL_GATHER = engine.OPERATIONS["all_gather"]
+_SUM = hash(dist.ReduceOp.SUM)
+
+
+def sparse_all_reduce(group: EngineGroup, tensor: Tensor, given: Any) -> dist.Work:
+    """Adds the ranks' sparse_coo tensors, which must have one shape, dtype and number of sparse dimensions.
+
+    Raises:
+        TypeError: another sparse layout.
+        ValueError: another reduction than SUM.
+    """
+    if tensor.layout is not torch.sparse_coo:
+        raise TypeError(f"all_reduce takes dense and sparse_coo tensors, got one of layout {tensor.layout}")
+    if hash(given.reduceOp) != _SUM:
+        raise ValueError("sparse tensors can be reduced by SUM only")
+    size, rank = group.size(), group.rank()
+    own = tensor.detach().coalesce()
+    shape, sparse_dims = tuple(own.shape), own.sparse_dim()
+    label = f"sparse all_reduce of {str(own.dtype).removeprefix('torch.')}{list(shape)}"
+    if sparse_dims != own.dim():
+        label += f" with {sparse_dims} sparse dimensions"
+
+    counts = torch.empty(size, dtype=torch.int64)
+    counts[rank] = own._nnz()
+    address, int64 = counts.data_ptr(), DTYPES[torch.int64]
+    timeout_s = group._timeout_s(given)
+    place = address + rank * counts.element_size()
+    group._submit(_ALL_GATHER, place, address, 1, int64, 0, 0, timeout_s, False, None, 1.0, label)
+    entries: list[int] = counts.tolist()
+
+    # By entry, so that each rank's lie one behind the other: [entries, sparse dimensions] and [entries, *dense].
+    indices, values = own.indices().t().contiguous(), dense(own.values())
+    all_indices = torch.empty(sum(entries), sparse_dims, dtype=torch.int64)
+    all_values = torch.empty(sum(entries), *own.values().shape[1:], dtype=own.dtype)
+    flat_values = dense(all_values)
+    first = group._exchange(
+        _ALL_GATHER,
+        [(indices.data_ptr(), indices.numel())] * size,
+        [_part(part) for part in torch.split(all_indices, entries)],
+        int64,
+        0,
+        timeout_s,
+        given.asyncOp,
+        (indices, all_indices),
+        label,
+    )
+
+    def finish() -> None:
+        first.wait()
+        with torch.inference_mode():
+            total = torch.sparse_coo_tensor(all_indices.t(), all_values, shape).coalesce()
+            tensor.copy_(total)
+
+    return group._run_parts(
+        given,
+        _ALL_GATHER,
+        [_part(values)] * size,
+        [_part(part) for part in torch.split(flat_values, entries)],
+        moved(own.dtype)[0],
+        (values, flat_values),
+        [tensor],
+        finish,
+        label=label,
+    )
+
+
+def _part(part: Tensor) -> engine.Part:
+    return part.data_ptr(), part.numel()

@@ -1,0 +1,13 @@
+"""The process group whose ranks share a host: every collective and message goes through the engine."""
+
+from __future__ import annotations
+
+from .engine_moves import EngineMoves
+from .engine_reductions import EngineReductions
+from .messages import Messages
+
+__all__ = ["ThroughEngine"]
+
+
+class ThroughEngine(EngineReductions, EngineMoves, Messages):
+    """See the classes that it is made of."""

@@ -1,0 +1,237 @@
+"""A group of ranks on one host: its operations on raw memory. `photinus.engine` adds those on arrays."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TypeVar
+
+from . import _native, env
+from ._native import Work
+from .arrays import DTYPES
+
+__all__ = ["ANY_RANK", "OPERATIONS", "REDUCTIONS", "Group", "Part", "Work"]
+
+REDUCTIONS: dict[str, int] = _native.REDUCTIONS
+"""Reductions by name. "avg" divides the sum by the number of ranks; on integers it truncates towards zero.
+"premul_sum" multiplies each rank's values by that rank's own factor first (floating types). "band", "bor" and "bxor"
+are bitwise (integers and bool)."""
+OPERATIONS: dict[str, int] = _native.OPERATIONS
+"""Collectives by name."""
+
+ANY_RANK = -1
+"""For `recv`: from whichever rank sends first."""
+
+Part = tuple[int, int]
+"""What goes to or comes from one rank: the address and the number of elements."""
+
+
+_G = TypeVar("_G", bound="Group")
+
+
+class Group:
+    """The operations of a group of ranks on one host.
+
+    Collectives run in the order in which they are submitted, one at a time; messages (send, recv) run beside them, in
+    order for each peer, direction and tag; different communicators are independent. All methods may be called from
+    any thread. Ranks that call different collectives all get MismatchError, before any output is written, with both
+    sides' calls and the lines of the program in which they stand; the communicator stays usable.
+
+    Args:
+        rank: this process, 0 <= rank < world_size.
+        world_size: number of processes of the group.
+        address: from `new_address()`, the same on all ranks.
+        timeout_s: deadline of the meeting, and of collectives that bring no other. Default PHOTINUS_TIMEOUT_S (300).
+        name: the group's name in messages.
+        grace_s: how long a rank may show no sign of life before the others give it up. Default PHOTINUS_GRACE_S (120).
+        chunk_bytes: of what tensors outside the arena travel in; a multiple of 64, equal on all ranks. Default 256 KiB.
+
+    Raises:
+        CollectiveTimeoutError: not all ranks came in time; names those that are missing.
+        ValueError: wrong arguments, a PHOTINUS_INSTRUCTION_SET that this processor does not have, or this rank was
+            refused (its rank is taken, another world size).
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        address: str,
+        *,
+        timeout_s: float | None = None,
+        name: str = "world",
+        grace_s: float | None = None,
+        chunk_bytes: int | None = None,
+    ) -> None:
+        self._native = _native.Communicator.connect(
+            rank,
+            world_size,
+            address,
+            name,
+            env.TIMEOUT_S.get() if timeout_s is None else timeout_s,
+            env.GRACE_S.get() if grace_s is None else grace_s,
+            env.WAITING_S.get(),
+            chunk_bytes or 0,
+            env.STRICT_SITES.get(),
+        )
+        self.rank = rank
+        self.world_size = world_size
+        self.name = name
+        # What calls in flight read and write must live until they are done, whatever the caller drops. Collectives end
+        # in order, messages in any.
+        self._in_flight: deque[tuple[Work, object]] = deque()
+        self._messages: list[tuple[Work, object]] = []
+        self._in_flight_lock = threading.Lock()
+        self._owner = os.getpid()
+        _open.add(self)
+
+    def submit(
+        self,
+        operation: int,
+        send_address: int,
+        recv_address: int,
+        elems: int,
+        dtype: int,
+        reduction: int = 0,
+        root: int = 0,
+        timeout_s: float = 0.0,
+        asynchronous: bool = True,
+        keep: object = None,
+        factor: float = 1.0,
+        label: str = "",
+    ) -> Work:
+        """Starts a collective on raw memory.
+
+        Args:
+            operation: from OPERATIONS.
+            send_address: what this rank gives: `elems` elements (reduce_scatter: world_size * elems).
+            recv_address: where the result goes: `elems` elements (all_gather: world_size * elems). May equal
+                send_address for all_reduce, reduce and broadcast; reduce reads it on the root only.
+            elems: number of elements; 0 is allowed, the ranks still meet.
+            dtype: from DTYPES.
+            reduction: from REDUCTIONS; read by all_reduce, reduce and reduce_scatter.
+            root: the rank that gives (broadcast) or gets (reduce).
+            timeout_s: deadline in seconds; 0 for the communicator's.
+            asynchronous: False waits here, on the caller's thread, and raises what `Work.wait` would.
+            keep: an object that is kept alive until the collective is done, at most until the next submit after that.
+            factor: this rank's of premul_sum.
+            label: ranks whose labels differ get MismatchError.
+
+        Raises:
+            ValueError: wrong arguments; nothing was exchanged.
+            AbortedError: the communicator is closed.
+        """
+        work: Work = self._native.submit(
+            operation, send_address, recv_address, elems, dtype, reduction, root, timeout_s, asynchronous, factor, label
+        )
+        if asynchronous:
+            self._keep(work, keep)
+        return work
+
+    def exchange(
+        self,
+        operation: int,
+        sends: Sequence[Part],
+        recvs: Sequence[Part],
+        dtype: int,
+        root: int = 0,
+        timeout_s: float = 0.0,
+        asynchronous: bool = True,
+        keep: object = None,
+        label: str = "",
+    ) -> Work:
+        """Starts a collective on raw memory in which each pair of ranks has a size of its own.
+
+        Args:
+            operation: all_to_all, gather, scatter or all_gather, from OPERATIONS.
+            sends, recvs: one part for each rank; (0, 0) where nothing goes. Sizes must be equal on both sides, which is
+                checked before anything is written.
+            others: as for `submit`.
+        """
+        work: Work = self._native.exchange(
+            operation, list(sends), list(recvs), dtype, root, timeout_s, asynchronous, label
+        )
+        if asynchronous:
+            self._keep(work, keep)
+        return work
+
+    def message(
+        self,
+        operation: int,
+        address: int,
+        elems: int,
+        dtype: int,
+        peer: int,
+        tag: int = 0,
+        timeout_s: float = 0.0,
+        asynchronous: bool = True,
+        keep: object = None,
+    ) -> Work:
+        """Starts a send or recv (from OPERATIONS) on raw memory; ANY_RANK as `peer` receives from whoever sends first.
+
+        A send is done when the receiver has all of it. `Work.source_rank` tells where a message came from.
+        """
+        work: Work = self._native.message(operation, address, elems, dtype, peer, tag, timeout_s, asynchronous)
+        if asynchronous:
+            with self._in_flight_lock:
+                self._messages = [entry for entry in self._messages if not entry[0].is_completed()]
+                self._messages.append((work, keep))
+        return work
+
+    def _keep(self, work: Work, keep: object) -> None:
+        with self._in_flight_lock:
+            in_flight = self._in_flight
+            in_flight.append((work, keep))
+            while in_flight and in_flight[0][0].is_completed():
+                in_flight.popleft()
+
+    def explain(self, operation: str, elems: int, dtype: str = "float32", *, in_arena: bool = True) -> str:
+        """How a call would run, and why, for people."""
+        text: str = self._native.explain(OPERATIONS[operation], elems, DTYPES[dtype], in_arena)
+        return text
+
+    def abort(self, reason: str) -> None:
+        """Ends everything here and, at once, at peers that wait for this rank. Later calls raise AbortedError."""
+        self._native.abort(reason)
+
+    def set_reason(self, text: str) -> None:
+        """Leaves a text that peers read as this rank's own reason if it goes away; an empty text takes it back."""
+        self._native.set_reason(text)
+
+    def close(self) -> None:
+        """Leaves the group in order. Idempotent; also done at exit. In a forked child it does nothing."""
+        if os.getpid() != self._owner:  # locks may be held by threads that the child does not have
+            return
+        self._native.close()
+        with self._in_flight_lock:
+            self._in_flight.clear()
+            self._messages.clear()
+        _open.discard(self)
+
+    def __enter__(self: _G) -> _G:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.set_reason(f"{type(error).__name__}: {error}")
+            self.abort(f"{type(error).__name__}: {error}")
+        self.close()
+
+
+# Left in order even when the user closes nothing: threads end before the interpreter does.
+_open: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for group in list(_open):
+        group.close()
+
+
+atexit.register(_close_all)

@@ -1,0 +1,84 @@
+"""Several process groups of backend photinus at once: they share ranks, but neither order nor fate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.ranks import run_ranks, values
+
+
+def test_overlapping_groups_may_be_used_in_another_order_on_every_rank() -> None:
+    results = run_ranks(f"{__name__}:_overlapping", world_size=3, backend="photinus", timeout_s=90)
+    for value in values(results):
+        assert value == {"sums": [6.0, 3.0, 5.0, 4.0], "rounds": 20}
+
+
+def _overlapping(rank: int, world_size: int) -> dict[str, Any]:
+    """Asynchronous calls on all groups first, in an order of the rank's own, then their waits in yet another one."""
+    import torch
+    import torch.distributed as dist
+
+    members = [[0, 1, 2], [0, 1], [1, 2], [0, 2]]
+    groups = [dist.new_group(ranks) for ranks in members]
+    mine = [i for i, ranks in enumerate(members) if rank in ranks]
+    sums = [float(sum(r + 1 for r in ranks)) for ranks in members]
+    for turn in range(20):
+        order = mine[(rank + turn) % len(mine) :] + mine[: (rank + turn) % len(mine)]
+        tensors = {i: torch.full((1 + 5000 * (turn % 3),), rank + 1.0) for i in order}
+        works = {i: dist.all_reduce(tensors[i], group=groups[i], async_op=True) for i in order}
+        lists = {i: [torch.zeros(r + 1) for r in members[i]] for i in order}
+        others = {
+            i: dist.all_gather(lists[i], torch.full((rank + 1,), float(rank)), group=groups[i], async_op=True)
+            for i in reversed(order)
+        }
+        for i in reversed(order) if rank % 2 else order:
+            others[i].wait()
+            works[i].wait()
+            assert tensors[i].unique().tolist() == [sums[i]]
+            assert [part.tolist() for part in lists[i]] == [[float(r)] * (r + 1) for r in members[i]]
+    return {"sums": sums, "rounds": 20}
+
+
+def test_twenty_groups_work_at_once() -> None:
+    results = run_ranks(f"{__name__}:_many", world_size=2, backend="photinus", timeout_s=120)
+    assert values(results) == [20, 20]
+
+
+def _many(rank: int, world_size: int) -> int:
+    import torch
+    import torch.distributed as dist
+
+    groups = [dist.new_group([0, 1]) for _ in range(20)]
+    order = groups if rank == 0 else list(reversed(groups))
+    tensors = {id(group): torch.full((3000,), rank + 1.0) for group in groups}
+    works = [dist.all_reduce(tensors[id(group)], group=group, async_op=True) for group in order]
+    pending = [dist.irecv(torch.zeros(1), 1 - rank, group=group) for group in groups]
+    pending += [dist.isend(torch.ones(1), 1 - rank, group=group) for group in reversed(groups)]
+    for work in [*works, *pending]:
+        work.wait()
+    right = sum(tensor.unique().tolist() == [3.0] for tensor in tensors.values())
+    for group in groups:
+        dist.destroy_process_group(group)
+    return right
+
+
+def test_uneven_inputs_may_be_joined_in_every_epoch() -> None:
+    found = values(run_ranks(f"{__name__}:_joined", world_size=2, backend="photinus", timeout_s=60))
+    assert found[0] == found[1]
+
+
+def _joined(rank: int, world_size: int) -> float:
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        with model.join():
+            for _ in range(3 + rank):
+                optimizer.zero_grad()
+                model(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+    return float(model.module.weight.sum().item())

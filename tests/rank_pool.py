@@ -1,0 +1,134 @@
+"""Rank processes that stay alive and run one command after another, for tests with hundreds of examples.
+
+    with RankPool("tests.parity.engine_cases:Answers", world_size=3) as pool:
+        answers = pool.ask({"elems": 5})      # the same command to every rank; its answers by rank
+
+The name is of a class (or function) that each rank calls with rank, world_size and an engine address and that returns
+something callable: what it returns for a command, a JSON value, is the answer. An exception there comes back as a
+RankError with every rank's answer, and the pool lives on; a rank that dies or does not answer in time ends it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from photinus import engine
+from tests.ranks import REPOSITORY
+
+
+class RankError(AssertionError):
+    """A command failed on a rank; the message holds every rank's answer and what it wrote."""
+
+
+class RankPool:
+    """Starts the ranks at once; `ask` waits for their answers, each time for at most `timeout_s`."""
+
+    def __init__(
+        self, answers: str, *, world_size: int, timeout_s: float = 60.0, environ: Mapping[str, str] | None = None
+    ) -> None:
+        self.world_size, self.timeout_s, self.is_broken = world_size, timeout_s, False
+        address = engine.new_address()
+        self._logs = [tempfile.TemporaryFile("w+") for _ in range(world_size)]  # noqa: SIM115 - closed at exit
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.rank_pool", answers, str(rank), str(world_size), address],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._logs[rank],
+                cwd=REPOSITORY,
+                env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **(environ or {})},
+            )
+            for rank in range(world_size)
+        ]
+
+    def ask(self, command: Any) -> list[Any]:
+        """The ranks' answers to one command."""
+        line = json.dumps(command).encode() + b"\n"
+        texts = [b""] * self.world_size
+        deadline = time.monotonic() + self.timeout_s
+        with selectors.DefaultSelector() as selector:
+            for rank, process in enumerate(self._processes):
+                assert process.stdin is not None
+                assert process.stdout is not None
+                try:
+                    process.stdin.write(line)
+                    process.stdin.flush()
+                except BrokenPipeError:
+                    self._give_up(command, f"rank {rank} is gone")
+                selector.register(process.stdout, selectors.EVENT_READ, rank)
+            while not all(text.endswith(b"\n") for text in texts):
+                ready = selector.select(max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    late = [rank for rank, text in enumerate(texts) if not text.endswith(b"\n")]
+                    self._give_up(command, f"ranks {late} did not answer within {self.timeout_s} s")
+                for key, _ in ready:
+                    part = os.read(key.fd, 1 << 16)
+                    if not part:
+                        self._give_up(command, f"rank {key.data} ended")
+                    texts[key.data] += part
+        answers = [json.loads(text) for text in texts]
+        if any("error" in answer for answer in answers):
+            shown = "\n".join(f"----- rank {r}: {a.get('error', 'no error')}" for r, a in enumerate(answers))
+            raise RankError(f"{command}:\n{shown}")
+        return [answer["value"] for answer in answers]
+
+    def _give_up(self, command: Any, why: str) -> None:
+        self.is_broken = True
+        self.close(kill=True)
+        outputs = []
+        for rank, log in enumerate(self._logs):
+            log.seek(0)
+            outputs.append(f"----- rank {rank}: exit code {self._processes[rank].returncode}\n{log.read()}")
+        raise RankError(f"{command}: {why}\n" + "\n".join(outputs))
+
+    def close(self, *, kill: bool = False) -> None:
+        """Ends the ranks: their input ends, and those that do not end of it are killed."""
+        for process in self._processes:
+            if kill:
+                process.kill()
+            elif process.stdin is not None:
+                process.stdin.close()
+        for process in self._processes:
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(kill=self.is_broken)
+        for log in self._logs:
+            log.close()
+
+
+def _main(answers: str, rank: str, world_size: str, address: str) -> None:
+    replies, sys.stdout = sys.stdout, sys.stderr
+    module, name = answers.split(":")
+    answer = getattr(importlib.import_module(module), name)(int(rank), int(world_size), address)
+    for line in sys.stdin:
+        try:
+            reply = {"value": answer(json.loads(line))}
+        except Exception:  # noqa: BLE001 - it travels to the test
+            reply = {"error": traceback.format_exc()}
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
