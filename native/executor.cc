@@ -34,8 +34,9 @@ bool Executor::run(const std::vector<Step>& steps, size_t& next, const Call& cal
     const Step& step = steps[next];
     switch (step.kind) {
       case Step::Kind::copy:
-        host::copy(memory.find(step.to, step.to.rank, mailbox_),
-                   memory.find(step.from, step.from.rank, mailbox_), step.bytes);
+        (step.past_caches ? host::copy_streaming : host::copy)(
+            memory.find(step.to, step.to.rank, mailbox_), memory.find(step.from, step.from.rank, mailbox_),
+            step.bytes);
         break;
       case Step::Kind::reduce:
         reduce(step, call, memory);

@@ -43,6 +43,7 @@ struct Step {
   uint64_t value = 0;
   uint64_t bytes = 0;
   Region to{}, from{}, own{}, also{};
+  bool past_caches = false;  // copy: nobody reads the destination soon
 };
 
 Step copy_step(Region to, Region from, uint64_t bytes);

@@ -6,6 +6,11 @@
 namespace photinus {
 namespace {
 
+// A tensor of this size is no longer in a cache when its end is reached: what is written need not be fetched
+// before it is overwritten, nor push the chunks out. (Measured: 5 to 15 % faster from 16 MiB on, 40 % slower
+// at 4 MiB.)
+constexpr uint64_t kPastCachesBytes = 16 << 20;
+
 // Everyone shows its whole tensor, then everyone adds everything: the same sum in the same order on all
 // ranks.
 Plan flat(uint32_t me, uint64_t bytes) {
@@ -79,8 +84,10 @@ Plan staged(Seat seat, uint64_t elems, uint64_t size, const SlotSizes& sizes) {
       if (theirs.elems == 0) continue;
       steps.push_back(wait_step(Counter::reduced, chunk + 1, peer));
       const uint64_t at = theirs.first * size;
-      steps.push_back(copy_step({Place::recv, me, chunk * chunk_elems * size + at},
-                                {Place::slot, peer, slot_at(chunk) + at}, theirs.elems * size));
+      Step step = copy_step({Place::recv, me, chunk * chunk_elems * size + at},
+                            {Place::slot, peer, slot_at(chunk) + at}, theirs.elems * size);
+      step.past_caches = elems * size >= kPastCachesBytes;
+      steps.push_back(step);
     }
     steps.push_back(advance_step(Counter::finished, chunk + 1));
   };
