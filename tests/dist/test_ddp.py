@@ -205,7 +205,7 @@ def check_gradients_are_views_of_their_buckets_however_they_are_zeroed(group: di
     model = small_net()
     twin = naive_twin(model, group)
     ddp = DistributedDataParallel(model, process_group=group)
-    bucket = ddp.reducer._buckets[0].flat
+    bucket = ddp.reducer.buckets[0].flat
     memory = range(bucket.data_ptr(), bucket.data_ptr() + bucket.numel() * bucket.element_size())
     for step, set_to_none in enumerate((True, False, False, True, True)):
         for net in (ddp, twin):
@@ -878,7 +878,7 @@ def check_buckets_lie_in_the_groups_memory_where_it_offers_some(group: dist.Proc
 
         group.allocate_tensor = recorded
     ddp = DistributedDataParallel(small_net(), process_group=group, bucket_cap_mb=KIB_IN_MIB)
-    in_offered = {b.flat.data_ptr() for b in ddp.reducer._buckets} <= {tensor.data_ptr() for tensor in offered}
+    in_offered = {b.flat.data_ptr() for b in ddp.reducer.buckets} <= {tensor.data_ptr() for tensor in offered}
     assert in_offered == (dist.get_backend(group) == "photinus")
     ddp(batch(group)).sum().backward()
     assert_equal_on_all_ranks(next(ddp.parameters()).grad, group)

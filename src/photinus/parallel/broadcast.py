@@ -1,4 +1,4 @@
-"""Tensors of the group's first rank, copied to all ranks in few large pieces.
+"""Tensors of one rank of a group, copied to all ranks in few large pieces.
 
 A piece is a run of bytes, so tensors of all dtypes share it: a model of 400 tensors in three dtypes goes out in one
 broadcast if it is smaller than a piece.
@@ -30,7 +30,6 @@ class Staging:
 
     def __init__(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
-        self.is_source = group.rank() == 0
         self._layout = [(t.shape, t.dtype) for t in tensors]
         offsets, end = [], 0
         for tensor in tensors:
@@ -47,13 +46,14 @@ class Staging:
         return [(t.shape, t.dtype) for t in tensors] == self._layout
 
     @torch.no_grad()
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Overwrites the tensors of every rank with those of the group's rank 0. Blocks until it is done."""
-        if self.is_source:
+    def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
+        """Overwrites the tensors of every rank with those of the group's rank `source`. Blocks until it is done."""
+        is_source = self.group.rank() == source
+        if is_source:
             for place, tensor in zip(self._places, tensors, strict=True):
                 place.copy_(tensor)
-        dist.broadcast(self._flat, group=self.group, group_src=0)
-        if not self.is_source:
+        dist.broadcast(self._flat, group=self.group, group_src=source)
+        if not is_source:
             for place, tensor in zip(self._places, tensors, strict=True):
                 tensor.copy_(place)
 
@@ -65,17 +65,19 @@ def broadcast_tensors(
     device: torch.device,
     *,
     piece_bytes: int = BROADCAST_PIECE_BYTES,
+    source: int = 0,
 ) -> None:
-    """Overwrites the tensors of every rank with those of the group's rank 0, in pieces of at most `piece_bytes`.
+    """Overwrites the tensors of every rank with those of the group's rank `source`, in pieces of at most `piece_bytes`.
 
     Args:
         tensors: the same number, shapes and dtypes on every rank, in the same order; any strides.
         device: the device that the group serves; the exchanged memory lies there.
         piece_bytes: memory that the exchange may take. A contiguous tensor above it is sent in slices; a
             non-contiguous one is staged whole.
+        source: rank in the group.
     """
     for piece in _pieces(tensors, piece_bytes):
-        Staging(piece, group, device).broadcast(piece)
+        Staging(piece, group, device).broadcast(piece, source)
 
 
 def _pieces(tensors: Sequence[torch.Tensor], piece_bytes: int) -> Iterator[list[torch.Tensor]]:

@@ -79,7 +79,10 @@ def assign_buckets(
     *,
     cap_bytes: int,
     first_cap_bytes: int = FIRST_BUCKET_BYTES,
+    caps_bytes: Sequence[int] = (),
     order: Sequence[int] | None = None,
+    last: frozenset[int] = frozenset(),
+    alignment_bytes: int = ALIGNMENT_BYTES,
 ) -> list[BucketPlan]:
     """Assigns each parameter to one bucket; returns the buckets in the order in which they will be complete.
 
@@ -91,48 +94,57 @@ def assign_buckets(
         parameters: in registration order.
         cap_bytes: cap of a bucket.
         first_cap_bytes: cap of the first bucket of each dtype.
+        caps_bytes: caps of the first, second, … bucket of each dtype in place of the two above; the last one goes on.
         order: indices in the order in which gradients are expected; default: reverse registration order.
+        last: parameters that have one bucket per dtype for themselves, behind all others and of any size.
+        alignment_bytes: where a gradient may begin; 1 packs them without gaps.
 
     Raises:
-        ValueError: a cap below 1, or an order that is not a permutation of the parameters.
+        ValueError: a cap below 1 byte, or an order that is not a permutation of the parameters.
     """
-    if cap_bytes < 1 or first_cap_bytes < 1:
+    if min(cap_bytes, first_cap_bytes, *caps_bytes) < 1:
         raise ValueError(
             f"a bucket needs room for at least 1 byte: cap_bytes={cap_bytes}, first_cap_bytes={first_cap_bytes}"
+            + (f", caps_bytes={list(caps_bytes)}" if caps_bytes else "")
         )
     walk = list(reversed(range(len(parameters)))) if order is None else list(order)
     if sorted(walk) != list(range(len(parameters))):
         raise ValueError(f"order must name each of the {len(parameters)} parameters once, got {walk}")
 
-    filling: dict[torch.dtype, _OpenBucket] = {}
-    dtypes_begun: set[torch.dtype] = set()
-    closed: list[tuple[int, BucketPlan]] = []
+    filling: dict[tuple[torch.dtype, bool], _OpenBucket] = {}
+    buckets_closed: dict[torch.dtype, int] = {}
+    closed: list[tuple[bool, int, BucketPlan]] = []
 
-    def close(dtype: torch.dtype) -> None:
-        bucket = filling.pop(dtype)
-        plan = BucketPlan(dtype, tuple(bucket.parameters), tuple(bucket.offsets), bucket.elems)
-        closed.append((bucket.last_position, plan))
-        dtypes_begun.add(dtype)
+    def cap_of(dtype: torch.dtype) -> int:
+        number = buckets_closed.get(dtype, 0)
+        if caps_bytes:
+            return caps_bytes[min(number, len(caps_bytes) - 1)]
+        return cap_bytes if number else min(first_cap_bytes, cap_bytes)
+
+    def close(key: tuple[torch.dtype, bool]) -> None:
+        bucket = filling.pop(key)
+        plan = BucketPlan(key[0], tuple(bucket.parameters), tuple(bucket.offsets), bucket.elems)
+        closed.append((key[1], bucket.last_position, plan))
+        buckets_closed[key[0]] = buckets_closed.get(key[0], 0) + 1
 
     for position, index in enumerate(walk):
         spec = parameters[index]
         itemsize = spec.dtype.itemsize
-        room_elems = _round_up(spec.elems, max(1, ALIGNMENT_BYTES // itemsize))
-        bucket = filling.get(spec.dtype)
-        if bucket is not None:
-            cap = cap_bytes if spec.dtype in dtypes_begun else min(first_cap_bytes, cap_bytes)
-            if (bucket.elems + room_elems) * itemsize > cap:
-                close(spec.dtype)
-                bucket = None
+        room_elems = _round_up(spec.elems, max(1, alignment_bytes // itemsize))
+        key = (spec.dtype, index in last)
+        bucket = filling.get(key)
+        if bucket is not None and not key[1] and (bucket.elems + room_elems) * itemsize > cap_of(spec.dtype):
+            close(key)
+            bucket = None
         if bucket is None:
-            bucket = filling[spec.dtype] = _OpenBucket([], [], 0, position)
+            bucket = filling[key] = _OpenBucket([], [], 0, position)
         bucket.parameters.append(index)
         bucket.offsets.append(bucket.elems)
         bucket.elems += room_elems
         bucket.last_position = position
-    for dtype in list(filling):
-        close(dtype)
-    return [plan for _, plan in sorted(closed, key=lambda entry: entry[0])]
+    for key in list(filling):
+        close(key)
+    return [plan for _, _, plan in sorted(closed, key=lambda entry: entry[:2])]
 
 
 def _round_up(elems: int, multiple: int) -> int:

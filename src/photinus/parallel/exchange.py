@@ -72,19 +72,23 @@ class Average:
 
     Where the backend averages by itself (photinus adds in the order of the ranks and divides once), that is used;
     elsewhere each rank divides by the world size and the backend adds.
+
+    Attributes:
+        contributors: what the sum is divided by. The world size, unless ranks that ran out of input stand aside.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
         self.world_size = group.size()
+        self.contributors = self.world_size
         self.by_backend = backend_name(group, device) in _AVERAGING_BACKENDS
 
     def start(self, tensor: torch.Tensor) -> Pending:
         """Starts averaging `tensor` (any shape, contiguous); it must not be touched until the returned work is done."""
-        if self.by_backend:
+        if self.by_backend and self.contributors == self.world_size:
             work = dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self.group, async_op=True)
         else:
-            tensor.mul_(1.0 / self.world_size)
+            tensor.mul_(1.0 / self.contributors)
             work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.group, async_op=True)
         return cast(Pending, work)
 

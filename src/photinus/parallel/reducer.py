@@ -3,9 +3,9 @@
 One backward, seen from here:
 
 1. Autograd adds a parameter's gradient to `param.grad` and calls the parameter's hook. The hook sees to it that the
-   gradient lies in its bucket: a fresh one is copied there once and `param.grad` becomes the view; one that is the
-   view already (gradients zeroed in place, or accumulated) stays where it is.
-2. When all gradients of a bucket have arrived, and all earlier buckets have been launched, its all-reduce starts. The
+   gradient lies in its bucket: a fresh one is copied there once and `param.grad` becomes an alias of that place; one
+   that lies there already (gradients zeroed in place, or accumulated) stays where it is.
+2. When all gradients of a bucket have arrived, and all earlier buckets have been launched, its exchange starts. The
    order of launches is therefore the same on all ranks, whatever the order of arrival.
 3. The first hook of a backward queues a callback that autograd runs when the whole backward is over. It deals with
    gradients that did not come, waits for the exchanges, and leaves the averages in `param.grad`.
@@ -19,6 +19,10 @@ backward) closes it by launching what remains, so that the sequence of collectiv
 Reentrant activation checkpointing runs backwards inside a backward. Each has its own graph task and runs its own
 callbacks when it ends, so a callback may find the round incomplete because the enclosing backward still has
 gradients to bring; it then leaves the round to the next one.
+
+Buckets are cut along reverse registration order at first, and once more, after the first round, along the order in
+which rank 0's gradients really came. Each element is added over the ranks by itself, in the same order wherever it
+lies, so that changes no result.
 """
 
 from __future__ import annotations
@@ -31,39 +35,59 @@ import torch
 import torch.distributed as dist
 
 from ..errors import MissingGradientError
-from .buckets import BucketPlan, ParameterSpec, assign_buckets
+from .bucket_exchange import AverageExchange, BucketExchange
+from .buckets import ALIGNMENT_BYTES, BucketPlan, ParameterSpec, assign_buckets
 from .exchange import Average, Pending, allocate
+from .gradient_memory import Bucket, Slot, aliases, slots_of
 from .graph import AveragedGradient, current_task, inside_custom_function, leaves_below
+from .missing import missing_text, other_ranks_text
+from .nan_guard import NanGuard
 from .sparse import average_sparse
-from .tensors import dense_strides, tensors_in
+from .static_graph import StaticGraph
+from .tensors import tensors_in
+from .timeline import Timeline
+from .waiting import wait_all
 
-__all__ = ["Reducer"]
+__all__ = ["Reducer", "ReducerOptions"]
 
 _NO_TASK = -2  # autograd says -1 outside of a backward
-_NAMES_SHOWN = 40
 
 
-@dataclass(eq=False)
-class _Bucket:
-    """Gradients that are reduced together; `flat` is theirs and, in the last bucket, the ranks' status."""
+@dataclass(frozen=True)
+class ReducerOptions:
+    """How a Reducer works. Equal on all ranks.
 
-    plan: BucketPlan
-    flat: torch.Tensor
-    slots: list[_Slot]
-    pending: int = 0  # gradients that this round still waits for
-    work: Pending | None = None  # set from launch until the round is closed
+    Attributes:
+        bucket_cap_bytes, first_bucket_bytes, caps_bytes: see `photinus.parallel.buckets.assign_buckets`.
+        find_unused_parameters: a parameter without gradient counts as zero, or stays without when it got none on
+            any rank. Otherwise it is an error.
+        skip_unused: buckets of which no parameter is used are not exchanged; every rank must leave out the same.
+        sparse: names of the parameters whose gradients are expected to be sparse.
+        last: names of the parameters that are exchanged behind all others, in buckets of their own.
+        last_after: index of the parameter whose gradient they wait for too.
+        overlap: launch during backward. When False, everything is launched at its end: for models whose ranks use
+            different parameters and exchange other things in backward (SyncBatchNorm) over the same group.
+        static_graph: see `photinus.parallel.static_graph`.
+        gradients_are_views: `param.grad` may be written to by the next backward even if it was kept elsewhere.
+        late_errors: raise what went wrong with a backward at the next forward.
+        nan_guard: see `photinus.parallel.nan_guard`.
+        path: what messages call the model.
+    """
 
-
-@dataclass(eq=False)
-class _Slot:
-    """One parameter's place: `view` is the part of its bucket that becomes `param.grad`."""
-
-    index: int
-    name: str
-    parameter: torch.nn.Parameter
-    bucket: _Bucket | None  # None for a parameter with sparse gradients
-    view: torch.Tensor | None
-    arrived: bool = False  # counted in this round
+    bucket_cap_bytes: int
+    first_bucket_bytes: int
+    caps_bytes: tuple[int, ...] = ()
+    find_unused_parameters: bool = False
+    skip_unused: bool = False
+    sparse: frozenset[str] = frozenset()
+    last: frozenset[str] = frozenset()
+    last_after: int | None = None
+    overlap: bool = True
+    static_graph: bool = False
+    gradients_are_views: bool = False
+    late_errors: bool = False
+    nan_guard: bool = False
+    path: str = "the model"
 
 
 class Reducer:
@@ -72,64 +96,75 @@ class Reducer:
     Args:
         parameters: (name, parameter) pairs, all requiring grad, on one device, equal on all ranks.
         group: the ranks.
-        bucket_cap_bytes, first_bucket_bytes: see `photinus.parallel.buckets`.
-        find_unused_parameters: a parameter without gradient counts as zero, or stays without when it got none on
-            any rank. Otherwise it is an error.
-        sparse: names of the parameters whose gradients are expected to be sparse.
-        overlap: launch during backward. When False, everything is launched at its end: for models whose ranks use
-            different parameters and exchange other things in backward (SyncBatchNorm) over the same group.
+        options: see there.
 
     Attributes:
         sync_grad: whether backwards are followed by an exchange. A wrapper sets it at each forward.
+        buckets: in the order in which they are launched.
+        rounds: backwards exchanged so far.
+        timeline: when forwards, backwards and exchanges began and ended.
+        after_exchange: called with each bucket when its averages have come, in order, during backward's end.
+        post_backward_futures: waited for, once, at the end of the next backward.
 
-    With one rank nothing is exchanged and gradients are left as autograd makes them.
+    With one rank nothing is exchanged and gradients are left as autograd makes them, unless an exchange is set.
     """
 
     def __init__(
-        self,
-        parameters: Sequence[tuple[str, torch.nn.Parameter]],
-        group: dist.ProcessGroup,
-        *,
-        bucket_cap_bytes: int,
-        first_bucket_bytes: int,
-        find_unused_parameters: bool = False,
-        sparse: frozenset[str] = frozenset(),
-        overlap: bool = True,
+        self, parameters: Sequence[tuple[str, torch.nn.Parameter]], group: dist.ProcessGroup, options: ReducerOptions
     ) -> None:
+        self.options = options
         self.sync_grad = True
-        self.find_unused_parameters = find_unused_parameters
+        self.find_unused_parameters = options.find_unused_parameters
         self.rank = group.rank()
         self.world_size = group.size()
         self.device = parameters[0][1].device
-        self._average = Average(group, self.device)
-        self._overlap = overlap
-        self._slots = [_Slot(i, name, param, None, None) for i, (name, param) in enumerate(parameters)]
-        self._sparse_slots = [slot for slot in self._slots if slot.name in sparse]
-        self._buckets: list[_Bucket] = []
-        self._status: torch.Tensor | None = None
+        self.average = Average(group, self.device)
+        self.timeline = Timeline()
+        self.after_exchange: list[Callable[[Bucket], None]] = []
+        self.post_backward_futures: list[torch.futures.Future[Any]] = []
+        self.static_graph = StaticGraph(self.rank, self.timeline) if options.static_graph else None
+        self._exchange: BucketExchange = AverageExchange(self.average)
+        self._guard = NanGuard(self.average) if options.nan_guard else None
+        self.slots = slots_of(parameters)
+        self._sparse_slots = [slot for slot in self.slots if slot.name in options.sparse]
+        self.buckets: list[Bucket] = []
         self._handles: list[Any] = []
         self._expected_unused: set[int] | None = None
+        self.arrival_order: list[int] = []  # parameters as their gradients came in the first round
+        self._order: list[int] | None = None
+        self.rounds = 0
+        self._used_map: torch.Tensor | None = None
+        self._unused_before: frozenset[int] | None = None
+        self._graph_static = True
+        self._late_error: MissingGradientError | None = None
 
         self._open = False  # a round is open
         self._tasks: list[int] = []  # the graph tasks (backwards, nested ones too) of the open round
         self._task = _NO_TASK  # the graph task that the last hook ran in
         self._launched = 0
-        self._absent: list[_Slot] = []  # counted in this round without a gradient
-        self._with_graph: list[tuple[_Slot, torch.Tensor]] = []  # local gradients that carry a graph (create_graph)
+        self._absent: list[Slot] = []  # counted in this round without a gradient
+        self._with_graph: list[tuple[Slot, torch.Tensor]] = []  # local gradients that carry a graph (create_graph)
         self._left_open = False  # a nested backward ended with the round incomplete
 
         if self.world_size > 1:
-            self._make_buckets(bucket_cap_bytes, first_bucket_bytes)
-            for slot in self._slots:
-                register: Any = slot.parameter.register_post_accumulate_grad_hook
-                self._handles.append(register(self._make_hook(slot)))
+            self._start()
 
     # ---- what others may call
 
     @property
     def plans(self) -> list[BucketPlan]:
         """The buckets' layout, in the order in which they are launched."""
-        return [bucket.plan for bucket in self._buckets]
+        return [bucket.plan for bucket in self.buckets]
+
+    @property
+    def active(self) -> bool:
+        """Whether gradients pass through here."""
+        return bool(self._handles)
+
+    @property
+    def has_rebuilt_buckets(self) -> bool:
+        """Whether the ranks have agreed on the order in which gradients really come."""
+        return self._order is not None
 
     def prepare_for_backward(self, outputs: object = ()) -> None:
         """The next backward exchanges gradients, even after forwards that ran in `no_sync`.
@@ -147,16 +182,22 @@ class Reducer:
         parameters can then be launched during backward; without this they are launched at its end, to the same
         result. Several forwards before one backward: a parameter counts as unused if none of them used it.
         """
-        if not self.find_unused_parameters or self.world_size == 1:
+        if not self.find_unused_parameters or not self.active or self.static_graph is not None:
             return
-        tensors = [t for t in tensors_in(outputs) if t.requires_grad]
-        used = leaves_below(tensors)
-        unused = {slot.index for slot in self._slots if slot.parameter not in used}
-        self._expected_unused = unused if self._expected_unused is None else self._expected_unused & unused
+        with torch.autograd.profiler.record_function("search_unused_parameters"):
+            tensors = [t for t in tensors_in(outputs) if t.requires_grad]
+            used = leaves_below(tensors)
+            unused = {slot.index for slot in self.slots if slot.parameter not in used}
+            self._expected_unused = unused if self._expected_unused is None else self._expected_unused & unused
+        self.watch_outputs(tensors)
+
+    def watch_outputs(self, outputs: object) -> None:
+        """A backward that reaches one of `outputs` takes part in the exchange even if it reaches no parameter."""
         tensor: Any
-        for tensor in tensors:
+        for tensor in tensors_in(outputs):
             # A rank on which no parameter gets a gradient runs no hook of ours; its peers wait for it all the same.
-            tensor.register_hook(self._on_output_gradient)
+            if tensor.requires_grad:
+                tensor.register_hook(self._on_output_gradient)
 
     def begin_forward(self) -> None:
         """To be called before a forward: closes the round of a backward that was interrupted by an exception.
@@ -169,7 +210,31 @@ class Reducer:
             missing = self._missing() if self._left_open else []
             self._close(self._missing(), interrupted=True)
             if missing:
-                raise MissingGradientError(self._missing_text(missing))
+                raise self._missing_error(missing)
+        if self._late_error is not None:
+            error, self._late_error = self._late_error, None
+            raise error
+
+    def use_exchange(self, exchange: BucketExchange) -> None:
+        """Buckets travel by `exchange` from now on. To be called on every rank, between two backwards."""
+        self._exchange = exchange
+        if self.buckets:
+            self._make_buckets()
+        elif not self._handles:
+            self._start()
+
+    def shadow_round(self) -> None:
+        """Takes part with zeros in the exchanges of a backward that the other ranks run and this one does not."""
+        shadows = [self._shadow(bucket) for bucket in self.buckets]
+        works = [self._exchange.start(shadow) for shadow in shadows]
+        if self._exchanges_used():
+            self._start_used_exchange([False] * len(self.slots)).wait()
+            self._take_used_map()
+        average_sparse([s.parameter for s in self._sparse_slots], [None for _ in self._sparse_slots], self.average)
+        wait_all(works)
+        self.rounds += 1
+        if self._guard is not None:
+            self._guard.check(self.slots, shadows[-1].tail if shadows else None)
 
     def stop(self) -> None:
         """Ends the exchange for good: later backwards leave local gradients. Not needed before exit. Idempotent."""
@@ -177,71 +242,167 @@ class Reducer:
             handle.remove()
         self._handles.clear()
         self._reset()
-        self._buckets.clear()
+        self.buckets.clear()
         self._sparse_slots.clear()
-        self._status = None
+
+    def rebuild_buckets(self) -> bool:
+        """Once, after the first round: cuts the buckets anew, in rank 0's order of gradients. Every rank calls it.
+
+        Returns whether it did so now.
+        """
+        if self.rounds == 0 or self._order is not None or self.find_unused_parameters or not self.active:
+            return False
+        everyone = list(reversed(range(len(self.slots))))
+        order = list(dict.fromkeys([*self.arrival_order, *everyone]))  # those that never came are expected last
+        if self.world_size > 1:
+            agreed = torch.tensor(order, dtype=torch.int64, device=self.device)
+            dist.broadcast(agreed, group=self.average.group, group_src=0)
+            order = agreed.tolist()
+        self._order = order
+        if [plan.parameters for plan in self._assign()] != [plan.parameters for plan in self.plans]:
+            self._make_buckets()
+        return True
+
+    # ---- names of torch's reducer, for libraries
 
     def _rebuild_buckets(self) -> bool:
-        """Some libraries ask for this before each forward; buckets are right from the start, so never rebuilt."""
+        """Libraries ask for this before a forward of their own; the wrapper does it when all ranks are there."""
         return False
+
+    def _ddp_graph_static(self) -> bool:
+        return self._graph_static
+
+    def _get_local_used_map(self) -> torch.Tensor:
+        if self._used_map is None:
+            return torch.zeros(len(self.slots), dtype=torch.int32, device=self.device)
+        return self._used_map
+
+    def _check_reducer_finalized(self) -> None:
+        if self._open:
+            raise RuntimeError(
+                f"rank {self.rank}: the last backward did not end: {len(self._missing())} gradients have not come"
+            )
 
     # ---- memory
 
-    def _make_buckets(self, cap_bytes: int, first_bytes: int) -> None:
+    def _start(self) -> None:
+        self._make_buckets()
+        for slot in self.slots:
+            register: Any = slot.parameter.register_post_accumulate_grad_hook
+            self._handles.append(register(self._make_hook(slot)))
+
+    def _dense_slots(self) -> list[Slot]:
         sparse = {slot.index for slot in self._sparse_slots}
-        dense = [slot for slot in self._slots if slot.index not in sparse]
-        specs = [ParameterSpec(slot.name, slot.parameter.numel(), slot.parameter.dtype) for slot in dense]
-        plans = assign_buckets(specs, cap_bytes=cap_bytes, first_cap_bytes=first_bytes)
+        return [slot for slot in self.slots if slot.index not in sparse]
+
+    def _assign(self) -> list[BucketPlan]:
+        dense = self._dense_slots()
+        position = {slot.index: i for i, slot in enumerate(dense)}
+        return assign_buckets(
+            [ParameterSpec(slot.name, slot.parameter.numel(), slot.parameter.dtype) for slot in dense],
+            cap_bytes=self.options.bucket_cap_bytes,
+            first_cap_bytes=self.options.first_bucket_bytes,
+            caps_bytes=self.options.caps_bytes,
+            order=None if self._order is None else [position[i] for i in self._order if i in position],
+            last=frozenset(i for i, slot in enumerate(dense) if slot.name in self.options.last),
+            # What a hook gets holds gradients and nothing else: compression must not meet padding.
+            alignment_bytes=ALIGNMENT_BYTES if self._exchange.carries_tail else 1,
+        )
+
+    def _make_buckets(self) -> None:
+        dense = self._dense_slots()
+        plans = self._assign()
+        self.buckets.clear()
         for number, plan in enumerate(plans):
             # The last bucket carries one element per rank: not zero where that rank's backward went wrong. All ranks
             # so fail together, at no extra exchange. On a GPU reading it would make the host wait for the device.
-            carries_status = number == len(plans) - 1 and self.device.type == "cpu" and not self.find_unused_parameters
-            elems = plan.elems + (self.world_size if carries_status else 0)
-            flat = allocate(self._average.group, elems, plan.dtype, self.device)
-            bucket = _Bucket(plan, flat, [dense[i] for i in plan.parameters])
-            for slot, offset in zip(bucket.slots, plan.offsets, strict=True):
-                slot.bucket = bucket
-                shape, strides = slot.parameter.shape, dense_strides(slot.parameter)
-                # .data: no autograd view of the bucket, so that code which calls grad.detach_() goes on working.
-                slot.view = flat.as_strided(shape, strides, flat.storage_offset() + offset).data
-            if carries_status:
-                status = flat[plan.elems :]
-                self._status = status.real if status.is_complex() else status
-            self._buckets.append(bucket)
+            carries_status = (
+                number == len(plans) - 1
+                and self.device.type == "cpu"
+                and not self.find_unused_parameters
+                and self._exchange.carries_tail
+            )
+            tail = self.world_size if carries_status else 0
+            bucket = Bucket(number, plan, [dense[i] for i in plan.parameters], tail, self._allocate)
+            delayed = bool(bucket.slots) and bucket.slots[0].name in self.options.last
+            bucket.also_waits = 1 if delayed and self.options.last_after is not None else 0
+            self.buckets.append(bucket)
         self._reset()
+
+    def _allocate(self, elems: int, dtype: torch.dtype) -> torch.Tensor:
+        return allocate(self.average.group, elems, dtype, self.device)
+
+    def _shadow(self, bucket: Bucket) -> Bucket:
+        """A bucket like `bucket` that is all zeros and no parameter's."""
+        slots = [Slot(slot.index, slot.name, slot.parameter) for slot in bucket.slots]
+        return Bucket(bucket.index, bucket.plan, slots, bucket.tail_elems, self._allocate)
+
+    @property
+    def _status(self) -> torch.Tensor | None:
+        return self.buckets[-1].tail if self.buckets else None
 
     # ---- step 1 and 2: during backward
 
-    def _make_hook(self, slot: _Slot) -> Callable[[torch.Tensor], None]:
+    def _make_hook(self, slot: Slot) -> Callable[[torch.Tensor], None]:
         """The parameter's hook. Runs once per parameter and backward: the one place here where microseconds count."""
-        bucket, view = slot.bucket, slot.view
-        if bucket is None or view is None:
+        if slot.bucket is None:
             return lambda parameter: self._on_sparse_gradient(slot)
+        views = self.options.gradients_are_views
+        static = self.static_graph
 
         def on_gradient(parameter: torch.Tensor) -> None:
             if current_task() != self._task:
                 self._enter_task()
+            slot.touched = True
+            if not self._open and not views:
+                return  # inside no_sync: the gradient stays as autograd made it
             if slot.arrived:
                 self._arrived_again(slot)
-            gradient = parameter.grad
-            if gradient is not view:
-                assert gradient is not None
+            gradient, view = parameter.grad, slot.view
+            assert view is not None
+            if gradient is None:
+                self._undefined(slot)
+                return
+            if gradient is not view and not aliases(gradient, view):
                 if gradient.requires_grad or gradient.is_sparse:
                     self._take_special(slot, gradient)
                 else:
                     view.copy_(gradient)
-                    parameter.grad = view
-            if self._open and not slot.arrived:
-                slot.arrived = True
-                bucket.pending -= 1
-                if bucket.pending == 0:
-                    self._launch_complete()
+                    parameter.grad = view if views else view.data
+            if not self._open or slot.arrived or (static is not None and not static.completes(slot)):
+                return
+            self._count(slot)
 
         return on_gradient
 
-    def _on_sparse_gradient(self, slot: _Slot) -> None:
+    def _undefined(self, slot: Slot) -> None:
+        """The hook ran, but some function in between had no gradient to pass on: the parameter counts as absent."""
+        slot.touched = False
+        if self._open and not slot.arrived:
+            self._count_absent(slot)
+            self._launch_complete()
+
+    def _count(self, slot: Slot) -> None:
+        """A gradient is complete: launches what is complete by it."""
+        slot.arrived = True
+        if self.rounds == 0:
+            self.arrival_order.append(slot.index)
+        if self.options.last_after == slot.index:
+            for bucket in self.buckets:
+                bucket.pending -= bucket.also_waits
+        assert slot.bucket is not None
+        slot.bucket.pending -= 1
+        if slot.bucket.pending == 0 or self.options.last_after == slot.index:
+            self._launch_complete()
+
+    def _on_sparse_gradient(self, slot: Slot) -> None:
         if current_task() != self._task:
             self._enter_task()
+        slot.touched = True
+        if self._open and self.rounds == 0 and not slot.arrived:
+            self.arrival_order.append(slot.index)
+        if self._open and self.static_graph is not None:
+            self.static_graph.completes(slot)
         slot.arrived = self._open  # exchanged at the end of the round, so a second arrival does no harm
 
     def _on_output_gradient(self, gradient: torch.Tensor) -> None:
@@ -257,6 +418,10 @@ class Reducer:
         if self.sync_grad and task not in self._tasks:
             if not self._open:
                 self._open = True
+                self.timeline.backward_began()
+                if not self.options.gradients_are_views:
+                    for bucket in self.buckets:
+                        bucket.make_writable()
                 self._count_unused()
             self._tasks.append(task)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._on_backward_end(task))
@@ -264,38 +429,47 @@ class Reducer:
 
     def _count_unused(self) -> None:
         """Counts the parameters that no forward used since the last backward, so that nobody waits for them."""
+        if self.static_graph is not None and self.static_graph.learned:
+            self._expected_unused = {slot.index for slot in self.slots if self.static_graph.never_used(slot)}
         for index in sorted(self._expected_unused or ()):
-            slot = self._slots[index]
-            self._count_absent(slot)
+            self._count_absent(self.slots[index])
         self._expected_unused = None
         self._launch_complete()
 
-    def _count_absent(self, slot: _Slot) -> None:
+    def _count_absent(self, slot: Slot) -> None:
         """Counts a parameter that gets no gradient in this round: what it has accumulated before, or zero."""
         slot.arrived = True
         self._absent.append(slot)
+        if self.options.last_after == slot.index:
+            for bucket in self.buckets:
+                bucket.pending -= bucket.also_waits
         if slot.bucket is None or slot.view is None:
             return
         gradient = slot.parameter.grad
         if gradient is None:
             slot.view.zero_()
-        elif gradient is not slot.view:
+        elif not aliases(gradient, slot.view):
             with torch.no_grad():
                 slot.view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
         slot.bucket.pending -= 1
 
-    def _arrived_again(self, slot: _Slot) -> None:
+    def _arrived_again(self, slot: Slot) -> None:
         """A second gradient in one round: fine as long as its bucket still waits for others."""
+        if self.static_graph is not None and self.static_graph.learned:
+            self.static_graph.completes(slot)  # raises: one more than there were
         if slot.bucket is not None and slot.bucket.work is not None:
             raise RuntimeError(
                 f"rank {self.rank}: parameter {slot.name} got a gradient after its bucket was sent to the other ranks. "
                 f"Either it was used inside several reentrant checkpoints (use torch.utils.checkpoint with "
-                f"use_reentrant=False), or, with find_unused_parameters=True, outside of the wrapped forward."
+                f"use_reentrant=False, or pass static_graph=True), or, with find_unused_parameters=True, outside of "
+                f"the wrapped forward."
             )
+        if self.static_graph is not None:
+            slot.arrivals += 1
         if slot in self._absent:
             self._absent.remove(slot)
 
-    def _take_special(self, slot: _Slot, gradient: torch.Tensor) -> None:
+    def _take_special(self, slot: Slot, gradient: torch.Tensor) -> None:
         """A gradient that is not a plain dense tensor of its own."""
         assert slot.view is not None
         with torch.no_grad():
@@ -304,18 +478,25 @@ class Reducer:
             if self._open:
                 self._with_graph.append((slot, gradient))
         else:
-            slot.parameter.grad = slot.view
+            slot.parameter.grad = slot.view if self.options.gradients_are_views else slot.view.data
 
     def _launch_complete(self) -> None:
         """Starts the exchange of complete buckets, in the fixed order."""
-        if self._overlap:
-            while self._launched < len(self._buckets) and self._buckets[self._launched].pending == 0:
+        learning = self.static_graph is not None and not self.static_graph.learned
+        if self.options.overlap and not learning:
+            while self._launched < len(self.buckets) and self.buckets[self._launched].pending == 0:
                 self._launch_next()
 
     def _launch_next(self) -> None:
-        bucket = self._buckets[self._launched]
-        bucket.work = self._average.start(bucket.flat)
+        bucket = self.buckets[self._launched]
         self._launched += 1
+        bucket.skipped = self.options.skip_unused and all(slot in self._absent for slot in bucket.slots)
+        if bucket.skipped:
+            return
+        self.timeline.exchange_began()
+        if self._guard is not None:
+            self._guard.watch(bucket, self._status if self._launched == len(self.buckets) else None)
+        bucket.work = self._exchange.start(bucket)
 
     # ---- step 3: the end of backward
 
@@ -323,52 +504,99 @@ class Reducer:
         if not self._open or task not in self._tasks:
             return  # a nested backward brought the last gradient and closed the round
         missing = self._missing()
-        if missing and inside_custom_function():
+        learning = self.static_graph is not None and not self.static_graph.learned
+        if (missing or learning) and inside_custom_function():
             self._left_open = True
             return
+        tolerated = learning or self.find_unused_parameters
         self._close(missing)
-        if missing and not self.find_unused_parameters:
-            raise MissingGradientError(self._missing_text(missing))
+        if missing and not tolerated:
+            self._fail(self._missing_error(missing))
 
-    def _missing(self) -> list[_Slot]:
-        return [slot for slot in self._slots if not slot.arrived]
+    def _missing(self) -> list[Slot]:
+        return [slot for slot in self.slots if not slot.arrived]
 
-    def _close(self, missing: Sequence[_Slot], *, interrupted: bool = False) -> None:
+    def _missing_error(self, missing: Sequence[Slot]) -> MissingGradientError:
+        static = self.static_graph is not None
+        text = missing_text(self.rank, missing, len(self.slots), self.options.path, static_graph=static)
+        self.timeline.error = text
+        return MissingGradientError(text)
+
+    def _fail(self, error: MissingGradientError) -> None:
+        if not self.options.late_errors:
+            raise error
+        self._late_error = error
+
+    def _close(self, missing: Sequence[Slot], *, interrupted: bool = False) -> None:
         """Launches what remains, waits for everything and leaves averages in `param.grad`; the round is then over.
 
         Raises:
             MissingGradientError: another rank's backward went wrong.
             Exception: what the backend raises when an exchange fails.
         """
-        failed = interrupted or (bool(missing) and not self.find_unused_parameters)
+        learning = self.static_graph is not None and not self.static_graph.learned
+        failed = interrupted or (bool(missing) and not (self.find_unused_parameters or learning))
+        self.timeline.backward_ended()
         try:
             for slot in missing:
                 self._count_absent(slot)
-            if failed and self._status is not None:
-                self._status[self.rank] = 1
-            while self._launched < len(self._buckets):
+            status = self._status
+            if failed and status is not None and self._launched < len(self.buckets):
+                status[self.rank] = 1
+            while self._launched < len(self.buckets):
                 self._launch_next()
-            used = self._start_used_exchange() if self.find_unused_parameters else None
+            used = self._start_used_exchange([s.touched for s in self.slots]) if self._exchanges_used() else None
             sparse = average_sparse(
                 [slot.parameter for slot in self._sparse_slots],
                 [slot.parameter.grad for slot in self._sparse_slots],
-                self._average,
+                self.average,
             )
-            _wait_all([bucket.work for bucket in self._buckets])
+            # With unused parameters, what is done with a bucket's averages waits for the word on who used what.
+            early = not failed and used is None and bool(self.after_exchange)
+            wait_all([bucket.work for bucket in self.buckets], self._run_after_exchange if early else None)
+            futures, self.post_backward_futures = self.post_backward_futures, []
+            for future in futures:
+                future.wait()
+            if used is not None:
+                used.wait()
+                self._take_used_map()
+            self.timeline.exchange_ended(sum(not bucket.skipped for bucket in self.buckets))
             if not failed:
-                self._deliver(sparse, used)
+                self._deliver(sparse)
+                if used is not None:
+                    self._run_after_exchange()
+                if learning and self.static_graph is not None:
+                    self.static_graph.learn(self.slots)
                 self._check_status()
+            if self._guard is not None:
+                self._guard.check(self.slots, self._status)
         finally:
+            self._note_unused()
+            self.rounds += 1
             self._reset()
 
-    def _start_used_exchange(self) -> tuple[torch.Tensor, Pending]:
-        """Which parameters have a gradient on some rank: uint8 [parameters], 1 where one has."""
-        has = [slot.parameter.grad is not None for slot in self._slots]
-        used = torch.tensor(has, dtype=torch.uint8, device=self.device)
-        work = dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._average.group, async_op=True)
-        return used, work
+    def _run_after_exchange(self, index: int | None = None) -> None:
+        for act in self.after_exchange:
+            for bucket in self.buckets if index is None else self.buckets[index : index + 1]:
+                act(bucket)
 
-    def _deliver(self, sparse: Sequence[torch.Tensor | None], used: tuple[torch.Tensor, Pending] | None) -> None:
+    def _exchanges_used(self) -> bool:
+        if self.static_graph is not None:
+            return self.static_graph.used_somewhere is None
+        return self.find_unused_parameters
+
+    def _start_used_exchange(self, touched: Sequence[bool]) -> Pending:
+        """On how many ranks each parameter got a gradient: int32 [parameters]."""
+        self._used_map = torch.tensor(touched, dtype=torch.int32, device=self.device)
+        work: Any = dist.all_reduce(self._used_map, group=self.average.group, async_op=True)
+        pending: Pending = work
+        return pending
+
+    def _take_used_map(self) -> None:
+        if self.static_graph is not None and self._used_map is not None:
+            self.static_graph.used_somewhere = [count > 0 for count in self._used_map.tolist()]
+
+    def _deliver(self, sparse: Sequence[torch.Tensor | None]) -> None:
         """Puts the averages into `param.grad` where they are not there already."""
         for slot, average in zip(self._sparse_slots, sparse, strict=True):
             slot.parameter.grad = average
@@ -376,27 +604,31 @@ class Reducer:
             assert slot.view is not None
             with torch.enable_grad():
                 slot.parameter.grad = AveragedGradient.apply(  # type: ignore[no-untyped-call]
-                    local, slot.view, self._average
+                    local, slot.view, self.average
                 )
-        if used is None:
-            return
-        flags, work = used
-        work.wait()
         if not self._absent:
             return
-        used_somewhere = flags.tolist()
+        if self.static_graph is not None:
+            used_somewhere = self.static_graph.used_somewhere or []
+        else:
+            used_somewhere = [] if self._used_map is None else [count > 0 for count in self._used_map.tolist()]
         for slot in self._absent:
-            if slot.view is not None and used_somewhere[slot.index]:
-                slot.parameter.grad = slot.view
+            if slot.view is not None and (not used_somewhere or used_somewhere[slot.index]):
+                slot.parameter.grad = slot.view if self.options.gradients_are_views else slot.view.data
+
+    def _note_unused(self) -> None:
+        unused = frozenset(slot.index for slot in self._absent)
+        if self._unused_before is not None and unused != self._unused_before:
+            self._graph_static = False
+        self._unused_before = unused
 
     def _check_status(self) -> None:
-        if self._status is not None and bool(self._status.any()):
-            ranks = self._status.nonzero().flatten().tolist()
-            raise MissingGradientError(
-                f"rank {self.rank}: the backward of rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} "
-                f"went wrong (parameters without gradient, or an exception; the error there says more), so this "
-                f"backward's gradients are not the average over all ranks."
-            )
+        status = self._status
+        if status is not None and bool((status > 0).any()):
+            ranks = (status > 0).nonzero().flatten().tolist()
+            text = other_ranks_text(self.rank, ranks)
+            self.timeline.error = text
+            self._fail(MissingGradientError(text))
 
     def _reset(self) -> None:
         self._open = False
@@ -406,42 +638,12 @@ class Reducer:
         self._launched = 0
         self._absent.clear()
         self._with_graph.clear()
-        for bucket in self._buckets:
-            bucket.pending = len(bucket.slots)
+        for bucket in self.buckets:
+            bucket.pending = len(bucket.slots) + bucket.also_waits
             bucket.work = None
-        for slot in self._slots:
-            slot.arrived = False
-        if self._status is not None:
-            self._status.zero_()
-
-    def _missing_text(self, missing: Sequence[_Slot]) -> str:
-        shown = [
-            f"  {slot.name} {list(slot.parameter.shape)}" + ("" if slot.parameter.requires_grad else " (frozen since)")
-            for slot in missing[:_NAMES_SHOWN]
-        ]
-        if len(missing) > _NAMES_SHOWN:
-            shown.append(f"  and {len(missing) - _NAMES_SHOWN} more")
-        names = "\n".join(shown)
-        return (
-            f"rank {self.rank}: {len(missing)} of {len(self._slots)} parameters got no gradient in this backward:\n"
-            f"{names}\n"
-            f"All parameters of a wrapped model are averaged over the ranks, so each needs a gradient. What to do: see "
-            f"that every output that depends on them enters the loss, and call backward once per forward (earlier ones "
-            f"inside no_sync()); freeze them (requires_grad_(False)) before wrapping if they are not trained; or pass "
-            f"find_unused_parameters=True if it changes from step to step which ones are used."
-        )
-
-
-def _wait_all(works: Sequence[Pending | None]) -> None:
-    """Waits for the exchanges in the order of their launch; raises the first error after it has let go of the rest."""
-    first: BaseException | None = None
-    for work in works:
-        if work is None:
-            continue
-        try:
-            if first is None or work.is_completed():
-                work.wait()
-        except Exception as error:  # noqa: BLE001 - raised below, when the others have been looked at
-            first = first or error
-    if first is not None:
-        raise first
+        for slot in self.slots:
+            slot.arrived = slot.touched = False
+            slot.arrivals = 0
+        status = self._status
+        if status is not None:
+            status.zero_()

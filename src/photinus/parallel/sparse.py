@@ -85,4 +85,4 @@ def _average_rows(
     indices = torch.cat([r[:count] for r, count in zip(all_rows, counts, strict=True)])
     entries = torch.cat([v[:count] for v, count in zip(all_values, counts, strict=True)])
     total = torch.sparse_coo_tensor(indices[None], entries, parameter.shape).coalesce()
-    return total.mul_(1.0 / average.world_size)
+    return total.mul_(1.0 / average.contributors)

@@ -1,0 +1,69 @@
+"""Uneven inputs: ranks that have run out of batches take part in the others' exchanges with zeros."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import JoinHook
+
+if TYPE_CHECKING:
+    from .ddp import DistributedDataParallel
+
+__all__ = ["DDPJoinHook", "common_rank", "tell_ranks"]
+
+
+class DDPJoinHook(JoinHook):
+    """What a rank without input does while others go on, and when all are done. See `torch.distributed…join.Join`."""
+
+    def __init__(self, ddp: DistributedDataParallel, *, divide_by_initial_world_size: bool) -> None:
+        self._ddp = ddp
+        ddp._divide_by_initial_world_size = divide_by_initial_world_size
+        super().__init__()
+
+    def main_hook(self) -> None:
+        """Shadows one forward and backward of the others, in the order in which they exchange."""
+        ddp = self._ddp
+        syncs, contributors = tell_ranks(ddp, joined=True)
+        ddp.require_forward_param_sync = syncs
+        if not syncs:
+            return
+        if not ddp._divide_by_initial_world_size:
+            ddp.reducer.average.contributors = contributors
+        ddp.reducer.rebuild_buckets()
+        ddp._sync_buffers(joined=True)
+        ddp.reducer.shadow_round()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Sets the model of all ranks to that of the last one to finish."""
+        ddp = self._ddp
+        ddp.reducer.average.contributors = ddp.reducer.world_size
+        ddp._sync_module_states(common_rank(ddp, candidate=is_last_joiner), buffers=ddp.forward_sync_buffers)
+
+
+def tell_ranks(ddp: DistributedDataParallel, *, joined: bool) -> tuple[bool, int]:
+    """Tells the other ranks what this one does in this iteration; every rank calls it once in each.
+
+    Returns:
+        Whether the backward is followed by an exchange, and how many ranks have input.
+    """
+    syncs = not joined and ddp.require_backward_grad_sync
+    told = torch.tensor([float(syncs), float(not joined)], device=ddp.device)
+    dist.all_reduce(told, group=ddp.process_group)
+    someone_syncs, present = told.tolist()
+    return someone_syncs > 0, int(present)
+
+
+def common_rank(ddp: DistributedDataParallel, *, candidate: bool) -> int:
+    """The highest rank that is a candidate; every rank calls it.
+
+    Raises:
+        ValueError: there is none.
+    """
+    rank = torch.tensor([ddp.process_group.rank() if candidate else -1], device=ddp.device)
+    dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=ddp.process_group)
+    found = int(rank.item())
+    if found < 0:
+        raise ValueError("no rank of the group has a model to offer; this is a defect of Photinus, please report it")
+    return found
