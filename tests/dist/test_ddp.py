@@ -44,7 +44,14 @@ BACKENDS = [
 
 # ---- running many checks in one set of processes (the other test files of this room use it too)
 
-CHECKED_MODULES = ("tests.dist.test_ddp", "tests.dist.test_sync_batch_norm", "tests.parity.test_ddp")
+CHECKED_MODULES = (
+    "tests.dist.test_ddp",
+    "tests.dist.test_ddp_hooks",
+    "tests.dist.test_ddp_join",
+    "tests.dist.test_ddp_options",
+    "tests.dist.test_sync_batch_norm",
+    "tests.parity.test_ddp",
+)
 
 Outcome = dict[str, str | None]
 """Traceback of each check that failed on a rank, None for one that passed."""

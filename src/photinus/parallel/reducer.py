@@ -207,7 +207,7 @@ class Reducer:
                 checkpointing around all layers) and some gradients never came.
         """
         if self._open:
-            missing = self._missing() if self._left_open else []
+            missing = self._missing() if self._left_open or self.options.late_errors else []
             self._close(self._missing(), interrupted=True)
             if missing:
                 raise self._missing_error(missing)
@@ -224,15 +224,27 @@ class Reducer:
             self._start()
 
     def shadow_round(self) -> None:
-        """Takes part with zeros in the exchanges of a backward that the other ranks run and this one does not."""
+        """Takes part with zeros in the exchanges of a backward that the other ranks run and this one does not.
+
+        The averages become this rank's gradients, so that an optimizer whose ranks each step for a part of the
+        parameters (ZeRO) can go on.
+        """
         shadows = [self._shadow(bucket) for bucket in self.buckets]
         works = [self._exchange.start(shadow) for shadow in shadows]
         if self._exchanges_used():
             self._start_used_exchange([False] * len(self.slots)).wait()
             self._take_used_map()
-        average_sparse([s.parameter for s in self._sparse_slots], [None for _ in self._sparse_slots], self.average)
+        sparse = average_sparse(
+            [s.parameter for s in self._sparse_slots], [None for _ in self._sparse_slots], self.average
+        )
         wait_all(works)
         self.rounds += 1
+        for slot, average in zip(self._sparse_slots, sparse, strict=True):
+            slot.parameter.grad = average
+        used_somewhere = self._used_somewhere()
+        for slot in (slot for shadow in shadows for slot in shadow.slots):
+            if not used_somewhere or used_somewhere[slot.index]:
+                slot.parameter.grad = slot.view
         if self._guard is not None:
             self._guard.check(self.slots, shadows[-1].tail if shadows else None)
 
@@ -596,6 +608,12 @@ class Reducer:
         if self.static_graph is not None and self._used_map is not None:
             self.static_graph.used_somewhere = [count > 0 for count in self._used_map.tolist()]
 
+    def _used_somewhere(self) -> list[bool]:
+        """For each parameter, whether some rank used it in this round; [] where that is not asked: all are used."""
+        if self.static_graph is not None:
+            return self.static_graph.used_somewhere or []
+        return [] if self._used_map is None else [count > 0 for count in self._used_map.tolist()]
+
     def _deliver(self, sparse: Sequence[torch.Tensor | None]) -> None:
         """Puts the averages into `param.grad` where they are not there already."""
         for slot, average in zip(self._sparse_slots, sparse, strict=True):
@@ -608,10 +626,7 @@ class Reducer:
                 )
         if not self._absent:
             return
-        if self.static_graph is not None:
-            used_somewhere = self.static_graph.used_somewhere or []
-        else:
-            used_somewhere = [] if self._used_map is None else [count > 0 for count in self._used_map.tolist()]
+        used_somewhere = self._used_somewhere()
         for slot in self._absent:
             if slot.view is not None and (not used_somewhere or used_somewhere[slot.index]):
                 slot.parameter.grad = slot.view if self.options.gradients_are_views else slot.view.data

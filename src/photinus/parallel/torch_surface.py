@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from .broadcast import broadcast_tensors
+from .buckets import FIRST_BUCKET_BYTES
 from .checks import UnsuitableModelError, sparse_parameters
 from .tensors import map_tensors
 
@@ -22,6 +24,13 @@ if TYPE_CHECKING:
 __all__ = ["TorchSurface"]
 
 _TorchDDP = nn.parallel.DistributedDataParallel
+
+
+@dataclass(frozen=True)
+class _CompilerHints:
+    """What the compiler reads of the wrapper whose forward runs. It fails for caps below that of a first bucket."""
+
+    bucket_bytes_cap: int
 
 
 class TorchSurface:
@@ -35,9 +44,10 @@ class TorchSurface:
         parameters_to_ignore: set[str]
         device: torch.device
         dim: int
+        bucket_bytes_cap: int
 
     _active_ddp_module: ClassVar[Any] = None
-    """The wrapper whose forward runs: torch.compile then cuts its graphs where buckets end, so overlap stays."""
+    """Set while a wrapper's forward runs: torch.compile then cuts its graphs where buckets end, so overlap stays."""
 
     logger = None
     broadcast_bucket_size = 250 * 1024 * 1024
@@ -53,7 +63,7 @@ class TorchSurface:
         owners: tuple[Any, ...] = (_TorchDDP, nn.parallel.DistributedDataParallel, TorchSurface)
         before = [owner._active_ddp_module for owner in owners]
         for owner in owners:
-            owner._active_ddp_module = self
+            owner._active_ddp_module = _CompilerHints(max(self.bucket_bytes_cap, FIRST_BUCKET_BYTES))
         try:
             yield
         finally:
