@@ -36,7 +36,8 @@ from .graph import current_task
 from .join import DDPJoinHook, common_rank, tell_ranks
 from .logging_data import logging_data
 from .mixed_precision import MixedPrecision, MixedPrecisionConfig
-from .reducer import Reducer, ReducerOptions
+from .reducer import Reducer
+from .reducer_options import ReducerOptions
 from .sync_batch_norm import SyncBatchNorm
 from .tensors import map_tensors
 from .torch_surface import TorchSurface

@@ -47,7 +47,7 @@ def logging_data(ddp: DistributedDataParallel, *, hook_name: str | None, static_
         "find_unused_parameters": int(ddp.find_unused_parameters),
         "gradient_as_bucket_view": int(ddp.gradient_as_bucket_view),
         "static_graph": int(static_graph),
-        "can_set_static_graph": int(reducer._ddp_graph_static()),
+        "can_set_static_graph": int(reducer.used.always_the_same),
         "backend_name": backend,
         "has_sync_bn": int(any(isinstance(m, nn.SyncBatchNorm) for m in ddp.module.modules())),
         "iteration": timeline.iteration,

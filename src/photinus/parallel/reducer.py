@@ -28,7 +28,6 @@ lies, so that changes no result.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,61 +35,28 @@ import torch.distributed as dist
 
 from ..errors import MissingGradientError
 from .bucket_exchange import AverageExchange, BucketExchange
-from .buckets import ALIGNMENT_BYTES, BucketPlan, ParameterSpec, assign_buckets
-from .exchange import Average, Pending, allocate
+from .bucket_maker import BucketMaker
+from .buckets import BucketPlan
+from .exchange import Average
 from .gradient_memory import Bucket, Slot, aliases, slots_of
 from .graph import AveragedGradient, current_task, inside_custom_function, leaves_below
 from .missing import missing_text, other_ranks_text
 from .nan_guard import NanGuard
+from .reducer_options import ReducerOptions
 from .sparse import average_sparse
 from .static_graph import StaticGraph
 from .tensors import tensors_in
 from .timeline import Timeline
+from .torch_reducer import TorchReducerNames
+from .used_parameters import UsedParameters
 from .waiting import wait_all
 
-__all__ = ["Reducer", "ReducerOptions"]
+__all__ = ["Reducer"]
 
 _NO_TASK = -2  # autograd says -1 outside of a backward
 
 
-@dataclass(frozen=True)
-class ReducerOptions:
-    """How a Reducer works. Equal on all ranks.
-
-    Attributes:
-        bucket_cap_bytes, first_bucket_bytes, caps_bytes: see `photinus.parallel.buckets.assign_buckets`.
-        find_unused_parameters: a parameter without gradient counts as zero, or stays without when it got none on
-            any rank. Otherwise it is an error.
-        skip_unused: buckets of which no parameter is used are not exchanged; every rank must leave out the same.
-        sparse: names of the parameters whose gradients are expected to be sparse.
-        last: names of the parameters that are exchanged behind all others, in buckets of their own.
-        last_after: index of the parameter whose gradient they wait for too.
-        overlap: launch during backward. When False, everything is launched at its end: for models whose ranks use
-            different parameters and exchange other things in backward (SyncBatchNorm) over the same group.
-        static_graph: see `photinus.parallel.static_graph`.
-        gradients_are_views: `param.grad` may be written to by the next backward even if it was kept elsewhere.
-        late_errors: raise what went wrong with a backward at the next forward.
-        nan_guard: see `photinus.parallel.nan_guard`.
-        path: what messages call the model.
-    """
-
-    bucket_cap_bytes: int
-    first_bucket_bytes: int
-    caps_bytes: tuple[int, ...] = ()
-    find_unused_parameters: bool = False
-    skip_unused: bool = False
-    sparse: frozenset[str] = frozenset()
-    last: frozenset[str] = frozenset()
-    last_after: int | None = None
-    overlap: bool = True
-    static_graph: bool = False
-    gradients_are_views: bool = False
-    late_errors: bool = False
-    nan_guard: bool = False
-    path: str = "the model"
-
-
-class Reducer:
+class Reducer(TorchReducerNames):
     """Averages the gradients of some parameters over the ranks of a group during backward.
 
     Args:
@@ -127,15 +93,21 @@ class Reducer:
         self._guard = NanGuard(self.average) if options.nan_guard else None
         self.slots = slots_of(parameters)
         self._sparse_slots = [slot for slot in self.slots if slot.name in options.sparse]
+        sparse = [slot.index for slot in self._sparse_slots]
+        dense = [slot for slot in self.slots if slot.index not in sparse]
+        self._maker = BucketMaker(dense, self.average, options, self.device)
         self.buckets: list[Bucket] = []
         self._handles: list[Any] = []
         self._expected_unused: set[int] | None = None
         self.arrival_order: list[int] = []  # parameters as their gradients came in the first round
-        self._order: list[int] | None = None
         self.rounds = 0
-        self._used_map: torch.Tensor | None = None
-        self._unused_before: frozenset[int] | None = None
-        self._graph_static = True
+        self.used = UsedParameters(
+            self.average,
+            len(self.slots),
+            self.device,
+            asked=options.find_unused_parameters,
+            static_graph=self.static_graph,
+        )
         self._late_error: MissingGradientError | None = None
 
         self._open = False  # a round is open
@@ -164,7 +136,7 @@ class Reducer:
     @property
     def has_rebuilt_buckets(self) -> bool:
         """Whether the ranks have agreed on the order in which gradients really come."""
-        return self._order is not None
+        return self._maker.order is not None
 
     def prepare_for_backward(self, outputs: object = ()) -> None:
         """The next backward exchanges gradients, even after forwards that ran in `no_sync`.
@@ -229,11 +201,10 @@ class Reducer:
         The averages become this rank's gradients, so that an optimizer whose ranks each step for a part of the
         parameters (ZeRO) can go on.
         """
-        shadows = [self._shadow(bucket) for bucket in self.buckets]
+        shadows = [self._maker.shadow(bucket) for bucket in self.buckets]
         works = [self._exchange.start(shadow) for shadow in shadows]
-        if self._exchanges_used():
-            self._start_used_exchange([False] * len(self.slots)).wait()
-            self._take_used_map()
+        if self.used.due:
+            self.used.finish(self.used.start([False] * len(self.slots)))
         sparse = average_sparse(
             [s.parameter for s in self._sparse_slots], [None for _ in self._sparse_slots], self.average
         )
@@ -241,7 +212,7 @@ class Reducer:
         self.rounds += 1
         for slot, average in zip(self._sparse_slots, sparse, strict=True):
             slot.parameter.grad = average
-        used_somewhere = self._used_somewhere()
+        used_somewhere = self.used.somewhere()
         for slot in (slot for shadow in shadows for slot in shadow.slots):
             if not used_somewhere or used_somewhere[slot.index]:
                 slot.parameter.grad = slot.view
@@ -262,7 +233,7 @@ class Reducer:
 
         Returns whether it did so now.
         """
-        if self.rounds == 0 or self._order is not None or self.find_unused_parameters or not self.active:
+        if self.rounds == 0 or self._maker.order is not None or self.find_unused_parameters or not self.active:
             return False
         everyone = list(reversed(range(len(self.slots))))
         order = list(dict.fromkeys([*self.arrival_order, *everyone]))  # those that never came are expected last
@@ -270,84 +241,27 @@ class Reducer:
             agreed = torch.tensor(order, dtype=torch.int64, device=self.device)
             dist.broadcast(agreed, group=self.average.group, group_src=0)
             order = agreed.tolist()
-        self._order = order
-        if [plan.parameters for plan in self._assign()] != [plan.parameters for plan in self.plans]:
+        self._maker.order = order
+        plans = self._maker.plans(padded=self._exchange.carries_tail)
+        if [plan.parameters for plan in plans] != [plan.parameters for plan in self.plans]:
             self._make_buckets()
         return True
 
-    # ---- names of torch's reducer, for libraries
-
-    def _rebuild_buckets(self) -> bool:
-        """Libraries ask for this before a forward of their own; the wrapper does it when all ranks are there."""
-        return False
-
-    def _ddp_graph_static(self) -> bool:
-        return self._graph_static
-
-    def _get_local_used_map(self) -> torch.Tensor:
-        if self._used_map is None:
-            return torch.zeros(len(self.slots), dtype=torch.int32, device=self.device)
-        return self._used_map
-
-    def _check_reducer_finalized(self) -> None:
-        if self._open:
-            raise RuntimeError(
-                f"rank {self.rank}: the last backward did not end: {len(self._missing())} gradients have not come"
-            )
+    def unfinished(self) -> int:
+        """Gradients that a backward which has not ended, or was interrupted, still waits for."""
+        return len(self._missing()) if self._open else 0
 
     # ---- memory
+
+    def _make_buckets(self) -> None:
+        self.buckets = self._maker.make(carries_tail=self._exchange.carries_tail)
+        self._reset()
 
     def _start(self) -> None:
         self._make_buckets()
         for slot in self.slots:
             register: Any = slot.parameter.register_post_accumulate_grad_hook
             self._handles.append(register(self._make_hook(slot)))
-
-    def _dense_slots(self) -> list[Slot]:
-        sparse = {slot.index for slot in self._sparse_slots}
-        return [slot for slot in self.slots if slot.index not in sparse]
-
-    def _assign(self) -> list[BucketPlan]:
-        dense = self._dense_slots()
-        position = {slot.index: i for i, slot in enumerate(dense)}
-        return assign_buckets(
-            [ParameterSpec(slot.name, slot.parameter.numel(), slot.parameter.dtype) for slot in dense],
-            cap_bytes=self.options.bucket_cap_bytes,
-            first_cap_bytes=self.options.first_bucket_bytes,
-            caps_bytes=self.options.caps_bytes,
-            order=None if self._order is None else [position[i] for i in self._order if i in position],
-            last=frozenset(i for i, slot in enumerate(dense) if slot.name in self.options.last),
-            # What a hook gets holds gradients and nothing else: compression must not meet padding.
-            alignment_bytes=ALIGNMENT_BYTES if self._exchange.carries_tail else 1,
-        )
-
-    def _make_buckets(self) -> None:
-        dense = self._dense_slots()
-        plans = self._assign()
-        self.buckets.clear()
-        for number, plan in enumerate(plans):
-            # The last bucket carries one element per rank: not zero where that rank's backward went wrong. All ranks
-            # so fail together, at no extra exchange. On a GPU reading it would make the host wait for the device.
-            carries_status = (
-                number == len(plans) - 1
-                and self.device.type == "cpu"
-                and not self.find_unused_parameters
-                and self._exchange.carries_tail
-            )
-            tail = self.world_size if carries_status else 0
-            bucket = Bucket(number, plan, [dense[i] for i in plan.parameters], tail, self._allocate)
-            delayed = bool(bucket.slots) and bucket.slots[0].name in self.options.last
-            bucket.also_waits = 1 if delayed and self.options.last_after is not None else 0
-            self.buckets.append(bucket)
-        self._reset()
-
-    def _allocate(self, elems: int, dtype: torch.dtype) -> torch.Tensor:
-        return allocate(self.average.group, elems, dtype, self.device)
-
-    def _shadow(self, bucket: Bucket) -> Bucket:
-        """A bucket like `bucket` that is all zeros and no parameter's."""
-        slots = [Slot(slot.index, slot.name, slot.parameter) for slot in bucket.slots]
-        return Bucket(bucket.index, bucket.plan, slots, bucket.tail_elems, self._allocate)
 
     @property
     def _status(self) -> torch.Tensor | None:
@@ -557,7 +471,7 @@ class Reducer:
                 status[self.rank] = 1
             while self._launched < len(self.buckets):
                 self._launch_next()
-            used = self._start_used_exchange([s.touched for s in self.slots]) if self._exchanges_used() else None
+            used = self.used.start([s.touched for s in self.slots]) if self.used.due else None
             sparse = average_sparse(
                 [slot.parameter for slot in self._sparse_slots],
                 [slot.parameter.grad for slot in self._sparse_slots],
@@ -570,8 +484,7 @@ class Reducer:
             for future in futures:
                 future.wait()
             if used is not None:
-                used.wait()
-                self._take_used_map()
+                self.used.finish(used)
             self.timeline.exchange_ended(sum(not bucket.skipped for bucket in self.buckets))
             if not failed:
                 self._deliver(sparse)
@@ -583,7 +496,7 @@ class Reducer:
             if self._guard is not None:
                 self._guard.check(self.slots, self._status)
         finally:
-            self._note_unused()
+            self.used.note_unused(slot.index for slot in self._absent)
             self.rounds += 1
             self._reset()
 
@@ -591,28 +504,6 @@ class Reducer:
         for act in self.after_exchange:
             for bucket in self.buckets if index is None else self.buckets[index : index + 1]:
                 act(bucket)
-
-    def _exchanges_used(self) -> bool:
-        if self.static_graph is not None:
-            return self.static_graph.used_somewhere is None
-        return self.find_unused_parameters
-
-    def _start_used_exchange(self, touched: Sequence[bool]) -> Pending:
-        """On how many ranks each parameter got a gradient: int32 [parameters]."""
-        self._used_map = torch.tensor(touched, dtype=torch.int32, device=self.device)
-        work: Any = dist.all_reduce(self._used_map, group=self.average.group, async_op=True)
-        pending: Pending = work
-        return pending
-
-    def _take_used_map(self) -> None:
-        if self.static_graph is not None and self._used_map is not None:
-            self.static_graph.used_somewhere = [count > 0 for count in self._used_map.tolist()]
-
-    def _used_somewhere(self) -> list[bool]:
-        """For each parameter, whether some rank used it in this round; [] where that is not asked: all are used."""
-        if self.static_graph is not None:
-            return self.static_graph.used_somewhere or []
-        return [] if self._used_map is None else [count > 0 for count in self._used_map.tolist()]
 
     def _deliver(self, sparse: Sequence[torch.Tensor | None]) -> None:
         """Puts the averages into `param.grad` where they are not there already."""
@@ -626,16 +517,10 @@ class Reducer:
                 )
         if not self._absent:
             return
-        used_somewhere = self._used_somewhere()
+        used_somewhere = self.used.somewhere()
         for slot in self._absent:
             if slot.view is not None and (not used_somewhere or used_somewhere[slot.index]):
                 slot.parameter.grad = slot.view if self.options.gradients_are_views else slot.view.data
-
-    def _note_unused(self) -> None:
-        unused = frozenset(slot.index for slot in self._absent)
-        if self._unused_before is not None and unused != self._unused_before:
-            self._graph_static = False
-        self._unused_before = unused
 
     def _check_status(self) -> None:
         status = self._status
