@@ -18,7 +18,7 @@ from .buckets import BucketPlan
 from .exchange import Pending
 from .tensors import dense_strides
 
-__all__ = ["Allocate", "Bucket", "Slot", "aliases"]
+__all__ = ["Allocate", "Bucket", "Slot", "aliases", "bring_home", "slots_of"]
 
 Allocate = Callable[[int, torch.dtype], torch.Tensor]
 """Makes zeros: (element count, dtype) -> tensor of one dimension."""
@@ -51,6 +51,7 @@ class Bucket:
         payload: the gradients without the tail.
         pending: gradients (and other events) that this round still waits for.
         also_waits: events besides its own gradients that it waits for in each round.
+        arriving: small gradients that have come and do not lie here yet.
         work: set from launch until the round is closed.
     """
 
@@ -63,6 +64,7 @@ class Bucket:
     payload: torch.Tensor = field(init=False)
     pending: int = 0
     also_waits: int = 0
+    arriving: list[Slot] = field(default_factory=list)
     work: Pending | None = None
     skipped: bool = False
     _storage: torch.UntypedStorage = field(init=False)
@@ -117,6 +119,48 @@ def aliases(gradient: torch.Tensor | None, view: torch.Tensor | None) -> bool:
     if gradient is None or view is None or gradient.layout != torch.strided or gradient.requires_grad:
         return gradient is view and view is not None
     return gradient is view or gradient.data_ptr() == view.data_ptr()
+
+
+@torch.no_grad()
+def bring_home(slots: Sequence[Slot], *, as_views: bool) -> list[tuple[Slot, torch.Tensor]]:
+    """Sees to it that gradients lie in their places, and that `param.grad` is an alias of the place.
+
+    Args:
+        slots: their parameters have dense or sparse gradients, anywhere; some may come twice.
+        as_views: `param.grad` becomes the very tensor `slot.view`.
+
+    Returns:
+        The gradients that carry a graph (create_graph), with their slots. Their values are copied; they stay in
+        `param.grad`.
+    """
+    fresh: list[Slot] = []
+    gradients: list[torch.Tensor] = []
+    views: list[torch.Tensor] = []
+    carrying_graphs: list[tuple[Slot, torch.Tensor]] = []
+    for slot in slots:
+        gradient, view = slot.parameter.grad, slot.view
+        assert view is not None
+        if gradient is view:
+            continue
+        if gradient is None:  # it came, and some hook took it away again
+            view.zero_()
+        elif gradient.requires_grad:
+            view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+            carrying_graphs.append((slot, gradient))
+        elif gradient.is_sparse:
+            view.copy_(gradient.to_dense())
+            slot.parameter.grad = view if as_views else view.data
+        elif gradient.data_ptr() != view.data_ptr():
+            fresh.append(slot)
+            gradients.append(gradient)
+            views.append(view)
+    if len(fresh) == 1:
+        views[0].copy_(gradients[0])
+    elif fresh:
+        torch._foreach_copy_(views, gradients)
+    for slot, view in zip(fresh, views, strict=True):
+        slot.parameter.grad = view if as_views else view.data
+    return carrying_graphs
 
 
 def slots_of(parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> list[Slot]:

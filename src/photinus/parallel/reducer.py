@@ -3,8 +3,9 @@
 One backward, seen from here:
 
 1. Autograd adds a parameter's gradient to `param.grad` and calls the parameter's hook. The hook sees to it that the
-   gradient lies in its bucket: a fresh one is copied there once and `param.grad` becomes an alias of that place; one
-   that lies there already (gradients zeroed in place, or accumulated) stays where it is.
+   gradient lies in its bucket (small ones all at once when the bucket is launched): a fresh one is copied there once
+   and `param.grad` becomes an alias of that place; one that lies there already (gradients zeroed in place, or
+   accumulated) stays where it is.
 2. When all gradients of a bucket have arrived, and all earlier buckets have been launched, its exchange starts. The
    order of launches is therefore the same on all ranks, whatever the order of arrival.
 3. The first hook of a backward queues a callback that autograd runs when the whole backward is over. It deals with
@@ -38,7 +39,7 @@ from .bucket_exchange import AverageExchange, BucketExchange
 from .bucket_maker import BucketMaker
 from .buckets import BucketPlan
 from .exchange import Average
-from .gradient_memory import Bucket, Slot, aliases, slots_of
+from .gradient_memory import Bucket, Slot, aliases, bring_home, slots_of
 from .graph import AveragedGradient, current_task, inside_custom_function, leaves_below
 from .missing import missing_text, other_ranks_text
 from .nan_guard import NanGuard
@@ -52,6 +53,9 @@ from .used_parameters import UsedParameters
 from .waiting import wait_all
 
 __all__ = ["Reducer"]
+
+_COPIED_TOGETHER_BYTES = 32 * 1024
+"""Smaller gradients are copied with their bucket's others by one call; larger ones at once, hot from being made."""
 
 _NO_TASK = -2  # autograd says -1 outside of a backward
 
@@ -276,6 +280,9 @@ class Reducer(TorchReducerNames):
         views = self.options.gradients_are_views
         static = self.static_graph
 
+        simple = static is None and self.options.last_after != slot.index
+        small = slot.parameter.numel() * slot.parameter.element_size() <= _COPIED_TOGETHER_BYTES
+
         def on_gradient(parameter: torch.Tensor) -> None:
             if current_task() != self._task:
                 self._enter_task()
@@ -284,22 +291,31 @@ class Reducer(TorchReducerNames):
                 return  # inside no_sync: the gradient stays as autograd made it
             if slot.arrived:
                 self._arrived_again(slot)
-            gradient, view = parameter.grad, slot.view
-            assert view is not None
-            if gradient is None:
+            if parameter.grad is None:
                 self._undefined(slot)
                 return
-            if gradient is not view and not aliases(gradient, view):
-                if gradient.requires_grad or gradient.is_sparse:
-                    self._take_special(slot, gradient)
-                else:
-                    view.copy_(gradient)
-                    parameter.grad = view if views else view.data
+            bucket = slot.bucket
+            if small and simple and bucket is not None and self._open:
+                bucket.arriving.append(slot)
+            else:
+                self._bring_home([slot])
             if not self._open or slot.arrived or (static is not None and not static.completes(slot)):
                 return
-            self._count(slot)
+            if simple and bucket is not None and self.rounds:
+                slot.arrived = True
+                bucket.pending -= 1
+                if bucket.pending == 0:
+                    self._launch_complete()
+            else:
+                self._count(slot)
 
         return on_gradient
+
+    def _bring_home(self, slots: Sequence[Slot]) -> None:
+        carrying_graphs = bring_home(slots, as_views=self.options.gradients_are_views)
+        if self._open:
+            # backward(create_graph=True): the graph is put back around the average at the end
+            self._with_graph += carrying_graphs
 
     def _undefined(self, slot: Slot) -> None:
         """The hook ran, but some function in between had no gradient to pass on: the parameter counts as absent."""
@@ -395,17 +411,6 @@ class Reducer(TorchReducerNames):
         if slot in self._absent:
             self._absent.remove(slot)
 
-    def _take_special(self, slot: Slot, gradient: torch.Tensor) -> None:
-        """A gradient that is not a plain dense tensor of its own."""
-        assert slot.view is not None
-        with torch.no_grad():
-            slot.view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-        if gradient.requires_grad:  # backward(create_graph=True): the graph is put back around the average at the end
-            if self._open:
-                self._with_graph.append((slot, gradient))
-        else:
-            slot.parameter.grad = slot.view if self.options.gradients_are_views else slot.view.data
-
     def _launch_complete(self) -> None:
         """Starts the exchange of complete buckets, in the fixed order."""
         learning = self.static_graph is not None and not self.static_graph.learned
@@ -419,6 +424,9 @@ class Reducer(TorchReducerNames):
         bucket.skipped = self.options.skip_unused and all(slot in self._absent for slot in bucket.slots)
         if bucket.skipped:
             return
+        if bucket.arriving:
+            self._bring_home(bucket.arriving)
+            bucket.arriving.clear()
         self.timeline.exchange_began()
         if self._guard is not None:
             self._guard.watch(bucket, self._status if self._launched == len(self.buckets) else None)
@@ -541,6 +549,7 @@ class Reducer(TorchReducerNames):
         for bucket in self.buckets:
             bucket.pending = len(bucket.slots) + bucket.also_waits
             bucket.work = None
+            bucket.arriving.clear()
         for slot in self.slots:
             slot.arrived = slot.touched = False
             slot.arrivals = 0
