@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from photinus.parallel import DistributedDataParallel, average_gradients
-from tests.dist.test_ddp import (
+from tests.dist.ddp_checks import (
     BACKENDS,
     KIB_IN_MIB,
     assert_check,

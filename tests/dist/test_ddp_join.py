@@ -12,7 +12,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from photinus.parallel import DistributedDataParallel
-from tests.dist.test_ddp import (
+from tests.dist.ddp_checks import (
     BACKENDS,
     KIB_IN_MIB,
     assert_check,

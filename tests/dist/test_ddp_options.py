@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from photinus.errors import MissingGradientError, PhotinusError
 from photinus.parallel import DistributedDataParallel, average_gradients
 from photinus.parallel.nan_guard import NonFiniteGradientError
-from tests.dist.test_ddp import (
+from tests.dist.ddp_checks import (
     BACKENDS,
     KIB_IN_MIB,
     TwoHeads,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from photinus.parallel import DistributedDataParallel
-from tests.dist.test_ddp import BACKENDS, TwoHeads, assert_check, assert_close_in, checks_of
+from tests.dist.ddp_checks import BACKENDS, TwoHeads, assert_check, assert_close_in, checks_of
 
 STEPS = 6
 

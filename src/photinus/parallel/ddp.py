@@ -438,7 +438,7 @@ class DistributedDataParallel(TorchSurface, nn.Module, Joinable):
         self._optimizers_taken_over = True
         if not self.reducer.active:
             return  # nothing is averaged, so torch's own hooks step at the right moment
-        optimizers = OptimizersInBackward.take_over([slot.parameter for slot in self.reducer.slots])
+        optimizers = OptimizersInBackward.take_over(self.reducer.slots)
         if optimizers is not None:
             self.reducer.after_exchange.append(optimizers)
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
-
-from .gradient_memory import Bucket
+from .gradient_memory import Bucket, Slot
 
 __all__ = ["OptimizersInBackward"]
 
@@ -25,11 +23,21 @@ class OptimizersInBackward:
     """
 
     @staticmethod
-    def take_over(parameters: Sequence[nn.Parameter]) -> OptimizersInBackward | None:
-        """Removes the hooks by which torch would step before the average; None if no parameter has an optimizer."""
-        owners = [parameter for parameter in parameters if hasattr(parameter, _ATTRIBUTE)]
+    def take_over(slots: Sequence[Slot]) -> OptimizersInBackward | None:
+        """Removes the hooks by which torch would step before the average; None if no parameter has an optimizer.
+
+        Raises:
+            ValueError: a parameter with sparse gradients has one; those are averaged after all buckets.
+        """
+        owners = [slot.parameter for slot in slots if hasattr(slot.parameter, _ATTRIBUTE)]
         if not owners:
             return None
+        sparse = [slot.name for slot in slots if slot.bucket is None and hasattr(slot.parameter, _ATTRIBUTE)]
+        if sparse:
+            raise ValueError(
+                f"parameter {sparse[0]} has sparse gradients and an optimizer that steps in backward; give it an "
+                f"ordinary optimizer"
+            )
         from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 
         handles: Any = param_to_optim_hook_handle_map

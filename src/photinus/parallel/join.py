@@ -20,6 +20,7 @@ class DDPJoinHook(JoinHook):
     def __init__(self, ddp: DistributedDataParallel, *, divide_by_initial_world_size: bool) -> None:
         self._ddp = ddp
         ddp._divide_by_initial_world_size = divide_by_initial_world_size
+        self._own_gradients: list[torch.Tensor | None] | None = None
         super().__init__()
 
     def main_hook(self) -> None:
@@ -31,13 +32,19 @@ class DDPJoinHook(JoinHook):
             return
         if not ddp._divide_by_initial_world_size:
             ddp.reducer.average.contributors = contributors
+        if self._own_gradients is None:
+            self._own_gradients = [slot.parameter.grad for slot in ddp.reducer.slots]
         ddp.reducer.rebuild_buckets()
         ddp._sync_buffers(joined=True)
         ddp.reducer.shadow_round()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Sets the model of all ranks to that of the last one to finish."""
+        """Sets the model of all ranks to that of the last one to finish; gradients become this rank's own again."""
         ddp = self._ddp
+        if self._own_gradients is not None:
+            for slot, gradient in zip(ddp.reducer.slots, self._own_gradients, strict=True):
+                slot.parameter.grad = gradient
+            self._own_gradients = None
         ddp.reducer.average.contributors = ddp.reducer.world_size
         ddp._sync_module_states(common_rank(ddp, candidate=is_last_joiner), buffers=ddp.forward_sync_buffers)
 

@@ -1,0 +1,239 @@
+"""What DistributedDataParallel does when it is made, before forwards, and when it goes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from photinus.errors import ModelMismatchError, PhotinusError
+from photinus.parallel import DistributedDataParallel, average_gradients
+from tests.dist.ddp_checks import (
+    BACKENDS,
+    KIB_IN_MIB,
+    SharedFrozenMixed,
+    TwoHeads,
+    assert_check,
+    assert_equal_on_all_ranks,
+    assert_same_gradients,
+    batch,
+    checks_of,
+    expect,
+    launches,
+    naive_twin,
+    small_net,
+)
+
+# ---- construction
+
+
+def check_parameters_and_buffers_become_those_of_rank_0(group: dist.ProcessGroup) -> None:
+    torch.manual_seed(group.rank())
+    model = SharedFrozenMixed()
+    for parameter in model.parameters():
+        parameter.data.add_(group.rank())
+    model.register_buffer("steps", torch.tensor([group.rank()]))
+    model.register_buffer("flags", torch.tensor([group.rank() == 0, True]))
+    model.register_buffer("mine", torch.tensor([group.rank()]))
+    model._ddp_params_and_buffers_to_ignore = ["mine", "wide.bias"]
+    own = model.wide.bias.clone()
+    ddp = DistributedDataParallel(model, process_group=group)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name not in ("mine", "wide.bias"):
+            assert_equal_on_all_ranks(tensor.double() if not tensor.is_complex() else tensor, group)
+    assert model.steps.item() == 0
+    assert model.mine.item() == group.rank()
+    assert torch.equal(model.wide.bias, own)
+    ddp(batch(group)).backward()
+    assert_equal_on_all_ranks(model.wide.weight.grad, group)
+    assert group.rank() == 0 or model.mine.item() == group.rank()
+
+
+def check_large_models_are_broadcast_in_pieces(group: dist.ProcessGroup) -> None:
+    from photinus.parallel.broadcast import broadcast_tensors
+
+    torch.manual_seed(group.rank())
+    tensors = [torch.randn(1000), torch.randn(3, 5).t(), torch.randn(50, 40).t(), torch.zeros(0), torch.ones(7).bool()]
+    broadcast_tensors(tensors, group, torch.device("cpu"), piece_bytes=600)
+    torch.manual_seed(0)
+    expected = [torch.randn(1000), torch.randn(3, 5).t(), torch.randn(50, 40).t()]
+    assert all(torch.equal(a, b) for a, b in zip(tensors, expected, strict=False))
+
+
+def check_different_models_are_refused_on_every_rank_within_a_second(group: dist.ProcessGroup) -> None:
+    last = group.size() - 1
+
+    def refused(change: Any, *fragments: str, **options: Any) -> None:
+        model = small_net()
+        if group.rank() == last:
+            model = change(model) or model
+        dist.barrier(group)
+        started = time.monotonic()
+        with expect(ModelMismatchError, *fragments, f"rank {last}", f"seen from rank {group.rank()}"):
+            DistributedDataParallel(model, process_group=group, **options)
+        assert time.monotonic() - started < 1
+
+    refused(
+        lambda m: m.__setattr__("2", nn.Linear(40, 31)),
+        "line 4",
+        "parameter 2.weight: float32 [30, 40]",
+        "parameter 2.weight: float32 [31, 40]",
+    )
+    refused(lambda m: nn.Sequential(m[0], m[1], m[3], m[2], m[4]), "parameter 2.weight", "parameter 3.weight")
+    refused(lambda m: m[4].double() and None, "4.weight: float32", "4.weight: float64")
+    refused(lambda m: m[0].requires_grad_(False) and None, "0.weight: float32 [40, 6], requires grad", "frozen")
+    refused(lambda m: m[:4], "4.weight", "nothing more", "5 and 7 lines")
+    refused(lambda m: m.register_buffer("count", torch.zeros(1)), "buffer count", "nothing more")
+    refused(lambda m: m.requires_grad_(False) and None, "Sequential has no parameter that requires grad", "options:")
+    refused(
+        lambda m: m.__setattr__("extra", nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last)),
+        "parameter extra.weight",
+    )
+    different = {} if group.rank() == last else {"find_unused_parameters": True}
+    refused(lambda m: None, "find_unused_parameters=True", "find_unused_parameters=False", **different)
+
+
+def check_without_init_sync_nothing_is_exchanged_at_construction(group: dist.ProcessGroup) -> None:
+    model = small_net(seed=group.rank())
+    before = copy.deepcopy(model)
+    if group.rank() == 0:
+        time.sleep(0.2)
+    DistributedDataParallel(model, process_group=group, init_sync=False)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before.parameters(), strict=True))
+
+
+# ---- buffers
+
+
+def check_buffers_follow_rank_0_before_each_forward_with_grad(group: dist.ProcessGroup) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 2))
+    ddp = DistributedDataParallel(model, process_group=group)
+    mean = model[0].running_mean
+
+    def differ() -> bool:
+        everyone = [torch.empty_like(mean) for _ in range(group.size())]
+        dist.all_gather(everyone, mean, group=group)
+        return not all(torch.equal(everyone[0], other) for other in everyone)
+
+    ddp(batch(group, 0))
+    assert differ()  # each rank has counted its own batch
+    ddp.eval()
+    with torch.no_grad():
+        ddp(batch(group, 1))
+    assert differ()
+    with ddp.no_sync():
+        ddp(batch(group, 1))
+    assert differ()
+    ddp(batch(group, 1))
+    assert not differ()
+    model[0].running_mean = mean = torch.full((6,), float(group.rank()))  # replaced by the module
+    ddp(batch(group, 1))
+    assert mean.sum() == 0
+
+    untouched = DistributedDataParallel(
+        nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 2)), process_group=group, broadcast_buffers=False
+    )
+    untouched.module[0].running_mean.fill_(group.rank())
+    untouched.eval()(batch(group, 1))
+    assert untouched.module[0].running_mean.sum() == 6 * group.rank()
+
+
+# ---- life of the wrapper
+
+
+def check_a_dropped_wrapper_no_longer_exchanges(group: dist.ProcessGroup) -> None:
+    model = small_net()
+    ddp = DistributedDataParallel(model, process_group=group)
+    ddp(batch(group)).sum().backward()
+    del ddp
+    model.zero_grad()
+    with launches() as started:
+        model(batch(group)).sum().backward()
+    assert started == []
+    ddp = DistributedDataParallel(model, process_group=group)
+    with launches() as started:
+        ddp(batch(group)).sum().backward()
+    assert len(started) == len(ddp.reducer.plans)
+
+
+def check_stop_ends_the_exchange(group: dist.ProcessGroup) -> None:
+    ddp = DistributedDataParallel(small_net(), process_group=group)
+    ddp.reducer.stop()
+    ddp.reducer.stop()
+    with launches() as started:
+        ddp(batch(group)).sum().backward()
+    assert started == []
+
+
+def check_reducer_attributes_of_haiscale_and_accelerate(group: dist.ProcessGroup) -> None:
+    model = TwoHeads()
+    ddp = DistributedDataParallel(model, process_group=group, find_unused_parameters=True)
+    with ddp.no_sync():
+        output = ddp(batch(group), 0)
+        assert not ddp.reducer.sync_grad
+    ddp.reducer.prepare_for_backward([])  # what Accelerate calls to exchange after all
+    ddp.reducer.filter_unused_parameters(output)
+    output["out"][0].sum().backward()
+    assert_equal_on_all_ranks(model.trunk.weight.grad, group)
+    assert ddp.reducer._rebuild_buckets() is False
+
+
+def check_copies_join_the_default_group_and_others_are_refused(group: dist.ProcessGroup) -> None:
+    ddp = DistributedDataParallel(small_net())
+    for twin in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
+        ddp.zero_grad()
+        ddp(batch(group)).sum().backward()
+        twin(batch(group)).sum().backward()
+        assert_same_gradients(twin, ddp, group)
+    with expect(PhotinusError, ".module"):
+        pickle.dumps(DistributedDataParallel(small_net(), process_group=group))
+
+
+def check_buckets_follow_a_change_of_dtype(group: dist.ProcessGroup) -> None:
+    ddp = DistributedDataParallel(small_net(), process_group=group).double()
+    twin = naive_twin(ddp.module, group)
+    for net in (ddp, twin):
+        net(batch(group).double()).sum().backward()
+    average_gradients(twin, group)
+    assert ddp.reducer.plans[0].dtype == torch.float64
+    assert_same_gradients(ddp.module, twin, group)
+
+
+def check_distributed_checkpoint_sees_plain_names(group: dist.ProcessGroup) -> None:
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    model = small_net()
+    ddp = DistributedDataParallel(model, process_group=group)
+    assert isinstance(ddp, nn.parallel.DistributedDataParallel)
+    assert list(get_model_state_dict(ddp)) == list(model.state_dict())
+    assert list(ddp.state_dict()) == [f"module.{name}" for name in model.state_dict()]
+
+
+def check_buckets_lie_in_the_groups_memory_where_it_offers_some(group: dist.ProcessGroup) -> None:
+    offered: list[torch.Tensor] = []
+    if hasattr(group, "allocate_tensor"):
+        allocate_tensor = group.allocate_tensor
+
+        def recorded(size: int, dtype: torch.dtype) -> torch.Tensor:
+            offered.append(allocate_tensor(size, dtype))
+            return offered[-1]
+
+        group.allocate_tensor = recorded
+    ddp = DistributedDataParallel(small_net(), process_group=group, bucket_cap_mb=KIB_IN_MIB)
+    in_offered = {b.flat.data_ptr() for b in ddp.reducer.buckets} <= {tensor.data_ptr() for tensor in offered}
+    assert in_offered == (dist.get_backend(group) == "photinus")
+    ddp(batch(group)).sum().backward()
+    assert_equal_on_all_ranks(next(ddp.parameters()).grad, group)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("check", checks_of(globals()))
+def test_ddp_construction(check: str, backend: str, world_size: int) -> None:
+    assert_check(__name__, check, backend, world_size)
