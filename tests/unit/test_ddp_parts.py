@@ -1,0 +1,130 @@
+"""The parts of DistributedDataParallel that need no other process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from photinus.errors import PhotinusError
+from photinus.parallel.buckets import ParameterSpec, assign_buckets
+from photinus.parallel.checks import UnsuitableModelError
+from photinus.parallel.ddp_options import buffer_sync_options, capacities
+from photinus.parallel.gradient_memory import Bucket, Slot, bring_home
+from photinus.parallel.missing import missing_text
+from photinus.parallel.static_graph import StaticGraph
+from photinus.parallel.timeline import Timeline
+from photinus.parallel.waiting import wait_all
+
+
+def specs(*elems: int) -> list[ParameterSpec]:
+    return [ParameterSpec(f"p{i}", n, torch.float32) for i, n in enumerate(elems)]
+
+
+def bucket_of(*shapes: tuple[int, ...]) -> Bucket:
+    slots = [Slot(i, f"p{i}", torch.nn.Parameter(torch.zeros(shape))) for i, shape in enumerate(shapes)]
+    (plan,) = assign_buckets(
+        [ParameterSpec(s.name, s.parameter.numel(), s.parameter.dtype) for s in slots], cap_bytes=10**6
+    )
+    return Bucket(0, plan, [slots[i] for i in plan.parameters], 0, lambda n, dtype: torch.zeros(n, dtype=dtype))
+
+
+def test_each_bucket_has_its_own_cap_and_the_last_cap_goes_on() -> None:
+    plans = assign_buckets(specs(*[16] * 8), cap_bytes=10**6, caps_bytes=[64, 128])
+    assert [len(plan.parameters) for plan in plans] == [1, 2, 2, 2, 1]
+
+
+def test_delayed_parameters_lie_behind_all_others_whatever_their_size() -> None:
+    plans = assign_buckets(specs(*[16] * 6), cap_bytes=64, last=frozenset({5, 2}))
+    assert [plan.parameters for plan in plans] == [(4,), (3,), (1,), (0,), (5, 2)]
+
+
+def test_without_alignment_gradients_are_packed() -> None:
+    (plan,) = assign_buckets(specs(3, 5), cap_bytes=10**6, alignment_bytes=1)
+    assert plan.offsets == (0, 5)
+    assert plan.elems == 8
+
+
+def test_a_bucket_moves_only_when_somebody_else_holds_its_memory() -> None:
+    bucket = bucket_of((4,), (3, 2))
+    for slot in bucket.slots:
+        slot.parameter.grad = torch.ones_like(slot.parameter)
+    bring_home(bucket.slots, as_views=False)
+    assert not bucket.make_writable()
+    kept = bucket.slots[0].parameter.grad.view(-1)[:1]
+    bucket.slots[0].parameter.grad = None
+    assert bucket.make_writable()
+    bucket.flat.fill_(7)
+    assert kept.item() == 1
+    assert bucket.slots[1].parameter.grad.eq(7).all(), "an accumulated gradient moves along"
+    del kept
+    assert not bucket.make_writable()
+
+
+def test_a_static_graph_counts_gradients_and_refuses_one_more() -> None:
+    slot = Slot(0, "layer.weight", torch.nn.Parameter(torch.zeros(1)))
+    timeline = Timeline()
+    graph = StaticGraph(0, timeline)
+    assert graph.completes(slot)
+    assert graph.completes(slot)
+    graph.learn([slot])
+    slot.arrivals = 0
+    assert not graph.completes(slot)
+    assert graph.completes(slot)
+    with pytest.raises(PhotinusError, match=r"layer\.weight got 2 gradients in the first backward"):
+        graph.completes(slot)
+    assert "has changed" in timeline.error
+
+
+def test_the_timeline_keeps_ten_iterations_and_then_every_so_many() -> None:
+    timeline = Timeline(sample_rate=4)
+    kept = []
+    for _ in range(20):
+        timeline.forward_began()
+        timeline.backward_began()
+        timeline.exchange_began()
+        timeline.backward_ended()
+        timeline.exchange_ended(1)
+        kept.append(timeline.iteration)
+    assert kept == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 12, 12, 12, 12, 16, 16, 16, 16]
+    assert timeline.averages["avg_forward_compute_time"] >= 1
+
+
+def test_the_first_error_is_raised_after_the_others_were_let_go() -> None:
+    waited: list[str] = []
+
+    class Work:
+        def __init__(self, name: str, error: Exception | None = None) -> None:
+            self.name, self.error = name, error
+
+        def wait(self) -> None:
+            waited.append(self.name)
+            if self.error:
+                raise self.error
+
+        def is_completed(self) -> bool:
+            return self.name != "pending"
+
+    done: list[int] = []
+    with pytest.raises(KeyError):
+        wait_all([Work("a"), None, Work("b", KeyError("b")), Work("pending"), Work("c")], done.append)
+    assert waited == ["a", "b", "c"]
+    assert done == [0]
+
+
+def test_missing_gradients_are_told_with_module_names_and_advice() -> None:
+    slots = [Slot(3, "encoder.layers.2.weight", torch.nn.Parameter(torch.zeros(2, 3)))]
+    text = missing_text(1, slots, 9, "Encoder")
+    for part in ("rank 1", "1 of 9", "Encoder", "encoder.layers.2.weight [2, 3]", "belong to encoder.layers.2."):
+        assert part in text
+    assert "find_unused_parameters=True" in text
+
+
+def test_capacities_and_buffer_options() -> None:
+    assert capacities(None, None) == (25 * 2**20, [])
+    assert capacities(None, [1, 0.5]) == (2**20, [2**20, 2**19])
+    with pytest.raises(UnsuitableModelError, match="bucket_cap_mb_list"):
+        capacities(None, [1, 0])
+    assert buffer_sync_options(None, None) == (True, True)
+    assert buffer_sync_options(None, False) == (False, True)
+    with pytest.warns(FutureWarning, match="forward_sync_buffers"):
+        assert buffer_sync_options(False, None) == (False, False)
