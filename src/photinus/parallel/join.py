@@ -46,7 +46,8 @@ class DDPJoinHook(JoinHook):
                 slot.parameter.grad = gradient
             self._own_gradients = None
         ddp.reducer.average.contributors = ddp.reducer.world_size
-        ddp._sync_module_states(common_rank(ddp, candidate=is_last_joiner), buffers=ddp.forward_sync_buffers)
+        ddp._authoritative_rank = common_rank(ddp, candidate=is_last_joiner)
+        ddp._sync_module_states(ddp._authoritative_rank, buffers=ddp.forward_sync_buffers)
 
 
 def tell_ranks(ddp: DistributedDataParallel, *, joined: bool) -> tuple[bool, int]:

@@ -52,6 +52,8 @@ class TorchSurface:
     logger = None
     broadcast_bucket_size = 250 * 1024 * 1024
     _ddp_sink_clone = True
+    _authoritative_rank: int = -1
+    """The rank whose model all took at the end of the last `join`."""
 
     @classmethod
     def _get_active_ddp_module(cls) -> Any:
