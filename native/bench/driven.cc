@@ -1,6 +1,7 @@
 #include "driven.h"
 
 #include <sched.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -10,6 +11,7 @@
 #include <fstream>
 #include <memory>
 #include <sstream>
+#include <stdexcept>
 #include <vector>
 
 #include "base/clock.h"
@@ -21,30 +23,30 @@
 namespace photinus::bench {
 namespace {
 
-constexpr uint64_t kArenaBytes = uint64_t{4} << 30;  // address space; pages are taken when touched
+// Address space; pages are taken when touched.
+constexpr uint64_t kArenaBytes = uint64_t{4} << 30, kTensorBytes = uint64_t{1} << 30;
 
 class Rank {
  public:
-  // `arenas` were made before the fork: each rank sees all of them at the same addresses and, as all ranks
-  // ask the same of each, knows where its peers' tensors lie. The engine gets the own one.
-  Rank(uint32_t rank, uint32_t ranks, const std::string& address, std::vector<std::shared_ptr<Arena>> arenas)
-      : rank_(rank), arenas_(std::move(arenas)), tensors_(ranks, nullptr) {
+  // `arenas` and `tensors`, a block of kTensorBytes in each, were made before the fork, so that each rank
+  // knows where its peers' tensors lie. The engine gets the own arena.
+  Rank(uint32_t rank, const std::string& address, const std::vector<std::shared_ptr<Arena>>& arenas,
+       const std::vector<std::byte*>& tensors)
+      : rank_(rank), tensors_(tensors) {
     Communicator::Options options;
     options.rank = rank;
-    options.world_size = ranks;
+    options.world_size = static_cast<uint32_t>(tensors.size());
     options.address = address;
-    options.progress = std::make_shared<Progress>(arenas_[rank]);
+    options.progress = std::make_shared<Progress>(arenas[rank]);
     communicator_ = Communicator::create(options);
   }
 
   void prepare(const std::string& type, uint64_t bytes) {
     dtype_ = type == "bfloat16" ? Dtype::bfloat16 : Dtype::float32;
     bytes_ = bytes;
+    if (bytes > kTensorBytes) throw std::invalid_argument("tensors of 1 GiB are the largest");
     ordinary_ = {};
-    for (size_t i = 0; i < tensors_.size(); ++i) {
-      if (tensors_[i]) arenas_[i]->free(tensors_[i]);
-      tensors_[i] = arenas_[i]->allocate(bytes);
-    }
+    madvise(tensors_[rank_], kTensorBytes, MADV_REMOVE);  // other pages each time
     std::memset(tensors_[rank_], 0, bytes);
     ordinary_.resize(bytes);
     barrier();
@@ -78,7 +80,6 @@ class Rank {
   }
 
   uint32_t rank_;
-  std::vector<std::shared_ptr<Arena>> arenas_;
   std::vector<std::byte*> tensors_;  // in the arena, of every rank
   std::vector<std::byte> ordinary_;
   std::shared_ptr<Communicator> communicator_;
@@ -104,14 +105,14 @@ void serve(Rank& rank, std::istream& commands, std::ostream& answers) {
   }
 }
 
-int run_rank(uint32_t index, uint32_t ranks, const std::string& address, const std::string& folder,
-             const std::vector<std::shared_ptr<Arena>>& arenas) {
+int run_rank(uint32_t index, const std::string& address, const std::string& folder,
+             const std::vector<std::shared_ptr<Arena>>& arenas, const std::vector<std::byte*>& tensors) {
   const std::string pipe = folder + "/" + std::to_string(index);
   std::ofstream answers(pipe + ".out");
   std::ifstream commands(pipe + ".in");
   try {
     pin(index);
-    Rank rank(index, ranks, address, arenas);
+    Rank rank(index, address, arenas, tensors);
     answers << "{\"ready\": \"photinus native\"}" << std::endl;
     serve(rank, commands, answers);
     rank.close();
@@ -139,11 +140,15 @@ void pin(uint32_t rank) {
 int driven(uint32_t ranks, const std::string& folder) {
   const std::string address = new_address();
   std::vector<std::shared_ptr<Arena>> arenas;
-  for (uint32_t i = 0; i < ranks; ++i) arenas.push_back(std::make_shared<Arena>(kArenaBytes));
+  std::vector<std::byte*> tensors;
+  for (uint32_t i = 0; i < ranks; ++i) {
+    arenas.push_back(std::make_shared<Arena>(kArenaBytes));
+    tensors.push_back(arenas.back()->allocate(kTensorBytes));
+  }
   std::vector<pid_t> children;
   for (uint32_t i = 0; i < ranks; ++i) {
     const pid_t pid = fork();
-    if (pid == 0) _exit(run_rank(i, ranks, address, folder, arenas));
+    if (pid == 0) _exit(run_rank(i, address, folder, arenas, tensors));
     children.push_back(pid);
   }
   int failed = 0, status = 0;
