@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .parallel import DistributedDataParallel as DistributedDataParallel
     from .parallel import SyncBatchNorm as SyncBatchNorm
+    from .parallel import trace as trace
     from .trainer import Loop as Loop
     from .trainer import Trainer as Trainer
     from .trainer import backward as backward
@@ -37,6 +38,7 @@ _HOMES = {
     "load": "photinus.trainer",
     "loader": "photinus.trainer",
     "save": "photinus.trainer",
+    "trace": "photinus.parallel",
     "wrap": "photinus.trainer",
     "World": "photinus.world",
 }

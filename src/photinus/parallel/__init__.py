@@ -7,6 +7,7 @@ from .naive import average_gradients, broadcast_model
 from .strategies import STRATEGIES, find_strategy, wrap_model
 from .strategy import Strategy
 from .sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
+from .tracing import trace
 
 __all__ = [
     "STRATEGIES",
@@ -18,5 +19,6 @@ __all__ = [
     "convert_sync_batchnorm",
     "find_strategy",
     "revert_sync_batchnorm",
+    "trace",
     "wrap_model",
 ]

@@ -250,7 +250,7 @@ class DistributedDataParallel(TorchSurface, nn.Module, Joinable):
                     output = self._low_precision(self.module, inputs, kwargs)
                 else:
                     output = self.module(*inputs, **kwargs)
-            if training and self.require_backward_grad_sync and self.reducer.active:
+            if training and self.require_backward_grad_sync:
                 self._after_forward(output)
             return output
 
@@ -281,6 +281,9 @@ class DistributedDataParallel(TorchSurface, nn.Module, Joinable):
 
     @_disable_dynamo
     def _after_forward(self, output: object) -> None:
+        self.reducer.timeline.forward_ended(output)
+        if not self.reducer.active:
+            return
         if self.static_graph:
             self.reducer.watch_outputs(output)
         elif self.find_unused_parameters:

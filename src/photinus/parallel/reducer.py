@@ -427,10 +427,11 @@ class Reducer(TorchReducerNames):
         if bucket.arriving:
             self._bring_home(bucket.arriving)
             bucket.arriving.clear()
-        self.timeline.exchange_began()
+        began = self.timeline.exchange_began()
         if self._guard is not None:
             self._guard.watch(bucket, self._status if self._launched == len(self.buckets) else None)
         bucket.work = self._exchange.start(bucket)
+        self.timeline.bucket_launched(began, bucket)
 
     # ---- step 3: the end of backward
 

@@ -1,9 +1,19 @@
-"""When forward, backward and exchange of each iteration began and ended, as this process saw it."""
+"""When forward, backward and exchange of each iteration began and ended, as this process saw it.
+
+Always kept, for it costs a few readings of the clock; while a recording is on (`photinus.trace`), it gets the spans.
+"""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .gradient_memory import Bucket
+from .recording import EXCHANGE, MAIN, current_recording
+from .tensors import tensors_in
 
 __all__ = ["Timeline"]
 
@@ -32,10 +42,12 @@ class Timeline:
     _iterations: int = 0
     _samples: int = 0
     _forward: int = 0
+    _outputs_reached: int = -1  # the last recorded step in which backward came by the model's outputs
     _backward: int = 0
     _backward_end: int = 0
     _exchange: int = 0
     _exchange_end: int = 0
+    _unstamped: list[tuple[str, int, dict[str, Any]]] = field(default_factory=list)
 
     def forward_began(self) -> None:
         """Closes the books on the iteration before."""
@@ -47,15 +59,54 @@ class Timeline:
         self._iterations += 1
         self._forward = time.perf_counter_ns()
         self._backward = self._backward_end = self._exchange = self._exchange_end = 0
+        recording = current_recording(any_step=True)
+        if recording is not None:
+            recording.begin_step()
+
+    def forward_ended(self, outputs: object) -> None:
+        """The model has returned its outputs. While a recording is on, a backward that comes by them is watched."""
+        recording = current_recording()
+        if recording is None:
+            return
+        now = time.perf_counter_ns()
+        recording.add("forward", MAIN, self._forward, now)
+        step = recording.step
+
+        def reached(gradient: torch.Tensor) -> None:
+            if self._outputs_reached != step:
+                self._outputs_reached = step
+                begin = time.perf_counter_ns()
+                torch.autograd.Variable._execution_engine.queue_callback(lambda: ended(begin))
+
+        def ended(begin: int) -> None:
+            # With an exchange, its callback was queued later and has not run yet: backward is over now.
+            recording.add("backward", MAIN, begin, time.perf_counter_ns(), step=step)
+
+        tensor: Any
+        for tensor in tensors_in(outputs):
+            if tensor.requires_grad:
+                tensor.register_hook(reached)
 
     def backward_began(self) -> None:
         """The first gradient of a backward has come."""
         self._backward = time.perf_counter_ns()
 
-    def exchange_began(self) -> None:
-        """A bucket is launched."""
+    def exchange_began(self) -> int:
+        """A bucket is launched, now: returns the time."""
+        now = time.perf_counter_ns()
         if not self._exchange:
-            self._exchange = time.perf_counter_ns()
+            self._exchange = now
+        return now
+
+    def bucket_launched(self, begin_ns: int, bucket: Bucket) -> None:
+        """A bucket was launched at `begin_ns`."""
+        recording = current_recording()
+        if recording is None:
+            return
+        name = f"bucket {bucket.index}"
+        facts = {"bytes": bucket.flat.nbytes, "parameters": [slot.name for slot in bucket.slots]}
+        if not recording.add_exchange(name, begin_ns, bucket.work, **facts):
+            self._unstamped.append((name, begin_ns, facts))
 
     def backward_ended(self) -> None:
         """All gradients have come."""
@@ -65,6 +116,12 @@ class Timeline:
         """All averages have come, from so many buckets."""
         self.buckets_exchanged = buckets
         self._exchange_end = time.perf_counter_ns()
+        recording = current_recording()
+        if recording is not None:
+            recording.add("wait for averages", MAIN, self._backward_end, self._exchange_end)
+            for name, begin, facts in self._unstamped:
+                recording.add(name, EXCHANGE, begin, self._exchange_end, **facts)
+        self._unstamped.clear()
 
     def _keep(self) -> None:
         exchange = self._exchange or self._exchange_end

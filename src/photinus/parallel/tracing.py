@@ -1,0 +1,265 @@
+"""A picture of some steps on all ranks: forward, backward, the exchange of each bucket, and what was waited for.
+
+    with photinus.trace("trace.json", skip=2, steps=5) as trace:    # on every rank
+        for x, y in batches:
+            ...
+    print(trace)
+
+The file is in Chrome's trace event format; chrome://tracing and ui.perfetto.dev open it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from .recording import EXCHANGE, MAIN, Recording, Span, current_recording, set_current_recording
+
+__all__ = ["RankTrace", "Trace", "chrome_events", "trace"]
+
+_SETTLE_S = 5.0
+
+
+@dataclass
+class RankTrace:
+    """What one rank has to tell.
+
+    Attributes:
+        rank: in the default group.
+        host, pid: where it runs.
+        clock: names the clock; ranks with the same one have comparable times.
+        meeting_ns: its time when all ranks had met; what the clocks of several hosts are lined up by.
+        spans: in the order of their beginnings.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    clock: str
+    meeting_ns: int
+    spans: list[Span]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Where the time of the steps of one rank went, in seconds per step.
+
+    Attributes:
+        forward, backward, optimizer: computing.
+        exchange: during which at least one bucket was under way.
+        exposed: waiting for averages when backward was over.
+    """
+
+    rank: int
+    steps: int
+    forward: float
+    backward: float
+    exchange: float
+    exposed: float
+    optimizer: float
+
+    def __str__(self) -> str:
+        if not self.steps:
+            return f"rank {self.rank}: no step was recorded"
+        hidden = 1 - min(1.0, self.exposed / self.exchange) if self.exchange else 1.0
+        return (
+            f"rank {self.rank}: {self.steps} steps, each: forward {self.forward * 1e3:.2f} ms, backward "
+            f"{self.backward * 1e3:.2f} ms, exchange {self.exchange * 1e3:.2f} ms ({hidden:.0%} of it behind "
+            f"backward), waiting for averages {self.exposed * 1e3:.2f} ms, optimizer {self.optimizer * 1e3:.2f} ms"
+        )
+
+
+def trace(path: str | os.PathLike[str], *, skip: int = 0, steps: int | None = None) -> Trace:
+    """Records the steps that run inside `with`, on every rank, into one file.
+
+    A step is a forward of a `photinus.DistributedDataParallel` outside of `no_sync` and all that follows until the
+    next one: backward, the exchange of each bucket, the wait for averages that backward could not hide, and every
+    `torch.optim` optimizer's step. With a process group, all ranks have to enter and leave.
+
+    Args:
+        path: of the file, written by rank 0 at the end. When the steps end with an exception, each rank writes what
+            it has beside it, as NAME.rankR.json, for nobody knows who is still there.
+        skip: so many steps are left out at first (the first ones are slower: buckets are learned, memory is touched).
+        steps: so many are recorded; None: all that follow.
+
+    Raises:
+        ValueError: skip or steps is negative, or the folder does not exist.
+        RuntimeError: another trace is on in this process.
+    """
+    path = Path(path)
+    if skip < 0 or (steps is not None and steps < 1):
+        raise ValueError(f"skip={skip}, steps={steps}: skip is 0 or more, steps 1 or more (or None for all)")
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent} to write {path.name} into")
+    return Trace(path, Recording(skip=skip, steps=steps))
+
+
+class Trace(AbstractContextManager["Trace"]):
+    """What `trace` returns.
+
+    Attributes:
+        path: of the file.
+        ranks: on rank 0, after the end: what each rank told. Elsewhere this rank's.
+    """
+
+    def __init__(self, path: Path, recording: Recording) -> None:
+        self.path = path
+        self.ranks: list[RankTrace] = []
+        self._recording = recording
+        self._optimizer_began = 0
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> Trace:
+        if current_recording(any_step=True) is not None:
+            raise RuntimeError("a trace is on in this process; end it before the next one begins")
+        set_current_recording(self._recording)
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before_optimizer),
+            register_optimizer_step_post_hook(self._after_optimizer),
+        ]
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        set_current_recording(None)
+        for hook in self._hooks:
+            hook.remove()
+        grouped = dist.is_available() and dist.is_initialized()
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+        together = world_size > 1 and error is None
+        if error is None:
+            self._recording.settle(_SETTLE_S)
+        if together:
+            dist.barrier()
+        mine = RankTrace(
+            rank, socket.gethostname(), os.getpid(), _clock_name(), time.perf_counter_ns(), self._recording.spans()
+        )
+        self.ranks = [mine]
+        path = self.path
+        if together:
+            gathered: list[Any] | None = [None] * world_size if rank == 0 else None
+            dist.gather_object(mine, gathered, dst=0)
+            if gathered is None:
+                return
+            self.ranks = gathered
+        elif world_size > 1:
+            path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+        path.write_text(json.dumps({"traceEvents": chrome_events(self.ranks), "displayTimeUnit": "ms"}))
+
+    def shares(self) -> list[Shares]:
+        """Where the time went, for each rank that is known here."""
+        return [_shares(each) for each in self.ranks]
+
+    def __str__(self) -> str:
+        return "\n".join([*map(str, self.shares()), f"The picture is in {self.path}: open it in ui.perfetto.dev."])
+
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._optimizer_began = time.perf_counter_ns()
+
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        recording = current_recording()
+        if recording is not None:
+            name = f"{type(optimizer).__name__}.step"
+            recording.add(name, MAIN, self._optimizer_began, time.perf_counter_ns(), optimizer=True)
+
+
+def chrome_events(ranks: Sequence[RankTrace]) -> list[dict[str, Any]]:
+    """The spans as trace events: a process per rank, a row for its thread, and as many rows as buckets overlap.
+
+    Times are in microseconds from the first span on. Ranks of other hosts are lined up with rank 0's by the moment at
+    which all met at the end, which is right to within a few hundred microseconds.
+    """
+    if not ranks:
+        return []
+    shifts = {each.rank: 0 if each.clock == ranks[0].clock else ranks[0].meeting_ns - each.meeting_ns for each in ranks}
+    first = min((span.begin_ns + shifts[each.rank] for each in ranks for span in each.spans), default=0)
+    events: list[dict[str, Any]] = []
+    for each in ranks:
+        named = f"rank {each.rank} (pid {each.pid} on {each.host})"
+        events.append(_metadata(each.rank, 0, "process_name", name=named))
+        events.append(_metadata(each.rank, 0, "process_sort_index", sort_index=each.rank))
+        rows = {row: span for row, span in enumerate_rows(each.spans)}  # noqa: C416 - the last span of each row
+        for row in sorted(rows):
+            name = MAIN if row == 0 else EXCHANGE if row == 1 else f"{EXCHANGE} (at the same time)"
+            events.append(_metadata(each.rank, row, "thread_name", name=name))
+        for row, span in enumerate_rows(each.spans):
+            events.append(
+                {
+                    "name": span.name,
+                    "cat": span.lane,
+                    "ph": "X",
+                    "pid": each.rank,
+                    "tid": row,
+                    "ts": (span.begin_ns + shifts[each.rank] - first) / 1e3,
+                    "dur": (span.end_ns - span.begin_ns) / 1e3,
+                    "args": {"step": span.step, **span.facts},
+                }
+            )
+    return events
+
+
+def enumerate_rows(spans: Iterable[Span]) -> Iterable[tuple[int, Span]]:
+    """(row, span): row 0 for the thread that trains; exchanges take the first row from 1 on that is free by then."""
+    free: list[int] = []  # when each row of exchanges becomes free
+    for span in spans:
+        if span.lane == MAIN:
+            yield 0, span
+            continue
+        row = next((index for index, end in enumerate(free) if end <= span.begin_ns), len(free))
+        free[row : row + 1] = [span.end_ns]
+        yield row + 1, span
+
+
+def _metadata(rank: int, row: int, kind: str, **args: Any) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": rank, "tid": row, "args": args}
+
+
+def _shares(rank: RankTrace) -> Shares:
+    steps = {span.step for span in rank.spans}
+    count = max(1, len(steps))
+
+    def total(chosen: Iterable[Span]) -> float:
+        return sum(span.end_ns - span.begin_ns for span in chosen) / 1e9 / count
+
+    def named(name: str) -> float:
+        return total(span for span in rank.spans if span.name == name)
+
+    return Shares(
+        rank=rank.rank,
+        steps=len(steps),
+        forward=named("forward"),
+        backward=named("backward"),
+        exchange=_busy_ns([span for span in rank.spans if span.lane == EXCHANGE]) / 1e9 / count,
+        exposed=named("wait for averages"),
+        optimizer=total(span for span in rank.spans if span.facts.get("optimizer")),
+    )
+
+
+def _busy_ns(spans: Sequence[Span]) -> int:
+    """How long at least one of the spans was under way; they come in the order of their beginnings."""
+    busy, until = 0, 0
+    for span in spans:
+        busy += max(0, span.end_ns - max(until, span.begin_ns))
+        until = max(until, span.end_ns)
+    return busy
+
+
+def _clock_name() -> str:
+    """The same for all processes whose monotonic clocks agree: those of one boot of one kernel."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return f"{socket.gethostname()} {time.get_clock_info('perf_counter').implementation}"

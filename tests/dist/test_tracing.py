@@ -1,0 +1,106 @@
+"""photinus.trace on several processes: what it shows of real steps."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import photinus
+from photinus.parallel import DistributedDataParallel
+from photinus.parallel.recording import EXCHANGE
+from tests.ranks import run_ranks
+
+BUCKETS = 4
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(BUCKETS)])
+
+
+def traced_steps(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    ddp = DistributedDataParallel(net(), bucket_cap_mb=0.05)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with photinus.trace(Path(folder, "trace.json"), skip=1, steps=3) as trace:
+        for _ in range(6):
+            with ddp.no_sync():
+                ddp(torch.ones(8, 128)).sum().backward()
+            ddp(torch.ones(8, 128)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"ranks": len(trace.ranks), "text": str(trace)}
+
+
+def failing_steps(rank: int, world_size: int, folder: str) -> bool:
+    ddp = DistributedDataParallel(net())
+    try:
+        with photinus.trace(Path(folder, "trace.json")):
+            ddp(torch.ones(8, 128)).sum().backward()
+            raise KeyError("the script's own error")
+    except KeyError:
+        return Path(folder, f"trace.rank{rank}.json").exists()
+
+
+def first_launches(rank: int, world_size: int, **options: Any) -> bool:
+    """Whether, in the very first iteration, all buckets but the last are launched while backward still computes."""
+    ddp = DistributedDataParallel(net(), bucket_cap_mb=0.05, **options)
+    with tempfile.TemporaryDirectory() as folder, photinus.trace(Path(folder, "trace.json")) as trace:
+        ddp(torch.ones(8, 128)).sum().backward()
+    spans = trace._recording.spans()
+    (backward,) = (span for span in spans if span.name == "backward")
+    began = sorted(span.begin_ns for span in spans if span.lane == EXCHANGE)
+    return len(began) == BUCKETS and all(begin < backward.end_ns for begin in began[:-1])
+
+
+@pytest.mark.parametrize("backend", ["photinus", "gloo"])
+def test_a_trace_shows_every_rank_step_and_bucket(backend: str, tmp_path: Path) -> None:
+    results = run_ranks(
+        "tests.dist.test_tracing:traced_steps",
+        world_size=2,
+        backend=backend,
+        arguments={"folder": str(tmp_path)},
+    )
+    assert [result.value["ranks"] for result in results] == [2, 1]
+    assert "rank 1: 3 steps, each: forward" in results[0].value["text"]
+    events = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    assert {e["args"]["step"] for e in events} == {1, 2, 3}
+    per_step = ["forward", "backward", "wait for averages", "SGD.step", *(f"bucket {i}" for i in range(BUCKETS))]
+    for rank in range(2):
+        for step in (1, 2, 3):
+            names = sorted(e["name"] for e in events if (e["pid"], e["args"]["step"]) == (rank, step))
+            assert names == sorted(per_step), (rank, step)
+    assert {e["args"]["bytes"] for e in events if e["name"] == "bucket 1"} == {128 * 128 * 4}
+    assert all(e["dur"] >= 0 for e in events)
+
+
+@pytest.mark.parametrize("backend", ["photinus", "gloo"])
+def test_exchange_overlaps_backward_from_the_first_iteration_on(backend: str) -> None:
+    results = run_ranks("tests.dist.test_tracing:first_launches", world_size=2, backend=backend)
+    assert [result.value for result in results] == [True, True]
+
+
+def test_gradients_that_are_views_of_buckets_overlap_as_well() -> None:
+    results = run_ranks(
+        "tests.dist.test_tracing:first_launches",
+        world_size=2,
+        backend="photinus",
+        arguments={"gradient_as_bucket_view": True},
+    )
+    assert [result.value for result in results] == [True, True]
+
+
+def test_a_script_that_fails_leaves_each_ranks_own_file(tmp_path: Path) -> None:
+    results = run_ranks(
+        "tests.dist.test_tracing:failing_steps",
+        world_size=2,
+        backend="photinus",
+        arguments={"folder": str(tmp_path)},
+    )
+    assert [result.value for result in results] == [True, True]
+    assert not (tmp_path / "trace.json").exists()
