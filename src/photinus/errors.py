@@ -8,7 +8,9 @@
     │   └── AbortedError           the communicator was aborted or closed
     ├── NotInitializedError        a collective or session was used before it was set up
     ├── ModelMismatchError         (also ValueError) ranks hold different models
+    ├── UnsuitableModelError       (also ValueError) a model or an argument that cannot be wrapped
     ├── MissingGradientError       a backward brought no gradient to a parameter that is reduced over the ranks
+    ├── NonFiniteGradientError     a gradient holds NaN or infinity
     ├── WorldSizeError             the world is not the one that the launcher meant
     ├── DeviceError                the device asked for is absent, or too few devices for the local ranks
     ├── LaunchError                workers could not be started, or a worker failed for good
@@ -30,9 +32,11 @@ __all__ = [
     "MismatchError",
     "MissingGradientError",
     "ModelMismatchError",
+    "NonFiniteGradientError",
     "NotInitializedError",
     "PeerLostError",
     "PhotinusError",
+    "UnsuitableModelError",
     "WorldSizeError",
 ]
 
@@ -71,6 +75,14 @@ class ModelMismatchError(PhotinusError, ValueError):
 
 class MissingGradientError(PhotinusError):
     """A backward brought no gradient to a parameter that is reduced over the ranks; the message names it."""
+
+
+class NonFiniteGradientError(PhotinusError):
+    """A gradient holds NaN or infinity; the message names the first rank and parameter. Raised on every rank."""
+
+
+class UnsuitableModelError(PhotinusError, ValueError):
+    """A model or an argument that cannot be wrapped. (RuntimeError too, because torch's class raises that for some.)"""
 
 
 class WorldSizeError(PhotinusError):

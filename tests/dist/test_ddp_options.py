@@ -15,9 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel.distributed import _BufferCommHookLocation, _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
-from photinus.errors import MissingGradientError, PhotinusError
+from photinus.errors import MissingGradientError, NonFiniteGradientError, PhotinusError
 from photinus.parallel import DistributedDataParallel, average_gradients
-from photinus.parallel.nan_guard import NonFiniteGradientError
 from tests.dist.ddp_checks import (
     BACKENDS,
     KIB_IN_MIB,

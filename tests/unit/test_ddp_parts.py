@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from photinus.errors import PhotinusError
+from photinus.errors import PhotinusError, UnsuitableModelError
 from photinus.parallel.buckets import ParameterSpec, assign_buckets
-from photinus.parallel.checks import UnsuitableModelError
 from photinus.parallel.ddp_options import buffer_sync_options, capacities
 from photinus.parallel.gradient_memory import Bucket, Slot, bring_home
 from photinus.parallel.missing import missing_text

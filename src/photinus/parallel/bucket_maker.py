@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 
 from .buckets import ALIGNMENT_BYTES, BucketPlan, ParameterSpec, assign_buckets
 from .exchange import Average, allocate
@@ -33,6 +34,18 @@ class BucketMaker:
         self._options = options
         self._device = device
         self.order: list[int] | None = None
+
+    def agree_on_order(self, seen: Sequence[int]) -> None:
+        """Takes the order in which rank 0 saw gradients; every rank calls it.
+
+        Args:
+            seen: indices of parameters; where one comes twice, the first counts.
+        """
+        self.order = list(dict.fromkeys(seen))
+        if self._average.world_size > 1:
+            agreed = torch.tensor(self.order, dtype=torch.int64, device=self._device)
+            dist.broadcast(agreed, group=self._average.group, group_src=0)
+            self.order = agreed.tolist()
 
     def plans(self, *, padded: bool) -> list[BucketPlan]:
         """The layout in the present order; its indices are those of `slots`. Without padding for hooks."""

@@ -8,19 +8,14 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..errors import PhotinusError
+from ..errors import UnsuitableModelError
 
 __all__ = [
-    "UnsuitableModelError",
     "check_delayed",
     "check_device_ids",
     "one_device",
     "sparse_parameters",
 ]
-
-
-class UnsuitableModelError(PhotinusError, ValueError):
-    """A model or an argument that cannot be wrapped. (RuntimeError too, because torch's class raises that for some.)"""
 
 
 def one_device(named: Sequence[tuple[str, nn.Parameter]], module: nn.Module) -> torch.device:

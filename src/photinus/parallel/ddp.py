@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._compile import _disable_dynamo
-from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.algorithms.join import Join
 
 from ..errors import NotInitializedError, PhotinusError
 from .broadcast import broadcast_tensors
@@ -33,7 +33,7 @@ from .ddp_options import buffer_sync_options, capacities, group_of
 from .exchange import resolve_group
 from .fused_optimizer import OptimizersInBackward
 from .graph import current_task
-from .join import DDPJoinHook, common_rank, tell_ranks
+from .join import UnevenInputs, common_rank, tell_ranks
 from .logging_data import logging_data
 from .mixed_precision import MixedPrecision, MixedPrecisionConfig
 from .reducer import Reducer
@@ -46,7 +46,7 @@ from .verify import describe, verify_same_model
 __all__ = ["DistributedDataParallel"]
 
 
-class DistributedDataParallel(TorchSurface, nn.Module, Joinable):
+class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
     """Wraps a module whose gradients are averaged over the ranks of a process group, overlapped with backward.
 
     Every rank makes it at the same point with the same model. Construction checks that the models are the same and
@@ -128,7 +128,7 @@ class DistributedDataParallel(TorchSurface, nn.Module, Joinable):
         nan_guard: bool = False,
     ) -> None:
         super().__init__()
-        Joinable.__init__(self)
+        UnevenInputs.__init__(self)
         if not isinstance(module, nn.Module):
             raise TypeError(f"DistributedDataParallel wraps a torch.nn.Module, got {type(module).__name__}")
         self.process_group = group_of(process_group, device_mesh, module)
@@ -337,44 +337,6 @@ class DistributedDataParallel(TorchSurface, nn.Module, Joinable):
             yield
         finally:
             self.require_backward_grad_sync = before
-
-    # ---- uneven inputs
-
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Join:
-        """A context for loops that have other numbers of batches on each rank: the others' go on with zeros.
-
-        At its end every rank has the model of the last one to finish.
-
-        Args:
-            divide_by_initial_world_size: averages are over all ranks; False: over those that still have batches.
-            enable: False does nothing, at no cost.
-            throw_on_early_termination: raise RuntimeError on every rank as soon as one runs out of batches.
-        """
-        return Join(
-            [self],
-            enable,
-            throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-        )
-
-    def join_hook(self, **kwargs: Any) -> DDPJoinHook:
-        """What `torch.distributed.algorithms.join.Join` calls on ranks without input."""
-        return DDPJoinHook(self, divide_by_initial_world_size=kwargs.get("divide_by_initial_world_size", True))
-
-    @property
-    def join_device(self) -> torch.device:
-        """Where the messages of `Join` lie."""
-        return self.device
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        """The group over which `Join` sends them."""
-        return self.process_group
 
     # ---- hooks and optimizers
 

@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch import nn
 
+from ..errors import UnsuitableModelError
 from .buckets import DEFAULT_BUCKET_CAP_MB
-from .checks import UnsuitableModelError
 from .exchange import resolve_group
 
 __all__ = ["buffer_sync_options", "capacities", "group_of"]

@@ -34,6 +34,7 @@ class Slot:
     bucket: Bucket | None = None  # None for a parameter with sparse gradients
     view: torch.Tensor | None = None
     arrived: bool = False  # counted in this round
+    absent: bool = False  # counted without a gradient
     arrivals: int = 0  # gradients that came in this round; several where reentrant checkpoints share the parameter
     touched: bool = False  # got a gradient since the last exchange, in no_sync or in this round
 

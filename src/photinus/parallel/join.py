@@ -2,16 +2,61 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import JoinHook
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 if TYPE_CHECKING:
     from .ddp import DistributedDataParallel
 
-__all__ = ["DDPJoinHook", "common_rank", "tell_ranks"]
+__all__ = ["DDPJoinHook", "UnevenInputs", "common_rank", "tell_ranks"]
+
+
+class UnevenInputs(Joinable):
+    """What `torch.distributed.algorithms.join` asks of a model, and `join`. A base of DistributedDataParallel."""
+
+    if TYPE_CHECKING:
+        device: torch.device
+        process_group: dist.ProcessGroup
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """A context for loops that have other numbers of batches on each rank: the others' go on with zeros.
+
+        At its end every rank has the model of the last one to finish.
+
+        Args:
+            divide_by_initial_world_size: averages are over all ranks; False: over those that still have batches.
+            enable: False does nothing, at no cost.
+            throw_on_early_termination: raise RuntimeError on every rank as soon as one runs out of batches.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> DDPJoinHook:
+        """What `torch.distributed.algorithms.join.Join` calls on ranks without input."""
+        divide = kwargs.get("divide_by_initial_world_size", True)
+        return DDPJoinHook(cast("DistributedDataParallel", self), divide_by_initial_world_size=divide)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where the messages of `Join` lie."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The group over which `Join` sends them."""
+        return self.process_group
 
 
 class DDPJoinHook(JoinHook):

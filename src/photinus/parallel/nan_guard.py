@@ -13,18 +13,14 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ..errors import PhotinusError
+from ..errors import NonFiniteGradientError
 from .exchange import Average
 from .gradient_memory import Bucket, Slot
 
-__all__ = ["NanGuard", "NonFiniteGradientError"]
+__all__ = ["NanGuard"]
 
 FOUND = -1.0
 """What a rank that found something leaves in its element of the last bucket. (1 says that its backward failed.)"""
-
-
-class NonFiniteGradientError(PhotinusError):
-    """A gradient holds NaN or infinity; the message names the first rank and parameter. Raised on every rank."""
 
 
 class NanGuard:

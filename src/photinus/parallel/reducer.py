@@ -34,16 +34,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import MissingGradientError
 from .bucket_exchange import AverageExchange, BucketExchange
 from .bucket_maker import BucketMaker
 from .buckets import BucketPlan
 from .exchange import Average
 from .gradient_memory import Bucket, Slot, aliases, bring_home, slots_of
 from .graph import AveragedGradient, current_task, inside_custom_function, leaves_below
-from .missing import missing_text, other_ranks_text
+from .launcher import BucketLauncher
 from .nan_guard import NanGuard
 from .reducer_options import ReducerOptions
+from .round_errors import RoundErrors
 from .sparse import average_sparse
 from .static_graph import StaticGraph
 from .tensors import tensors_in
@@ -70,7 +70,6 @@ class Reducer(TorchReducerNames):
 
     Attributes:
         sync_grad: whether backwards are followed by an exchange. A wrapper sets it at each forward.
-        buckets: in the order in which they are launched.
         rounds: backwards exchanged so far.
         timeline: when forwards, backwards and exchanges began and ended.
         after_exchange: called with each bucket when its averages have come, in order, during backward's end.
@@ -93,14 +92,19 @@ class Reducer(TorchReducerNames):
         self.after_exchange: list[Callable[[Bucket], None]] = []
         self.post_backward_futures: list[torch.futures.Future[Any]] = []
         self.static_graph = StaticGraph(self.rank, self.timeline) if options.static_graph else None
-        self._exchange: BucketExchange = AverageExchange(self.average)
         self._guard = NanGuard(self.average) if options.nan_guard else None
+        self._launcher = BucketLauncher(
+            AverageExchange(self.average),
+            options,
+            guard=self._guard,
+            static_graph=self.static_graph,
+            timeline=self.timeline,
+        )
         self.slots = slots_of(parameters)
         self._sparse_slots = [slot for slot in self.slots if slot.name in options.sparse]
         sparse = [slot.index for slot in self._sparse_slots]
         dense = [slot for slot in self.slots if slot.index not in sparse]
         self._maker = BucketMaker(dense, self.average, options, self.device)
-        self.buckets: list[Bucket] = []
         self._handles: list[Any] = []
         self._expected_unused: set[int] | None = None
         self.arrival_order: list[int] = []  # parameters as their gradients came in the first round
@@ -112,20 +116,22 @@ class Reducer(TorchReducerNames):
             asked=options.find_unused_parameters,
             static_graph=self.static_graph,
         )
-        self._late_error: MissingGradientError | None = None
+        self._errors = RoundErrors(self.rank, len(self.slots), options, self.timeline)
 
         self._open = False  # a round is open
         self._tasks: list[int] = []  # the graph tasks (backwards, nested ones too) of the open round
         self._task = _NO_TASK  # the graph task that the last hook ran in
-        self._launched = 0
-        self._absent: list[Slot] = []  # counted in this round without a gradient
-        self._with_graph: list[tuple[Slot, torch.Tensor]] = []  # local gradients that carry a graph (create_graph)
         self._left_open = False  # a nested backward ended with the round incomplete
 
         if self.world_size > 1:
             self._start()
 
     # ---- what others may call
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """In the order in which they are launched."""
+        return self._launcher.buckets
 
     @property
     def plans(self) -> list[BucketPlan]:
@@ -186,14 +192,12 @@ class Reducer(TorchReducerNames):
             missing = self._missing() if self._left_open or self.options.late_errors else []
             self._close(self._missing(), interrupted=True)
             if missing:
-                raise self._missing_error(missing)
-        if self._late_error is not None:
-            error, self._late_error = self._late_error, None
-            raise error
+                raise self._errors.missing(missing)
+        self._errors.raise_kept()
 
     def use_exchange(self, exchange: BucketExchange) -> None:
         """Buckets travel by `exchange` from now on. To be called on every rank, between two backwards."""
-        self._exchange = exchange
+        self._launcher.exchange = exchange
         if self.buckets:
             self._make_buckets()
         elif not self._handles:
@@ -206,7 +210,7 @@ class Reducer(TorchReducerNames):
         parameters (ZeRO) can go on.
         """
         shadows = [self._maker.shadow(bucket) for bucket in self.buckets]
-        works = [self._exchange.start(shadow) for shadow in shadows]
+        works = [self._launcher.exchange.start(shadow) for shadow in shadows]
         if self.used.due:
             self.used.finish(self.used.start([False] * len(self.slots)))
         sparse = average_sparse(
@@ -240,13 +244,8 @@ class Reducer(TorchReducerNames):
         if self.rounds == 0 or self._maker.order is not None or self.find_unused_parameters or not self.active:
             return False
         everyone = list(reversed(range(len(self.slots))))
-        order = list(dict.fromkeys([*self.arrival_order, *everyone]))  # those that never came are expected last
-        if self.world_size > 1:
-            agreed = torch.tensor(order, dtype=torch.int64, device=self.device)
-            dist.broadcast(agreed, group=self.average.group, group_src=0)
-            order = agreed.tolist()
-        self._maker.order = order
-        plans = self._maker.plans(padded=self._exchange.carries_tail)
+        self._maker.agree_on_order([*self.arrival_order, *everyone])  # those that never came are expected last
+        plans = self._maker.plans(padded=self._launcher.exchange.carries_tail)
         if [plan.parameters for plan in plans] != [plan.parameters for plan in self.plans]:
             self._make_buckets()
         return True
@@ -258,7 +257,7 @@ class Reducer(TorchReducerNames):
     # ---- memory
 
     def _make_buckets(self) -> None:
-        self.buckets = self._maker.make(carries_tail=self._exchange.carries_tail)
+        self._launcher.buckets = self._maker.make(carries_tail=self._launcher.exchange.carries_tail)
         self._reset()
 
     def _start(self) -> None:
@@ -266,10 +265,6 @@ class Reducer(TorchReducerNames):
         for slot in self.slots:
             register: Any = slot.parameter.register_post_accumulate_grad_hook
             self._handles.append(register(self._make_hook(slot)))
-
-    @property
-    def _status(self) -> torch.Tensor | None:
-        return self.buckets[-1].tail if self.buckets else None
 
     # ---- step 1 and 2: during backward
 
@@ -297,32 +292,28 @@ class Reducer(TorchReducerNames):
             bucket = slot.bucket
             if small and simple and bucket is not None and self._open:
                 bucket.arriving.append(slot)
+            elif self._open:
+                self._launcher.bring_home([slot])
             else:
-                self._bring_home([slot])
+                bring_home([slot], as_views=views)
             if not self._open or slot.arrived or (static is not None and not static.completes(slot)):
                 return
             if simple and bucket is not None and self.rounds:
                 slot.arrived = True
                 bucket.pending -= 1
                 if bucket.pending == 0:
-                    self._launch_complete()
+                    self._launcher.launch_complete()
             else:
                 self._count(slot)
 
         return on_gradient
-
-    def _bring_home(self, slots: Sequence[Slot]) -> None:
-        carrying_graphs = bring_home(slots, as_views=self.options.gradients_are_views)
-        if self._open:
-            # backward(create_graph=True): the graph is put back around the average at the end
-            self._with_graph += carrying_graphs
 
     def _undefined(self, slot: Slot) -> None:
         """The hook ran, but some function in between had no gradient to pass on: the parameter counts as absent."""
         slot.touched = False
         if self._open and not slot.arrived:
             self._count_absent(slot)
-            self._launch_complete()
+            self._launcher.launch_complete()
 
     def _count(self, slot: Slot) -> None:
         """A gradient is complete: launches what is complete by it."""
@@ -330,12 +321,11 @@ class Reducer(TorchReducerNames):
         if self.rounds == 0:
             self.arrival_order.append(slot.index)
         if self.options.last_after == slot.index:
-            for bucket in self.buckets:
-                bucket.pending -= bucket.also_waits
+            self._launcher.count_event()
         assert slot.bucket is not None
         slot.bucket.pending -= 1
         if slot.bucket.pending == 0 or self.options.last_after == slot.index:
-            self._launch_complete()
+            self._launcher.launch_complete()
 
     def _on_sparse_gradient(self, slot: Slot) -> None:
         if current_task() != self._task:
@@ -376,15 +366,13 @@ class Reducer(TorchReducerNames):
         for index in sorted(self._expected_unused or ()):
             self._count_absent(self.slots[index])
         self._expected_unused = None
-        self._launch_complete()
+        self._launcher.launch_complete()
 
     def _count_absent(self, slot: Slot) -> None:
         """Counts a parameter that gets no gradient in this round: what it has accumulated before, or zero."""
-        slot.arrived = True
-        self._absent.append(slot)
+        slot.arrived = slot.absent = True
         if self.options.last_after == slot.index:
-            for bucket in self.buckets:
-                bucket.pending -= bucket.also_waits
+            self._launcher.count_event()
         if slot.bucket is None or slot.view is None:
             return
         gradient = slot.parameter.grad
@@ -408,30 +396,7 @@ class Reducer(TorchReducerNames):
             )
         if self.static_graph is not None:
             slot.arrivals += 1
-        if slot in self._absent:
-            self._absent.remove(slot)
-
-    def _launch_complete(self) -> None:
-        """Starts the exchange of complete buckets, in the fixed order."""
-        learning = self.static_graph is not None and not self.static_graph.learned
-        if self.options.overlap and not learning:
-            while self._launched < len(self.buckets) and self.buckets[self._launched].pending == 0:
-                self._launch_next()
-
-    def _launch_next(self) -> None:
-        bucket = self.buckets[self._launched]
-        self._launched += 1
-        bucket.skipped = self.options.skip_unused and all(slot in self._absent for slot in bucket.slots)
-        if bucket.skipped:
-            return
-        if bucket.arriving:
-            self._bring_home(bucket.arriving)
-            bucket.arriving.clear()
-        began = self.timeline.exchange_began()
-        if self._guard is not None:
-            self._guard.watch(bucket, self._status if self._launched == len(self.buckets) else None)
-        bucket.work = self._exchange.start(bucket)
-        self.timeline.bucket_launched(began, bucket)
+        slot.absent = False
 
     # ---- step 3: the end of backward
 
@@ -446,21 +411,10 @@ class Reducer(TorchReducerNames):
         tolerated = learning or self.find_unused_parameters
         self._close(missing)
         if missing and not tolerated:
-            self._fail(self._missing_error(missing))
+            self._errors.raise_or_keep(self._errors.missing(missing))
 
     def _missing(self) -> list[Slot]:
         return [slot for slot in self.slots if not slot.arrived]
-
-    def _missing_error(self, missing: Sequence[Slot]) -> MissingGradientError:
-        static = self.static_graph is not None
-        text = missing_text(self.rank, missing, len(self.slots), self.options.path, static_graph=static)
-        self.timeline.error = text
-        return MissingGradientError(text)
-
-    def _fail(self, error: MissingGradientError) -> None:
-        if not self.options.late_errors:
-            raise error
-        self._late_error = error
 
     def _close(self, missing: Sequence[Slot], *, interrupted: bool = False) -> None:
         """Launches what remains, waits for everything and leaves averages in `param.grad`; the round is then over.
@@ -475,11 +429,10 @@ class Reducer(TorchReducerNames):
         try:
             for slot in missing:
                 self._count_absent(slot)
-            status = self._status
-            if failed and status is not None and self._launched < len(self.buckets):
+            status = self._launcher.status
+            if failed and status is not None and not self._launcher.all_launched:
                 status[self.rank] = 1
-            while self._launched < len(self.buckets):
-                self._launch_next()
+            self._launcher.launch_all()
             used = self.used.start([s.touched for s in self.slots]) if self.used.due else None
             sparse = average_sparse(
                 [slot.parameter for slot in self._sparse_slots],
@@ -501,11 +454,11 @@ class Reducer(TorchReducerNames):
                     self._run_after_exchange()
                 if learning and self.static_graph is not None:
                     self.static_graph.learn(self.slots)
-                self._check_status()
+                self._errors.check_others(status)
             if self._guard is not None:
-                self._guard.check(self.slots, self._status)
+                self._guard.check(self.slots, status)
         finally:
-            self.used.note_unused(slot.index for slot in self._absent)
+            self.used.note_unused(slot.index for slot in self.slots if slot.absent)
             self.rounds += 1
             self._reset()
 
@@ -518,42 +471,24 @@ class Reducer(TorchReducerNames):
         """Puts the averages into `param.grad` where they are not there already."""
         for slot, average in zip(self._sparse_slots, sparse, strict=True):
             slot.parameter.grad = average
-        for slot, local in self._with_graph:
+        for slot, local in self._launcher.with_graph:
             assert slot.view is not None
             with torch.enable_grad():
                 slot.parameter.grad = AveragedGradient.apply(  # type: ignore[no-untyped-call]
                     local, slot.view, self.average
                 )
-        if not self._absent:
-            return
-        used_somewhere = self.used.somewhere()
-        for slot in self._absent:
+        absent = [slot for slot in self.slots if slot.absent]
+        used_somewhere = self.used.somewhere() if absent else []
+        for slot in absent:
             if slot.view is not None and (not used_somewhere or used_somewhere[slot.index]):
                 slot.parameter.grad = slot.view if self.options.gradients_are_views else slot.view.data
-
-    def _check_status(self) -> None:
-        status = self._status
-        if status is not None and bool((status > 0).any()):
-            ranks = (status > 0).nonzero().flatten().tolist()
-            text = other_ranks_text(self.rank, ranks)
-            self.timeline.error = text
-            self._fail(MissingGradientError(text))
 
     def _reset(self) -> None:
         self._open = False
         self._left_open = False
         self._tasks.clear()
         self._task = _NO_TASK
-        self._launched = 0
-        self._absent.clear()
-        self._with_graph.clear()
-        for bucket in self.buckets:
-            bucket.pending = len(bucket.slots) + bucket.also_waits
-            bucket.work = None
-            bucket.arriving.clear()
+        self._launcher.reset()
         for slot in self.slots:
-            slot.arrived = slot.touched = False
+            slot.arrived = slot.touched = slot.absent = False
             slot.arrivals = 0
-        status = self._status
-        if status is not None:
-            status.zero_()

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
+from ..errors import UnsuitableModelError
 from .broadcast import broadcast_tensors
 from .buckets import FIRST_BUCKET_BYTES
-from .checks import UnsuitableModelError, sparse_parameters
+from .checks import sparse_parameters
 from .tensors import map_tensors
 
 if TYPE_CHECKING:
