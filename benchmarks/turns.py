@@ -166,13 +166,15 @@ class Contestant:
 class Effort:
     """How long to measure: rounds in which all take turns, and how long a turn lasts, or how many calls it has.
 
-    With `wait_quiet_s`, each round waits at most so long for the rest of the machine to be idle.
+    With `wait_quiet_s`, each round waits at most so long for the rest of the machine to be idle. Contestants make what
+    they work on anew in each round, unless that takes long and pages decide little.
     """
 
     rounds: int = 7
     turn_s: float = 0.1
     fixed_calls: int = 0
     wait_quiet_s: float = 0
+    prepare_each_round: bool = True
 
     def calls(self, time_one: Callable[[int], float | None]) -> int:
         """How many calls fill a turn, at least 2."""
@@ -230,7 +232,7 @@ def _rounds(turns: list[tuple[Contestant, str, str]], effort: Effort, dtype: str
     times: dict[str, list[float]] = {column: [] for _, column, _ in turns}
     foreign = []
     for index in range(effort.rounds):
-        for contestant in {id(each): each for each, _, _ in turns}.values():
+        for contestant in {id(each): each for each, _, _ in turns}.values() if effort.prepare_each_round else ():
             contestant.prepare(dtype, size_bytes)  # anew, for some pages are luckier than others
         deadline = time.monotonic() + effort.wait_quiet_s
         while (share := busy_share(0.1)) > QUIET and time.monotonic() < deadline:

@@ -1,0 +1,143 @@
+"""Whole training steps: our DistributedDataParallel over photinus against torch's over gloo, taking turns in one run.
+
+    python benchmarks/ddp_steps.py --quick
+    python benchmarks/ddp_steps.py --out benchmarks/results/ddp_steps.json --check
+
+A step is forward, backward with the exchange, SGD without momentum, and gradients set to None, all in float32. "no
+exchange" is torch's wrapper in no_sync: no way of exchanging gradients can be faster, so (gloo - ours) / (gloo - no
+exchange) says how much of what there was to gain is gained. What is measured and which traps are avoided stands in
+README.md beside this file.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import harness
+import report
+from harness import MIB
+from turns import Contestant, Effort, take_turns
+
+RANKS = Path(__file__).resolve().parent / "ranks"
+OURS, GLOO, LEAST, BARE = "photinus", "torch DDP, gloo", "no exchange", "bare model"
+MODELS = [
+    "gpt-20m:1x16",
+    "gpt-20m:4x64",
+    "gpt-20m:16x64",
+    "resnet-50:2",
+    "resnet-50:16",
+    "gpt-2-small:1x16",
+    "gpt-2-small:4x64",
+    "vgg-16:1",
+    "vgg-16:8",
+    "vgg-16:16",
+    "many-small:1",
+]
+QUICK = ["gpt-20m:1x16", "many-small:1"]
+GAINED = {"gpt-20m:1x16": 0.85, "gpt-20m:4x64": 0.85, "gpt-20m:16x64": 0.85}
+HEADLINE = "vgg-16"
+
+
+def contestant(name: str, wrapper: str, backend: str, ranks: int, columns: dict[str, str]) -> Contestant:
+    def commands(folder: str) -> list[tuple[list[str], dict[str, str]]]:
+        script = [sys.executable, str(RANKS / "step_rank.py"), wrapper, backend]
+        return [([*script, str(rank), str(ranks), folder], {"GLOO_SOCKET_IFNAME": "lo"}) for rank in range(ranks)]
+
+    return Contestant(name, columns, commands, dtypes=tuple(MODELS))
+
+
+def verdicts(rows: list[dict[str, Any]]) -> list[tuple[bool, str]]:
+    """The bars, each with a line about it."""
+    found: list[tuple[bool, str]] = []
+    headline: list[tuple[float, str]] = []
+    for row in rows:
+        seconds, where = row["seconds"], f"{row['ranks']} ranks, {row['dtype']}"
+        if not {OURS, GLOO, LEAST, BARE} <= set(seconds):
+            found.append((False, f"{where}: not everybody was measured"))
+            continue
+        ours, gloo, least, bare = (seconds[name] for name in (OURS, GLOO, LEAST, BARE))
+        if row["dtype"].startswith("many-small"):
+            text = f"{where}: {(ours - bare) * 1e3:.2f} ms over the bare model, torch DDP {(gloo - bare) * 1e3:.2f} ms"
+            found.append((ours - bare <= gloo - bare, text))
+            continue
+        found.append((ours <= gloo, f"{where}: {gloo / ours:.2f} x as fast as torch DDP over gloo, at least 1 wanted"))
+        wanted = GAINED.get(row["dtype"])
+        if wanted and row["ranks"] == 2:
+            gained = (gloo - ours) / (gloo - least)
+            found.append((gained >= wanted, f"{where}: {gained:.0%} of the gain possible, {wanted:.0%} wanted"))
+        if row["dtype"].startswith(HEADLINE) and row["ranks"] == 2 and gloo >= 2 * least * 0.9:
+            headline.append((gloo / ours, where))
+    if any(row["dtype"].startswith(HEADLINE) and row["ranks"] == 2 for row in rows):
+        best = max(headline, default=(0.0, "no batch at which gloo spends half the step"))
+        found.append((best[0] >= 1.5, f"{best[1]}: {best[0]:.2f} x where gloo spends half the step, 1.5 wanted"))
+    return found
+
+
+def tables(kept: dict[str, Any]) -> str:
+    """The whole report as Markdown."""
+    parts = ["# Training steps", report.facts(kept)]
+    for ranks in sorted({row["ranks"] for row in kept["rows"]}):
+        lines = []
+        for row in (row for row in kept["rows"] if row["ranks"] == ranks):
+            seconds = row["seconds"]
+            cells = [row["dtype"], *(_milliseconds(seconds.get(name)) for name in (OURS, GLOO, LEAST, BARE))]
+            known = {OURS, GLOO, LEAST} <= set(seconds)
+            gain = seconds[GLOO] - seconds[LEAST] if known else 0.0
+            cells += [
+                f"{seconds[GLOO] / seconds[OURS]:.2f}" if known else "–",
+                f"{seconds[GLOO] / seconds[LEAST]:.2f}" if known else "–",
+                f"{(seconds[GLOO] - seconds[OURS]) / gain:.0%}" if gain > 0 else "–",
+            ]
+            lines.append(cells)
+        head = ["model:batch per rank", OURS, GLOO, LEAST, BARE, "gloo / ours", "gloo / no exchange", "gained"]
+        parts += [f"## {ranks} ranks", report.table(head, lines)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{seconds * 1e3:.1f} ms"
+
+
+def main() -> None:
+    parser = harness.options(__doc__, [MIB])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="model:batch")
+    parser.set_defaults(rounds=7, turn_s=1.0)
+    arguments = parser.parse_args()
+    harness.enter_namespace()
+    facts = harness.machine()
+    harness.warn(facts)
+    names = QUICK if arguments.quick and arguments.models == MODELS else arguments.models
+    rounds = 3 if arguments.quick else arguments.rounds
+    effort = Effort(rounds, arguments.turn_s, wait_quiet_s=arguments.wait_quiet_s, prepare_each_round=False)
+    rows: list[dict[str, Any]] = []
+    everybody: dict[str, Contestant] = {}
+    for ranks in arguments.ranks:
+        contestants = [
+            contestant("our DDP", "photinus", "photinus", ranks, {OURS: "sync"}),
+            contestant("torch's DDP", "torch", "gloo", ranks, {GLOO: "sync", LEAST: "no_sync"}),
+            contestant("bare", "none", "gloo", ranks, {BARE: "sync"}),
+        ]
+        for row in take_turns(contestants, ranks, [(name, 0) for name in names], effort):
+            rows.append(row)
+            cells = [f"{name} {seconds * 1e3:.1f}" for name, seconds in row["seconds"].items()]
+            print(f"{ranks} ranks {row['dtype']} (ms): {', '.join(cells)}", flush=True)
+        everybody.update({each.name: each for each in contestants if each.name not in everybody or each.absent})
+    kept = harness.record(facts, everybody.values(), rows)
+    found = verdicts(rows)
+    missed = [text for passed, text in found if not passed]
+    verdict = "\n".join(
+        [f"Bars: {len(found) - len(missed)} of {len(found)} cleared" + (":" if found else ".")]
+        + [f"- {'' if passed else '**missed** '}{text}" for passed, text in found]
+    )
+    text = f"{tables(kept)}\n{verdict}\n"
+    print("\n" + text)
+    if arguments.out:
+        harness.write(arguments.out, kept, text)
+    if arguments.check and missed:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

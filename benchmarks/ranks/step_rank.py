@@ -1,0 +1,66 @@
+"""A rank that trains: step_rank.py WRAPPER BACKEND RANK WORLD_SIZE FOLDER
+
+WRAPPER is torch (its DistributedDataParallel), photinus (ours) or none (the bare model). Paths: sync, a whole step;
+no_sync, the same without any exchange.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import models
+import rank_loop
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import photinus
+
+
+def wrapped(model: nn.Module, wrapper: str) -> Any:
+    """The model in its wrapper, made in the way that its users make it."""
+    if wrapper == "torch":
+        return nn.parallel.DistributedDataParallel(model)
+    return photinus.DistributedDataParallel(model) if wrapper == "photinus" else model
+
+
+def main(wrapper: str, backend: str, rank: int, world_size: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", world_size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    work = dist.all_reduce(torch.ones(1), async_op=True)  # libraries start their threads now, which stay free
+    assert work is not None
+    work.wait()
+    rank_loop.pin(rank)
+    held: list[Any] = []
+
+    def prepare(name: str, _: int) -> None:
+        held.clear()
+        model, inputs = models.make(name)
+        ddp = wrapped(model, wrapper)
+        held.extend((ddp, torch.optim.SGD(ddp.parameters(), lr=1e-6), inputs))
+        dist.barrier()
+
+    def step_of(path: str) -> Callable[[], None]:
+        ddp, optimizer, inputs = held
+        quiet = ddp.no_sync if path == "no_sync" and wrapper != "none" else contextlib.nullcontext
+
+        def step() -> None:
+            with quiet():
+                ddp(*inputs).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    version = f"{wrapper} DDP over {backend}, torch {torch.__version__}, photinus {photinus.__version__}"
+    rank_loop.serve(rank, folder, version, prepare, step_of, dist.barrier)
+    held.clear()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
