@@ -253,3 +253,20 @@ class Communicator(Group):
                 f"{operation}: {what} has {given} elements of {names[given_dtype]}, needs {needed} of {names[dtype]} "
                 f"in a group of {self.world_size}"
             )
+
+
+def _about() -> dict[str, Any]:
+    """What the engine is on this machine; `python -m photinus.engine` prints it as JSON."""
+    return {
+        "instruction_set": _native.instruction_set(),
+        "usable_cores": _native.usable_cores(),
+        "host_id": host_id(),
+        "timeout_s": env.TIMEOUT_S.get(),
+        "grace_s": env.GRACE_S.get(),
+    }
+
+
+if __name__ == "__main__":
+    import json
+
+    print(json.dumps(_about()))

@@ -1,4 +1,4 @@
-"""What the kernel says about this process's control group: CPU quota and out-of-memory kills, versions 1 and 2."""
+"""What the kernel says about this process's control group, versions 1 and 2: CPU quota, memory limit, kills."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["OomKills", "cpu_quota_cores", "oom_kills"]
+__all__ = ["OomKills", "cpu_quota_cores", "memory_limit", "oom_kills"]
+
+_NO_LIMIT = 2**60  # version 1 writes "no limit" as a number near 2**63
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,17 @@ def cpu_quota_cores(root: Path = Path("/")) -> float | None:
     return min(quotas, default=None)
 
 
+def memory_limit(root: Path = Path("/")) -> int | None:
+    """The tightest memory limit of this control group and those around it, in bytes; None when there is none."""
+    limits = []
+    for folder in _folders("memory", root):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            text = _read(folder / name).strip()
+            if text.isdigit() and int(text) < _NO_LIMIT:
+                limits.append(int(text))
+    return min(limits, default=None)
+
+
 def oom_kills(root: Path = Path("/")) -> OomKills | None:
     """The counter of out-of-memory kills among the processes of this control group.
 
@@ -43,8 +56,7 @@ def oom_kills(root: Path = Path("/")) -> OomKills | None:
             count = _field(_read(own / name), "oom_kill")
             if count is not None:
                 text = _read(own / limit).strip()
-                # Version 1 writes "no limit" as a number near 2**63.
-                limit_bytes = int(text) if text.isdigit() and int(text) < 2**60 else None
+                limit_bytes = int(text) if text.isdigit() and int(text) < _NO_LIMIT else None
                 return OomKills(count, "this control group", limit_bytes)
     count = _field(_read(root / "proc/vmstat"), "oom_kill")
     return None if count is None else OomKills(count, "this machine")

@@ -19,6 +19,7 @@ __all__ = ["main"]
 
 _COMMANDS = {
     "run": ("photinus.launch.run", "start a script on all devices of this host, and restart it when a rank dies"),
+    "doctor": ("photinus.launch.doctor.examine", "say what works on this machine, by trying it"),
 }
 
 _WRONG_USE = 2
@@ -38,6 +39,7 @@ def _help() -> str:
         "examples:",
         "  photinus run train.py                       one process per GPU (or core)",
         "  photinus run --nproc-per-node 2 train.py --epochs 3",
+        "  photinus doctor                             which backends work here, and how fast?",
         "  photinus run --help",
     ]
     return "\n".join(lines)

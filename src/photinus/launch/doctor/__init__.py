@@ -1,0 +1,10 @@
+"""`photinus doctor`: what works on this machine, found by trying it.
+
+finding     what one look found, and the table of all
+host        processors, memory, limits, the engine's needs          (no torch)
+network     interfaces, addresses, the host's own name              (no torch)
+software    Python, torch, launchers, GPUs; asked in child processes
+backends    every backend of torch.distributed, really tried: two processes, an all_reduce, a deadline
+trial       the program of those processes: a file of its own
+examine     the command: options, all looks, exit code
+"""

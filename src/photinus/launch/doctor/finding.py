@@ -1,0 +1,87 @@
+"""What one look at the machine found, and the table of all findings."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+__all__ = ["Finding", "as_json", "exit_code", "table"]
+
+_MARKS = {"good": ("✓", "32"), "note": ("!", "33"), "bad": ("✗", "31"), "absent": ("–", "90")}
+_NAME_WIDTH = 16
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the table.
+
+    Attributes:
+        section: heading that it stands under.
+        name: what was looked at.
+        state: "good"; "note", works, but worth knowing; "bad", will not work or will be slow; "absent", not here and
+            not missed.
+        value: what was found.
+        advice: what to do about it; given for each "bad".
+        facts: the figures behind it, for --json.
+    """
+
+    section: str
+    name: str
+    state: str
+    value: str
+    advice: str = ""
+    facts: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        assert self.state in _MARKS, self.state
+        assert self.state != "bad" or self.advice, f"{self.name} is bad and nothing is advised"
+
+
+def table(findings: Sequence[Finding], *, width: int, colour: bool) -> str:
+    """The findings as text for a terminal of so many columns."""
+    lines: list[str] = []
+    section = ""
+    for finding in findings:
+        if finding.section != section:
+            section = finding.section
+            lines += ["", _painted(section, "1", colour)] if lines else [_painted(section, "1", colour)]
+        mark, number = _MARKS[finding.state]
+        indent = " " * (_NAME_WIDTH + 4)
+        body = textwrap.wrap(finding.value, width - len(indent), break_long_words=True) or [""]
+        head = f"{finding.name:<{_NAME_WIDTH}}"
+        if len(finding.name) > _NAME_WIDTH:
+            head, body = finding.name, ["", *body]
+        lines.append(f"  {_painted(mark, number, colour)} {head} {body[0]}".rstrip())
+        lines += [indent + more for more in body[1:]]
+        if finding.advice:
+            advice = textwrap.wrap(finding.advice, width - len(indent) - 2, break_on_hyphens=False)
+            lines += [indent + ("→ " if number == 0 else "  ") + text for number, text in enumerate(advice)]
+    bad = [finding.name for finding in findings if finding.state == "bad"]
+    lines.append("")
+    if bad:
+        lines.append(
+            _painted(
+                f"{len(bad)} of {len(findings)} need{'s' * (len(bad) == 1)} attention: {', '.join(bad)}.",
+                "1;31",
+                colour,
+            )
+        )
+    else:
+        lines.append(_painted(f"All well: {len(findings)} looks, nothing that needs attention.", "1;32", colour))
+    return "\n".join(lines)
+
+
+def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
+    """The findings as JSON: {"well": ..., "findings": [...]}."""
+    return {"well": exit_code(findings) == 0, "findings": [asdict(finding) for finding in findings]}
+
+
+def exit_code(findings: Sequence[Finding]) -> int:
+    """0 when nothing is bad, else 1."""
+    return int(any(finding.state == "bad" for finding in findings))
+
+
+def _painted(text: str, number: str, colour: bool) -> str:
+    return f"\x1b[{number}m{text}\x1b[0m" if colour else text

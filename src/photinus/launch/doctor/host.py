@@ -1,0 +1,146 @@
+"""Processors, memory and limits of this host, and whether the engine finds there what it needs."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+from pathlib import Path
+
+from ..cgroup import cpu_quota_cores, memory_limit
+from ..devices import usable_cores
+from .finding import Finding
+
+__all__ = ["look_at_host"]
+
+_SECTION = "This host"
+_FEW_FILES = 1024
+_LITTLE_MEMORY_BYTES = 2 << 30
+
+
+def look_at_host(root: Path = Path("/")) -> list[Finding]:
+    """All findings of this host. `root` is where /proc and /sys are looked for (for tests)."""
+    return [_system(root), _processors(root), _memory(root), _shared_memory(), _dev_shm(root), _files(), _locked()]
+
+
+def _system(root: Path) -> Finding:
+    name = platform.freedesktop_os_release().get("PRETTY_NAME", "") if (root / "etc/os-release").exists() else ""
+    inside = " in a container" if any((root / mark).exists() for mark in (".dockerenv", "run/.containerenv")) else ""
+    value = f"{platform.system()} {platform.release()}, {platform.machine()}{inside}" + (f" ({name})" if name else "")
+    if platform.system() != "Linux":
+        return Finding(_SECTION, "system", "bad", value, "Photinus runs on Linux only.")
+    return Finding(_SECTION, "system", "good", value)
+
+
+def _processors(root: Path) -> Finding:
+    present, allowed = os.cpu_count() or 1, len(os.sched_getaffinity(0))
+    quota = cpu_quota_cores(root)
+    usable = usable_cores()
+    model = next((line.split(":", 1)[1].strip() for line in _lines(root / "proc/cpuinfo", "model name")), "")
+    nodes = len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) or 1
+    parts = [f"{usable} usable core{'s' * (usable != 1)} of {present}" + (f" ({model})" if model else "")]
+    if allowed < present:
+        parts.append(f"affinity allows {allowed}")
+    if quota is not None:
+        parts.append(f"the control group allows {quota:g}")
+    if nodes > 1:
+        parts.append(f"{nodes} NUMA nodes")
+    facts = {"present": present, "affinity": allowed, "quota": quota, "usable": usable, "numa_nodes": nodes}
+    if quota is not None and quota < allowed:
+        return Finding(
+            _SECTION,
+            "processors",
+            "note",
+            "; ".join(parts),
+            "Processes beyond the quota are stopped for parts of each 100 ms; start no more workers than it allows.",
+            facts,
+        )
+    return Finding(_SECTION, "processors", "good", "; ".join(parts), facts=facts)
+
+
+def _memory(root: Path) -> Finding:
+    meminfo = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in _lines(root / "proc/meminfo", "Mem")}
+    total, available = meminfo.get("MemTotal", 0), meminfo.get("MemAvailable", 0)
+    limit = memory_limit(root)
+    value = f"{_gib(total)}, {_gib(available)} available"
+    if limit is not None and limit < total:
+        value += f"; the control group allows {_gib(limit)}"
+        available = min(available, limit)
+    facts = {"total_bytes": total, "available_bytes": available, "limit_bytes": limit}
+    if available < _LITTLE_MEMORY_BYTES:
+        advice = "A worker takes some 400 MB before the model is there. End other programs or raise the limit."
+        return Finding(_SECTION, "memory", "bad", value, advice, facts)
+    return Finding(_SECTION, "memory", "good", value, facts=facts)
+
+
+def _shared_memory() -> Finding:
+    """The engine's memory is a memfd: a file without a name, passed between processes by descriptor."""
+    try:
+        file = os.memfd_create("photinus-doctor")
+    except OSError as error:
+        advice = "The engine needs memfd_create; a container's seccomp profile may forbid it. Allow it there."
+        return Finding(_SECTION, "memfd", "bad", f"memfd_create fails: {error.strerror}", advice)
+    try:
+        os.ftruncate(file, 1 << 20)
+        os.pwrite(file, b"x", 0)
+    except OSError as error:
+        return Finding(
+            _SECTION, "memfd", "bad", f"a memfd cannot be written: {error.strerror}", "Raise the memory limit."
+        )
+    finally:
+        os.close(file)
+    return Finding(_SECTION, "memfd", "good", "shared memory without names: the engine works whatever /dev/shm holds")
+
+
+def _dev_shm(root: Path) -> Finding:
+    try:
+        stat = os.statvfs(root / "dev/shm")
+    except OSError as error:
+        value = f"not there ({error.strerror})"
+        advice = "The engine does without, but DataLoader workers and NCCL use it; mount a tmpfs there."
+        return Finding(_SECTION, "/dev/shm", "note", value, advice)
+    size, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
+    value = f"{_gib(size)}, {_gib(free)} free"
+    facts = {"bytes": size, "free_bytes": free}
+    if free < 512 << 20:
+        advice = (
+            "The engine does not use it, but DataLoader workers pass batches through it and die with a bus error when "
+            "it is full. In Docker: --shm-size 8g, or --ipc host."
+        )
+        return Finding(_SECTION, "/dev/shm", "note", value, advice, facts)
+    return Finding(_SECTION, "/dev/shm", "good", value, facts=facts)
+
+
+def _files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    value = f"{_limit(soft)} (up to {_limit(hard)} on request)"
+    facts = {"soft": soft, "hard": hard}
+    if soft != resource.RLIM_INFINITY and soft < _FEW_FILES:
+        advice = f"A worker holds some files for each other rank and each DataLoader worker: ulimit -n {hard}."
+        return Finding(_SECTION, "open files", "bad", value, advice, facts)
+    return Finding(_SECTION, "open files", "good", value, facts=facts)
+
+
+def _locked() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    value = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft >> 10} KiB"
+    facts = {"soft": soft, "hard": hard}
+    if soft != resource.RLIM_INFINITY and Path("/sys/class/infiniband").is_dir():
+        advice = "RDMA registers memory, which counts as locked: ulimit -l unlimited, or memlock in limits.conf."
+        return Finding(_SECTION, "locked memory", "bad", value, advice, facts)
+    return Finding(_SECTION, "locked memory", "good", value, facts=facts)
+
+
+def _limit(number: int) -> str:
+    return "unlimited" if number == resource.RLIM_INFINITY else str(number)
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):.1f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):.0f} MiB"
+
+
+def _lines(path: Path, start: str) -> list[str]:
+    try:
+        return [line for line in path.read_text().splitlines() if line.startswith(start)]
+    except OSError:  # absent on this kernel
+        return []

@@ -1,0 +1,113 @@
+"""Interfaces, addresses and names: what several hosts would meet over."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+from pathlib import Path
+
+from .finding import Finding
+
+__all__ = ["look_at_network"]
+
+_SECTION = "Network"
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR
+_VIRTUAL = ("lo", "docker", "veth", "br-", "virbr", "ifb", "dummy", "tun", "tap", "cni", "flannel", "cali")
+
+
+def look_at_network(root: Path = Path("/")) -> list[Finding]:
+    """All findings of the network. `root` is where /sys and /proc are looked for (for tests)."""
+    return [_loopback(), *_interfaces(root), _own_name(), _congestion(root), _rdma(root)]
+
+
+def _loopback() -> Finding:
+    """Workers of one host meet over 127.0.0.1."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            with socket.create_connection(server.getsockname(), timeout=2) as client:
+                accepted, _ = server.accept()
+                with accepted:
+                    client.sendall(b"x")
+                    assert accepted.recv(1) == b"x"
+    except OSError as error:
+        advice = "Workers of one host meet there. Bring it up (ip link set lo up), or let the firewall pass it."
+        return Finding(_SECTION, "loopback", "bad", f"127.0.0.1 cannot be reached: {error.strerror or error}", advice)
+    return Finding(_SECTION, "loopback", "good", "127.0.0.1 answers")
+
+
+def _interfaces(root: Path) -> list[Finding]:
+    found = []
+    for folder in sorted((root / "sys/class/net").glob("*")):
+        if folder.name.startswith(_VIRTUAL):
+            continue
+        address, speed = _address(folder.name), _read(folder / "speed")
+        up = _read(folder / "operstate") in ("up", "unknown")
+        parts = [address or "no IPv4 address", "up" if up else "down"]
+        if speed.lstrip("-").isdigit() and int(speed) > 0:
+            parts.append(f"{int(speed) / 1000:g} Gbit/s")
+        facts = {"address": address, "up": up, "speed_mbit": speed, "mtu": _read(folder / "mtu")}
+        state = "good" if up and address else "absent"
+        found.append(Finding(_SECTION, folder.name, state, ", ".join(parts), facts=facts))
+    return found or [Finding(_SECTION, "interfaces", "absent", "none but loopback: this host cannot meet others")]
+
+
+def _own_name() -> Finding:
+    """gloo and torch look up the host's own name; where it does not resolve, gloo fails or listens elsewhere."""
+    name = socket.gethostname()
+    try:
+        addresses = sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None, socket.AF_INET)})
+    except OSError as error:
+        value = f"{name} does not resolve: {error.strerror}"
+        advice = (
+            "One host needs nothing: `photinus run` sets GLOO_SOCKET_IFNAME=lo. For several, name the interface "
+            "(GLOO_SOCKET_IFNAME=eth0) or add the name to /etc/hosts."
+        )
+        return Finding(_SECTION, "host name", "note", value, advice)
+    local = all(address.startswith("127.") for address in addresses)
+    if local:
+        return Finding(
+            _SECTION,
+            "host name",
+            "note",
+            f"{name} is {', '.join(addresses)}, which other hosts cannot reach",
+            "Several hosts over gloo: set GLOO_SOCKET_IFNAME to the interface between them.",
+        )
+    return Finding(_SECTION, "host name", "good", f"{name} is {', '.join(addresses)}")
+
+
+def _congestion(root: Path) -> Finding:
+    control = _read(root / "proc/sys/net/ipv4/tcp_congestion_control")
+    if control == "bbr":
+        return Finding(
+            _SECTION,
+            "TCP congestion",
+            "note",
+            "bbr, which paces traffic inside the host too and slows gloo by a third or so",
+            "sysctl -w net.ipv4.tcp_congestion_control=reno (or cubic), unless the hosts are far apart.",
+        )
+    return Finding(_SECTION, "TCP congestion", "good" if control else "absent", control or "not told by the kernel")
+
+
+def _rdma(root: Path) -> Finding:
+    devices = sorted(folder.name for folder in (root / "sys/class/infiniband").glob("*"))
+    if devices:
+        return Finding(_SECTION, "RDMA", "good", ", ".join(devices), facts={"devices": devices})
+    return Finding(_SECTION, "RDMA", "absent", "no InfiniBand or RoCE device; hosts meet over TCP")
+
+
+def _address(interface: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        request = struct.pack("256s", interface.encode()[:15])
+        try:
+            answer = fcntl.ioctl(asked.fileno(), _GET_ADDRESS, request)
+        except OSError:  # has none
+            return ""
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # absent for this kind of interface, or not readable while it is down
+        return ""

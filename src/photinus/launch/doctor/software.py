@@ -1,0 +1,179 @@
+"""Python, Photinus, torch and its GPUs, and the launchers that are installed.
+
+What needs torch is asked in a child process: a torch that cannot be imported, or a driver that hangs, is a finding
+and not the end of the examination.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from ... import __version__
+from .finding import Finding
+
+__all__ = ["Torch", "ask_engine", "ask_torch", "look_at_software"]
+
+_SECTION = "Software"
+_OLDEST_PYTHON = (3, 10)
+_OLDEST_TORCH = (2, 6)
+
+_ASK_TORCH = """
+import json, torch, torch.distributed as dist
+cuda = torch.cuda.is_available()
+count = torch.cuda.device_count() if cuda else 0
+facts = {
+    "version": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip, "built_for_cuda":
+    torch.backends.cuda.is_built(), "cuda_works": cuda, "distributed": dist.is_available(),
+    "available": {n: bool(getattr(dist, f"is_{n}_available", lambda: False)()) for n in ("gloo", "nccl", "mpi", "ucc")},
+    "photinus": "photinus" in dist.Backend.backend_list if dist.is_available() else False,
+    "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda and dist.is_nccl_available() else None,
+    "gpus": [{"name": p.name, "bytes": p.total_memory, "capability": [p.major, p.minor]}
+             for p in map(torch.cuda.get_device_properties, range(count))],
+    "peers": [[i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)] for i in range(count)],
+}
+print(json.dumps(facts))
+"""
+
+
+@dataclass(frozen=True)
+class Torch:
+    """What a child process said about torch.
+
+    Attributes:
+        facts: versions, backends, GPUs; None when it could not say.
+        error: why not.
+    """
+
+    facts: dict[str, Any] | None
+    error: str = ""
+
+
+def ask_torch(timeout_s: float) -> Torch:
+    """Imports torch in a child process and asks it about itself and its GPUs."""
+    return Torch(*_ask(["-c", _ASK_TORCH], timeout_s))
+
+
+def ask_engine(timeout_s: float) -> tuple[dict[str, Any] | None, str]:
+    """What the engine says of itself here, or why it cannot."""
+    return _ask(["-m", "photinus.engine"], timeout_s)
+
+
+def look_at_software(torch: Torch, engine: tuple[dict[str, Any] | None, str], timeout_s: float) -> list[Finding]:
+    """Python, Photinus, its engine, torch, the GPUs and the other launchers."""
+    return [
+        _python(),
+        _engine(*engine),
+        *_torch(torch),
+        *_gpus(torch.facts or {}, timeout_s),
+        _program("mpirun", "MPI", timeout_s),
+        _program("srun", "Slurm", timeout_s),
+    ]
+
+
+def _python() -> Finding:
+    version = platform.python_version()
+    value = f"{version} ({sys.executable}), Photinus {__version__}"
+    if sys.version_info[:2] < _OLDEST_PYTHON:
+        return Finding(_SECTION, "Python", "bad", value, "Photinus needs Python 3.10 or newer.")
+    return Finding(_SECTION, "Python", "good", value)
+
+
+def _engine(facts: dict[str, Any] | None, error: str) -> Finding:
+    if facts is None:
+        advice = (
+            "The native module is missing or of another Python or processor: pip install --force-reinstall photinus."
+        )
+        return Finding(_SECTION, "engine", "bad", error, advice)
+    value = f"adds with {facts['instruction_set']}; {facts['usable_cores']} usable cores"
+    if facts["instruction_set"] == "baseline" and platform.machine() in ("x86_64", "AMD64"):
+        advice = "Neither AVX2 nor AVX-512: a processor of before 2013, or PHOTINUS_INSTRUCTION_SET is set."
+        return Finding(_SECTION, "engine", "note", value, advice, facts)
+    return Finding(_SECTION, "engine", "good", value, facts=facts)
+
+
+def _torch(torch: Torch) -> list[Finding]:
+    facts = torch.facts
+    if facts is None:
+        advice = "Install PyTorch as its site says for this machine (pytorch.org). Without it, photinus.engine works."
+        return [Finding(_SECTION, "torch", "bad", torch.error, advice)]
+    build = f"CUDA {facts['cuda']}" if facts["cuda"] else f"ROCm {facts['hip']}" if facts["hip"] else "CPU only"
+    value = f"{facts['version']} ({build})"
+    version = tuple(int(part) for part in facts["version"].split("+")[0].split(".")[:2])
+    if version < _OLDEST_TORCH:
+        return [Finding(_SECTION, "torch", "bad", value, "Photinus needs torch 2.6 or newer.", facts)]
+    if not facts["distributed"]:
+        advice = "This build of torch has no torch.distributed; install one that has."
+        return [Finding(_SECTION, "torch", "bad", value, advice, facts)]
+    if not facts["photinus"]:
+        advice = (
+            "import torch did not register backend photinus: TORCH_DEVICE_BACKEND_AUTOLOAD=0 switches that off; "
+            "`import photinus` before init_process_group does it too."
+        )
+        return [Finding(_SECTION, "torch", "note", f"{value}; backend photinus is not registered", advice, facts)]
+    return [Finding(_SECTION, "torch", "good", f"{value}; backend photinus registers by itself", facts=facts)]
+
+
+def _gpus(facts: dict[str, Any], timeout_s: float) -> list[Finding]:
+    section = "GPUs"
+    driver = shutil.which("nvidia-smi")
+    if not facts.get("gpus"):
+        if driver is None:
+            return [Finding(section, "GPUs", "absent", "no NVIDIA driver here; models train on the processors")]
+        listed = _run([driver, "-L"], timeout_s)
+        if not listed.strip().startswith("GPU"):
+            return [Finding(section, "GPUs", "absent", "the driver is here, but shows no GPU")]
+        if facts and not facts["built_for_cuda"]:
+            advice = "Install a torch built for CUDA, as pytorch.org says."
+            return [
+                Finding(section, "GPUs", "bad", "the driver shows GPUs, but this torch is built without CUDA", advice)
+            ]
+        advice = "Look at CUDA_VISIBLE_DEVICES, and whether the driver is new enough for this torch (nvidia-smi)."
+        return [Finding(section, "GPUs", "bad", "the driver shows GPUs, but torch sees none", advice)]
+    found = [
+        Finding(section, f"GPU {index}", "good", f"{gpu['name']}, {gpu['bytes'] / (1 << 30):.0f} GiB", facts=gpu)
+        for index, gpu in enumerate(facts["gpus"])
+    ]
+    without = [
+        f"{i}-{j}" for i, row in enumerate(facts["peers"]) for j, reached in enumerate(row) if i < j and not reached
+    ]
+    if len(found) > 1 and without:
+        value = f"no peer access between {', '.join(without[:8])}" + (" ..." if len(without) > 8 else "")
+        advice = "GPUs exchange through host memory there; NCCL is slow so, and backend photinus is meant for that."
+        found.append(Finding(section, "links", "note", value, advice))
+    elif len(found) > 1:
+        found.append(Finding(section, "links", "good", "every GPU reaches every other directly"))
+    return found
+
+
+def _program(name: str, title: str, timeout_s: float) -> Finding:
+    path = shutil.which(name)
+    if path is None:
+        return Finding(_SECTION, title, "absent", f"{name} is not installed")
+    said = _run([path, "--version"], timeout_s).strip().splitlines()
+    return Finding(_SECTION, title, "good", f"{said[0] if said else 'version not told'} ({path})")
+
+
+def _run(command: list[str], timeout_s: float) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{command[0]}: {error}"
+
+
+def _ask(words: list[str], timeout_s: float) -> tuple[dict[str, Any] | None, str]:
+    try:
+        asked = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return None, f"no answer within {timeout_s:g} s"
+    last = asked.stdout.strip().splitlines()[-1:]
+    if asked.returncode == 0 and last:
+        answer: dict[str, Any] = json.loads(last[0])
+        return answer, ""
+    said = asked.stderr.strip().splitlines()[-1:] or [f"ended with code {asked.returncode} and said nothing"]
+    return None, said[0]

@@ -1,0 +1,282 @@
+"""`photinus doctor`: what it looks at, how it tells, and that a look which fails or hangs is a finding."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from photinus.launch.cli import main
+from photinus.launch.doctor import backends, examine, network, software
+from photinus.launch.doctor.finding import Finding, as_json, exit_code, table
+from photinus.launch.doctor.host import look_at_host
+from photinus.launch.doctor.network import look_at_network
+
+TORCH = {
+    "version": "2.13.0",
+    "cuda": None,
+    "hip": None,
+    "built_for_cuda": False,
+    "cuda_works": False,
+    "distributed": True,
+    "available": {"gloo": True, "nccl": False, "mpi": False, "ucc": False},
+    "photinus": True,
+    "nccl": None,
+    "gpus": [],
+    "peers": [],
+}
+ENGINE = ({"instruction_set": "avx2", "usable_cores": 2}, "")
+
+
+def named(findings: list[Finding], name: str) -> Finding:
+    (found,) = (finding for finding in findings if finding.name == name)
+    return found
+
+
+def machine(folder: Path, **files: str) -> Path:
+    """A root folder with these files; __ in a name stands for a slash."""
+    for name, text in files.items():
+        path = folder / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+# ---- the table
+
+
+def test_each_finding_is_a_line_with_its_advice_below() -> None:
+    text = table(
+        [
+            Finding("Host", "memory", "good", "8.0 GiB"),
+            Finding("Host", "open files", "bad", "16", "Raise it: ulimit -n 4096."),
+            Finding("Backends", "nccl", "absent", "not built"),
+        ],
+        width=80,
+        colour=False,
+    )
+    assert text.splitlines() == [
+        "Host",
+        "  ✓ memory           8.0 GiB",
+        "  ✗ open files       16",
+        "                    → Raise it: ulimit -n 4096.",
+        "",
+        "Backends",
+        "  – nccl             not built",
+        "",
+        "1 of 3 needs attention: open files.",
+    ]
+
+
+def test_long_findings_stay_inside_the_terminal() -> None:
+    long = Finding("Host", "a name that is rather long", "bad", "word " * 60, "do " * 60)
+    assert max(map(len, table([long], width=80, colour=False).splitlines())) <= 80
+
+
+def test_colours_only_where_they_are_wanted() -> None:
+    finding = [Finding("Host", "memory", "good", "8 GiB")]
+    assert "\x1b[32m✓" in table(finding, width=80, colour=True)
+    assert "\x1b" not in table(finding, width=80, colour=False)
+
+
+def test_exit_code_is_1_only_when_something_is_bad() -> None:
+    note = Finding("Host", "a", "note", "works")
+    assert exit_code([note, Finding("Host", "b", "absent", "")]) == 0
+    assert exit_code([note, Finding("Host", "c", "bad", "x", "do")]) == 1
+    assert as_json([note])["well"] is True
+
+
+# ---- the host
+
+
+def test_a_quota_of_the_control_group_is_told_with_what_follows(tmp_path: Path) -> None:
+    root = machine(
+        tmp_path,
+        proc__self__cgroup="0::/\n",
+        proc__self__mountinfo="30 1 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n",
+        **{"sys__fs__cgroup__cpu.max": "50000 100000\n", "sys__fs__cgroup__memory.max": "1073741824\n"},
+        proc__meminfo="MemTotal: 33554432 kB\nMemAvailable: 30000000 kB\n",
+    )
+    found = look_at_host(root)
+    assert named(found, "processors").state == "note"
+    assert "the control group allows 0.5" in named(found, "processors").value
+    memory = named(found, "memory")
+    assert memory.state == "bad"
+    assert "32.0 GiB, 28.6 GiB available; the control group allows 1.0 GiB" in memory.value
+    assert "raise the limit" in memory.advice
+
+
+def test_a_missing_dev_shm_is_a_note_because_the_engine_does_without(tmp_path: Path) -> None:
+    finding = named(look_at_host(machine(tmp_path, proc__meminfo="MemTotal: 1 kB\n")), "/dev/shm")
+    assert finding.state == "note"
+    assert "The engine does without" in finding.advice
+
+
+def test_this_machine_has_what_the_engine_needs() -> None:
+    assert named(look_at_host(), "memfd").state == "good"
+
+
+# ---- the network
+
+
+def test_bbr_is_told_for_it_slows_traffic_inside_the_host(tmp_path: Path) -> None:
+    found = look_at_network(machine(tmp_path, proc__sys__net__ipv4__tcp_congestion_control="bbr\n"))
+    assert named(found, "TCP congestion").state == "note"
+    found = look_at_network(machine(tmp_path, proc__sys__net__ipv4__tcp_congestion_control="cubic\n"))
+    assert named(found, "TCP congestion").state == "good"
+
+
+def test_an_interface_without_an_address_is_no_way_to_other_hosts(tmp_path: Path) -> None:
+    root = machine(tmp_path, sys__class__net__enp9s9__operstate="down\n", sys__class__net__lo__operstate="unknown\n")
+    assert named(look_at_network(root), "enp9s9").state == "absent"
+    assert "lo" not in [finding.name for finding in look_at_network(root)]
+
+
+def test_a_host_name_that_does_not_resolve_is_told_with_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network.socket, "gethostname", lambda: "no-such-host.invalid")
+    finding = named(look_at_network(), "host name")
+    assert finding.state == "note"
+    assert "GLOO_SOCKET_IFNAME" in finding.advice
+
+
+# ---- software
+
+
+def software_with(torch: software.Torch, engine: tuple[dict[str, object] | None, str] = ENGINE) -> list[Finding]:
+    return software.look_at_software(torch, engine, 10)
+
+
+def test_a_torch_that_cannot_be_imported_is_a_finding_with_its_own_error() -> None:
+    finding = named(software_with(software.Torch(None, "ModuleNotFoundError: No module named 'torch'")), "torch")
+    assert finding.state == "bad"
+    assert "No module named 'torch'" in finding.value
+
+
+@pytest.mark.parametrize(
+    ("changes", "state", "told"),
+    [
+        ({}, "good", "2.13.0 (CPU only)"),
+        ({"cuda": "13.0"}, "good", "2.13.0 (CUDA 13.0)"),
+        ({"version": "2.1.2+cpu"}, "bad", "2.1.2+cpu"),
+        ({"photinus": False}, "note", "not registered"),
+        ({"distributed": False}, "bad", "2.13.0"),
+    ],
+)
+def test_torch_is_told_with_version_and_build(changes: dict[str, object], state: str, told: str) -> None:
+    finding = named(software_with(software.Torch({**TORCH, **changes})), "torch")
+    assert (finding.state, told in finding.value) == (state, True)
+
+
+def test_gpus_without_peer_access_are_what_this_backend_is_for() -> None:
+    gpus = [{"name": "RTX 4090", "bytes": 24 << 30, "capability": [8, 9]}] * 2
+    found = software_with(software.Torch({**TORCH, "gpus": gpus, "peers": [[True, False], [False, True]]}))
+    assert named(found, "GPU 1").value == "RTX 4090, 24 GiB"
+    assert named(found, "links").state == "note"
+    assert "0-1" in named(found, "links").value
+
+
+def test_an_engine_that_cannot_be_loaded_is_bad() -> None:
+    assert named(software_with(software.Torch(TORCH), (None, "ImportError: no _native")), "engine").state == "bad"
+
+
+def test_the_engine_says_in_json_what_it_is_here() -> None:
+    facts, error = software.ask_engine(60)
+    assert error == ""
+    assert facts is not None
+    assert facts["instruction_set"] in ("baseline", "avx2", "avx512", "neon")
+
+
+def test_a_child_that_hangs_is_given_up() -> None:
+    facts, error = software._ask(["-c", "import time; time.sleep(60)"], 0.5)
+    assert facts is None
+    assert error == "no answer within 0.5 s"
+
+
+# ---- backends
+
+
+def test_each_backend_is_tried_in_two_processes() -> None:
+    found = backends.look_at_backends(TORCH, 120)
+    assert [(finding.name, finding.state) for finding in found] == [
+        ("photinus", "good"),
+        ("gloo", "good"),
+        ("nccl", "absent"),
+        ("mpi", "absent"),
+        ("ucc", "absent"),
+    ]
+    assert found[0].facts is not None
+    assert found[0].facts["small_s"] > 0
+
+
+def test_a_backend_that_fails_is_bad_with_its_last_words() -> None:
+    finding = backends._tried("nonsense", 120)
+    assert finding.state == "bad"
+    assert "rank 0 ended with code 1" in finding.value
+    assert "nonsense" in finding.value
+
+
+def test_a_backend_that_hangs_is_ended_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trial.py").write_text("import time; time.sleep(300)")
+    monkeypatch.setattr(backends, "_TRIAL", tmp_path / "trial.py")
+    start = time.monotonic()
+    finding = backends._tried("photinus", 1.0)
+    assert time.monotonic() - start < 30
+    assert (finding.state, finding.value) == ("bad", "no answer within 1 s")
+    left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True)
+    assert left.stdout == ""
+
+
+def test_without_torch_no_backend_is_tried() -> None:
+    assert backends.look_at_backends(None, 1) == []
+
+
+# ---- the command
+
+
+def stub(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> None:
+    monkeypatch.setattr(examine, "ask_torch", lambda timeout_s: software.Torch(None, "none"))
+    monkeypatch.setattr(examine, "ask_engine", lambda timeout_s: (None, "none"))
+    monkeypatch.setattr(examine, "look_at_software", lambda torch, engine, timeout_s: list(findings))
+    monkeypatch.setattr(examine, "look_at_host", list)
+    monkeypatch.setattr(examine, "look_at_network", list)
+
+
+def test_json_is_for_programs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    stub(monkeypatch, Finding("Software", "torch", "bad", "none", "Install it."))
+    assert main(["doctor", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["well"] is False
+    assert told["findings"][0]["advice"] == "Install it."
+
+
+def test_all_well_is_exit_code_0(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    stub(monkeypatch, Finding("Software", "torch", "good", "2.13.0"))
+    assert main(["doctor", "--timeout", "3"]) == 0
+    assert "All well: 1 looks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--jsn"], "Did you mean --json?"),
+        (["--timeout"], "--timeout: needs a number of seconds above 0."),
+        (["--timeout=-1"], "--timeout -1: needs"),
+    ],
+)
+def test_wrong_use_is_told(capsys: pytest.CaptureFixture[str], words: list[str], told: str) -> None:
+    assert main(["doctor", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_its_help_needs_no_torch_and_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "exit code: 0 when all is well" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    code = "import sys; from photinus.launch.cli import main; main(['doctor', '--help']); print('torch' in sys.modules)"
+    imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert imported.stdout.endswith("False\n")
