@@ -19,6 +19,7 @@
       report        which rank failed first, and the words for it                  (no torch)
     worker          runs in each worker before the script: a file of its own, imports nothing of Photinus
     doctor/         `photinus doctor`: looks at this machine, and tries every backend        (torch in child processes)
+    bench/          `photinus bench`: collectives over each backend, and what limits them    (torch in child processes)
 
 One host for now. What several hosts need is already kept apart: ranks come from the rendezvous, not from the local
 index; a death carries its host; the agent is elastic's and asks its rendezvous for hosts that wait.

@@ -20,6 +20,7 @@ __all__ = ["main"]
 _COMMANDS = {
     "run": ("photinus.launch.run", "start a script on all devices of this host, and restart it when a rank dies"),
     "doctor": ("photinus.launch.doctor.examine", "say what works on this machine, by trying it"),
+    "bench": ("photinus.launch.bench.measure", "measure collectives over each backend, and what limits them"),
 }
 
 _WRONG_USE = 2
@@ -40,6 +41,7 @@ def _help() -> str:
         "  photinus run train.py                       one process per GPU (or core)",
         "  photinus run --nproc-per-node 2 train.py --epochs 3",
         "  photinus doctor                             which backends work here, and how fast?",
+        "  photinus bench --plot bandwidth.png",
         "  photinus run --help",
     ]
     return "\n".join(lines)

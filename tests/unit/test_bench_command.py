@@ -1,0 +1,170 @@
+"""`photinus bench`: its flags, its table, what it says about limits, and a real run."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from photinus.launch.bench import contestant, measure
+from photinus.launch.bench.contestant import Contestant, ContestantError
+from photinus.launch.bench.explain import choose, limits
+from photinus.launch.bench.options import Options, parse_bench, size_name
+from photinus.launch.bench.result import COPY, Result, bus_factor, table
+from photinus.launch.cli import main
+from photinus.launch.usage import UsageError
+
+MIB = 1 << 20
+
+
+def result(size: int, operation: str = "all_reduce", **microseconds: float) -> Result:
+    return Result(operation, size, size // 4, "float32", 2, {name: us * 1e-6 for name, us in microseconds.items()})
+
+
+# ---- flags
+
+
+def test_flags_with_dashes_underscores_and_equal_signs() -> None:
+    options = parse_bench(["--nproc_per_node=4", "--ops", "all_gather,all_reduce", "--sizes", "512,4K,1MiB", "--json"])
+    assert options == Options(
+        ranks=4, operations=("all_gather", "all_reduce"), sizes_bytes=(512, 4096, MIB), as_json=True
+    )
+
+
+def test_by_default_sizes_go_from_4_kib_to_64_mib() -> None:
+    options = parse_bench([])
+    assert options is not None
+    assert (options.sizes_bytes[0], options.sizes_bytes[-1], len(options.sizes_bytes)) == (4096, 64 * MIB, 8)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--opps", "x"], "Did you mean --ops?"),
+        (["--ops", "allreduce"], "Did you mean all_reduce?"),
+        (["--backends", "mvapich"], "there are photinus, gloo"),
+        (["--sizes", "big"], "needs a size like 512, 4K"),
+        (["--sizes", "0"], "at least 1 byte"),
+        (["--nproc-per-node", "1.5"], "a whole number, 1 or more"),
+        (["--seconds", "0"], "a number of seconds above 0"),
+        (["--dtype"], "--dtype needs a value"),
+        (["--plot", "picture.txt"], "a .png, .svg or .pdf file"),
+        (["--plot", "/no/such/folder/x.png"], "there is no folder /no/such/folder"),
+    ],
+)
+def test_wrong_use_is_told_before_anything_is_measured(words: list[str], told: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(told)):
+        parse_bench(words)
+
+
+def test_help_fits_a_terminal_and_needs_no_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--help"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+    code = "import sys; from photinus.launch.cli import main; main(['bench', '--help']); print('torch' in sys.modules)"
+    imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert imported.stdout.endswith("False\n")
+
+
+# ---- figures
+
+
+@pytest.mark.parametrize(
+    ("operation", "ranks", "factor"),
+    [("all_reduce", 2, 1.0), ("all_reduce", 4, 1.5), ("all_gather", 4, 0.75), ("broadcast", 4, 1.0)],
+)
+def test_bus_bandwidth_counts_what_each_rank_moves(operation: str, ranks: int, factor: float) -> None:
+    assert bus_factor(operation, ranks) == factor
+
+
+def test_the_table_has_a_block_for_each_backend_and_a_dash_for_what_is_missing() -> None:
+    text = table(
+        [result(MIB, photinus=100.0, copy=50.0), result(4 * MIB, photinus=400.0, gloo=4000.0)], ["photinus", "gloo"]
+    )
+    lines = text.splitlines()
+    assert lines[2].split() == ["1", "MiB", "all_reduce", "100.0", "10.49", "10.49", "–", "–", "–", "21.0"]
+    assert lines[3].split() == ["4", "MiB", "all_reduce", "400.0", "10.49", "10.49", "4000", "1.05", "1.05", "–"]
+
+
+def test_sizes_have_short_names() -> None:
+    assert [size_name(size) for size in (8, 4096, 3 * MIB // 2, 1 << 30)] == ["8 B", "4 KiB", "1.5 MiB", "1 GiB"]
+
+
+def test_limits_tell_latency_memory_and_sockets_apart() -> None:
+    results = [
+        result(4096, photinus=10.0, gloo=500.0, copy=1.0),
+        result(MIB, photinus=40.0, gloo=800.0, copy=30.0),
+        result(64 * MIB, photinus=5000.0, gloo=40000.0, copy=4000.0),
+    ]
+    small, large = limits(results, "photinus")
+    assert small == "photinus: up to 4 KiB the limit is the 10 µs that a call takes whatever its size."
+    assert large == "photinus: at 64 MiB it runs at 80% of the speed of a copy: memory is the limit."
+    small, large = limits(results, "gloo")
+    assert "up to 1 MiB" in small
+    assert "10% of the speed of a copy: its own work" in large
+
+
+def test_the_choice_is_the_fastest_near_a_gradient_bucket_and_says_why() -> None:
+    results = [result(4096, photinus=90.0, gloo=30.0), result(16 * MIB, photinus=1000.0, gloo=8000.0)]
+    best, reason = choose(results, ["gloo", "photinus"])
+    assert best == "photinus"
+    assert reason.startswith("8.0 × as fast as gloo at 16 MiB")
+    assert reason.endswith("(for single small tensors gloo is faster)")
+
+
+def test_a_backend_alone_is_chosen_as_the_only_one() -> None:
+    assert choose([result(MIB, gloo=100.0)], ["gloo"])[1].startswith("it is the only one")
+
+
+# ---- real runs
+
+
+def test_a_run_measures_every_operation_over_every_backend(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["bench", "--nproc-per-node", "2", "--sizes", "4K,64K", "--seconds", "0.03", "--json"]
+    operations = "all_reduce,reduce_scatter,all_gather,broadcast,all_to_all"
+    assert main([*words, "--ops", operations, "--plot", str(tmp_path / "bench.png")]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [(each["operation"], each["bytes"]) for each in told["results"]] == [
+        (operation, size) for operation in operations.split(",") for size in (4096, 65536)
+    ]
+    for each in told["results"]:
+        assert set(each["seconds"]) == {"photinus", "gloo", COPY}
+        assert all(seconds > 0 for seconds in each["seconds"].values())
+    assert told["choose"] in ("photinus", "gloo")
+    assert (tmp_path / "bench.png").stat().st_size > 10_000
+
+
+def test_a_backend_that_fails_is_left_out_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "--nproc-per-node", "2", "--sizes", "4K", "--seconds", "0.01"]
+    assert main([*words, "--backends", "photinus,ucc"]) == 1
+    shown = capsys.readouterr().out
+    assert "ucc: did not take part: rank" in shown
+    assert "Choose photinus: it is the only one" in shown
+
+
+@pytest.mark.slow
+def test_no_backend_at_all_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--nproc-per-node", "2", "--sizes", "4K", "--backends", "ucc"]) == 1
+    assert "ucc failed: rank" in capsys.readouterr().err
+
+
+def test_ranks_that_hang_are_ended_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rank.py").write_text("import time; time.sleep(300)")
+    monkeypatch.setattr(contestant, "_RANK", tmp_path / "rank.py")
+    with Contestant("gloo", 2, "float32", 0.5) as each:
+        with pytest.raises(ContestantError, match=r"no answer from ranks \[0, 1\] within 0.5 s"):
+            each.wait_until_ready()
+    assert [process.poll() is not None for process in each._processes] == [True, True]
+
+
+def test_without_torch_it_says_what_it_needs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from photinus.launch.doctor.software import Torch
+
+    monkeypatch.setattr(measure, "ask_torch", lambda timeout_s: Torch(None, "No module named 'torch'"))
+    assert main(["bench"]) == 1
+    assert "photinus bench needs PyTorch: No module named 'torch'" in capsys.readouterr().err
