@@ -26,14 +26,14 @@ FLOORS = {
     "backend": 6,
     "parallel": 7,
     "trainer": 8,
-    "launch": 9,
+    "launcher": 9,
     "__main__": 10,
 }
 # What a room may not use although it lies below: the launcher only starts processes; parallel and trainer speak plain
 # torch.distributed, so that each half of the project is the other's oracle; the engine works where torch is not
 # installed. (That the command line starts without torch is tested by running it.)
 FORBIDDEN = {
-    "launch": {"backend", "parallel", "trainer", "engine", "_native"},
+    "launcher": {"backend", "parallel", "trainer", "engine", "_native"},
     "trainer": {"engine", "_native"},
     "parallel": {"engine", "_native", "backend"},
     "arrays": {"torch"},

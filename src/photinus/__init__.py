@@ -11,6 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .launcher.from_python import launch as launch
     from .parallel import DistributedDataParallel as DistributedDataParallel
     from .parallel import SyncBatchNorm as SyncBatchNorm
     from .parallel import trace as trace
@@ -34,6 +35,7 @@ _HOMES = {
     "Trainer": "photinus.trainer",
     "backward": "photinus.trainer",
     "evaluate": "photinus.trainer",
+    "launch": "photinus.launcher.from_python",
     "init": "photinus.trainer",
     "load": "photinus.trainer",
     "loader": "photinus.trainer",

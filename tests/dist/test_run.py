@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from photinus.launch.devices import usable_cores
+from photinus.launcher.devices import usable_cores
 
 DEADLINE_S = 120.0
 

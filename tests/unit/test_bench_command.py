@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from photinus.launch.bench import contestant, measure
-from photinus.launch.bench.contestant import Contestant, ContestantError
-from photinus.launch.bench.explain import choose, limits
-from photinus.launch.bench.options import Options, parse_bench, size_name
-from photinus.launch.bench.result import COPY, Result, bus_factor, table
-from photinus.launch.cli import main
-from photinus.launch.usage import UsageError
+from photinus.launcher.bench import contestant, measure
+from photinus.launcher.bench.contestant import Contestant, ContestantError
+from photinus.launcher.bench.explain import choose, limits
+from photinus.launcher.bench.options import Options, parse_bench, size_name
+from photinus.launcher.bench.result import COPY, Result, bus_factor, table
+from photinus.launcher.cli import main
+from photinus.launcher.usage import UsageError
 
 MIB = 1 << 20
 
@@ -64,7 +64,9 @@ def test_wrong_use_is_told_before_anything_is_measured(words: list[str], told: s
 def test_help_fits_a_terminal_and_needs_no_torch(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--help"]) == 0
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
-    code = "import sys; from photinus.launch.cli import main; main(['bench', '--help']); print('torch' in sys.modules)"
+    code = (
+        "import sys; from photinus.launcher.cli import main; main(['bench', '--help']); print('torch' in sys.modules)"
+    )
     imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert imported.stdout.endswith("False\n")
 
@@ -163,7 +165,7 @@ def test_ranks_that_hang_are_ended_at_the_deadline(tmp_path: Path, monkeypatch: 
 def test_without_torch_it_says_what_it_needs(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from photinus.launch.doctor.software import Torch
+    from photinus.launcher.doctor.software import Torch
 
     monkeypatch.setattr(measure, "ask_torch", lambda timeout_s: Torch(None, "No module named 'torch'"))
     assert main(["bench"]) == 1

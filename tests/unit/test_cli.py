@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import photinus
-from photinus.launch.cli import main
+from photinus.launcher.cli import main
 
 
 def photinus_command(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -67,7 +67,7 @@ def test_wrong_use_is_one_line_on_stderr_and_exit_code_2(capsys, words, told):
 
 
 def test_help_starts_without_torch_in_under_300_ms_of_processor_time():
-    code = "import sys; from photinus.launch.cli import main; main(['run', '--help']); print('torch' in sys.modules)"
+    code = "import sys; from photinus.launcher.cli import main; main(['run', '--help']); print('torch' in sys.modules)"
     imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert imported.stdout.endswith("False\n")
     before = resource.getrusage(resource.RUSAGE_CHILDREN)  # not the wall's clock: the machine may be busy

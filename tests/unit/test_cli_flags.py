@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from photinus.launch.flags import RunFlags, parse_run
-from photinus.launch.program import Program
-from photinus.launch.usage import UsageError
+from photinus.launcher.flags import RunFlags, parse_run
+from photinus.launcher.program import Program
+from photinus.launcher.usage import UsageError
 
 
 @pytest.mark.parametrize(

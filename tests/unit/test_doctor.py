@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from photinus.launch.cli import main
-from photinus.launch.doctor import backends, examine, network, software
-from photinus.launch.doctor.finding import Finding, as_json, exit_code, table
-from photinus.launch.doctor.host import look_at_host
-from photinus.launch.doctor.network import look_at_network
+from photinus.launcher.cli import main
+from photinus.launcher.doctor import backends, examine, network, software
+from photinus.launcher.doctor.finding import Finding, as_json, exit_code, table
+from photinus.launcher.doctor.host import look_at_host
+from photinus.launcher.doctor.network import look_at_network
 
 TORCH = {
     "version": "2.13.0",
@@ -277,6 +277,8 @@ def test_its_help_needs_no_torch_and_fits_a_terminal(capsys: pytest.CaptureFixtu
     shown = capsys.readouterr().out
     assert "exit code: 0 when all is well" in shown
     assert max(map(len, shown.splitlines())) <= 80
-    code = "import sys; from photinus.launch.cli import main; main(['doctor', '--help']); print('torch' in sys.modules)"
+    code = (
+        "import sys; from photinus.launcher.cli import main; main(['doctor', '--help']); print('torch' in sys.modules)"
+    )
     imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert imported.stdout.endswith("False\n")

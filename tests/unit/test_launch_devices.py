@@ -7,7 +7,7 @@ import os
 import pytest
 
 from photinus.errors import DeviceError
-from photinus.launch.devices import WorkerCount, choose_worker_count, usable_cores
+from photinus.launcher.devices import WorkerCount, choose_worker_count, usable_cores
 
 
 def choose(wanted, *, gpus, cores=6, cpu_only=False):

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from photinus.launch.output import Output
+from photinus.launcher.output import Output
 
 
 class Pipes:

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from photinus.launch.guard import Guard
-from photinus.launch.interrupts import Interrupted, taking_interrupts
-from photinus.launch.output import Output
-from photinus.launch.processes import Processes, Start, adopting_orphans
-from photinus.launch.program import Program
-from photinus.launch.report import first_cause
+from photinus.launcher.guard import Guard
+from photinus.launcher.interrupts import Interrupted, taking_interrupts
+from photinus.launcher.output import Output
+from photinus.launcher.processes import Processes, Start, adopting_orphans
+from photinus.launcher.program import Program
+from photinus.launcher.report import first_cause
 
 DEADLINE_S = 30.0
 
@@ -288,7 +288,7 @@ def test_a_worker_that_cannot_be_started_ends_the_others(tmp_path):
 
 LAUNCHER = """
 import os, subprocess, sys, time
-from photinus.launch.guard import guarding
+from photinus.launcher.guard import guarding
 with guarding() as guard:
     kid = subprocess.Popen(["sleep", "100"], start_new_session=True)
     gone = subprocess.Popen(["sleep", "100"], start_new_session=True)
@@ -326,7 +326,7 @@ def test_the_guard_kills_protected_groups_only_when_the_launcher_did_not_take_le
 
 def test_a_guard_that_was_killed_does_not_disturb_its_launcher():
     code = (
-        "import os, signal\nfrom photinus.launch.guard import guarding\n"
+        "import os, signal\nfrom photinus.launcher.guard import guarding\n"
         "with guarding() as guard:\n"
         "    os.kill(guard.pid, signal.SIGKILL)\n"
         "    os.waitid(os.P_PID, guard.pid, os.WEXITED | os.WNOWAIT)\n"

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from photinus.launch.program import Program, check_program
-from photinus.launch.usage import UsageError
+from photinus.launcher.program import Program, check_program
+from photinus.launcher.usage import UsageError
 
 
 @pytest.fixture(autouse=True)

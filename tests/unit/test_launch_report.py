@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-from photinus.launch.cgroup import OomKills
-from photinus.launch.report import Death, Raised, exit_code_of, first_cause, hopeless, signature, tell_failure
+from photinus.launcher.cgroup import OomKills
+from photinus.launcher.report import Death, Raised, exit_code_of, first_cause, hopeless, signature, tell_failure
 
 KILLED = -signal.SIGKILL
 GLOO_LOSS = (

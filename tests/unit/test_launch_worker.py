@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-import photinus.launch.worker as worker
-from photinus.launch.report import Raised
+import photinus.launcher.worker as worker
+from photinus.launcher.report import Raised
 
 WORKER = worker.__file__
 

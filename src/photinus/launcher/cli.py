@@ -18,9 +18,9 @@ from .usage import UsageError, closest
 __all__ = ["main"]
 
 _COMMANDS = {
-    "run": ("photinus.launch.run", "start a script on all devices of this host, and restart it when a rank dies"),
-    "doctor": ("photinus.launch.doctor.examine", "say what works on this machine, by trying it"),
-    "bench": ("photinus.launch.bench.measure", "measure collectives over each backend, and what limits them"),
+    "run": ("photinus.launcher.run", "start a script on all devices of this host, and restart it when a rank dies"),
+    "doctor": ("photinus.launcher.doctor.examine", "say what works on this machine, by trying it"),
+    "bench": ("photinus.launcher.bench.measure", "measure collectives over each backend, and what limits them"),
 }
 
 _WRONG_USE = 2

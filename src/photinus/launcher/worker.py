@@ -1,6 +1,6 @@
 """Runs in each worker before the user's script: ties the worker to its launcher, then runs the script as Python would.
 
-    python photinus/launch/worker.py LAUNCHER_PID FAULT_FILE script|module TARGET ARGUMENTS...
+    python photinus/launcher/worker.py LAUNCHER_PID FAULT_FILE script|module TARGET ARGUMENTS...
 
 Started by its path and importing nothing of Photinus (nor torch), so that neither the working directory nor Photinus
 can hide a module that the script imports, and the script finds sys.path, sys.argv and __main__ just as under

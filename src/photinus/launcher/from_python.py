@@ -1,0 +1,184 @@
+"""`photinus.launch`: one function in several processes, from a script or a notebook.
+
+The function travels by value (cloudpickle), so it may be defined anywhere: in a notebook's cell, under `if __name__ ==
+"__main__"`, inside another function. The processes are those of `photinus run`, fresh ones, so what this process has
+done with CUDA or threads does not matter to them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+from ..errors import LaunchError
+
+__all__ = ["launch"]
+
+T = TypeVar("T")
+_PR_SET_PDEATHSIG = 1
+_END_S = 10.0
+
+
+def launch(
+    main: Callable[..., T],
+    *,
+    nprocs: int | str = "auto",
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    max_restarts: int = 0,
+    cpu: bool = False,
+) -> list[T]:
+    """Calls `main(*args, **kwargs)` in several processes of one job and returns what each rank returned, in rank order.
+
+        def train(lr):
+            with photinus.init() as world:
+                ...
+                return accuracy
+
+        accuracies = photinus.launch(train, nprocs=2, args=(0.1,))
+
+    Ranks find their place as under `photinus run` (`photinus.init`, or RANK, WORLD_SIZE and so on). Rank 0's output
+    appears as it is, that of the others marked with their rank, in a notebook too.
+
+    Args:
+        main: any function that can be pickled by value, with all that it refers to.
+        nprocs: a number, or "auto" (one per GPU, or per usable core), "gpu", "cpu".
+        args, kwargs: its arguments, the same on every rank.
+        max_restarts: how often all ranks are started anew when one fails.
+        cpu: the processes see no GPU.
+
+    Raises:
+        TypeError: main is not callable.
+        ValueError: nprocs or max_restarts make no sense, or the call cannot be pickled; says what cannot.
+        LaunchError: a rank failed for good; quotes the first cause.
+        RuntimeError: this process is itself a rank of a job.
+    """
+    _check(main, nprocs, max_restarts)
+    import cloudpickle
+
+    from . import function
+
+    try:
+        call = cloudpickle.dumps((main, tuple(args), dict(kwargs or {})))
+    except Exception as error:
+        name = getattr(main, "__qualname__", type(main).__name__)
+        raise ValueError(
+            f"{name} and its arguments cannot be sent to other processes: {error}. Make what cannot travel (locks, "
+            f"open files, process groups, loggers with sockets) inside the function."
+        ) from error
+    _warn_of_cuda()
+    with tempfile.TemporaryDirectory(prefix="photinus-launch-") as name:
+        folder = Path(name)
+        (folder / function.PATH).write_text("\0".join(sys.path))
+        (folder / function.CALL).write_bytes(call)
+        command = [sys.executable, "-m", "photinus", "run", "--nproc-per-node", str(nprocs)]
+        command += ["--max-restarts", str(max_restarts), *(["--cpu"] if cpu else [])]
+        command += ["-m", "photinus.launcher.function", name]
+        code = _run(command)
+        if code != 0:
+            raise LaunchError(_first_error(folder, code), exit_code=code)
+        ranks = sorted(int(path.suffix[1:]) for path in folder.glob(function.RESULT.format("*")))
+        return [cloudpickle.loads((folder / function.RESULT.format(rank)).read_bytes()) for rank in ranks]
+
+
+def _check(main: object, nprocs: int | str, max_restarts: int) -> None:
+    if not callable(main):
+        raise TypeError(f"launch needs a function, got {type(main).__name__}; pass its arguments as args=(...)")
+    wrong = isinstance(nprocs, bool) or (
+        nprocs < 1 if isinstance(nprocs, int) else nprocs not in ("auto", "gpu", "cpu")
+    )
+    if wrong:
+        raise ValueError(f"nprocs={nprocs!r}: needs a whole number above 0, or 'auto', 'gpu' or 'cpu'")
+    if max_restarts < 0:
+        raise ValueError(f"max_restarts={max_restarts}: needs 0 or more")
+    if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise RuntimeError(
+            f"this process is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} of a job already (RANK and "
+            f"WORLD_SIZE are set): launch would start {nprocs} more for each of them. Start the script with plain "
+            f"`python`, or leave launch out and keep the launcher."
+        )
+
+
+def _warn_of_cuda() -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        held = torch.cuda.memory_reserved() / (1 << 20)
+        warnings.warn(
+            f"CUDA is in use in this process, which keeps {held:.0f} MiB of a GPU that a rank will train on. The ranks "
+            f"are fresh processes and work all the same; restart this one first if memory is short.",
+            stacklevel=3,
+        )
+
+
+def _run(command: list[str]) -> int:
+    """Runs the launcher with its output where this process's goes, and ends it with us."""
+    # A notebook's sys.stdout is no file: what the launcher writes has to be carried there.
+    carried = not (_is_file(sys.stdout, 1) and _is_file(sys.stderr, 2))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    libc = ctypes.CDLL(None)
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE if carried else None,
+        stderr=subprocess.STDOUT if carried else None,
+        # The launcher ends in order, with all its ranks, when this process is killed.
+        preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),
+    )
+    try:
+        if carried:
+            assert process.stdout is not None
+            _carry(process.stdout)
+        return _code(process.wait())
+    except BaseException:
+        # Ctrl-C in a terminal reaches the launcher too; a notebook's interrupt only this process.
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGINT)
+            try:
+                process.wait(timeout=_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        raise
+    finally:
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def _code(returned: int) -> int:
+    return 128 - returned if returned < 0 else returned
+
+
+def _carry(source: IO[bytes]) -> None:
+    for line in source:
+        sys.stdout.write(line.decode(errors="replace"))
+        sys.stdout.flush()
+
+
+def _is_file(stream: Any, number: int) -> bool:
+    try:
+        return bool(stream.fileno() == number)
+    except (AttributeError, OSError, ValueError):  # a notebook's or a test's stand-in
+        return False
+
+
+def _first_error(folder: Path, code: int) -> str:
+    """The earliest failure that a rank could write down."""
+    found = []
+    for path in folder.glob("error.*"):
+        when, _, text = path.read_text().partition("\n")
+        found.append((float(when), path.suffix[1:], text))
+    if not found:
+        return f"the job failed with exit code {code}; what the ranks said is above"
+    _, rank, text = min(found)
+    return f"rank {rank} failed with {text} (exit code {code}; its traceback is above)"
