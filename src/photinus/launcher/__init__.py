@@ -18,6 +18,8 @@
       guard         ends everything when the launcher itself was killed            (no torch)
       report        which rank failed first, and the words for it                  (no torch)
     worker          runs in each worker before the script: a file of its own, imports nothing of Photinus
+    from_python     `photinus.launch`: one function in several processes, from a script or a notebook
+      function      the program of each of its ranks
     doctor/         `photinus doctor`: looks at this machine, and tries every backend        (torch in child processes)
     bench/          `photinus bench`: collectives over each backend, and what limits them    (torch in child processes)
 
