@@ -17,6 +17,7 @@
       interrupts    Ctrl-C and other signals, taken at safe points                 (no torch)
       guard         ends everything when the launcher itself was killed            (no torch)
       report        which rank failed first, and the words for it                  (no torch)
+    completion      `photinus completion`: commands and flags for the shell        (no torch)
     worker          runs in each worker before the script: a file of its own, imports nothing of Photinus
     from_python     `photinus.launch`: one function in several processes, from a script or a notebook
       function      the program of each of its ranks

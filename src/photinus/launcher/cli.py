@@ -21,6 +21,7 @@ _COMMANDS = {
     "run": ("photinus.launcher.run", "start a script on all devices of this host, and restart it when a rank dies"),
     "doctor": ("photinus.launcher.doctor.examine", "say what works on this machine, by trying it"),
     "bench": ("photinus.launcher.bench.measure", "measure collectives over each backend, and what limits them"),
+    "completion": ("photinus.launcher.completion", "a script that completes these words in bash, zsh or fish"),
 }
 
 _WRONG_USE = 2
@@ -33,7 +34,7 @@ def _help() -> str:
         "usage: photinus COMMAND ...",
         "",
         "commands:",
-        *(f"  {name:<8}{meaning}" for name, (_, meaning) in _COMMANDS.items()),
+        *(f"  {name:<12}{meaning}" for name, (_, meaning) in _COMMANDS.items()),
         "",
         "  --help, --version",
         "",

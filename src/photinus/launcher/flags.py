@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from .program import Program
 from .usage import UsageError, closest
 
-__all__ = ["HELP", "RunFlags", "parse_run"]
+__all__ = ["FLAGS", "HELP", "RunFlags", "parse_run"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ _FLAGS = (
     _Flag("-m", "MODULE", ("run a module, as `python -m` does; ends the flags",)),
     _Flag("--help", "", ("this text",)),
 )
+FLAGS = tuple(flag.name for flag in _FLAGS)
 _BY_NAME = {flag.name: flag for flag in _FLAGS} | {"-h": _Flag("--help", "", ())}
 _ALSO = {"--module": "-m"}
 

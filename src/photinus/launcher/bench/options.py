@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..usage import UsageError, closest
 
-__all__ = ["BACKENDS", "DTYPES", "HELP", "OPERATIONS", "Options", "parse_bench", "size_name"]
+__all__ = ["BACKENDS", "DTYPES", "HELP", "OPERATIONS", "VALUED", "Options", "parse_bench", "size_name"]
 
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 BACKENDS = ("photinus", "gloo", "nccl", "ucc")
@@ -91,8 +91,8 @@ def parse_bench(arguments: Sequence[str]) -> Options | None:
         if name == "--json" and not equals:
             given[name] = ""
             continue
-        if name not in _VALUED:
-            near = closest(name, [*_VALUED, "--json", "--help"])
+        if name not in VALUED:
+            near = closest(name, [*VALUED, "--json", "--help"])
             hint = f" Did you mean {near}?" if near else " See `photinus bench --help`."
             raise UsageError(f"photinus bench does not know {spelling}.{hint}")
         if not equals:
@@ -120,7 +120,8 @@ def parse_bench(arguments: Sequence[str]) -> Options | None:
     )
 
 
-_VALUED = ("--nproc-per-node", "--ops", "--sizes", "--dtype", "--backends", "--seconds", "--plot", "--timeout")
+VALUED = ("--nproc-per-node", "--ops", "--sizes", "--dtype", "--backends", "--seconds", "--plot", "--timeout")
+"""The flags that take a value."""
 
 
 def size_name(size_bytes: int) -> str:

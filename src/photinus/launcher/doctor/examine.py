@@ -15,7 +15,9 @@ from .host import look_at_host
 from .network import look_at_network
 from .software import ask_engine, ask_torch, look_at_software
 
-__all__ = ["HELP", "main"]
+__all__ = ["FLAGS", "HELP", "main"]
+
+FLAGS = ("--json", "--timeout", "--help")
 
 _WIDEST = 100
 
@@ -76,7 +78,7 @@ def _flags(words: list[str]) -> tuple[bool, float | None]:
         elif name == "--timeout":
             timeout_s = _seconds(value if equals else words.pop(0) if words else "")
         else:
-            near = closest(name, ("--json", "--timeout", "--help"))
+            near = closest(name, FLAGS)
             hint = f" Did you mean {near}?" if near else " See `photinus doctor --help`."
             raise UsageError(f"photinus doctor does not know {name}.{hint}")
     return as_text, timeout_s
