@@ -84,3 +84,21 @@ def test_python_without_torch_is_told_what_to_do(tmp_path):
     assert ended.returncode == 1
     assert "photinus run needs PyTorch" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_a_dry_run_says_what_would_be_started_and_starts_nothing(tmp_path):
+    (tmp_path / "train.py").write_text("raise SystemExit('it runs')")
+    ended = photinus_command("run", "--dry-run", "--nproc-per-node", "3", str(tmp_path / "train.py"), "--lr", "0.1")
+    assert ended.returncode == 0
+    assert "3 workers on " in ended.stdout
+    assert f"{tmp_path}/train.py --lr 0.1\n" in ended.stdout
+    assert "  WORLD_SIZE=3\n" in ended.stdout
+    assert "  LOCAL_RANK=2 RANK=2 ROLE_RANK=2\n" in ended.stdout
+    assert "it runs" not in ended.stdout + ended.stderr
+
+
+def test_a_device_that_is_not_there_is_told_before_anything_starts(tmp_path):
+    (tmp_path / "train.py").write_text("raise SystemExit('it runs')")
+    ended = photinus_command("run", "--device", "0,1", str(tmp_path / "train.py"), CUDA_VISIBLE_DEVICES="")
+    assert ended.returncode == 2
+    assert "DeviceError: --device asks for GPU 0, but CUDA_VISIBLE_DEVICES='' shows 0 here" in ended.stderr

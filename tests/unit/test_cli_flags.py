@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from photinus.launcher.flags import RunFlags, parse_run
@@ -97,3 +99,31 @@ def test_wrong_use_is_told_with_the_way_out(words, told):
     with pytest.raises(UsageError) as refused:
         parse_run(words)
     assert told in str(refused.value)
+
+
+@pytest.mark.parametrize("words", [["--device", "0,3"], ["--device=0,3"], ["--device", "0, 3"]])
+def test_devices_are_numbers(words):
+    assert parse_run([*words, "x.py"]).devices == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--device", "cpu"], "--device cpu: needs the numbers of GPUs"),
+        (["--device", "1,1"], "GPU 1 is named twice"),
+        (["--device", "0", "--cpu"], "--device 0 and --cpu contradict each other"),
+        (["--device", "0", "--nproc-per-node", "cpu"], "--device 0 and --nproc-per-node cpu contradict each other"),
+        (["--device", "0,3", "--nproc_per_node=3"], "--device 0,3 names 2 GPUs, but --nproc_per_node 3 asks for 3"),
+    ],
+)
+def test_devices_that_contradict_are_refused_with_both_named(words, told):
+    with pytest.raises(UsageError, match=re.escape(told)):
+        parse_run([*words, "x.py"])
+
+
+def test_devices_and_as_many_workers_agree():
+    assert parse_run(["--device", "0,3", "--nproc-per-node", "2", "x.py"]).devices == (0, 3)
+
+
+def test_dry_run_is_a_flag():
+    assert parse_run(["--dry-run", "x.py"]).dry_run

@@ -7,7 +7,13 @@ import os
 import pytest
 
 from photinus.errors import DeviceError
-from photinus.launcher.devices import WorkerCount, choose_worker_count, usable_cores
+from photinus.launcher.devices import (
+    WorkerCount,
+    check_devices,
+    choose_worker_count,
+    usable_cores,
+    visible_devices,
+)
 
 
 def choose(wanted, *, gpus, cores=6, cpu_only=False):
@@ -67,3 +73,22 @@ def test_usable_cores_follow_the_affinity():
         assert usable_cores() == 1
     finally:
         os.sched_setaffinity(0, everywhere)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "visible", "expected"),
+    [((0, 3), None, "0,3"), ((0, 1), "4,5,6", "4,5"), ((2,), "GPU-aa, GPU-bb,GPU-cc", "GPU-cc")],
+)
+def test_devices_are_counted_among_those_that_are_visible(numbers, visible, expected):
+    assert visible_devices(numbers, visible) == expected
+
+
+def test_a_device_that_is_not_visible_is_named():
+    with pytest.raises(DeviceError, match="--device asks for GPU 3, but CUDA_VISIBLE_DEVICES='4,5' shows 2 here"):
+        visible_devices((0, 3), "4,5")
+
+
+def test_fewer_gpus_than_devices_named_is_told_with_both_numbers():
+    with pytest.raises(DeviceError, match="--device 0,7 names 2 GPUs, but torch sees 1 of them here"):
+        check_devices((0, 7), 1)
+    check_devices((0, 7), 2)

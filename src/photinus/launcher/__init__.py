@@ -9,6 +9,7 @@
     environment     the environment variables that a worker finds                  (no torch)
     job             a job as decided before anything starts                        (no torch)
     run             `photinus run`: help, wrong use, then the job                  (no torch)
+    dry_run         what a job would start, as text                                (no torch)
     supervise       one job from start to exit code
       rendezvous    a fresh store for each attempt                                 (torch)
       agent         torch.distributed.elastic's state machine over our processes   (torch)

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..errors import DeviceError
 from .cgroup import cpu_quota_cores
 
-__all__ = ["WorkerCount", "choose_worker_count", "count_gpus", "usable_cores"]
+__all__ = [
+    "VISIBLE",
+    "WorkerCount",
+    "check_devices",
+    "choose_worker_count",
+    "count_gpus",
+    "usable_cores",
+    "visible_devices",
+]
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,32 @@ def count_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()  # 0 in a build without CUDA
+
+
+def visible_devices(numbers: Sequence[int], visible: str | None) -> str:
+    """CUDA_VISIBLE_DEVICES for the GPUs of these numbers, counted among those that are visible now.
+
+    Raises:
+        DeviceError: fewer are visible.
+    """
+    if visible is None:
+        return ",".join(map(str, numbers))
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    missing = [number for number in numbers if number >= len(names)]
+    if missing:
+        raise DeviceError(
+            f"--device asks for GPU {missing[0]}, but {VISIBLE}={visible!r} shows {len(names)} here, numbered from 0."
+        )
+    return ",".join(names[number] for number in numbers)
+
+
+def check_devices(numbers: Sequence[int], present: int) -> None:
+    """Raises DeviceError unless torch sees as many GPUs as `--device` names, once only those are visible."""
+    if present < len(numbers):
+        raise DeviceError(
+            f"--device {','.join(map(str, numbers))} names {len(numbers)} GPU{'s' * (len(numbers) > 1)}, but torch "
+            f"sees {present} of them here. `photinus doctor` lists those that there are."
+        )
 
 
 def choose_worker_count(

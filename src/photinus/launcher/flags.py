@@ -24,6 +24,8 @@ class RunFlags:
         nproc_per_node: workers on this host: a number, or "auto", "gpu", "cpu".
         max_restarts: how often all workers are started anew after one has failed.
         cpu: hide the GPUs from the workers.
+        devices: the GPUs that the workers see, by number; None: all.
+        dry_run: only say what would be started.
         stop_grace_s: seconds that workers get between SIGTERM and SIGKILL after a failure.
     """
 
@@ -31,6 +33,8 @@ class RunFlags:
     nproc_per_node: int | str = "auto"
     max_restarts: int = 3
     cpu: bool = False
+    devices: tuple[int, ...] | None = None
+    dry_run: bool = False
     stop_grace_s: float = 5.0
 
 
@@ -56,6 +60,8 @@ _FLAGS = (
         ("start all workers anew, at most K times, when one fails.", "default: 3"),
     ),
     _Flag("--cpu", "", ("train on the CPU: the workers see no GPU",)),
+    _Flag("--device", "0,3", ("the workers see these GPUs only, one each",)),
+    _Flag("--dry-run", "", ("only say what would be started, with which environment",)),
     _Flag(
         "--stop-grace",
         "SECONDS",
@@ -100,7 +106,6 @@ _NOT_HERE = (
     "--use-env",
     "--include",
     "--exclude",
-    "--device",
 )
 
 
@@ -179,12 +184,16 @@ def parse_run(arguments: Sequence[str]) -> RunFlags:
         nproc_per_node=_worker_count(*given.get("--nproc-per-node", ("", "auto"))),
         max_restarts=_whole_number(*given.get("--max-restarts", ("", "3")), least=0),
         cpu="--cpu" in given,
+        devices=_devices(*given["--device"]) if "--device" in given else None,
+        dry_run="--dry-run" in given,
         stop_grace_s=_seconds(*given.get("--stop-grace", ("", "5"))),
     )
     if "--nnodes" in given and given["--nnodes"][1] not in ("1", "1:1"):
         raise UsageError(_several_hosts(" ".join(given["--nnodes"])))
     if flags.cpu and flags.nproc_per_node == "gpu":
         raise UsageError("--cpu and --nproc-per-node gpu contradict each other: leave out one of them.")
+    if flags.devices is not None:
+        _check_devices(flags, given)
     if program is None:
         raise UsageError(
             "which script? Usage: photinus run [flags] script.py [arguments]; `photinus run --help` lists the flags."
@@ -231,6 +240,31 @@ def _worker_count(spelling: str, text: str) -> int | str:
     if count < 1:
         raise UsageError(f"{spelling} {text}: needs at least 1 worker (or auto, gpu, cpu).")
     return count
+
+
+def _devices(spelling: str, text: str) -> tuple[int, ...]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdigit() for word in words):
+        raise UsageError(f"{spelling} {text}: needs the numbers of GPUs, like 0 or 0,3 (--cpu trains without any).")
+    numbers = tuple(int(word) for word in words)
+    twice = next((number for number in numbers if numbers.count(number) > 1), None)
+    if twice is not None:
+        raise UsageError(f"{spelling} {text}: GPU {twice} is named twice; each worker needs one of its own.")
+    return numbers
+
+
+def _check_devices(flags: RunFlags, given: dict[str, tuple[str, str]]) -> None:
+    assert flags.devices is not None
+    shown = " ".join(given["--device"])
+    if flags.cpu or flags.nproc_per_node == "cpu":
+        other = "--cpu" if flags.cpu else " ".join(given["--nproc-per-node"])
+        raise UsageError(f"{shown} and {other} contradict each other: leave out one of them.")
+    if isinstance(flags.nproc_per_node, int) and flags.nproc_per_node != len(flags.devices):
+        raise UsageError(
+            f"{shown} names {len(flags.devices)} GPU{'s' * (len(flags.devices) > 1)}, but "
+            f"{' '.join(given['--nproc-per-node'])} asks for {flags.nproc_per_node} workers, and each needs one of its "
+            f"own: leave out one of the two."
+        )
 
 
 def _whole_number(spelling: str, text: str, *, least: int) -> int:

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ..errors import LaunchError
-from .devices import choose_worker_count, count_gpus, usable_cores
+from .devices import VISIBLE, check_devices, choose_worker_count, count_gpus, usable_cores, visible_devices
+from .dry_run import told
 from .flags import RunFlags
 from .guard import guarding
 from .interrupts import Interrupted, Interrupts, taking_interrupts
@@ -41,11 +42,14 @@ def supervise(flags: RunFlags, program: Program) -> int:
     # The guard forks, so it comes before torch and its threads; and signals are taken before the slow import of torch.
     with guarding() as guard, taking_interrupts() as interrupts, _output() as output:
         try:
+            if flags.devices is not None:
+                environ[VISIBLE] = os.environ[VISIBLE] = visible_devices(flags.devices, environ.get(VISIBLE))
             with interrupts.striking_at_once(), _quiet_torch(environ):
                 agent_class, rendezvous_class, signal_exception = _import_torch_parts()
-                chosen = choose_worker_count(
-                    flags.nproc_per_node, cpu_only=flags.cpu, gpus=count_gpus, cores=usable_cores
-                )
+                wanted = flags.nproc_per_node if flags.devices is None else len(flags.devices)
+                chosen = choose_worker_count(wanted, cpu_only=flags.cpu, gpus=count_gpus, cores=usable_cores)
+                if flags.devices is not None:
+                    check_devices(flags.devices, count_gpus())
         except Interrupted:
             return _interrupted(interrupts, output, "before any worker was started")
         if chosen.reason:
@@ -61,6 +65,9 @@ def supervise(flags: RunFlags, program: Program) -> int:
             cpu_only=flags.cpu,
             environ=environ,
         )
+        if flags.dry_run:
+            print(told(job))
+            return 0
         rendezvous = rendezvous_class(job.job_id)
         agent = agent_class(job, rendezvous, guard=guard, output=output, interrupts=interrupts)
         try:
