@@ -187,3 +187,15 @@ def test_gpus_asked_for_and_absent_are_refused_before_any_worker_starts(tmp_path
 def test_a_script_that_never_imports_photinus_or_torch_runs_in_silence(tmp_path):
     ended = run_job("--nproc-per-node", "2", script(tmp_path, "print('hello')"))
     assert (ended.code, sorted(ended.out.splitlines()), ended.err) == (0, ["[1] hello", "hello"], "")
+
+
+def test_a_program_that_is_not_python_is_run_on_every_rank(tmp_path):
+    ended = run_job("--nproc-per-node", "2", "--no-python", "bash", "-c", 'echo "$RANK of $WORLD_SIZE" > rank.$RANK', cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    assert [(tmp_path / f"rank.{rank}").read_text() for rank in range(2)] == ["0 of 2\n", "1 of 2\n"]
+
+
+def test_a_program_that_fails_is_named_with_its_exit_code(tmp_path):
+    ended = run_job("--nproc-per-node", "2", "--max-restarts", "0", "--no-python", "bash", "-c", "exit $((RANK * 7))")
+    assert ended.code == 7
+    assert "rank 1" in ended.err

@@ -127,3 +127,18 @@ def test_devices_and_as_many_workers_agree():
 
 def test_dry_run_is_a_flag():
     assert parse_run(["--dry-run", "x.py"]).dry_run
+
+
+def test_a_program_need_not_be_python():
+    assert parse_run(["--no-python", "bash", "-c", "true"]).program == Program("program", "bash", ("-c", "true"))
+
+
+def test_a_module_that_is_not_python_is_refused():
+    with pytest.raises(UsageError, match="--no-python and -m contradict each other"):
+        parse_run(["--no-python", "-m", "x"])
+
+
+def test_flags_of_older_launchers_that_change_nothing_are_taken():
+    assert parse_run(["--use_env", "--monitor-interval", "5", "x.py"]) == RunFlags(Program("script", "x.py"))
+    with pytest.raises(UsageError, match="--monitor-interval soon: needs a number of seconds"):
+        parse_run(["--monitor-interval", "soon", "x.py"])

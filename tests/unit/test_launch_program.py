@@ -55,3 +55,15 @@ def test_a_script_that_may_not_be_read_is_told(folder):
     (folder / "train.py").chmod(0)
     with pytest.raises(UsageError, match="may not be read"):
         check_program(Program("script", "train.py"))
+
+
+def test_a_program_is_found_as_a_shell_finds_it(tmp_path):
+    check_program(Program("program", "bash"))
+    with pytest.raises(UsageError, match="program no-such-program was not found"):
+        check_program(Program("program", "no-such-program"))
+
+
+def test_a_file_that_is_not_executable_is_no_program(tmp_path):
+    (tmp_path / "train.py").write_text("")
+    with pytest.raises(UsageError, match=r"not executable \(chmod \+x\). Leave out --no-python"):
+        check_program(Program("program", str(tmp_path / "train.py")))

@@ -18,7 +18,8 @@ _CHOSEN_LATER = "chosen when it starts"
 def told(job: Job) -> str:
     """The job as text: the command, what all workers share, and what is each one's own."""
     program = job.program
-    command = [sys.executable, *(["-m"] if program.kind == "module" else []), program.target, *program.arguments]
+    python = {"script": [sys.executable], "module": [sys.executable, "-m"], "program": []}[program.kind]
+    command = [*python, program.target, *program.arguments]
     own = []
     for rank in range(job.local_world_size):
         place = Place(

@@ -69,6 +69,9 @@ _FLAGS = (
     ),
     _Flag("--standalone", "", ("accepted as in torchrun; one host is what is run anyway",)),
     _Flag("--nnodes", "N", ("accepted as in torchrun; 1 in this version",)),
+    _Flag("--use-env", "", ("accepted as in torch.distributed.launch; it is always so",)),
+    _Flag("--monitor-interval", "SECONDS", ("accepted as in torchrun; a worker's end is seen at once",)),
+    _Flag("--no-python", "", ("what follows is a program, not a Python script",)),
     _Flag("-m", "MODULE", ("run a module, as `python -m` does; ends the flags",)),
     _Flag("--help", "", ("this text",)),
 )
@@ -98,12 +101,9 @@ _NOT_HERE = (
     "--redirects",
     "--log-dir",
     "--local-ranks-filter",
-    "--monitor-interval",
     "--start-method",
     "--role",
-    "--no-python",
     "--run-path",
-    "--use-env",
     "--include",
     "--exclude",
 )
@@ -160,7 +160,7 @@ def parse_run(arguments: Sequence[str]) -> RunFlags:
         if word == "--":
             continue
         if not word.startswith("-") or word == "-":
-            program = Program("script", word, tuple(words))
+            program = Program("program" if "--no-python" in given else "script", word, tuple(words))
             break
         spelling, equals, value = word.partition("=")
         flag = _find(spelling)
@@ -188,6 +188,10 @@ def parse_run(arguments: Sequence[str]) -> RunFlags:
         dry_run="--dry-run" in given,
         stop_grace_s=_seconds(*given.get("--stop-grace", ("", "5"))),
     )
+    if program is not None and program.kind == "module" and "--no-python" in given:
+        raise UsageError("--no-python and -m contradict each other: a module is Python. Leave out one of them.")
+    if "--monitor-interval" in given:
+        _seconds(*given["--monitor-interval"])
     if "--nnodes" in given and given["--nnodes"][1] not in ("1", "1:1"):
         raise UsageError(_several_hosts(" ".join(given["--nnodes"])))
     if flags.cpu and flags.nproc_per_node == "gpu":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,8 @@ class Program:
     """What each worker runs.
 
     Attributes:
-        kind: "script" (`target` is a path, run as `python target` would) or "module" (a name, as `python -m`).
+        kind: "script" (`target` is a path, run as `python target` would), "module" (a name, as `python -m`) or
+            "program" (anything executable, found as a shell would find it).
         target: the path or name as the user typed it.
         arguments: what the program finds in sys.argv[1:].
     """
@@ -31,6 +33,8 @@ def check_program(program: Program) -> None:
     """Raises UsageError when the program cannot be started: found now, told once, instead of once per worker."""
     if program.kind == "module":
         _check_module(program.target)
+    elif program.kind == "program":
+        _check_executable(program.target)
     else:
         _check_script(program.target)
 
@@ -55,6 +59,16 @@ def _check_script(target: str) -> None:
         raise UsageError(f"script {target} does not exist (looked in {os.getcwd()}).{hint}")
     if not os.access(path, os.R_OK):
         raise UsageError(f"script {target} exists but may not be read by this user.")
+
+
+def _check_executable(target: str) -> None:
+    if shutil.which(target) is not None:
+        return
+    path = Path(target)
+    if path.is_file():
+        start = " Leave out --no-python to run it as a Python script." if path.suffix == ".py" else ""
+        raise UsageError(f"{target} is no program: it is not executable (chmod +x).{start}")
+    raise UsageError(f"program {target} was not found (looked in {os.getcwd()} and PATH).")
 
 
 def _check_module(target: str) -> None:

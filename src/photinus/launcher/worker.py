@@ -1,6 +1,6 @@
 """Runs in each worker before the user's script: ties the worker to its launcher, then runs the script as Python would.
 
-    python photinus/launcher/worker.py LAUNCHER_PID FAULT_FILE script|module TARGET ARGUMENTS...
+    python photinus/launcher/worker.py LAUNCHER_PID FAULT_FILE script|module|program TARGET ARGUMENTS...
 
 Started by its path and importing nothing of Photinus (nor torch), so that neither the working directory nor Photinus
 can hide a module that the script imports, and the script finds sys.path, sys.argv and __main__ just as under
@@ -11,6 +11,7 @@ What it adds:
   2. An uncaught exception is written to TORCHELASTIC_ERROR_FILE, in torch elastic's format with a few fields more,
      without the frames of this file. The launcher shows it, once, so it is not printed here too.
   3. A fatal signal (SIGSEGV, SIGABRT, ...) leaves the Python stack in FAULT_FILE, for the launcher as well.
+A program that is not Python takes this process's place, and gets the first of these only.
 """
 
 from __future__ import annotations
@@ -194,6 +195,13 @@ def main() -> None:
             faulthandler.enable(faults, all_threads=False)
     except OSError as problem:
         print(f"photinus: no stack will be shown for a fatal signal: {problem}", file=sys.stderr)
+    if kind == "program":
+        # Python's place is taken. The kernel's promise to end it with the launcher stays.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, which the program would inherit
+        try:
+            os.execvp(target, [target, *arguments])
+        except OSError as error:
+            _fail(error)
     sys.excepthook = _silent_hook
     run(kind, target, arguments)
 
