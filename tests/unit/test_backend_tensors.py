@@ -11,6 +11,7 @@ import torch.distributed as dist
 from photinus import engine
 from photinus.backend import options
 from photinus.backend.alone import Alone
+from photinus.backend.device_map import ByDevice
 from photinus.backend.engine_reductions import _one_behind_the_other
 from photinus.backend.tensors import DTYPES, CopyBack, allocate, dense, is_dense, moved, reals
 from photinus.backend.through_engine import ThroughEngine
@@ -127,7 +128,7 @@ def test_all_call_forms_become_options() -> None:
         options.one_tensor([torch.zeros(1)] * 2, "all_reduce")
 
 
-@pytest.mark.parametrize("group", [ThroughEngine, ThroughGloo])
+@pytest.mark.parametrize("group", [ThroughEngine, ThroughGloo, ByDevice])
 def test_every_method_that_cpp_calls_is_overridden(group: type) -> None:
     """Without an override torch runs its own method with the GIL held, and deadlocks against gloo's threads."""
     called = """getBackendName getRank getSize setGroupName getGroupName setGroupDesc getGroupDesc abort allreduce

@@ -10,7 +10,7 @@ loaded before the first group is made.
 Floors inside: tensors (memory that the engine or gloo can take) < work, completer (handles of operations in flight)
 < process_group (what torch sees of every group) < engine_group, engine_reductions, engine_moves, messages, sparse and
 through_engine (the group of one host), beside through_gloo (the group of several) < hosts (who shares memory with
-whom), making (which of them a new group is).
+whom), device_map (other devices' backends beside ours), making (which of them a new group is).
 """
 
 from __future__ import annotations
@@ -53,10 +53,11 @@ def register() -> None:
 
 
 def _create(options: _DistributedBackendOptions, backend_options: object) -> ProcessGroup:
-    """Called by torch for each new group. `backend_options` (pg_options) is for other backends and has no effect."""
+    """Called by torch for each new group. `backend_options` (pg_options) is for the other backends of a device map."""
+    from .device_map import asked
     from .making import make
 
-    return make(options)
+    return make(options, asked())
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from .. import engine, env
 from ..errors import WorldSizeError
-from . import hosts
+from . import device_map, hosts
 from .alone import Alone
 from .inner_gloo import InnerGloo, Limit
 from .process_group import ProcessGroup
@@ -29,13 +29,29 @@ _log = logging.getLogger(__name__)
 _JOINING_S = 60.0  # for the engine's rendezvous, after all ranks have shown themselves in the store
 
 
-def make(given: _DistributedBackendOptions) -> ProcessGroup:
+def make(given: _DistributedBackendOptions, wanted: device_map.Asked | None = None) -> ProcessGroup:
     """Makes the group that torch describes; called by all its ranks.
 
+    Args:
+        given: what torch tells a backend's maker.
+        wanted: the rest of the group's device map, if there is any.
+
     Raises:
+        ValueError: the device map holds a backend that cannot share a group with ours.
         WorldSizeError: the default group is not as large as the launcher means.
         CollectiveTimeoutError: ranks are missing; names them.
     """
+    if wanted is None or not wanted.devices:
+        return _make_for_cpu(given)
+    cpu = _make_for_cpu(given)
+    try:
+        return device_map.ByDevice(cpu, *device_map.others(given, wanted), wanted.device)
+    except BaseException:
+        cpu.shutdown()
+        raise
+
+
+def _make_for_cpu(given: _DistributedBackendOptions) -> ThroughEngine | ThroughGloo:
     rank, size, store = given.group_rank, given.group_size, given.store
     members = list(given.global_ranks_in_group)
     if not members:  # the default group

@@ -1,0 +1,266 @@
+"""Groups that serve several kinds of devices: "cpu:photinus,cuda:nccl".
+
+torch makes the backends of such a map one by one and collects them in a group of its own. A backend that is a group
+itself, as ours has to be, replaces that one, and torch drops the rest of the map without a word. So the rest is made
+here, into a plain torch group, and `ByDevice` hands each call to the group of its tensors' device.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOptions
+
+from . import NAME
+from .outside_dynamo import outside_dynamo
+from .process_group import ProcessGroup
+
+if TYPE_CHECKING:
+    from .through_engine import ThroughEngine
+    from .through_gloo import ThroughGloo
+
+__all__ = ["Asked", "ByDevice", "asked", "others"]
+
+_CPU = torch.device("cpu")
+_TYPES = dist.ProcessGroup.BackendType
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What torch is about to make.
+
+    Attributes:
+        devices: the other device types and the names of their backends, {"cuda": "nccl"}.
+        made: torch's own group, with the backends of the devices that stand before ours in the map.
+        store: of the whole group.
+        device: the accelerator that the group is bound to (init_process_group's device_id).
+        split_from: the backend that NCCL may split off, if any.
+        options: init_process_group's pg_options.
+    """
+
+    devices: Mapping[str, str] = field(default_factory=dict)
+    made: dist.ProcessGroup | None = None
+    store: Store | None = None
+    device: torch.device | None = None
+    split_from: Any = None
+    options: Any = None
+
+
+def asked() -> Asked:
+    """What torch is about to make, while it calls us to make our part.
+
+    It tells a backend's maker everything but the map, so the map is read where torch itself has it: in the frame of the
+    function that calls. Where that looks different, there are no other devices.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_new_process_group_helper":
+        frame = frame.f_back
+    config = None if frame is None else frame.f_locals.get("backend_config")
+    if frame is None or config is None:
+        return Asked()
+    devices = {device: str(name) for device, name in config.get_device_backend_map().items() if str(name) != NAME}
+    local = frame.f_locals.get
+    return Asked(
+        devices, local("pg"), local("prefix_store"), local("device_id"), local("split_from"), local("backend_options")
+    )
+
+
+def others(given: _DistributedBackendOptions, wanted: Asked) -> tuple[dist.ProcessGroup, dict[str, str]]:
+    """A torch group with the backends of all other devices, and for those that cannot be had, why.
+
+    Raises:
+        ValueError: a backend that cannot share a group with ours.
+    """
+    store = wanted.store or given.store
+    group = dist.ProcessGroup(store, given.group_rank, given.group_size)
+    missing: dict[str, str] = {}
+    for device, name in wanted.devices.items():
+        made = None
+        if wanted.made is not None and any(known.type == device for known in wanted.made._device_types):
+            made = wanted.made._get_backend(torch.device(device))
+            kind = dist.Backend.backend_type_map.get(name, _TYPES.CUSTOM)
+        elif name == "nccl" and not dist.is_nccl_available():
+            missing[device] = "this PyTorch is built without NCCL"
+            continue
+        else:
+            kind, made = _make(name, PrefixStore(f"{device}/", store), given, wanted)
+        group._register_backend(torch.device(device), kind, made)
+        group._set_default_backend(kind)
+    return group, missing
+
+
+def _make(name: str, store: Store, given: _DistributedBackendOptions, wanted: Asked) -> tuple[Any, Any]:
+    """A backend as torch itself would make it, and its type."""
+    rank, size = given.group_rank, given.group_size
+    made: Any
+    if name == "gloo":
+        made = dist.ProcessGroupGloo(store, rank, size, timeout=given.timeout)
+        made._set_sequence_number_for_group()
+        return _TYPES.GLOO, made
+    if name == "nccl":
+        nccl: Any = dist.ProcessGroupNCCL
+        options = wanted.options or nccl.Options()
+        options._timeout = given.timeout
+        options.global_ranks_in_group = given.global_ranks_in_group
+        options.group_name = given.group_id
+        if wanted.split_from:
+            options.split_from = wanted.split_from
+            options.split_color = dist.distributed_c10d._process_group_color(given.global_ranks_in_group)
+        made = nccl(store, rank, size, options)
+        made._set_sequence_number_for_group()
+        return _TYPES.NCCL, made
+    plugin = dist.Backend._plugins.get(name.upper())
+    if plugin is None:
+        raise ValueError(
+            f"backend {name!r} cannot share a process group with {NAME!r}; make a group of its own for it: "
+            f"torch.distributed.new_group(backend={name!r})"
+        )
+    if not plugin.extended_api:
+        made = plugin.creator_fn(store, rank, size, given.timeout)
+    else:
+        copied = _DistributedBackendOptions()
+        for attribute in ("group_rank", "group_size", "timeout", "group_id", "global_ranks_in_group"):
+            setattr(copied, attribute, getattr(given, attribute))
+        copied.store = store
+        made = plugin.creator_fn(copied, wanted.options)
+    return _TYPES.CUSTOM, made
+
+
+class ByDevice(ProcessGroup):
+    """A group of ours for CPU tensors beside a group of torch's for all others.
+
+    Args:
+        cpu: serves CPU tensors, and whatever has no tensor.
+        others: torch's group of the other devices' backends.
+        missing: devices that were asked for and cannot be served, with the reasons.
+        device: the accelerator that the group is bound to.
+    """
+
+    def __init__(
+        self,
+        cpu: ThroughEngine | ThroughGloo,
+        others: dist.ProcessGroup,
+        missing: Mapping[str, str],
+        device: torch.device | None,
+    ) -> None:
+        super().__init__(cpu._gloo, cpu._store, cpu._limit, cpu._label)
+        self._cpu = cpu
+        self._others: dist.ProcessGroup = others
+        self._missing = missing
+        if device is not None:
+            self.bound_device_id = device
+
+    @property
+    def uses_engine(self) -> bool:
+        """Whether the engine serves CPU tensors."""
+        return self._cpu.uses_engine
+
+    def _serving(self, device: torch.device | None) -> Any:
+        """The group for a device."""
+        if device is None or device.type == "cpu":
+            return self._cpu
+        if device.type in self._missing:
+            raise ValueError(
+                f"process group {self._label} cannot take tensors on {device}: {self._missing[device.type]}. Its CPU "
+                f"tensors go through {NAME}; move the tensor with .cpu(), or install what is missing."
+            )
+        return self._others
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [_CPU, *self._others._device_types]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self._serving(torch.device(device))._get_backend(device)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._serving(device)._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        work: dist.Work = self._serving(device)._end_coalescing(device)
+        return work
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        """Done when every rank has called it. On the accelerator if the options say so, else on the CPU."""
+        device = getattr(opts, "device", None)
+        work: dist.Work = self._serving(device).barrier(opts) if timeout is None else self._cpu.barrier(opts, timeout)
+        return work
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier that names the ranks that did not come; on the CPU."""
+        self._cpu.monitored_barrier(timeout, wait_all_ranks)
+
+    def allocate_tensor(
+        self, size: Any, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> torch.Tensor:
+        """Uninitialised memory from which the device's backend exchanges fastest; see ProcessGroup."""
+        where = _CPU if device is None else torch.device(device)
+        if where.type == "cpu":
+            return self._cpu.allocate_tensor(size, dtype)
+        memory: torch.Tensor = self._get_backend(where).allocate_tensor(
+            size, dtype=dtype or torch.get_default_dtype(), device=where
+        )
+        return memory
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets the timeout of later operations that are given none, on all devices."""
+        self._cpu.set_timeout(timeout)
+        for device in self._others._device_types:
+            self._others._get_backend(device)._set_default_timeout(timeout)
+
+    def abort(self) -> None:
+        """Ends what is in flight on all devices and refuses everything later."""
+        self._cpu.abort()
+        if self._others._device_types:
+            self._others.abort()
+        super().abort()
+
+    def shutdown(self) -> None:
+        """Leaves the group in order; `destroy_process_group` calls it. Idempotent."""
+        self._cpu.shutdown()
+        if self._others._device_types:
+            self._others.shutdown()
+        super().shutdown()
+
+
+_FORWARDED = """
+    allreduce broadcast allgather all_gather_single reduce_scatter reduce_scatter_single all_to_all_single
+    send recv recv_anysource reduce gather scatter alltoall allreduce_coalesced all_gather_single_coalesced
+    reduce_scatter_single_coalesced allgather_coalesced alltoall_base _allgather_base _reduce_scatter_base
+    allgather_into_tensor_coalesced reduce_scatter_tensor_coalesced
+"""
+
+
+def _forwarded(name: str) -> Callable[..., dist.Work]:
+    def method(self: ByDevice, *given: Any, **named: Any) -> dist.Work:
+        device = _device(given) or _device(list(named.values()))
+        work: dist.Work = getattr(self._serving(device), name)(*given, **named)
+        return work
+
+    method.__name__ = name
+    method.__doc__ = f"{name} of the group that serves the tensors' device."
+    return method
+
+
+for _name in _FORWARDED.split():
+    setattr(ByDevice, _name, _forwarded(_name))
+outside_dynamo(ByDevice)
+
+
+def _device(given: Any) -> torch.device | None:
+    """Of the first tensor in lists and lists of lists."""
+    if isinstance(given, torch.Tensor):
+        return given.device
+    if isinstance(given, (list, tuple)):
+        for item in given:
+            device = _device(item)
+            if device is not None:
+                return device
+    return None
