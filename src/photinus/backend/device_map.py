@@ -8,11 +8,11 @@ here, into a plain torch group, and `ByDevice` hands each call to the group of i
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,6 @@ from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOp
 from . import NAME
 from .outside_dynamo import outside_dynamo
 from .process_group import ProcessGroup
-
-if TYPE_CHECKING:
-    from .through_engine import ThroughEngine
-    from .through_gloo import ThroughGloo
 
 __all__ = ["Asked", "ByDevice", "asked", "others"]
 
@@ -145,7 +141,7 @@ class ByDevice(ProcessGroup):
 
     def __init__(
         self,
-        cpu: ThroughEngine | ThroughGloo,
+        cpu: ProcessGroup,
         others: dist.ProcessGroup,
         missing: Mapping[str, str],
         device: torch.device | None,
@@ -180,12 +176,35 @@ class ByDevice(ProcessGroup):
     def _get_backend(self, device: torch.device) -> Any:
         return self._serving(torch.device(device))._get_backend(device)
 
-    def _start_coalescing(self, device: torch.device) -> None:
+    def _start_coalescing(self, device: torch.device | None = None) -> None:
         self._serving(device)._start_coalescing(device)
 
-    def _end_coalescing(self, device: torch.device) -> dist.Work:
+    def _end_coalescing(self, device: torch.device | None = None) -> dist.Work:
         work: dist.Work = self._serving(device)._end_coalescing(device)
         return work
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: Any = None,
+        group_desc: str | None = None,
+        device_types: Sequence[torch.device] | None = None,
+    ) -> ProcessGroup | None:
+        """A group of some of this group's ranks, on all its devices or some; see ProcessGroup."""
+        kept = [d for d in self._others._device_types if device_types is None or d in list(device_types)]
+        others: Any = None
+        if kept:  # ranks outside take part: NCCL splits with all
+            others = self._others.split_group(list(ranks), timeout, opts, group_name, group_desc, kept)
+        part = super().split_group(ranks, timeout, opts, group_name, group_desc)
+        if part is None or others is None:
+            return part
+        split = ByDevice(part, others, self._missing, self.bound_device_id)
+        split.made_by(self._make, part._members)
+        split.setGroupName(part.getGroupName())
+        split.setGroupDesc(part.getGroupDesc())
+        return split
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Done when every rank has called it. On the accelerator if the options say so, else on the CPU."""

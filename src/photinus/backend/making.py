@@ -45,10 +45,12 @@ def make(given: _DistributedBackendOptions, wanted: device_map.Asked | None = No
         return _make_for_cpu(given)
     cpu = _make_for_cpu(given)
     try:
-        return device_map.ByDevice(cpu, *device_map.others(given, wanted), wanted.device)
+        group = device_map.ByDevice(cpu, *device_map.others(given, wanted), wanted.device)
     except BaseException:
         cpu.shutdown()
         raise
+    group.made_by(_make_for_cpu, given.global_ranks_in_group)
+    return group
 
 
 def _make_for_cpu(given: _DistributedBackendOptions) -> ThroughEngine | ThroughGloo:
@@ -76,13 +78,17 @@ def _make_for_cpu(given: _DistributedBackendOptions) -> ThroughEngine | ThroughG
         gloo = InnerGloo(private, rank, size, limit, one_host=meeting.one_host)
         if rank == 0 and size > 1:
             hosts.tidy(store, meeting)
+        group: ThroughEngine | ThroughGloo
         if communicator is None:
-            return ThroughGloo(gloo, store, limit, label)
-        return ThroughEngine(communicator, gloo, store, limit, label)
+            group = ThroughGloo(gloo, store, limit, label)
+        else:
+            group = ThroughEngine(communicator, gloo, store, limit, label)
     except BaseException:
         if communicator is not None:
             communicator.close()
         raise
+    group.made_by(_make_for_cpu, members)
+    return group
 
 
 def _check_world_size(size: int) -> None:

@@ -11,14 +11,14 @@ threads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOptions
 
 from ..errors import AbortedError
 from . import NAME, options, process_exit
@@ -55,9 +55,17 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         self._limit = limit
         self._label = label
         self._name = self._description = ""
+        self._together: list[dist.Work] | None = None
+        self._make: Callable[[_DistributedBackendOptions], ProcessGroup] = _unknown_maker
+        self._members: list[int] = []
+        self._splits: dict[tuple[int, ...], int] = {}
         self._register_backend(_CPU, dist.ProcessGroup.BackendType.CUSTOM, gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
         process_exit.watch(self)
+
+    def made_by(self, make: Callable[[_DistributedBackendOptions], ProcessGroup], members: Sequence[int]) -> None:
+        """Says how parts of this group are made, and which ranks of the world are in it (empty: all)."""
+        self._make, self._members = make, list(members)
 
     @property
     def uses_engine(self) -> bool:
@@ -163,6 +171,69 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
+    def _start_coalescing(self, device: torch.device | None = None) -> None:
+        """The works started from here on, by this thread or others, become one work in `_end_coalescing`.
+
+        `_coalescing_manager(device=...)` calls it. Where a backend refuses, torch 2.13 is left in a state in which it
+        swallows every later all_reduce of the group.
+        """
+        if self._together is not None:
+            raise RuntimeError(f"process group {self._label} is coalescing already; end that first")
+        works: list[dist.Work] = []
+        for name in _STARTING:
+            setattr(self, name, _noting(getattr(self, name), works))
+        self._together = works
+
+    def _end_coalescing(self, device: torch.device | None = None) -> dist.Work:
+        """One work for all that were started since `_start_coalescing`."""
+        if self._together is None:
+            raise RuntimeError(f"process group {self._label} is not coalescing; _start_coalescing() comes first")
+        works, self._together = self._together, None
+        for name in _STARTING:
+            delattr(self, name)
+        return JoinedWork(works, [])
+
+    # --- parts of the group ------------------------------------------------------------------------------------------
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: Any = None,
+        group_desc: str | None = None,
+        device_types: Sequence[torch.device] | None = None,
+    ) -> ProcessGroup | None:
+        """A group of some of this group's ranks; all ranks of the parts that this group is split into call it at once.
+
+        Args:
+            ranks: of the new group, as ranks in this one.
+            timeout: of the new group; default: this one's.
+            opts: for other backends.
+            group_name, group_desc: default: made from this one's and the ranks.
+            device_types: whose backends the new group gets; the CPU is served in any case.
+
+        Returns:
+            The new group, or None on a rank that is not in it.
+        """
+        members = list(ranks)
+        if len(set(members)) != len(members) or not all(0 <= rank < self._size for rank in members):
+            raise ValueError(f"split_group needs different ranks below {self._size}, got {members}")
+        if self._rank not in members:
+            return None
+        self._splits[tuple(members)] = turn = self._splits.get(tuple(members), 0) + 1
+        name = group_name or f"{self._name or 'group'}:split:{'-'.join(map(str, members))}:{turn}"
+        asked = _DistributedBackendOptions()
+        asked.store = PrefixStore(f"{name}/", self._store)
+        asked.group_rank, asked.group_size = members.index(self._rank), len(members)
+        asked.timeout = timeout if timeout is not None else timedelta(seconds=self._limit.timeout_s)
+        asked.group_id = name
+        asked.global_ranks_in_group = [self._members[rank] if self._members else rank for rank in members]
+        part: ProcessGroup = self._make(asked)
+        part.setGroupName(name)
+        part.setGroupDesc(group_desc or f"{self._description or self._label}:split")
+        return part
+
     # --- the end ---------------------------------------------------------------------------------------------------
 
     def fail(self, reason: str) -> None:
@@ -179,6 +250,27 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
 
     def _end(self, reason: str) -> None:
         self._gloo = _Ended(reason)  # type: ignore[assignment]
+
+
+_STARTING = [  # a work
+    *("allreduce", "broadcast", "reduce", "barrier", "send", "recv", "recv_anysource"),
+    *("allgather", "all_gather_single", "gather", "scatter", "alltoall", "all_to_all_single"),
+    *("reduce_scatter", "reduce_scatter_single"),
+    *("allreduce_coalesced", "all_gather_single_coalesced", "reduce_scatter_single_coalesced", "allgather_coalesced"),
+]
+
+
+def _noting(start: Callable[..., dist.Work], works: list[dist.Work]) -> Callable[..., dist.Work]:
+    def method(*given: Any, **named: Any) -> dist.Work:
+        work = start(*given, **named)
+        works.append(work)
+        return work
+
+    return method
+
+
+def _unknown_maker(_: _DistributedBackendOptions) -> ProcessGroup:
+    raise RuntimeError("this process group was not made by torch.distributed, so it can't be split")
 
 
 class _Ended:

@@ -16,7 +16,18 @@ from torch import Tensor
 
 from .. import engine
 
-__all__ = ["DTYPES", "REDUCTIONS", "CopyBack", "allocate", "check_dense", "dense", "is_dense", "moved", "reals"]
+__all__ = [
+    "DTYPES",
+    "REDUCTIONS",
+    "CopyBack",
+    "allocate",
+    "check_apart",
+    "check_dense",
+    "dense",
+    "is_dense",
+    "moved",
+    "reals",
+]
 
 DTYPES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in engine.DTYPES.items()}
 """The engine's code of each dtype that it computes with."""
@@ -82,6 +93,16 @@ def check_dense(tensor: Tensor) -> None:
         )
 
 
+def check_apart(tensor: Tensor) -> None:
+    """Raises ValueError for an output whose elements share memory: an expanded one, or windows that overlap."""
+    steps = [abs(stride) * (size - 1) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    if tensor.numel() > sum(steps) + 1:
+        raise ValueError(
+            f"a collective can't write to a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}: its "
+            f"elements share memory. Give it a .contiguous() copy."
+        )
+
+
 def dense(tensor: Tensor) -> Tensor:
     """The tensor itself when dense, otherwise a dense copy in logical order; complex ones as pairs of reals."""
     check_dense(tensor)
@@ -110,11 +131,16 @@ class CopyBack:
         self._copies: list[tuple[Tensor, Tensor]] = []
 
     def output(self, tensor: Tensor, *, load: bool) -> Tensor:
-        """The tensor itself when dense, otherwise a dense stand-in, with the tensor's values if `load`."""
+        """The tensor itself when dense, otherwise a dense stand-in, with the tensor's values if `load`.
+
+        Raises:
+            ValueError: elements of the tensor share memory, so that it can't hold what it is to get.
+        """
         check_dense(tensor)
         tensor = tensor.detach()
         stand_in = tensor
         if not is_dense(tensor):
+            check_apart(tensor)
             stand_in = torch.empty(tensor.shape, dtype=tensor.dtype)
             if load:
                 stand_in.copy_(tensor)
@@ -125,6 +151,7 @@ class CopyBack:
         """One new flat tensor, cut into the outputs, which may differ in size, when the operation is done."""
         for tensor in tensors:
             check_dense(tensor)
+            check_apart(tensor)
         flat = torch.empty(sum(t.numel() for t in tensors), dtype=tensors[0].dtype)
         pieces = torch.split(flat, [t.numel() for t in tensors])
         self._copies.extend((t.detach(), piece.view(t.shape)) for t, piece in zip(tensors, pieces, strict=True))
