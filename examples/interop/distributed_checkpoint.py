@@ -57,7 +57,8 @@ def main() -> None:
         model_state, optimizer_state = get_state_dict(model, optimizer)
         state = {"model": model_state, "optimizer": optimizer_state}
         if args.in_background:
-            writing = dcp.async_save(state, checkpoint_id=args.folder)
+            # a group of its own: the thread that writes must not call collectives between those of the training
+            writing = dcp.async_save(state, checkpoint_id=args.folder, process_group=dist.new_group())
             train(model, optimizer, train_set, steps=20)  # must not reach the checkpoint any more
             writing.result()
         else:
