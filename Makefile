@@ -20,6 +20,7 @@ demo: setup
 test: setup check native sanitized python
 
 test-all: setup check native sanitized soak
+	$(PIP) --no-build-isolation --editable '.[test,interop]'
 	$(BIN)/python -m pytest -m "slow or not slow" tests
 
 setup: $(VENV)/.installed
