@@ -6,22 +6,36 @@ The reference is torch's BatchNorm in the same process on the concatenated batch
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from photinus.parallel import SyncBatchNorm, convert_sync_batchnorm, wrap_model
+from photinus.parallel import (
+    DistributedDataParallel,
+    SyncBatchNorm,
+    convert_sync_batchnorm,
+    revert_sync_batchnorm,
+    wrap_model,
+)
 from tests.dist.test_ddp import BACKENDS, assert_check, assert_equal_on_all_ranks, checks_of, expect
 
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
 def part_of(counts: list[int], rank: int) -> slice:
     start = sum(counts[:rank])
     return slice(start, start + counts[rank])
+
+
+def by_statistics(x: torch.Tensor, state: dict[str, torch.Tensor], prefix: str) -> torch.Tensor:
+    """What a layer with this state makes of x [N, C] in evaluation."""
+    mean, variance = state[prefix + "running_mean"], state[prefix + "running_var"]
+    return (x - mean) / (variance + 1e-5).sqrt() * state[prefix + "weight"] + state[prefix + "bias"]
 
 
 def compare(
@@ -36,7 +50,7 @@ def compare(
     """Trains a layer for some steps on parts of `counts` samples each and compares everything with the whole."""
     torch.manual_seed(11)
     kind = {1: nn.BatchNorm1d, 2: nn.BatchNorm1d, 3: nn.BatchNorm2d, 4: nn.BatchNorm3d}[len(shape)]
-    whole = kind(shape[0], dtype=torch.float32 if dtype == torch.bfloat16 else dtype, **options)
+    whole = kind(shape[0], dtype=torch.float32 if dtype.itemsize == 2 else dtype, **options)
     if whole.affine:
         nn.init.normal_(whole.weight)
         nn.init.normal_(whole.bias)
@@ -71,9 +85,11 @@ def check_forward_backward_and_running_statistics_in_float64(group: dist.Process
         compare(group, counts=[3] * group.size(), shape=shape)
 
 
-def check_forward_backward_and_running_statistics_in_float32_and_bfloat16(group: dist.ProcessGroup) -> None:
+def check_forward_backward_and_running_statistics_in_float32_and_half_precision(group: dist.ProcessGroup) -> None:
     compare(group, counts=[3] * group.size(), dtype=torch.float32)
-    compare(group, counts=[8] * group.size(), dtype=torch.bfloat16)
+    for dtype in (torch.bfloat16, torch.float16):
+        compare(group, counts=[8] * group.size(), dtype=dtype)
+        compare(group, counts=[5, 0, 4][: group.size()], dtype=dtype)
 
 
 def check_ranks_may_have_different_numbers_of_samples(group: dist.ProcessGroup) -> None:
@@ -92,6 +108,41 @@ def check_settings_of_the_layer(group: dist.ProcessGroup) -> None:
     compare(group, counts=counts, momentum=0.7, eps=0.1)
     compare(group, counts=counts, affine=False)
     compare(group, counts=counts, track_running_stats=False)
+
+
+def check_a_layer_of_half_precision_counts_and_averages_in_float32(group: dist.ProcessGroup) -> None:
+    """2,048 samples of 1: their number and their sum are beyond what bfloat16 counts one by one (256)."""
+    layer = SyncBatchNorm(2, process_group=group, dtype=torch.bfloat16, momentum=None)
+    x = torch.ones(2048, 2, dtype=torch.bfloat16)
+    x[:, 1] = torch.arange(2048) % 2
+    y = layer(x)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(layer.running_mean, torch.tensor([1.0, 0.5], dtype=torch.bfloat16), rtol=0, atol=0)
+    torch.testing.assert_close(layer.running_var, torch.tensor([0.0, 0.25], dtype=torch.bfloat16), rtol=0, atol=0)
+    torch.testing.assert_close(y[:2, 1], torch.tensor([-1.0, 1.0], dtype=torch.bfloat16), rtol=0, atol=1e-2)
+
+
+def check_evaluation_after_conversion_of_torchs_class_and_back(group: dist.ProcessGroup) -> None:
+    """torch's SyncBatchNorm becomes ours, trains on the CPU, and becomes what it was, with what ours has learned."""
+    torch.manual_seed(14)
+    theirs = nn.Sequential(nn.SyncBatchNorm(3, process_group=group), nn.BatchNorm1d(3))
+    names = list(theirs.state_dict())
+    ours = convert_sync_batchnorm(theirs)
+    assert [type(layer) for layer in ours] == [SyncBatchNorm] * 2
+    assert ours[0].process_group is group
+    ours(torch.randn(4 + group.rank(), 3) + group.rank()).square().sum().backward()
+    learned = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
+    assert learned["0.running_mean"].abs().min() > 0
+    reverted = revert_sync_batchnorm(ours).eval()
+    assert [type(layer) for layer in reverted] == [nn.SyncBatchNorm, nn.BatchNorm1d]
+    assert reverted[0].process_group is group
+    assert list(reverted.state_dict()) == names
+    for name, tensor in reverted.state_dict().items():
+        assert torch.equal(tensor, learned[name]), name
+    if group.rank() == 0:  # plain batch norm exchanges nothing
+        x = torch.randn(5, 3)
+        expected = by_statistics(by_statistics(x, learned, "0."), learned, "1.")
+        torch.testing.assert_close(reverted(x), expected)
 
 
 def check_channels_last_input_gives_the_same_and_keeps_its_layout(group: dist.ProcessGroup) -> None:
@@ -162,6 +213,56 @@ def check_a_wrapped_network_trains_as_one_process_on_the_whole_batch(group: dist
                 optimizer.step()
         for (name, a), b in zip(whole.state_dict().items(), model.module.state_dict().values(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=name)
+
+
+class Blocks(nn.Module):
+    """Two normalised blocks; `checkpointed` forgets their activations and computes them anew in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(15)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 6), nn.BatchNorm1d(6), nn.Tanh()) for width in (3, 6)
+        ).double()
+        self.checkpointed = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return x.pow(3).mean()
+
+
+def compare_accumulated(
+    group: dist.ProcessGroup, *, checkpointed: bool, counts: list[int] | None = None, **options: Any
+) -> None:
+    """Gradients of two batches, the first under no_sync, against one process on the whole batches."""
+    whole = Blocks()
+    model = copy.deepcopy(whole)
+    model.checkpointed = whole.checkpointed = checkpointed
+    model = DistributedDataParallel(convert_sync_batchnorm(model, group), process_group=group, **options)
+    counts = counts or [4] * group.size()
+    mine = part_of(counts, group.rank())
+    for step in range(2):
+        x = torch.randn(sum(counts), 3, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        whole(x).backward()
+        share = counts[group.rank()] * group.size() / sum(counts)  # DDP averages over ranks, not over samples
+        with model.no_sync() if step == 0 else nullcontext():
+            (model(x[mine]) * share).backward()
+    for (name, p), q in zip(model.module.named_parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12, msg=name)
+    for (name, buffer), expected in zip(model.module.named_buffers(), whole.buffers(), strict=True):
+        torch.testing.assert_close(buffer, expected, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def check_accumulated_gradients_are_those_of_one_process(group: dist.ProcessGroup) -> None:
+    compare_accumulated(group, checkpointed=False)
+    compare_accumulated(group, checkpointed=False, counts=[1, 6, 3][: group.size()], gradient_as_bucket_view=True)
+
+
+def check_activation_checkpointing_gives_the_same_gradients(group: dist.ProcessGroup) -> None:
+    """The statistics are exchanged anew in backward, between the exchanges of gradients."""
+    compare_accumulated(group, checkpointed=True, bucket_cap_mb=1e-4)
+    compare_accumulated(group, checkpointed=True, counts=[2, 5, 1][: group.size()])
 
 
 def check_unused_parameters_beside_synchronised_statistics(group: dist.ProcessGroup) -> None:
