@@ -5,6 +5,7 @@ No GPU is needed: tensors on torch's meta device stand for a GPU's, and torch's 
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,18 @@ def test_a_device_map_serves_each_device_by_its_own_backend(
     backend: str, others: dict[str, str], tmp_path: Path
 ) -> None:
     arguments = {"store": str(tmp_path / "store"), "backend": backend}
+    devices = sorted(["cpu", *others])
     for value in values(
         run_ranks(f"{__name__}:_mixed", world_size=2, backend=backend, timeout_s=60, arguments=arguments)
     ):
         assert value["engine"] is True
         assert value["sums"] == [3.0] * 6
         assert value["objects"] == [{"rank": 0}, {"rank": 1}]
-        assert value["devices"] == sorted(["cpu", *others])
+        assert value["devices"] == devices
         assert value["backends"] == others
         assert value["shapes"] == ([[8], [4], [4]] if "meta" in others else [])
         assert "destroyed" in value["ended"]
+        assert value["split_into"] == [[3.0, devices], [value["rank"] + 1.0, devices], [3.0, ["cpu"]]]
         assert value["threads_left"] == []
 
 
@@ -80,6 +83,14 @@ def _mixed(rank: int, world_size: int, store: str, backend: str) -> dict[str, An
     devices = [device.type for device in group._device_types]
     backends = {name: group._get_backend(torch.device(name)).name() for name in devices if name != "cpu"}
     engine = group.uses_engine and sub_group.uses_engine
+    group.set_timeout(timedelta(seconds=50))
+    only_cpu = [torch.device("cpu")]
+    parts = [group.split_group([0, 1]), group.split_group([rank]), group.split_group([0, 1], device_types=only_cpu)]
+    split_into = []
+    for part in parts:
+        part.allreduce([tensor := torch.tensor([rank + 1.0])]).wait()
+        split_into.append([tensor.item(), sorted(device.type for device in part._device_types)])
+        part.shutdown()
 
     dist.destroy_process_group()
     try:
@@ -91,6 +102,7 @@ def _mixed(rank: int, world_size: int, store: str, backend: str) -> dict[str, An
     add()
     add()
     return {
+        "rank": rank,
         "engine": engine,
         "sums": sums,
         "objects": objects,
@@ -98,6 +110,7 @@ def _mixed(rank: int, world_size: int, store: str, backend: str) -> dict[str, An
         "backends": backends,
         "shapes": shapes,
         "ended": ended,
+        "split_into": split_into,
         "threads_left": [t.name for t in threading.enumerate() if t is not threading.main_thread()],
     }
 

@@ -7,6 +7,7 @@ here, into a plain torch group, and `ByDevice` hands each call to the group of i
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +48,12 @@ class Asked:
     device: torch.device | None = None
     split_from: Any = None
     options: Any = None
+
+    def for_a_part(self, kept: Sequence[torch.device] | None) -> Asked:
+        """The same for a part of the group, on some of the devices (None: on all)."""
+        types = None if kept is None else {device.type for device in kept}
+        devices = {device: name for device, name in self.devices.items() if types is None or device in types}
+        return Asked(devices, device=self.device, options=self.options)
 
 
 def asked() -> Asked:
@@ -102,7 +109,7 @@ def _make(name: str, store: Store, given: _DistributedBackendOptions, wanted: As
         return _TYPES.GLOO, made
     if name == "nccl":
         nccl: Any = dist.ProcessGroupNCCL
-        options = wanted.options or nccl.Options()
+        options = nccl.Options() if wanted.options is None else copy.deepcopy(wanted.options)
         options._timeout = given.timeout
         options.global_ranks_in_group = given.global_ranks_in_group
         options.group_name = given.group_id
@@ -183,29 +190,6 @@ class ByDevice(ProcessGroup):
         work: dist.Work = self._serving(device)._end_coalescing(device)
         return work
 
-    def split_group(
-        self,
-        ranks: Sequence[int],
-        timeout: timedelta | None = None,
-        opts: Any = None,
-        group_name: Any = None,
-        group_desc: str | None = None,
-        device_types: Sequence[torch.device] | None = None,
-    ) -> ProcessGroup | None:
-        """A group of some of this group's ranks, on all its devices or some; see ProcessGroup."""
-        kept = [d for d in self._others._device_types if device_types is None or d in list(device_types)]
-        others: Any = None
-        if kept:  # ranks outside take part: NCCL splits with all
-            others = self._others.split_group(list(ranks), timeout, opts, group_name, group_desc, kept)
-        part = super().split_group(ranks, timeout, opts, group_name, group_desc)
-        if part is None or others is None:
-            return part
-        split = ByDevice(part, others, self._missing, self.bound_device_id)
-        split.made_by(self._make, part._members)
-        split.setGroupName(part.getGroupName())
-        split.setGroupDesc(part.getGroupDesc())
-        return split
-
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Done when every rank has called it. On the accelerator if the options say so, else on the CPU."""
         device = getattr(opts, "device", None)
@@ -232,7 +216,9 @@ class ByDevice(ProcessGroup):
         """Sets the timeout of later operations that are given none, on all devices."""
         self._cpu.set_timeout(timeout)
         for device in self._others._device_types:
-            self._others._get_backend(device)._set_default_timeout(timeout)
+            set_it = getattr(self._others._get_backend(device), "_set_default_timeout", None)
+            if set_it is not None:  # some backends know no timeouts
+                set_it(timeout)
 
     def abort(self) -> None:
         """Ends what is in flight on all devices and refuses everything later."""

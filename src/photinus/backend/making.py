@@ -49,7 +49,7 @@ def make(given: _DistributedBackendOptions, wanted: device_map.Asked | None = No
     except BaseException:
         cpu.shutdown()
         raise
-    group.made_by(_make_for_cpu, given.global_ranks_in_group)
+    group.made_by(lambda part, kept: make(part, wanted.for_a_part(kept)), given.global_ranks_in_group)
     return group
 
 
@@ -87,7 +87,7 @@ def _make_for_cpu(given: _DistributedBackendOptions) -> ThroughEngine | ThroughG
         if communicator is not None:
             communicator.close()
         raise
-    group.made_by(_make_for_cpu, members)
+    group.made_by(lambda part, _: _make_for_cpu(part), members)
     return group
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,10 @@ __all__ = ["ProcessGroup"]
 _CPU = torch.device("cpu")
 
 _TorchProcessGroup: Any = dist.ProcessGroup  # its stubs' overloads exclude each other; one method here takes them all
+
+
+_Maker: TypeAlias = "Callable[[_DistributedBackendOptions, Sequence[torch.device] | None], ProcessGroup]"
+"""Makes a group that torch describes, for some device types (None: for all)."""
 
 
 @outside_dynamo
@@ -56,14 +60,14 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         self._label = label
         self._name = self._description = ""
         self._together: list[dist.Work] | None = None
-        self._make: Callable[[_DistributedBackendOptions], ProcessGroup] = _unknown_maker
+        self._make: _Maker = _unknown_maker
         self._members: list[int] = []
         self._splits: dict[tuple[int, ...], int] = {}
         self._register_backend(_CPU, dist.ProcessGroup.BackendType.CUSTOM, gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
         process_exit.watch(self)
 
-    def made_by(self, make: Callable[[_DistributedBackendOptions], ProcessGroup], members: Sequence[int]) -> None:
+    def made_by(self, make: _Maker, members: Sequence[int]) -> None:
         """Says how parts of this group are made, and which ranks of the world are in it (empty: all)."""
         self._make, self._members = make, list(members)
 
@@ -209,9 +213,9 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         Args:
             ranks: of the new group, as ranks in this one.
             timeout: of the new group; default: this one's.
-            opts: for other backends.
+            opts: ignored; the other devices' backends get those of this group.
             group_name, group_desc: default: made from this one's and the ranks.
-            device_types: whose backends the new group gets; the CPU is served in any case.
+            device_types: whose backends the new group gets, default all; the CPU is served in any case.
 
         Returns:
             The new group, or None on a rank that is not in it.
@@ -229,7 +233,7 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         asked.timeout = timeout if timeout is not None else timedelta(seconds=self._limit.timeout_s)
         asked.group_id = name
         asked.global_ranks_in_group = [self._members[rank] if self._members else rank for rank in members]
-        part: ProcessGroup = self._make(asked)
+        part = self._make(asked, device_types)
         part.setGroupName(name)
         part.setGroupDesc(group_desc or f"{self._description or self._label}:split")
         return part
@@ -269,7 +273,7 @@ def _noting(start: Callable[..., dist.Work], works: list[dist.Work]) -> Callable
     return method
 
 
-def _unknown_maker(_: _DistributedBackendOptions) -> ProcessGroup:
+def _unknown_maker(_: _DistributedBackendOptions, __: Sequence[torch.device] | None) -> ProcessGroup:
     raise RuntimeError("this process group was not made by torch.distributed, so it can't be split")
 
 
