@@ -29,7 +29,17 @@ def test_each_strategy_is_found_by_its_own_name() -> None:
         assert find_strategy(name) is strategy
 
 
-@pytest.mark.parametrize(("wrong", "meant"), [("dpd", "ddp"), ("torch_ddp", "torch-ddp"), ("DDP", "ddp")])
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("dpp", "dp"),
+        ("torch_ddp", "torch-ddp"),
+        ("DDP", "ddp"),
+        ("ddpp", "ddp"),
+        ("zero_3", "zero3"),
+        ("ZERO2", "zero2"),
+    ],
+)
 def test_unknown_strategy_lists_those_there_are_and_the_closest(wrong: str, meant: str) -> None:
     with pytest.raises(
         ValueError, match=f"unknown strategy '{wrong}'; there are 'ddp', 'torch-ddp'.* Did you mean '{meant}'"

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from .ddp import DistributedDataParallel
 from .strategy import Strategy
 
-__all__ = ["DDPStrategy"]
+__all__ = ["DDPStrategy", "options_of"]
+
+
+def options_of(wrapper: type[nn.Module]) -> frozenset[str]:
+    """Names of a wrapper's arguments that are for users to choose."""
+    return frozenset(inspect.signature(wrapper).parameters) - {"module", "device_ids", "output_device"}
 
 
 class DDPStrategy(Strategy):
     """Whole model on every rank, gradients averaged during backward. Options: those of DistributedDataParallel."""
 
     name: ClassVar[str] = "ddp"
+    accepted: ClassVar[frozenset[str]] = options_of(DistributedDataParallel)
 
-    def wrap(self, model: nn.Module, device: torch.device) -> nn.Module:
-        """Wraps in `photinus.DistributedDataParallel`."""
+    def wrap(self, model: nn.Module, device: torch.device, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
+        """Wraps in `photinus.DistributedDataParallel`; optimizers stay as they are."""
         device_ids = None if device.type == "cpu" else [device]
         return DistributedDataParallel(model, device_ids=device_ids, **self.options)
 
@@ -30,6 +39,10 @@ class DDPStrategy(Strategy):
 
     def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[None]:
         """See `DistributedDataParallel.no_sync`."""
-        if type(wrapped) is not DistributedDataParallel:
-            raise TypeError(f"strategy {self.name!r} did not wrap this {type(wrapped).__name__}")
-        return wrapped.no_sync()
+        self._require_made(wrapped)
+        return cast(DistributedDataParallel, wrapped).no_sync()
+
+    @classmethod
+    def made(cls, part: nn.Module | Optimizer) -> bool:
+        """Whether it is a `photinus.DistributedDataParallel`."""
+        return issubclass(type(part), DistributedDataParallel)

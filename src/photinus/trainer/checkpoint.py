@@ -45,7 +45,7 @@ from .durable import (
 )
 from .manifest import JSON, NAME, FileRecord, Manifest, check_files, file_name, read_manifest, write_manifest
 from .statefile import load, save
-from .states import PlainState, state_of
+from .states import PlainState, require_whole, state_of
 
 __all__ = ["Checkpoint", "CheckpointFolder", "gather_per_rank", "load", "on_all_ranks", "save"]
 
@@ -88,12 +88,16 @@ class Checkpoint:
         check_files(self.path, self._manifest)
         self._verified = before
 
-    def load(self, map_location: Any = "cpu", *, only: Collection[str] | None = None) -> dict[str, Any]:
+    def load(
+        self, map_location: Any = "cpu", *, only: Collection[str] | None = None, mapped: Collection[str] = ()
+    ) -> dict[str, Any]:
         """The state, by entry; read with weights_only=True, so that no code from the file runs.
 
         Args:
             map_location: as torch.load's; default: tensors come to the CPU.
             only: these entries; default: all.
+            mapped: of these entries, tensors are mapped from the file instead of read (copy what is to last). Ranks of
+                a host then share that memory, and pages that a rank does not need are not read.
 
         Raises:
             CheckpointError: damaged since it was verified, or one of `only` is not in it. Nothing is returned then.
@@ -107,7 +111,7 @@ class Checkpoint:
         for entry in self.entries if only is None else only:
             path = self.path / file_name(entry)
             try:
-                state[entry] = torch.load(path, map_location=map_location, weights_only=True)
+                state[entry] = torch.load(path, map_location=map_location, weights_only=True, mmap=entry in mapped)
             except Exception as error:
                 raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
         return state
@@ -187,6 +191,8 @@ class CheckpointFolder:
                 f"entry {wrong[0]!r} cannot name a file: use letters, digits, '_', '.' and '-'" if wrong else "no state"
             )
             raise ValueError(f"cannot save step {step}: {told}")
+        for entry, value in state.items():
+            require_whole(value, entry)
         plain = {entry: PlainState(state_of(value), entry) for entry, value in state.items()}
         needed_bytes = sum(part.needed_bytes for part in plain.values()) + _MANIFEST_BYTES
         try:

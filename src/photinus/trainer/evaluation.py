@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import torch
@@ -28,9 +28,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
 from ..errors import PhotinusError
+from ..parallel import strategy_of
 from .agreement import gather_per_rank
 from .arguments import whole_number
-from .data import loader
+from .data import Batch, loader
 from .datasets import check_dataset
 from .session import Session, require_session
 from .wrapping import exchanges_gradients, unwrap
@@ -116,6 +117,7 @@ def evaluate(
             dataset,
             metrics,
             _blocks_of(session.rank, session.world_size, total, whole_number("batch_size", batch_size, least=1)),
+            _idle_block(model, session, total, batch_size),
             {"batch_size": batch_size, "num_workers": num_workers, "collate_fn": collate_fn, "device": session.device},
             forward or _forward_pair,
         )
@@ -142,24 +144,31 @@ def _blocks_of(rank: int, world_size: int, total: int, block: int) -> list[int]:
     return [index for start in starts for index in range(start, min(start + block, total))]
 
 
+def _idle_block(model: nn.Module, session: Session, total: int, block: int) -> list[int]:
+    """Samples for one more forward, whose values do not count: where each forward exchanges (a model that is split over
+    the ranks), the ranks that have a block less than rank 0 take part in its last forward by one of their own."""
+    blocks = -(-total // block)
+    forwards = (blocks - session.rank + session.world_size - 1) // session.world_size
+    idle = strategy_of(model).forward_exchanges and forwards < -(-blocks // session.world_size)
+    return list(range(min(block, total))) if idle else []
+
+
 def _values_of_this_rank(
     model: nn.Module,
     dataset: Dataset[Any],
     metrics: Mapping[str, Metric],
     mine: list[int],
+    idle: list[int],
     options: Mapping[str, Any],
     forward: Forward,
 ) -> dict[str, list[float]]:
     """Each metric's value for each of the samples `mine`."""
-    if not mine:
-        return {name: [] for name in metrics}
-    batches = loader(Subset(dataset, mine), train=False, rank=0, world_size=1, **options)
     found: dict[str, list[Tensor]] = {name: [] for name in metrics}
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         with torch.no_grad():
-            for batch in batches.epoch(0):
+            for batch in _batches(dataset, mine, options):
                 outputs, targets = forward(model, batch.data)
                 for name, function in metrics.items():
                     values = torch.as_tensor(function(outputs, targets))
@@ -170,10 +179,18 @@ def _values_of_this_rank(
                             f'exact (for a loss: reduction="none")'
                         )
                     found[name].append(values.detach().double())
+            for batch in _batches(dataset, idle, options):
+                forward(model, batch.data)
     finally:
         for module, training in modes.items():
             module.training = training
-    return {name: torch.cat(values).cpu().tolist() for name, values in found.items()}
+    return {name: torch.cat(values).cpu().tolist() if values else [] for name, values in found.items()}
+
+
+def _batches(dataset: Dataset[Any], samples: list[int], options: Mapping[str, Any]) -> Iterator[Batch]:
+    if not samples:
+        return iter(())
+    return loader(Subset(dataset, samples), train=False, rank=0, world_size=1, **options).epoch(0)
 
 
 def _forward_pair(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:

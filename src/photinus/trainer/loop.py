@@ -22,6 +22,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from ..errors import PhotinusError
+from ..parallel import strategy_of
 from . import rng
 from .agreement import from_rank_0, gather_per_rank, together
 from .arguments import whole_number
@@ -158,6 +160,7 @@ class Loop:
         self._position = Position()
         with together("setting up the loop"):
             check_exchanges_gradients(model, session.world_size)
+            self._strategy = strategy_of(model)
             check_optimizer(model, optimizer)
             self.epochs = whole_number("epochs", epochs, least=1)
             for name, value in (("save_every_steps", save_every_steps), ("save_every_epochs", save_every_epochs)):
@@ -257,7 +260,37 @@ class Loop:
         self._losses.add(loss)
         self._unstepped = True
         weight = self._batch.weight
-        (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+        self._strategy.backward(self.model, loss if weight == 1.0 else loss * weight)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """A context for the bodies of all but the last batch of a step: gradients add up and are not averaged yet.
+
+            with loop.no_sync() if loop.step % 4 else nullcontext():
+                loop.backward(loss_fn(model(x), y) / 4)
+            if loop.step % 4 == 0:
+                loop.clip(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+        The forward has to be inside, too. A checkpoint waits for the next step of the optimizer.
+        """
+        return self._strategy.no_sync(self.model)
+
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scales the gradients down so that their norm over the whole model is at most `max_norm`, on all ranks.
+
+        The same at every world size and under every strategy, to float precision. All ranks call it, after the last
+        backward before the optimizer's step (with a GradScaler, after its `unscale_`).
+
+        Returns:
+            The norm before, shape [], equal on all ranks.
+
+        Raises:
+            ValueError: `max_norm` is not above 0.
+        """
+        if not max_norm > 0:
+            raise ValueError(f"loop.clip: max_norm={max_norm}, but a number above 0 is needed")
+        return self._strategy.clip(self.model, max_norm, norm_type)
 
     def log(self, **metrics: float | Tensor) -> None:
         """Adds numbers to the running epoch's row; of the same name the last one counts.
@@ -403,11 +436,13 @@ class Loop:
             return
         states = gather_per_rank(rng.capture())
         position = self._position
+        with together(f"gathering what to save at step {step}"):
+            trained = self._trained.contents()
 
         def write() -> str:
             assert self._folder is not None
             content = {
-                **self._trained.contents(),
+                **trained,
                 "position": position.to_dict(),
                 "run": {name: self._options[name] for name in ("batch_size", "seed", "samples", "shuffle")},
                 "rng": states,
@@ -422,7 +457,7 @@ class Loop:
         path = checkpoint.path
         notes: list[str] = []
         with together(f"loading {path}"):
-            content = checkpoint.load("cpu")
+            content = checkpoint.load("cpu", mapped=("model", "optimizer"))
             check_is_snapshot(content, path)
             position = Position.from_dict(content["position"])
             samples_done = position.batches_done * content["run"]["batch_size"]

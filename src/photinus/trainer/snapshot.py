@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError
-from .wrapping import unwrap
+from .states import load_into, state_of
 
 __all__ = ["Trained", "check_is_snapshot"]
 
@@ -27,7 +27,7 @@ def check_is_snapshot(content: Mapping[str, Any], path: Path) -> None:
 
 @dataclass(frozen=True)
 class Trained:
-    """The objects whose state training changes.
+    """The objects whose state training changes; some of them may be split over the ranks.
 
     The model's state has plain, unprefixed names, so that it loads in any strategy and in plain torch.
     """
@@ -38,12 +38,12 @@ class Trained:
     others: Mapping[str, Any]  # the user's own, by name
 
     def contents(self) -> dict[str, Any]:
-        """Their states, for a checkpoint."""
+        """Their whole states, for a checkpoint, on rank 0. Called by all ranks."""
         return {
-            "model": unwrap(self.model).state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "others": {name: item.state_dict() for name, item in self.others.items()},
+            "model": state_of(self.model),
+            "optimizer": state_of(self.optimizer),
+            "scheduler": None if self.scheduler is None else state_of(self.scheduler),
+            "others": {name: state_of(item) for name, item in self.others.items()},
         }
 
     def put_back(self, content: Mapping[str, Any], path: Path) -> None:
@@ -63,11 +63,11 @@ class Trained:
                 f"state={sorted(self.others) or None}"
             )
         try:
-            unwrap(self.model).load_state_dict(content["model"])
-            self.optimizer.load_state_dict(content["optimizer"])
+            load_into(self.model, content["model"])
+            load_into(self.optimizer, content["optimizer"])
             if self.scheduler is not None:
-                self.scheduler.load_state_dict(scheduler)
+                load_into(self.scheduler, scheduler)
             for name, item in self.others.items():
-                item.load_state_dict(others[name])
+                load_into(item, others[name])
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(f"{path} does not fit what is trained here: {error}") from error

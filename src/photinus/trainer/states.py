@@ -7,10 +7,10 @@ checkpoint of any strategy loads in any other and in plain torch.
 
 from __future__ import annotations
 
-import copy
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +18,21 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..errors import CheckpointError
+from ..parallel import strategy_of
+from ..parallel.split_states import copied, gathered
 
-__all__ = ["PlainState", "apply_states", "check_states", "plain_names", "state_of", "unwrap"]
+__all__ = [
+    "PlainState",
+    "apply_states",
+    "check_states",
+    "load_into",
+    "plain_names",
+    "require_whole",
+    "state_of",
+    "unwrap",
+]
 
+_CPU = torch.device("cpu")
 _BYTES_PER_TENSOR = 1024  # in a file, beside its data: name, headers, alignment; generously
 _BYTES_PER_ITEM = 64
 _BYTES_PER_FILE = 4096
@@ -42,12 +54,33 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def state_of(value: Any) -> Any:
-    """The state of an object that has one (`state_dict`; a wrapped model's own), else the value itself."""
-    if isinstance(value, nn.Module):
-        return unwrap(value).state_dict()
-    if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
-        return value.state_dict()
+    """The whole state of an object that has one (`state_dict`; a wrapped model's own), else the value itself.
+
+    Called by all ranks, for what strategies split over the ranks is gathered: on rank 0, what others get is of no use.
+    """
+    if isinstance(value, (nn.Module, torch.optim.Optimizer)):
+        part = unwrap(value) if isinstance(value, nn.Module) else value
+        return strategy_of(part).save(part)
+    if _has_state(value):
+        return gathered(value.state_dict())  # such as an average of a split model's weights
     return value
+
+
+def require_whole(value: Any, name: str) -> None:
+    """Refuses an object of which this rank holds but a part, where the other ranks are not asked for theirs.
+
+    Raises:
+        TypeError: it is split; says what to do.
+    """
+    if isinstance(value, (nn.Module, torch.optim.Optimizer)) and strategy_of(value).splits(value):
+        raise TypeError(
+            f"{name} ({type(value).__name__}) is split over the ranks, and one rank alone cannot save it: use "
+            f"photinus.save or photinus.Loop, which all ranks call"
+        )
+
+
+def _has_state(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and not isinstance(value, type)
 
 
 class PlainState:
@@ -178,7 +211,7 @@ def apply_states(objects: Mapping[str, Any], states: Mapping[str, Any], source: 
     for name, target in objects.items():
         undo.remember(name, target)
         try:
-            _load_into(target, states[name])
+            load_into(target, states[name])
         except Exception as error:
             outcome = undo()
             raise CheckpointError(
@@ -189,20 +222,23 @@ def apply_states(objects: Mapping[str, Any], states: Mapping[str, Any], source: 
 
 
 class _Undo:
-    """The states that objects had, as copies on the CPU; called, it puts them back and says how that went."""
+    """What objects held on this rank, as copies; called, it puts them back and says how that went."""
 
     def __init__(self) -> None:
-        self._before: list[tuple[str, Any, Any]] = []
+        self._before: list[tuple[str, Callable[[], None]]] = []
 
     def remember(self, name: str, target: Any) -> None:
-        if callable(getattr(target, "state_dict", None)):
-            self._before.append((name, target, _on_cpu(state_of(target))))
+        if isinstance(target, (nn.Module, torch.optim.Optimizer)):
+            part = unwrap(target) if isinstance(target, nn.Module) else target
+            self._before.append((name, strategy_of(part).keep(part)))
+        elif _has_state(target):
+            self._before.append((name, partial(target.load_state_dict, copied(target.state_dict(), _CPU))))
 
     def __call__(self) -> str:
         stuck = []
-        for name, target, state in reversed(self._before):
+        for name, put_back in reversed(self._before):
             try:
-                _load_into(target, state)
+                put_back()
             except Exception as error:  # noqa: BLE001 - the others have to be put back all the same; it is told
                 stuck.append(f"{name} ({type(error).__name__}: {error})")
         self._before.clear()
@@ -211,21 +247,15 @@ class _Undo:
         return "Nothing was changed."
 
 
-def _load_into(target: Any, state: Any) -> None:
+def load_into(target: Any, state: Any) -> None:
+    """Gives an object a whole state; every rank keeps its part. Nothing of `state` is shared with the object then."""
     if isinstance(target, nn.Module):
-        unwrap(target).load_state_dict(plain_names(state))
+        module = unwrap(target)
+        strategy_of(module).load(module, plain_names(state))
+    elif isinstance(target, torch.optim.Optimizer):
+        strategy_of(target).load(target, state)
     else:
         target.load_state_dict(state)
-
-
-def _on_cpu(state: Any) -> Any:
-    if isinstance(state, torch.Tensor):
-        return state.detach().to("cpu", copy=True)
-    if isinstance(state, dict):
-        return {key: _on_cpu(value) for key, value in state.items()}
-    if type(state) in (list, tuple):
-        return type(state)(_on_cpu(value) for value in state)
-    return copy.deepcopy(state)
 
 
 def _check_module(name: str, module: nn.Module, state: Any, source: str) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from ..parallel import strategy_of
 from .datasets import check_dataset
 from .evaluation import Metric, evaluate
 from .loop import Loop
@@ -34,7 +35,8 @@ class Result:
     Attributes:
         history: a row of numbers per epoch, those before a restart included.
         metrics: of the last epoch: its training loss and what validation gave.
-        model: the trained plain module, on its device.
+        model: the trained plain module, on its device. Under "zero2" and "zero3" its parameters are this rank's parts;
+            the checkpoint has the whole ones.
         out: folder of the run, None when nothing was written.
         checkpoint: path of the newest checkpoint.
         curves: path of the picture, None when it was not drawn; known on rank 0 only, which draws it.
@@ -70,10 +72,11 @@ class Trainer:
         metrics: by name, functions (outputs, targets) -> one value per sample, shape [n], measured on the validation
             set. `valid_loss` is measured anyway.
         resume: "auto", "never" or the path of a checkpoint or of a run's folder; see Loop.
-        strategy: a name of `photinus.parallel.STRATEGIES`.
+        strategy: a name of `photinus.parallel.STRATEGIES`; see `photinus.wrap`.
         sync_batch_norm: whether BatchNorm uses the statistics of the global batch.
         scheduler: learning-rate scheduler over the optimizer.
         scheduler_every: "epoch" or "step": when it makes a step.
+        clip_norm: gradients are scaled down so that their norm over the whole model is at most this; None leaves them.
         seed: of everything random from `fit` on: default the session's, else 0. To have the model's first weights
             depend on it too, make the model inside `with photinus.init(seed=...):`.
         device, backend: as for `photinus.init`; used when no session is open.
@@ -100,6 +103,7 @@ class Trainer:
         sync_batch_norm: bool = True,
         scheduler: Any = None,
         scheduler_every: str = "epoch",
+        clip_norm: float | None = None,
         seed: int | None = None,
         device: str | torch.device = "auto",
         backend: str = "auto",
@@ -113,11 +117,14 @@ class Trainer:
             raise TypeError(f"loss_fn is a {type(loss_fn).__name__}, but a function (outputs, targets) is needed")
         if scheduler_every not in ("epoch", "step"):
             raise ValueError(f'scheduler_every={scheduler_every!r}: needs "epoch" or "step"')
+        if clip_norm is not None and not clip_norm > 0:
+            raise ValueError(f"clip_norm={clip_norm}: needs a number above 0, or None")
         if "valid_loss" in (metrics or {}):
             raise ValueError("metrics: 'valid_loss' is measured anyway; take another name")
         self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
         self._metrics = {**(metrics or {}), "valid_loss": _per_sample(loss_fn)}
         self._strategy, self._sync_batch_norm = strategy, sync_batch_norm
+        self._clip_norm = clip_norm
         self._strategy_options = dict(strategy_options or {})
         self._scheduler, self._scheduler_every = scheduler, scheduler_every
         self._device, self._backend, self._seed = device, backend, seed
@@ -152,9 +159,12 @@ class Trainer:
             loop = Loop(model, optimizer, train_set, **self._loop_options)
             if not loop.finished:
                 model.train()
+            strategy = strategy_of(model)
             for inputs, targets in loop:
                 loop.backward(self._loss_fn(model(inputs), targets))
-                optimizer.step()
+                if self._clip_norm is not None:
+                    loop.clip(self._clip_norm)
+                strategy.step(optimizer)
                 optimizer.zero_grad(set_to_none=True)
                 if self._scheduler is not None and self._scheduler_every == "step":
                     self._scheduler.step()

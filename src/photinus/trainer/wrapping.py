@@ -7,7 +7,9 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 
+from ..parallel import strategy_of, wrap_model
 from .session import require_session
+from .states import unwrap
 
 __all__ = ["check_exchanges_gradients", "check_optimizer", "unwrap", "wrap"]
 
@@ -24,63 +26,80 @@ def wrap(
 ) -> tuple[nn.Module, OptimizerT]: ...
 
 
+@overload
+def wrap(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    second: torch.optim.Optimizer,
+    *more: torch.optim.Optimizer,
+    strategy: str = ...,
+    sync_batch_norm: bool = ...,
+    **options: Any,
+) -> tuple[Any, ...]: ...
+
+
 def wrap(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
-    *,
+    *more: torch.optim.Optimizer,
     strategy: str = "ddp",
     sync_batch_norm: bool = True,
     **options: Any,
-) -> nn.Module | tuple[nn.Module, torch.optim.Optimizer]:
-    """Moves the model to this rank's device and makes the ranks average its gradients.
+) -> nn.Module | tuple[Any, ...]:
+    """Moves the model to this rank's device and makes the ranks train it together.
+
+        model, optimizer = photinus.wrap(model, optimizer, strategy="zero3")
+
+    | strategy | each rank holds | over |
+    |---|---|---|
+    | "ddp" | everything | `photinus.DistributedDataParallel` |
+    | "torch-ddp" | everything | torch's DistributedDataParallel |
+    | "zero1" | parameters, gradients, its part of the optimizer's state | ours, and torch's ZeroRedundancyOptimizer |
+    | "zero2" | its part; from forward to backward all parameters | torch's FSDP2 |
+    | "zero3" | its part; a unit's parameters while it computes | torch's FSDP2 |
+    | "dp" | everything: one process with several devices | torch's DataParallel |
+
+    All train the same model, and their checkpoints load in each other. Use what is returned, and only `forward` of it:
+    under "zero2" and "zero3" that is the model itself, whose parameters are now others (this rank's parts), and all
+    ranks have to call it equally often. Optimizers stay the objects that they were, so schedulers and hooks made over
+    them stay right; but other references to the old parameters, and optimizers not given here, do not.
 
     Args:
         model: a plain module; every rank's starts with rank 0's parameters and buffers.
-        optimizer: an optimizer over the model's parameters. It keeps pointing at them, and what it remembers of
-            earlier steps moves to the device with them.
-        strategy: a name of `photinus.parallel.STRATEGIES`: "ddp", "torch-ddp".
+        optimizer, more: optimizers over the model's parameters. What they remember of earlier steps moves to the
+            device, and is split, with the parameters. Optional, but "zero1" wants them, and under "zero2" and "zero3"
+            one that is not given has to be made after, from the wrapped model's parameters.
+        strategy: a name of `photinus.parallel.STRATEGIES`.
         sync_batch_norm: whether BatchNorm uses the statistics of the global batch instead of each rank's part.
-        options: handed to the strategy, such as `bucket_cap_mb` and `find_unused_parameters`.
+        options: of the strategy; "ddp" and "zero1" have those of DistributedDataParallel, such as `bucket_cap_mb` and
+            `find_unused_parameters`; "zero2" and "zero3" have `shard`, the submodules that are gathered and dropped as
+            units (a function or a list of classes; default: the blocks in outermost ModuleLists and Sequentials).
 
     Returns:
-        The wrapped model, and with an optimizer the pair of both.
+        The wrapped model; with optimizers a tuple of it and them.
 
     Raises:
         ValueError: an unknown strategy, a model without parameters that require gradients, a model that is wrapped
-            already, or an optimizer that steps other parameters than the model's.
+            already, an optimizer that steps other parameters than the model's, or something that the strategy does
+            not suit, such as "dp" in several processes.
+        TypeError: an option that the strategy does not have, or an optimizer that cannot be split.
         NotInitializedError: a launcher started several processes and `photinus.init()` was not called.
     """
-    from ..parallel import wrap_model
-
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, but wrap needs a torch.nn.Module")
-    if unwrap(model) is not model and exchanges_gradients(model):
+    if exchanges_gradients(model) and (unwrap(model) is not model or strategy_of(model).splits(model)):
         raise ValueError(f"the model is wrapped already ({type(model).__name__}); give the plain model to wrap")
-    if optimizer is not None:
-        check_optimizer(model, optimizer)
+    optimizers = [each for each in (optimizer, *more) if each is not None]
+    for each in optimizers:
+        check_optimizer(model, each)
     session = require_session("photinus.wrap")
-    wrapped = wrap_model(model, strategy=strategy, sync_batch_norm=sync_batch_norm, device=session.device, **options)
-    if optimizer is None:
-        return wrapped
-    lost = _foreign_parameters(wrapped, optimizer)
-    if lost:
-        raise ValueError(
-            f"strategy {strategy!r} gave the model new parameters, and the optimizer still steps {lost} old ones. "
-            f"Create the optimizer from the wrapped model's parameters: wrap(model), then the optimizer."
-        )
-    _move_state(optimizer)
-    return wrapped, optimizer
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own module inside what `wrap`, torch's DDP or torch.compile put around it."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)  # torch.compile
-        if inner is None and exchanges_gradients(model):
-            inner = getattr(model, "module", None)
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
+    wrapped = wrap_model(
+        model, optimizers, strategy=strategy, sync_batch_norm=sync_batch_norm, device=session.device, **options
+    )
+    for each in optimizers:
+        assert not _foreign_parameters(wrapped, each), f"strategy {strategy!r} lost parameters of an optimizer"
+        _move_state(each)
+    return (wrapped, *optimizers) if optimizers else wrapped
 
 
 def exchanges_gradients(model: nn.Module) -> bool:

@@ -1,0 +1,98 @@
+"""Which submodules of a model are sharded, gathered and dropped as units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import nn
+
+__all__ = ["SMALLEST_UNIT_ELEMS", "Shard", "shard_units"]
+
+Shard = Callable[[nn.Module], bool] | Sequence[type[nn.Module]] | None
+
+SMALLEST_UNIT_ELEMS = 1 << 16
+"""Of the default rule. Gathering less costs more in the exchange than dropping it saves in memory."""
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
+
+def shard_units(model: nn.Module, shard: Shard = None) -> list[nn.Module]:
+    """The submodules that are units; the inner ones before those around them, the model itself not among them.
+
+    What lies in no unit travels with the model itself: it is gathered before the first layer and kept to the last.
+    A submodule that shares a parameter with something outside it is no unit, so that tied weights stay tied.
+
+    Args:
+        model: not sharded yet.
+        shard: a function of a module that says whether it is a unit, or a list of classes that are. Default, for
+            Transformers and other stacks of blocks: the children of every outermost ModuleList or Sequential (the
+            blocks), if they have SMALLEST_UNIT_ELEMS parameters or more.
+
+    Raises:
+        TypeError: `shard` is neither.
+        ValueError: it chose none, or a ModuleList or ModuleDict, which has no forward.
+    """
+    chosen = _by_default(model) if shard is None else _by_rule(model, shard)
+    units = [module for module in chosen if module is not model and _elems(module) and not _shares(module, model)]
+    # modules() lists what is outside first; fully_shard wants the inside first
+    return units[::-1]
+
+
+def _by_default(model: nn.Module) -> list[nn.Module]:
+    stacks: list[nn.Module] = []
+    _find_stacks(model, stacks, set())
+    blocks = [block for stack in stacks for block in stack.children() if not isinstance(block, _CONTAINERS)]
+    return [block for block in blocks if _elems(block) >= SMALLEST_UNIT_ELEMS]
+
+
+def _find_stacks(module: nn.Module, found: list[nn.Module], seen: set[nn.Module]) -> None:
+    if module in seen:
+        return
+    seen.add(module)
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        found.append(module)
+        return
+    for child in module.children():
+        _find_stacks(child, found, seen)
+
+
+def _by_rule(model: nn.Module, shard: Shard) -> list[nn.Module]:
+    if isinstance(shard, (list, tuple)) and all(isinstance(cls, type) and issubclass(cls, nn.Module) for cls in shard):
+        classes = tuple(shard)
+        chosen = [module for module in model.modules() if isinstance(module, classes)]
+    elif callable(shard) and not isinstance(shard, type):
+        chosen = [module for module in model.modules() if shard(module)]
+    else:
+        raise TypeError(
+            f"shard={shard!r}: needs a function of a module that says whether it is a unit, or a list of module classes"
+        )
+    if not chosen:
+        what = "none of its classes" if isinstance(shard, (list, tuple)) else "no submodule"
+        kinds = sorted({type(module).__name__ for module in model.modules()})
+        raise ValueError(
+            f"shard: {what} is in the model ({type(model).__name__}); it has modules of {', '.join(kinds[:12])}"
+            if isinstance(shard, (list, tuple))
+            else f"shard: the function chose {what} of the model ({type(model).__name__}), which has {', '.join(kinds)}"
+        )
+    for module in chosen:
+        if isinstance(module, _CONTAINERS):
+            raise ValueError(
+                f"shard: a {type(module).__name__} has no forward, so it cannot be a unit; choose the modules inside it"
+            )
+    return chosen
+
+
+def _elems(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _shares(module: nn.Module, model: nn.Module) -> bool:
+    """Whether a parameter inside is also registered outside."""
+    inside = set(module.modules())
+    own = {id(parameter) for parameter in module.parameters()}
+    outside = (other for other in model.modules() if other not in inside)
+    return any(id(parameter) in own for other in outside for parameter in _registered(other))
+
+
+def _registered(module: nn.Module) -> Iterable[nn.Parameter]:
+    return (parameter for parameter in module._parameters.values() if parameter is not None)

@@ -1,0 +1,117 @@
+"""States whose tensors are split over ranks (DTensors), made whole; and whole ones, split.
+
+A state is nested dicts, lists and tuples with tensors and plain values at the leaves. Tensors of a class that knows
+`full_tensor` are split ones; DTensor itself is not imported before there is one, because that takes long.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["copied", "gathered", "is_split", "mapped", "part_of", "split_as"]
+
+
+def is_split(value: object) -> bool:
+    """Whether a tensor lies in parts on several ranks."""
+    return isinstance(value, torch.Tensor) and hasattr(value, "full_tensor")
+
+
+def mapped(state: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """The state with `change(tensor)` in the place of each tensor; containers are new, and keep class and attributes.
+
+    Tensors are visited in the order of the containers, which is equal on all ranks where the states are.
+    """
+    if isinstance(state, torch.Tensor):
+        return change(state)
+    if isinstance(state, dict):
+        new = copy.copy(state)  # an OrderedDict keeps its _metadata
+        for key, value in state.items():
+            new[key] = mapped(value, change)
+        return new
+    if type(state) in (list, tuple):
+        return type(state)(mapped(value, change) for value in state)
+    return state
+
+
+def gathered(state: Any) -> Any:
+    """The state with whole tensors on rank 0; elsewhere None in the place of split ones. Called by all ranks.
+
+    One tensor is gathered at a time and brought to the CPU, so beside the result a rank needs room for the largest.
+    """
+    keeps = not dist.is_initialized() or dist.get_rank() == 0
+
+    def whole(tensor: torch.Tensor) -> torch.Tensor | None:
+        if not is_split(tensor):
+            return tensor
+        full: torch.Tensor = tensor.detach().full_tensor()  # type: ignore[attr-defined]
+        return full.cpu() if keeps else None
+
+    return mapped(state, whole)
+
+
+def copied(state: Any, device: torch.device | None = None) -> Any:
+    """The state with copies of all tensors and values, on `device` or where they are; split ones stay split."""
+
+    def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.detach()
+        if device is None or is_split(tensor):  # a split tensor has to stay on the device of its group
+            return tensor.clone()
+        return tensor.to(device, copy=True)
+
+    if isinstance(state, torch.Tensor):
+        return copy_of(state)
+    if isinstance(state, dict):
+        new = copy.copy(state)
+        for key, value in state.items():
+            new[key] = copied(value, device)
+        return new
+    if type(state) in (list, tuple):
+        return type(state)(copied(value, device) for value in state)
+    return copy.deepcopy(state)
+
+
+def part_of(full: torch.Tensor, like: Any) -> torch.Tensor:
+    """This rank's part of a whole tensor, as a view, split as the DTensor `like` is. Exchanges nothing.
+
+    Raises:
+        ValueError: `like` is split in a way that is not known here.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+
+    for dim, placement in enumerate(like.placements):
+        if type(placement) is Shard:
+            parts = torch.chunk(full, like.device_mesh.size(dim), placement.dim)
+            place = like.device_mesh.get_local_rank(dim)
+            full = parts[place] if place < len(parts) else full.narrow(placement.dim, 0, 0)
+        elif type(placement) is not Replicate:
+            raise ValueError(f"a tensor is split as {placement}; only Shard and Replicate can be loaded into")
+    return full
+
+
+def split_as(full: torch.Tensor, like: Any) -> torch.Tensor:
+    """A DTensor with a copy of this rank's part of `full`, on the device of `like`; split as it, where shapes agree.
+
+    A tensor of another shape (the row and column means of Adafactor) is held whole by every rank.
+    """
+    from torch.distributed.tensor import DTensor, Replicate
+
+    local = like.to_local()
+    placements = like.placements
+    if full.shape == like.shape:
+        part = part_of(full, like)
+    else:
+        part, placements = full, [Replicate()] * like.device_mesh.ndim
+    part = part.detach().to(local.device, copy=True).contiguous()
+    split: torch.Tensor = DTensor.from_local(
+        part, like.device_mesh, placements, run_check=False, shape=full.shape, stride=_dense_stride(full.shape)
+    )
+    return split
+
+
+def _dense_stride(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
