@@ -27,6 +27,14 @@ from .verify import describe, verify_same_model
 
 __all__ = ["FullyShardedStrategy"]
 
+_NEED_WHOLE = {
+    "Adafactor": "computes with whole rows and columns, which torch's DTensors refuse",
+    "Muon": "multiplies whole matrices, and steps differently from parts of them",
+    "Rprop": "writes through masks, which torch's DTensors refuse",
+    "SparseAdam": "wants sparse gradients",
+}
+"""Optimizers of torch.optim that do not step parts of parameters as they step whole ones, and why (all were tried)."""
+
 
 class FullyShardedStrategy(Strategy):
     """FSDP2. The wrapped model is the model itself, whose parameters are DTensors while it does not compute.
@@ -73,6 +81,14 @@ class FullyShardedStrategy(Strategy):
                     f"strategy {self.name!r} averages the gradients of a unit together, but in one unit "
                     f"({type(unit).__name__}) parameters are {told}. Put them into different units with shard=..., or "
                     f"make them one dtype."
+                )
+        for optimizer in optimizers:
+            needs = next((why for kind, why in _NEED_WHOLE.items() if _is_a(optimizer, kind)), None)
+            if needs is not None:
+                raise TypeError(
+                    f"strategy {self.name!r} gives the optimizer a part of each parameter, but "
+                    f"{type(optimizer).__name__} {needs}. Take one that treats each element by itself (SGD, Adam, "
+                    f'AdamW ...), or strategy="zero1".'
                 )
         check_repointable(optimizers, self.name)
 
@@ -173,6 +189,11 @@ class FullyShardedStrategy(Strategy):
         lines += [describe("buffer", name, buffer) for name, buffer in buffers]
         verify_same_model(lines, group)
         broadcast_tensors([*(p.detach() for _, p in named), *(b for _, b in buffers)], group, device)
+
+
+def _is_a(optimizer: Optimizer, kind: str) -> bool:
+    cls = getattr(torch.optim, kind, None)  # older versions of torch do not have all
+    return cls is not None and isinstance(optimizer, cls)
 
 
 def _drop_gathered(model: nn.Module) -> None:

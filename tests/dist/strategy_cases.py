@@ -1,0 +1,336 @@
+"""Trainings under any strategy, for a pool of rank processes: `Cases` does what a command says and tells numbers."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+import photinus
+from photinus.parallel import STRATEGIES, strategy_of
+from photinus.parallel.split_states import is_split
+from photinus.trainer.states import load_into, state_of
+
+TOKENS, WIDTH, BATCH = 11, 6, 12
+SHARDED = ("zero2", "zero3")
+SHARING = ("ddp", "zero1", "zero2", "zero3")  # strategies for several processes, besides torch-ddp
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.act = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH), nn.Tanh()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.down(self.act(self.up(hidden)))
+
+
+class Net(nn.Module):
+    """Everything that strategies can get wrong: tied weights, a frozen layer, buffers, layers without parameters,
+    dimensions that no world size divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(TOKENS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.head = nn.Linear(WIDTH, TOKENS, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        # Nothing with a bias lies right before the norm: its gradient would be a rounding error, of which AdamW makes steps.
+        hidden = self.norm(self.embedding(tokens).mean(dim=1))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.frozen(hidden))  # type: ignore[no-any-return]
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Tokens int64 [12, 3] and targets int64 [12]."""
+    generator = torch.Generator().manual_seed(100 + step)
+    tokens = torch.randint(TOKENS, (BATCH, 3), generator=generator)
+    return tokens, tokens.sum(dim=1) % TOKENS
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.02),
+}
+
+
+class Training:
+    """A model, an optimizer with two groups, and a scheduler that was made before the model is wrapped."""
+
+    def __init__(self, strategy: str | None, optimizer: str = "adamw", seed: int = 0, **options: Any) -> None:
+        torch.manual_seed(seed)
+        net = Net()
+        decayed = [parameter for name, parameter in net.named_parameters() if "bias" not in name]
+        others = [parameter for name, parameter in net.named_parameters() if "bias" in name]
+        self.optimizer = OPTIMIZERS[optimizer]([{"params": decayed}, {"params": others, "weight_decay": 0.0}])
+        self.made_as = type(self.optimizer)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=2, gamma=0.5)
+        if strategy in SHARDED:
+            options = {"shard": [Block], **options}
+        self.model: nn.Module = net
+        if strategy is not None:
+            self.model, given_back = photinus.wrap(net, self.optimizer, strategy=strategy, **options)
+            assert given_back is self.optimizer
+        self.verbs = strategy_of(self.model)
+
+    def step(self, number: int, *, parts: int = 1, clip: float | None = None, scaler: Any = None) -> dict[str, float]:
+        """One step on a global batch, in `parts` backwards; what happened, as this rank sees it."""
+        shared = self.model is not self.verbs.unwrap(self.model) or self.verbs.splits(self.model)
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if shared else (0, 1)
+        tokens, targets = (values.chunk(world_size)[rank] for values in batch(number))
+        told: dict[str, float] = {"loss": 0.0}
+        pieces = list(zip(tokens.chunk(parts), targets.chunk(parts), strict=True))
+        for part, (x, y) in enumerate(pieces):
+            with self.verbs.no_sync(self.model) if part < parts - 1 else nullcontext():
+                loss = cross_entropy(self.model(x), y) / parts
+                self.verbs.backward(self.model, loss if scaler is None else scaler.scale(loss))
+            told["loss"] += float(loss.detach())
+        if clip is not None:
+            told["norm"] = float(self.verbs.clip(self.model, clip))
+        self.verbs.step(self.optimizer, scaler)
+        if scaler is not None:
+            scaler.update()
+            told["scale"] = scaler.get_scale()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        told["rate"] = self.optimizer.param_groups[0]["lr"]
+        return told
+
+    def run(self, steps: range, **options: Any) -> list[dict[str, float]]:
+        return [self.step(number, **options) for number in steps]
+
+    def states(self) -> dict[str, Any]:
+        """The whole states; of use on rank 0. All ranks call it."""
+        return {"model": state_of(self.model), "optimizer": state_of(self.optimizer)}
+
+
+def numbers(state: Any) -> Any:
+    """A state as JSON: tensors as lists of all their numbers."""
+    if isinstance(state, Tensor):
+        return state.double().flatten().tolist()
+    if isinstance(state, dict):
+        return {str(key): numbers(value) for key, value in state.items()}
+    return [numbers(value) for value in state] if isinstance(state, (list, tuple)) else state
+
+
+class Cases:
+    """What each rank of the pool does, by the command's "do"."""
+
+    def __init__(self, rank: int, world_size: int, address: str) -> None:
+        warnings.simplefilter("error", UserWarning)  # a scheduler that believes it came before the optimizer
+        torch.set_num_threads(1)
+        self.rank, self.world_size = rank, world_size
+        store = dist.FileStore(os.environ["STORE_OF_TEST"], world_size)
+        dist.init_process_group(os.environ["BACKEND_OF_TEST"], store=store, rank=rank, world_size=world_size)
+        self.session = photinus.init(device="cpu")
+
+    def __call__(self, command: dict[str, Any]) -> Any:
+        rest = {name: value for name, value in command.items() if name != "do"}
+        return getattr(self, command["do"])(**rest)
+
+    def train(self, strategy: str | None, steps: int = 5, seed: int | None = None, **options: Any) -> Any:
+        """A whole training; every rank's start differs unless `seed` is given, so wrap has to make them equal."""
+        setting = {name: options.pop(name) for name in ("optimizer",) if name in options}
+        own_seed = (7 + self.rank if strategy is not None else 7) if seed is None else seed
+        training = Training(strategy, seed=own_seed, **setting)
+        told = training.run(range(steps), **options)
+        assert isinstance(training.optimizer, training.made_as)
+        return {"steps": told, **numbers(training.states())}
+
+    def save(self, strategy: str, path: str, steps: int = 3) -> Any:
+        """Trains, saves, and tells the losses of two further steps."""
+        training = Training(strategy)
+        training.run(range(steps))
+        photinus.save(path, model=training.model, optimizer=training.optimizer, scheduler=training.scheduler)
+        parameters = numbers(state_of(training.model))
+        return {"parameters": parameters, "further": training.run(range(steps, steps + 2))}
+
+    def load(self, strategy: str | None, path: str, steps: int = 3) -> Any:
+        """Loads into another training, and tells the same."""
+        training = Training(strategy, seed=99)
+        training.run(range(1))  # what it remembers of this must go
+        photinus.load(path, model=training.model, optimizer=training.optimizer, scheduler=training.scheduler)
+        parameters = numbers(state_of(training.model))
+        return {"parameters": parameters, "further": training.run(range(steps, steps + 2))}
+
+    def failed_load(self, strategy: str, path: str) -> Any:
+        """A load in which the last object fails on the last rank: the states before and after, and the error."""
+        other = Training(strategy, seed=1)
+        other.run(range(3))
+        training = Training(strategy, seed=99)
+        training.run(range(2))
+
+        class Stubborn:
+            """Takes its own state and that of rank 0."""
+
+            def state_dict(_) -> dict[str, Any]:  # noqa: N805
+                return {"rank": self.rank}
+
+            def load_state_dict(_, state: dict[str, Any]) -> None:  # noqa: N805
+                if state["rank"] != self.rank and self.rank == self.world_size - 1:
+                    raise RuntimeError("I do not want it")
+
+        photinus.save(path, model=other.model, optimizer=other.optimizer, stubborn=Stubborn())
+        before, error = numbers(training.states()), ""
+        try:
+            photinus.load(path, model=training.model, optimizer=training.optimizer, stubborn=Stubborn())
+        except photinus.errors.CheckpointError as caught:
+            error = str(caught)
+        after = numbers(training.states())
+        return {"before": before, "after": after, "error": error, "further": training.run(range(2, 4))}
+
+    def held(self, strategy: str) -> Any:
+        """How many numbers this rank holds after two steps: of parameters, and of the optimizer's state."""
+        training = Training(strategy)
+        training.run(range(2))
+        local = [p.to_local() if is_split(p) else p for p in training.model.parameters()]
+        remembered = [value for state in training.optimizer.state.values() for value in state.values()]
+        values = [v.to_local() if is_split(v) else v for v in remembered]
+        return {"parameters": sum(p.numel() for p in local), "optimizer": sum(v.numel() for v in values if v.dim())}
+
+    def overflow(self, strategy: str) -> Any:
+        """A step with a GradScaler whose gradients are infinite on the last rank only: all ranks have to leave it."""
+        training = Training(strategy, optimizer="sgd")
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+        told = [training.step(0, scaler=scaler)]
+        before = numbers(state_of(training.model))["blocks.0.up.weight"]
+        if self.rank == self.world_size - 1:
+            hook = training.model.register_forward_hook(lambda module, inputs, output: output * float("inf"))
+        told.append(training.step(1, scaler=scaler))
+        if self.rank == self.world_size - 1:
+            hook.remove()
+        after = numbers(state_of(training.model))["blocks.0.up.weight"]
+        return {"steps": told, "same": before == after}
+
+    def evaluate(self, strategy: str, samples: int) -> Any:
+        """A validation with ranks that have different numbers of blocks, after a step."""
+        training = Training(strategy)
+        training.run(range(1))
+        tokens = torch.cat([batch(step)[0] for step in range(3)])[:samples]
+        dataset = TensorDataset(tokens, tokens.sum(dim=1) % TOKENS)
+        return photinus.evaluate(
+            training.model, dataset, lambda outputs, y: cross_entropy(outputs, y, reduction="none"), batch_size=4
+        )
+
+    def evaluate_inside_step(self, strategy: str) -> Any:
+        """A forward for validation between backward and step: what it gathered must not be what is trained next."""
+        training = Training(strategy)
+        tokens, targets = (values.chunk(self.world_size)[self.rank] for values in batch(0))
+        cross_entropy(training.model(tokens), targets).backward()
+        with torch.no_grad():
+            training.model.eval()(tokens)
+            training.model.train()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        return {"steps": training.run(range(1, 3)), **numbers(training.states())}
+
+    def nested_no_sync(self, strategy: str) -> Any:
+        """Whether leaving an inner no_sync leaves the outer one in force, and gradients differ between the ranks."""
+        training = Training(strategy)
+        verbs, model = training.verbs, training.model
+        tokens, targets = (values.chunk(self.world_size)[self.rank] for values in batch(0))
+        with verbs.no_sync(model):
+            with verbs.no_sync(model):
+                pass
+            cross_entropy(model(tokens), targets).backward()
+        averaged = [p.grad is not None for p in model.parameters() if p.requires_grad]
+        return {"averaged": any(averaged) if strategy in SHARDED else None}
+
+    def refuse(self, strategy: str, what: str) -> Any:
+        """The error that wrapping something unsuited raises, and whether the model is as it was."""
+        model, options = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), {}
+        if what == "scalar":
+            model[0].scale = nn.Parameter(torch.tensor(1.0))
+        elif what == "dtypes":
+            model[0].double()
+        elif what == "sparse":
+            model.append(nn.Embedding(3, 2, sparse=True))
+        elif what == "option":
+            options = {"no_such_option": 1}
+        elif what == "twice":
+            model, _ = photinus.wrap(model, torch.optim.SGD(model.parameters()), strategy=strategy)
+        kind = what if hasattr(torch.optim, what) else "SGD"
+        optimizers = [] if what == "no optimizer" else [getattr(torch.optim, kind)(model.parameters(), lr=0.1)]
+        before = {name: id(parameter) for name, parameter in model.named_parameters()}
+        try:
+            photinus.wrap(model, *optimizers, strategy=strategy, **options)
+        except (ValueError, TypeError) as error:
+            same = before == {name: id(parameter) for name, parameter in model.named_parameters()}
+            return {"error": f"{type(error).__name__}: {error}", "untouched": same}
+        return {"error": "", "untouched": False}
+
+    def comm_buffers(self, strategy: str) -> int:
+        """How often a step takes a buffer from the process group's own memory."""
+        backend: Any = type(dist.group.WORLD._get_backend(torch.device("cpu")))  # type: ignore[union-attr]
+        training, taken, original = Training(strategy), [], backend.allocate_tensor
+
+        def counted(self: Any, size: int, **options: Any) -> Tensor:
+            taken.append(size)
+            return original(self, size, **options)  # type: ignore[no-any-return]
+
+        backend.allocate_tensor = counted
+        try:
+            training.step(0)
+        finally:
+            backend.allocate_tensor = original
+        return len(taken)
+
+    def two_optimizers(self, strategy: str, out: str) -> Any:
+        """A Loop with two optimizers, cut in the middle and gone on with."""
+
+        def run(epochs: int, where: str | None) -> tuple[Any, Any]:
+            torch.manual_seed(3)
+            net = Net()
+            first, second = list(net.blocks.parameters()), [p for n, p in net.named_parameters() if "blocks" not in n]
+            model, one, two = photinus.wrap(
+                net, torch.optim.AdamW(first, lr=0.02), torch.optim.SGD(second, lr=0.1, momentum=0.9), strategy=strategy
+            )
+            data = TensorDataset(*(torch.cat(parts) for parts in zip(*(batch(s) for s in range(3)), strict=True)))
+            loop = photinus.Loop(model, one, data, batch_size=12, epochs=epochs, out=where, state={"two": two},
+                progress=False, curves=False)  # fmt: skip
+            for x, y in loop:
+                loop.backward(cross_entropy(model(x), y))
+                loop.clip(1.0)
+                for optimizer in (one, two):
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return [row["loss"] for row in loop.history], numbers(state_of(model))
+
+        whole = run(4, None)
+        run(2, out)
+        return {"whole": whole, "resumed": run(4, out)}
+
+    def checkpoint_files(self, folder: str) -> Any:
+        """What plain torch reads from the newest checkpoint of a Loop."""
+        newest = max(Path(folder, "checkpoints").glob("step-*"))
+        net = Net()
+        net.load_state_dict(torch.load(newest / "model.pt", weights_only=True))
+        return numbers(net.state_dict())
+
+    def strategies(self) -> list[str]:
+        """Their names."""
+        return list(STRATEGIES)
+
+
+def plain_losses(path: str, steps: int = 3) -> list[float]:
+    """The losses of two further steps in one process, with nothing of ours but the file's content."""
+    saved = torch.load(path, weights_only=True)
+    training = Training(None, seed=99)
+    load_into(training.model, saved["model"])
+    training.optimizer.load_state_dict(saved["optimizer"])
+    training.scheduler.load_state_dict(saved["scheduler"])
+    return [told["loss"] for told in training.run(range(steps, steps + 2))]

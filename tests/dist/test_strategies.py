@@ -1,0 +1,240 @@
+"""All strategies train the same model, over real processes, and their checkpoints are one and the same."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.dist.strategy_cases import SHARDED, SHARING, Net, Training, numbers, plain_losses
+from tests.rank_pool import RankPool
+
+ZERO = ("zero1", "zero2", "zero3")
+
+
+def _pool(world_size: int, backend: str, folder: Path) -> RankPool:
+    return RankPool(
+        "tests.dist.strategy_cases:Cases",
+        world_size=world_size,
+        timeout_s=120.0,
+        environ={"STORE_OF_TEST": str(folder / "store"), "BACKEND_OF_TEST": backend},
+    )
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    with _pool(2, "photinus", tmp_path_factory.mktemp("two")) as pool:
+        yield pool
+
+
+def _distance(state: Any, other: Any) -> float:
+    """‖a - b‖ / ‖b‖ over all numbers of two states."""
+    a, b = _flat(state), _flat(other)
+    assert len(a) == len(b)
+    assert a
+    return math.dist(a, b) / math.hypot(*b)
+
+
+def _flat(state: Any) -> list[float]:
+    if isinstance(state, dict):
+        return [number for key in sorted(state) for number in _flat(state[key])]
+    if isinstance(state, list):
+        return [number for value in state for number in _flat(value)]
+    return [float(state)] if isinstance(state, (int, float)) and not isinstance(state, bool) else []
+
+
+def _alone(optimizer: str = "adamw", steps: int = 5, **options: Any) -> dict[str, Any]:
+    """The same training in this process, on the whole batches, with plain torch."""
+    training = Training(None, optimizer, seed=7)
+    told = training.run(range(steps), **options)
+    return {
+        "steps": told,
+        "model": numbers(training.model.state_dict()),
+        "optimizer": numbers(training.optimizer.state_dict()),
+    }
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_every_strategy_trains_the_very_bits_of_ddp_and_the_model_of_one_process(
+    two: RankPool, optimizer: str
+) -> None:
+    command = {"do": "train", "optimizer": optimizer}
+    ddp = two.ask({**command, "strategy": "ddp"})[0]
+    assert _distance(ddp["model"], _alone(optimizer)["model"]) < 1e-6
+    assert ddp["steps"][0] != ddp["steps"][-1]
+    for strategy in ZERO:
+        assert two.ask({**command, "strategy": strategy})[0] == ddp, strategy
+
+
+def test_gradients_add_up_inside_no_sync_and_are_averaged_once(two: RankPool) -> None:
+    command = {"do": "train", "optimizer": "sgd", "parts": 3}
+    ddp = two.ask({**command, "strategy": "ddp"})[0]
+    for strategy in ZERO:
+        assert two.ask({**command, "strategy": strategy})[0] == ddp, strategy
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_leaving_an_inner_no_sync_leaves_the_outer_one_in_force(two: RankPool, strategy: str) -> None:
+    assert [told["averaged"] for told in two.ask({"do": "nested_no_sync", "strategy": strategy})] == [False, False]
+
+
+def test_the_norm_that_is_clipped_is_that_of_the_whole_model(two: RankPool) -> None:
+    alone = _alone("sgd", clip=0.2)
+    wanted = [step["norm"] for step in alone["steps"]]
+    assert min(wanted) > 0.2  # it always clips
+    for strategy in SHARING:
+        ranks = two.ask({"do": "train", "strategy": strategy, "optimizer": "sgd", "clip": 0.2})
+        norms = [[step["norm"] for step in told["steps"]] for told in ranks]
+        assert norms[0] == norms[1]
+        assert norms[0] == pytest.approx(wanted, rel=2e-6)
+        assert _distance(ranks[0]["model"], alone["model"]) < 1e-6
+
+
+@pytest.mark.parametrize("strategy", ZERO)
+def test_an_overflow_on_one_rank_makes_all_ranks_skip_the_step(two: RankPool, strategy: str) -> None:
+    ranks = two.ask({"do": "overflow", "strategy": strategy})
+    for told in ranks:
+        assert [step["scale"] for step in told["steps"]] == [16.0, 8.0]  # grown once, then halved
+    assert ranks[0]["same"]
+
+
+def test_each_rank_holds_its_part_only(two: RankPool) -> None:
+    net = Net()
+    parameters = sum(p.numel() for p in net.parameters())
+    trained = sum(p.numel() for p in net.parameters() if p.requires_grad)
+    held = {strategy: two.ask({"do": "held", "strategy": strategy}) for strategy in SHARING}
+    for told in held["ddp"]:
+        assert told == {"parameters": parameters, "optimizer": 2 * trained}
+    for strategy in ZERO:
+        parts = [told["optimizer"] for told in held[strategy]]
+        assert sum(parts) == 2 * trained
+        assert max(parts) < 0.6 * 2 * trained
+    for strategy in SHARDED:
+        parts = [told["parameters"] for told in held[strategy]]
+        assert sum(parts) == parameters
+        assert max(parts) < 0.6 * parameters
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_exchanges_of_a_split_model_use_the_memory_of_the_process_group(two: RankPool, strategy: str) -> None:
+    assert min(two.ask({"do": "comm_buffers", "strategy": strategy})) >= 6  # gathers and scatters of three units
+
+
+@pytest.mark.parametrize("samples", [3, 9, 17])
+def test_validation_is_the_same_where_ranks_have_different_numbers_of_batches(two: RankPool, samples: int) -> None:
+    values = {s: two.ask({"do": "evaluate", "strategy": s, "samples": samples}) for s in ("ddp", *SHARDED)}
+    assert values["ddp"][0] == values["ddp"][1]
+    assert values["zero2"] == values["zero3"] == values["ddp"]
+
+
+def test_a_validation_between_backward_and_step_does_not_train_stale_parameters(two: RankPool) -> None:
+    ddp = two.ask({"do": "evaluate_inside_step", "strategy": "ddp"})[0]
+    for strategy in SHARDED:
+        assert two.ask({"do": "evaluate_inside_step", "strategy": strategy})[0] == ddp
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("zero3", "ddp"), ("zero1", "zero2"), ("ddp", "zero3"), ("zero2", "zero1")])
+def test_a_checkpoint_of_one_strategy_goes_on_under_another(
+    two: RankPool, tmp_path: Path, saved: str, loaded: str
+) -> None:
+    _goes_on(two, str(tmp_path / "state.pt"), saved, loaded)
+
+
+def _goes_on(pool: RankPool, path: str, saved: str, loaded: str) -> None:
+    before = pool.ask({"do": "save", "strategy": saved, "path": path})
+    after = pool.ask({"do": "load", "strategy": loaded, "path": path})
+    assert after[0]["parameters"] == before[0]["parameters"], (saved, loaded)
+    assert [told["further"] for told in after] == [told["further"] for told in before], (saved, loaded)
+    mean = [sum(ranks) / len(ranks) for ranks in zip(*([s["loss"] for s in t["further"]] for t in before), strict=True)]
+    assert plain_losses(path) == pytest.approx(mean, rel=1e-5), saved
+
+
+@pytest.mark.parametrize("strategy", ZERO)
+def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(two: RankPool, tmp_path: Path, strategy: str) -> None:
+    ranks = two.ask({"do": "failed_load", "strategy": strategy, "path": str(tmp_path / "x.pt")})
+    untouched = two.ask({"do": "train", "strategy": strategy, "steps": 4, "seed": 99})
+    for told, never_loaded in zip(ranks, untouched, strict=True):
+        assert "I do not want it" in told["error"]
+        assert "Nothing was changed" in told["error"]
+        assert told["further"] == never_loaded["steps"][2:]
+    assert ranks[0]["before"] == ranks[0]["after"]
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_a_loop_with_two_optimizers_goes_on_as_if_it_had_not_been_cut(
+    two: RankPool, tmp_path: Path, strategy: str
+) -> None:
+    ranks = two.ask({"do": "two_optimizers", "strategy": strategy, "out": str(tmp_path)})
+    for told in ranks:
+        assert told["whole"][0] == told["resumed"][0]
+    assert ranks[0]["whole"] == ranks[0]["resumed"]
+    assert two.ask({"do": "checkpoint_files", "folder": str(tmp_path)})[0] == ranks[0]["whole"][1]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "what", "words"),
+    [
+        ("dp", "several", "ValueError: strategy 'dp' is one process .* there are 2 processes"),
+        ("zero1", "no optimizer", r"ValueError: strategy 'zero1' .* wrap\(model, optimizer, strategy=\"zero1\"\)"),
+        ("zero1", "LBFGS", "TypeError: strategy 'zero1' cannot split LBFGS.*'_params'"),
+        ("zero1", "dtypes", "ValueError: .* steps float32 and float64"),
+        ("zero3", "LBFGS", "TypeError: strategy 'zero3' cannot split LBFGS"),
+        ("zero3", "Adafactor", "TypeError: strategy 'zero3' gives .* Adafactor computes with whole rows"),
+        ("zero2", "scalar", r"ValueError: strategy 'zero2' cuts .* 0\.scale has none"),
+        ("zero3", "dtypes", r"ValueError: .* in one unit \(Sequential\) parameters are float32 and float64"),
+        ("zero3", "sparse", "ValueError: strategy 'zero3' cannot split the sparse gradient of 2"),
+        ("zero2", "twice", "ValueError: the model is wrapped already"),
+        *((strategy, "option", f"TypeError: strategy '{strategy}' has no option 'no_such_option'") for strategy in ZERO),
+    ],
+)
+def test_what_a_strategy_does_not_suit_is_refused_by_name_before_anything_changes(
+    two: RankPool, strategy: str, what: str, words: str
+) -> None:
+    for told in two.ask({"do": "refuse", "strategy": strategy, "what": what}):
+        assert re.search(words, told["error"]), told["error"]
+        assert told["untouched"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "backend"), [(2, "gloo"), (3, "photinus"), (3, "gloo")])
+def test_the_same_at_other_world_sizes_and_over_gloo(tmp_path: Path, world_size: int, backend: str) -> None:
+    with _pool(world_size, backend, tmp_path) as pool:
+        for options in ({}, {"parts": 2}, {"clip": 0.2}):
+            # In parts, batch norm sees other batches in one process than on several ranks.
+            alone = pool.ask({"do": "train", "strategy": "ddp", **options})[0] if "parts" in options else _alone(**options)
+            for strategy in (*SHARING, "torch-ddp"):
+                told = pool.ask({"do": "train", "strategy": strategy, **options})[0]
+                assert _distance(told["model"], alone["model"]) < 2e-6, (strategy, options)
+        for saved, loaded in zip(SHARING, SHARING[::-1], strict=True):
+            _goes_on(pool, str(tmp_path / f"{saved}.pt"), saved, loaded)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_every_strategy_goes_on_under_every_other(two: RankPool, tmp_path: Path) -> None:
+    for saved in (*SHARING, "torch-ddp"):
+        for loaded in (*SHARING, "torch-ddp"):
+            _goes_on(two, str(tmp_path / f"{saved}-{loaded}.pt"), saved, loaded)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_on_at_another_world_size(two: RankPool, tmp_path: Path) -> None:
+    with _pool(3, "photinus", tmp_path) as three:
+        for saved in SHARING:
+            path = str(tmp_path / f"{saved}.pt")
+            before = two.ask({"do": "save", "strategy": saved, "path": path})
+            for loaded in SHARING:
+                after = three.ask({"do": "load", "strategy": loaded, "path": path})
+                assert after[0]["parameters"] == before[0]["parameters"], (saved, loaded)
+                losses = [sum(t["further"][i]["loss"] for t in after) / 3 for i in (0, 1)]
+                assert losses == pytest.approx(plain_losses(path), rel=1e-5), (saved, loaded)
+
+
+def test_the_reference_of_these_tests_is_plain_torch() -> None:
+    training = Training(None)
+    assert type(training.model) is Net
+    assert type(training.optimizer) is torch.optim.AdamW
