@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from photinus.parallel import STRATEGIES
 from photinus.trainer.metrics import Row, read_rows
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -60,6 +63,31 @@ def test_every_launcher_trains_the_same_model(tmp_path: Path) -> None:
     assert min(accuracies.values()) > 0.9
     for name in ("2", "4"):
         assert _largest_difference(losses["1"], losses[name], steps=20) < 1e-4
+
+
+def test_two_processes_reach_97_percent_with_zero3(tmp_path: Path) -> None:
+    run = [str(SCRIPTS / "photinus"), "run", "--nproc-per-node", "2"]
+    _run(*run, "examples/digits/train.py", "--out", str(tmp_path / "run"), "--strategy", "zero3", "--epochs", "8")
+    assert read_rows(tmp_path / "run" / "metrics.csv")[-1]["accuracy"] >= 0.97
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name not in ("ddp", "dp")])
+def test_two_processes_reach_97_percent_under_each_strategy_and_go_on_with_ddp(tmp_path: Path, strategy: str) -> None:
+    out = str(tmp_path / "run")
+    run = [str(SCRIPTS / "photinus"), "run", "--nproc-per-node", "2"]
+    _run(*run, "examples/digits/train_loop.py", "--out", out, "--strategy", strategy, "--epochs", "9")
+    _run(*run, "examples/digits/train.py", "--out", out, "--strategy", "ddp", "--epochs", "10")
+    rows = read_rows(tmp_path / "run" / "metrics.csv")
+    assert [row["epoch"] for row in rows] == list(range(1, 11))
+    assert rows[-1]["accuracy"] >= 0.97
+    assert rows[-2]["accuracy"] >= 0.97
+
+
+@pytest.mark.slow
+def test_one_process_reaches_97_percent_with_dp(tmp_path: Path) -> None:
+    _run(sys.executable, "examples/digits/train.py", "--out", str(tmp_path / "run"), "--strategy", "dp")
+    assert read_rows(tmp_path / "run" / "metrics.csv")[-1]["accuracy"] >= 0.97
 
 
 def _largest_difference(first: list[Row], second: list[Row], steps: int) -> float:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +14,15 @@ import torch.distributed as dist
 from torch import nn
 
 from photinus.errors import NotInitializedError
-from photinus.parallel import STRATEGIES, DistributedDataParallel, SyncBatchNorm, find_strategy, wrap_model
+from photinus.parallel import (
+    STRATEGIES,
+    DistributedDataParallel,
+    SyncBatchNorm,
+    find_strategy,
+    strategy_of,
+    wrap_model,
+)
+from photinus.trainer import CheckpointFolder
 
 CPU = torch.device("cpu")
 
@@ -52,44 +64,185 @@ def test_a_name_like_no_other_gets_no_guess() -> None:
         find_strategy("qqqq")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "torch-ddp"])
+@pytest.mark.parametrize("strategy", ["ddp", "torch-ddp", "zero2", "zero3"])
 def test_wrapping_without_a_process_group_says_what_to_do(strategy: str) -> None:
     with pytest.raises(NotInitializedError, match=r"photinus\.init"):
         wrap_model(nn.Linear(1, 1), strategy=strategy, device=CPU)
 
 
+def _wrapped(strategy: str, model: nn.Module, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad] or [nn.Parameter(torch.ones(1))])
+    return wrap_model(model, [optimizer], strategy=strategy, device=CPU, **options), optimizer
+
+
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("strategy", ["ddp", "torch-ddp"])
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
 class TestEachStrategy:
-    def test_has_the_same_verbs(self, strategy: str) -> None:
-        model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-        wrapped = wrap_model(model, strategy=strategy, device=CPU)
-        chosen = STRATEGIES[strategy]()
-        assert chosen.unwrap(wrapped) is model
-        assert list(chosen.unwrap(wrapped).state_dict()) == list(model.state_dict())
-        with chosen.no_sync(wrapped):
-            wrapped(torch.randn(4, 2)).sum().backward()
-        assert model[0].weight.grad is not None
-        with pytest.raises(TypeError, match="did not wrap this Sequential"):
-            chosen.no_sync(model)
+    def test_has_the_same_verbs_in_one_process_and_trains_what_plain_torch_trains(self, strategy: str) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+        plain = copy.deepcopy(model)
+        plain_optimizer = torch.optim.AdamW(plain.parameters())
+        wrapped, optimizer = _wrapped(strategy, model)
+        verbs = strategy_of(wrapped)
+        assert verbs.unwrap(wrapped) is model
+        for step in range(3):
+            first, second = torch.randn(2, 4, 2, generator=torch.Generator().manual_seed(step))
+            with verbs.no_sync(wrapped):
+                verbs.backward(wrapped, wrapped(first).square().mean())
+            verbs.backward(wrapped, wrapped(second).square().mean())
+            plain(first).square().mean().backward()
+            plain(second).square().mean().backward()
+            norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+            assert verbs.clip(wrapped, 0.1).item() == pytest.approx(norm.item(), rel=1e-6)
+            verbs.step(optimizer)
+            plain_optimizer.step()
+            optimizer.zero_grad()
+            plain_optimizer.zero_grad()
+        for saved, wanted in (
+            (verbs.save(wrapped), plain.state_dict()),
+            (strategy_of(optimizer).save(optimizer), plain_optimizer.state_dict()),
+        ):
+            torch.testing.assert_close(saved, wanted, rtol=1e-6, atol=0.0)
+        plain.load_state_dict(verbs.save(wrapped))
+
+    def test_loads_what_it_saved_and_keeps_what_it_had(self, strategy: str) -> None:
+        model, optimizer = _wrapped(strategy, nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)))
+        parts = (model, optimizer)
+        model(torch.ones(4, 2)).sum().backward()
+        optimizer.step()
+        saved = [copy.deepcopy(strategy_of(part).save(part)) for part in parts]
+        optimizer.step()
+        later = [copy.deepcopy(strategy_of(part).save(part)) for part in parts]
+        back = [strategy_of(part).keep(part) for part in parts]
+        for part, state in zip(parts, saved, strict=True):
+            strategy_of(part).load(part, state)
+            torch.testing.assert_close(strategy_of(part).save(part), state, rtol=0.0, atol=0.0)
+        optimizer.step()  # what was loaded shares no memory with the state
+        for part, put_back, state in zip(parts, back, later, strict=True):
+            put_back()
+            torch.testing.assert_close(strategy_of(part).save(part), state, rtol=0.0, atol=0.0)
+        torch.testing.assert_close(saved[1]["state"][0]["step"], torch.tensor(1.0))
+
+    def test_a_scheduler_that_was_made_before_drives_the_optimizer_without_a_warning(self, strategy: str) -> None:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.0)
+        wrapped = wrap_model(model, [optimizer], strategy=strategy, device=CPU)
+        steps = []
+        optimizer.register_step_post_hook(lambda *_: steps.append(1))
+        verbs = strategy_of(wrapped)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(2):
+                wrapped(torch.ones(3, 2)).sum().backward()
+                optimizer.step()
+                scheduler.step()
+        weights = copy.deepcopy(verbs.save(wrapped))
+        optimizer.step()  # the rate is 0 from the first scheduler step on
+        torch.testing.assert_close(verbs.save(wrapped), weights, rtol=0.0, atol=0.0)
+        assert len(steps) == 3
+        assert scheduler.optimizer is optimizer
+
+    def test_takes_an_optimizer_that_has_stepped_already_with_what_it_remembers(self, strategy: str) -> None:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        before = copy.deepcopy(optimizer.state_dict())
+        wrap_model(model, [optimizer], strategy=strategy, device=CPU)
+        torch.testing.assert_close(strategy_of(optimizer).save(optimizer), before, rtol=0.0, atol=0.0)
+
+    def test_a_group_of_parameters_can_be_added_later(self, strategy: str) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.5, momentum=0.9)
+        wrapped = wrap_model(model, [optimizer], strategy=strategy, device=CPU)
+        verbs = strategy_of(wrapped)
+        optimizer.add_param_group({"params": list(model[1].parameters()), "lr": 0.25})
+        before = copy.deepcopy(verbs.save(wrapped))
+        wrapped(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+        after = verbs.save(wrapped)
+        torch.testing.assert_close(after["1.bias"], before["1.bias"] - 0.25 * 3, rtol=1e-6, atol=0.0)
+        state = strategy_of(optimizer).save(optimizer)
+        assert sorted(state["state"]) == [0, 1, 2, 3]
+        assert [group["momentum"] for group in state["param_groups"]] == [0.9, 0.9]
 
     def test_converts_batch_norms_when_asked(self, strategy: str) -> None:
         def layer(**options: bool) -> nn.Module:
-            wrapped = wrap_model(nn.Sequential(nn.BatchNorm1d(3)), strategy=strategy, device=CPU, **options)
-            return STRATEGIES[strategy]().unwrap(wrapped)[0]  # type: ignore[index]
+            wrapped, _ = _wrapped(strategy, nn.Sequential(nn.BatchNorm1d(3)), **options)
+            return strategy_of(wrapped).unwrap(wrapped)[0]  # type: ignore[index]
 
-        assert type(layer(sync_batch_norm=True)) is SyncBatchNorm
-        assert type(layer(sync_batch_norm=False)) is nn.BatchNorm1d
+        assert isinstance(layer(sync_batch_norm=True), SyncBatchNorm)
+        assert not isinstance(layer(sync_batch_norm=False), SyncBatchNorm)
 
-    def test_passes_options_on_and_refuses_unknown_ones_by_name(self, strategy: str) -> None:
-        wrapped = wrap_model(nn.Linear(1, 1), strategy=strategy, device=CPU, find_unused_parameters=True)
-        assert wrapped.find_unused_parameters
-        with pytest.raises(TypeError, match="no_such_option"):
-            wrap_model(nn.Linear(1, 1), strategy=strategy, device=CPU, no_such_option=True)
+    def test_refuses_unknown_options_by_name_and_says_what_there_is(self, strategy: str) -> None:
+        model = nn.Linear(1, 1)
+        one = sorted(STRATEGIES[strategy].accepted)[0]
+        for wrong, words in (("no_such_option", "there are .*[a-z]"), (one + "s", f"Did you mean '{one}'")):
+            with pytest.raises(TypeError, match=f"strategy '{strategy}' has no option '{wrong}'.*{words}"):
+                _wrapped(strategy, model, **{wrong: 1})
 
     def test_refuses_a_model_with_nothing_to_train(self, strategy: str) -> None:
         with pytest.raises(ValueError, match="ReLU has no parameter that requires grad"):
-            wrap_model(nn.ReLU(), strategy=strategy, device=CPU)
+            _wrapped(strategy, nn.ReLU())
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("strategy", ["ddp", "torch-ddp", "zero1"])
+def test_options_of_ddp_are_passed_on(strategy: str) -> None:
+    wrapped, _ = _wrapped(strategy, nn.Linear(1, 1), find_unused_parameters=True)
+    assert wrapped.find_unused_parameters
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "dp"])
+def test_no_sync_of_a_model_that_the_strategy_did_not_wrap_is_refused(strategy: str) -> None:
+    with pytest.raises(TypeError, match=f"strategy '{strategy}' did not wrap this Sequential"):
+        STRATEGIES[strategy]().no_sync(nn.Sequential(nn.Linear(1, 1)))
+
+
+def test_dp_on_a_cpu_is_the_plain_model_and_refuses_device_ids() -> None:
+    model = nn.Linear(1, 1)
+    assert wrap_model(model, strategy="dp", device=CPU) is model
+    with pytest.raises(ValueError, match=r"strategy 'dp': device_ids=\[0, 1\], but the device is cpu"):
+        wrap_model(model, strategy="dp", device=CPU, device_ids=[0, 1])
+
+
+def test_torchs_data_parallel_is_known_as_dp_and_unwrapped() -> None:
+    model = nn.Linear(1, 1)
+    wrapped = nn.DataParallel(model)
+    verbs = strategy_of(wrapped)
+    assert verbs.name == "dp"
+    assert verbs.unwrap(wrapped) is model
+    assert list(verbs.save(wrapped)) == ["weight", "bias"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_model_that_torch_split_without_us_has_the_same_verbs() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    fully_shard(model[0])
+    fully_shard(model)
+    verbs = strategy_of(model)
+    with verbs.no_sync(model):
+        verbs.backward(model, model(torch.ones(1, 2)).sum())
+    verbs.backward(model, model(torch.ones(1, 2)).sum())
+    norm = verbs.clip(model, 1e-3)
+    assert type(norm) is torch.Tensor
+    whole = [p.grad.full_tensor() for p in model.parameters()]
+    assert torch.nn.utils.get_total_norm(whole).item() == pytest.approx(1e-3, rel=1e-3)
+    assert {type(value) for value in verbs.save(model).values()} == {torch.Tensor}
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_rank_alone_does_not_save_what_is_split(tmp_path: Path) -> None:
+    model, optimizer = _wrapped("zero3", nn.Linear(2, 1))
+    for name, part in (("model", model), ("optimizer", optimizer)):
+        with pytest.raises(TypeError, match=f"{name} .* is split over the ranks.*photinus.save"):
+            CheckpointFolder(tmp_path).save(1, {name: part}, description={})
 
 
 @pytest.mark.usefixtures("alone")

@@ -159,7 +159,9 @@ class FullyShardedStrategy(Strategy):
         parameters = [parameter for group in part.param_groups for parameter in group["params"]]
         states = {
             index: {
-                name: _split(value, parameters[index]) if isinstance(value, torch.Tensor) and value.dim() else value
+                name: _split(value, parameters[index])
+                if isinstance(value, torch.Tensor) and value.dim()
+                else copied(value)
                 for name, value in remembered.items()
             }
             if isinstance(index, int) and index < len(parameters)  # too high: torch says so
