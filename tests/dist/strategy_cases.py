@@ -87,7 +87,9 @@ class Training:
             assert given_back is self.optimizer
         self.verbs = strategy_of(self.model)
 
-    def step(self, number: int, *, parts: int = 1, clip: float | None = None, scaler: Any = None) -> dict[str, float]:
+    def step(
+        self, number: int, *, parts: int = 1, clip: float | None = None, scaler: Any = None, autocast: bool = False
+    ) -> dict[str, float]:
         """One step on a global batch, in `parts` backwards; what happened, as this rank sees it."""
         shared = self.model is not self.verbs.unwrap(self.model) or self.verbs.splits(self.model)
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if shared else (0, 1)
@@ -96,7 +98,8 @@ class Training:
         pieces = list(zip(tokens.chunk(parts), targets.chunk(parts), strict=True))
         for part, (x, y) in enumerate(pieces):
             with self.verbs.no_sync(self.model) if part < parts - 1 else nullcontext():
-                loss = cross_entropy(self.model(x), y) / parts
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    loss = cross_entropy(self.model(x), y) / parts
                 self.verbs.backward(self.model, loss if scaler is None else scaler.scale(loss))
             told["loss"] += float(loss.detach())
         if clip is not None:
@@ -249,6 +252,28 @@ class Cases:
             cross_entropy(model(tokens), targets).backward()
         averaged = [p.grad is not None for p in model.parameters() if p.requires_grad]
         return {"averaged": any(averaged) if strategy in SHARDED else None}
+
+    def different_parameters(self, strategy: str) -> Any:
+        """Two steps in which each rank uses a layer of its own, and a third one is used by none."""
+
+        class Branches(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+
+            def forward(_, x: Tensor) -> Tensor:  # noqa: N805
+                return _.layers[3](_.layers[self.rank](x))  # type: ignore[no-any-return]
+
+        torch.manual_seed(0)
+        net = Branches()
+        model, optimizer = photinus.wrap(
+            net, torch.optim.SGD(net.parameters(), lr=0.1), strategy=strategy, find_unused_parameters=True
+        )
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return numbers(state_of(model))
 
     def refuse(self, strategy: str, what: str) -> Any:
         """The error that wrapping something unsuited raises, and whether the model is as it was."""

@@ -78,6 +78,20 @@ def test_gradients_add_up_inside_no_sync_and_are_averaged_once(two: RankPool) ->
         assert two.ask({**command, "strategy": strategy})[0] == ddp, strategy
 
 
+def test_under_autocast_the_bits_are_those_of_ddp(two: RankPool) -> None:
+    command = {"do": "train", "autocast": True}
+    ddp = two.ask({**command, "strategy": "ddp"})[0]
+    assert ddp["model"] != two.ask({"do": "train", "strategy": "ddp"})[0]["model"]  # bfloat16 was used
+    for strategy in ZERO:
+        assert two.ask({**command, "strategy": strategy})[0] == ddp, strategy
+
+
+def test_ranks_that_use_different_parameters_train_what_ddp_trains(two: RankPool) -> None:
+    ddp = two.ask({"do": "different_parameters", "strategy": "ddp"})[0]
+    for strategy in ZERO:
+        assert two.ask({"do": "different_parameters", "strategy": strategy})[0] == ddp, strategy
+
+
 @pytest.mark.parametrize("strategy", SHARDED)
 def test_leaving_an_inner_no_sync_leaves_the_outer_one_in_force(two: RankPool, strategy: str) -> None:
     assert [told["averaged"] for told in two.ask({"do": "nested_no_sync", "strategy": strategy})] == [False, False]

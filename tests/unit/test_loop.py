@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,35 @@ def _rows(result: dict[str, Any]) -> list[list[float]]:
 def _loss(loop: photinus.Loop, value: float = 1.0) -> torch.Tensor:
     weight: torch.Tensor = next(loop.model.parameters())
     return (weight * 0).sum() + value
+
+
+# -- accumulating, clipping, loading ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_batches_are_accumulated_inside_no_sync_and_clipped_once(world: Any, compiled: bool) -> None:
+    plain = torch.nn.Linear(1, 1, bias=False)
+    start = plain.weight.item()
+    model, optimizer = photinus.wrap(plain, torch.optim.SGD(plain.parameters(), lr=1.0))
+    trained = torch.compile(model, backend="eager") if compiled else model
+    data = TensorDataset(torch.full((4, 1), 3.0))
+    loop = photinus.Loop(trained, optimizer, data, batch_size=1, epochs=1, progress=False)
+    for (x,) in loop:
+        with loop.no_sync() if loop.step % 4 else nullcontext():
+            loop.backward(trained(x).sum())
+        if loop.step % 4 == 0:
+            assert loop.clip(0.5).item() == pytest.approx(12.0)
+            optimizer.step()
+    assert plain.weight.item() == pytest.approx(start - 0.5)
+    with pytest.raises(ValueError, match=r"loop\.clip: max_norm=0"):
+        loop.clip(0)
+
+
+def test_what_was_loaded_keeps_no_hold_of_the_checkpoints_files(tmp_path: Path) -> None:
+    train(tmp_path, epochs=1)
+    began = train(tmp_path, epochs=2)["began_at"]
+    assert began == STEPS_PER_EPOCH
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
 
 # -- the iterator -----------------------------------------------------------------------------------------------------

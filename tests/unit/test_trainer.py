@@ -51,6 +51,26 @@ def test_the_trainer_is_the_loop_with_the_usual_body(tmp_path: Path) -> None:
     assert [row["loss"] for row in result.history] == [row["loss"] for row in loop.history]
 
 
+@pytest.mark.parametrize("strategy", ["torch-ddp", "dp", "zero1", "zero2", "zero3"])
+def test_every_strategy_gives_the_same_curve_and_goes_on_with_any_others_checkpoint(
+    tmp_path: Path, strategy: str
+) -> None:
+    whole = _trainer(clip_norm=1.0).fit(points(), points(31))
+    out = tmp_path / "run"
+    _trainer(out, epochs=2, strategy=strategy, clip_norm=1.0).fit(points(), points(31))
+    result = _trainer(out, epochs=3, clip_norm=1.0).fit(points(), points(31))
+    for name in ("loss", "right", "valid_loss"):
+        assert [r[name] for r in result.history] == pytest.approx([r[name] for r in whole.history], rel=1e-5), name
+
+
+def test_clipping_changes_what_is_trained_and_a_wrong_norm_is_refused_before_work() -> None:
+    clipped = _trainer(epochs=1, clip_norm=0.01).fit(points())
+    assert fingerprint(clipped.model) != fingerprint(_trainer(epochs=1).fit(points()).model)
+    for wrong in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=r"clip_norm=.*needs a number above 0"):
+            _trainer(clip_norm=wrong)
+
+
 def test_the_validation_loss_is_that_of_all_samples() -> None:
     result = _trainer(valid_batch_size=7).fit(points(), points(31))
     result.model.eval()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .ddp import DistributedDataParallel
 from .naive import average_gradients, broadcast_model
-from .strategies import STRATEGIES, find_strategy, strategy_of, wrap_model
+from .strategies import STRATEGIES, find_strategy, strategy_of, uncompiled, wrap_model
 from .strategy import Strategy
 from .sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
 from .tracing import trace
@@ -21,5 +21,6 @@ __all__ = [
     "revert_sync_batchnorm",
     "strategy_of",
     "trace",
+    "uncompiled",
     "wrap_model",
 ]

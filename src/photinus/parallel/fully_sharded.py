@@ -65,6 +65,11 @@ class FullyShardedStrategy(Strategy):
                     f"strategy {self.name!r} cuts parameters along their first dimension, but {name} has none (its "
                     f"shape is []). Give it the shape [1]."
                 )
+        if self.options.get("find_unused_parameters") and not _can_miss_parameters():
+            raise ValueError(
+                f"strategy {self.name!r}: torch {torch.__version__} cannot average gradients of ranks that use "
+                f'different parameters (2.13 can); leave find_unused_parameters out, or take strategy="ddp"'
+            )
         sparse = [name for name, module in model.named_modules() if getattr(module, "sparse", False) is True]
         if sparse:
             raise ValueError(
@@ -191,6 +196,12 @@ class FullyShardedStrategy(Strategy):
         lines += [describe("buffer", name, buffer) for name, buffer in buffers]
         verify_same_model(lines, group)
         broadcast_tensors([*(p.detach() for _, p in named), *(b for _, b in buffers)], group, device)
+
+
+def _can_miss_parameters() -> bool:
+    from torch.distributed.fsdp import FSDPModule
+
+    return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
 def _is_a(optimizer: Optimizer, kind: str) -> bool:

@@ -20,7 +20,7 @@ from .zero1_strategy import Zero1Strategy
 from .zero2_strategy import Zero2Strategy
 from .zero3_strategy import Zero3Strategy
 
-__all__ = ["STRATEGIES", "find_strategy", "strategy_of", "wrap_model"]
+__all__ = ["STRATEGIES", "find_strategy", "strategy_of", "uncompiled", "wrap_model"]
 
 STRATEGIES: Mapping[str, type[Strategy]] = MappingProxyType(
     {
@@ -53,10 +53,14 @@ def strategy_of(part: nn.Module | Optimizer) -> Strategy:
 
     A plain model or optimizer, and any wrapper that is not known, gets that of one process.
     """
-    if isinstance(part, nn.Module):
-        inner = getattr(part, "_orig_mod", part)  # torch.compile around the wrapper
-        part = inner if isinstance(inner, nn.Module) else part
-    return next((cls() for cls in _LOOKED_AT if cls.made(part)), DPStrategy())
+    looked_at = uncompiled(part) if isinstance(part, nn.Module) else part
+    return next((cls() for cls in _LOOKED_AT if cls.made(looked_at)), DPStrategy())
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The model that torch.compile was called with, where it was called around a wrapped one; else the model itself."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, nn.Module) else model
 
 
 def wrap_model(

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from ..errors import PhotinusError
-from ..parallel import strategy_of
+from ..parallel import strategy_of, uncompiled
 from . import rng
 from .agreement import from_rank_0, gather_per_rank, together
 from .arguments import whole_number
@@ -161,6 +161,7 @@ class Loop:
         with together("setting up the loop"):
             check_exchanges_gradients(model, session.world_size)
             self._strategy = strategy_of(model)
+            self._wrapped = uncompiled(model)  # what the strategy's verbs know
             check_optimizer(model, optimizer)
             self.epochs = whole_number("epochs", epochs, least=1)
             for name, value in (("save_every_steps", save_every_steps), ("save_every_epochs", save_every_epochs)):
@@ -260,7 +261,7 @@ class Loop:
         self._losses.add(loss)
         self._unstepped = True
         weight = self._batch.weight
-        self._strategy.backward(self.model, loss if weight == 1.0 else loss * weight)
+        self._strategy.backward(self._wrapped, loss if weight == 1.0 else loss * weight)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """A context for the bodies of all but the last batch of a step: gradients add up and are not averaged yet.
@@ -274,7 +275,7 @@ class Loop:
 
         The forward has to be inside, too. A checkpoint waits for the next step of the optimizer.
         """
-        return self._strategy.no_sync(self.model)
+        return self._strategy.no_sync(self._wrapped)
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the gradients down so that their norm over the whole model is at most `max_norm`, on all ranks.
@@ -290,7 +291,7 @@ class Loop:
         """
         if not max_norm > 0:
             raise ValueError(f"loop.clip: max_norm={max_norm}, but a number above 0 is needed")
-        return self._strategy.clip(self.model, max_norm, norm_type)
+        return self._strategy.clip(self._wrapped, max_norm, norm_type)
 
     def log(self, **metrics: float | Tensor) -> None:
         """Adds numbers to the running epoch's row; of the same name the last one counts.
