@@ -275,6 +275,34 @@ class Cases:
             optimizer.zero_grad()
         return numbers(state_of(model))
 
+    def failing_evaluation(self, strategy: str) -> str:
+        """The error of a validation whose metric fails on the last rank."""
+        training = Training(strategy)
+        tokens, _ = batch(0)
+
+        def metric(outputs: Tensor, targets: Tensor) -> Tensor:
+            if self.rank == self.world_size - 1:
+                raise ZeroDivisionError("no such metric")
+            return targets
+
+        try:
+            photinus.evaluate(training.model, TensorDataset(tokens, tokens[:, 0]), metric, batch_size=2)
+        except Exception as error:  # noqa: BLE001 - it is what is asked for
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    def save_alone(self, strategy: str, folder: str) -> str:
+        """The error of saving on rank 0 alone."""
+        training = Training(strategy)
+        told = ""
+        if self.rank == 0:
+            try:
+                state = {"optimizer": training.optimizer}
+                photinus.trainer.CheckpointFolder(folder).save(1, state, description={})
+            except TypeError as error:
+                told = str(error)
+        return told
+
     def refuse(self, strategy: str, what: str) -> Any:
         """The error that wrapping something unsuited raises, and whether the model is as it was."""
         model, options = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), {}

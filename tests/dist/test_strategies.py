@@ -146,6 +146,22 @@ def test_validation_is_the_same_where_ranks_have_different_numbers_of_batches(tw
     assert values["zero2"] == values["zero3"] == values["ddp"]
 
 
+def test_a_metric_that_fails_on_one_rank_is_told_there_and_holds_nobody_up(two: RankPool) -> None:
+    for strategy in ("ddp", "zero3"):
+        told = two.ask({"do": "failing_evaluation", "strategy": strategy})
+        assert told[1] == "ZeroDivisionError: no such metric"
+        assert told[0].startswith(("PhotinusError", "MismatchError"))
+        assert two.ask({"do": "evaluate", "strategy": strategy, "samples": 5})[0] > 0  # the group goes on
+
+
+@pytest.mark.parametrize("strategy", ZERO)
+def test_one_rank_alone_does_not_save_what_is_split(two: RankPool, tmp_path: Path, strategy: str) -> None:
+    told, _ = two.ask({"do": "save_alone", "strategy": strategy, "folder": str(tmp_path)})
+    assert "optimizer (" in told
+    assert "is split over the ranks" in told
+    assert "photinus.save" in told
+
+
 def test_a_validation_between_backward_and_step_does_not_train_stale_parameters(two: RankPool) -> None:
     ddp = two.ask({"do": "evaluate_inside_step", "strategy": "ddp"})[0]
     for strategy in SHARDED:

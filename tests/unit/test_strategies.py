@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import photinus
 from photinus.errors import NotInitializedError
 from photinus.parallel import (
     STRATEGIES,
@@ -238,11 +239,34 @@ def test_a_model_that_torch_split_without_us_has_the_same_verbs() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_one_rank_alone_does_not_save_what_is_split(tmp_path: Path) -> None:
+def test_a_process_that_is_alone_saves_a_split_model_by_itself(tmp_path: Path) -> None:
     model, optimizer = _wrapped("zero3", nn.Linear(2, 1))
-    for name, part in (("model", model), ("optimizer", optimizer)):
-        with pytest.raises(TypeError, match=f"{name} .* is split over the ranks.*photinus.save"):
-            CheckpointFolder(tmp_path).save(1, {name: part}, description={})
+    path = CheckpointFolder(tmp_path).save(1, {"model": model, "optimizer": optimizer}, description={})
+    nn.Linear(2, 1).load_state_dict(torch.load(path / "model.pt", weights_only=True))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_model_of_which_only_parts_are_split_counts_as_wrapped() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    fully_shard(model[0])
+    with pytest.raises(ValueError, match="the model is wrapped already"):
+        photinus.wrap(model)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_units_compute_in_the_dtype_of_the_policy(strategy: str) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model, optimizer = _wrapped(strategy, nn.Linear(2, 1), mp_policy=policy)
+    output = model(torch.ones(3, 2))
+    assert output.dtype is torch.bfloat16
+    output.sum().backward()
+    optimizer.step()
+    assert {value.dtype for value in strategy_of(model).save(model).values()} == {torch.float32}
 
 
 @pytest.mark.usefixtures("alone")

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
-from ..errors import PhotinusError
+from ..errors import CollectiveError, PhotinusError
 from ..parallel import strategy_of
 from .agreement import gather_per_rank
 from .arguments import whole_number
@@ -123,6 +123,8 @@ def evaluate(
         )
         counted = len(next(iter(values.values())))
         parts = [part for name in metrics for part in _exact_sum(values[name])]
+    except CollectiveError:  # in a forward that exchanges: the other ranks know already, and do not wait to be told
+        raise
     except Exception as caught:  # noqa: BLE001 - raised below, after the other ranks have been told
         error = caught
     means = _means([float(error is not None), float(counted), float(total), *parts], session, error)
@@ -212,7 +214,10 @@ def _exact_sum(values: Sequence[float]) -> tuple[float, float]:
 
 def _means(mine: list[float], session: Session, error: Exception | None) -> list[float]:
     """Puts the ranks' [failed, counted, total, sums...] together; raises on every rank when one failed."""
-    gathered = gather_per_rank(mine)
+    try:
+        gathered = gather_per_rank(mine)
+    except CollectiveError as unheard:  # where a forward exchanges, the others may still be waiting in one
+        raise unheard if error is None else error from unheard
     if error is not None:
         raise error
     for rank, row in enumerate(gathered):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
+from ..parallel.split_states import copied
 from .agreement import gather_per_rank, place_in_group, together
 from .digest import file_digest
 from .durable import DurableFile, is_no_space, no_space, remove_dead_files, require_space, sync_folder, temporary
@@ -77,7 +78,8 @@ def load(path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
     """
     path = Path(path)
     with together(f"loading {path}"):
-        states, digest = read_state_file(path)
+        # Ranks of a host share what they map, so there are not as many whole copies as ranks.
+        states, digest = read_state_file(path, mapped=place_in_group()[1] > 1)
         check_states(objects, states, str(path))
     digests = [told["digest"] for told in gather_per_rank({"digest": digest})]
     if len(set(digests)) > 1:
@@ -90,7 +92,7 @@ def load(path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
         if undo is None:
             raise
         raise CheckpointError(f"{error} {undo()}") from error  # another rank failed
-    return {name: value for name, value in states.items() if name not in objects}
+    return {name: copied(value) for name, value in states.items() if name not in objects}
 
 
 def write_state_file(path: Path, states: Mapping[str, Any]) -> None:
@@ -117,8 +119,12 @@ def write_state_file(path: Path, states: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{path} could not be written: {error}. What it held before is untouched.") from error
 
 
-def read_state_file(path: Path) -> tuple[dict[str, Any], str]:
+def read_state_file(path: Path, *, mapped: bool = False) -> tuple[dict[str, Any], str]:
     """(states, digest) of a file that `write_state_file` or torch.save made; verified before anything is read from it.
+
+    Args:
+        path: of the file.
+        mapped: tensors are mapped from the file, where its format allows it; copy what is to last.
 
     Raises:
         CheckpointError: absent, damaged, no dict, or not readable without running code from it.
@@ -127,7 +133,7 @@ def read_state_file(path: Path) -> tuple[dict[str, Any], str]:
         raise CheckpointError(f"{path} is a folder, not a file that photinus.save made")
     try:
         digest = _verified(path)
-        states = torch.load(path, map_location="cpu", weights_only=True)
+        states = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and zipfile.is_zipfile(path))
     except FileNotFoundError:
         raise CheckpointError(f"there is no file {path} (seen from {Path.cwd()})") from None
     except OSError as error:

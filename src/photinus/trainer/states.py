@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from ..errors import CheckpointError
 from ..parallel import strategy_of
 from ..parallel.split_states import copied, gathered
+from .agreement import place_in_group
 
 __all__ = [
     "PlainState",
@@ -72,7 +73,8 @@ def require_whole(value: Any, name: str) -> None:
     Raises:
         TypeError: it is split; says what to do.
     """
-    if isinstance(value, (nn.Module, torch.optim.Optimizer)) and strategy_of(value).splits(value):
+    is_part = isinstance(value, (nn.Module, torch.optim.Optimizer)) and strategy_of(value).splits(value)
+    if is_part and place_in_group()[1] > 1:
         raise TypeError(
             f"{name} ({type(value).__name__}) is split over the ranks, and one rank alone cannot save it: use "
             f"photinus.save or photinus.Loop, which all ranks call"
@@ -255,7 +257,7 @@ def load_into(target: Any, state: Any) -> None:
     elif isinstance(target, torch.optim.Optimizer):
         strategy_of(target).load(target, state)
     else:
-        target.load_state_dict(state)
+        target.load_state_dict(copied(state))
 
 
 def _check_module(name: str, module: nn.Module, state: Any, source: str) -> None:

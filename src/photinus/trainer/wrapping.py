@@ -87,7 +87,7 @@ def wrap(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, but wrap needs a torch.nn.Module")
-    if exchanges_gradients(model) and (unwrap(model) is not model or strategy_of(model).splits(model)):
+    if (unwrap(model) is not model and exchanges_gradients(model)) or strategy_of(model).splits(model):
         raise ValueError(f"the model is wrapped already ({type(model).__name__}); give the plain model to wrap")
     optimizers = [each for each in (optimizer, *more) if each is not None]
     for each in optimizers:
