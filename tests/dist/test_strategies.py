@@ -110,11 +110,15 @@ def test_the_norm_that_is_clipped_is_that_of_the_whole_model(two: RankPool) -> N
 
 
 @pytest.mark.parametrize("strategy", ZERO)
-def test_an_overflow_on_one_rank_makes_all_ranks_skip_the_step(two: RankPool, strategy: str) -> None:
-    ranks = two.ask({"do": "overflow", "strategy": strategy})
+@pytest.mark.parametrize("optimizer", ["sgd", "fused"])
+def test_an_overflow_in_one_ranks_part_makes_all_ranks_skip_the_step(
+    two: RankPool, strategy: str, optimizer: str
+) -> None:
+    ranks = two.ask({"do": "overflow", "strategy": strategy, "optimizer": optimizer})
     for told in ranks:
         assert [step["scale"] for step in told["steps"]] == [16.0, 8.0]  # grown once, then halved
     assert ranks[0]["same"]
+    assert ranks[0]["finite"]
 
 
 def test_each_rank_holds_its_part_only(two: RankPool) -> None:

@@ -64,6 +64,8 @@ def shard_optimizer(optimizer: Optimizer, group: dist.ProcessGroup) -> None:
     patched = "step" in vars(optimizer)  # by a scheduler that was made before: it has the old class's step inside
     optimizer.__class__ = _sharded_class(type(optimizer))  # type: ignore[arg-type]
     optimizer._zero = zero  # type: ignore[attr-defined]
+    # Where it is true (fused=True), GradScaler would leave unscaling to an optimizer that steps nothing itself.
+    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     _link(optimizer, remembered)
     if patched:
         optimizer.step = _told_to_schedulers(optimizer)  # type: ignore[method-assign]
@@ -87,8 +89,6 @@ class _Sharded(Optimizer):
     """What is different in an optimizer that is a face. Comes before its own class in the order of methods."""
 
     _zero: Any
-    # With it GradScaler would leave unscaling to the fused kernel of an optimizer that steps nothing itself.
-    _step_supports_amp_scaling = False
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Steps this rank's part, and brings everyone's to everyone."""
@@ -108,9 +108,6 @@ class _Sharded(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, part of which this rank steps. Called on all ranks alike."""
-        if "_zero" not in vars(self):  # inside Optimizer.__init__
-            super().add_param_group(param_group)
-            return
         for name, default in self.defaults.items():
             param_group.setdefault(name, default)
         self._zero.add_param_group(param_group)
