@@ -24,6 +24,7 @@ from photinus.parallel import (
     wrap_model,
 )
 from photinus.trainer import CheckpointFolder
+from photinus.trainer.states import load_into, state_of
 
 CPU = torch.device("cpu")
 
@@ -124,6 +125,20 @@ class TestEachStrategy:
             put_back()
             torch.testing.assert_close(strategy_of(part).save(part), state, rtol=0.0, atol=0.0)
         torch.testing.assert_close(saved[1]["state"][0]["step"], torch.tensor(1.0))
+
+    def test_layers_are_told_the_version_that_saved_them(self, strategy: str) -> None:
+        seen: list[object] = []
+
+        class Versioned(nn.Linear):
+            _version = 7
+
+            def _load_from_state_dict(self, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
+                seen.append(metadata.get("version"))
+                super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+        model, _ = _wrapped(strategy, nn.Sequential(Versioned(2, 1)))
+        load_into(model, state_of(model))
+        assert seen == [7]
 
     def test_a_scheduler_that_was_made_before_drives_the_optimizer_without_a_warning(self, strategy: str) -> None:
         model = nn.Linear(2, 1)

@@ -7,6 +7,7 @@ reduce_scatter. The buffers of these exchanges lie in the group's own memory whe
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, cast
@@ -158,8 +159,13 @@ class FullyShardedStrategy(Strategy):
     def load(self, part: nn.Module | Optimizer, state: Mapping[str, Any]) -> None:
         """See `Strategy.load`. Each rank copies its part; nothing is exchanged."""
         if isinstance(part, nn.Module):
-            own = part.state_dict()
-            part.load_state_dict({name: _split(value, own.get(name)) for name, value in state.items()})
+            own, parts = (
+                part.state_dict(),
+                cast("dict[str, Any]", copy.copy(state)),
+            )  # with the versions that torch noted
+            for name, value in state.items():
+                parts[name] = _split(value, own.get(name))
+            part.load_state_dict(parts)
             return
         parameters = [parameter for group in part.param_groups for parameter in group["params"]]
         states = {

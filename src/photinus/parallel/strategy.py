@@ -124,7 +124,7 @@ class Strategy(ABC):
         Raises what `load_state_dict` raises; then a part of it may have been loaded (see `keep`).
         """
         target = self.unwrap(part) if isinstance(part, nn.Module) else part
-        target.load_state_dict(copied(state) if isinstance(part, Optimizer) else dict(state))
+        target.load_state_dict(copied(state) if isinstance(part, Optimizer) else cast("dict[str, Any]", state))
 
     def local_state(self, part: nn.Module | Optimizer) -> dict[str, Any]:
         """What this rank holds of a state, without an exchange and without a copy."""

@@ -7,6 +7,7 @@ checkpoint of any strategy loads in any other and in plain torch.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from enum import Enum
@@ -171,11 +172,11 @@ class PlainState:
 
 
 def plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's state without the `module.` or `_orig_mod.` that a wrapper put before every name."""
+    """A model's state without the `module.` or `_orig_mod.` that a wrapper put before every name; a copy, not deep."""
     for prefix in ("module.", "_orig_mod."):
         if state and all(str(name).startswith(prefix) for name in state):
             return plain_names({str(name).removeprefix(prefix): value for name, value in state.items()})
-    return dict(state)
+    return copy.copy(state) if isinstance(state, dict) else dict(state)  # with the versions that torch noted
 
 
 def check_states(objects: Mapping[str, Any], states: Mapping[str, Any], source: str) -> None:
