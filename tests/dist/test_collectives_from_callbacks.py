@@ -1,9 +1,9 @@
 """Collectives of all kinds from several threads, whose callbacks wait for further collectives, never deadlock.
 
-Each of four threads has a group of its own: two of all ranks, two of halves of them (of two ranks: of both). On it the
-thread calls synchronously and not, drops tensors in flight, sends objects and messages, while a chain of callbacks, five
-deep, runs over further groups: each callback starts a collective and waits for the callback of that one. All results
-are known, and looked at.
+Each of four threads has two groups of its own: of all ranks, or of halves of them (of two ranks: of both). Over one the
+thread calls synchronously and not, drops tensors in flight, sends objects and messages. Over the other a chain of
+callbacks runs meanwhile, five deep: each starts a collective and waits for the callback of that one. All results are
+known, and looked at.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def soak(world_size: int, calls: int, folder: Path, *, timeout_s: float) -> None
 class Caller:
     """What one thread of a rank does; the ranks of its group draw the same calls from the same seed."""
 
-    def __init__(self, rank: int, members: list[int], own: Any, below: list[Any], seed: int) -> None:
+    def __init__(self, rank: int, members: list[int], own: Any, below: Any, seed: int) -> None:
         self.members, self.own, self.below = members, own, below
         self.place, self.size = members.index(rank), len(members)
         self.total = self.size * (self.size + 1) / 2  # the sum of every member's place + 1
@@ -100,8 +100,7 @@ class Caller:
         import torch
         import torch.distributed as dist
 
-        group = self.below[depth - 1]
-        work = dist.all_reduce(torch.full((1 + 100 * depth,), self.place + 1.0), group=group, async_op=True)
+        work = dist.all_reduce(torch.full((1 + 100 * depth,), self.place + 1.0), group=self.below, async_op=True)
 
         def arrived(future: Any) -> int:
             self.deepest = max(self.deepest, depth)
@@ -110,7 +109,7 @@ class Caller:
                 self.descend(depth + 1).wait()
             else:
                 found: list[Any] = [None] * self.size
-                dist.all_gather_object(found, {"place": self.place}, group=group)
+                dist.all_gather_object(found, {"place": self.place}, group=self.below)
                 assert [item["place"] for item in found] == list(range(self.size))
             return depth
 
@@ -217,9 +216,9 @@ def _soak(rank: int, world_size: int, store: str, calls: int, speak_after_s: flo
     callers = []
     for thread, division in enumerate([[everyone], halves, [everyone], neighbours]):
         for seed, members in enumerate(division):
-            groups = [dist.new_group(members) for _ in range(1 + DEPTH)]
+            own, below = dist.new_group(members), dist.new_group(members)
             if rank in members:
-                callers.append(Caller(rank, members, groups[0], groups[1:], seed=10 * thread + seed))
+                callers.append(Caller(rank, members, own, below, seed=10 * thread + seed))
     assert len(callers) == THREADS
     errors: list[str] = []
 
