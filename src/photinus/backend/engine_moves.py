@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import engine
-from ..errors import CollectiveTimeoutError
+from ..errors import CollectiveTimeoutError, PeerLostError
 from . import options
 from .engine_group import EngineGroup, Part, check_elems, check_same_dtype
+from .monitored import monitored_text
 from .outside_dynamo import outside_dynamo
 from .tensors import CopyBack, dense, moved
 from .work import EngineWork
@@ -164,16 +165,20 @@ class EngineMoves(EngineGroup):
         return self._run(options.barrier(opts, timeout), _BARRIER, 0, 0, 0, 0, None, [])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that waits here. The error names all ranks that did not come, whatever `wait_all_ranks` says.
+        """A barrier that waits here. The error names all ranks that did not come; it begins as gloo's does.
 
         Raises:
             CollectiveTimeoutError: ranks are missing. The group is unusable afterwards.
+            PeerLostError: a rank died, or left because others are missing.
         """
         limit_s = self._limit.timeout_s if timeout is None else max(timeout.total_seconds(), _SHORTEST_S)
         try:
             self._submit(_BARRIER, 0, 0, 0, 0, 0, 0, limit_s, False, None, 1.0, "monitored_barrier")
-        except CollectiveTimeoutError as error:  # begins as gloo's does: programs look for it
-            raise CollectiveTimeoutError(f"Rank {self._rank} timed out in monitoredBarrier: {error}") from error
+        except (CollectiveTimeoutError, PeerLostError) as error:
+            # A rank that died is named by the engine. Other ranks hear of a timeout on rank 0 as a peer that left.
+            if self._rank == 0 and isinstance(error, PeerLostError):
+                raise
+            raise type(error)(monitored_text(self._rank, limit_s, wait_all_ranks, str(error))) from error
 
     def _move(
         self,
