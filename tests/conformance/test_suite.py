@@ -22,7 +22,6 @@ OF_GLOO_ALONE = {"test_monitored_barrier_gloo", "test_monitored_barrier_gloo_sub
 OF_GLOO_ALONE_ON_CPU = OF_GLOO_ALONE | {
     "test_monitored_barrier_failure_order",
     "test_monitored_barrier_wait_all_ranks",
-    "test_ddp_profiling_torch_profiler",  # expects events named "gloo:all_reduce"
 }
 """The same among the tests that want CUDA devices."""
 
@@ -162,10 +161,11 @@ def test_what_expects_a_late_error_passes_with_late_errors_and_gets_an_early_one
     late = Plan(backend, 2, ddp=LATE_DDP, cuda_on_cpu=True)
     assert set(baseline.passing_with_ddp(late)) >= LATE
     assert_all_pass(late, LATE, 120)
-    early = measure(Plan(backend, 2, ddp=PHOTINUS_DDP, cuda_on_cpu=True), LATE, deadline_s=120)
-    for name, outcome in early.items():
+    outcomes = measure(Plan(backend, 2, ddp=PHOTINUS_DDP, cuda_on_cpu=True), LATE, deadline_s=120)
+    for name, outcome in outcomes.items():
         assert outcome["status"] == "fail", name
-        assert "MissingGradientError" in outcome["why"], f"{name}: {outcome['why']}"
+        early = ("MissingGradientError", "Your training graph has changed in this iteration, but static_graph=True")
+        assert any(error in outcome["why"] for error in early), f"{name}: {outcome['why']}"
 
 
 @pytest.mark.slow

@@ -12,10 +12,30 @@ def engine_says(who: str) -> str:
 @pytest.mark.parametrize(
     ("rank", "missing", "wait_all_ranks", "beginning"),
     [
-        (0, "rank 1", False, "Rank 1 failed to pass monitoredBarrier in 2000 ms: "),
-        (0, "ranks 2, 3", False, "Rank 2 failed to pass monitoredBarrier in 2000 ms: "),
-        (0, "ranks 2, 3", True, "Ranks 2, 3 failed to pass monitoredBarrier in 2000 ms: "),
-        (0, "rank 12", True, "Rank 12 failed to pass monitoredBarrier in 2000 ms: "),
+        (
+            0,
+            "rank 1",
+            False,
+            "Rank 1 failed to pass monitoredBarrier in 2000 ms, so Rank 0 timed out in monitoredBarrier: ",
+        ),
+        (
+            0,
+            "ranks 2, 3",
+            False,
+            "Rank 2 failed to pass monitoredBarrier in 2000 ms, so Rank 0 timed out in monitoredBarrier: ",
+        ),
+        (
+            0,
+            "ranks 2, 3",
+            True,
+            "Ranks 2, 3 failed to pass monitoredBarrier in 2000 ms, so Rank 0 timed out in monitoredBarrier: ",
+        ),
+        (
+            0,
+            "rank 12",
+            True,
+            "Rank 12 failed to pass monitoredBarrier in 2000 ms, so Rank 0 timed out in monitoredBarrier: ",
+        ),
         (1, "rank 0", False, "Rank 1 timed out in monitoredBarrier: "),
         (1, "ranks 0, 3", True, "Rank 1 timed out in monitoredBarrier: "),
         (

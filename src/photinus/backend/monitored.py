@@ -13,7 +13,7 @@ def monitored_text(rank: int, timeout_s: float, wait_all_ranks: bool, error: str
     """The error's text for one rank.
 
     Rank 0 names who is missing: the first rank, or all of them with `wait_all_ranks`, as gloo does; our own words,
-    which follow, name all in any case. Another rank blames rank 0 if that is missing, and else says that it came itself.
+    which follow, name all in any case. Another rank blames rank 0 if that is missing, else says that it came itself.
 
     Args:
         rank: this process's rank in the group.
@@ -21,14 +21,16 @@ def monitored_text(rank: int, timeout_s: float, wait_all_ranks: bool, error: str
         wait_all_ranks: what the program asked for.
         error: what the engine says.
     """
+    timed_out = f"Rank {rank} timed out in monitoredBarrier: {error}"
     found = _WAITED_FOR.search(error)
     missing = [int(number) for number in found.group(1).split(", ")] if found else []
     if rank == 0 and missing:
         named = missing if wait_all_ranks else missing[:1]
         who = f"Rank{'s' if len(named) > 1 else ''} {', '.join(map(str, named))}"
-        return f"{who} failed to pass monitoredBarrier in {timeout_s * 1000:.0f} ms: {error}"
+        # gloo says one of the two: the first if it was waiting for that rank, the second between two ranks.
+        return f"{who} failed to pass monitoredBarrier in {timeout_s * 1000:.0f} ms, so {timed_out}"
     if 0 in missing or rank == 0:
-        return f"Rank {rank} timed out in monitoredBarrier: {error}"
+        return timed_out
     return (
         f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank "
         f"0. Please check rank 0 logs for faulty rank: {error}"
