@@ -17,7 +17,7 @@ from .. import engine
 from ..errors import CollectiveTimeoutError, PeerLostError
 from . import options
 from .engine_group import EngineGroup, Part, check_elems, check_same_dtype
-from .monitored import monitored_text
+from .monitored import missing_ranks, monitored_text
 from .outside_dynamo import outside_dynamo
 from .tensors import CopyBack, dense, moved
 from .work import EngineWork
@@ -175,10 +175,12 @@ class EngineMoves(EngineGroup):
         try:
             self._submit(_BARRIER, 0, 0, 0, 0, 0, 0, limit_s, False, None, 1.0, "monitored_barrier")
         except (CollectiveTimeoutError, PeerLostError) as error:
-            # A rank that died is named by the engine. Other ranks hear of a timeout on rank 0 as a peer that left.
-            if self._rank == 0 and isinstance(error, PeerLostError):
-                raise
-            raise type(error)(monitored_text(self._rank, limit_s, wait_all_ranks, str(error))) from error
+            missing = missing_ranks(str(error))
+            if self._rank == 0 and not missing:
+                raise  # a rank died; the engine names it
+            # Whoever's time is over first ends the wait of the others: a timeout to all.
+            kind = CollectiveTimeoutError if missing else PeerLostError
+            raise kind(monitored_text(self._rank, limit_s, wait_all_ranks, missing, str(error))) from error
 
     def _move(
         self,

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
-__all__ = ["monitored_text"]
+__all__ = ["missing_ranks", "monitored_text"]
 
 _WAITED_FOR = re.compile(r" s for ranks? (\d+(?:, \d+)*), which ")
 
 
-def monitored_text(rank: int, timeout_s: float, wait_all_ranks: bool, error: str) -> str:
+def missing_ranks(error: str) -> list[int]:
+    """Whom the engine's error, of this rank or of one that gave up before it, says to have been waited for in vain."""
+    found = _WAITED_FOR.search(error)
+    return [int(number) for number in found.group(1).split(", ")] if found else []
+
+
+def monitored_text(rank: int, timeout_s: float, wait_all_ranks: bool, missing: Sequence[int], error: str) -> str:
     """The error's text for one rank.
 
     Rank 0 names who is missing: the first rank, or all of them with `wait_all_ranks`, as gloo does; our own words,
@@ -19,11 +26,10 @@ def monitored_text(rank: int, timeout_s: float, wait_all_ranks: bool, error: str
         rank: this process's rank in the group.
         timeout_s: how long it was to wait.
         wait_all_ranks: what the program asked for.
+        missing: who did not come.
         error: what the engine says.
     """
     timed_out = f"Rank {rank} timed out in monitoredBarrier: {error}"
-    found = _WAITED_FOR.search(error)
-    missing = [int(number) for number in found.group(1).split(", ")] if found else []
     if rank == 0 and missing:
         named = missing if wait_all_ranks else missing[:1]
         who = f"Rank{'s' if len(named) > 1 else ''} {', '.join(map(str, named))}"
