@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,9 @@ def test_the_ranks_end_with_a_runner_that_is_killed(pids: Path) -> None:
     for pid in started:  # by their own: nobody was left to end them
         os.kill(pid, signal.SIGKILL)
     assert len(ranks) == 2
+    deadline = time.monotonic() + 10  # the kernel ends them; nobody waits for them
+    while any(is_running(pid) for pid in ranks) and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert [pid for pid in ranks if is_running(pid)] == []
     assert list((pids.parent / "files").iterdir()) == []
 
