@@ -151,12 +151,15 @@ def killed_at_random(rank: int, world_size: int, folder: str, rounds: int) -> di
         CheckpointFolder(run / "how long does it take here").save(step, state(step), description={})
     save_s = (time.monotonic() - began) / 4
 
+    patience = 1.0  # a busy machine starts a child so slowly that each would be killed before its first save
     for _ in range(rounds):
         first = check(run, int(progress.read_text())) + 1
-        kill_after_s = draw.uniform(0.0, 3 * save_s)
+        kill_after_s = draw.uniform(0.0, 3 * save_s * patience)
         status = in_child(lambda first=first: saving(first), kill_after_s=kill_after_s)  # type: ignore[misc]
         assert os.WIFSIGNALED(status), f"the save itself failed, status {status}"
-        written = max(written, check(run, int(progress.read_text())))
+        now = check(run, int(progress.read_text()))
+        patience = max(1.0, patience / 1.5) if now > written else min(50.0, patience * 1.1)
+        written = max(written, now)
     CheckpointFolder(run, keep_last=KEEP).save(10**6, state(10**6), description={})
     return {"written": written, "left": len(list(run.glob("step-*"))), "debris": len(list(run.glob(".tmp-*")))}
 
