@@ -11,6 +11,7 @@ README.md beside this file.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ MODELS = [
 QUICK = ["gpt-20m:1x16", "many-small:1"]
 GAINED = {"gpt-20m:1x16": 0.85, "gpt-20m:4x64": 0.85, "gpt-20m:16x64": 0.85}
 HEADLINE = "vgg-16"
+HEAP_KEPT = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
 
 
 def contestant(name: str, wrapper: str, backend: str, ranks: int, columns: dict[str, str]) -> Contestant:
@@ -102,9 +104,14 @@ def _milliseconds(seconds: float | None) -> str:
 
 def main() -> None:
     parser = harness.options(__doc__, [MIB])
+    parser.add_argument(
+        "--heap-kept", action="store_true", help="let malloc keep freed memory for everybody: the exchange alone"
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="model:batch")
     parser.set_defaults(rounds=7, turn_s=1.0)
     arguments = parser.parse_args()
+    if arguments.heap_kept:
+        os.environ.update(HEAP_KEPT)  # the contestants inherit it
     harness.enter_namespace()
     facts = harness.machine()
     harness.warn(facts)

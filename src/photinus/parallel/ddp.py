@@ -91,6 +91,9 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
         late_gradient_errors: (of the class) torch's class notices at the next forward that a gradient was missing,
             after a step with gradients that are no averages. True: so do subclasses with this one.
 
+    On CPUs, making one lets malloc keep the memory that a step frees, unless the user has set malloc's own variables
+    (see `photinus.parallel.heap`): the pages are there for the next step, and do not go back to the system between.
+
     Raises:
         NotInitializedError: there is no process group.
         ModelMismatchError: (a ValueError, on every rank) models or options differ between ranks.

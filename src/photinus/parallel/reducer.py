@@ -40,6 +40,7 @@ from .buckets import BucketPlan
 from .exchange import Average
 from .gradient_memory import Bucket, Slot, aliases, bring_home, slots_of
 from .graph import AveragedGradient, current_task, inside_custom_function, leaves_below
+from .heap import keep_freed_memory
 from .launcher import BucketLauncher
 from .nan_guard import NanGuard
 from .reducer_options import ReducerOptions
@@ -56,6 +57,9 @@ __all__ = ["Reducer"]
 
 _COPIED_TOGETHER_BYTES = 32 * 1024
 """Smaller gradients are copied with their bucket's others by one call; larger ones at once, hot from being made."""
+
+_HEAP_PER_GRADIENTS = 4
+"""What a step may free in all, in gradients: these, what they are computed from, and activations."""
 
 _NO_TASK = -2  # autograd says -1 outside of a backward
 
@@ -262,6 +266,8 @@ class Reducer(TorchReducerNames):
 
     def _start(self) -> None:
         self._make_buckets()
+        if self.device.type == "cpu":
+            keep_freed_memory(_HEAP_PER_GRADIENTS * sum(s.parameter.nbytes for s in self.slots))
         for slot in self.slots:
             register: Any = slot.parameter.register_post_accumulate_grad_hook
             self._handles.append(register(self._make_hook(slot)))

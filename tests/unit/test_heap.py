@@ -1,0 +1,54 @@
+"""What the heap keeps between steps, in processes of their own: the setting is a process's for good."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+CODE = """
+import resource, sys, torch
+from photinus.parallel.heap import keep_freed_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    gradients = [torch.ones(1 << 19) for _ in range(64)]   # 2 MiB each, 128 MiB in all
+    del gradients
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+kept = sys.argv[1] == "keep" and keep_freed_memory(256 << 20)
+for _ in range(3):
+    faults()
+print(kept, min(faults() for _ in range(3)))
+"""
+PAGES = (128 << 20) // os.sysconf("SC_PAGESIZE")
+
+
+def steps(how: str, **environ: str) -> tuple[bool, int]:
+    """Whether the memory is kept, and how many pages a step touches anew."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    ended = subprocess.run(
+        [sys.executable, "-c", CODE, how], capture_output=True, text=True, timeout=60, env={**clean, **environ}
+    )
+    assert ended.returncode == 0, ended.stderr
+    kept, count = ended.stdout.split()
+    return kept == "True", int(count)
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "confstr") or "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""), reason="glibc"
+)
+def test_pages_that_a_step_has_freed_are_the_next_steps() -> None:
+    kept, count = steps("keep")
+    assert kept
+    assert count < PAGES / 20
+    _, without = steps("leave")
+    assert without > PAGES / 2  # else the test shows nothing
+
+
+@pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"])
+def test_a_users_own_setting_stands(name: str) -> None:
+    kept, _ = steps("keep", **{name: "100000"})
+    assert not kept
