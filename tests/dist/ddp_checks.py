@@ -27,15 +27,16 @@ from tests.ranks import RanksFailedError, run_ranks, values
 KIB_IN_MIB = 1 / 1024
 """A bucket cap, in MiB, so small that small test models have many buckets."""
 
-BACKENDS = [
-    "gloo",
-    pytest.param(
-        "photinus",
-        marks=pytest.mark.skipif(
-            "photinus" not in dist.Backend.backend_list, reason="backend photinus is not installed here"
-        ),
-    ),
+_INSTALLED = pytest.mark.skipif(
+    "photinus" not in dist.Backend.backend_list, reason="backend photinus is not installed here"
+)
+SETTINGS = [
+    ("gloo", 2),
+    pytest.param("photinus", 2, marks=_INSTALLED),
+    pytest.param("photinus", 3, marks=_INSTALLED),
+    pytest.param("gloo", 3, marks=pytest.mark.slow),
 ]
+"""Backends and world sizes that every check runs under."""
 
 
 # ---- running many checks in one set of processes

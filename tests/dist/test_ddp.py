@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from photinus.parallel import DistributedDataParallel, average_gradients, broadcast_model
 from tests.dist.ddp_checks import (
-    BACKENDS,
+    SETTINGS,
     KIB_IN_MIB,
     SharedFrozenMixed,
     assert_check,
@@ -338,8 +338,7 @@ def check_a_group_of_some_ranks(group: dist.ProcessGroup) -> None:
     assert_same_gradients(model, twin, part)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "world_size"), SETTINGS)
 @pytest.mark.parametrize("check", checks_of(globals()))
 def test_ddp(check: str, backend: str, world_size: int) -> None:
     assert_check(__name__, check, backend, world_size)

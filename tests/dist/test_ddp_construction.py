@@ -15,7 +15,7 @@ from torch import nn
 from photinus.errors import ModelMismatchError, PhotinusError
 from photinus.parallel import DistributedDataParallel, average_gradients
 from tests.dist.ddp_checks import (
-    BACKENDS,
+    SETTINGS,
     KIB_IN_MIB,
     SharedFrozenMixed,
     TwoHeads,
@@ -232,8 +232,7 @@ def check_buckets_lie_in_the_groups_memory_where_it_offers_some(group: dist.Proc
     assert_equal_on_all_ranks(next(ddp.parameters()).grad, group)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "world_size"), SETTINGS)
 @pytest.mark.parametrize("check", checks_of(globals()))
 def test_ddp_construction(check: str, backend: str, world_size: int) -> None:
     assert_check(__name__, check, backend, world_size)

@@ -12,7 +12,7 @@ from torch import nn
 from photinus.errors import MissingGradientError
 from photinus.parallel import DistributedDataParallel, average_gradients
 from tests.dist.ddp_checks import (
-    BACKENDS,
+    SETTINGS,
     KIB_IN_MIB,
     TwoHeads,
     assert_check,
@@ -197,8 +197,7 @@ def check_freezing_after_wrapping_is_named_in_the_error(group: dist.ProcessGroup
         ddp(batch(group)).sum().backward()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "world_size"), SETTINGS)
 @pytest.mark.parametrize("check", checks_of(globals()))
 def test_ddp_errors(check: str, backend: str, world_size: int) -> None:
     assert_check(__name__, check, backend, world_size)

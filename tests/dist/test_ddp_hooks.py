@@ -20,7 +20,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 
 from photinus.parallel import DistributedDataParallel, average_gradients
 from tests.dist.ddp_checks import (
-    BACKENDS,
+    SETTINGS,
     KIB_IN_MIB,
     assert_check,
     assert_equal_on_all_ranks,
@@ -226,8 +226,7 @@ def check_a_hook_goes_along_when_buckets_are_made_anew(group: dist.ProcessGroup)
         assert_same_gradients(ddp.module, twin, group)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "world_size"), SETTINGS)
 @pytest.mark.parametrize("check", checks_of(globals()))
 def test_ddp_hooks(check: str, backend: str, world_size: int) -> None:
     assert_check(__name__, check, backend, world_size)

@@ -13,7 +13,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from photinus.parallel import DistributedDataParallel
 from tests.dist.ddp_checks import (
-    BACKENDS,
+    SETTINGS,
     KIB_IN_MIB,
     assert_check,
     assert_equal_on_all_ranks,
@@ -119,8 +119,7 @@ def check_join_disabled_exchanges_nothing_more(group: dist.ProcessGroup) -> None
     assert_equal_on_all_ranks(ddp.module[0].weight.grad, group)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "world_size"), SETTINGS)
 @pytest.mark.parametrize("check", checks_of(globals()))
 def test_ddp_join(check: str, backend: str, world_size: int) -> None:
     assert_check(__name__, check, backend, world_size)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from photinus.errors import MissingGradientError, NonFiniteGradientError, PhotinusError
 from photinus.parallel import DistributedDataParallel, average_gradients
 from tests.dist.ddp_checks import (
-    BACKENDS,
+    SETTINGS,
     KIB_IN_MIB,
     TwoHeads,
     assert_check,
@@ -426,8 +426,7 @@ def check_logging_data_and_the_surface_that_libraries_touch(group: dist.ProcessG
         ddp._set_ddp_runtime_logging_sample_rate(0)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "world_size"), SETTINGS)
 @pytest.mark.parametrize("check", checks_of(globals()))
 def test_ddp_options(check: str, backend: str, world_size: int) -> None:
     assert_check(__name__, check, backend, world_size)

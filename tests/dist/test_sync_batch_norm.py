@@ -22,7 +22,7 @@ from photinus.parallel import (
     revert_sync_batchnorm,
     wrap_model,
 )
-from tests.dist.test_ddp import BACKENDS, assert_check, assert_equal_on_all_ranks, checks_of, expect
+from tests.dist.test_ddp import SETTINGS, assert_check, assert_equal_on_all_ranks, checks_of, expect
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
@@ -298,8 +298,7 @@ def check_unused_parameters_beside_synchronised_statistics(group: dist.ProcessGr
             assert_equal_on_all_ranks(parameter.grad, group)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "world_size"), SETTINGS)
 @pytest.mark.parametrize("check", checks_of(globals()))
 def test_sync_batch_norm(check: str, backend: str, world_size: int) -> None:
     assert_check(__name__, check, backend, world_size)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from photinus.parallel import DistributedDataParallel
-from tests.dist.ddp_checks import BACKENDS, TwoHeads, assert_check, assert_close_in, checks_of
+from tests.dist.ddp_checks import SETTINGS, TwoHeads, assert_check, assert_close_in, checks_of
 
 STEPS = 6
 
@@ -197,8 +197,7 @@ def check_sparse_gradients(group: dist.ProcessGroup) -> None:
     train_side_by_side(group, SparseRows, lambda p: torch.optim.SGD(p, lr=0.1), sparse_loss)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "world_size"), SETTINGS)
 @pytest.mark.parametrize("check", checks_of(globals()))
 def test_training_as_under_torchs_class(check: str, backend: str, world_size: int) -> None:
     assert_check(__name__, check, backend, world_size)

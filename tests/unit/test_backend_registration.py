@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 import torch.distributed as dist
 
 import photinus.backend
@@ -45,6 +46,7 @@ def test_import_torch_registers_the_backend_without_loading_the_engine() -> None
     assert _run(script) == "['photinus.backend']\n"
 
 
+@pytest.mark.slow  # a process for each order
 def test_every_order_of_imports_works() -> None:
     for first in ("photinus", "photinus.backend", "torch", "torch.distributed"):
         script = f"import {first}; import torch, photinus.backend; print(torch.distributed.Backend.PHOTINUS)"

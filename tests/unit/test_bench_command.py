@@ -139,6 +139,7 @@ def test_a_run_measures_every_operation_over_every_backend(capsys: pytest.Captur
     assert (tmp_path / "bench.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_a_backend_that_fails_is_left_out_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bench", "--nproc-per-node", "2", "--sizes", "4K", "--seconds", "0.01"]
     assert main([*words, "--backends", "photinus,ucc"]) == 1
