@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from photinus.launcher.flags import RunFlags, parse_run
+from photinus.launcher.flags import HostFlags, LogFlags, RunFlags, SchedulerFlags, SelectionFlags, parse_run
 from photinus.launcher.program import Program
 from photinus.launcher.usage import UsageError
 
@@ -20,12 +20,15 @@ from photinus.launcher.usage import UsageError
         ["--nproc_per_node=3", "x.py"],
         ["--nproc-per-node", "3", "--", "x.py"],
         ["--nproc-per-node", "3", "--nproc_per_node=3", "x.py"],
-        ["--standalone", "--nnodes", "1", "--nproc-per-node", "3", "x.py"],
-        ["--nnodes=1:1", "--nproc-per-node", "3", "x.py"],
+        ["--standalone", "--nproc-per-node", "3", "x.py"],
     ],
 )
 def test_dash_underscore_space_and_equals_are_the_same(words):
     assert parse_run(words) == RunFlags(Program("script", "x.py"), nproc_per_node=3)
+
+
+def parsed(line: str) -> RunFlags:
+    return parse_run(line.split())
 
 
 def test_defaults():
@@ -67,13 +70,13 @@ def test_help_wins_over_a_missing_script():
         (["--nproc_node", "2", "x.py"], "unknown flag --nproc_node. Did you mean --nproc-per-node?"),
         (["--nproc-per-nodes=2", "x.py"], "Did you mean --nproc-per-node?"),
         (["--max-restart", "2", "x.py"], "Did you mean --max-restarts?"),
-        (["--num_processes", "2", "x.py"], "The number of workers is --nproc-per-node N"),
-        (["-np", "2", "x.py"], "The number of workers is --nproc-per-node N"),
-        (["--master_address", "h", "x.py"], "torchrun spells it --master-addr. --master-addr comes with several hosts"),
-        (["--master-port", "1", "x.py"], "--master-port comes with several hosts"),
-        (["--rdzv_endpoint=h:1", "x.py"], "comes with several hosts"),
-        (["--nnodes", "2", "x.py"], "--nnodes 2 comes with several hosts"),
-        (["--tee", "3", "x.py"], "--tee is another launcher's flag"),
+        (["--num_processes", "2", "x.py"], "unknown flag --num_processes. It is called --nproc-per-node here"),
+        (["-np", "2", "x.py"], "unknown flag -np. It is called --nproc-per-node here"),
+        (["--num_machines", "2", "x.py"], "It is called --nnodes here"),
+        (["--master_address", "h", "x.py"], "unknown flag --master_address. Did you mean --master-addr?"),
+        (["--machine_ranks", "1", "x.py"], "Did you mean --node-rank?"),
+        (["--launcher", "pdsh", "x.py"], "--launcher is another launcher's flag, and not here: --hostfile starts over"),
+        (["--deepspeed", "x.json", "x.py"], "put it after the script's name"),
         (["--frobnicate", "x.py"], "unknown flag --frobnicate. `photinus run --help` lists the flags"),
         (
             ["--nproc-per-node", "two", "x.py"],
@@ -138,7 +141,102 @@ def test_a_module_that_is_not_python_is_refused():
         parse_run(["--no-python", "-m", "x"])
 
 
+def test_torchruns_flags_for_several_hosts():
+    words = "--nnodes=2 --node_rank 1 --master_addr 10.0.0.1 --master_port=29501 --rdzv-id job x.py"
+    assert parsed(words).hosts == HostFlags(nnodes=(2, 2), node_rank=1, leader="10.0.0.1", port=29501, job_id="job")
+    words = "--nnodes 1:4 --rdzv-backend c10d --rdzv_endpoint h:7 --rdzv_conf timeout=9,read_timeout=3 x.py"
+    assert parsed(words).hosts == HostFlags(nnodes=(1, 4), leader="h", port=7, join_timeout_s=9.0)
+    words = "--rdzv-endpoint [fd00::1]:7 --rdzv-conf last_call_timeout=2,is_host=1 --local-addr fd00::2 x.py"
+    expected = HostFlags(leader="fd00::1", port=7, last_call_s=2.0, leads=True, local_address="fd00::2")
+    assert parsed(words).hosts == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [("h", "h", None), ("h:0", "h", 0), ("fd00::1", "fd00::1", None), ("[fd00::1]", "fd00::1", None)],
+)
+def test_an_endpoint_is_a_host_and_perhaps_a_port(text, host, port):
+    hosts = parse_run(["--rdzv-endpoint", text, "x.py"]).hosts
+    assert (hosts.leader, hosts.port) == (host, port)
+
+
+def test_deepspeeds_flags():
+    words = "-H hosts -i a:0,1@b --num_nodes 2 --ssh_port 2222 --export A,B --export C x.py"
+    assert parsed(words).selection == SelectionFlags(
+        hostfile="hosts", include="a:0,1@b", num_nodes=2, ssh_port=2222, export=("A", "B", "C")
+    )
+    assert parse_run(["--num_gpus", "2", "--no_local_rank", "x.py"]).selection.num_gpus == 2
+
+
+def test_torchruns_flags_for_output():
+    logs = parsed("--log_dir logs -r 0:1,1:3 --tee 3 --local-ranks-filter 0,2 x.py").logs
+    both = frozenset({"out", "err"})
+    assert logs == LogFlags(
+        log_dir="logs",
+        redirects={-1: frozenset(), 0: frozenset({"out"}), 1: both},
+        tee={-1: both},
+        shown_local_ranks=frozenset({0, 2}),
+    )
+
+
+def test_flags_for_schedulers():
+    words = "--slurm --time 1:00:00 --sbatch --mem=8G --sbatch=--exclusive --gpus-per-node 4 x.py"
+    expected = SchedulerFlags(slurm=True, time="1:00:00", gpus_per_node=4, sbatch=("--mem=8G", "--exclusive"))
+    assert parsed(words).scheduler == expected
+    assert parse_run(["--kubernetes", "x.py"]).scheduler == SchedulerFlags(kubernetes="pytorchjob")
+    assert parse_run(["--kubernetes=jobset", "x.py"]).scheduler == SchedulerFlags(kubernetes="jobset")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--standalone --nnodes 2", "--standalone and --nnodes 2 contradict each other: leave out one of them"),
+        ("--standalone --master_addr h", "--standalone and --master_addr h contradict each other"),
+        ("--rdzv-endpoint a:1 --master-addr b", "--rdzv-endpoint a:1 and --master-addr b contradict each other"),
+        ("--rdzv-endpoint a:1 --master-port 2", "--rdzv-endpoint a:1 and --master-port 2 contradict each other"),
+        ("--nnodes 1:2 --node-rank 0", "--node-rank 0 and --nnodes 1:2 contradict each other: hosts that come and go"),
+        ("--nnodes 2 --node-rank 2", "contradict each other: 2 hosts are numbered 0 to 1"),
+        ("--node-rank 1", "--node-rank 1 needs --nnodes N"),
+        ("--include a:0 --exclude a:1", "--include a:0 and --exclude a:1 contradict each other"),
+        ("--num_gpus 2 --nproc-per-node 3", "--num_gpus 2 and --nproc-per-node 3 contradict each other"),
+        ("--hostfile h --nnodes 2", "--hostfile h and --nnodes 2 contradict each other"),
+        ("--slurm --kubernetes", "--slurm and --kubernetes contradict each other"),
+        ("--num-nodes 2", "--num-nodes 2 means something only with --hostfile"),
+        ("--partition p", "--partition p means something only with --slurm"),
+        ("--image i", "--image i means something only with --kubernetes"),
+        ("--name n", "--name n means something only with --slurm or --kubernetes"),
+    ],
+)
+def test_contradictory_flags_are_refused_with_both_named(words, told):
+    with pytest.raises(UsageError, match=re.escape(told)):
+        parse_run([*words.split(), "x.py"])
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--nnodes 0", "--nnodes 0: needs a number of hosts, like 2, or the least and the most, like 1:4"),
+        ("--nnodes 3:2", "--nnodes 3:2: needs a number of hosts"),
+        ("--nnodes 2:", "--nnodes 2:: needs a number of hosts"),
+        ("--master-port 70000", "--master-port 70000: needs a port, 1 to 65535"),
+        ("--rdzv-endpoint a:b", "--rdzv-endpoint a:b: needs HOST or HOST:PORT"),
+        ("--rdzv-backend etcd", "--rdzv-backend etcd: photinus has a rendezvous of its own"),
+        ("--rdzv-conf colour=red", "--rdzv-conf colour=red: the options are is_host, join_timeout"),
+        ("--rdzv-conf timeout=long", "--rdzv-conf timeout long: needs a number of seconds"),
+        ("--tee 4", "--tee 4: needs 0 (nothing), 1 (stdout), 2 (stderr) or 3 (both)"),
+        ("--redirects 1,0:2", "--redirects 1,0:2: needs 0 (nothing)"),
+        ("--export A-B", "'A-B' is no name of an environment variable"),
+        ("--kubernetes=pod", "--kubernetes pod: needs pytorchjob or jobset"),
+    ],
+)
+def test_values_that_make_no_sense_are_named_with_what_is_needed(words, told):
+    with pytest.raises(UsageError, match=re.escape(told)):
+        parse_run([*words.split(), "x.py"])
+
+
 def test_flags_of_older_launchers_that_change_nothing_are_taken():
-    assert parse_run(["--use_env", "--monitor-interval", "5", "x.py"]) == RunFlags(Program("script", "x.py"))
+    words = ["--monitor-interval", "5", "--role", "r", "--start_method", "spawn", "x.py"]
+    assert parse_run(words) == RunFlags(Program("script", "x.py"))
+    assert parse_run(["--use_env", "x.py"]).use_env
     with pytest.raises(UsageError, match="--monitor-interval soon: needs a number of seconds"):
         parse_run(["--monitor-interval", "soon", "x.py"])

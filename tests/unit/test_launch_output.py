@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import threading
 
 import pytest
@@ -149,16 +150,24 @@ def test_draining_ends_in_time_when_somebody_keeps_a_pipe_open(apart):
     assert apart.finish() == ("", "")
 
 
+def read_until(terminal: int, end: bytes) -> bytes:
+    """What a terminal shows up to `end`: it may hand out one write in several parts."""
+    shown = b""
+    while not shown.endswith(end):
+        assert select.select([terminal], [], [], 10)[0], shown
+        shown += os.read(terminal, 1000)
+    return shown
+
+
 def test_on_a_terminal_a_progress_bar_makes_room_and_an_alarm_is_red(monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     controller, terminal = os.openpty()
     output = Output(stdout=terminal, stderr=terminal)
     output.say("\nhead\ntail\n", alarm=True)
-    shown = os.read(controller, 1000)
-    assert shown == b"\r\x1b[K\r\n\x1b[1;31mhead\x1b[0m\r\ntail\r\n"
+    assert read_until(controller, b"tail\r\n") == b"\r\x1b[K\r\n\x1b[1;31mhead\x1b[0m\r\ntail\r\n"
     monkeypatch.setenv("NO_COLOR", "1")
     output.say("head\n", alarm=True)
-    assert os.read(controller, 1000) == b"\r\x1b[Khead\r\n"
+    assert read_until(controller, b"head\r\n") == b"\r\x1b[Khead\r\n"
     os.close(controller)
     os.close(terminal)

@@ -1,18 +1,109 @@
-"""The flags of `photinus run`: a table, its help, and a parser that knows what people meant.
+"""What the user asked `photinus run` to do, and the parser that reads it from the command line.
 
-Dashes and underscores are the same, `--flag value` and `--flag=value` too. Everything from the script's name on
-belongs to the script. Torchrun's and other launchers' flags that are not here are named with the reason.
+Everything from the script's name on belongs to the script. The flags themselves are in flag_table.py, what stands
+behind them is read by flag_values.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+from .flag_table import FLAGS, HELP, find
+from .flag_values import (
+    read_devices,
+    read_endpoint,
+    read_host,
+    read_host_count,
+    read_names,
+    read_port,
+    read_ranks,
+    read_rendezvous_options,
+    read_seconds,
+    read_streams,
+    read_whole_number,
+    read_worker_count,
+)
 from .program import Program
-from .usage import UsageError, closest
+from .usage import UsageError
 
-__all__ = ["FLAGS", "HELP", "RunFlags", "parse_run"]
+__all__ = ["FLAGS", "HELP", "HostFlags", "LogFlags", "RunFlags", "SchedulerFlags", "SelectionFlags", "parse_run"]
+
+
+@dataclass(frozen=True)
+class HostFlags:
+    """Several hosts, each started with the same command.
+
+    Attributes:
+        nnodes: the least and the most hosts; None when the user did not say.
+        node_rank: this host's number; None: in the order in which they come.
+        leader: name or address of the host that leads; None when not said.
+        port: its port; 0: any; None when not said.
+        leads: whether this host leads, when the user said so (torchrun's is_host).
+        job_id: the job's name; None when not said.
+        local_address: what this host listens on and is reached at.
+        join_timeout_s: seconds to wait for the least number of hosts.
+        last_call_s: seconds to wait for more hosts than the least.
+    """
+
+    nnodes: tuple[int, int] | None = None
+    node_rank: int | None = None
+    leader: str | None = None
+    port: int | None = None
+    leads: bool | None = None
+    job_id: str | None = None
+    local_address: str | None = None
+    join_timeout_s: float = 600.0
+    last_call_s: float = 5.0
+
+
+@dataclass(frozen=True)
+class SelectionFlags:
+    """Hosts named in one place and reached over ssh, as DeepSpeed does it.
+
+    Attributes:
+        hostfile: path of the file of hosts.
+        include, exclude: DeepSpeed's words for hosts and devices, as typed.
+        num_nodes, num_gpus: the first so many hosts, and devices of each.
+        ssh: the command that reaches a host; ssh_port: its port.
+        export: names of environment variables to hand over.
+    """
+
+    hostfile: str | None = None
+    include: str | None = None
+    exclude: str | None = None
+    num_nodes: int | None = None
+    num_gpus: int | None = None
+    ssh: str = "ssh"
+    ssh_port: int | None = None
+    export: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LogFlags:
+    """Where the workers' output goes. `redirects`, `tee`: "out" and "err" by local rank, -1: all that are not named."""
+
+    log_dir: str | None = None
+    redirects: Mapping[int, frozenset[str]] | None = None
+    tee: Mapping[int, frozenset[str]] | None = None
+    shown_local_ranks: frozenset[int] | None = None
+
+
+@dataclass(frozen=True)
+class SchedulerFlags:
+    """A batch script or a manifest in place of a run."""
+
+    slurm: bool = False
+    kubernetes: str | None = None
+    image: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    time: str | None = None
+    partition: str | None = None
+    gpus_per_node: int | None = None
+    sbatch: tuple[str, ...] = ()
+    output: str | None = None
+    submit: bool = False
 
 
 @dataclass(frozen=True)
@@ -27,6 +118,7 @@ class RunFlags:
         devices: the GPUs that the workers see, by number; None: all.
         dry_run: only say what would be started.
         stop_grace_s: seconds that workers get between SIGTERM and SIGKILL after a failure.
+        use_env: do not give --local_rank to scripts that take it.
     """
 
     program: Program | None
@@ -36,114 +128,41 @@ class RunFlags:
     devices: tuple[int, ...] | None = None
     dry_run: bool = False
     stop_grace_s: float = 5.0
+    use_env: bool = False
+    hosts: HostFlags = field(default_factory=HostFlags)
+    selection: SelectionFlags = field(default_factory=SelectionFlags)
+    logs: LogFlags = field(default_factory=LogFlags)
+    scheduler: SchedulerFlags = field(default_factory=SchedulerFlags)
 
 
-@dataclass(frozen=True)
-class _Flag:
-    name: str
-    value: str  # what stands for the value in messages; empty for a switch
-    meaning: tuple[str, ...]
+@dataclass
+class _Given:
+    """The flags as they were typed: name -> the spelling, and the text behind it."""
 
+    flags: dict[str, tuple[str, str]] = field(default_factory=dict)
+    lists: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
 
-_FLAGS = (
-    _Flag(
-        "--nproc-per-node",
-        "N|auto|gpu|cpu",
-        (
-            "workers on this host. auto: one per GPU, or one per usable",
-            "core where there is no GPU. default: auto",
-        ),
-    ),
-    _Flag(
-        "--max-restarts",
-        "K",
-        ("start all workers anew, at most K times, when one fails.", "default: 3"),
-    ),
-    _Flag("--cpu", "", ("train on the CPU: the workers see no GPU",)),
-    _Flag("--device", "0,3", ("the workers see these GPUs only, one each",)),
-    _Flag("--dry-run", "", ("only say what would be started, with which environment",)),
-    _Flag(
-        "--stop-grace",
-        "SECONDS",
-        ("time to leave for the other workers after one failed,", "before they are killed. default: 5"),
-    ),
-    _Flag("--standalone", "", ("accepted as in torchrun; one host is what is run anyway",)),
-    _Flag("--nnodes", "N", ("accepted as in torchrun; 1 in this version",)),
-    _Flag("--use-env", "", ("accepted as in torch.distributed.launch; it is always so",)),
-    _Flag("--monitor-interval", "SECONDS", ("accepted as in torchrun; a worker's end is seen at once",)),
-    _Flag("--no-python", "", ("what follows is a program, not a Python script",)),
-    _Flag("-m", "MODULE", ("run a module, as `python -m` does; ends the flags",)),
-    _Flag("--help", "", ("this text",)),
-)
-FLAGS = tuple(flag.name for flag in _FLAGS)
-_BY_NAME = {flag.name: flag for flag in _FLAGS} | {"-h": _Flag("--help", "", ())}
-_ALSO = {"--module": "-m"}
+    def __contains__(self, name: str) -> bool:
+        return name in self.flags
 
-_SEVERAL_HOSTS = (
-    "--node-rank",
-    "--master-addr",
-    "--master-port",
-    "--rdzv-backend",
-    "--rdzv-endpoint",
-    "--rdzv-id",
-    "--rdzv-conf",
-    "--local-addr",
-    "--hostfile",
-    "--num-nodes",
-    "--num-machines",
-    "--machine-rank",
-    "--main-process-ip",
-    "--main-process-port",
-)
-_NUMBER_OF_WORKERS = ("--num-processes", "--num-proc", "--num-gpus", "--nprocs", "--devices", "-n", "-np")
-_NOT_HERE = (
-    "--tee",
-    "--redirects",
-    "--log-dir",
-    "--local-ranks-filter",
-    "--start-method",
-    "--role",
-    "--run-path",
-    "--include",
-    "--exclude",
-)
+    def __getitem__(self, name: str) -> tuple[str, str]:
+        return self.flags[name]
 
+    def shown(self, name: str) -> str:
+        return " ".join(word for word in self.flags[name] if word)
 
-def _help() -> str:
-    lines = [
-        "usage: photinus run [flags] script.py [arguments of the script]",
-        "       photinus run [flags] -m module [arguments of the module]",
-        "",
-        "Starts the script once per device of this host, each process with its rank and",
-        "world size. When one fails, says which and of what, and starts all anew from",
-        "the last checkpoint.",
-        "",
-        "flags (dashes or underscores, --flag value or --flag=value):",
-    ]
-    for flag in _FLAGS:
-        head = f"  {flag.name} {flag.value}".rstrip()
-        lines.extend(f"{head if number == 0 else '':<21}{text}" for number, text in _wrapped(head, flag.meaning))
-    lines += [
-        "",
-        "examples:",
-        "  photinus run train.py                       all GPUs, or all cores",
-        "  photinus run --nproc-per-node 2 train.py --epochs 3",
-        "  photinus run --nproc-per-node 4 --cpu -m project.train --lr 0.1",
-        "",
-        "exit code: 0 when all workers ended well; the first cause's own otherwise",
-        "(128 + signal for a killed worker); 130 after Ctrl-C, 143 after SIGTERM; 2 for",
-        "wrong use.",
-    ]
-    return "\n".join(lines)
+    def number(self, name: str, *, least: int) -> int | None:
+        return read_whole_number(*self.flags[name], least=least) if name in self.flags else None
 
+    def text(self, name: str) -> str | None:
+        return self.flags[name][1] if name in self.flags else None
 
-def _wrapped(head: str, meaning: tuple[str, ...]) -> list[tuple[int, str]]:
-    """The lines beside a flag; a head wider than its column stands on a line of its own."""
-    texts = meaning if len(head) < 20 else ("", *meaning)
-    return list(enumerate(texts))
-
-
-HELP = _help()
+    def add(self, name: str, spelling: str, value: str, *, repeated: bool) -> None:
+        if repeated:
+            self.lists.setdefault(name, []).append((spelling, value))
+        elif name in self.flags and self.flags[name][1] != value:
+            raise UsageError(f"{name} is given twice: {self.flags[name][1]} and {value}.")
+        self.flags[name] = (spelling, value)
 
 
 def parse_run(arguments: Sequence[str]) -> RunFlags:
@@ -152,52 +171,26 @@ def parse_run(arguments: Sequence[str]) -> RunFlags:
     Raises:
         UsageError: an unknown flag, a wrong or missing value, a flag given twice, contradictory flags, or no script.
     """
-    words = list(arguments)
-    given: dict[str, tuple[str, str]] = {}  # flag -> (spelling, value)
-    program: Program | None = None
-    while words:
-        word = words.pop(0)
-        if word == "--":
-            continue
-        if not word.startswith("-") or word == "-":
-            program = Program("program" if "--no-python" in given else "script", word, tuple(words))
-            break
-        spelling, equals, value = word.partition("=")
-        flag = _find(spelling)
-        if flag.value and not equals:
-            # A flag where the value should be; but -1 is a value (and a wrong one).
-            if not words or (words[0].startswith("-") and not words[0][1:2].isdigit()):
-                raise UsageError(f"{spelling} needs a value: {flag.value}.")
-            value = words.pop(0)
-        elif not flag.value and equals:
-            raise UsageError(f"{spelling} takes no value, but got {value!r}.")
-        if flag.name in given and given[flag.name][1] != value:
-            raise UsageError(f"{flag.name} is given twice: {given[flag.name][1]} and {value}.")
-        given[flag.name] = (spelling, value)
-        if flag.name == "-m":
-            program = Program("module", value, tuple(words))
-            break
+    given, program = _split(list(arguments))
     if "--help" in given:
         return RunFlags(None)
     flags = RunFlags(
         program=program,
-        nproc_per_node=_worker_count(*given.get("--nproc-per-node", ("", "auto"))),
-        max_restarts=_whole_number(*given.get("--max-restarts", ("", "3")), least=0),
+        nproc_per_node=read_worker_count(*given["--nproc-per-node"]) if "--nproc-per-node" in given else "auto",
+        max_restarts=3 if (restarts := given.number("--max-restarts", least=0)) is None else restarts,
         cpu="--cpu" in given,
-        devices=_devices(*given["--device"]) if "--device" in given else None,
+        devices=read_devices(*given["--device"]) if "--device" in given else None,
         dry_run="--dry-run" in given,
-        stop_grace_s=_seconds(*given.get("--stop-grace", ("", "5"))),
+        stop_grace_s=read_seconds(*given["--stop-grace"]) if "--stop-grace" in given else 5.0,
+        use_env="--use-env" in given,
+        hosts=_host_flags(given),
+        selection=_selection_flags(given),
+        logs=_log_flags(given),
+        scheduler=_scheduler_flags(given),
     )
-    if program is not None and program.kind == "module" and "--no-python" in given:
-        raise UsageError("--no-python and -m contradict each other: a module is Python. Leave out one of them.")
     if "--monitor-interval" in given:
-        _seconds(*given["--monitor-interval"])
-    if "--nnodes" in given and given["--nnodes"][1] not in ("1", "1:1"):
-        raise UsageError(_several_hosts(" ".join(given["--nnodes"])))
-    if flags.cpu and flags.nproc_per_node == "gpu":
-        raise UsageError("--cpu and --nproc-per-node gpu contradict each other: leave out one of them.")
-    if flags.devices is not None:
-        _check_devices(flags, given)
+        read_seconds(*given["--monitor-interval"])
+    _refuse_contradictions(flags, given)
     if program is None:
         raise UsageError(
             "which script? Usage: photinus run [flags] script.py [arguments]; `photinus run --help` lists the flags."
@@ -205,87 +198,176 @@ def parse_run(arguments: Sequence[str]) -> RunFlags:
     return flags
 
 
-def _find(spelling: str) -> _Flag:
-    name = spelling.replace("_", "-") if spelling.startswith("--") else spelling
-    name = _ALSO.get(name, name)
-    flag = _BY_NAME.get(name)
-    if flag is not None:
-        return flag
-    if name in _NUMBER_OF_WORKERS:
-        raise UsageError(f"unknown flag {spelling}. The number of workers is --nproc-per-node N.")
-    if name in _NOT_HERE:
-        raise UsageError(f"{spelling} is another launcher's flag; this version of photinus run does not have it.")
-    ours = [flag.name for flag in _FLAGS if flag.name.startswith("--")]
-    near = closest(name, [*ours, *_SEVERAL_HOSTS, *_NOT_HERE])
-    if name in _SEVERAL_HOSTS or near in _SEVERAL_HOSTS:
-        meant = "" if name in _SEVERAL_HOSTS else f"unknown flag {spelling}; torchrun spells it {near}. "
-        raise UsageError(meant + _several_hosts(near or name))
-    if near in ours:
-        raise UsageError(f"unknown flag {spelling}. Did you mean {near}?")
-    raise UsageError(
-        f"unknown flag {spelling}. `photinus run --help` lists the flags; the script's own stand after its name."
-    )
+def _split(words: list[str]) -> tuple[_Given, Program | None]:
+    given = _Given()
+    while words:
+        word = words.pop(0)
+        if word == "--":
+            continue
+        if not word.startswith("-") or word == "-":
+            return given, Program("program" if "--no-python" in given else "script", word, tuple(words))
+        spelling, equals, value = word.partition("=")
+        flag = find(spelling)
+        if flag.value.startswith("[="):
+            pass  # a switch that may have a value behind "="
+        elif flag.value and not equals:
+            # A flag where the value should be; but -1 is a value (and a wrong one), and sbatch's options begin so.
+            if not words or (words[0].startswith("-") and not words[0][1:2].isdigit() and flag.name != "--sbatch"):
+                raise UsageError(f"{spelling} needs a value: {flag.value}.")
+            value = words.pop(0)
+        elif not flag.value and equals:
+            raise UsageError(f"{spelling} takes no value, but got {value!r}.")
+        given.add(flag.name, spelling, value, repeated=flag.repeated)
+        if flag.name == "-m":
+            return given, Program("module", value, tuple(words))
+    return given, None
 
 
-def _several_hosts(flag: str) -> str:
-    return (
-        f"{flag} comes with several hosts: this version runs the workers of one host, and finds address and port "
-        f"by itself. Leave it out."
-    )
-
-
-def _worker_count(spelling: str, text: str) -> int | str:
-    if text in ("auto", "gpu", "cpu"):
-        return text
-    try:
-        count = int(text)
-    except ValueError:
-        raise UsageError(f"{spelling} {text}: needs a whole number above 0, or auto, gpu or cpu.") from None
-    if count < 1:
-        raise UsageError(f"{spelling} {text}: needs at least 1 worker (or auto, gpu, cpu).")
-    return count
-
-
-def _devices(spelling: str, text: str) -> tuple[int, ...]:
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdigit() for word in words):
-        raise UsageError(f"{spelling} {text}: needs the numbers of GPUs, like 0 or 0,3 (--cpu trains without any).")
-    numbers = tuple(int(word) for word in words)
-    twice = next((number for number in numbers if numbers.count(number) > 1), None)
-    if twice is not None:
-        raise UsageError(f"{spelling} {text}: GPU {twice} is named twice; each worker needs one of its own.")
-    return numbers
-
-
-def _check_devices(flags: RunFlags, given: dict[str, tuple[str, str]]) -> None:
-    assert flags.devices is not None
-    shown = " ".join(given["--device"])
-    if flags.cpu or flags.nproc_per_node == "cpu":
-        other = "--cpu" if flags.cpu else " ".join(given["--nproc-per-node"])
-        raise UsageError(f"{shown} and {other} contradict each other: leave out one of them.")
-    if isinstance(flags.nproc_per_node, int) and flags.nproc_per_node != len(flags.devices):
+def _host_flags(given: _Given) -> HostFlags:
+    leader = read_host(*given["--master-addr"]) if "--master-addr" in given else None
+    port = read_port(*given["--master-port"]) if "--master-port" in given else None
+    if "--rdzv-endpoint" in given:
+        host, at_port = read_endpoint(*given["--rdzv-endpoint"])
+        for flag, mine, other in (("--master-addr", leader, host), ("--master-port", port, at_port)):
+            if mine is not None and other is not None and mine != other:
+                raise _contradiction(given, "--rdzv-endpoint", flag)
+        leader, port = host, port if at_port is None else at_port
+    backend = given.text("--rdzv-backend")
+    if backend not in (None, "c10d", "static"):
         raise UsageError(
-            f"{shown} names {len(flags.devices)} GPU{'s' * (len(flags.devices) > 1)}, but "
-            f"{' '.join(given['--nproc-per-node'])} asks for {flags.nproc_per_node} workers, and each needs one of its "
-            f"own: leave out one of the two."
+            f"{given.shown('--rdzv-backend')}: photinus has a rendezvous of its own, which needs no {backend}. Leave "
+            f"the flag out, and name the host that leads with --master-addr."
+        )
+    conf = read_rendezvous_options(*given["--rdzv-conf"]) if "--rdzv-conf" in given else {}
+    return HostFlags(
+        nnodes=read_host_count(*given["--nnodes"]) if "--nnodes" in given else None,
+        node_rank=given.number("--node-rank", least=0),
+        leader=leader,
+        port=port,
+        leads=bool(conf["is_host"]) if "is_host" in conf else None,
+        job_id=given.text("--rdzv-id"),
+        local_address=read_host(*given["--local-addr"]) if "--local-addr" in given else None,
+        join_timeout_s=float(conf.get("join_timeout", HostFlags.join_timeout_s)),
+        last_call_s=float(conf.get("last_call_timeout", HostFlags.last_call_s)),
+    )
+
+
+def _selection_flags(given: _Given) -> SelectionFlags:
+    return SelectionFlags(
+        hostfile=given.text("--hostfile"),
+        include=given.text("--include"),
+        exclude=given.text("--exclude"),
+        num_nodes=given.number("--num-nodes", least=1),
+        num_gpus=given.number("--num-gpus", least=1),
+        ssh=given.text("--ssh") or "ssh",
+        ssh_port=read_port(*given["--ssh-port"]) if "--ssh-port" in given else None,
+        export=tuple(name for words in given.lists.get("--export", ()) for name in read_names(*words)),
+    )
+
+
+def _log_flags(given: _Given) -> LogFlags:
+    return LogFlags(
+        log_dir=given.text("--log-dir"),
+        redirects=read_streams(*given["--redirects"]) if "--redirects" in given else None,
+        tee=read_streams(*given["--tee"]) if "--tee" in given else None,
+        shown_local_ranks=read_ranks(*given["--local-ranks-filter"]) if "--local-ranks-filter" in given else None,
+    )
+
+
+def _scheduler_flags(given: _Given) -> SchedulerFlags:
+    kind = (given.text("--kubernetes") or "pytorchjob") if "--kubernetes" in given else None
+    if kind not in (None, "pytorchjob", "jobset"):
+        raise UsageError(f"{given.shown('--kubernetes')}: needs pytorchjob or jobset.")
+    return SchedulerFlags(
+        slurm="--slurm" in given,
+        kubernetes=kind,
+        image=given.text("--image"),
+        name=given.text("--name"),
+        namespace=given.text("--namespace"),
+        time=given.text("--time"),
+        partition=given.text("--partition"),
+        gpus_per_node=given.number("--gpus-per-node", least=0),
+        sbatch=tuple(option for _, option in given.lists.get("--sbatch", ())),
+        output=given.text("--output"),
+        submit="--submit" in given,
+    )
+
+
+_ONE_HOST_ONLY = ("--node-rank", "--master-addr", "--rdzv-endpoint", "--local-addr")
+_MADE_BY_HOSTFILE = ("--nnodes", "--node-rank", "--rdzv-endpoint", "--standalone")
+_NEEDS_HOSTFILE = ("--num-nodes", "--ssh", "--ssh-port", "--export")
+_SLURM_ONLY = ("--time", "--partition", "--sbatch", "--submit")
+_KUBERNETES_ONLY = ("--image", "--namespace")
+_SCHEDULER_ONLY = ("--name", "--gpus-per-node", "--output")
+
+
+def _refuse_contradictions(flags: RunFlags, given: _Given) -> None:
+    def together(first: str, *others: str) -> None:
+        for other in others:
+            if first in given and other in given:
+                raise _contradiction(given, first, other)
+
+    def only_with(words: Sequence[str], *needed: str) -> None:
+        for word in words:
+            if word in given and not any(flag in given for flag in needed):
+                raise UsageError(f"{given.shown(word)} means something only with {' or '.join(needed)}.")
+
+    if flags.program is not None and flags.program.kind == "module" and "--no-python" in given:
+        raise UsageError("--no-python and -m contradict each other: a module is Python. Leave out one of them.")
+    if flags.cpu and flags.nproc_per_node == "gpu":
+        raise _contradiction(given, "--cpu", "--nproc-per-node")
+    if flags.devices is not None:
+        _check_devices(flags, given)
+    together("--include", "--exclude", "--num-gpus")
+    together("--num-gpus", "--exclude", "--device", "--nproc-per-node")
+    together("--device", "--include", "--exclude", "--hostfile")
+    together("--hostfile", *_MADE_BY_HOSTFILE)
+    together("--slurm", "--kubernetes", "--hostfile", "--node-rank", "--master-addr", "--rdzv-endpoint")
+    together("--kubernetes", "--hostfile", "--node-rank", "--master-addr", "--rdzv-endpoint")
+    together("--submit", "--output", "--dry-run")
+    only_with(_NEEDS_HOSTFILE, "--hostfile")
+    only_with(_SLURM_ONLY, "--slurm")
+    only_with(_KUBERNETES_ONLY, "--kubernetes")
+    only_with(_SCHEDULER_ONLY, "--slurm", "--kubernetes")
+    _check_hosts(flags.hosts, given)
+
+
+def _check_hosts(hosts: HostFlags, given: _Given) -> None:
+    several = hosts.nnodes is not None and hosts.nnodes[1] > 1
+    if "--standalone" in given:
+        for flag in (*(("--nnodes",) if several else ()), *_ONE_HOST_ONLY):
+            if flag in given:
+                raise _contradiction(given, "--standalone", flag)
+    if hosts.node_rank is None:
+        return
+    if hosts.nnodes is None:
+        if hosts.node_rank > 0:
+            raise UsageError(f"{given.shown('--node-rank')} needs --nnodes N: how many hosts are there?")
+        return
+    least, most = hosts.nnodes
+    if least != most:
+        raise UsageError(
+            f"{given.shown('--node-rank')} and {given.shown('--nnodes')} contradict each other: hosts that come and go "
+            f"are numbered as they come. Leave out --node-rank, or give one number of hosts."
+        )
+    if hosts.node_rank >= most:
+        raise UsageError(
+            f"{given.shown('--node-rank')} and {given.shown('--nnodes')} contradict each other: {most} "
+            f"host{'s are' if most > 1 else ' is'} numbered 0 to {most - 1}."
         )
 
 
-def _whole_number(spelling: str, text: str, *, least: int) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        raise UsageError(f"{spelling} {text}: needs a whole number, {least} or more.") from None
-    if number < least:
-        raise UsageError(f"{spelling} {text}: needs a whole number, {least} or more.")
-    return number
+def _contradiction(given: _Given, first: str, second: str) -> UsageError:
+    return UsageError(f"{given.shown(first)} and {given.shown(second)} contradict each other: leave out one of them.")
 
 
-def _seconds(spelling: str, text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        raise UsageError(f"{spelling} {text}: needs a number of seconds.") from None
-    if not 0 <= seconds < float("inf"):
-        raise UsageError(f"{spelling} {text}: needs a number of seconds, 0 or more.")
-    return seconds
+def _check_devices(flags: RunFlags, given: _Given) -> None:
+    assert flags.devices is not None
+    if flags.cpu or flags.nproc_per_node == "cpu":
+        raise _contradiction(given, "--device", "--cpu" if flags.cpu else "--nproc-per-node")
+    if isinstance(flags.nproc_per_node, int) and flags.nproc_per_node != len(flags.devices):
+        raise UsageError(
+            f"{given.shown('--device')} names {len(flags.devices)} GPU{'s' * (len(flags.devices) > 1)}, but "
+            f"{given.shown('--nproc-per-node')} asks for {flags.nproc_per_node} workers, and each needs one of its "
+            f"own: leave out one of the two."
+        )

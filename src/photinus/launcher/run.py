@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .flags import HELP, parse_run
+from .flags import HELP, RunFlags, parse_run
 from .program import check_program
+from .usage import UsageError
 
 __all__ = ["main"]
 
@@ -26,7 +27,18 @@ def main(arguments: Sequence[str]) -> int:
         print(HELP)
         return 0
     check_program(flags.program)
+    _refuse_unbuilt(flags)
 
     from .supervise import supervise
 
     return supervise(flags, flags.program)
+
+
+def _refuse_unbuilt(flags: RunFlags) -> None:
+    """Flags that are read already, and not carried out yet, are refused: nobody may believe that they were heard."""
+    plain = RunFlags(flags.program)
+    if flags.hosts.nnodes not in (None, (1, 1)):
+        raise UsageError("--nnodes: this version runs the workers of one host.")
+    for part, what in (("selection", "several hosts over ssh"), ("logs", "log files"), ("scheduler", "schedulers")):
+        if getattr(flags, part) != getattr(plain, part):
+            raise UsageError(f"flags for {what} are not carried out by this version: leave them out.")
