@@ -101,6 +101,18 @@ INSTRUCTION_SET: Variable[str | None] = Variable(
     "vector instructions that the engine adds with: baseline, avx2, avx512 (neon on ARM); read once by the engine, in "
     "native/kernels/choose.cc (default: the best that the processor has)",
 )
+JOB_SECRET: Variable[str | None] = Variable(
+    "PHOTINUS_JOB_SECRET",
+    str,
+    None,
+    "words that the launchers of one job on several hosts know, and nobody else; never handed on to workers",
+)
+LISTEN_FD: Variable[int | None] = Variable(
+    "PHOTINUS_LISTEN_FD",
+    int,
+    None,
+    "number of a listening socket that the launcher inherits, to lead a job on several hosts",
+)
 ATTEMPT: Variable[int] = Variable(
     "TORCHELASTIC_RESTART_COUNT", int, 0, "how often the launcher has restarted the workers; set by the launcher"
 )
@@ -114,5 +126,7 @@ ALL: tuple[Variable[object], ...] = (  # type: ignore[assignment]
     HOST_ID,
     BACKEND,
     INSTRUCTION_SET,
+    JOB_SECRET,
+    LISTEN_FD,
     ATTEMPT,
 )

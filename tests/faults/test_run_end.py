@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from photinus.launcher.agent import backoff_s
+from photinus.launcher.judge import backoff_s
 from tests.dist.test_run import DEADLINE_S, RunningJob, script
 
 # Each rank starts a child that does not listen to SIGTERM (as a data loader that hangs), and notes both.

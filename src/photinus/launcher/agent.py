@@ -1,8 +1,9 @@
-"""torch.distributed.elastic's agent over our own worker processes.
+"""torch.distributed.elastic's agent over our own worker processes and our own colleagues.
 
-Elastic decides (rendezvous, ranks, restart or give up, other hosts); this class does what elastic leaves open: how
-workers start, how their end is noticed and told, how the rest is ended. It uses only the four methods that
-`SimpleElasticAgent` asks its subclasses for, and `_remaining_restarts`, which elastic's own local agent sets too.
+Elastic runs the circle (meet, start, watch, start again or give up); this class does what elastic leaves open: how
+workers start, how their end is noticed and told, how the rest is ended. Beyond the four methods that
+`SimpleElasticAgent` asks its subclasses for, it sets `_remaining_restarts`, as elastic's own local agent does, and
+takes the place of `_assign_worker_ranks` and `_exit_barrier`, which would wait in a store for hosts that may be gone.
 """
 
 from __future__ import annotations
@@ -15,78 +16,99 @@ from typing import Any, TypeVar
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
+    Worker,
     WorkerGroup,
     WorkerSpec,
     WorkerState,
 )
 from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalException
-from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 from ..errors import LaunchError
 from .cgroup import OomKills, oom_kills
+from .colleagues import Colleagues, Order
 from .environment import Place, worker_environ
 from .guard import Guard
+from .hosts.messages import Report
 from .interrupts import Interrupts
 from .job import Job
+from .judge import Verdict
 from .output import Output
 from .processes import Processes, Start
-from .report import Death, first_cause, hopeless, signature, tell_failure
+from .rendezvous import JobRendezvous
 
 T = TypeVar("T")
 
-__all__ = ["Agent", "backoff_s"]
+__all__ = ["Agent"]
 
 _MONITOR_STEP_S = 0.5
 _SETTLE_S = 0.3
 _CULPRIT_S = 3.0
-_QUICK_S = 10.0
-_BACKOFF_LIMIT_S = 5.0
-
-
-def backoff_s(quick_failures: int) -> float:
-    """Seconds to wait before the next attempt after so many in a row that failed soon: 0, 0, 1, 2, 4, then 5."""
-    return min(_BACKOFF_LIMIT_S, 2.0 ** (quick_failures - 2)) if quick_failures >= 2 else 0.0
 
 
 class Agent(SimpleElasticAgent):
-    """Runs a job's workers on this host through all attempts. `failure` tells of the last one that failed."""
+    """Runs a job's workers on this host through all attempts.
+
+    Args:
+        job: what to run.
+        colleagues: the other hosts, or that there are none.
+        guard, output, interrupts: see their modules.
+    """
 
     def __init__(
-        self, job: Job, rendezvous: RendezvousHandler, *, guard: Guard, output: Output, interrupts: Interrupts
+        self, job: Job, colleagues: Colleagues, *, guard: Guard, output: Output, interrupts: Interrupts
     ) -> None:
+        self._rendezvous_handler = JobRendezvous(colleagues, job.job_id, self._raise_if_interrupted)
         spec = WorkerSpec(
             role="default",
             local_world_size=job.local_world_size,
-            rdzv_handler=rendezvous,
+            rdzv_handler=self._rendezvous_handler,
             entrypoint=job.program.target,
             max_restarts=job.max_restarts,
             monitor_interval=0.001,  # the waiting is done in _monitor_workers, which wakes when something happens
         )
         super().__init__(spec)
         self._job = job
+        self._colleagues = colleagues
         self._guard = guard
         self._output = output
         self._interrupts = interrupts
         self._processes: Processes | None = None
         self._oom_before: OomKills | None = None
-        self._quick_failures = 0
-        self._cause: Death | None = None
-        self._attempts = 0
+        self._verdict: Verdict | None = None
+        self._restarts = 0
+        self._delay_s = 0.0
+        self._told_finished = False
 
     @property
-    def failure(self) -> Death | None:
-        """First cause of the last attempt that failed."""
-        return self._cause
+    def failure(self) -> Verdict | None:
+        """The verdict on the last attempt that failed."""
+        return self._verdict
 
     @property
-    def attempts(self) -> int:
-        """Number of attempts started so far."""
-        return self._attempts
+    def restarts(self) -> int:
+        """How often all workers were started anew because one had failed."""
+        return self._restarts
+
+    def _assign_worker_ranks(
+        self, store: object, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        formation = _known(self._rendezvous_handler.formation)
+        first, world_size = formation.first_rank, formation.world_size
+        return [
+            Worker(local_rank, first + local_rank, first + local_rank, world_size, world_size)
+            for local_rank in range(spec.local_world_size)
+        ]
+
+    def _exit_barrier(self) -> None:
+        """All hosts are done: the colleagues said so."""
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._wait_out(backoff_s(self._quick_failures))
+        self._wait_out(self._delay_s)
+        self._delay_s = 0.0
+        self._told_finished = False
         job, spec = self._job, worker_group.spec
+        formation = _known(self._rendezvous_handler.formation)
         starts = []
         for worker in worker_group.workers:
             place = Place(
@@ -98,14 +120,16 @@ class Agent(SimpleElasticAgent):
                 hosts=_known(worker_group.group_world_size),
                 master_address=_known(worker_group.master_addr),
                 master_port=_known(worker_group.master_port),
-                attempt=self._attempts,
+                attempt=formation.attempt,
                 max_restarts=spec.max_restarts,
-                job_id=job.job_id,
+                job_id=formation.job_id,
+                interface=formation.interface,
             )
             starts.append(Start(worker.global_rank, worker.local_rank, _Environ(place, job)))
-        self._attempts += 1
         self._oom_before = oom_kills()
-        self._processes = Processes(job.program, guard=self._guard, output=self._output, interrupts=self._interrupts)
+        self._processes = Processes(
+            job.program, guard=self._guard, output=self._output, interrupts=self._interrupts, orders=self._colleagues.fd
+        )
         try:
             self._processes.start(starts)
         except OSError as error:
@@ -121,16 +145,23 @@ class Agent(SimpleElasticAgent):
         processes.wait(_MONITOR_STEP_S)
         self._raise_if_interrupted()
         processes.kill_overdue(self._job.stop_grace_s)
-        if processes.failed():
+        order = self._colleagues.order()
+        if order is None and not processes.running() and not processes.failed() and not self._told_finished:
+            self._told_finished = True
+            self._colleagues.finished()
+            order = self._colleagues.order()
+        if processes.failed() or (order is not None and order.kind == "stop"):
             processes.settle(_SETTLE_S, _CULPRIT_S)
             self._raise_if_interrupted()
             self._end(signal.SIGTERM, self._job.stop_grace_s)
             self._raise_if_interrupted()
             return self._failed(processes, worker_group)
-        if processes.running():
-            return RunResult(WorkerState.HEALTHY)
-        self._end(signal.SIGTERM, 0.0)
-        return RunResult(WorkerState.SUCCEEDED, return_values={w.global_rank: None for w in worker_group.workers})
+        if order is not None and order.kind == "regroup":
+            return self._called(order)
+        if order is not None and order.kind == "done":
+            self._end(signal.SIGTERM, 0.0)
+            return RunResult(WorkerState.SUCCEEDED, return_values={w.global_rank: None for w in worker_group.workers})
+        return RunResult(WorkerState.HEALTHY)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._end(signal.SIGTERM, self._job.stop_grace_s)
@@ -152,44 +183,26 @@ class Agent(SimpleElasticAgent):
             self._processes = None
 
     def _failed(self, processes: Processes, worker_group: WorkerGroup) -> RunResult:
-        deaths = processes.deaths()
-        cause = first_cause(deaths)
-        self._quick_failures = self._quick_failures + 1 if cause.lived_s < _QUICK_S else 0
-        world_size = worker_group.workers[0].world_size
-        why_not = hopeless(cause, deaths, world_size)
-        if self._remaining_restarts > 0 and why_not is None:
-            number = worker_group.spec.max_restarts - self._remaining_restarts + 1
-            delay_s = backoff_s(self._quick_failures)
-            next_step = (
-                f"restarting all {world_size} workers from the last checkpoint "
-                f"(restart {number} of {worker_group.spec.max_restarts})" + (f" in {delay_s:.0f} s" if delay_s else "")
-            )
-        else:
-            if why_not is not None:
-                next_step = f"not restarting: {why_not}"
-            elif worker_group.spec.max_restarts == 0:
-                next_step = "not restarting (--max-restarts 0)"
-            else:
-                next_step = f"no restart is left of {worker_group.spec.max_restarts}"
-            self._remaining_restarts = 0
-        again = self._remaining_restarts > 0 and self._cause is not None and signature(cause) == signature(self._cause)
-        self._output.say(
-            tell_failure(
-                deaths,
-                finished=processes.finished(),
-                attempt=self._attempts - 1,
-                next_step=next_step,
-                oom_before=self._oom_before,
-                oom_after=oom_kills(),
-                seen_before=again,
-            ),
-            alarm=True,
+        report = Report(
+            tuple(processes.deaths()), tuple(processes.finished()), oom_before=self._oom_before, oom_after=oom_kills()
         )
-        self._cause = cause
+        answer = self._colleagues.judged(report, self._raise_if_interrupted)
+        if isinstance(answer, Order):
+            return self._called(answer)
+        self._verdict = answer
+        self._delay_s = answer.delay_s
+        self._restarts += answer.restart
+        self._remaining_restarts = int(answer.restart)  # elastic counts down, and asks whether one is left
         failures = {
-            death.rank: ProcessFailure(death.local_rank, death.pid, death.status, error_file="") for death in deaths
+            death.rank: ProcessFailure(death.local_rank, death.pid, death.status, error_file="")
+            for death in report.deaths
         }
         return RunResult(WorkerState.FAILED, failures=failures)
+
+    def _called(self, order: Order) -> RunResult:
+        """The colleagues want to meet anew: elastic sees a healthy group and other hosts that wait."""
+        self._rendezvous_handler.called = True
+        return RunResult(WorkerState.HEALTHY)
 
     def _wait_out(self, delay_s: float) -> None:
         deadline = time.monotonic() + delay_s
@@ -203,6 +216,7 @@ class Agent(SimpleElasticAgent):
     def _raise_if_interrupted(self) -> None:
         number = self._interrupts.first
         if number is not None:
+            self._colleagues.leave(f"left, ended by {number.name}", 128 + number)
             raise SignalException(f"the launcher got {number.name}", number)
 
     def _construct_event(self, state: str, source: EventSource, *args: Any, **kwargs: Any) -> Event:

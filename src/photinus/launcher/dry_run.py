@@ -8,6 +8,7 @@ import socket
 import sys
 
 from .environment import Place, worker_environ
+from .flags import HostFlags
 from .job import Job
 
 __all__ = ["told"]
@@ -15,20 +16,25 @@ __all__ = ["told"]
 _CHOSEN_LATER = "chosen when it starts"
 
 
-def told(job: Job) -> str:
-    """The job as text: the command, what all workers share, and what is each one's own."""
+def told(job: Job, hosts: HostFlags) -> str:
+    """The job as text: the command, what all workers share, and what is each one's own.
+
+    With several hosts the ranks are known only for the first, unless the hosts run equally many workers.
+    """
+    least, most = hosts.nnodes or (1, 1)
+    host_rank = hosts.node_rank or 0
     program = job.program
     python = {"script": [sys.executable], "module": [sys.executable, "-m"], "program": []}[program.kind]
     command = [*python, program.target, *program.arguments]
     own = []
     for rank in range(job.local_world_size):
         place = Place(
-            rank=rank,
-            world_size=job.local_world_size,
+            rank=host_rank * job.local_world_size + rank,
+            world_size=most * job.local_world_size,
             local_rank=rank,
             local_world_size=job.local_world_size,
-            host_rank=0,
-            hosts=1,
+            host_rank=host_rank,
+            hosts=most,
             master_address="127.0.0.1",
             master_port=0,
             attempt=0,
@@ -41,8 +47,15 @@ def told(job: Job) -> str:
         environ |= {"MASTER_PORT": _CHOSEN_LATER, "TORCHELASTIC_RUN_ID": _CHOSEN_LATER}
         own.append({name: value for name, value in environ.items() if os.environ.get(name) != value or _ours(name)})
     shared = {name: value for name, value in own[0].items() if all(each.get(name) == value for each in own)}
+    lines = []
+    if most > 1:
+        lines = [
+            f"{most if least == most else f'{least} to {most}'} hosts, which are numbered "
+            + ("by --node-rank" if hosts.node_rank is not None else "as they come")
+            + f"; this one as number {host_rank}, if {most} of them run as many workers:"
+        ]
     count = f"{job.local_world_size} worker{'s' * (job.local_world_size != 1)}"
-    lines = [
+    lines += [
         f"{count} on {socket.gethostname()}, in {os.getcwd()}:",
         f"  {shlex.join(command)}",
         f"restarted at most {job.max_restarts} time{'s' * (job.max_restarts != 1)} when one fails",

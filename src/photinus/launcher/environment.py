@@ -12,7 +12,10 @@ __all__ = ["Place", "worker_environ"]
 
 @dataclass(frozen=True)
 class Place:
-    """Where one worker stands in its job, and where the store of its attempt is."""
+    """Where one worker stands in its job, and where the store of its attempt is.
+
+    `interface` is the network interface over which workers of several hosts meet; None for one host.
+    """
 
     rank: int
     world_size: int
@@ -25,6 +28,7 @@ class Place:
     attempt: int
     max_restarts: int
     job_id: str
+    interface: str | None = None
 
 
 def worker_environ(
@@ -60,9 +64,12 @@ def worker_environ(
     )
     environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores // place.local_world_size)))
     environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    if place.hosts == 1:
-        # gloo would look for the interface of the host's name, which may not resolve, and listen for the network.
-        environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # gloo would look for the interface of the host's name, which may not resolve or be another network's.
+    interface = "lo" if place.hosts == 1 else place.interface
+    if interface is not None:
+        environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    environ.pop(env.JOB_SECRET.name, None)
+    environ.pop(env.LISTEN_FD.name, None)
     if cpu_only:
         environ["CUDA_VISIBLE_DEVICES"] = ""
     return environ

@@ -82,9 +82,14 @@ class _Worker:
 
 
 class Processes:
-    """The workers of one attempt. Made, started, watched and stopped by one thread."""
+    """The workers of one attempt. Made, started, watched and stopped by one thread.
 
-    def __init__(self, program: Program, *, guard: Guard, output: Output, interrupts: Interrupts) -> None:
+    `orders` is a file descriptor that also ends a `wait` when it is readable.
+    """
+
+    def __init__(
+        self, program: Program, *, guard: Guard, output: Output, interrupts: Interrupts, orders: int | None = None
+    ) -> None:
         self._program = program
         self._guard = guard
         self._output = output
@@ -92,6 +97,8 @@ class Processes:
         self._workers: list[_Worker] = []
         self._poll = select.poll()
         self._poll.register(interrupts.fd, select.POLLIN)
+        if orders is not None:
+            self._poll.register(orders, select.POLLIN)
         self._stopped = False
 
     def start(self, starts: Sequence[Start]) -> None:

@@ -1,55 +1,50 @@
-"""One host's rendezvous: a fresh store for each attempt, hosted by the launcher, heard on 127.0.0.1 only.
+"""Elastic's rendezvous: meets the colleagues, and hands elastic what they agreed on.
 
-Torch's own rendezvous keeps one store for all attempts; after a restart, workers find the addresses of dead ones in
-it and dial them (failures of that kind were 6 of 8 measured restarts). Here nothing of an attempt outlives it. The
-store lives in the launcher, not in rank 0, so that rank 0 may die like any other. Agents of a single host have
-nothing to agree upon, so there is no port on which they would unpickle what a stranger sends.
+Nothing of an attempt outlives it, and nothing that a stranger sends is unpickled: hosts talk in JSON, to those only
+that know the job's secret, and the store of an attempt is heard on loopback interfaces alone.
 """
 
 from __future__ import annotations
 
-import socket
-from datetime import timedelta
+from collections.abc import Callable
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
-__all__ = ["OneHostRendezvous"]
+from .colleagues import LOOPBACK, Colleagues, Formation
 
-_ADDRESS = "127.0.0.1"
-_BACKLOG = 4096
-_STORE_TIMEOUT = timedelta(seconds=300)
+__all__ = ["JobRendezvous"]
 
 
-class OneHostRendezvous(RendezvousHandler):
-    """Meets nobody: rank 0 of 1 host, at once, with a new store each time.
+class JobRendezvous(RendezvousHandler):
+    """Meets before each attempt. `formation` is the outcome of the last meeting, `called` an order to meet anew.
 
     Args:
-        job_id: identity of the job, the workers' TORCHELASTIC_RUN_ID.
+        colleagues: the other hosts.
+        job_id: identity of the job.
+        check: called often while waiting; may raise.
     """
 
-    def __init__(self, job_id: str) -> None:
+    def __init__(self, colleagues: Colleagues, job_id: str, check: Callable[[], None]) -> None:
+        self._colleagues = colleagues
         self._job_id = job_id
-        self._store: TCPStore | None = None
+        self._check = check
         self._closed = False
+        self.formation: Formation | None = None
+        self.called = False
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Binds a port that nobody else can take before the store has it: the store gets the listening socket."""
-        self._store = None  # the last attempt's, with its port and all that was written to it
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-            listener.bind((_ADDRESS, 0))
-            listener.listen(_BACKLOG)
-            port: int = listener.getsockname()[1]
-            self._store = TCPStore(
-                _ADDRESS,
-                port,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=_STORE_TIMEOUT,
-                master_listen_fd=listener.detach(),
-            )
-        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(_ADDRESS, port))
+        """Waits for the other hosts."""
+        self.called = False
+        self.formation = formation = self._colleagues.meet(self._check)
+        # The workers' store is where the formation says; elastic itself needs none (see `Agent`).
+        return RendezvousInfo(
+            HashStore(),
+            formation.host_rank,
+            len(formation.workers),
+            RendezvousStoreInfo(LOOPBACK, formation.store_port),
+        )
 
     @property
     def use_agent_store(self) -> bool:
@@ -58,7 +53,7 @@ class OneHostRendezvous(RendezvousHandler):
 
     def get_backend(self) -> str:
         """Name of this kind of rendezvous."""
-        return "photinus-one-host"
+        return "photinus"
 
     def get_run_id(self) -> str:
         """Identity of the job."""
@@ -73,11 +68,10 @@ class OneHostRendezvous(RendezvousHandler):
         self._closed = True
 
     def num_nodes_waiting(self) -> int:
-        """No other host can wait for admission."""
-        return 0
+        """Above 0 when the colleagues want to meet anew; elastic then restarts the workers and counts no failure."""
+        return int(self.called)
 
     def shutdown(self) -> bool:
-        """Closes the store and its port."""
-        self._store = None
+        """The job is over."""
         self._closed = True
         return True

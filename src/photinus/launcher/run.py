@@ -37,8 +37,6 @@ def main(arguments: Sequence[str]) -> int:
 def _refuse_unbuilt(flags: RunFlags) -> None:
     """Flags that are read already, and not carried out yet, are refused: nobody may believe that they were heard."""
     plain = RunFlags(flags.program)
-    if flags.hosts.nnodes not in (None, (1, 1)):
-        raise UsageError("--nnodes: this version runs the workers of one host.")
     for part, what in (("selection", "several hosts over ssh"), ("logs", "log files"), ("scheduler", "schedulers")):
         if getattr(flags, part) != getattr(plain, part):
             raise UsageError(f"flags for {what} are not carried out by this version: leave them out.")

@@ -11,20 +11,22 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ..errors import LaunchError
+from .colleagues import LOOPBACK, Colleagues, JobEndedError, OneHost
 from .devices import VISIBLE, check_devices, choose_worker_count, count_gpus, usable_cores, visible_devices
 from .dry_run import told
 from .flags import RunFlags
 from .guard import guarding
+from .hosts.joining import Joined, joining
+from .hosts.member import Me
+from .hosts.ports import listen
 from .interrupts import Interrupted, Interrupts, taking_interrupts
 from .job import Job
 from .output import Output
 from .processes import adopting_orphans
 from .program import Program
-from .report import exit_code_of
 
 if TYPE_CHECKING:
     from .agent import Agent
-    from .rendezvous import OneHostRendezvous
 
 __all__ = ["supervise"]
 
@@ -39,13 +41,20 @@ def supervise(flags: RunFlags, program: Program) -> int:
         LaunchError: workers could not be started, or one failed for good; carries the exit code.
     """
     environ = dict(os.environ)
+    job_id = flags.hosts.job_id or uuid.uuid4().hex
     # The guard forks, so it comes before torch and its threads; and signals are taken before the slow import of torch.
-    with guarding() as guard, taking_interrupts() as interrupts, _output() as output:
+    with (
+        guarding() as guard,
+        taking_interrupts() as interrupts,
+        _output() as output,
+        # Before torch too: a port that is taken is told at once, and other hosts find this one while it imports.
+        _joining(flags, job_id, environ, output) as joined,
+    ):
         try:
             if flags.devices is not None:
                 environ[VISIBLE] = os.environ[VISIBLE] = visible_devices(flags.devices, environ.get(VISIBLE))
             with interrupts.striking_at_once(), _quiet_torch(environ):
-                agent_class, rendezvous_class, signal_exception = _import_torch_parts()
+                agent_class, signal_exception = _import_torch_parts()
                 wanted = flags.nproc_per_node if flags.devices is None else len(flags.devices)
                 chosen = choose_worker_count(wanted, cpu_only=flags.cpu, gpus=count_gpus, cores=usable_cores)
                 if flags.devices is not None:
@@ -56,7 +65,7 @@ def supervise(flags: RunFlags, program: Program) -> int:
             output.say(f"photinus: {chosen.count} worker{'s' if chosen.count != 1 else ''} ({chosen.reason})\n")
         job = Job(
             program=program,
-            job_id=uuid.uuid4().hex,
+            job_id=job_id,
             local_world_size=chosen.count,
             max_restarts=flags.max_restarts,
             stop_grace_s=flags.stop_grace_s,
@@ -66,36 +75,67 @@ def supervise(flags: RunFlags, program: Program) -> int:
             environ=environ,
         )
         if flags.dry_run:
-            print(told(job))
+            print(told(job, flags.hosts))
             return 0
-        rendezvous = rendezvous_class(job.job_id)
-        agent = agent_class(job, rendezvous, guard=guard, output=output, interrupts=interrupts)
+        agent = agent_class(
+            job, _colleagues(flags, job, joined, output), guard=guard, output=output, interrupts=interrupts
+        )
         try:
             with adopting_orphans():
                 result = agent.run()
         except signal_exception:
             return _interrupted(interrupts, output, f"{chosen.count} workers were ended")
-        finally:
-            rendezvous.shutdown()
+        except JobEndedError as ended:
+            raise LaunchError(f"the job ended: {ended}", exit_code=ended.exit_code) from None
     if not result.is_failed():
         return 0
-    cause = agent.failure
-    assert cause is not None
-    restarts = agent.attempts - 1
-    after = f" after {restarts} restart{'s' if restarts > 1 else ''}" if restarts else ""
-    code = exit_code_of(cause)
+    verdict = agent.failure
+    assert verdict is not None
+    after = f" after {agent.restarts} restart{'s' if agent.restarts > 1 else ''}" if agent.restarts else ""
+    where = f" of host {verdict.host}" if joined is not None else ""
     raise LaunchError(
-        f"the job failed{after}; the first cause was rank {cause.rank}, see above (exit code {code})", exit_code=code
+        f"the job failed{after}; the first cause was rank {verdict.rank}{where}, see above "
+        f"(exit code {verdict.exit_code})",
+        exit_code=verdict.exit_code,
     )
 
 
-def _import_torch_parts() -> tuple[type[Agent], type[OneHostRendezvous], type[Exception]]:
+@contextmanager
+def _joining(flags: RunFlags, job_id: str, environ: Mapping[str, str], output: Output) -> Iterator[Joined | None]:
+    """The other hosts of the job, None when there are none; a port that the user named is looked at first."""
+    hosts = flags.hosts
+    several = hosts.nnodes is not None and hosts.nnodes[1] > 1
+    if flags.dry_run or not several:
+        if hosts.port and not several:
+            listen(LOOPBACK, hosts.port).close()
+        yield None
+        return
+
+    def say(text: str, alarm: bool) -> None:
+        output.say(text, alarm=alarm)
+
+    with joining(hosts, job_id=job_id, max_restarts=flags.max_restarts, environ=environ, say=say) as joined:
+        yield joined
+
+
+def _colleagues(flags: RunFlags, job: Job, joined: Joined | None, output: Output) -> Colleagues:
+    if joined is None:
+
+        def say(text: str, alarm: bool) -> None:
+            output.say(text, alarm=alarm)
+
+        return OneHost(job.job_id, job.local_world_size, job.max_restarts, say, flags.hosts.port or 0)
+    assert flags.hosts.nnodes is not None
+    joined.member.introduce(Me(job.local_world_size, flags.hosts.node_rank, flags.hosts.nnodes, joined.leads))
+    return joined.member
+
+
+def _import_torch_parts() -> tuple[type[Agent], type[Exception]]:
     from torch.distributed.elastic.multiprocessing import SignalException
 
     from .agent import Agent
-    from .rendezvous import OneHostRendezvous
 
-    return Agent, OneHostRendezvous, SignalException
+    return Agent, SignalException
 
 
 def _interrupted(interrupts: Interrupts, output: Output, what: str) -> int:

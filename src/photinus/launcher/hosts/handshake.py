@@ -1,0 +1,135 @@
+"""Both ends of a connection prove that they know the job's secret, before either believes a word of the other.
+
+    leader -> caller   "PHOTINUS-JOB/1\\n", nonce (32 bytes)
+    caller -> leader   nonce (32), proof (32), purpose: its length (1) and text
+    leader -> caller   "+" and proof (32), or "-" and the reason: its length (1) and text
+
+A proof is HMAC-SHA256 under the secret over the side's name, both nonces and the purpose. So nothing heard on the
+wire can be used again, and neither side can be made to answer for the other. What follows is not encrypted. Nothing
+that comes before the proof is interpreted: it is of fixed length, or at most 255 bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+from dataclasses import dataclass
+
+__all__ = ["BANNER", "Caller", "HandshakeError", "RefusedError", "answer", "key_of", "prove"]
+
+BANNER = b"PHOTINUS-JOB/1\n"
+_NONCE_BYTES = 32
+_PROOF_BYTES = 32
+
+
+class HandshakeError(Exception):
+    """The other end is no Photinus leader, or went away; the message says what it did instead."""
+
+
+class RefusedError(HandshakeError):
+    """The other end is a Photinus leader that does not want this caller: another job, or an earlier attempt."""
+
+
+def key_of(secret: str, job_id: str) -> bytes:
+    """The key of the proofs: of the secret and the job's name, so that each keeps jobs apart."""
+    return hashlib.sha256(b"\0".join([b"photinus-job", secret.encode(), job_id.encode()])).digest()
+
+
+def _proof(key: bytes, side: bytes, first: bytes, second: bytes, purpose: bytes) -> bytes:
+    return hmac.digest(key, b"\0".join([side, first, second, purpose]), "sha256")
+
+
+async def prove(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, purpose: str, *, timeout_s: float
+) -> None:
+    """The caller's side; `purpose` (255 bytes at most) says what it wants.
+
+    Raises:
+        HandshakeError: the other end speaks otherwise, says nothing for `timeout_s` seconds, or closes.
+        RefusedError: it knows another secret, or refuses the purpose; the message is its own.
+    """
+    heard = bytearray()
+    try:
+        await asyncio.wait_for(_prove(reader, writer, key, purpose.encode(), heard), timeout_s)
+    except asyncio.TimeoutError:
+        more = f" after {_shown(heard)}" if heard else ""
+        raise HandshakeError(f"it accepts the connection and says nothing{more} for {timeout_s:g} s") from None
+    except asyncio.IncompleteReadError:
+        raise HandshakeError("it closed the connection in the middle of the handshake") from None
+    except OSError as error:
+        raise HandshakeError(f"the connection broke: {error.strerror or error}") from None
+
+
+async def _prove(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, purpose: bytes, heard: bytearray
+) -> None:
+    wanted = len(BANNER) + _NONCE_BYTES
+    while len(heard) < wanted and BANNER.startswith(heard[: len(BANNER)]):
+        part = await reader.read(wanted - len(heard))
+        if not part:
+            raise HandshakeError("it closed the connection" + (f" after {_shown(heard)}" if heard else ""))
+        heard += part
+    if not heard.startswith(BANNER):
+        raise HandshakeError(f"it answers {_shown(heard)}, which is not Photinus")
+    theirs, mine = bytes(heard[len(BANNER) :]), secrets.token_bytes(_NONCE_BYTES)
+    writer.write(mine + _proof(key, b"caller", theirs, mine, purpose) + bytes([len(purpose)]) + purpose)
+    verdict = await reader.readexactly(1)
+    if verdict == b"-":
+        length = await reader.readexactly(1)
+        raise RefusedError((await reader.readexactly(length[0])).decode("utf-8", "replace"))
+    proof = await reader.readexactly(_PROOF_BYTES)
+    if verdict != b"+" or not hmac.compare_digest(proof, _proof(key, b"leader", theirs, mine, purpose)):
+        raise HandshakeError("it says that it leads this job, and cannot prove it")
+
+
+@dataclass(frozen=True)
+class Caller:
+    """A caller that has proved itself and waits for an answer: `accept` or `refuse`."""
+
+    purpose: str
+    writer: asyncio.StreamWriter
+    proof: bytes
+
+    def accept(self) -> None:
+        """Lets it in."""
+        self.writer.write(b"+" + self.proof)
+
+    async def refuse(self, reason: str) -> None:
+        """Sends it away with a reason, of which 255 bytes arrive."""
+        await _refuse(self.writer, reason)
+
+
+async def answer(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, *, timeout_s: float
+) -> Caller | None:
+    """The leader's side: the caller, or None for one that has not proved itself within the time."""
+    mine = secrets.token_bytes(_NONCE_BYTES)
+    writer.write(BANNER + mine)
+    try:
+        theirs, proof, purpose = await asyncio.wait_for(_claim(reader), timeout_s)
+        if hmac.compare_digest(proof, _proof(key, b"caller", mine, theirs, purpose)):
+            return Caller(purpose.decode("utf-8", "replace"), writer, _proof(key, b"leader", mine, theirs, purpose))
+        await _refuse(writer, "another job is led from there, or this one with another secret")
+    except (asyncio.TimeoutError, asyncio.IncompleteReadError, OSError):
+        pass  # a stranger, a scanner, or a caller that has gone: there is nobody to tell
+    return None
+
+
+async def _claim(reader: asyncio.StreamReader) -> tuple[bytes, bytes, bytes]:
+    theirs = await reader.readexactly(_NONCE_BYTES)
+    proof = await reader.readexactly(_PROOF_BYTES)
+    length = await reader.readexactly(1)
+    return theirs, proof, await reader.readexactly(length[0])
+
+
+async def _refuse(writer: asyncio.StreamWriter, reason: str) -> None:
+    words = reason.encode()[:255]
+    writer.write(b"-" + bytes([len(words)]) + words)
+    await writer.drain()
+
+
+def _shown(heard: bytes | bytearray) -> str:
+    """The beginning of what a stranger said, printable."""
+    return repr(heard[:40].decode("ascii", "backslashreplace")) + (" ..." if len(heard) > 40 else "")

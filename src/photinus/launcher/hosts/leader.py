@@ -1,0 +1,292 @@
+"""The leading host's end of a job on several hosts: one port, behind which the hosts meet and the store is found.
+
+Carries out what `meeting` decides. Runs in a thread of the leader's launcher; the leader's own workers take part
+through a `Member` like those of every other host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import secrets
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from ... import __version__
+from ..colleagues import LOOPBACK, open_store
+from ..judge import Judge
+from ..report import first_cause
+from . import meeting, messages
+from .background import Background, splice
+from .handshake import Caller, answer
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+__all__ = ["BEAT_S", "SILENCE_S", "Leader"]
+
+BEAT_S = 1.0
+SILENCE_S = 7.0
+"""Seconds after which a host that sends nothing counts as lost. Each sends a sign of life every BEAT_S."""
+_TICK_S = 0.1
+_HANDSHAKE_S = 5.0
+_GOODBYE_S = 2.0
+
+
+class Leader:
+    """Leads from construction to `close`.
+
+    Args:
+        listener: listening socket, on the address where the other hosts find it.
+        key: of the job's proofs.
+        rules: the meeting, fresh.
+        max_restarts: attempts after the first, for failures of workers.
+        job_id: identity of the job.
+        say: prints words on the terminal; with True an alarm.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        key: bytes,
+        rules: meeting.Meeting,
+        *,
+        max_restarts: int,
+        job_id: str,
+        say: Callable[[str, bool], None],
+    ) -> None:
+        self._key = key
+        self._rules = rules
+        self._judge = Judge(max_restarts)
+        self._job_id = job_id
+        self._say = say
+        self._keys = itertools.count()
+        self._connected: set[asyncio.StreamWriter] = set()  # proved themselves; introduced or not yet
+        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._guests: dict[int, meeting.Guest] = {}
+        self._torch: str | None = None
+        self._token = ""
+        self._store: TCPStore | None = None
+        self._store_port = 0
+        self._carried: set[asyncio.Task[None]] = set()
+        self._background = Background("photinus-leader")
+        self._background.do(self._open(listener), 10)
+
+    def close(self) -> None:
+        """Lets the last words reach the others, and closes the port."""
+        with contextlib.suppress(TimeoutError):
+            self._background.do(self._goodbye(), _GOODBYE_S + 1)
+        self._background.close()
+        self._store = None
+
+    async def _open(self, listener: socket.socket) -> None:
+        self._server = await asyncio.start_server(self._serve, sock=listener)
+        self._ticking = asyncio.ensure_future(self._tick())
+
+    async def _goodbye(self) -> None:
+        self._ticking.cancel()
+        self._server.close()
+        deadline = time.monotonic() + _GOODBYE_S
+        while self._writers and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        for writer in self._writers.values():
+            writer.close()
+
+    async def _tick(self) -> None:
+        beat_s = 0.0
+        while True:
+            now_s = time.monotonic()
+            await self._carry_out(self._rules.tick(now_s))
+            if now_s - beat_s >= BEAT_S:
+                beat_s = now_s
+                for writer in self._connected:
+                    messages.write(writer, {"type": "beat"})
+            await asyncio.sleep(_TICK_S)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            caller = await answer(reader, writer, self._key, timeout_s=_HANDSHAKE_S)
+            if caller is None:
+                return
+            kind, _, token = caller.purpose.partition(" ")
+            if kind == "store":
+                await self._serve_store(caller, reader, writer, token)
+            elif kind == "host":
+                caller.accept()
+                await self._serve_host(reader, writer)
+            else:
+                await caller.refuse(f"nothing here is called {kind!r}")
+        except (OSError, asyncio.IncompleteReadError, asyncio.TimeoutError, messages.MessageError):
+            pass  # went away, or is told off by the closed connection; a host's end is told in _host
+        finally:
+            writer.close()
+
+    async def _serve_store(
+        self, caller: Caller, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str
+    ) -> None:
+        if self._store is None or not secrets.compare_digest(token, self._token):
+            await caller.refuse("that attempt is over")
+            return
+        caller.accept()
+        task = asyncio.current_task()
+        assert task is not None
+        self._carried.add(task)
+        try:
+            await splice((reader, writer), await asyncio.open_connection(LOOPBACK, self._store_port))
+        finally:
+            self._carried.discard(task)
+
+    async def _serve_host(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connected.add(writer)
+        try:
+            await self._host(reader, writer)
+        finally:
+            self._connected.discard(writer)
+
+    async def _host(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        hello: dict[str, Any] = {"type": "beat"}
+        while hello["type"] == "beat":
+            hello = await asyncio.wait_for(messages.read(reader), SILENCE_S)
+        key = next(self._keys)
+        try:
+            guest = self._guest(key, hello, writer)
+            acts = self._rules.come(guest, time.monotonic())
+        except meeting.NotWelcomeError as error:
+            messages.write(writer, {"type": "end", "reason": f"this host cannot take part: {error}", "exit_code": 2})
+            with contextlib.suppress(OSError, asyncio.TimeoutError):  # it reads that and closes; or it does not
+                await asyncio.wait_for(reader.read(), _GOODBYE_S)
+            return
+        self._writers[key] = writer
+        self._guests[key] = guest
+        why = "was lost: its launcher ended without a word"
+        try:
+            await self._carry_out(acts)
+            while True:
+                message = await asyncio.wait_for(messages.read(reader), SILENCE_S)
+                if message["type"] == "leave":
+                    why = str(message["reason"])
+                    if guest.leads:
+                        await self._carry_out(self._rules.end(f"host {guest.name} {why}", int(message["exit_code"])))
+                    return
+                await self._heard(key, message)
+        except asyncio.TimeoutError:
+            why = f"was lost: nothing was heard of it for {SILENCE_S:g} s"
+        except OSError as error:
+            why = f"was lost: {error.strerror or error}"
+        except (messages.MessageError, KeyError, TypeError, ValueError) as error:
+            why = f"sent what is no message: {error}"
+        except asyncio.IncompleteReadError:
+            pass
+        finally:
+            del self._writers[key]
+            await self._carry_out(self._rules.gone(key, why, time.monotonic()))
+
+    def _guest(self, key: int, hello: dict[str, Any], writer: asyncio.StreamWriter) -> meeting.Guest:
+        version, hosts, torch = str(hello["version"]), tuple(hello["nnodes"]), str(hello["torch"])
+        host = str(hello["host"])
+        if version != __version__:
+            raise meeting.NotWelcomeError(
+                f"{host} has photinus {version}, the host that leads has {__version__}; install the same on all"
+            )
+        wanted = (self._rules.least, self._rules.most)
+        if hosts != wanted:
+            raise meeting.NotWelcomeError(
+                f"{host} was started with --nnodes {_shown(hosts)}, the host that leads with {_shown(wanted)}"
+            )
+        if self._torch is None:
+            self._torch = torch
+        elif self._torch != torch:
+            self._tell(f"host {host} has torch {torch}, another has {self._torch}: results may differ, or fail")
+        return meeting.Guest(
+            key=key,
+            host=host,
+            address=str(writer.get_extra_info("peername")[0]),
+            workers=int(hello["workers"]),
+            node_rank=None if hello["node_rank"] is None else int(hello["node_rank"]),
+            leads=bool(hello["leads"]),
+        )
+
+    async def _heard(self, key: int, message: dict[str, Any]) -> None:
+        now_s, kind = time.monotonic(), message["type"]
+        if kind == "ready":
+            await self._carry_out(self._rules.ready(key, now_s))
+        elif kind == "finished":
+            await self._carry_out(self._rules.finished(key, now_s))
+        elif kind == "report":
+            await self._carry_out(self._rules.failed(key, messages.report_from_json(message["report"]), now_s))
+        elif kind != "beat":
+            raise messages.MessageError(f"unknown type {kind!r}")
+
+    async def _carry_out(self, acts: Sequence[meeting.Act]) -> None:
+        for act in acts:
+            if isinstance(act, meeting.Say):
+                self._tell(act.text)
+            elif isinstance(act, meeting.Form):
+                self._form(act)
+            elif isinstance(act, meeting.Stop):
+                self._send(act.keys, {"type": "stop", "reason": act.reason})
+            elif isinstance(act, meeting.Regroup):
+                self._tell(f"{act.reason}: the other hosts stop their workers and meet anew")
+                self._send(act.keys, {"type": "regroup", "reason": act.reason})
+            elif isinstance(act, meeting.Judge):
+                await self._carry_out(self._judged(act))
+            elif isinstance(act, meeting.End):
+                self._send(tuple(self._writers), {"type": "end", **asdict(act)})
+
+    def _form(self, act: meeting.Form) -> None:
+        for task in self._carried:
+            task.cancel()
+        self._store = None
+        self._store, self._store_port = open_store()
+        self._token = secrets.token_hex(8)
+        workers = [guest.workers for guest in act.guests]
+        first, shares = 0, []
+        for guest in act.guests:
+            last = first + guest.workers - 1
+            shares.append(f"{guest.name} {f'rank {first}' if first == last else f'ranks {first} to {last}'}")
+            first = last + 1
+        count = f"{len(workers)} host{'s' * (len(workers) > 1)}, {sum(workers)} worker{'s' * (sum(workers) > 1)}"
+        self._tell(f"{count}: {', '.join(shares)}")
+        for host_rank, guest in enumerate(act.guests):
+            form = {
+                "type": "form",
+                "workers": workers,
+                "host_rank": host_rank,
+                "attempt": act.attempt,
+                "job_id": self._job_id,
+                "token": self._token,
+                "store_port": self._store_port if guest.leads else None,
+            }
+            self._send((guest.key,), form)
+
+    def _judged(self, act: meeting.Judge) -> list[meeting.Act]:
+        deaths = [death for report in act.reports for death in report.deaths]
+        cause = first_cause(deaths)
+        of_cause = next(report for report in act.reports if cause in report.deaths)
+        verdict = self._judge.judge(
+            deaths,
+            finished=sorted(rank for report in act.reports for rank in report.finished),
+            world_size=act.world_size,
+            attempt=act.attempt,
+            oom_before=of_cause.oom_before,
+            oom_after=of_cause.oom_after,
+        )
+        self._say(verdict.text, True)
+        self._send(act.keys, {"type": "verdict", **asdict(verdict)})
+        return self._rules.judged(verdict.restart, time.monotonic())
+
+    def _send(self, keys: Sequence[int], message: dict[str, Any]) -> None:
+        for key in keys:
+            if key in self._writers:
+                messages.write(self._writers[key], message)
+
+    def _tell(self, text: str) -> None:
+        self._say(f"photinus: {text}\n", False)
+
+
+def _shown(hosts: Sequence[int]) -> str:
+    return ":".join(map(str, sorted(set(hosts))))

@@ -1,0 +1,319 @@
+"""The rules by which the hosts of a job start, stop, start again and end. No sockets, no clock, no processes.
+
+The leader feeds in what happens, with the time, and carries out the acts that come back:
+
+    gathering   hosts come in and say that they are ready. A fixed number of hosts starts when all are; a job whose
+                hosts come and go starts when the least are and no more came for a while (the last call), or all
+    running     a host that comes (and may) or goes makes the others gather anew; with a fixed number of hosts, one
+                that goes ends the job
+    settling    a worker failed: all hosts end their workers and report; then there is a verdict on all of them
+    ended       for good
+
+A host that is lost while the others settle is the cause of what they saw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .messages import Report
+
+__all__ = ["Act", "End", "Form", "Guest", "Judge", "Meeting", "NotWelcomeError", "Regroup", "Say", "Stop"]
+
+_SAY_AFTER_S = 3.0
+_SAY_EVERY_S = 60.0
+_LAST_CALL_AGAIN_S = 1.0
+_FAILED = 1
+
+
+class NotWelcomeError(Exception):
+    """The host cannot take part; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Guest:
+    """A host that takes part, or wants to.
+
+    Attributes:
+        key: known to the leader for this connection only.
+        host: its name; address: under which the leader sees it.
+        workers: how many it runs.
+        node_rank: the place that the user gave it, None for any.
+        leads: whether it is the leader's own host.
+    """
+
+    key: int
+    host: str
+    address: str
+    workers: int
+    node_rank: int | None = None
+    leads: bool = False
+
+    @property
+    def name(self) -> str:
+        """For messages: host and address."""
+        return f"{self.host} ({self.address})"
+
+
+@dataclass(frozen=True)
+class Form:
+    """Start an attempt with these hosts, in the order of their ranks."""
+
+    guests: tuple[Guest, ...]
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Stop:
+    """These hosts end their workers and report."""
+
+    keys: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Regroup:
+    """These hosts end their workers and gather anew."""
+
+    keys: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Judge:
+    """All have reported: find the verdict, tell all, and call `judged`."""
+
+    reports: tuple[Report, ...]
+    keys: tuple[int, ...]
+    world_size: int
+    attempt: int
+
+
+@dataclass(frozen=True)
+class End:
+    """The job is over, for all hosts. `reason` is empty when it ended well."""
+
+    reason: str
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class Say:
+    """Words for the leader's terminal."""
+
+    text: str
+
+
+Act = Form | Stop | Regroup | Judge | End | Say
+
+
+@dataclass
+class Meeting:
+    """The state of a job on several hosts.
+
+    Attributes:
+        least, most: number of hosts.
+        join_timeout_s: how long the least number may take to come.
+        last_call_s: how long more are waited for when the least are there.
+    """
+
+    least: int
+    most: int
+    join_timeout_s: float
+    last_call_s: float
+    state: str = "gathering"
+    attempt: int = -1
+    _guests: dict[int, Guest] = field(default_factory=dict)
+    _order: list[int] = field(default_factory=list)  # of the last attempt, then of arrival
+    _ready: set[int] = field(default_factory=set)
+    _running: tuple[Guest, ...] = ()
+    _finished: set[int] = field(default_factory=set)
+    _reports: dict[int, Report] = field(default_factory=dict)
+    _lost: list[str] = field(default_factory=list)
+    _since_s: float | None = None  # gathering began
+    _enough_since_s: float | None = None
+    _said_s: float | None = None
+
+    @property
+    def fixed(self) -> bool:
+        """Whether hosts may neither come nor go."""
+        return self.least == self.most
+
+    def come(self, guest: Guest, now_s: float) -> list[Act]:
+        """A host wants to take part.
+
+        Raises:
+            NotWelcomeError: it may not.
+        """
+        here = ", ".join(self._guests[key].name for key in self._order)
+        if self.state == "ended":
+            raise NotWelcomeError("the job has just ended")
+        if len(self._guests) >= self.most or (self.fixed and self.state != "gathering"):
+            raise NotWelcomeError(
+                f"the job has its {self.most} host{'s' * (self.most > 1)} already: {here}. Is --nnodes right, or was "
+                f"the command typed twice on one of them?"
+            )
+        if guest.node_rank is not None:
+            for other in self._guests.values():
+                if other.node_rank == guest.node_rank:
+                    raise NotWelcomeError(
+                        f"--node-rank {guest.node_rank} is taken by {other.name}; each host needs another, 0 to "
+                        f"{self.most - 1} (or none: then they are numbered as they come)"
+                    )
+        if self._since_s is None:
+            self._since_s = now_s
+        self._guests[guest.key] = guest
+        self._order.append(guest.key)
+        return []
+
+    def ready(self, key: int, now_s: float) -> list[Act]:
+        """A host has no workers running (any more), and waits for the next attempt."""
+        self._ready.add(key)
+        if self.state == "gathering":
+            return self.tick(now_s)
+        if self.state == "running" and not any(guest.key == key for guest in self._running):
+            return self._regroup(f"host {self._guests[key].name} has come", now_s)
+        return []
+
+    def failed(self, key: int, report: Report, now_s: float) -> list[Act]:
+        """A worker of this host failed, or it was asked to stop and report: how its workers ended."""
+        if self.state not in ("running", "settling"):
+            return []
+        first = self.state == "running"
+        self.state = "settling"
+        self._reports[key] = report
+        others = tuple(guest.key for guest in self._running if guest.key != key and guest.key in self._guests)
+        stop = [Stop(others, f"a worker of host {self._guests[key].host} failed")] if first and others else []
+        return [*stop, *self._settle(now_s)]
+
+    def finished(self, key: int, now_s: float) -> list[Act]:
+        """All workers of this host ended well."""
+        self._finished.add(key)
+        if self.state == "running" and all(guest.key in self._finished for guest in self._running):
+            return self._end("", 0)
+        return []
+
+    def gone(self, key: int, why: str, now_s: float) -> list[Act]:
+        """A host is no longer there: `why` is like "was lost: ..." or "left: ..."."""
+        guest = self._guests.pop(key, None)
+        if guest is None:
+            return []
+        self._order.remove(key)
+        self._ready.discard(key)
+        was_running = any(each.key == key for each in self._running)
+        if self.state == "ended":
+            return []
+        if self.state == "running" and was_running and key not in self._finished:
+            if self.fixed:
+                return self._end(f"host {guest.name} {why}", _FAILED)
+            return self._regroup(f"host {guest.name} {why}", now_s)
+        if self.state == "running" and was_running:
+            return self.finished(key, now_s)
+        if self.state == "settling" and was_running:
+            self._reports.pop(key, None)
+            self._lost.append(f"host {guest.name} {why}")
+            return self._settle(now_s)
+        if self.state == "gathering" and self.fixed and self.attempt >= 0:
+            return self._end(f"host {guest.name} {why}", _FAILED)
+        self._said_s = None
+        return [Say(f"host {guest.name} {why}"), *self.tick(now_s)]
+
+    def end(self, reason: str, exit_code: int) -> list[Act]:
+        """The leader itself wants the job to be over."""
+        return [] if self.state == "ended" else self._end(reason, exit_code)
+
+    def judged(self, restart: bool, now_s: float) -> list[Act]:
+        """The verdict that was asked for has been told."""
+        if not restart:
+            self.state = "ended"
+            return []
+        return self._gather(now_s)
+
+    def tick(self, now_s: float) -> list[Act]:
+        """What follows from the time alone; to be called a few times a second."""
+        if self.state != "gathering" or self._since_s is None:
+            return []
+        count = len(self._ready)
+        if count < self.least:
+            self._enough_since_s = None
+            if now_s - self._since_s > self.join_timeout_s:
+                return self._end(
+                    f"only {count} of {self._wanted()} came within {self.join_timeout_s:g} s: {self._names()}", _FAILED
+                )
+            return self._say_waiting(now_s)
+        if self._enough_since_s is None:
+            self._enough_since_s = now_s
+        everybody = count == len(self._guests)
+        last_call_s = self.last_call_s if self.attempt < 0 else min(_LAST_CALL_AGAIN_S, self.last_call_s)
+        if everybody and (count == self.most or now_s - self._enough_since_s >= last_call_s):
+            return self._form()
+        return []
+
+    def _form(self) -> list[Act]:
+        self.state = "running"
+        self.attempt += 1
+        self._running = _ranked([self._guests[key] for key in self._order])
+        self._order = [guest.key for guest in self._running]
+        self._ready.clear()
+        self._finished.clear()
+        self._reports.clear()
+        self._lost.clear()
+        return [Form(self._running, self.attempt)]
+
+    def _gather(self, now_s: float) -> list[Act]:
+        self.state = "gathering"
+        self._since_s = now_s
+        self._enough_since_s = None
+        self._said_s = None
+        self._running = ()
+        return []
+
+    def _regroup(self, reason: str, now_s: float) -> list[Act]:
+        keys = tuple(guest.key for guest in self._running if guest.key in self._guests)
+        self._gather(now_s)
+        # Those that have nothing running any more need not be asked twice.
+        return [Regroup(keys, reason), *self.tick(now_s)]
+
+    def _settle(self, now_s: float) -> list[Act]:
+        there = [guest for guest in self._running if guest.key in self._guests]
+        if any(guest.key not in self._reports for guest in there):
+            return []
+        if self._lost:
+            reason = "; ".join(self._lost)
+            if self.fixed:
+                return self._end(reason, _FAILED)
+            self._gather(now_s)
+            return [Regroup(tuple(guest.key for guest in there), reason)]
+        reports = tuple(self._reports[guest.key] for guest in there)
+        keys = tuple(guest.key for guest in there)
+        return [Judge(reports, keys, sum(guest.workers for guest in self._running), self.attempt)]
+
+    def _end(self, reason: str, exit_code: int) -> list[Act]:
+        self.state = "ended"
+        return [End(reason, exit_code)]
+
+    def _say_waiting(self, now_s: float) -> list[Act]:
+        assert self._since_s is not None
+        due_s = self._since_s + _SAY_AFTER_S if self._said_s is None else self._said_s + _SAY_EVERY_S
+        if now_s < due_s:
+            return []
+        self._said_s = now_s
+        left_s = self.join_timeout_s - (now_s - self._since_s)
+        return [Say(f"waiting for {self._wanted()}, {left_s:.0f} s more at most; here: {self._names()}")]
+
+    def _wanted(self) -> str:
+        return f"{self.least} host{'s' * (self.least > 1)}"
+
+    def _names(self) -> str:
+        return ", ".join(self._guests[key].name for key in self._order) or "none"
+
+
+def _ranked(guests: Sequence[Guest]) -> tuple[Guest, ...]:
+    """The hosts in the order of their ranks: where the user put them, then the leader, then as they came."""
+    count = len(guests)
+    fixed = {guest.node_rank: guest for guest in guests if guest.node_rank is not None and guest.node_rank < count}
+    rest = [guest for guest in guests if guest not in fixed.values()]
+    rest.sort(key=lambda guest: not guest.leads)
+    waiting = iter(rest)
+    return tuple(fixed[place] if place in fixed else next(waiting) for place in range(count))

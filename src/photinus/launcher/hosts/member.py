@@ -1,0 +1,292 @@
+"""A host's end of a job on several hosts: dials the leader, proves itself, and speaks for this host's agent.
+
+The connection lives in a thread; the agent's thread reads what came from a queue. Either side sends a sign of life
+every second, so a host that is cut off is noticed on both sides, by the clock of each alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import queue
+import select
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ... import __version__
+from ...errors import LaunchError
+from ..colleagues import Formation, JobEndedError, Order
+from ..judge import Verdict
+from . import messages
+from .background import Background
+from .handshake import HandshakeError, prove
+from .leader import BEAT_S, SILENCE_S
+from .ports import holder_of, interface_of, local_addresses_of
+from .relay import Relay
+
+__all__ = ["Me", "Member"]
+
+_DIAL_S = 5.0
+_HANDSHAKE_S = 2.5
+_STRANGER_S = 1.5  # so long may a leader of the same port take to go away
+_SAY_AFTER_S = 3.0
+_GOODBYE_S = 2.0
+_CHECK_S = 0.1
+
+
+@dataclass(frozen=True)
+class Me:
+    """What this host tells the leader about itself: workers, the place that the user gave it, the number of hosts."""
+
+    workers: int
+    node_rank: int | None
+    nnodes: tuple[int, int]
+    leads: bool
+
+
+class Member:
+    """The other hosts of the job, for this host's agent (see `Colleagues`). Begins to dial at once.
+
+    Args:
+        address, port: of the leader.
+        key: of the job's proofs.
+        join_timeout_s: how long the leader may take to be there.
+        say: prints words on the terminal.
+    """
+
+    def __init__(
+        self, address: str, port: int, key: bytes, *, join_timeout_s: float, say: Callable[[str, bool], None]
+    ) -> None:
+        self._address = address
+        self._port = port
+        self._key = key
+        self._join_timeout_s = join_timeout_s
+        self._say = say
+        self._leads = False
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._came: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
+        self._outgoing: asyncio.Queue[Mapping[str, Any]] = asyncio.Queue()
+        self._relay: Relay | None = None
+        self._speaking: asyncio.Future[None] | None = None
+        self._interface: str | None = None
+        self._over: JobEndedError | None = None
+        self._background = Background("photinus-member")
+        self._background.start(self._live())
+
+    @property
+    def fd(self) -> int | None:
+        """Readable when something came from the leader."""
+        return self._fd
+
+    def introduce(self, me: Me) -> None:
+        """Says who this host is; before the first `meet`. Imports torch, to say its version."""
+        from torch import __version__ as torch_version
+
+        self._leads = me.leads
+        hello = {"type": "hello", "version": __version__, "torch": str(torch_version), "host": socket.gethostname()}
+        self._send({**hello, **asdict(me)})
+
+    def meet(self, check: Callable[[], None]) -> Formation:
+        """Says that this host is ready and waits for the next attempt (see `Colleagues.meet`)."""
+        self._send({"type": "ready"})
+        while True:
+            message = self._next(check)
+            if message["type"] == "form":
+                return self._formation(message)
+
+    def order(self) -> Order | None:
+        """The leader's next order, None when none has come (see `Colleagues.order`)."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._fd)
+        while True:
+            try:
+                message = self._came.get_nowait()
+            except queue.Empty:
+                return None
+            order = self._order(message)
+            if order is not None:
+                return order
+
+    def finished(self) -> None:
+        """Tells the leader that all workers of this host ended well."""
+        self._send({"type": "finished"})
+
+    def judged(self, report: messages.Report, check: Callable[[], None]) -> Verdict | Order:
+        """Tells the leader how this host's workers ended, and waits for the verdict, or an order to gather anew."""
+        self._send({"type": "report", "report": messages.report_to_json(report)})
+        while True:
+            message = self._next(check)
+            if message["type"] == "verdict":
+                verdict = Verdict(**{name: value for name, value in message.items() if name != "type"})
+                if not self._leads:  # the leader has said all of it
+                    self._say(verdict.short, True)
+                return verdict
+            order = self._order(message)
+            if order is not None and order.kind == "regroup":
+                return order
+
+    def leave(self, reason: str, exit_code: int) -> None:
+        """Tells the leader that this host goes, and with which exit code the job ends if this is the leader's."""
+        self._send({"type": "leave", "reason": reason, "exit_code": exit_code})
+
+    def close(self) -> None:
+        """Sends what is still to be said, and closes all that is open."""
+        with contextlib.suppress(TimeoutError):
+            self._background.do(self._close(), _GOODBYE_S)
+        self._background.close()
+        os.close(self._fd)
+
+    def _formation(self, message: Mapping[str, Any]) -> Formation:
+        port = message["store_port"]
+        if port is None:
+            port = self._background.do(self._open_relay(str(message["token"])), 10)
+        return Formation(
+            workers=tuple(message["workers"]),
+            host_rank=int(message["host_rank"]),
+            attempt=int(message["attempt"]),
+            job_id=str(message["job_id"]),
+            store_port=int(port),
+            interface=self._interface,
+        )
+
+    def _order(self, message: Mapping[str, Any]) -> Order | None:
+        kind = message["type"]
+        if kind in ("stop", "regroup"):
+            return Order(kind, str(message["reason"]))
+        if kind == "end":
+            if message["exit_code"] == 0:
+                return Order("done")
+            self._over = JobEndedError(str(message["reason"]), int(message["exit_code"]))
+            raise self._over
+        return None
+
+    def _next(self, check: Callable[[], None]) -> Mapping[str, Any]:
+        """The next message that is no order to end; waits for it."""
+        while True:
+            check()
+            if self._over is not None:
+                raise self._over
+            select.select([self._fd], [], [], _CHECK_S)
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._fd)
+            with contextlib.suppress(queue.Empty):
+                message = self._came.get_nowait()
+                if message["type"] == "end":
+                    self._over = JobEndedError(str(message["reason"]), int(message["exit_code"]))
+                    continue
+                os.eventfd_write(self._fd, 1)  # there may be more
+                return message
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        self._background.call(lambda: self._outgoing.put_nowait(message))
+
+    async def _live(self) -> None:
+        """The connection, from the first attempt to dial until either side ends it."""
+        leader = f"the host that leads the job ({self._address} port {self._port})"
+        try:
+            reader, writer = await self._dial()
+        except LaunchError as error:
+            self._arrived({"type": "end", "reason": str(error), "exit_code": error.exit_code})
+            return
+        self._interface = interface_of(str(writer.get_extra_info("sockname")[0]))
+        self._speaking = asyncio.ensure_future(self._speak(writer))
+        try:
+            while True:
+                message = await asyncio.wait_for(messages.read(reader), SILENCE_S)
+                if message.get("type") != "beat":
+                    self._arrived(message)
+                if message.get("type") == "end":
+                    return
+        except asyncio.TimeoutError:
+            why = f"nothing was heard of it for {SILENCE_S:g} s"
+        except asyncio.IncompleteReadError:
+            why = "its launcher ended without a word"
+        except (OSError, messages.MessageError) as error:
+            why = str(error)
+        finally:
+            writer.close()
+        self._arrived({"type": "end", "reason": f"{leader} was lost: {why}", "exit_code": 1})
+
+    async def _speak(self, writer: asyncio.StreamWriter) -> None:
+        """Sends what is to be sent, and a sign of life when there is nothing."""
+        with contextlib.suppress(OSError):  # `_live` reads of it
+            while True:
+                try:
+                    message = await asyncio.wait_for(self._outgoing.get(), BEAT_S)
+                except asyncio.TimeoutError:
+                    message = {"type": "beat"}
+                messages.write(writer, message)
+                await writer.drain()
+                if message["type"] == "leave":
+                    return
+
+    async def _dial(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A proved connection to the leader, which may still have to be started.
+
+        Raises:
+            LaunchError: it was not there in time, or something else is.
+        """
+        begun_s = time.monotonic()
+        where, said, pause_s = f"{self._address} port {self._port}", False, 0.1
+        while True:
+            dialled_s = time.monotonic()
+            try:
+                reader, writer = await asyncio.wait_for(asyncio.open_connection(self._address, self._port), _DIAL_S)
+            except asyncio.TimeoutError:
+                why = "no answer"
+            except OSError as error:  # refused, unreachable, or a name that does not resolve (yet)
+                why = (error.strerror or str(error)).lower()
+            else:
+                try:
+                    await prove(reader, writer, self._key, "host", timeout_s=_HANDSHAKE_S)
+                    return reader, writer
+                except HandshakeError as error:
+                    writer.close()
+                    if time.monotonic() - begun_s > _STRANGER_S:
+                        raise LaunchError(self._stranger(str(error)), exit_code=1) from None
+                    why = str(error)
+            waited_s = time.monotonic() - begun_s
+            if waited_s > self._join_timeout_s:
+                raise LaunchError(
+                    f"the host that leads the job was not there within {self._join_timeout_s:g} s: {where}: {why}. Is "
+                    f"the command running there, and are --master-addr and --master-port the same on every host?",
+                    exit_code=1,
+                )
+            if waited_s > _SAY_AFTER_S and not said:
+                said = True
+                self._say(f"photinus: waiting for the host that leads the job, at {where} ({why})\n", False)
+            await asyncio.sleep(max(0.0, pause_s - (time.monotonic() - dialled_s)))
+            pause_s = min(1.0, pause_s * 1.5)
+
+    def _stranger(self, why: str) -> str:
+        """The message about a port behind which there is something else than this job's leader."""
+        holder = ""
+        with contextlib.suppress(OSError):
+            if local_addresses_of(self._address):
+                holder = f" It is held by {holder_of(self._port)}."
+        return (
+            f"{self._address} port {self._port} is not where this job is led: {why}.{holder} Give all hosts the same "
+            f"free --master-port, the same --rdzv-id, and the same PHOTINUS_JOB_SECRET if there is one."
+        )
+
+    async def _close(self) -> None:
+        if self._relay is not None:
+            await self._relay.close()
+        if self._speaking is not None:
+            while not self._outgoing.empty() and not self._speaking.done():
+                await asyncio.sleep(0.01)
+            self._speaking.cancel()
+
+    async def _open_relay(self, token: str) -> int:
+        if self._relay is not None:
+            await self._relay.close()
+        self._relay = Relay(self._address, self._port, self._key, token)
+        return await self._relay.open()
+
+    def _arrived(self, message: Mapping[str, Any]) -> None:
+        self._came.put(message)
+        os.eventfd_write(self._fd, 1)

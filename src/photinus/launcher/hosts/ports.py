@@ -1,0 +1,145 @@
+"""Listening on one address, and naming the process that holds a port which is taken."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+from pathlib import Path
+
+from ...errors import LaunchError
+
+__all__ = ["PortTakenError", "holder_of", "interface_of", "listen", "local_addresses_of", "reaches_from"]
+
+_BACKLOG = 4096
+_LISTENS = "0A"  # TCP_LISTEN, as /proc/net/tcp writes it
+
+
+class PortTakenError(LaunchError):
+    """Another process listens on the port; the message names it."""
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """A listening socket on this address only; port 0: one that is free.
+
+    Raises:
+        PortTakenError: another process has the port; names it where that can be found out.
+        LaunchError: the address is none of this host, or the port needs rights that this user has not.
+    """
+    family, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0::4]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # the last job's connections may linger
+        listener.bind(where)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise PortTakenError(
+                f"port {port} of {address} is taken by {holder_of(port)}. Give another with --master-port (the same on "
+                f"every host), or end that process.",
+                exit_code=1,
+            ) from None
+        raise LaunchError(f"cannot listen on {address} port {port}: {error.strerror}", exit_code=1) from None
+    return listener
+
+
+def local_addresses_of(host: str) -> list[str]:
+    """The addresses of the name that belong to this host, best first; empty for another host.
+
+    Raises:
+        OSError: the name does not resolve.
+    """
+    own = []
+    for family, _, _, _, where in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+        with socket.socket(family, socket.SOCK_STREAM) as attempt:
+            try:
+                attempt.bind((where[0], 0, *where[2:]))
+            except OSError:
+                continue
+            own.append(str(where[0]))
+    return own
+
+
+def reaches_from(address: str) -> str:
+    """The address with which this host would call another. (Nothing is sent.)
+
+    Raises:
+        OSError: there is no way there.
+    """
+    family, where = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0][0::4]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(where)
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str, root: Path = Path("/")) -> str | None:
+    """The name of the network interface that has this address, None when none has it."""
+    import fcntl
+    import struct
+
+    wanted = ipaddress.ip_address(address.partition("%")[0])
+    if wanted.version == 6:
+        for line in _lines(root / "proc/net/if_inet6"):
+            if int(line.split()[0], 16) == int(wanted):
+                return line.split()[-1]
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(asker.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+            except OSError:  # has no IPv4 address
+                continue
+            if wanted.packed == answer[20:24] or (wanted.is_loopback and name == "lo"):
+                return name
+    return None
+
+
+def holder_of(port: int, root: Path = Path("/")) -> str:
+    """Who listens on the port: "python train.py (pid 12, user ann)", or what can be said when /proc shows no more."""
+    inodes, uids = set(), set()
+    for name in ("tcp", "tcp6"):
+        for line in _lines(root / "proc/net" / name)[1:]:
+            fields = line.split()
+            if fields[3] == _LISTENS and int(fields[1].rpartition(":")[2], 16) == port:
+                uids.add(int(fields[7]))
+                inodes.add(fields[9])
+    for folder in sorted((root / "proc").glob("[0-9]*"), key=lambda path: int(path.name)):
+        if _has_socket(folder, inodes):
+            return f"{_command(folder)} (pid {folder.name}, user {_user(folder.stat().st_uid)})"
+    if uids:
+        return f"a process of user {_user(min(uids))}, which this user may not look into"
+    return "a process that /proc does not show here (another container of this network?)"
+
+
+def _has_socket(folder: Path, inodes: set[str]) -> bool:
+    try:
+        with os.scandir(folder / "fd") as files:
+            return any(os.readlink(file.path).removeprefix("socket:[").rstrip("]") in inodes for file in files)
+    except OSError:  # another user's, or it has just ended
+        return False
+
+
+def _command(folder: Path) -> str:
+    try:
+        words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace").strip()
+    except OSError:
+        words = ""
+    return (words[:117] + "..." if len(words) > 120 else words) or "a process without a command line"
+
+
+def _user(uid: int) -> str:
+    import pwd
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:  # no IPv6 here, or no /proc
+        return []

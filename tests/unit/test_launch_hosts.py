@@ -1,0 +1,180 @@
+"""Ports, secrets and messages between the launchers of several hosts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from photinus.errors import LaunchError
+from photinus.launcher.hosts import messages
+from photinus.launcher.hosts.handshake import HandshakeError, RefusedError, answer, key_of, prove
+from photinus.launcher.hosts.ports import PortTakenError, holder_of, interface_of, listen, local_addresses_of
+from photinus.launcher.report import Death, Raised
+
+
+def test_a_taken_port_is_named_with_its_holder():
+    with listen("127.0.0.1", 0) as holder:
+        port = holder.getsockname()[1]
+        with pytest.raises(PortTakenError) as refused:
+            listen("127.0.0.1", port)
+    assert str(refused.value).startswith(f"port {port} of 127.0.0.1 is taken by {sys.orig_argv[0]}")
+    assert f"(pid {os.getpid()}, user " in str(refused.value)
+
+
+def test_a_port_held_on_all_addresses_is_taken_too():
+    with socket.create_server(("", 0)) as holder, pytest.raises(PortTakenError, match="is taken by"):
+        listen("127.0.0.1", holder.getsockname()[1])
+
+
+def test_nobody_holds_a_free_port():
+    with listen("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    assert "/proc does not show" in holder_of(port)
+
+
+def test_an_address_of_another_host_cannot_be_listened_on():
+    with pytest.raises(LaunchError, match=r"cannot listen on 192\.0\.2\.1 port 1234"):
+        listen("192.0.2.1", 1234)
+
+
+def test_own_addresses_are_told_from_others():
+    assert local_addresses_of("127.0.0.1") == ["127.0.0.1"]
+    assert "127.0.0.1" in local_addresses_of("localhost")
+    assert local_addresses_of("192.0.2.1") == []
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("192.0.2.1") is None
+
+
+def meet(server_key: bytes, client_key: bytes, purpose: str = "host", *, refuse: str | None = None) -> str:
+    """What the server hears from the client; raises what the client raises."""
+
+    async def both() -> str:
+        heard: list[str] = []
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            caller = await answer(reader, writer, server_key, timeout_s=5)
+            if caller is not None and refuse is not None:
+                await caller.refuse(refuse)
+            elif caller is not None:
+                heard.append(caller.purpose)
+                caller.accept()
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        async with server:
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            try:
+                await prove(reader, writer, client_key, purpose, timeout_s=5)
+            finally:
+                writer.close()
+        return heard[0]
+
+    return asyncio.run(both())
+
+
+def test_who_knows_the_secret_is_let_in_and_heard():
+    assert meet(key_of("s", "job"), key_of("s", "job"), "store 12") == "store 12"
+
+
+@pytest.mark.parametrize("other", [key_of("t", "job"), key_of("s", "other job"), key_of("", "")])
+def test_another_secret_or_job_is_refused(other):
+    with pytest.raises(RefusedError, match="another job is led from there"):
+        meet(key_of("s", "job"), other)
+
+
+def test_a_reason_travels_to_the_refused():
+    with pytest.raises(RefusedError, match="that attempt is over"):
+        meet(key_of("s", "j"), key_of("s", "j"), refuse="that attempt is over")
+
+
+def dial_a_stranger(serve: Callable[[socket.socket], None]) -> str:
+    """What the client says about a server that is no Photinus."""
+    with listen("127.0.0.1", 0) as listener:
+
+        def accept() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                serve(connection)
+
+        thread = threading.Thread(target=accept)
+        thread.start()
+
+        async def dial() -> None:
+            reader, writer = await asyncio.open_connection(*listener.getsockname())
+            try:
+                await prove(reader, writer, key_of("s", "j"), "host", timeout_s=0.5)
+            finally:
+                writer.close()
+
+        with pytest.raises(HandshakeError) as told:
+            asyncio.run(dial())
+        thread.join(5)
+    return str(told.value)
+
+
+def test_strangers_behind_the_port_are_told_apart():
+    assert dial_a_stranger(lambda connection: connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")) == (
+        "it answers 'HTTP/1.1 400 Bad Request\\r\\n\\r\\n', which is not Photinus"
+    )
+    assert dial_a_stranger(lambda connection: None) == "it closed the connection"
+    assert dial_a_stranger(lambda connection: time.sleep(1)) == "it accepts the connection and says nothing for 0.5 s"
+    assert "is not Photinus" in dial_a_stranger(lambda connection: connection.sendall(os.urandom(4096)))
+    impostor = b"PHOTINUS-JOB/1\n" + bytes(32)
+    assert "cannot prove it" in dial_a_stranger(lambda connection: connection.sendall(impostor + b"+" + bytes(32)))
+
+
+class Marker:
+    """Leaves a trace when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Callable[[str], object], tuple[str]]:
+        return (os.mkdir, ("unpickled-by-a-stranger",))
+
+
+def test_a_message_is_json_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    async def read(data: bytes) -> object:
+        reader = asyncio.StreamReader()
+        reader.feed_data(data)
+        reader.feed_eof()
+        return await messages.read(reader)
+
+    payload = pickle.dumps(Marker())
+    with pytest.raises(messages.MessageError, match="no JSON"):
+        asyncio.run(read(len(payload).to_bytes(4, "big") + payload))
+    with pytest.raises(messages.MessageError, match=r"a message of \d+ bytes"):
+        asyncio.run(read(b"\xff\xff\xff\xff"))
+    with pytest.raises(messages.MessageError, match="no JSON object"):
+        asyncio.run(read(b"\0\0\0\x02[]"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_travels_by_ages_and_comes_back_the_same():
+    now = time.monotonic()
+    raised = Raised((("ValueError", "x"), ("OSError", "y")), "Traceback ...", 1, now - 2.0)
+    deaths = (
+        Death(3, 1, 44, "b", 1, now - 1.0, 9.0, raised=raised),
+        Death(2, 0, 43, "b", -9, now - 0.5, 9.0, ended_by_us=True),
+    )
+    back = messages.report_from_json(messages.report_to_json(messages.Report(deaths, (5, 6))))
+    assert back.finished == (5, 6)
+    assert back.deaths[0].raised is not None
+    assert back.deaths[0].raised.chain == raised.chain
+    for before, after in zip(deaths, back.deaths, strict=True):
+        assert after.seen_at_s == pytest.approx(before.seen_at_s, abs=0.5)
+        assert (after.rank, after.pid, after.status, after.ended_by_us) == (
+            before.rank,
+            before.pid,
+            before.status,
+            before.ended_by_us,
+        )
+    with pytest.raises(messages.MessageError, match="no report"):
+        messages.report_from_json({"deaths": [{"rank": 1}], "finished": []})
