@@ -6,7 +6,9 @@ The host that leads is the one to which --master-addr (or --rdzv-endpoint) belon
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import ipaddress
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,8 +17,9 @@ from ... import env
 from ...errors import LaunchError
 from ..flags import HostFlags
 from ..usage import UsageError
+from .dialling import look
 from .handshake import key_of
-from .leader import Leader
+from .leading import leading
 from .meeting import Meeting
 from .member import Member
 from .ports import PortTakenError, listen, local_addresses_of
@@ -72,30 +75,27 @@ def joining(
     port = DEFAULT_PORT if flags.port is None else flags.port
     key = key_of(env.JOB_SECRET.get(environ) or "", flags.job_id or "")
     listener = _listener(flags, flags.leader, port, environ)
-    leader = None
-    if listener is not None:
-        address, port = listener.getsockname()[:2]
-        if address in _ANY:
+    leads = listener is not None
+    with contextlib.ExitStack() as stack:
+        if listener is None:
             address = flags.leader
-        if env.JOB_SECRET.get(environ) is None:
-            say(
-                f"photinus: leads at {address} port {port}, without a secret: whoever reaches that port can take part. "
-                f"Set {env.JOB_SECRET.name} to the same random words on every host.\n",
-                False,
-            )
-        rules = Meeting(*flags.nnodes, join_timeout_s=flags.join_timeout_s, last_call_s=flags.last_call_s)
-        leader = Leader(listener, key, rules, max_restarts=max_restarts, job_id=job_id, say=say)
-    else:
-        address = flags.leader
-    try:
+            asyncio.run(look(address, port, key))
+        else:
+            address, port = listener.getsockname()[:2]
+            secret = env.JOB_SECRET.get(environ)
+            if secret is None and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+                say(
+                    f"photinus: leads at {address} port {port} without a secret: whoever reaches that port can take "
+                    f"part. Set {env.JOB_SECRET.name} to the same random words on every host.\n",
+                    False,
+                )
+            if address in _ANY:
+                address = flags.leader
+            rules = Meeting(*flags.nnodes, join_timeout_s=flags.join_timeout_s, last_call_s=flags.last_call_s)
+            stack.enter_context(leading(listener, key, rules, max_restarts=max_restarts, job_id=job_id))
         member = Member(address, port, key, join_timeout_s=flags.join_timeout_s, say=say)
-        try:
-            yield Joined(member, leader is not None)
-        finally:
-            member.close()
-    finally:
-        if leader is not None:
-            leader.close()
+        stack.callback(member.close)
+        yield Joined(member, leads)
 
 
 def _listener(flags: HostFlags, leader: str, port: int, environ: Mapping[str, str]) -> socket.socket | None:

@@ -1,7 +1,9 @@
 """The leading host's end of a job on several hosts: one port, behind which the hosts meet and the store is found.
 
-Carries out what `meeting` decides. Runs in a thread of the leader's launcher; the leader's own workers take part
-through a `Member` like those of every other host.
+Carries out what `meeting` decides. Runs in a small process of its own beside the leading launcher (`leading` starts
+it): a launcher that imports torch holds Python's lock for seconds, and would be taken for dead or for a stranger. The
+leader's own workers take part through a `Member` like those of every other host; that one also hosts the store, which
+needs torch, and prints what the leader has to say.
 """
 
 from __future__ import annotations
@@ -12,20 +14,16 @@ import itertools
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ... import __version__
-from ..colleagues import LOOPBACK, open_store
 from ..judge import Judge
 from ..report import first_cause
 from . import meeting, messages
-from .background import Background, splice
+from .background import splice
 from .handshake import Caller, answer
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 __all__ = ["BEAT_S", "SILENCE_S", "Leader"]
 
@@ -38,56 +36,37 @@ _GOODBYE_S = 2.0
 
 
 class Leader:
-    """Leads from construction to `close`.
+    """Leads until `close`. All its methods run in one asyncio loop.
 
     Args:
-        listener: listening socket, on the address where the other hosts find it.
         key: of the job's proofs.
         rules: the meeting, fresh.
         max_restarts: attempts after the first, for failures of workers.
         job_id: identity of the job.
-        say: prints words on the terminal; with True an alarm.
     """
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        key: bytes,
-        rules: meeting.Meeting,
-        *,
-        max_restarts: int,
-        job_id: str,
-        say: Callable[[str, bool], None],
-    ) -> None:
+    def __init__(self, key: bytes, rules: meeting.Meeting, *, max_restarts: int, job_id: str) -> None:
         self._key = key
         self._rules = rules
         self._judge = Judge(max_restarts)
         self._job_id = job_id
-        self._say = say
         self._keys = itertools.count()
         self._connected: set[asyncio.StreamWriter] = set()  # proved themselves; introduced or not yet
         self._writers: dict[int, asyncio.StreamWriter] = {}
-        self._guests: dict[int, meeting.Guest] = {}
+        self._own: int | None = None  # key of the leader's own host
         self._torch: str | None = None
         self._token = ""
-        self._store: TCPStore | None = None
-        self._store_port = 0
+        self._store_port: int | None = None
+        self._waiting_forms: list[tuple[int, dict[str, Any]]] = []  # until the store is there
         self._carried: set[asyncio.Task[None]] = set()
-        self._background = Background("photinus-leader")
-        self._background.do(self._open(listener), 10)
 
-    def close(self) -> None:
-        """Lets the last words reach the others, and closes the port."""
-        with contextlib.suppress(TimeoutError):
-            self._background.do(self._goodbye(), _GOODBYE_S + 1)
-        self._background.close()
-        self._store = None
-
-    async def _open(self, listener: socket.socket) -> None:
+    async def open(self, listener: socket.socket) -> None:
+        """Begins to serve on a listening socket."""
         self._server = await asyncio.start_server(self._serve, sock=listener)
         self._ticking = asyncio.ensure_future(self._tick())
 
-    async def _goodbye(self) -> None:
+    async def close(self) -> None:
+        """Lets the last words reach the others, and closes the port."""
         self._ticking.cancel()
         self._server.close()
         deadline = time.monotonic() + _GOODBYE_S
@@ -118,6 +97,8 @@ class Leader:
             elif kind == "host":
                 caller.accept()
                 await self._serve_host(reader, writer)
+            elif kind == "look":
+                caller.accept()  # it only wanted to know whether this is the place
             else:
                 await caller.refuse(f"nothing here is called {kind!r}")
         except (OSError, asyncio.IncompleteReadError, asyncio.TimeoutError, messages.MessageError):
@@ -128,7 +109,7 @@ class Leader:
     async def _serve_store(
         self, caller: Caller, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str
     ) -> None:
-        if self._store is None or not secrets.compare_digest(token, self._token):
+        if self._store_port is None or not secrets.compare_digest(token, self._token):
             await caller.refuse("that attempt is over")
             return
         caller.accept()
@@ -136,7 +117,7 @@ class Leader:
         assert task is not None
         self._carried.add(task)
         try:
-            await splice((reader, writer), await asyncio.open_connection(LOOPBACK, self._store_port))
+            await splice((reader, writer), await asyncio.open_connection("127.0.0.1", self._store_port))
         finally:
             self._carried.discard(task)
 
@@ -161,7 +142,8 @@ class Leader:
                 await asyncio.wait_for(reader.read(), _GOODBYE_S)
             return
         self._writers[key] = writer
-        self._guests[key] = guest
+        if guest.leads:
+            self._own = key
         why = "was lost: its launcher ended without a word"
         try:
             await self._carry_out(acts)
@@ -183,6 +165,8 @@ class Leader:
             pass
         finally:
             del self._writers[key]
+            if guest.leads:  # it has the store, and its launcher ends this process
+                await self._carry_out(self._rules.end(f"host {guest.name}, which leads, {why}", 1))
             await self._carry_out(self._rules.gone(key, why, time.monotonic()))
 
     def _guest(self, key: int, hello: dict[str, Any], writer: asyncio.StreamWriter) -> meeting.Guest:
@@ -218,6 +202,11 @@ class Leader:
             await self._carry_out(self._rules.finished(key, now_s))
         elif kind == "report":
             await self._carry_out(self._rules.failed(key, messages.report_from_json(message["report"]), now_s))
+        elif kind == "store" and key == self._own:
+            self._store_port = int(message["port"])
+            for other, form in self._waiting_forms:
+                self._send((other,), form)
+            self._waiting_forms.clear()
         elif kind != "beat":
             raise messages.MessageError(f"unknown type {kind!r}")
 
@@ -240,8 +229,8 @@ class Leader:
     def _form(self, act: meeting.Form) -> None:
         for task in self._carried:
             task.cancel()
-        self._store = None
-        self._store, self._store_port = open_store()
+        self._store_port = None
+        self._waiting_forms.clear()
         self._token = secrets.token_hex(8)
         workers = [guest.workers for guest in act.guests]
         first, shares = 0, []
@@ -259,9 +248,12 @@ class Leader:
                 "attempt": act.attempt,
                 "job_id": self._job_id,
                 "token": self._token,
-                "store_port": self._store_port if guest.leads else None,
+                "hosts_store": guest.leads,
             }
-            self._send((guest.key,), form)
+            if guest.leads:
+                self._send((guest.key,), form)
+            else:
+                self._waiting_forms.append((guest.key, form))
 
     def _judged(self, act: meeting.Judge) -> list[meeting.Act]:
         deaths = [death for report in act.reports for death in report.deaths]
@@ -275,7 +267,7 @@ class Leader:
             oom_before=of_cause.oom_before,
             oom_after=of_cause.oom_after,
         )
-        self._say(verdict.text, True)
+        self._tell(verdict.text, alarm=True)
         self._send(act.keys, {"type": "verdict", **asdict(verdict)})
         return self._rules.judged(verdict.restart, time.monotonic())
 
@@ -284,8 +276,11 @@ class Leader:
             if key in self._writers:
                 messages.write(self._writers[key], message)
 
-    def _tell(self, text: str) -> None:
-        self._say(f"photinus: {text}\n", False)
+    def _tell(self, text: str, *, alarm: bool = False) -> None:
+        """Prints words on the terminal of the leading launcher, if it is there."""
+        if self._own is not None:
+            words = text if alarm else f"photinus: {text}\n"
+            self._send((self._own,), {"type": "say", "text": words, "alarm": alarm})
 
 
 def _shown(hosts: Sequence[int]) -> str:

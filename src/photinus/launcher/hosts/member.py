@@ -15,27 +15,28 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ... import __version__
 from ...errors import LaunchError
-from ..colleagues import Formation, JobEndedError, Order
+from ..colleagues import Formation, JobEndedError, Order, open_store
 from ..judge import Verdict
 from . import messages
 from .background import Background
-from .handshake import HandshakeError, prove
+from .dialling import dial
 from .leader import BEAT_S, SILENCE_S
-from .ports import holder_of, interface_of, local_addresses_of
+from .ports import interface_of
 from .relay import Relay
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 __all__ = ["Me", "Member"]
 
-_DIAL_S = 5.0
-_HANDSHAKE_S = 2.5
-_STRANGER_S = 1.5  # so long may a leader of the same port take to go away
 _SAY_AFTER_S = 3.0
 _GOODBYE_S = 2.0
 _CHECK_S = 0.1
+_RELAY_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Me:
 
 
 class Member:
-    """The other hosts of the job, for this host's agent (see `Colleagues`). Begins to dial at once.
+    """The other hosts of the job, for this host's agent (see `Colleagues`). Begins to dial with `introduce`.
 
     Args:
         address, port: of the leader.
@@ -74,8 +75,8 @@ class Member:
         self._speaking: asyncio.Future[None] | None = None
         self._interface: str | None = None
         self._over: JobEndedError | None = None
-        self._background = Background("photinus-member")
-        self._background.start(self._live())
+        self._store: TCPStore | None = None
+        self._background: Background | None = None
 
     @property
     def fd(self) -> int | None:
@@ -83,15 +84,21 @@ class Member:
         return self._fd
 
     def introduce(self, me: Me) -> None:
-        """Says who this host is; before the first `meet`. Imports torch, to say its version."""
+        """Dials the leader and says who this host is; before the first `meet`, and after torch was imported.
+
+        (An import holds Python's lock for seconds; a host that gives no sign of life meanwhile would count as lost.)
+        """
         from torch import __version__ as torch_version
 
         self._leads = me.leads
+        self._background = Background("photinus-member")
+        self._background.start(self._live())
         hello = {"type": "hello", "version": __version__, "torch": str(torch_version), "host": socket.gethostname()}
         self._send({**hello, **asdict(me)})
 
     def meet(self, check: Callable[[], None]) -> Formation:
         """Says that this host is ready and waits for the next attempt (see `Colleagues.meet`)."""
+        self._store = None  # the last attempt's
         self._send({"type": "ready"})
         while True:
             message = self._next(check)
@@ -135,26 +142,33 @@ class Member:
 
     def close(self) -> None:
         """Sends what is still to be said, and closes all that is open."""
-        with contextlib.suppress(TimeoutError):
-            self._background.do(self._close(), _GOODBYE_S)
-        self._background.close()
+        self._store = None
+        if self._background is not None:
+            with contextlib.suppress(TimeoutError):
+                self._background.do(self._close(), _GOODBYE_S)
+            self._background.close()
         os.close(self._fd)
 
     def _formation(self, message: Mapping[str, Any]) -> Formation:
-        port = message["store_port"]
-        if port is None:
-            port = self._background.do(self._open_relay(str(message["token"])), 10)
+        if message["hosts_store"]:
+            self._store, port = open_store()
+            self._send({"type": "store", "port": port})
+        else:
+            assert self._background is not None
+            port = self._background.do(self._open_relay(str(message["token"])), _RELAY_S)
         return Formation(
             workers=tuple(message["workers"]),
             host_rank=int(message["host_rank"]),
             attempt=int(message["attempt"]),
             job_id=str(message["job_id"]),
-            store_port=int(port),
+            store_port=port,
             interface=self._interface,
         )
 
     def _order(self, message: Mapping[str, Any]) -> Order | None:
         kind = message["type"]
+        if kind == "say":
+            self._say(str(message["text"]), bool(message["alarm"]))
         if kind in ("stop", "regroup"):
             return Order(kind, str(message["reason"]))
         if kind == "end":
@@ -179,9 +193,12 @@ class Member:
                     self._over = JobEndedError(str(message["reason"]), int(message["exit_code"]))
                     continue
                 os.eventfd_write(self._fd, 1)  # there may be more
-                return message
+                if message["type"] != "say":
+                    return message
+                self._order(message)
 
     def _send(self, message: Mapping[str, Any]) -> None:
+        assert self._background is not None
         self._background.call(lambda: self._outgoing.put_nowait(message))
 
     async def _live(self) -> None:
@@ -235,20 +252,11 @@ class Member:
         while True:
             dialled_s = time.monotonic()
             try:
-                reader, writer = await asyncio.wait_for(asyncio.open_connection(self._address, self._port), _DIAL_S)
+                return await dial(self._address, self._port, self._key, "host")
             except asyncio.TimeoutError:
                 why = "no answer"
             except OSError as error:  # refused, unreachable, or a name that does not resolve (yet)
                 why = (error.strerror or str(error)).lower()
-            else:
-                try:
-                    await prove(reader, writer, self._key, "host", timeout_s=_HANDSHAKE_S)
-                    return reader, writer
-                except HandshakeError as error:
-                    writer.close()
-                    if time.monotonic() - begun_s > _STRANGER_S:
-                        raise LaunchError(self._stranger(str(error)), exit_code=1) from None
-                    why = str(error)
             waited_s = time.monotonic() - begun_s
             if waited_s > self._join_timeout_s:
                 raise LaunchError(
@@ -261,17 +269,6 @@ class Member:
                 self._say(f"photinus: waiting for the host that leads the job, at {where} ({why})\n", False)
             await asyncio.sleep(max(0.0, pause_s - (time.monotonic() - dialled_s)))
             pause_s = min(1.0, pause_s * 1.5)
-
-    def _stranger(self, why: str) -> str:
-        """The message about a port behind which there is something else than this job's leader."""
-        holder = ""
-        with contextlib.suppress(OSError):
-            if local_addresses_of(self._address):
-                holder = f" It is held by {holder_of(self._port)}."
-        return (
-            f"{self._address} port {self._port} is not where this job is led: {why}.{holder} Give all hosts the same "
-            f"free --master-port, the same --rdzv-id, and the same PHOTINUS_JOB_SECRET if there is one."
-        )
 
     async def _close(self) -> None:
         if self._relay is not None:
