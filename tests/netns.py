@@ -1,0 +1,172 @@
+"""Several hosts on one machine: network namespaces joined by a switch, each with a name, an address and a loopback.
+
+    with network_hosts(2) as (first, second):
+        process = first.start(["photinus", "run", "--nnodes", "2", ...], stdout=subprocess.PIPE)
+
+Needs root and iproute2; `network_hosts` skips the test, with the reason, where it cannot make them. The switch lies in a
+namespace of its own, so the machine's own network is not touched. A host's name (host-0, host-1, ...) is what a process
+there sees as its own, and all hosts find each other by it. Namespaces are removed at the end. A process that is still in
+one of them then is an error of the test: it is named, and killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+__all__ = ["NetworkHost", "network_hosts"]
+
+_LEAVE_S = 3.0
+_numbers = itertools.count()
+# Its own name, and a hosts file in which all are found; the mounts are private to what `ip netns exec` starts.
+_ENTER = 'mount --bind "$1" /etc/hosts && hostname "$2" && shift 2 && exec "$@"'
+
+
+@dataclass(frozen=True)
+class NetworkHost:
+    """One of the hosts: the namespace, the name that processes there have, and its address."""
+
+    namespace: str
+    name: str
+    address: str
+    hosts_file: str
+
+    def command(self, words: Sequence[str | Path]) -> list[str]:
+        """The command that runs these words on this host; the process that it starts becomes theirs."""
+        enter = ["unshare", "--uts", "sh", "-c", _ENTER, "enter", self.hosts_file, self.name]
+        return ["ip", "netns", "exec", self.namespace, *enter, *map(str, words)]
+
+    def start(self, words: Sequence[str | Path], **options: Any) -> subprocess.Popen[Any]:
+        """Starts a process on this host; options are those of Popen."""
+        return subprocess.Popen(self.command(words), **options)
+
+    def run(self, words: Sequence[str | Path], *, timeout_s: float = 60.0) -> str:
+        """Runs a command on this host to its end and returns what it printed; it must end well."""
+        ended = subprocess.run(self.command(words), capture_output=True, text=True, timeout=timeout_s)
+        assert ended.returncode == 0, f"{list(words)} on {self.name} ended with {ended.returncode}\n{ended.stderr}"
+        return ended.stdout
+
+    def pids(self) -> list[int]:
+        """The processes that run on this host."""
+        return [int(pid) for pid in _ip("netns", "pids", self.namespace).split()]
+
+    def cut_off(self) -> None:
+        """Takes the host off the network, without a word to anybody (a cable that is pulled)."""
+        _ip("-n", self.namespace, "link", "set", "eth0", "down")
+
+    def connect(self) -> None:
+        """Puts it back."""
+        _ip("-n", self.namespace, "link", "set", "eth0", "up")
+
+
+@contextlib.contextmanager
+def network_hosts(count: int) -> Iterator[tuple[NetworkHost, ...]]:
+    """So many hosts that reach each other, for the duration of the block."""
+    _skip_where_impossible()
+    mark = f"ph{os.getpid()}x{next(_numbers)}"
+    switch = f"{mark}sw"
+    with tempfile.TemporaryDirectory(prefix="photinus-hosts-") as folder, contextlib.ExitStack() as stack:
+        hosts_file = Path(folder, "hosts")
+        hosts = tuple(
+            NetworkHost(f"{mark}h{i}", f"host-{i}", f"10.78.0.{i + 1}", str(hosts_file)) for i in range(count)
+        )
+        lines = [f"{host.address} {host.name}\n" for host in hosts]
+        hosts_file.write_text("127.0.0.1 localhost\n::1 localhost\n" + "".join(lines))
+        _add_namespace(switch, stack)
+        _ip("-n", switch, "link", "add", "br0", "type", "bridge", "stp_state", "0", "forward_delay", "0")
+        _ip("-n", switch, "link", "set", "br0", "up")
+        for index, host in enumerate(hosts):
+            _add_namespace(host.namespace, stack)
+            _ip(
+                "-n",
+                host.namespace,
+                "link",
+                "add",
+                "eth0",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                f"p{index}",
+                "netns",
+                switch,
+            )
+            _ip("-n", host.namespace, "link", "set", "lo", "up")
+            _ip("-n", host.namespace, "link", "set", "eth0", "up")
+            _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", "eth0")
+            _ip("-n", switch, "link", "set", f"p{index}", "master", "br0", "up")
+        yield hosts
+        left = _left_on(hosts)
+        assert not left, "processes are left on the hosts:\n" + "\n".join(left)
+
+
+def _add_namespace(name: str, stack: contextlib.ExitStack) -> None:
+    _ip("netns", "add", name)
+    stack.callback(_remove_namespace, name)
+
+
+def _remove_namespace(name: str) -> None:
+    # A namespace lives on, without its name, as long as a process is in it.
+    for pid in _ip("netns", "pids", name).split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+    _ip("netns", "del", name)
+
+
+def _left_on(hosts: Sequence[NetworkHost]) -> list[str]:
+    deadline = time.monotonic() + _LEAVE_S
+    while True:
+        left = [f"{host.name}: {_told(pid)}" for host in hosts for pid in host.pids() if _alive(pid)]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.05)
+
+
+def _told(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return f"{pid} {Path(f'/proc/{pid}/cmdline').read_bytes().replace(bytes(1), b' ').decode(errors='replace')}"
+    return str(pid)
+
+
+def _alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def _skip_where_impossible() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    for program in ("ip", "unshare"):
+        if shutil.which(program) is None:
+            pytest.skip(f"{program} is not installed (iproute2, util-linux)")
+    name = f"ph{os.getpid()}try"
+    tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, timeout=20)
+    if tried.returncode != 0:
+        pytest.skip(f"network namespaces cannot be made here: {tried.stderr.strip()}")
+    try:
+        inside = subprocess.run(
+            ["ip", "netns", "exec", name, "unshare", "--uts", "true"], capture_output=True, text=True, timeout=20
+        )
+    finally:
+        _ip("netns", "del", name)
+    if inside.returncode != 0:
+        pytest.skip(f"processes cannot be put into namespaces here: {inside.stderr.strip()}")
+
+
+def _ip(*words: str) -> str:
+    ended = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=20)
+    assert ended.returncode == 0, f"ip {' '.join(words)}: {ended.stderr.strip()}"
+    return ended.stdout
