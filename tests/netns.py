@@ -3,10 +3,10 @@
     with network_hosts(2) as (first, second):
         process = first.start(["photinus", "run", "--nnodes", "2", ...], stdout=subprocess.PIPE)
 
-Needs root and iproute2; `network_hosts` skips the test, with the reason, where it cannot make them. The switch lies in a
-namespace of its own, so the machine's own network is not touched. A host's name (host-0, host-1, ...) is what a process
-there sees as its own, and all hosts find each other by it. Namespaces are removed at the end. A process that is still in
-one of them then is an error of the test: it is named, and killed.
+Needs root and iproute2; `network_hosts` skips the test, with the reason, where it cannot make them. The switch lies in
+a namespace of its own, so the machine's own network is not touched. A host's name (host-0, host-1, ...) is what a
+process there sees as its own, and all hosts find each other by it. Namespaces are removed at the end. A process that is
+still in one of them then is an error of the test: it is named, and killed.
 """
 
 from __future__ import annotations
