@@ -1,0 +1,274 @@
+"""`photinus run` on two hosts (network namespaces): hosts that come, go, are cut off, or have other clocks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.dist.test_run import DEADLINE_S, Ended, script
+from tests.dist.test_run_hosts import NOTE, notes
+from tests.faults.test_run_end import alive
+from tests.netns import NetworkHost, network_hosts
+
+pytestmark = pytest.mark.slow
+PORT = 29500
+TRAIN = (
+    NOTE
+    + """
+import torch, torch.distributed as dist
+dist.init_process_group("photinus")
+step = torch.zeros(1)
+while True:
+    total = torch.ones(1) * (dist.get_rank() + 1)
+    dist.all_reduce(total)
+    assert total.item() == sum(range(1, dist.get_world_size() + 1))
+    step += 1
+    stop = torch.tensor([float((folder / "stop").exists())])
+    dist.all_reduce(stop, op=dist.ReduceOp.MAX)
+    if step.item() == 3:
+        mark = f"trains-{os.environ['RANK']}-of-{os.environ['WORLD_SIZE']}-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+        (folder / mark).write_text("yes")
+    if stop.item():
+        break
+    time.sleep(0.02)
+dist.destroy_process_group()
+"""
+)
+
+
+class HostJob:
+    """A launcher on one of the hosts. Its output goes to a file: nothing blocks when nobody reads."""
+
+    def __init__(self, host: NetworkHost, folder: Path, words: Sequence[object], **environ: str) -> None:
+        self.host = host
+        self.output = folder / f"{host.name}-{time.monotonic_ns()}.txt"
+        with self.output.open("wb") as file:
+            self.process = host.start(
+                [sys.executable, "-m", "photinus", "run", *map(str, words)],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PHOTINUS_HOST_ID": host.name, **environ},
+            )
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def end(self) -> Ended:
+        try:
+            code = self.process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise AssertionError(f"the launcher on {self.host.name} did not end in time\n{self.text}") from None
+        return Ended(code, self.text, self.text)
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[NetworkHost, ...]]:
+    with network_hosts(2) as made:
+        yield made
+
+
+def launch(hosts: Sequence[NetworkHost], index: int, folder: Path, *words: object, nnodes: str, **more: str) -> HostJob:
+    flags = ["--nnodes", nnodes, "--master-addr", hosts[0].name, "--nproc-per-node", 2, "--cpu", "--max-restarts", 0]
+    return HostJob(hosts[index], folder, [*flags, *words], **more)
+
+
+def wait_until(jobs: Sequence[HostJob], *files: Path, within_s: float = DEADLINE_S) -> None:
+    deadline = time.monotonic() + within_s
+    while not all(file.exists() for file in files):
+        missing = [file.name for file in files if not file.exists()]
+        shown = "\n".join(f"----- {job.host.name}\n{job.text}" for job in jobs)
+        assert time.monotonic() < deadline, f"{missing} awaited in vain\n{shown}"
+        time.sleep(0.02)
+
+
+def trains(folder: Path, world_size: int, attempt: int) -> list[Path]:
+    return [folder / f"trains-{rank}-of-{world_size}-{attempt}" for rank in range(world_size)]
+
+
+def kill_host(job: HostJob) -> None:
+    """Kills all processes of a host at once, as its power supply would."""
+    for pid in job.host.pids():
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    job.process.wait()
+
+
+def assert_ended_well(*jobs: HostJob) -> None:
+    for job in jobs:
+        end = job.end()
+        assert end.code == 0, f"{job.host.name}: {end.out}"
+
+
+def test_the_same_command_on_two_hosts_trains_four_ranks_and_listens_between_them_only(hosts, tmp_path):
+    path = script(tmp_path, TRAIN)
+    jobs = [launch(hosts, index, tmp_path, path, tmp_path, nnodes="2") for index in (0, 1)]
+    wait_until(jobs, *trains(tmp_path, 4, 0))
+    found = notes(tmp_path)
+    assert [(note["RANK"], note["GROUP_RANK"], note["LOCAL_RANK"]) for note in found] == [
+        ("0", "0", "0"),
+        ("1", "0", "1"),
+        ("2", "1", "0"),
+        ("3", "1", "1"),
+    ]
+    for host in hosts:
+        listening = host.run([sys.executable, "-c", LISTENING, *map(str, host.pids())]).split()
+        assert set(listening) <= {"127.0.0.1", host.address}, listening
+    (tmp_path / "stop").write_text("now")
+    assert_ended_well(*jobs)
+    assert "2 hosts, 4 workers: host-0 (10.78.0.1) ranks 0 to 1, host-1 (10.78.0.2) ranks 2 to 3" in jobs[0].text
+    assert "without a secret: whoever reaches that port can take part" in jobs[0].text
+
+
+LISTENING = """
+import sys
+from tests.dist.test_run_hosts import listeners_of
+print(*(address for address, _ in listeners_of([int(pid) for pid in sys.argv[1:]])))
+"""
+
+
+def test_a_host_may_join_and_leave_a_job_that_says_so(hosts, tmp_path):
+    path = script(tmp_path, TRAIN)
+    conf = ["--rdzv-conf", "last_call_timeout=0.5"]
+    first = launch(hosts, 0, tmp_path, *conf, path, tmp_path, nnodes="1:2")
+    wait_until([first], *trains(tmp_path, 2, 0))
+    second = launch(hosts, 1, tmp_path, *conf, path, tmp_path, nnodes="1:2")
+    wait_until([first, second], *trains(tmp_path, 4, 1))
+    assert "host host-1 (10.78.0.2) has come" in first.text
+    second.process.send_signal(signal.SIGTERM)
+    assert second.end().code == 143
+    begun = time.monotonic()
+    wait_until([first], *trains(tmp_path, 2, 2))
+    assert time.monotonic() - begun < 15
+    assert "host host-1 (10.78.0.2) left, ended by SIGTERM" in first.text
+    (tmp_path / "stop").write_text("now")
+    assert_ended_well(first)
+
+
+@pytest.mark.parametrize("how", ["killed", "cut off"])
+def test_a_lost_host_ends_a_job_of_a_fixed_number_within_ten_seconds(hosts, tmp_path, how):
+    path = script(tmp_path, TRAIN)
+    jobs = [launch(hosts, index, tmp_path, path, tmp_path, nnodes="2") for index in (0, 1)]
+    wait_until(jobs, *trains(tmp_path, 4, 0))
+    begun = time.monotonic()
+    if how == "killed":
+        kill_host(jobs[1])
+    else:
+        hosts[1].cut_off()
+    end = jobs[0].end()
+    assert time.monotonic() - begun < 10, end.out
+    assert end.code == 1
+    assert "the job ended: host host-1 (10.78.0.2) was lost: " in end.err
+    if how == "cut off":
+        other = jobs[1].end()
+        assert time.monotonic() - begun < 12, other.out
+        assert "the host that leads the job (host-0 port 29500) was lost: nothing was heard of it for 7 s" in other.err
+    assert not any(alive(int(note["pid"])) for note in notes(tmp_path))
+
+
+@pytest.mark.parametrize("how", ["killed", "cut off"])
+def test_a_lost_host_is_gone_on_without_where_hosts_may_go(hosts, tmp_path, how):
+    path = script(tmp_path, TRAIN)
+    conf = ["--rdzv-conf", "last_call_timeout=20"]
+    jobs = [launch(hosts, index, tmp_path, *conf, path, tmp_path, nnodes="1:2") for index in (0, 1)]
+    wait_until(jobs, *trains(tmp_path, 4, 0))
+    begun = time.monotonic()
+    if how == "killed":
+        kill_host(jobs[1])
+    else:
+        hosts[1].cut_off()
+    wait_until(jobs[:1], tmp_path / "0-1.json", within_s=12)
+    took_s = time.monotonic() - begun
+    assert took_s < 10, jobs[0].text
+    wait_until(jobs[:1], *trains(tmp_path, 2, 1))
+    assert "host host-1 (10.78.0.2) was lost: " in jobs[0].text
+    (tmp_path / "stop").write_text("now")
+    assert_ended_well(jobs[0])
+    if how == "cut off":
+        assert jobs[1].end().code == 1
+
+
+def test_a_killed_leading_host_ends_the_other_within_ten_seconds_and_is_named(hosts, tmp_path):
+    path = script(tmp_path, TRAIN)
+    jobs = [launch(hosts, index, tmp_path, path, tmp_path, nnodes="1:2") for index in (0, 1)]
+    wait_until(jobs, *trains(tmp_path, 4, 0))
+    begun = time.monotonic()
+    kill_host(jobs[0])
+    end = jobs[1].end()
+    assert time.monotonic() - begun < 10, end.out
+    assert end.code == 1
+    assert "host-0" in end.err.splitlines()[-1]
+
+
+CLOCK = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <sys/time.h>
+#include <time.h>
+static long ahead(void) { const char *text = getenv("CLOCK_AHEAD_S"); return text ? atol(text) : 0; }
+int clock_gettime(clockid_t clock, struct timespec *now) {
+  static int (*real)(clockid_t, struct timespec *);
+  if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
+  int code = real(clock, now);
+  if (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE) now->tv_sec += ahead();
+  return code;
+}
+int gettimeofday(struct timeval *now, void *zone) {
+  static int (*real)(struct timeval *, void *);
+  if (!real) real = dlsym(RTLD_NEXT, "gettimeofday");
+  int code = real(now, zone);
+  now->tv_sec += ahead();
+  return code;
+}
+time_t time(time_t *out) {
+  struct timespec now;
+  clock_gettime(CLOCK_REALTIME, &now);
+  if (out) *out = now.tv_sec;
+  return now.tv_sec;
+}
+"""
+
+
+@pytest.mark.parametrize("ahead_s", [40, -3600])
+def test_a_clock_that_differs_has_no_effect(hosts, tmp_path, ahead_s):
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
+    (tmp_path / "clock.c").write_text(CLOCK)
+    library = tmp_path / "clock.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "clock.c", "-ldl"], check=True, timeout=60)
+    path = script(tmp_path, TRAIN)
+    jobs = [
+        launch(hosts, 0, tmp_path, path, tmp_path, nnodes="1:2"),
+        launch(hosts, 1, tmp_path, path, tmp_path, nnodes="1:2", LD_PRELOAD=str(library), CLOCK_AHEAD_S=str(ahead_s)),
+    ]
+    wait_until(jobs, *trains(tmp_path, 4, 0))
+    (tmp_path / "stop").write_text("now")
+    assert_ended_well(*jobs)
+    assert {note["WORLD_SIZE"] for note in notes(tmp_path)} == {"4"}
+
+
+def test_another_secret_is_refused_by_name_and_the_job_goes_on(hosts, tmp_path):
+    path = script(tmp_path, TRAIN)
+    first = launch(hosts, 0, tmp_path, path, tmp_path, nnodes="2", PHOTINUS_JOB_SECRET="one")
+    stranger = launch(hosts, 1, tmp_path, "--rdzv-conf", "join_timeout=20", path, tmp_path, nnodes="2").end()
+    assert stranger.code == 1
+    assert "host-0 port 29500 is not where this job is led: another job is led from there" in stranger.err
+    second = launch(hosts, 1, tmp_path, path, tmp_path, nnodes="2", PHOTINUS_JOB_SECRET="one")
+    wait_until([first, second], *trains(tmp_path, 4, 0))
+    (tmp_path / "stop").write_text("now")
+    assert_ended_well(first, second)
+    assert "without a secret" not in first.text
+    assert not any(alive(pid) for job in (first, second) for pid in [job.process.pid])
