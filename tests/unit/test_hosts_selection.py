@@ -1,0 +1,116 @@
+"""--include, --exclude, --num-nodes and --num-gpus mean what they mean for DeepSpeed."""
+
+from __future__ import annotations
+
+import pytest
+
+from photinus.launcher.flags import RunFlags, SelectionFlags, parse_run
+from photinus.launcher.hosts.hostfile import parse_hostfile
+from photinus.launcher.hosts.selection import for_this_host, select
+from photinus.launcher.usage import UsageError
+
+HOSTS = parse_hostfile("a slots=4\nb slots=4\nc slots=2\n", "hosts")
+
+
+def chosen(**flags):
+    """Host -> devices, or the number of workers where no devices were named."""
+    shares = select(HOSTS, SelectionFlags(hostfile="hosts", **flags))
+    return {share.host.name: share.count if share.devices is None else share.devices for share in shares}
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, {"a": 4, "b": 4, "c": 2}),
+        # DeepSpeed's documentation: all of one host, and two slots of another
+        ({"include": "a@b:0,2"}, {"a": 4, "b": (0, 2)}),
+        ({"include": "b:0,2@a"}, {"a": 4, "b": (0, 2)}),  # ranks follow the file's order
+        ({"include": "a:2,0"}, {"a": (2, 0)}),  # devices follow the typed one
+        ({"include": "a:1,1,3"}, {"a": (1, 3)}),
+        ({"include": "a:1@a:3"}, {"a": (1, 3)}),
+        ({"include": "a:1@a"}, {"a": 4}),
+        ({"include": "a:0-2"}, {"a": (0, 1, 2)}),
+        ({"exclude": "b:0"}, {"a": 4, "b": (1, 2, 3), "c": 2}),
+        ({"exclude": "a:0,1@b"}, {"a": (2, 3), "c": 2}),
+        ({"exclude": "c:0,1"}, {"a": 4, "b": 4}),  # nothing is left of c
+        ({"exclude": "c:0@c:0"}, {"a": 4, "b": 4, "c": (1,)}),
+        ({"num_nodes": 2}, {"a": 4, "b": 4}),
+        ({"num_gpus": 2}, {"a": 2, "b": 2, "c": 2}),
+        ({"num_nodes": 2, "num_gpus": 3}, {"a": 3, "b": 3}),
+    ],
+)
+def test_hosts_and_devices_that_are_chosen(flags, expected):
+    found = chosen(**flags)
+    assert found == expected
+    assert list(found) == list(expected)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"include": "aa:0"}, "--include aa:0: host aa is not in the host file. Did you mean a?"),
+        ({"include": "node9"}, "host node9 is not in the host file. It names a, b, c."),
+        ({"include": "c:2"}, "c has no slot 2; hosts:3 says slots=2, which are numbered 0 to 1"),
+        ({"exclude": "a:4"}, "a has no slot 4"),
+        ({"exclude": "a@b@c"}, "--exclude a@b@c leaves no device of no host"),
+        ({"include": "a:"}, "'' is no device"),
+        ({"include": "a:x"}, "'a:x' is not understood"),
+        ({"include": "a:3-1"}, "'3-1' is no device"),
+        ({"include": "a@@b"}, "'' is not understood. It takes hosts with or without devices, like a:0,1@b"),
+        ({"include": "a", "exclude": "b"}, "--include a and --exclude b contradict each other"),
+        ({"include": "a", "num_gpus": 2}, "--include a and --num-gpus 2 contradict each other"),
+        ({"exclude": "a", "num_nodes": 2}, "--exclude a and --num-nodes 2 contradict each other"),
+        ({"num_nodes": 4}, "--num-nodes 4 asks for 4 hosts, but hosts names 3"),
+        ({"num_gpus": 3}, "--num-gpus 3 asks for 3 devices of each host, but c has slots=2 (hosts:3)"),
+    ],
+)
+def test_what_cannot_be_chosen_is_refused_with_both_sides(flags, told):
+    with pytest.raises(UsageError) as caught:
+        chosen(**flags)
+    assert told in str(caught.value)
+
+
+def test_a_host_without_slots_takes_devices_by_number_but_not_all_except_some():
+    hosts = parse_hostfile("a\n", "hosts")
+    (share,) = select(hosts, SelectionFlags(hostfile="hosts", include="a:0,7"))
+    assert share.devices == (0, 7)
+    (share,) = select(hosts, SelectionFlags(hostfile="hosts"))
+    assert (share.devices, share.count) == (None, None)
+    with pytest.raises(UsageError, match="hosts:1 does not say how many it has: write `a slots=N`"):
+        select(hosts, SelectionFlags(hostfile="hosts", exclude="a:0"))
+
+
+def here(*words: str, gpus: int = 4) -> RunFlags:
+    return for_this_host(parse_run([*words, "x.py"]), lambda: gpus)
+
+
+@pytest.mark.parametrize(
+    ("words", "same_as"),
+    [
+        (["--include", "localhost:1,2"], ["--device", "1,2"]),
+        (["--include=localhost"], []),
+        (["--include", "localhost:1@localhost:3"], ["--device", "1,3"]),
+        (["--include", "localhost:1,2", "--cpu"], ["--nproc-per-node", "2", "--cpu"]),
+        (["--exclude", "localhost:0,2"], ["--device", "1,3"]),
+        (["--num-gpus", "2"], ["--device", "0,1"]),
+        (["--num_gpus=2", "--cpu"], ["--nproc-per-node", "2", "--cpu"]),
+    ],
+)
+def test_without_a_host_file_they_choose_devices_of_this_host(words, same_as):
+    assert here(*words) == parse_run([*same_as, "x.py"])
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--include", "b:0"], "there is no host file, so localhost is all there is. Name b in a file"),
+        (["--exclude", "localhost"], "leaves no host: without --hostfile there is only this one"),
+        (["--exclude", "localhost:0-3"], "none is left; torch sees 4 GPUs here"),
+        (["--exclude", "localhost:4"], "there is no GPU 4; torch sees 4 GPUs here"),
+        (["--include", "localhost:1,2", "--nproc-per-node", "3"], "chooses 2 devices, but --nproc-per-node 3"),
+    ],
+)
+def test_what_this_host_does_not_have_is_refused(words, told):
+    with pytest.raises(UsageError) as caught:
+        here(*words)
+    assert told in str(caught.value)
