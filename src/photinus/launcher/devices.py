@@ -15,6 +15,7 @@ __all__ = [
     "check_devices",
     "choose_worker_count",
     "count_gpus",
+    "count_gpus_apart",
     "usable_cores",
     "visible_devices",
 ]
@@ -44,6 +45,23 @@ def count_gpus() -> int:
     return torch.cuda.device_count()  # 0 in a build without CUDA
 
 
+def count_gpus_apart() -> int:
+    """The same, asked in a child process: torch is not imported here.
+
+    Raises:
+        DeviceError: torch cannot say.
+    """
+    import subprocess
+    import sys
+
+    question = "import torch; print(torch.cuda.device_count())"
+    asked = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True)
+    if asked.returncode != 0:
+        said = asked.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        raise DeviceError(f"torch cannot say how many GPUs there are: {said[0]}")
+    return int(asked.stdout.split()[-1])
+
+
 def visible_devices(numbers: Sequence[int], visible: str | None) -> str:
     """CUDA_VISIBLE_DEVICES for the GPUs of these numbers, counted among those that are visible now.
 
@@ -66,7 +84,7 @@ def check_devices(numbers: Sequence[int], present: int) -> None:
     if present < len(numbers):
         raise DeviceError(
             f"--device {','.join(map(str, numbers))} names {len(numbers)} GPU{'s' * (len(numbers) > 1)}, but torch "
-            f"sees {present} of them here. `photinus doctor` lists those that there are."
+            f"sees {present} of them here. `photinus doctor` lists those that there are; --cpu trains without."
         )
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .flags import HELP, RunFlags, parse_run
+from .devices import count_gpus_apart
+from .flags import HELP, RunFlags, SelectionFlags, parse_run
 from .program import check_program
 from .usage import UsageError
 
@@ -23,20 +24,29 @@ def main(arguments: Sequence[str]) -> int:
         LaunchError: workers could not be started, or one failed for good; carries the exit code.
     """
     flags = parse_run(arguments)
-    if flags.program is None:
+    program = flags.program
+    if program is None:
         print(HELP)
         return 0
-    check_program(flags.program)
+    check_program(program)
+    if flags.selection.hostfile is not None:
+        from .hosts.ssh import conduct
+
+        return conduct(flags)
+    if flags.selection != SelectionFlags():
+        from .hosts.selection import for_this_host
+
+        flags = for_this_host(flags, count_gpus_apart)
     _refuse_unbuilt(flags)
 
     from .supervise import supervise
 
-    return supervise(flags, flags.program)
+    return supervise(flags, program)
 
 
 def _refuse_unbuilt(flags: RunFlags) -> None:
     """Flags that are read already, and not carried out yet, are refused: nobody may believe that they were heard."""
     plain = RunFlags(flags.program)
-    for part, what in (("selection", "several hosts over ssh"), ("logs", "log files"), ("scheduler", "schedulers")):
+    for part, what in (("logs", "log files"), ("scheduler", "schedulers")):
         if getattr(flags, part) != getattr(plain, part):
             raise UsageError(f"flags for {what} are not carried out by this version: leave them out.")

@@ -1,0 +1,97 @@
+"""The output of several hosts on one terminal: the first host's as it comes, the others' in whole lines.
+
+The first host runs rank 0, whose output passes untouched: also the progress bar that stays on its line, and a question
+without a newline. Lines of other hosts never stand inside one of its lines, nor inside each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import time
+from dataclasses import dataclass, field
+
+__all__ = ["HostLines", "Screen"]
+
+_LINE_LIMIT_BYTES = 64 * 1024
+# How long an unfinished line of rank 0 is waited for, before what there is of it is shown.
+_QUIET_TERMINAL_S = 0.05
+_QUIET_FILE_S = 1.0
+
+
+@dataclass
+class Screen:
+    """Where stdout or stderr goes. `open_line`: what was written last is a line that has not ended yet."""
+
+    target: int
+    open_line: bool = False
+    terminal: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.terminal = os.isatty(self.target)
+
+    def write(self, data: bytes) -> None:
+        """Writes as it is."""
+        if not data:
+            return
+        self.open_line = data[-1:] not in (b"\n", b"\r")
+        # A reader that has gone (`| head`) is no reason to end the job.
+        with contextlib.suppress(BrokenPipeError):
+            while data:
+                try:
+                    data = data[os.write(self.target, data) :]
+                except BlockingIOError:  # somebody made the terminal non-blocking, and it is full
+                    select.select([], [self.target], [], 1.0)
+
+    def write_lines(self, data: bytes) -> None:
+        """Writes whole lines, on a line of their own."""
+        if self.terminal:
+            data = b"\r\x1b[K" + data  # in the place of a progress bar, which draws itself again below
+        elif self.open_line:
+            data = b"\n" + data
+        self.write(data)
+
+
+@dataclass
+class HostLines:
+    """One stream of one host on its way to the screen. `first`: the host runs rank 0."""
+
+    screen: Screen
+    first: bool
+    _pending: bytes = b""
+    _since_s: float = 0.0
+
+    def take(self, data: bytes) -> None:
+        """More of the stream has come."""
+        self._pending += data
+        self._since_s = time.monotonic()
+        # A progress bar goes back to the line's start: up to there nothing is torn.
+        end = self._pending.rfind(b"\n") + 1
+        if self.first:
+            end = max(end, self._pending.rfind(b"\r") + 1)
+        if not end and len(self._pending) > _LINE_LIMIT_BYTES:
+            self._pending += b"" if self.first else b"\n"
+            end = len(self._pending)
+        ready, self._pending = self._pending[:end], self._pending[end:]
+        if not ready:
+            return
+        if self.first:
+            self.screen.write(ready)
+        else:
+            self.screen.write_lines(ready)
+
+    def overdue_in_s(self) -> float | None:
+        """After how many seconds `show_rest` shall be called; None: not at all."""
+        if not self.first or not self._pending:
+            return None
+        quiet_s = _QUIET_TERMINAL_S if self.screen.terminal else _QUIET_FILE_S
+        return max(0.0, self._since_s + quiet_s - time.monotonic())
+
+    def show_rest(self) -> None:
+        """Shows the line that has not ended, as far as it has come."""
+        rest, self._pending = self._pending, b""
+        if self.first:
+            self.screen.write(rest)
+        elif rest:
+            self.screen.write_lines(rest + b"\n")

@@ -1,0 +1,409 @@
+"""A job on several hosts, typed in one place: real ssh servers on hosts that are network namespaces."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.dist.test_run import Ended, script
+from tests.netns import NetworkHost, network_hosts
+from tests.sshd import SshServer, ssh_server
+
+pytestmark = pytest.mark.slow
+
+DEADLINE_S = 120.0
+REPORT = """
+import json, os, socket, sys
+names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK PHOTINUS_WORLD_SIZE MASTER_ADDR"
+report = {name: os.environ.get(name) for name in names.split()}
+report["host"] = socket.gethostname()
+report["argv"] = sys.argv[1:]
+report["cwd"] = os.getcwd()
+report["stdin"] = os.readlink("/proc/self/fd/0")
+report["mine"] = os.environ.get("MINE")
+report["deepspeed"] = os.environ.get("FROM_FILE")
+report["devices"] = os.environ.get("CUDA_VISIBLE_DEVICES")
+report["secret"] = [name for name in os.environ if "SECRET" in name or "LISTEN_FD" in name]
+if "gloo" in sys.argv:
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    total = torch.tensor([dist.get_rank() + 1])
+    dist.all_reduce(total)
+    report["total"] = total.item()
+    dist.barrier()
+    dist.destroy_process_group()
+print(json.dumps(report), flush=True)
+"""
+# Notes its pid and its child's, then stays.
+STAY = """
+import os, subprocess, sys, time
+from pathlib import Path
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+Path(sys.argv[1], f"pids-{os.environ['RANK']}").write_text(f"{os.getpid()} {child.pid}")
+time.sleep(1000)
+"""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Two hosts; the second is reached over ssh from the first, where the user types."""
+
+    first: NetworkHost
+    second: NetworkHost
+    server: SshServer
+    folder: Path
+
+    def hostfile(self, text: str) -> Path:
+        path = self.folder / "hosts"
+        path.write_text(text)
+        return path
+
+    def start(self, *words: str | Path, ssh: str = "", **environ: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "photinus", "run", "--ssh", ssh or self.server.ssh, *words]
+        return self.first.start(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=self.folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
+        )
+
+    def run(self, *words: str | Path, ssh: str = "", **environ: str) -> Ended:
+        return finish(self.start(*words, ssh=ssh, **environ))
+
+
+def finish(process: subprocess.Popen[str]) -> Ended:
+    try:
+        out, err = process.communicate(timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        raise AssertionError(f"the job did not end in time\n{out}\n{err}") from None
+    return Ended(process.returncode, out, err)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    keys = tmp_path / "keys"
+    keys.mkdir()
+    with network_hosts(2) as (first, second), ssh_server(keys, host=second) as server:
+        yield Place(first, second, server, tmp_path)
+
+
+def reports(ended: Ended) -> dict[int, dict]:
+    found = {}
+    for line in ended.out.splitlines():
+        mark, brace, rest = line.partition("{")
+        if brace:
+            report = json.loads(brace + rest)
+            rank = int(report["RANK"])
+            assert mark == ("" if rank == 0 else f"[{rank}] ")
+            found[rank] = report
+    return found
+
+
+def test_every_rank_finds_its_place_its_arguments_and_the_others(place):
+    hosts = place.hostfile("# two hosts\nhost-0 slots=2\nhost-1 slots=1\n")
+    (place.folder / ".deepspeed_env").write_text("FROM_FILE=read\n")
+    words = ["--hostfile", hosts, "--export", "MINE", script(place.folder, REPORT), "gloo", "--lr", "0.1"]
+    ended = place.run(*words, MINE="mine", CUDA_VISIBLE_DEVICES="")
+    assert ended.code == 0, ended.err
+    found = reports(ended)
+    assert sorted(found) == [0, 1, 2], ended.err
+    assert [found[rank]["host"] for rank in range(3)] == ["host-0", "host-0", "host-1"]
+    assert [found[rank]["LOCAL_RANK"] for rank in range(3)] == ["0", "1", "0"]
+    assert [found[rank]["GROUP_RANK"] for rank in range(3)] == ["0", "0", "1"]
+    assert [found[rank]["LOCAL_WORLD_SIZE"] for rank in range(3)] == ["2", "2", "1"]
+    for report in found.values():
+        assert (report["WORLD_SIZE"], report["PHOTINUS_WORLD_SIZE"]) == ("3", "3")
+        assert report["argv"] == ["gloo", "--lr", "0.1"]
+        assert report["cwd"] == str(place.folder)
+        assert report["stdin"] == os.devnull
+        assert (report["mine"], report["deepspeed"]) == ("mine", "read")
+        assert report["secret"] == []
+        assert report["total"] == 6
+
+
+def test_include_chooses_hosts_and_a_host_alone_needs_no_meeting(place):
+    hosts = place.hostfile("host-0 slots=2\nhost-1 slots=2\n")
+    ended = place.run("--hostfile", hosts, "--include", "host-1:1", "--cpu", script(place.folder, REPORT))
+    assert ended.code == 0, ended.err
+    assert {(r["host"], r["WORLD_SIZE"]) for r in reports(ended).values()} == {("host-1", "1")}
+
+
+def test_gpus_that_a_host_does_not_have_are_refused_with_the_host_named(place):
+    hosts = place.hostfile("host-0 slots=2\nhost-1 slots=2\n")
+    ended = place.run("--hostfile", hosts, "--include", "host-1:0,1", script(place.folder, REPORT))
+    assert ended.code == 2
+    assert "names 2 GPUs, but torch sees 0" in ended.err
+    assert "host host-1 ended with exit code 2" in ended.err
+    assert ended.out == ""
+
+
+def test_the_exit_code_is_the_first_causes_and_the_others_end(place):
+    hosts = place.hostfile("host-0 slots=1\nhost-1 slots=1\n")
+    text = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(1000)\n"
+    begun = time.monotonic()
+    ended = place.run("--hostfile", hosts, "--max-restarts", "0", script(place.folder, text))
+    assert time.monotonic() - begun < 30
+    assert ended.code == 7, ended.err
+    assert "rank 1" in ended.err
+
+
+def test_ctrl_c_ends_all_hosts_in_two_seconds(place):
+    process, pids = start_staying(place)
+    begun = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    ended = finish(process)
+    took = time.monotonic() - begun
+    assert not any(map(alive, pids)), ended.err
+    assert ended.code == 130
+    assert "photinus: ended by SIGINT: the job on 2 hosts was ended" in ended.err
+    assert took < 2.5, took
+
+
+def test_a_second_ctrl_c_ends_at_once(place):
+    process, pids = start_staying(place, "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + STAY)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    begun = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    ended = finish(process)
+    assert time.monotonic() - begun < 1.5
+    assert ended.code == 130
+    assert_gone_within(pids, 1.0)
+
+
+def test_a_killed_conductor_leaves_nothing_on_any_host(place):
+    process, pids = start_staying(place)
+    begun = time.monotonic()
+    process.kill()
+    finish(process)
+    assert_gone_within(pids, 8.0)
+    assert_only_the_server_is_left(place, 8.0)
+    print(f"gone after {time.monotonic() - begun:.1f} s")
+
+
+def test_a_killed_far_side_ends_the_job_and_names_the_host(place):
+    process, pids = start_staying(place)
+    (far,) = [pid for pid in place.second.pids() if "hosts.far" in words_of(pid) and "ssh" not in words_of(pid)[:8]]
+    os.kill(far, signal.SIGKILL)
+    ended = finish(process)
+    assert ended.code != 0
+    assert "host host-1: the connection to it was lost" in ended.err
+    assert_gone_within(pids, 8.0)
+
+
+def test_neither_command_lines_nor_workers_have_the_secret(place):
+    process, pids = start_staying(place)
+    try:
+        launchers = [
+            pid
+            for host in (place.first, place.second)
+            for pid in host.pids()
+            if " photinus run --" in words_of(pid) and "--nnodes" in words_of(pid)
+        ]
+        assert launchers
+        secrets = {environ_of(pid).get("PHOTINUS_JOB_SECRET") for pid in launchers}
+        (secret,) = secrets
+        assert secret is not None
+        assert len(secret) == 64
+        everybody = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+        assert not [pid for pid in everybody if secret in words_of(pid)]
+        for pid in pids:
+            assert secret not in environ_of(pid).values()
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert finish(process).code == 143
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("10.78.0.9 slots=1", ["host 10.78.0.9: it cannot be reached", "--exclude 10.78.0.9"]),
+        ("no-such-host slots=1", ["host no-such-host: its name is not known here"]),
+    ],
+)
+def test_a_host_that_cannot_be_reached_is_named_and_nothing_is_started(place, line, told):
+    hosts = place.hostfile(f"host-0 slots=1\nhost-1 slots=1\n{line}\n")
+    begun = time.monotonic()
+    ended = place.run("--hostfile", hosts, script(place.folder, REPORT))
+    assert time.monotonic() - begun < 13
+    assert ended.code == 1
+    assert ended.out == ""
+    for words in [*told, "Nothing was started"]:
+        assert words in ended.err
+    assert len(ended.err.strip().splitlines()) == 1
+
+
+def test_troubles_of_several_hosts_are_told_together(place):
+    hosts = place.hostfile("host-0 slots=1\nbad-1 slots=1\nbad-2 slots=1\n")
+    ended = place.run("--hostfile", hosts, script(place.folder, REPORT))
+    assert ended.code == 1
+    assert "2 of 3 hosts cannot be used; nothing was started." in ended.err
+    assert "\n  host bad-1: " in ended.err
+    assert "\n  host bad-2: " in ended.err
+
+
+def test_unknown_and_refused_keys_are_told_apart(place):
+    hosts = place.hostfile("host-0 slots=1\nhost-1 slots=1\n")
+    known = place.server.folder / "known_hosts"
+    content = known.read_text()
+    known.write_text("")
+    ended = place.run("--hostfile", hosts, script(place.folder, REPORT))
+    assert "host host-1: its host key is not known here" in ended.err, ended.err
+    known.write_text(content)
+    (place.server.folder / "authorized_keys").write_text("")
+    ended = place.run("--hostfile", hosts, script(place.folder, REPORT))
+    assert "host host-1: it refuses to let this user in without a password" in ended.err, ended.err
+
+
+OLD_FAR_SIDE = """
+import sys
+from photinus.launcher.hosts.far_frames import MARK, message
+sys.stdout.buffer.write(MARK + message({"hello": {"photinus": "0.0.1", "address": None, "seen": None}}))
+sys.stdout.flush()
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(
+    ("answers", "told"),
+    [
+        ("/nowhere/python -m photinus.launcher.hosts.far", "there is no /"),
+        (f"{sys.executable} -c 'import photinus.nothing_of_the_kind'", "no Photinus"),
+        (f"{sys.executable} OLD_FAR_SIDE", "it has Photinus 0.0.1, and here is"),
+    ],
+    ids=["no Python", "no Photinus", "another version"],
+)
+def test_a_host_without_the_same_environment_is_told_so(tmp_path, answers, told):
+    command = answers.replace("OLD_FAR_SIDE", str(script(tmp_path, OLD_FAR_SIDE, "old.py")))
+    with network_hosts(2) as (first, second), ssh_server(tmp_path, host=second, more=f"ForceCommand {command}") as server:
+        place = Place(first, second, server, tmp_path)
+        hosts = place.hostfile("host-0 slots=1\nhost-1 slots=1\n")
+        begun = time.monotonic()
+        ended = place.run("--hostfile", hosts, script(tmp_path, REPORT))
+        assert time.monotonic() - begun < 10
+    assert ended.code == 1
+    assert "host host-1: " in ended.err
+    assert told in ended.err
+
+
+def test_a_folder_that_a_host_does_not_have_is_named(tmp_path):
+    work = tmp_path / "work"
+    work.mkdir()
+    keys = tmp_path / "keys"
+    keys.mkdir()
+    hide = ["sh", "-c", 'mount -t tmpfs none "$1" && shift && exec "$@"', "hide", str(work.parent / "work")]
+    with network_hosts(2) as (first, second):
+        # The folder's parent is what is hidden there, so that it is not found.
+        hide[-1] = str(tmp_path / "hidden")
+        (tmp_path / "hidden" / "work").mkdir(parents=True)
+        with ssh_server(keys, host=second, before=hide) as server:
+            place = Place(first, second, server, tmp_path / "hidden" / "work")
+            hosts = place.hostfile("host-0 slots=1\nhost-1 slots=1\n")
+            ended = place.run("--hostfile", hosts, script(place.folder, REPORT))
+    assert ended.code == 1
+    assert f"host host-1: its folder {tmp_path / 'hidden' / 'work'} cannot be entered" in ended.err
+    assert "Nothing was started" in ended.err
+
+
+def test_a_taken_port_is_named_and_another_is_used_unless_one_was_asked_for(place):
+    hosts = place.hostfile("host-0 slots=1\nhost-1 slots=1\n")
+    holder = place.first.start(
+        [sys.executable, "-c", f"import socket, time; s = socket.create_server(('{place.first.address}', 29500)); "
+         "print(flush=True); time.sleep(1000)"],
+        stdout=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        ended = place.run("--hostfile", hosts, script(place.folder, REPORT))
+        assert ended.code == 0, ended.err
+        assert "port 29500 is taken on host-0; " in ended.err
+        ended = place.run("--hostfile", hosts, "--master-port", "29500", script(place.folder, REPORT))
+        assert ended.code == 1
+        assert "host host-0: port 29500 is taken on 10.78.0.1" in ended.err
+        ended = place.run("--hostfile", hosts, "--master-port", "0", script(place.folder, REPORT))
+        assert ended.code == 0, ended.err
+    finally:
+        holder.kill()
+        holder.communicate()
+
+
+def test_doctor_examines_all_pairs_of_hosts(place):
+    hosts = place.hostfile("host-0\nhost-1\n")
+    command = [sys.executable, "-m", "photinus", "doctor", "--ssh", place.server.ssh]
+    said = place.first.run([*command, "--hostfile", hosts])
+    assert "host-0" in said
+    assert "2 of 2 directions work" in said
+    assert max(map(len, said.splitlines())) <= 80
+    found = json.loads(place.first.run([*command, "--hosts", "host-0,host-1", "--json"]))
+    assert found["well"]
+    assert {(pair["source"], pair["target"]) for pair in found["pairs"]} == {("host-0", "host-1"), ("host-1", "host-0")}
+    assert all(pair["bytes_per_s"] > 1e6 for pair in found["pairs"])
+
+
+def start_staying(place: Place, text: str = STAY) -> tuple[subprocess.Popen[str], list[int]]:
+    """A running job of one rank on each host, and the pids of ranks and their children."""
+    hosts = place.hostfile("host-0 slots=1\nhost-1 slots=1\n")
+    process = place.start("--hostfile", hosts, "--max-restarts", "0", script(place.folder, text), place.folder)
+    files = [place.folder / f"pids-{rank}" for rank in range(2)]
+    deadline = time.monotonic() + DEADLINE_S
+    while not all(file.exists() and file.stat().st_size for file in files):
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            out, err = process.communicate()
+            raise AssertionError(f"the job did not start\n{out}\n{err}")
+        time.sleep(0.01)
+    return process, [int(pid) for file in files for pid in file.read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def assert_gone_within(pids: list[int], limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    while any(map(alive, pids)):
+        assert time.monotonic() < deadline, f"left: {[(pid, words_of(pid)) for pid in pids if alive(pid)]}"
+        time.sleep(0.01)
+
+
+def assert_only_the_server_is_left(place: Place, limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    while True:
+        left = [pid for host in (place.first, place.second) for pid in host.pids() if pid != place.server.process.pid]
+        if not [pid for pid in left if alive(pid)]:
+            return
+        assert time.monotonic() < deadline, [words_of(pid) for pid in left]
+        time.sleep(0.05)
+
+
+def words_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def environ_of(pid: int) -> dict[str, str]:
+    try:
+        pairs = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return {}
+    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)

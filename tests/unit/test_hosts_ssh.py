@@ -1,0 +1,251 @@
+"""What the place where the user typed hands to the hosts, and how it reads what comes back."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+
+from photinus.launcher.flags import HostFlags, LogFlags, RunFlags, SelectionFlags, parse_run
+from photinus.launcher.hosts.far_frames import MARK, FrameError, Frames, frame, message
+from photinus.launcher.hosts.hostfile import Host
+from photinus.launcher.hosts.selection import Share
+from photinus.launcher.hosts.ssh_command import far_command, is_here
+from photinus.launcher.hosts.ssh_environ import handed_over, variable_files
+from photinus.launcher.hosts.ssh_lines import HostLines, Screen
+from photinus.launcher.hosts.ssh_trouble import trouble
+from photinus.launcher.hosts.ssh_words import words_for
+from photinus.launcher.usage import UsageError
+
+A = Host("a", 4, None, "hosts:1")
+
+
+def test_every_flag_that_does_not_choose_hosts_reaches_the_host():
+    typed = (
+        "--hostfile hosts --cpu --max-restarts 7 --stop-grace 0.5 --use-env --rdzv-id night "
+        "--rdzv-conf join_timeout=30,last_call_timeout=2 --log-dir logs --redirects 0:1,2:3 --tee 3 "
+        "--local-ranks-filter 0,2 --no-python ./train --lr 0.1"
+    )
+    flags = parse_run(typed.split())
+    there = parse_run(words_for(flags, Share(A, count=4), host_rank=1, hosts=3, leader="10.0.0.1", port=29501))
+    assert there.nproc_per_node == 4
+    assert (there.hosts.nnodes, there.hosts.node_rank) == ((3, 3), 1)
+    assert (there.hosts.leader, there.hosts.port) == ("10.0.0.1", 29501)
+    # A field that is added to the flags and not handed over shows here: each is typed above, with another value than
+    # its default, or is named as one that this side carries out.
+    ours = {
+        RunFlags: {"nproc_per_node", "devices", "dry_run", "hosts", "selection", "logs", "scheduler"},
+        HostFlags: {"nnodes", "node_rank", "leader", "port", "leads", "local_address"},
+        LogFlags: set(),
+    }
+    for one, other, plain in (
+        (flags, there, RunFlags(None)),
+        (flags.hosts, there.hosts, HostFlags()),
+        (flags.logs, there.logs, LogFlags()),
+    ):
+        for field in fields(one):
+            if field.name not in ours[type(one)]:
+                value = getattr(one, field.name)
+                assert value != getattr(plain, field.name), f"{field.name} is not tried here"
+                assert getattr(other, field.name) == value, field.name
+    assert there.selection == SelectionFlags()
+
+
+@pytest.mark.parametrize(
+    ("typed", "share", "words"),
+    [
+        ("", Share(A, count=4), ["--nproc-per-node", "4"]),
+        ("", Share(A), []),
+        ("", Share(A, devices=(2, 0), count=2, gpus=True), ["--device", "2,0"]),
+        ("--cpu", Share(A, devices=(2, 0), count=2, gpus=True), ["--nproc-per-node", "2"]),
+        ("", Share(A, count=2, gpus=True), ["--num-gpus", "2"]),
+        ("--nproc-per-node 1", Share(A, devices=(2, 0), count=2, gpus=True), ["--device", "2"]),
+        ("--nproc-per-node 2", Share(A, count=4), ["--nproc-per-node", "2"]),
+        ("--nproc-per-node gpu", Share(A, count=4), ["--nproc-per-node", "gpu"]),
+    ],
+)
+def test_workers_of_a_host(typed, share, words):
+    flags = parse_run([*typed.split(), "--hostfile", "hosts", "x.py"])
+    assert words_for(flags, share)[: len(words)] == words
+    assert ("--nproc-per-node" in words_for(flags, share)) == ("--nproc-per-node" in words)
+    assert "--nnodes" not in words_for(flags, share)  # one host alone needs no meeting
+
+
+def test_more_workers_than_slots_are_refused():
+    flags = parse_run(["--nproc-per-node", "5", "--hostfile", "hosts", "x.py"])
+    with pytest.raises(
+        UsageError, match=r"asks for 5 workers on each host, but a has 4 slots for this job \(hosts:1\)"
+    ):
+        words_for(flags, Share(A, count=4))
+
+
+def test_neither_secret_nor_environment_stands_in_the_command():
+    command = far_command(Host("node1", 2, "root"), here=False, ssh="ssh -i 'a key'", ssh_port=2222)
+    assert command[:5] == ["ssh", "-i", "a key", "-p", "2222"]
+    assert "BatchMode=yes" in command
+    assert any(word.startswith("ConnectTimeout=") for word in command)
+    assert command[-2] == "root@node1"
+    assert command[-1].startswith("cd /; exec ")
+    assert command[-1].endswith(" -m photinus.launcher.hosts.far")
+    assert "ssh" not in far_command(Host("localhost"), here=True)
+
+
+def test_this_host_is_known_by_name_and_by_address():
+    assert is_here(Host("localhost"))
+    assert is_here(Host("127.0.0.1"))
+    assert is_here(Host("127.0.0.2"))  # loopback, whatever its number
+    assert not is_here(Host("192.0.2.1"))  # kept for documentation, nobody has it
+    assert not is_here(Host("localhost", user="somebody"))
+
+
+def test_what_steers_training_is_handed_over_and_what_describes_a_host_is_not(tmp_path):
+    environ = {
+        "NCCL_DEBUG": "INFO",
+        "OMP_NUM_THREADS": "4",
+        "HF_HOME": "/data",
+        "PYTHONPATH": "src",
+        "LD_LIBRARY_PATH": "/opt/lib",
+        "CUDA_LAUNCH_BLOCKING": "1",
+        "PHOTINUS_TIMEOUT_S": "60",
+        "CUDA_VISIBLE_DEVICES": "1",
+        "PHOTINUS_HOST_ID": "x",
+        "PHOTINUS_JOB_SECRET": "s",
+        "TORCHELASTIC_RUN_ID": "outer",
+        "PATH": "/bin",
+        "HOME": "/root",
+        "SSH_AUTH_SOCK": "/tmp/agent",
+        "MY_DATA": "/data/mine",
+    }
+    over = handed_over(environ, ("MY_DATA",))
+    assert over.pop("MY_DATA") == "/data/mine"
+    expected = "NCCL_DEBUG OMP_NUM_THREADS HF_HOME PYTHONPATH LD_LIBRARY_PATH CUDA_LAUNCH_BLOCKING PHOTINUS_TIMEOUT_S"
+    assert set(over) == set(expected.split())
+    with pytest.raises(UsageError, match="--export NOT_SET: NOT_SET is not set here"):
+        handed_over(environ, ("NOT_SET",))
+
+
+def test_deepspeeds_files_of_variables_are_read(tmp_path):
+    home, here = tmp_path / "home", tmp_path / "here"
+    home.mkdir()
+    here.mkdir()
+    (home / ".deepspeed_env").write_text("NCCL_IB_DISABLE=1\nA=home\n")
+    (here / ".deepspeed_env").write_text("# ours\n\nexport A=here\nB='x = y'\nC=\n")
+    over = handed_over({"A": "shell", "NCCL_IB_DISABLE": "0"}, (), variable_files(home, here))
+    assert over == {"NCCL_IB_DISABLE": "1", "A": "here", "B": "x = y", "C": ""}
+    assert handed_over({"A": "shell"}, ("A",), variable_files(home, here))["A"] == "shell"
+    assert len(variable_files(here, here)) == 1
+    (here / ".deepspeed_env").write_text("A=1\nnot a variable\n")
+    with pytest.raises(UsageError, match=r"\.deepspeed_env:2: 'not a variable' is not understood"):
+        handed_over({}, (), variable_files(home, here))
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "told"),
+    [
+        (255, "ssh: Could not resolve hostname a: Name or service not known", ["its name is not known here", "slip"]),
+        (255, "ssh: connect to host a port 22: Connection refused", ["no ssh server listens", "--ssh-port"]),
+        (255, "ssh: connect to host a port 22: Connection timed out", ["cannot be reached", "--exclude a"]),
+        (255, "ssh: connect to host a port 22: No route to host", ["cannot be reached"]),
+        (255, "No ED25519 host key is known for a and you have requested strict checking.\nHost key verification "
+         "failed.", ["host key is not known", "ssh -p 9 root@a"]),
+        (255, "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.", ["has changed",
+         "ssh-keygen -R a"]),
+        (255, "root@a: Permission denied (publickey,password).", ["without a password", "ssh-copy-id root@a"]),
+        (255, "kex_exchange_identification: read: Connection reset by peer", ["closed the connection"]),
+        (255, "", ["ssh failed: it said nothing", "Try by hand: ssh -p 9 root@a true"]),
+        (127, "bash: line 1: /env/bin/python: No such file or directory", ["there is no", "the Python that runs here"]),
+        (126, "bash: /env/bin/python: Permission denied", ["may not be run by this user"]),
+        (1, "/env/bin/python: Error while finding module specification for 'photinus.launcher.hosts.far' "
+         "(ModuleNotFoundError: No module named 'photinus')", ["has", "Photinus", "pip install"]),
+        (1, "No module named photinus.launcher.hosts", ["an older version of Photinus"]),
+        (3, "something else", ["ended with code 3 before it began: something else"]),
+        (-9, "", ["was killed by signal 9"]),
+    ],
+)  # fmt: skip
+def test_each_trouble_names_the_host_and_what_to_do(status, said, told):
+    text = trouble("root@a", "ssh -p 9", status, said, "")
+    assert text.startswith("host a: ")
+    for words in told:
+        assert words in text
+
+
+def test_frames_come_whole_however_the_bytes_arrive():
+    sent = b"motd\n" + MARK + message({"hello": 1}) + frame(b"o", b"x" * 1000) + frame(b"e", b"")
+    for step in (1, 2, 7, 5000):
+        frames, found = Frames(), []
+        for begin in range(0, len(sent), step):
+            found += frames.take(sent[begin : begin + step])
+        assert [kind for kind, _ in found] == [b"j", b"o", b"e"]
+        assert found[1][1] == b"x" * 1000
+        assert frames.noise == b"motd\n"
+
+
+def test_what_never_becomes_a_far_side_is_kept_as_noise():
+    frames = Frames()
+    assert list(frames.take(b"bash: no such thing\n")) == []
+    assert (frames.marked, frames.noise) == (False, b"bash: no such thing\n")
+
+
+def test_a_frame_of_another_program_is_refused():
+    with pytest.raises(FrameError):
+        list(Frames().take(MARK + b"hello world"))
+
+
+class Pipe:
+    """A place for output that can be read back."""
+
+    def __init__(self) -> None:
+        self.reading, self.writing = os.pipe()
+
+    def text(self) -> str:
+        os.close(self.writing)
+        with os.fdopen(self.reading, "rb") as stream:
+            return stream.read().decode()
+
+
+def test_lines_of_hosts_are_never_mixed():
+    pipe = Pipe()
+    screen = Screen(pipe.writing)
+    first, second = HostLines(screen, first=True), HostLines(screen, first=False)
+    first.take(b"one\nhalf")
+    second.take(b"[2] al")
+    second.take(b"pha\n[3] beta\n[2] ga")
+    first.take(b" a line\n")
+    second.show_rest()
+    assert pipe.text() == "one\n[2] alpha\n[3] beta\nhalf a line\n[2] ga\n"
+
+
+def test_the_first_hosts_bytes_pass_as_they_are():
+    pipe = Pipe()
+    first = HostLines(Screen(pipe.writing), first=True)
+    said = b"\x1b[1mbold\x1b[0m\n\r 10%|\r 20%|\r 30%|\n\nno newline: "
+    for begin in range(0, len(said), 3):
+        first.take(said[begin : begin + 3])
+    first.show_rest()
+    assert pipe.text().encode() == said
+
+
+def test_a_question_of_rank_0_is_shown_and_others_start_a_line_of_their_own():
+    pipe = Pipe()
+    screen = Screen(pipe.writing)
+    first, second = HostLines(screen, first=True), HostLines(screen, first=False)
+    assert first.overdue_in_s() is None
+    first.take(b"ready? ")
+    wait = first.overdue_in_s()
+    assert wait is not None
+    assert 0 < wait <= 1.0
+    first.show_rest()
+    second.take(b"[1] yes\n")
+    assert pipe.text() == "ready? \n[1] yes\n"
+
+
+def test_neither_side_imports_torch():
+    code = (
+        "import sys, photinus.launcher.hosts.far, photinus.launcher.hosts.ssh\n"
+        "print([name for name in ('torch', 'numpy') if name in sys.modules])"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert said.stdout.strip() == "[]"
