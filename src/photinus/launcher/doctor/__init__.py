@@ -1,6 +1,7 @@
 """`photinus doctor`: what works on this machine, found by trying it.
 
 finding     what one look found, and the table of all
+hosts       several hosts, over ssh: versions, and every pair tried both ways
 host        processors, memory, limits, the engine's needs          (no torch)
 network     interfaces, addresses, the host's own name              (no torch)
 software    Python, torch, launchers, GPUs; asked in child processes

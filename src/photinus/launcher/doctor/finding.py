@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["Finding", "as_json", "exit_code", "table"]
+__all__ = ["Finding", "as_json", "exit_code", "painted", "table"]
 
 _MARKS = {"good": ("✓", "32"), "note": ("!", "33"), "bad": ("✗", "31"), "absent": ("–", "90")}
 _NAME_WIDTH = 16
@@ -46,14 +46,14 @@ def table(findings: Sequence[Finding], *, width: int, colour: bool) -> str:
     for finding in findings:
         if finding.section != section:
             section = finding.section
-            lines += ["", _painted(section, "1", colour)] if lines else [_painted(section, "1", colour)]
+            lines += ["", painted(section, "1", colour)] if lines else [painted(section, "1", colour)]
         mark, number = _MARKS[finding.state]
         indent = " " * (_NAME_WIDTH + 4)
         body = textwrap.wrap(finding.value, width - len(indent), break_long_words=True) or [""]
         head = f"{finding.name:<{_NAME_WIDTH}}"
         if len(finding.name) > _NAME_WIDTH:
             head, body = finding.name, ["", *body]
-        lines.append(f"  {_painted(mark, number, colour)} {head} {body[0]}".rstrip())
+        lines.append(f"  {painted(mark, number, colour)} {head} {body[0]}".rstrip())
         lines += [indent + more for more in body[1:]]
         if finding.advice:
             advice = textwrap.wrap(finding.advice, width - len(indent) - 2, break_on_hyphens=False)
@@ -62,14 +62,14 @@ def table(findings: Sequence[Finding], *, width: int, colour: bool) -> str:
     lines.append("")
     if bad:
         lines.append(
-            _painted(
+            painted(
                 f"{len(bad)} of {len(findings)} need{'s' * (len(bad) == 1)} attention: {', '.join(bad)}.",
                 "1;31",
                 colour,
             )
         )
     else:
-        lines.append(_painted(f"All well: {len(findings)} looks, nothing that needs attention.", "1;32", colour))
+        lines.append(painted(f"All well: {len(findings)} looks, nothing that needs attention.", "1;32", colour))
     return "\n".join(lines)
 
 
@@ -83,5 +83,6 @@ def exit_code(findings: Sequence[Finding]) -> int:
     return int(any(finding.state == "bad" for finding in findings))
 
 
-def _painted(text: str, number: str, colour: bool) -> str:
+def painted(text: str, number: str, colour: bool) -> str:
+    """Text in a terminal's colour of that number, where colours are wanted."""
     return f"\x1b[{number}m{text}\x1b[0m" if colour else text

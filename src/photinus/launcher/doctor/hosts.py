@@ -1,0 +1,328 @@
+"""`photinus doctor --hosts a,b,c`: whether hosts can train together: versions, and every pair tried in both directions.
+
+The far side that `photinus run --hostfile` uses is started on each host over ssh. Pairs are tried in rounds, in which
+each host takes part once, so that no transfer shares a host with another.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..hosts.hostfile import Host
+from ..hosts.ssh_command import check_ssh, find_here
+from ..hosts.ssh_host import FarHost, address_towards, leave, pump, reach
+from ..interrupts import Interrupts, taking_interrupts
+from .finding import Finding, as_json, exit_code, painted, table
+
+__all__ = ["Pair", "examine_hosts", "judge", "matrix", "rounds"]
+
+_SECTION = "Hosts"
+_PAIRS = "Between hosts"
+_TRANSFER_BYTES = 64 << 20
+_TRANSFER_S = 1.0
+_PROBE_S = 20.0
+_ASK_S = 30.0
+_CLOCK_S = 1.0
+_SLOW = 0.5
+_COLUMN = 13
+_NAME = 12
+_ADVICE = {
+    "timed out": "A firewall on {target} or between drops the packets, or the network is cut: let TCP pass on all "
+    "ports between the hosts of a job.",
+    "refused": "A firewall on {target} or between rejects the connection: let TCP pass on all ports between the hosts.",
+    "no route": "There is no way to {target}'s address: put the hosts into one network, or name {target} by an address "
+    "of the network that they share.",
+}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What one host found when it turned to another.
+
+    Attributes:
+        rtt_s: seconds for one byte there and back; None when it was not reached.
+        bytes_per_s: how fast bytes went there.
+        error: why it was not reached: "timed out", "refused", "no route" or other words of the system.
+    """
+
+    source: str
+    target: str
+    rtt_s: float | None = None
+    bytes_per_s: float | None = None
+    error: str = ""
+
+
+def examine_hosts(
+    hosts: Sequence[Host],
+    *,
+    ssh: str = "ssh",
+    ssh_port: int | None = None,
+    as_text: bool = True,
+    width: int = 80,
+    colour: bool = False,
+) -> int:
+    """Examines the hosts and all their pairs, prints what was found, and returns 0 when all is well, else 1.
+
+    Raises:
+        UsageError: the ssh command does not exist.
+    """
+    check_ssh(ssh)
+    here = find_here(hosts)
+    with taking_interrupts() as interrupts:
+        fars: list[FarHost] = []
+        try:
+            for host, is_this in zip(hosts, here, strict=True):
+                fars.append(FarHost(host, here=is_this, ssh=ssh, ssh_port=ssh_port, any_version=True))
+            reach(fars, interrupts)
+            examination = _Examination(fars, interrupts)
+            findings, pairs = examination.run()
+        finally:
+            leave(fars)
+        if interrupts.received:
+            return 128 + interrupts.received[0]
+    if not as_text:
+        print(json.dumps({**as_json(findings), "pairs": [asdict(pair) for pair in pairs]}, indent=1))
+        return exit_code(findings)
+    if pairs:
+        print(matrix([far.name for far in fars], pairs, width=width, colour=colour) + "\n")
+    print(table(findings, width=width, colour=colour))
+    return exit_code(findings)
+
+
+class _Examination:
+    """Questions to all hosts, and their answers."""
+
+    def __init__(self, fars: Sequence[FarHost], interrupts: Interrupts) -> None:
+        self._fars = fars
+        self._interrupts = interrupts
+
+    def run(self) -> tuple[list[Finding], list[Pair]]:
+        present = [far for far in self._fars if far.hello is not None and far.trouble is None]
+        facts, clocks = self._facts(present)
+        present = [far for far in present if far in facts]
+        addresses, secret = self._serve(present)
+        pairs = self._pairs([far for far in present if far in addresses], addresses, secret)
+        troubles = {far.name: far.trouble or "it did not answer" for far in self._fars if far not in addresses}
+        findings = judge(
+            {far.name: facts[far] | {"address": addresses[far]["address"]} for far in addresses},
+            {far.name: clocks[far] for far in addresses},
+            troubles,
+            pairs,
+        )
+        return findings, pairs
+
+    def _facts(self, fars: Sequence[FarHost]) -> tuple[dict[FarHost, dict[str, Any]], dict[FarHost, float]]:
+        """Facts of each host, and how far its clock is ahead of this one's. One after the other, for the clocks."""
+        facts, clocks = {}, {}
+        for far in fars:
+            asked_s = time.time()
+            answers = self._ask({far: {"do": "facts"}}, _ASK_S)
+            if far in answers:
+                facts[far] = answers[far]["facts"]
+                clocks[far] = facts[far]["clock_s"] - (asked_s + time.time()) / 2
+        return facts, clocks
+
+    def _serve(self, fars: Sequence[FarHost]) -> tuple[dict[FarHost, dict[str, Any]], str]:
+        secret = secrets.token_hex(32)
+        elsewhere = [far for far in fars if not far.here]
+        orders = {}
+        for far in fars:
+            assert far.hello is not None
+            own = far.hello["address"]
+            if far.here and elsewhere:
+                own = address_towards(elsewhere[0])
+            orders[far] = {
+                "do": "serve",
+                "secret": secret,
+                "name": far.name,
+                "otherwise": own,
+                "alone": not elsewhere,
+            }
+        return {far: answer["serving"] for far, answer in self._ask(orders, _ASK_S).items()}, secret
+
+    def _pairs(self, fars: Sequence[FarHost], addresses: dict[FarHost, dict[str, Any]], secret: str) -> list[Pair]:
+        found = []
+        for matches in rounds(len(fars)):
+            orders = {
+                fars[source]: {
+                    "do": "probe",
+                    "secret": secret,
+                    "bytes": _TRANSFER_BYTES,
+                    "seconds": _TRANSFER_S,
+                    **addresses[fars[target]],
+                }
+                for source, target in matches
+            }
+            answers = self._ask(orders, _PROBE_S)
+            for source, target in matches:
+                probed = answers.get(fars[source], {"probed": {"error": "did not answer"}})["probed"]
+                found.append(
+                    Pair(
+                        fars[source].name,
+                        fars[target].name,
+                        probed.get("rtt_s"),
+                        probed.get("bytes_per_s"),
+                        probed.get("error", ""),
+                    )
+                )
+        return found
+
+    def _ask(self, orders: dict[FarHost, dict[str, Any]], timeout_s: float) -> dict[FarHost, dict[str, Any]]:
+        """The answers of those hosts that answer in time."""
+        for far, order in orders.items():
+            far.send(order)
+        deadline = time.monotonic() + timeout_s
+        waiting = [far for far in orders if not far.done]
+        while not self._interrupts.received and any(not far.answers and not far.done for far in waiting):
+            if time.monotonic() > deadline:
+                for far in waiting:
+                    if not far.answers and not far.done:
+                        far.trouble = f"host {far.name}: no answer within {timeout_s:.0f} s."
+                break
+            pump(self._fars, 0.5, self._interrupts.fd)
+            self._interrupts.drain()
+        return {far: far.answers.popleft() for far in waiting if far.answers}
+
+
+def rounds(count: int) -> list[list[tuple[int, int]]]:
+    """All ordered pairs of so many hosts, in rounds in which no host takes part twice."""
+    seats: list[int | None] = [*range(count), *([None] if count % 2 else [])]
+    found = []
+    for _ in range(len(seats) - 1):
+        half = len(seats) // 2
+        matches = [
+            (first, second)
+            for first, second in zip(seats[:half], reversed(seats[half:]), strict=True)
+            if first is not None and second is not None
+        ]
+        found += [matches, [(second, first) for first, second in matches]]
+        # All but the first move on by one seat: after so many rounds everyone has met everyone.
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return [matches for matches in found if matches]
+
+
+def judge(
+    facts: Mapping[str, Mapping[str, Any]],
+    clocks: Mapping[str, float],
+    troubles: Mapping[str, str],
+    pairs: Sequence[Pair],
+) -> list[Finding]:
+    """What all this means, by host and by pair. A pure function.
+
+    Args:
+        facts: versions, cores and address of each host that answered.
+        clocks: seconds by which its clock is ahead of this one's.
+        troubles: why the others did not.
+        pairs: both directions of each pair.
+    """
+    findings = [_of_host(name, facts, clocks[name]) for name in facts]
+    for name, said in troubles.items():
+        what, _, advice = said.removeprefix(f"host {name}: ").partition(". ")
+        findings.append(Finding(_SECTION, name, "bad", what, advice or "Log in there by hand and look."))
+    reached = [pair for pair in pairs if not pair.error]
+    if reached:
+        findings.append(_of_all(reached, pairs))
+    findings += _of_unreached(pairs)
+    usual = statistics.median(pair.bytes_per_s or 0.0 for pair in reached) if reached else 0.0
+    for pair in reached:
+        assert pair.bytes_per_s is not None
+        if pair.bytes_per_s < _SLOW * usual:
+            value = f"{_rate(pair.bytes_per_s)}, where the hosts' usual pair has {_rate(usual)}"
+            advice = "All wait for the slowest link: look at its cable, switch port and duplex, or leave the host out."
+            findings.append(Finding(_PAIRS, f"{pair.source} to {pair.target}", "note", value, advice))
+    return findings
+
+
+def matrix(names: Sequence[str], pairs: Sequence[Pair], *, width: int = 80, colour: bool = False) -> str:
+    """From each row to each column: round trip in ms and bandwidth in Gbit/s; as many columns at once as fit."""
+    found = {(pair.source, pair.target): pair for pair in pairs}
+    at_once = max(1, (width - _NAME - 2) // _COLUMN)
+    lines = [painted("From row to column: round trip in ms, bandwidth in Gbit/s", "1", colour)]
+    for begin in range(0, len(names), at_once):
+        columns = names[begin : begin + at_once]
+        lines += ["", " " * (_NAME + 2) + "".join(f"{_short(name):>{_COLUMN}}" for name in columns)]
+        for source in names:
+            cells = [_cell(source, target, found.get((source, target)), colour) for target in columns]
+            lines.append(f"  {_short(source):<{_NAME}}" + "".join(cells))
+    return "\n".join(lines)
+
+
+def _cell(source: str, target: str, pair: Pair | None, colour: bool) -> str:
+    if pair is None:
+        return f"{'–' if source == target else '?':>{_COLUMN}}"
+    if pair.error or pair.rtt_s is None or pair.bytes_per_s is None:
+        return painted(f"{'✗ ' + pair.error:>{_COLUMN}}"[:_COLUMN], "31", colour)
+    return f"{pair.rtt_s * 1e3:.2f} {pair.bytes_per_s * 8 / 1e9:5.2f}".rjust(_COLUMN)
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _NAME - 1 else name[: _NAME - 2] + "…"
+
+
+def _of_host(name: str, facts: Mapping[str, Mapping[str, Any]], ahead_s: float) -> Finding:
+    own = facts[name]
+    value = (
+        f"{own['address']}, {own['cores']} cores, Python {own['python']}, torch {own['torch'] or 'missing'}, "
+        f"Photinus {own['photinus']}"
+    )
+    if abs(ahead_s) > _CLOCK_S:
+        value += f"; its clock is {abs(ahead_s):.0f} s {'ahead' if ahead_s > 0 else 'behind'} (nothing depends on it)"
+    if own["torch"] is None:
+        advice = f"Install the torch of the other hosts in the same environment on {name}."
+        return Finding(_SECTION, name, "bad", value, advice, dict(own))
+    for what in ("Photinus", "torch", "Python"):
+        usual = _most_common([each[what.lower()] for each in facts.values()])
+        if _compared(what, own[what.lower()]) != _compared(what, usual):
+            advice = f"The other hosts have {what} {usual}: ranks of one job need the same on all."
+            return Finding(_SECTION, name, "bad", value, advice, dict(own))
+    return Finding(_SECTION, name, "good", value, facts={**own, "clock_ahead_s": ahead_s})
+
+
+def _compared(what: str, version: str | None) -> str | None:
+    # A patch release of Python changes nothing between ranks; the build of torch (+cpu, +cu126) follows the devices.
+    if version is None:
+        return None
+    return version.rpartition(".")[0] if what == "Python" else version.partition("+")[0]
+
+
+def _most_common(versions: Sequence[str | None]) -> str | None:
+    return max(dict.fromkeys(versions), key=versions.count)
+
+
+def _of_all(reached: Sequence[Pair], pairs: Sequence[Pair]) -> Finding:
+    trips = sorted(pair.rtt_s or 0.0 for pair in reached)
+    rates = sorted(pair.bytes_per_s or 0.0 for pair in reached)
+    value = (
+        f"{len(reached)} of {len(pairs)} directions work: round trip {trips[0] * 1e3:.2f} to {trips[-1] * 1e3:.2f} ms, "
+        f"{_rate(rates[0])} to {_rate(rates[-1])}"
+    )
+    return Finding(_PAIRS, "all", "good" if len(reached) == len(pairs) else "note", value)
+
+
+def _of_unreached(pairs: Sequence[Pair]) -> list[Finding]:
+    unreached = {(pair.source, pair.target): pair for pair in pairs if pair.error}
+    findings = []
+    for (source, target), pair in unreached.items():
+        advice = _ADVICE.get(pair.error, "Look at the network between them.")
+        back = unreached.get((target, source))
+        if back is None:
+            value = f"{target} reaches {source}, but {source} does not reach {target} ({pair.error})"
+            advice = f"Connections are made from both sides. {advice.format(target=target)}"
+            findings.append(Finding(_PAIRS, f"{source} to {target}", "bad", value, advice))
+        elif source < target or back.error != pair.error:
+            value = f"they do not reach each other ({pair.error})"
+            name = f"{source}, {target}"
+            if back.error != pair.error:
+                name, value = f"{source} to {target}", f"not reached, in neither direction ({pair.error})"
+            findings.append(Finding(_PAIRS, name, "bad", value, advice.format(target=target)))
+    return findings
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s * 8 / 1e9:.2f} Gbit/s"
