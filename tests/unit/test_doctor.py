@@ -63,7 +63,7 @@ def test_each_finding_is_a_line_with_its_advice_below() -> None:
         "Host",
         "  ✓ memory           8.0 GiB",
         "  ✗ open files       16",
-        "                    → Raise it: ulimit -n 4096.",
+        "                     → Raise it: ulimit -n 4096.",
         "",
         "Backends",
         "  – nccl             not built",

@@ -42,7 +42,7 @@ def told(findings):
 def test_all_well():
     found = judge(facts(a={}, b={}), {"a": 0.0, "b": 0.2}, {}, [pair("a", "b"), pair("b", "a")])
     assert {finding.state for finding in found} == {"good"}
-    assert "2 of 2 directions work: round trip 0.10 to 0.10 ms, 8.00 Gbit/s to 8.00 Gbit/s" in told(found)["all"][1]
+    assert "2 of 2 directions work: round trip 0.10 to 0.10 ms, 8.00 to 8.00 Gbit/s" in told(found)["all"][1]
 
 
 def test_a_host_that_is_reached_but_does_not_reach_is_told_so():

@@ -48,7 +48,7 @@ def table(findings: Sequence[Finding], *, width: int, colour: bool) -> str:
             section = finding.section
             lines += ["", painted(section, "1", colour)] if lines else [painted(section, "1", colour)]
         mark, number = _MARKS[finding.state]
-        indent = " " * (_NAME_WIDTH + 4)
+        indent = " " * (_NAME_WIDTH + 5)
         body = textwrap.wrap(finding.value, width - len(indent), break_long_words=True) or [""]
         head = f"{finding.name:<{_NAME_WIDTH}}"
         if len(finding.name) > _NAME_WIDTH:

@@ -300,7 +300,7 @@ def _of_all(reached: Sequence[Pair], pairs: Sequence[Pair]) -> Finding:
     rates = sorted(pair.bytes_per_s or 0.0 for pair in reached)
     value = (
         f"{len(reached)} of {len(pairs)} directions work: round trip {trips[0] * 1e3:.2f} to {trips[-1] * 1e3:.2f} ms, "
-        f"{_rate(rates[0])} to {_rate(rates[-1])}"
+        f"{_rate(rates[0]).split()[0]} to {_rate(rates[-1])}"
     )
     return Finding(_PAIRS, "all", "good" if len(reached) == len(pairs) else "note", value)
 
