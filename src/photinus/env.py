@@ -113,6 +113,13 @@ LISTEN_FD: Variable[int | None] = Variable(
     None,
     "number of a listening socket that the launcher inherits, to lead a job on several hosts",
 )
+CONDUCTED_AS: Variable[str | None] = Variable(
+    "PHOTINUS_CONDUCTED_AS",
+    str,
+    None,
+    "the name under which `photinus run --hostfile` knows this host, which sets it: all hosts share a terminal then, "
+    "and what concerns all is told there once",
+)
 ATTEMPT: Variable[int] = Variable(
     "TORCHELASTIC_RESTART_COUNT", int, 0, "how often the launcher has restarted the workers; set by the launcher"
 )
@@ -128,5 +135,6 @@ ALL: tuple[Variable[object], ...] = (  # type: ignore[assignment]
     INSTRUCTION_SET,
     JOB_SECRET,
     LISTEN_FD,
+    CONDUCTED_AS,
     ATTEMPT,
 )

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
+from ..env import CONDUCTED_AS
 from ..errors import LaunchError, PhotinusError
 from .usage import UsageError, closest
 
@@ -67,11 +68,11 @@ def _run(words: list[str]) -> int:
     try:
         return _dispatch(words)
     except UsageError as error:
-        return _tell(str(error), _WRONG_USE)
+        return _tell(f"{_host()}{error}", _WRONG_USE)
     except LaunchError as error:
         return _tell(f"LaunchError: {error}", error.exit_code)
     except PhotinusError as error:
-        return _tell(f"{type(error).__name__}: {error}", _WRONG_USE)
+        return _tell(f"{_host()}{type(error).__name__}: {error}", _WRONG_USE)
     except KeyboardInterrupt:
         return 130
 
@@ -97,6 +98,12 @@ def _unknown(word: str) -> str:
         return f"{word} is not a command. To start it: photinus run {word}"
     near = closest(word, _COMMANDS)
     return f"unknown command {word}." + (f" Did you mean {near}?" if near else " See `photinus --help`.")
+
+
+def _host() -> str:
+    """Which host says so, where several share a terminal."""
+    name = CONDUCTED_AS.get()
+    return "" if name is None else f"host {name}: "
 
 
 def _tell(message: str, code: int) -> int:

@@ -70,6 +70,7 @@ def worker_environ(
         environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     environ.pop(env.JOB_SECRET.name, None)
     environ.pop(env.LISTEN_FD.name, None)
+    environ.pop(env.CONDUCTED_AS.name, None)
     if cpu_only:
         environ["CUDA_VISIBLE_DEVICES"] = ""
     return environ

@@ -13,9 +13,9 @@ import signal
 import types
 from collections.abc import Iterator
 
-__all__ = ["Interrupted", "Interrupts", "taking_interrupts"]
+__all__ = ["SIGNALS", "Interrupted", "Interrupts", "taking_interrupts"]
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Interrupted(BaseException):
@@ -73,7 +73,7 @@ def taking_interrupts() -> Iterator[Interrupts]:
     os.set_blocking(writing, False)
     interrupts = Interrupts(reading)
 
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     wakeup_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     try:
         for number, handler in before.items():

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from .. import env
 from ..errors import LaunchError
 from .colleagues import LOOPBACK, Colleagues, JobEndedError, OneHost
 from .devices import VISIBLE, check_devices, choose_worker_count, count_gpus, usable_cores, visible_devices
@@ -19,7 +20,7 @@ from .guard import guarding
 from .hosts.joining import Joined, joining
 from .hosts.member import Me
 from .hosts.ports import listen
-from .interrupts import Interrupted, Interrupts, taking_interrupts
+from .interrupts import SIGNALS, Interrupted, Interrupts, taking_interrupts
 from .job import Job
 from .output import Output
 from .processes import adopting_orphans
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["supervise"]
 
 _INTERRUPT_GRACE_S = 1.5
+_ENDED_BY_SIGNAL = tuple(128 + number for number in SIGNALS)
 
 
 def supervise(flags: RunFlags, program: Program) -> int:
@@ -86,11 +88,15 @@ def supervise(flags: RunFlags, program: Program) -> int:
         except signal_exception:
             return _interrupted(interrupts, output, f"{chosen.count} workers were ended")
         except JobEndedError as ended:
+            if ended.exit_code in _ENDED_BY_SIGNAL and env.CONDUCTED_AS.get() is not None:
+                return ended.exit_code  # who sent the signal to all hosts says so
             raise LaunchError(f"the job ended: {ended}", exit_code=ended.exit_code) from None
     if not result.is_failed():
         return 0
     verdict = agent.failure
     assert verdict is not None
+    if joined is not None and not joined.leads and env.CONDUCTED_AS.get() is not None:
+        return verdict.exit_code
     after = f" after {agent.restarts} restart{'s' if agent.restarts > 1 else ''}" if agent.restarts else ""
     where = f" of host {verdict.host}" if joined is not None else ""
     raise LaunchError(
@@ -141,7 +147,8 @@ def _import_torch_parts() -> tuple[type[Agent], type[Exception]]:
 def _interrupted(interrupts: Interrupts, output: Output, what: str) -> int:
     number = interrupts.first
     assert number is not None
-    output.say(f"photinus: ended by {number.name}: {what}\n")
+    if env.CONDUCTED_AS.get() is None:
+        output.say(f"photinus: ended by {number.name}: {what}\n")
     return 128 + number
 
 

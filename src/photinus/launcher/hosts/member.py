@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ... import __version__
+from ... import __version__, env
 from ...errors import LaunchError
 from ..colleagues import Formation, JobEndedError, Order, open_store
 from ..judge import Verdict
@@ -129,7 +129,7 @@ class Member:
             message = self._next(check)
             if message["type"] == "verdict":
                 verdict = Verdict(**{name: value for name, value in message.items() if name != "type"})
-                if not self._leads:  # the leader has said all of it
+                if not self._leads and env.CONDUCTED_AS.get() is None:  # the leader has said all of it, elsewhere
                     self._say(verdict.short, True)
                 return verdict
             order = self._order(message)
