@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..errors import DeviceError
 from .devices import count_gpus_apart
 from .flags import HELP, RunFlags, SelectionFlags, parse_run
-from .program import check_program
+from .program import Program, check_program
 from .usage import UsageError
 
 __all__ = ["main"]
@@ -34,9 +35,16 @@ def main(arguments: Sequence[str]) -> int:
 
         return conduct(flags)
     if flags.selection != SelectionFlags():
-        from .hosts.selection import for_this_host
+        from .hosts.selection import for_this_host, typed
 
-        flags = for_this_host(flags, count_gpus_apart)
+        try:
+            return _start(for_this_host(flags, count_gpus_apart), program)
+        except DeviceError as error:
+            raise DeviceError(f"{typed(flags.selection)} asks for GPUs: {error}") from None
+    return _start(flags, program)
+
+
+def _start(flags: RunFlags, program: Program) -> int:
     _refuse_unbuilt(flags)
 
     from .supervise import supervise

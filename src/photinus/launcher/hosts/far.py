@@ -29,13 +29,13 @@ import time
 from typing import Any
 
 from ... import __version__
-from ...env import JOB_SECRET
+from ...env import CONDUCTED_AS, JOB_SECRET
 from ...errors import PhotinusError
 from ..interrupts import Interrupts, taking_interrupts
 from ..program import Program, check_program
 from ..usage import UsageError
 from .far_frames import MARK, frame, message
-from .far_job import FarJob
+from .far_job import FarJob, Outputs
 from .far_listen import listen
 
 __all__ = ["main"]
@@ -204,14 +204,15 @@ class _FarSide:
         self._say({"prepared": {"address": address, "port": port}})
 
     def _run(self, order: dict[str, Any]) -> None:
-        environ = {**os.environ, **order["environ"]}
+        environ = {**os.environ, **order["environ"], CONDUCTED_AS.name: order["name"]}
         if order["secret"] is not None:
             environ[JOB_SECRET.name] = order["secret"]
         folder = os.path.dirname(sys.executable)
         path = environ.get("PATH", os.defpath)
         if folder not in path.split(os.pathsep):
             environ["PATH"] = folder + os.pathsep + path
-        self._job = FarJob(order["words"], environ, merged=order["merged"], listener=self._listener)
+        outputs = Outputs(**order["outputs"])
+        self._job = FarJob(order["words"], environ, outputs=outputs, listener=self._listener)
         if self._listener is not None:
             self._listener.close()
             self._listener = None

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import fcntl
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from ...env import LISTEN_FD
 
-__all__ = ["FarJob", "safe_path"]
+__all__ = ["FarJob", "Outputs", "safe_path"]
 
 _PR_SET_PDEATHSIG = 1
 _READ_BYTES = 64 * 1024
@@ -31,13 +34,42 @@ def safe_path() -> list[str]:
     return ["-P"] if sys.version_info >= (3, 11) else []
 
 
+@dataclass(frozen=True)
+class Outputs:
+    """What the launcher's stdout and stderr shall look like to it, as they do where the user typed.
+
+    Attributes:
+        merged: both end at the same place, so their order is kept in one pipe.
+        stdout, stderr: whether it is a terminal: rank 0 then has its colours and its progress bar.
+        rows, columns: size of the terminal.
+    """
+
+    merged: bool
+    stdout: bool = False
+    stderr: bool = False
+    rows: int = 24
+    columns: int = 80
+
+    def open(self, terminal: bool) -> tuple[int, int]:
+        """The reading end and the launcher's end of one output."""
+        if not terminal:
+            return os.pipe()
+        ours, theirs = os.openpty()
+        settings = termios.tcgetattr(theirs)
+        settings[1] &= ~termios.OPOST  # bytes pass as they are; the terminal at the other end does the rest
+        settings[3] &= ~(termios.ECHO | termios.ICANON)
+        termios.tcsetattr(theirs, termios.TCSANOW, settings)
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", self.rows, self.columns, 0, 0))
+        return ours, theirs
+
+
 class FarJob:
     """A launcher in a process of its own, so that nothing which it does or waits for can keep the far side from acting.
 
     Args:
         words: what stands after `photinus run`.
         environ: its whole environment.
-        merged: stdout and stderr end at the same place, so their order is kept in one pipe.
+        outputs: what its stdout and stderr are.
         listener: a socket that it shall inherit, as PHOTINUS_LISTEN_FD.
 
     Attributes:
@@ -46,35 +78,44 @@ class FarJob:
     """
 
     def __init__(
-        self, words: Sequence[str], environ: Mapping[str, str], *, merged: bool, listener: socket.socket | None
+        self, words: Sequence[str], environ: Mapping[str, str], *, outputs: Outputs, listener: socket.socket | None
     ) -> None:
         libc = ctypes.CDLL(None)
         environ = dict(environ)
         if listener is not None:
             environ[LISTEN_FD.name] = str(listener.fileno())
+        ours, stdout = outputs.open(outputs.stdout)
+        self.outputs, theirs = {ours: b"o"}, [stdout]
+        if outputs.merged:
+            stderr = stdout
+        else:
+            ours, stderr = outputs.open(outputs.stderr)
+            self.outputs[ours] = b"e"
+            theirs.append(stderr)
         self._process = subprocess.Popen(
             [sys.executable, *safe_path(), "-m", "photinus", "run", *words],
             env=environ,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT if merged else subprocess.PIPE,
+            stdout=stdout,
+            stderr=stderr,
             pass_fds=() if listener is None else (listener.fileno(),),
             # It ends in order, with all its workers, when the far side is killed.
             preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),
         )
-        self.outputs = {
-            stream.fileno(): kind
-            for stream, kind in ((self._process.stdout, b"o"), (self._process.stderr, b"e"))
-            if stream is not None
-        }
+        for descriptor in theirs:
+            os.close(descriptor)
         self.pidfd = os.pidfd_open(self._process.pid)
         self._kill_at_s: float | None = None
         self._ended_at_s = 0.0
 
     def read(self, descriptor: int) -> bytes:
         """More of one output; b"" at its end, after which it is not in `outputs` any more."""
-        data = os.read(descriptor, _READ_BYTES)
+        try:
+            data = os.read(descriptor, _READ_BYTES)
+        except OSError:  # how a terminal tells that nobody has its other end open
+            data = b""
         if not data:
+            os.close(descriptor)
             del self.outputs[descriptor]
         return data
 
@@ -101,8 +142,6 @@ class FarJob:
         """Its exit code, 128 + the signal if one ended it. To be called once it has ended."""
         status = self._process.wait()
         os.close(self.pidfd)
-        for stream in (self._process.stdout, self._process.stderr):
-            if stream is not None:
-                with contextlib.suppress(OSError):
-                    stream.close()
+        for descriptor in self.outputs:
+            os.close(descriptor)
         return 128 - status if status < 0 else status

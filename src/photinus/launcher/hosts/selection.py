@@ -21,7 +21,7 @@ from .hostfile import Host
 if TYPE_CHECKING:
     from ..flags import RunFlags, SelectionFlags
 
-__all__ = ["Share", "for_this_host", "select"]
+__all__ = ["Share", "for_this_host", "select", "typed"]
 
 _ITEM = re.compile(r"(?P<name>[^:@\s]+|\[[0-9a-fA-F:.%\w]+\])(?::(?P<slots>[\d,\s-]*))?")
 
@@ -122,14 +122,23 @@ def for_this_host(flags: RunFlags, count_gpus: Callable[[], int]) -> RunFlags:
     return replace(plain, devices=devices)
 
 
-def _refuse_contradictions(selection: SelectionFlags) -> None:
-    typed = {
+def typed(selection: SelectionFlags) -> str:
+    """What the user typed to choose hosts and devices, for messages."""
+    return " ".join(_typed(selection))
+
+
+def _typed(selection: SelectionFlags) -> list[str]:
+    flags = {
         "--include": selection.include,
         "--exclude": selection.exclude,
         "--num-nodes": selection.num_nodes,
         "--num-gpus": selection.num_gpus,
     }
-    given = [f"{flag} {value}" for flag, value in typed.items() if value is not None]
+    return [f"{flag} {value}" for flag, value in flags.items() if value is not None]
+
+
+def _refuse_contradictions(selection: SelectionFlags) -> None:
+    given = _typed(selection)
     if len(given) > 1 and not given[0].startswith("--num-nodes"):
         raise UsageError(f"{given[0]} and {given[1]} contradict each other: leave out one of them.")
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import secrets
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -26,12 +27,12 @@ from typing import Any
 
 from ...errors import LaunchError
 from ..flags import RunFlags
-from ..interrupts import Interrupts, taking_interrupts
+from ..interrupts import SIGNALS, Interrupts, taking_interrupts
 from ..program import Program
 from .hostfile import read_hostfile
 from .joining import DEFAULT_PORT
 from .selection import Share, select
-from .ssh_command import check_ssh, far_command, find_here
+from .ssh_command import check_ssh, find_here
 from .ssh_environ import handed_over, variable_files
 from .ssh_host import FarHost, address_towards, leave, pump, reach
 from .ssh_lines import HostLines, Screen
@@ -110,6 +111,14 @@ class _Conductor:
         out = Screen(1)
         screens = {b"o": out, b"e": out if self._merged else Screen(2)}
         self._error_screen = screens[b"e"]
+        columns, rows = shutil.get_terminal_size()
+        self._outputs = {
+            "merged": self._merged,
+            "stdout": out.terminal,
+            "stderr": self._error_screen.terminal,
+            "rows": rows,
+            "columns": columns,
+        }
         self._lines = [
             {kind: HostLines(screen, first=number == 0) for kind, screen in screens.items()}
             for number in range(len(shares))
@@ -138,9 +147,12 @@ class _Conductor:
             raise LaunchError(f"{self._failed.trouble} The others were ended.")
         code = self._failed.ended
         assert code is not None
-        others = f", first of {len(self._hosts)}" if len(self._hosts) > 1 else ""
+        told = code - 128 not in SIGNALS
+        if told and all(far.ended == code for far in self._hosts):
+            return code  # the host that leads has told what it was
         raise LaunchError(
-            f"the job failed: host {self._failed.name} ended with exit code {code}{others}; see above", exit_code=code
+            f"the job failed: host {self._failed.name} was the first to end, with exit code {code}; see above",
+            exit_code=code,
         )
 
     def close(self) -> None:
@@ -210,10 +222,12 @@ class _Conductor:
             )
             order = {
                 "do": "run",
+                "name": far.name,
                 "words": words,
                 "environ": dict(self._environ),
                 "secret": secret,
-                "merged": self._merged,
+                # Other hosts' lines are carried here as lines; only rank 0's host has the terminal to itself.
+                "outputs": self._outputs if number == 0 else {"merged": self._merged},
             }
             far.send(order)
 
@@ -297,13 +311,12 @@ def _told(flags: RunFlags, shares: Sequence[Share], here: Sequence[bool], enviro
     leader = flags.hosts.leader or shares[0].host.name
     port = DEFAULT_PORT if flags.hosts.port is None else flags.hosts.port
     for number, (share, is_this) in enumerate(zip(shares, here, strict=True)):
-        selection = flags.selection
-        how = (
-            "this host"
-            if is_this
-            else "over "
-            + shlex.join(far_command(share.host, here=False, ssh=selection.ssh, ssh_port=selection.ssh_port)[:-1])
+        way = (
+            flags.selection.ssh
+            if flags.selection.ssh_port is None
+            else f"{flags.selection.ssh} -p {flags.selection.ssh_port}"
         )
+        how = "this host" if is_this else f"over {way} {share.host.destination}"
         words = words_for(flags, share, host_rank=number, hosts=len(shares), leader=leader, port=port)
         lines += ["", f"  {share.host.name} ({how})", f"    photinus run {shlex.join(words)}"]
     lines += ["", "environment variables that the hosts are given:"]

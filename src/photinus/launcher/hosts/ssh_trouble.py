@@ -102,4 +102,4 @@ def trouble(destination: str, ssh: str, status: int, said: str, printed: str) ->
 
 def _last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:200] if lines else ""
+    return lines[-1][:200].removeprefix("ssh: ") if lines else ""
