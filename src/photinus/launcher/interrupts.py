@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import types
 from collections.abc import Iterator
@@ -57,6 +58,12 @@ class Interrupts:
             yield
         finally:
             self._strike_at_once = False
+
+    def comes_within(self, timeout_s: float) -> bool:
+        """Whether a signal has been received; waits for one."""
+        if not self.received:
+            select.select([self.fd], [], [], timeout_s)
+        return bool(self.received)
 
     def drain(self) -> None:
         """Empties the pipe behind `fd`."""

@@ -20,7 +20,7 @@ from .guard import guarding
 from .hosts.joining import Joined, joining
 from .hosts.member import Me
 from .hosts.ports import listen
-from .interrupts import SIGNALS, Interrupted, Interrupts, taking_interrupts
+from .interrupts import Interrupted, Interrupts, taking_interrupts
 from .job import Job
 from .output import Output
 from .processes import adopting_orphans
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["supervise"]
 
 _INTERRUPT_GRACE_S = 1.5
-_ENDED_BY_SIGNAL = tuple(128 + number for number in SIGNALS)
+_SIGNAL_TO_ALL_S = 0.3
 
 
 def supervise(flags: RunFlags, program: Program) -> int:
@@ -88,8 +88,9 @@ def supervise(flags: RunFlags, program: Program) -> int:
         except signal_exception:
             return _interrupted(interrupts, output, f"{chosen.count} workers were ended")
         except JobEndedError as ended:
-            if ended.exit_code in _ENDED_BY_SIGNAL and env.CONDUCTED_AS.get() is not None:
-                return ended.exit_code  # who sent the signal to all hosts says so
+            # A signal to all hosts: another's end is no news then, if it arrives first.
+            if interrupts.comes_within(_SIGNAL_TO_ALL_S if env.CONDUCTED_AS.get() is not None else 0.0):
+                return _interrupted(interrupts, output, f"{chosen.count} workers were ended")
             raise LaunchError(f"the job ended: {ended}", exit_code=ended.exit_code) from None
     if not result.is_failed():
         return 0
