@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import pty
+import random
 import signal
 import struct
 import subprocess
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.test_run import Ended, script
+from tests.dist.test_run import Ended, run_job, script
 from tests.netns import NetworkHost, network_hosts
 from tests.sshd import SshServer, ssh_server
 
@@ -118,8 +119,9 @@ def reports(ended: Ended) -> dict[int, dict]:
     return found
 
 
-def test_every_rank_finds_its_place_its_arguments_and_the_others(place):
-    hosts = place.hostfile("# two hosts\nhost-0 slots=2\nhost-1 slots=1\n")
+@pytest.mark.parametrize("here", ["host-0", "localhost"])
+def test_every_rank_finds_its_place_its_arguments_and_the_others(place, here):
+    hosts = place.hostfile(f"# two hosts\n{here} slots=2\nhost-1 slots=1\n")
     (place.folder / ".deepspeed_env").write_text("FROM_FILE=read\n")
     words = ["--hostfile", hosts, "--export", "MINE", script(place.folder, REPORT), "gloo", "--lr", "0.1"]
     ended = place.run(*words, MINE="mine", CUDA_VISIBLE_DEVICES="")
@@ -242,6 +244,33 @@ def test_a_killed_conductor_leaves_nothing_on_any_host(place):
     print(f"gone after {time.monotonic() - begun:.1f} s")
 
 
+def test_a_conductor_killed_at_any_moment_leaves_nothing(place):
+    hosts = place.hostfile("host-0 slots=1\nhost-1 slots=1\n")
+    moments = random.Random(5)
+    for number in range(12):
+        process = place.start("--hostfile", hosts, script(place.folder, STAY), place.folder)
+        time.sleep(moments.uniform(0.05, 6.0))
+        process.kill()
+        finish(process)
+        assert_only_the_server_is_left(place, 12.0)
+        print(f"{number + 1} of 12: nothing left")
+
+
+def test_a_host_that_is_cut_off_ends_the_job_within_ten_seconds(tmp_path):
+    alive_checks = "ClientAliveInterval 3\nClientAliveCountMax 2"  # so that the server there notices as well
+    with network_hosts(2) as (first, second), ssh_server(tmp_path, host=second, more=alive_checks) as server:
+        place = Place(first, second, server, tmp_path)
+        process, pids = start_staying(place)
+        second.cut_off()
+        begun = time.monotonic()
+        ended = finish(process)
+        assert time.monotonic() - begun < 10.5
+        assert ended.code == 1
+        assert "host host-1 (10.78.0.2) was lost: nothing was heard of it" in ended.err
+        assert_gone_within(pids, 30.0)
+        assert_only_the_server_is_left(place, 30.0)
+
+
 def test_a_killed_far_side_ends_the_job_and_names_the_host(place):
     process, pids = start_staying(place)
     (far,) = [pid for pid in place.second.pids() if "hosts.far" in words_of(pid) and "ssh" not in words_of(pid)[:8]]
@@ -314,6 +343,23 @@ def test_unknown_and_refused_keys_are_told_apart(place):
     (place.server.folder / "authorized_keys").write_text("")
     ended = place.run("--hostfile", hosts, script(place.folder, REPORT))
     assert "host host-1: it refuses to let this user in without a password" in ended.err, ended.err
+
+
+def test_ssh_to_this_machine_and_a_shell_that_prints(tmp_path):
+    greeting = f"ForceCommand echo Welcome; exec {sys.executable} -m photinus.launcher.hosts.far"
+    with ssh_server(tmp_path, more=greeting) as server:
+        (tmp_path / "hosts").write_text("localhost slots=1\nroot@127.0.0.1 slots=1\n")
+        words = ["--ssh", server.ssh, "--hostfile", tmp_path / "hosts", "--master-port", "0"]
+        ended = run_job(*words, script(tmp_path, REPORT), "gloo", cwd=tmp_path)
+        assert ended.code == 0, ended.err
+        found = reports(ended)
+        assert [found[rank]["total"] for rank in range(2)] == [3, 3]
+        assert {report["MASTER_ADDR"] for report in found.values()} == {"127.0.0.1"}
+        command = [sys.executable, "-m", "photinus", "doctor", "--ssh", server.ssh, "--hosts"]
+        said = subprocess.run(
+            [*command, "localhost,root@127.0.0.1"], capture_output=True, text=True, timeout=60, check=True
+        )
+        assert "2 of 2 directions work" in said.stdout
 
 
 OLD_FAR_SIDE = """

@@ -130,7 +130,7 @@ class _Examination:
 
     def _serve(self, fars: Sequence[FarHost]) -> tuple[dict[FarHost, dict[str, Any]], str]:
         secret = secrets.token_hex(32)
-        elsewhere = [far for far in fars if not far.here]
+        elsewhere = [far for far in fars if not far.on_this_machine]
         orders = {}
         for far in fars:
             assert far.hello is not None

@@ -9,7 +9,7 @@ cable), and the far side ends what it has started: SIGTERM to its launcher, whic
     {"do": "prepare", "cwd": ..., "program": ..., "listen": ...}   look whether the job can start; bind the port
     {"do": "run", "words": ..., "environ": ..., "secret": ...}     start `photinus run`
     {"do": "signal", "number": 2}                                  pass it on
-    {"do": "beat"}                                                 still there
+    {"do": "beat"}                                                 still there? (answered)
     {"do": "facts" | "serve" | "probe", ...}                       questions of `photinus doctor`, see far_probe
 
 Stdout carries its answers and the job's output, as frames (see far_frames).
@@ -179,7 +179,9 @@ class _FarSide:
         elif what == "signal":
             if self._job is not None:
                 self._job.ask(int(order["number"]))
-        elif what != "beat":
+        elif what == "beat":
+            self._say({"beat": True})
+        else:
             from .far_probe import answer
 
             self._say(answer(order))

@@ -41,7 +41,9 @@ from .ssh_words import words_for
 __all__ = ["conduct"]
 
 _STEP_S = 0.5
-_BEAT_S = 20.0
+_BEAT_S = 2.0
+# When a host has failed, one that has not been heard of for so long is not waited for: it is why, or gone with it.
+_SILENT_S = 5.0
 # All hosts shall have ended so long after Ctrl-C (the launcher there gives its workers 1.5 s), and after the second.
 _INTERRUPT_S, _IMPATIENT_S = 1.9, 0.7
 # For the commands that reach the hosts to end by themselves, when all is over.
@@ -105,6 +107,7 @@ class _Conductor:
         self._follow_at_s: float | None = None
         self._beat_at_s = time.monotonic() + _BEAT_S
         self._failed: FarHost | None = None
+        self._silent: list[FarHost] = []
         sys.stdout.flush()
         sys.stderr.flush()
         self._merged = os.path.sameopenfile(1, 2)
@@ -147,6 +150,9 @@ class _Conductor:
             raise LaunchError(f"{self._failed.trouble} The others were ended.")
         code = self._failed.ended
         assert code is not None
+        if self._silent:
+            names = ", ".join(far.name for far in self._silent)
+            raise LaunchError(f"nothing was heard of {names} for {_SILENT_S:.0f} s, and the job ended", exit_code=code)
         told = code - 128 not in SIGNALS
         if told and all(far.ended == code for far in self._hosts):
             return code  # the host that leads has told what it was
@@ -195,13 +201,13 @@ class _Conductor:
         assert first.hello is not None
         own = first.hello["address"]
         if first.here:
-            own = next((address_towards(far) for far in self._hosts if not far.here), None)
+            own = next((address_towards(far) for far in self._hosts if not far.on_this_machine), None)
         return {
             "name": hosts.leader if hosts.leader is not None else first.name,
             "port": DEFAULT_PORT if hosts.port is None else hosts.port,
             "or_another": hosts.port is None,
             "otherwise": own if hosts.leader is None else None,
-            "alone": all(far.here for far in self._hosts),
+            "alone": all(far.on_this_machine for far in self._hosts),
         }
 
     def _start(self) -> None:
@@ -272,7 +278,10 @@ class _Conductor:
             else:
                 never_met = self._failed.ended == _NEVER_MET_CODE
                 self._follow_at_s = now + (_NEVER_MET_S if never_met else self._flags.stop_grace_s + _FOLLOW_S)
-        if self._follow_at_s is not None and now >= self._follow_at_s:
+        self._silent = [far for far in self._hosts if not far.done and now - far.heard_at_s > _SILENT_S]
+        if self._silent and all(far.done or far in self._silent for far in self._hosts):
+            self._leave_at_s = now
+        elif self._follow_at_s is not None and now >= self._follow_at_s:
             self._follow_at_s = None
             if not all(far.done for far in self._hosts):
                 self._send_signal(15)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import select
 import signal
@@ -42,6 +43,7 @@ class FarHost:
         answers: messages from it that nobody has taken yet.
         output: pieces of the job's output ("o" or "e", bytes) that nobody has taken yet.
         hello: who it says it is; None until it has.
+        heard_at_s: when something came from it last (monotonic clock).
         ended: exit code of its `photinus run`; None until that has ended.
         trouble: why nothing more is to be expected of it; None as long as all is well.
     """
@@ -61,7 +63,7 @@ class FarHost:
         self._frames = Frames()
         self._said = b""
         self._unsent = bytearray()
-        self._started_at_s = time.monotonic()
+        self._started_at_s = self.heard_at_s = time.monotonic()
         self._status: int | None = None
         self._process = subprocess.Popen(
             far_command(host, here=here, ssh=ssh, ssh_port=ssh_port),
@@ -85,6 +87,12 @@ class FarHost:
     def name(self) -> str:
         """The host's name as the user typed it."""
         return self.host.name
+
+    @property
+    def on_this_machine(self) -> bool:
+        """Whether it is this machine, with or without ssh in between."""
+        address = None if self.hello is None else self.hello["address"]
+        return self.here or (address is not None and ipaddress.ip_address(address.partition("%")[0]).is_loopback)
 
     @property
     def done(self) -> bool:
@@ -179,6 +187,7 @@ class FarHost:
         elif descriptor == self._err:
             self._said = (self._said + data)[-_SAID_LIMIT_BYTES:]
         else:
+            self.heard_at_s = time.monotonic()
             try:
                 for kind, content in self._frames.take(data):
                     self._heed(kind, content)
@@ -204,7 +213,7 @@ class FarHost:
             self.ended = int(answer["ended"])
         elif "trouble" in answer:
             self.trouble = f"host {self.name}: {answer['trouble']}"
-        else:
+        elif "beat" not in answer:
             self.answers.append(answer)
 
 
