@@ -64,7 +64,9 @@ def supervise(flags: RunFlags, program: Program) -> int:
         except Interrupted:
             return _interrupted(interrupts, output, "before any worker was started")
         if chosen.reason:
-            output.say(f"photinus: {chosen.count} worker{'s' if chosen.count != 1 else ''} ({chosen.reason})\n")
+            where = "" if (name := env.CONDUCTED_AS.get()) is None else f"host {name}: "
+            plural = "s" if chosen.count != 1 else ""
+            output.say(f"photinus: {where}{chosen.count} worker{plural} ({chosen.reason})\n")
         job = Job(
             program=program,
             job_id=job_id,
