@@ -449,6 +449,22 @@ def test_doctor_examines_all_pairs_of_hosts(place):
     assert all(pair["bytes_per_s"] > 1e6 for pair in found["pairs"])
 
 
+def test_doctor_names_hosts_that_do_not_reach_each_other(tmp_path):
+    with network_hosts(3) as (first, second, third):
+        second.run(["ip", "route", "add", "unreachable", f"{third.address}/32"])
+        with ssh_server(tmp_path, host=second) as server, ssh_server(tmp_path, host=third):
+            command = [sys.executable, "-m", "photinus", "doctor", "--ssh", server.ssh, "--hosts", "host-0,host-1,host-2"]
+            asked = first.start(command, stdout=subprocess.PIPE, text=True)
+            said, _ = asked.communicate(timeout=60)
+    print(said)
+    assert asked.returncode == 1
+    assert "✗ no route" in said
+    assert "✗ timed out" in said
+    assert "4 of 6 directions work" in said
+    assert "2 of 6 need attention: host-1 to host-2, host-2 to host-1." in said
+    assert max(map(len, said.splitlines())) <= 80
+
+
 def start_staying(place: Place, text: str = STAY) -> tuple[subprocess.Popen[str], list[int]]:
     """A running job of one rank on each host, and the pids of ranks and their children."""
     hosts = place.hostfile("host-0 slots=1\nhost-1 slots=1\n")

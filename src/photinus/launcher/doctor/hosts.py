@@ -319,7 +319,7 @@ def _of_unreached(pairs: Sequence[Pair]) -> list[Finding]:
             value = f"they do not reach each other ({pair.error})"
             name = f"{source}, {target}"
             if back.error != pair.error:
-                name, value = f"{source} to {target}", f"not reached, in neither direction ({pair.error})"
+                name, value = f"{source} to {target}", f"not reached ({pair.error}), nor the other way round"
             findings.append(Finding(_PAIRS, name, "bad", value, advice.format(target=target)))
     return findings
 
