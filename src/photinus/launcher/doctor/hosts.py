@@ -72,8 +72,9 @@ def examine_hosts(
     Raises:
         UsageError: the ssh command does not exist.
     """
-    check_ssh(ssh)
     here = find_here(hosts)
+    if not all(here):
+        check_ssh(ssh)
     with taking_interrupts() as interrupts:
         fars: list[FarHost] = []
         try:

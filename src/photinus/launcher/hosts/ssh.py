@@ -68,8 +68,9 @@ def conduct(flags: RunFlags) -> int:
     shares = select(read_hostfile(selection.hostfile), selection)
     for share in shares:
         words_for(flags, share)  # finds fault before anything is started
-    check_ssh(selection.ssh)
     here = find_here([share.host for share in shares])
+    if not all(here):
+        check_ssh(selection.ssh)
     environ = handed_over(os.environ, selection.export, variable_files(Path.home(), Path.cwd()))
     if len(shares) == 1 and here[0]:
         from ..run import main

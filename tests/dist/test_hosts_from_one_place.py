@@ -1,0 +1,56 @@
+"""A host file whose hosts are all this machine: all that `--hostfile` does, except for ssh."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from pathlib import Path
+
+from tests.dist.test_run import run_job, script
+
+REPORT = """
+import json, os, sys, time
+from pathlib import Path
+names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK PHOTINUS_WORLD_SIZE"
+print(json.dumps({**{name: os.environ[name] for name in names.split()}, "argv": sys.argv[1:]}), flush=True)
+print("a line on stderr", file=sys.stderr, flush=True)
+Path(f"told-{os.environ['RANK']}").touch()
+if os.environ["RANK"] == "2":
+    while len(list(Path().glob("told-*"))) < 3:  # the others have told all before they are ended
+        time.sleep(0.01)
+    sys.exit(7)
+time.sleep(1000)
+"""
+
+
+def test_two_hosts_with_their_slots_are_one_job_and_its_first_failure_ends_it(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("localhost slots=2\n127.0.0.1 slots=1\n")
+    words = ["--hostfile", tmp_path / "hosts", "--master-port", "0", "--max-restarts", "0", "--cpu"]
+    ended = run_job(*words, script(tmp_path, REPORT), "--lr", "0.1", cwd=tmp_path)
+    found = {}
+    for line in ended.out.splitlines():
+        mark, text = re.fullmatch(r"(\[\d\] )?(\{.*\})", line).groups()
+        report = json.loads(text)
+        assert mark == (None if report["RANK"] == "0" else f"[{report['RANK']}] ")
+        found[int(report["RANK"])] = report
+    assert sorted(found) == [0, 1, 2], ended.err
+    assert [found[rank]["GROUP_RANK"] for rank in range(3)] == ["0", "0", "1"]
+    assert [found[rank]["LOCAL_RANK"] for rank in range(3)] == ["0", "1", "0"]
+    for report in found.values():
+        assert report["WORLD_SIZE"] == report["PHOTINUS_WORLD_SIZE"] == "3"
+        assert report["argv"] == ["--lr", "0.1"]
+    assert ended.code == 7, ended.err
+    assert "a line on stderr\n" in ended.err
+    assert "\n[2] a line on stderr\n" in ended.err
+    assert "photinus: rank 2 " in ended.err
+    assert ended.err.count("the job failed") == 1
+
+
+def test_a_host_file_with_this_host_alone_is_a_plain_run(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(f"{socket.gethostname()} slots=4\nelsewhere slots=4\n")
+    words = ["--hostfile", tmp_path / "hosts", "--num-nodes", "1", "--nproc-per-node", "1", "--dry-run"]
+    ended = run_job(*words, script(tmp_path, REPORT), cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    assert ended.out.startswith("1 worker on ")
+    assert "elsewhere" not in ended.out
