@@ -13,6 +13,7 @@ from photinus.launcher.flags import HostFlags, LogFlags, RunFlags, SelectionFlag
 from photinus.launcher.hosts.far_frames import MARK, FrameError, Frames, frame, message
 from photinus.launcher.hosts.hostfile import Host
 from photinus.launcher.hosts.selection import Share
+from photinus.launcher.hosts.ssh import conduct
 from photinus.launcher.hosts.ssh_command import far_command, is_here
 from photinus.launcher.hosts.ssh_environ import handed_over, variable_files
 from photinus.launcher.hosts.ssh_lines import HostLines, Screen
@@ -72,6 +73,24 @@ def test_workers_of_a_host(typed, share, words):
     assert words_for(flags, share)[: len(words)] == words
     assert ("--nproc-per-node" in words_for(flags, share)) == ("--nproc-per-node" in words)
     assert "--nnodes" not in words_for(flags, share)  # one host alone needs no meeting
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("--local-addr 10.0.0.1", "--local-addr 10.0.0.1 and --hostfile hosts contradict each other"),
+        (
+            "--rdzv-conf is_host=1",
+            "is_host and --hostfile hosts contradict each other: the first host of the file leads",
+        ),
+        ("--node-rank 1", "contradict each other"),
+        ("--nnodes 2", "contradict each other"),
+    ],
+)
+def test_flags_for_one_host_are_refused_and_not_passed_over(typed, told):
+    with pytest.raises(UsageError) as caught:
+        conduct(parse_run([*typed.split(), "--hostfile", "hosts", "x.py"]))
+    assert told in str(caught.value)
 
 
 def test_more_workers_than_slots_are_refused():
@@ -149,6 +168,7 @@ def test_deepspeeds_files_of_variables_are_read(tmp_path):
         (255, "ssh: connect to host a port 22: Connection refused", ["no ssh server listens", "--ssh-port"]),
         (255, "ssh: connect to host a port 22: Connection timed out", ["cannot be reached", "--exclude a"]),
         (255, "ssh: connect to host a port 22: No route to host", ["cannot be reached"]),
+        (255, "Connection timed out during banner exchange", ["does not answer as an ssh server", "--ssh-port"]),
         (255, "No ED25519 host key is known for a and you have requested strict checking.\nHost key verification "
          "failed.", ["host key is not known", "ssh -p 9 root@a"]),
         (255, "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.", ["has changed",

@@ -105,9 +105,16 @@ def _examine_hosts(flags: _Flags, width: int, colour: bool) -> int:
     if flags.hostfile is not None:
         hosts = read_hostfile(flags.hostfile)
     else:
-        hosts = parse_hostfile("\n".join((flags.hosts or "").replace(",", " ").split()), "--hosts")
+        names = dict.fromkeys((flags.hosts or "").replace(",", " ").split())
+        hosts = parse_hostfile("\n".join(names), "--hosts")
     return examine_hosts(
-        hosts, ssh=flags.ssh, ssh_port=flags.ssh_port, as_text=flags.as_text, width=width, colour=colour
+        hosts,
+        ssh=flags.ssh,
+        ssh_port=flags.ssh_port,
+        timeout_s=flags.timeout_s,
+        as_text=flags.as_text,
+        width=width,
+        colour=colour,
     )
 
 

@@ -26,8 +26,6 @@ _SECTION = "Hosts"
 _PAIRS = "Between hosts"
 _TRANSFER_BYTES = 64 << 20
 _TRANSFER_S = 1.0
-_PROBE_S = 20.0
-_ASK_S = 30.0
 _CLOCK_S = 1.0
 _SLOW = 0.5
 _COLUMN = 13
@@ -63,6 +61,7 @@ def examine_hosts(
     *,
     ssh: str = "ssh",
     ssh_port: int | None = None,
+    timeout_s: float = 60.0,
     as_text: bool = True,
     width: int = 80,
     colour: bool = False,
@@ -81,7 +80,7 @@ def examine_hosts(
             for host, is_this in zip(hosts, here, strict=True):
                 fars.append(FarHost(host, here=is_this, ssh=ssh, ssh_port=ssh_port, any_version=True))
             reach(fars, interrupts)
-            examination = _Examination(fars, interrupts)
+            examination = _Examination(fars, interrupts, timeout_s)
             findings, pairs = examination.run()
         finally:
             leave(fars)
@@ -99,7 +98,8 @@ def examine_hosts(
 class _Examination:
     """Questions to all hosts, and their answers."""
 
-    def __init__(self, fars: Sequence[FarHost], interrupts: Interrupts) -> None:
+    def __init__(self, fars: Sequence[FarHost], interrupts: Interrupts, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
         self._fars = fars
         self._interrupts = interrupts
 
@@ -123,7 +123,7 @@ class _Examination:
         facts, clocks = {}, {}
         for far in fars:
             asked_s = time.time()
-            answers = self._ask({far: {"do": "facts"}}, _ASK_S)
+            answers = self._ask({far: {"do": "facts"}})
             if far in answers:
                 facts[far] = answers[far]["facts"]
                 clocks[far] = facts[far]["clock_s"] - (asked_s + time.time()) / 2
@@ -145,7 +145,7 @@ class _Examination:
                 "otherwise": own,
                 "alone": not elsewhere,
             }
-        return {far: answer["serving"] for far, answer in self._ask(orders, _ASK_S).items()}, secret
+        return {far: answer["serving"] for far, answer in self._ask(orders).items()}, secret
 
     def _pairs(self, fars: Sequence[FarHost], addresses: dict[FarHost, dict[str, Any]], secret: str) -> list[Pair]:
         found = []
@@ -160,7 +160,7 @@ class _Examination:
                 }
                 for source, target in matches
             }
-            answers = self._ask(orders, _PROBE_S)
+            answers = self._ask(orders)
             for source, target in matches:
                 probed = answers.get(fars[source], {"probed": {"error": "did not answer"}})["probed"]
                 found.append(
@@ -174,17 +174,17 @@ class _Examination:
                 )
         return found
 
-    def _ask(self, orders: dict[FarHost, dict[str, Any]], timeout_s: float) -> dict[FarHost, dict[str, Any]]:
+    def _ask(self, orders: dict[FarHost, dict[str, Any]]) -> dict[FarHost, dict[str, Any]]:
         """The answers of those hosts that answer in time."""
         for far, order in orders.items():
             far.send(order)
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + self._timeout_s
         waiting = [far for far in orders if not far.done]
         while not self._interrupts.received and any(not far.answers and not far.done for far in waiting):
             if time.monotonic() > deadline:
                 for far in waiting:
                     if not far.answers and not far.done:
-                        far.trouble = f"host {far.name}: no answer within {timeout_s:.0f} s."
+                        far.trouble = f"host {far.name}: no answer within {self._timeout_s:g} s."
                 break
             pump(self._fars, 0.5, self._interrupts.fd)
             self._interrupts.drain()

@@ -29,6 +29,7 @@ from ...errors import LaunchError
 from ..flags import RunFlags
 from ..interrupts import SIGNALS, Interrupts, taking_interrupts
 from ..program import Program
+from ..usage import UsageError
 from .hostfile import read_hostfile
 from .joining import DEFAULT_PORT
 from .selection import Share, select
@@ -52,7 +53,7 @@ _PATIENCE_S, _HASTE_S = 1.0, 0.1
 _FOLLOW_S = 4.0
 # Wrong use and a missing device are found before the hosts have met, so the others wait in vain.
 _NEVER_MET_CODE, _NEVER_MET_S = 2, 1.0
-_PREPARE_S = 10.0
+_PREPARE_S = 20.0  # names are looked up, and file systems may be slow
 
 
 def conduct(flags: RunFlags) -> int:
@@ -65,6 +66,7 @@ def conduct(flags: RunFlags) -> int:
     selection, program = flags.selection, flags.program
     assert selection.hostfile is not None
     assert program is not None
+    _refuse_what_is_of_one_host(flags)
     shares = select(read_hostfile(selection.hostfile), selection)
     for share in shares:
         words_for(flags, share)  # finds fault before anything is started
@@ -86,6 +88,18 @@ def conduct(flags: RunFlags) -> int:
             return conductor.run()
         finally:
             conductor.close()
+
+
+def _refuse_what_is_of_one_host(flags: RunFlags) -> None:
+    """Flags that mean something only when the command is typed on each host."""
+    file = f"--hostfile {flags.selection.hostfile}"
+    if flags.hosts.local_address is not None:
+        raise UsageError(
+            f"--local-addr {flags.hosts.local_address} and {file} contradict each other: each host has an address of "
+            f"its own. Name the hosts by their addresses in the file, or the first with --master-addr."
+        )
+    if flags.hosts.leads is not None:
+        raise UsageError(f"--rdzv-conf is_host and {file} contradict each other: the first host of the file leads.")
 
 
 class _Conductor:

@@ -21,6 +21,11 @@ _SSH_WORDS: tuple[tuple[str, str, str], ...] = (
         "Start sshd on it, or name its port with --ssh-port.",
     ),
     (
+        r"banner exchange",
+        "something accepts connections there, but it does not answer as an ssh server does",
+        "Name the right port with --ssh-port.",
+    ),
+    (
         r"connection timed out|operation timed out|no route to host|network is unreachable|host is down",
         "it cannot be reached",
         "Look whether it is up and in this network, or leave it out with --exclude {name}.",
