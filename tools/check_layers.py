@@ -27,6 +27,7 @@ FLOORS = {
     "parallel": 7,
     "trainer": 8,
     "launcher": 9,
+    "templates": 10,
     "__main__": 10,
 }
 # What a room may not use although it lies below: the launcher only starts processes; parallel and trainer speak plain

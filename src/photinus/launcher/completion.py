@@ -66,10 +66,12 @@ def _flags() -> Mapping[str, Mapping[str, Sequence[str]]]:
     from . import flags
     from .bench.options import BACKENDS, DTYPES, OPERATIONS, VALUED
     from .doctor import examine
+    from .new import FLAGS, TEMPLATES
 
     known = {"--ops": OPERATIONS, "--backends": BACKENDS, "--dtype": tuple(DTYPES)}
     return {
         "run": {name: ("auto", "gpu", "cpu") if name == "--nproc-per-node" else () for name in flags.FLAGS},
+        "new": {name: tuple(TEMPLATES) if name == "--template" else () for name in FLAGS},
         "doctor": dict.fromkeys(examine.FLAGS, ()),
         "bench": {name: known.get(name, ()) for name in (*VALUED, "--json", "--help")},
         "completion": dict.fromkeys(_SHELLS, ()),

@@ -1,0 +1,220 @@
+"""`photinus new DIR`: a project that trains as it is, to be changed file by file.
+
+A project is made of the files in `photinus/templates`: those that every project has, and those of its template.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .usage import UsageError, closest
+
+__all__ = ["FLAGS", "TEMPLATES", "main"]
+
+_HOME = Path(__file__).resolve().parent.parent / "templates"
+_OTHER_NAMES = {"gitignore": ".gitignore"}  # as a .gitignore it would have its say in the source tree
+_ALLOWED_THERE = frozenset({".git"})
+_TITLE = "# PROJECT"
+
+
+@dataclass(frozen=True)
+class Template:
+    """One kind of project.
+
+    Attributes:
+        meaning: what it trains, in a few words.
+        parts: folders in `photinus/templates` whose files it gets.
+        needs: packages beside Photinus, (name to import, name to install).
+    """
+
+    meaning: str
+    parts: tuple[str, ...]
+    needs: tuple[tuple[str, str], ...]
+
+
+_TORCH, _SKLEARN, _PYTEST = ("torch", "torch"), ("sklearn", "scikit-learn"), ("pytest", "pytest")
+TEMPLATES = {
+    "cnn": Template(
+        "a convolutional network on handwritten digits, with the Trainer",
+        ("every", "digits", "cnn"),
+        (_TORCH, _SKLEARN, _PYTEST),
+    ),
+    "gpt": Template(
+        "a small GPT on text, character by character, with the Trainer",
+        ("every", "gpt"),
+        (_TORCH, _PYTEST),
+    ),
+    "loop": Template(
+        "the network of cnn, with a training loop of your own",
+        ("every", "digits", "loop"),
+        (_TORCH, _SKLEARN, _PYTEST),
+    ),
+}
+FLAGS = ("--template", "--help")
+_DEFAULT = "cnn"
+
+
+def _help() -> str:
+    lines = [
+        "usage: photinus new DIR [--template NAME]",
+        "",
+        "Makes a project in the folder DIR that trains as it is, on one process or many:",
+        "a script, its options, a config file, a test and a README.",
+        "",
+        "templates:",
+        *(
+            f"  {name:<6}{template.meaning}" + (" (default)" if name == _DEFAULT else "")
+            for name, template in TEMPLATES.items()
+        ),
+        "",
+        "examples:",
+        "  photinus new digits",
+        "  photinus new writer --template gpt",
+    ]
+    return "\n".join(lines)
+
+
+HELP = _help()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Makes the project that the words after `photinus new` describe, says what to do next, and returns 0.
+
+    Raises:
+        UsageError: no folder is named, it holds something or cannot be written, or there is no such template.
+    """
+    folder, name = _parse(arguments)
+    if folder is None:
+        print(HELP)
+        return 0
+    template = TEMPLATES[name]
+    _check_empty(folder)
+    files = _write(folder, template)
+    print(_told(folder, name, template, files))
+    return 0
+
+
+def _parse(arguments: Sequence[str]) -> tuple[Path | None, str]:
+    """(folder, template); no folder when help was asked for."""
+    words = list(arguments)
+    folders: list[str] = []
+    name: str | None = None
+    while words:
+        word = words.pop(0)
+        spelling, equals, value = word.partition("=")
+        if word in ("--help", "-h"):
+            return None, _DEFAULT
+        if spelling in ("--template", "-t"):
+            if not equals:
+                if not words:
+                    raise UsageError(f"{spelling} needs a value: {_names()}.")
+                value = words.pop(0)
+            if name is not None and name != value:
+                raise UsageError(f"--template is given twice: {name} and {value}.")
+            name = value
+        elif word.startswith("-") and word != "-":
+            near = closest(spelling, FLAGS)
+            raise UsageError(
+                f"unknown flag {spelling}." + (f" Did you mean {near}?" if near else " See `photinus new --help`.")
+            )
+        else:
+            folders.append(word)
+    if not folders or not folders[0]:
+        raise UsageError("which folder? Usage: photinus new DIR [--template NAME]; `photinus new --help` lists them.")
+    if len(folders) > 1:
+        raise UsageError(f"one folder is needed, but {len(folders)} are named: {' '.join(map(shlex.quote, folders))}.")
+    name = _DEFAULT if name is None else name
+    if name not in TEMPLATES:
+        near = closest(name, TEMPLATES)
+        raise UsageError(f"there is no template {name}, but {_names()}." + (f" Did you mean {near}?" if near else ""))
+    return Path(folders[0]), name
+
+
+def _names() -> str:
+    *most, last = TEMPLATES
+    return f"{', '.join(most)} and {last}"
+
+
+def _check_empty(folder: Path) -> None:
+    """Nothing of the user's is written over: the folder is new, or empty but for a repository."""
+    if not os.path.lexists(folder):
+        return
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is a file; give a folder that is new or empty.")
+    try:
+        there = sorted(set(os.listdir(folder)) - _ALLOWED_THERE)
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be looked into: {error.strerror}.") from error
+    if there:
+        shown = ", ".join(there[:5]) + (f" and {len(there) - 5} more" if len(there) > 5 else "")
+        raise UsageError(
+            f"{folder} is not empty: {shown} {'is' if len(there) == 1 else 'are'} in it. Give a new folder."
+        )
+
+
+def _write(folder: Path, template: Template) -> list[str]:
+    """Writes the project's files and returns their names; leaves nothing of them when that fails."""
+    sources = {
+        _OTHER_NAMES.get(file.name, file.name): file
+        for part in template.parts
+        for file in sorted((_HOME / part).iterdir())
+        if file.is_file() and file.suffix != ".pyc"
+    }
+    made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    written: list[Path] = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, source in sources.items():
+            text = source.read_text(encoding="utf-8")
+            if name == "README.md":
+                text = text.replace(_TITLE, f"# {folder.resolve().name}", 1)
+            written.append(folder / name)
+            written[-1].write_text(text, encoding="utf-8")
+    except OSError as error:
+        for path in written:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        for path in made:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        raise UsageError(f"{folder} cannot be written: {error.strerror} ({error.filename}).") from error
+    return sorted(sources, key=_reading_order)
+
+
+def _reading_order(name: str) -> tuple[int, str]:
+    first = ("train.py", "model.py", "data.py", "config.ini", "options.py", "test_train.py", "README.md")
+    return (first.index(name) if name in first else len(first), name)
+
+
+_MEANINGS = {
+    "train.py": "the training",
+    "model.py": "the network",
+    "data.py": "where the data comes from",
+    "config.ini": "what is done when the command line does not say otherwise",
+    "options.py": "the command line",
+    "test_train.py": "learns, resumes exactly, same losses on one process",
+    "README.md": "how to go on",
+}
+
+
+def _told(folder: Path, name: str, template: Template, files: Sequence[str]) -> str:
+    missing = [package for module, package in template.needs if importlib.util.find_spec(module) is None]
+    lines = [f"made {folder}: {template.meaning}", ""]
+    lines += [f"  {file:<16}{_MEANINGS.get(file, '')}".rstrip() for file in files]
+    lines += ["", "next:"]
+    if folder.resolve() != Path.cwd():
+        lines.append(f"  cd {shlex.quote(str(folder))}")
+    if missing:
+        lines.append(f"  {'pip install ' + ' '.join(missing):<28}not here yet")
+    lines += [
+        f"  {'photinus run train.py':<28}one process per GPU, or per core",
+        f"  {'python train.py':<28}one process",
+        f"  {'pytest':<28}is it still right? half a minute on a CPU",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,67 @@
+"""Trains a small GPT to write text, character by character: the same script for one process or many.
+
+    python train.py                                  learns Python from Python's own standard library
+    python train.py --dataset shakespeare.txt
+    photinus run train.py                            one process per GPU, or per core
+    torchrun --nproc-per-node 2 train.py --epochs 8
+
+Started again, it goes on where it was cut off, or says that it is finished and writes once more.
+"""
+
+from __future__ import annotations
+
+import math
+
+import photinus
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from data import Alphabet, read_text, windows
+from model import GPT, accuracy, loss_function, write
+from options import options
+
+WARM_UP_STEPS = 20
+
+
+def main() -> None:
+    """Trains as the command line says, and writes a few lines."""
+    args = options(__doc__)
+    text = read_text(args.dataset)
+    alphabet = Alphabet(text)
+    with photinus.init(args.backend, args.device, seed=args.seed):
+        model = GPT(len(alphabet), **args.model)
+        train_set, valid_set = windows(text, alphabet, model.context)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.99))
+        steps = args.epochs * (len(train_set) // args.batch_size)
+        trainer = photinus.Trainer(
+            model,
+            optimizer,
+            loss_function,
+            epochs=args.epochs,
+            batch_size=args.batch_size,
+            metrics={"accuracy": accuracy},
+            scheduler=LambdaLR(optimizer, lambda step: rate(step, steps)),
+            scheduler_every="step",
+            clip_norm=1.0,
+            strategy=args.strategy,
+            out=args.out,
+            resume=args.resume,
+            save_every_steps=args.save_every_steps,
+            best="-valid_loss",
+            config=args,
+        )
+        result = trainer.fit(train_set, valid_set)
+        written = write(result.model, alphabet.encode("\n").long(), 200)  # all processes: the model may be split
+        if result.rank == 0:
+            print(f"it writes:\n{alphabet.decode(written)}")
+
+
+def rate(step: int, steps: int) -> float:
+    """What the learning rate is multiplied with: up in a line, then down along a cosine to a tenth."""
+    if step < WARM_UP_STEPS:
+        return (step + 1) / WARM_UP_STEPS
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, (step - WARM_UP_STEPS) / max(1, steps - WARM_UP_STEPS))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""The projects of `photinus new`, as their owners use them: their tests, their linters, and training to the end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from photinus.launcher.new import TEMPLATES
+from photinus.trainer.metrics import read_rows
+
+pytestmark = pytest.mark.slow
+
+SCRIPTS = Path(sys.executable).parent
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+_OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# What a whole run reaches with the project's own config, and on which side of it is good.
+REACHES = {"cnn": ("accuracy", 0.97), "loop": ("accuracy", 0.97), "gpt": ("valid_loss", -2.2)}
+
+
+@pytest.fixture(params=sorted(TEMPLATES))
+def project(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    folder = tmp_path / request.param
+    run(tmp_path, SCRIPTS / "photinus", "new", folder, "--template", request.param)
+    return folder
+
+
+def run(cwd: Path, *command: str | Path, timeout_s: float = 200.0) -> str:
+    environ = {name: value for name, value in os.environ.items() if name not in _OF_A_LAUNCHER}
+    done = subprocess.run(
+        [str(word) for word in command],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        cwd=cwd,
+        env={**environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(400)
+def test_its_own_test_passes(project: Path) -> None:
+    assert "3 passed" in run(project, sys.executable, "-m", "pytest", "-q", timeout_s=380)
+
+
+def test_it_is_clean_by_the_usual_tools(project: Path) -> None:
+    run(project, SCRIPTS / "ruff", "check", "--isolated", "--select", "E,F,W,I,N,B,UP,RUF", "--line-length", "120", ".")
+    run(project, SCRIPTS / "ruff", "format", "--isolated", "--line-length", "120", "--check", ".")
+    cache = REPOSITORY / ".mypy_cache" / "templates"
+    run(project, sys.executable, "-m", "mypy", "--strict", "--cache-dir", cache, "train.py", "test_train.py")
+
+
+@pytest.mark.timeout(900)
+def test_one_process_and_two_train_to_the_end_under_each_launcher(project: Path) -> None:
+    metric, wanted = REACHES[project.name]
+    launchers = {
+        "plain": [sys.executable],
+        "photinus": [SCRIPTS / "photinus", "run", "--nproc-per-node", "2"],
+    }
+    reached = {}
+    for name, launcher in launchers.items():
+        told = run(project, *launcher, "train.py", "--log_path", name, timeout_s=400)
+        assert f"photinus: {1 if name == 'plain' else 2} rank" in told
+        reached[name] = read_rows(project / name / "metrics.csv")[-1][metric]
+        assert (reached[name] if wanted > 0 else -reached[name]) >= wanted, reached
+    assert reached["plain"] == pytest.approx(reached["photinus"], rel=0.03)
+    again = run(project, *launchers["plain"], "train.py", "--out", "photinus")
+    assert "finished already" in again
+    torchrun = [SCRIPTS / "torchrun", "--standalone", "--nproc-per-node", "2"]
+    assert "2 ranks on 1 host" in run(project, *torchrun, "train.py", "--out", "torchrun", "--epoch", "1")

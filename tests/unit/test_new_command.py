@@ -1,0 +1,205 @@
+"""`photinus new`: the projects that it makes, their command lines, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from photinus.launcher.cli import main
+from photinus.launcher.new import TEMPLATES
+
+EVERY = ["train.py", "model.py", "data.py", "config.ini", "options.py", "test_train.py", "README.md", ".gitignore"]
+_OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "PHOTINUS_WORLD_SIZE")
+
+
+def made(folder: Path, template: str) -> Path:
+    assert main(["new", str(folder), "--template", template]) == 0
+    return folder
+
+
+def python(project: Path, code: str, *words: str) -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if name not in _OF_A_LAUNCHER}
+    return subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60, cwd=project, env=environ
+    )
+
+
+def parsed(project: Path, *lines: list[str]) -> list[dict[str, object]]:
+    """What the project's options.py makes of each of these command lines."""
+    code = "import json, sys; from options import options; " + (
+        "print(json.dumps([vars(options(None, words)) for words in json.loads(sys.argv[1])]))"
+    )
+    done = python(project, code, json.dumps(lines))
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, object]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_project_has_all_its_files_and_says_what_to_do_next(
+    template: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = made(tmp_path / "my project", template)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(EVERY)
+    told = capsys.readouterr().out
+    assert f"cd '{folder}'\n" in told
+    assert "photinus run train.py" in told
+    assert max(len(line) for line in told.splitlines() if str(folder) not in line) <= 80
+    assert (folder / "README.md").read_text().startswith("# my project\n")
+    assert "PROJECT" not in (folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_every_option_of_the_old_scripts_is_taken_in_every_spelling(template: str, tmp_path: Path) -> None:
+    project = made(tmp_path / "project", template)
+    same = "--lr=0.1 --resume p --backend gloo --port=61234"
+    lines = {
+        "nothing": "",
+        "new": f"--dataset d --epochs 3 --batch-size 32 --out o {same}",
+        "old": f"d --epoch=3 --batch_size=32 --log_path=o {same} --local_rank=1",
+        "other": f"--data d --num_epochs 3 --batch_size 32 --log-path o {same} --dist_backend gloo --learning_rate 0.1",
+    }
+    found = dict(zip(lines, parsed(project, *map(str.split, lines.values())), strict=True))
+    assert found["new"] == found["old"] == found["other"]
+    wanted = {"dataset": "d", "lr": 0.1, "epochs": 3, "batch_size": 32, "out": "o", "resume": "p", "backend": "gloo"}
+    assert {name: found["old"][name] for name in wanted} == wanted
+    by_default = found["nothing"]
+    assert (by_default["resume"], by_default["backend"], by_default["strategy"]) == ("auto", "auto", "ddp")
+    assert by_default["dataset"] is None
+    others = parsed(project, *([f"--backend={name}"] for name in ("nccl", "mpi", "photinus", "auto")))
+    assert [each["backend"] for each in others] == ["nccl", "mpi", "photinus", "auto"]
+
+
+@pytest.mark.parametrize(("cuda", "device"), [("True", "cuda:3"), ("False", "auto")])
+def test_rank_is_the_gpu_of_a_process_that_is_alone(cuda: str, device: str, tmp_path: Path) -> None:
+    project = made(tmp_path / "project", "cnn")
+    (project / "torch.py").write_text(f"class cuda:\n    is_available = staticmethod(lambda: {cuda})\n")
+    alone, asked = parsed(project, ["--rank", "3"], ["--rank=3", "--device=cpu"])
+    assert (alone["device"], asked["device"]) == (device, "cpu")
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_help_tells_the_options_with_the_config_files_values(template: str, tmp_path: Path) -> None:
+    project = made(tmp_path / "project", template)
+    config = project / "config.ini"
+    config.write_text(config.read_text().replace("epochs = ", "epochs = 70"))
+    told = python(project, "from options import options; options('Trains.')", "--help").stdout
+    assert "Trains." in told
+    assert "--epochs N            default 70" in told
+    for option in ("--dataset PATH", "--resume PATH", "--backend {auto,photinus,nccl,gloo,mpi}", "--ddp", "--port N"):
+        assert option in told
+
+
+def test_the_config_file_says_what_the_command_line_does_not(tmp_path: Path) -> None:
+    project = made(tmp_path / "project", "cnn")
+    (project / "other.ini").write_text(
+        "[train]\nepoch = 4\nlr = 0.5\nbatch_size = 8\nout = x # y\n[model]\nwidth = 7\n"
+    )
+    first, second = parsed(project, ["--config", "other.ini"], ["--config=other.ini", "--lr", "0.25"])
+    assert (first["epochs"], first["lr"], first["out"], first["model"]) == (4, 0.5, "x", {"width": 7})
+    assert (second["epochs"], second["lr"]) == (4, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "told"),
+    [
+        ("[train]\nepochs=1\nfoo=1", [], "config.ini, section [train]: train.py has no option 'foo'"),
+        ("[train]\nepochs=few", [], "argument --epochs: invalid int value: 'few'"),
+        ("[train]\nepochs=1\nlr=1", [], "config.ini says: batch_size, out"),
+        ("epochs=1", [], "contains no section headers"),
+        (None, ["--config", "nowhere.ini"], "--config nowhere.ini: there is no such file"),
+        (None, ["a", "--dataset", "b"], "two data sets are given: a and --dataset b"),
+        (None, ["--backend", "ncl"], "invalid choice: 'ncl'"),
+        (None, ["--epohcs", "3"], "unrecognized arguments: --epohcs"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_meant_is_told_in_a_line(
+    config: str | None, words: list[str], told: str, tmp_path: Path
+) -> None:
+    project = made(tmp_path / "project", "cnn")
+    if config is not None:
+        (project / "config.ini").write_text(config)
+    done = python(project, "from options import options; options(None)", *words)
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_ddp_alone_starts_the_launcher_with_the_same_words_and_under_a_launcher_means_nothing(tmp_path: Path) -> None:
+    project = made(tmp_path / "project", "cnn")
+    code = "import os, sys; os.execv = lambda *command: print(*command[1][1:]); sys.argv[0] = 'train.py'; " + (
+        "from options import options; options(None)"
+    )
+    done = python(project, code, "--ddp", "--port", "61234", "--lr", "0.1")
+    assert done.stdout == "-m photinus run --master-port 61234 train.py --ddp --port 61234 --lr 0.1\n", done.stderr
+    done = python(project, "import os; os.environ.update(RANK='0', WORLD_SIZE='1'); " + code, "--ddp")
+    assert done.stdout == "", done.stderr
+
+
+def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("notes.txt", *"abcdef"):
+        (tmp_path / name).write_text("mine")
+    assert main(["new", str(tmp_path)]) == 2
+    assert "is not empty: a, b, c, d, e and 2 more are in it. Give a new folder." in capsys.readouterr().err
+    assert main(["new", str(tmp_path / "notes.txt")]) == 2
+    assert "notes.txt is a file" in capsys.readouterr().err
+    assert len(list(tmp_path.iterdir())) == 7
+
+
+def test_an_empty_folder_or_repository_is_filled_where_one_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / ".git").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", ".", "--template=loop"]) == 0
+    assert "cd " not in capsys.readouterr().out
+    assert (tmp_path / "README.md").read_text().startswith(f"# {tmp_path.name}\n")
+
+
+def test_a_folder_that_cannot_be_written_is_told_and_nothing_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["new", str(tmp_path / "file" / "project")]) == 2
+    assert "cannot be written: Not a directory" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "which folder? Usage: photinus new DIR"),
+        (["x", "--template", "ccn"], "there is no template ccn, but cnn, gpt and loop. Did you mean cnn?"),
+        (["x", "--template", "resnet"], "there is no template resnet, but cnn, gpt and loop."),
+        (["x", "--template"], "--template needs a value: cnn, gpt and loop."),
+        (["x", "-t", "gpt", "--template=loop"], "--template is given twice: gpt and loop."),
+        (["x", "y"], "one folder is needed, but 2 are named: x y."),
+        (["x", "--tmplate", "gpt"], "unknown flag --tmplate. Did you mean --template?"),
+    ],
+)
+def test_wrong_use_is_told_in_a_line(
+    words: list[str],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", *words]) == 2
+    shown = capsys.readouterr()
+    assert shown.err == f"photinus: {told}\n" or shown.err.startswith(f"photinus: {told}")
+    assert shown.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_names_the_templates_and_torch_is_never_imported(tmp_path: Path) -> None:
+    code = "import sys; from photinus.launcher.cli import main; main(sys.argv[1:]); print('torch' in sys.modules)"
+    for words in (["new", "--help"], ["new", str(tmp_path / "x")]):
+        done = python(tmp_path, code, *words)
+        assert done.stdout.endswith("False\n"), done.stderr
+        assert "cnn" in done.stdout or words[1] != "--help"
