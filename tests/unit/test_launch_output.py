@@ -47,7 +47,7 @@ def write_and_close(end: int, *pieces: str) -> None:
 
 
 def test_lines_are_marked_with_the_rank_and_keep_their_stream(apart):
-    out, err = apart.output.pipes_for(3)
+    out, err = apart.output.ends_for(3, 3)
     write_and_close(out, "one\ntwo\n")
     write_and_close(err, "oops\n")
     apart.output.drain(10)
@@ -55,7 +55,7 @@ def test_lines_are_marked_with_the_rank_and_keep_their_stream(apart):
 
 
 def test_a_line_written_in_pieces_comes_out_whole_and_the_last_without_its_end_too(apart):
-    out, err = apart.output.pipes_for(1)
+    out, err = apart.output.ends_for(1, 1)
     os.close(err)
     write_and_close(out, "be", "gin", "ning\n", "\n", "end")
     apart.output.drain(10)
@@ -63,7 +63,7 @@ def test_a_line_written_in_pieces_comes_out_whole_and_the_last_without_its_end_t
 
 
 def test_both_streams_keep_their_order_when_they_go_to_the_same_place(together):
-    out, err = together.output.pipes_for(1)
+    out, err = together.output.ends_for(1, 1)
     for number in range(50):
         os.write(out if number % 2 else err, f"line {number}\n".encode())
     os.close(out)
@@ -73,7 +73,7 @@ def test_both_streams_keep_their_order_when_they_go_to_the_same_place(together):
 
 
 def test_a_progress_bar_is_shown_in_its_last_state_only(apart):
-    out, err = apart.output.pipes_for(1)
+    out, err = apart.output.ends_for(1, 1)
     os.close(out)
     write_and_close(err, "\r 10%", "\r 50%", "\r100%\nnext\r\n", "\rbar that was cut")
     apart.output.drain(10)
@@ -84,7 +84,7 @@ def test_an_endless_line_is_given_out_in_parts(apart):
     received = []
     reader = threading.Thread(target=lambda: received.append(os.fdopen(apart.read_out, "rb").read()))
     reader.start()
-    out, err = apart.output.pipes_for(1)
+    out, err = apart.output.ends_for(1, 1)
     os.close(err)
     for _ in range(40):
         os.write(out, b"x" * 4096)
@@ -109,7 +109,7 @@ def test_lines_of_many_ranks_are_never_mixed(apart):
 
     threads = []
     for rank in range(1, 5):
-        out, err = apart.output.pipes_for(rank)
+        out, err = apart.output.ends_for(rank, rank)
         os.close(err)
         threads.append(threading.Thread(target=chatter, args=(rank, out)))
         threads[-1].start()
@@ -130,7 +130,7 @@ def test_a_reader_that_has_gone_does_not_stop_the_workers():
     reading, writing = os.pipe()
     os.close(reading)
     output = Output(stdout=writing, stderr=writing)
-    out, err = output.pipes_for(1)
+    out, err = output.ends_for(1, 1)
     os.close(err)
     for _ in range(100):
         os.write(out, b"y" * 4000 + b"\n")  # would block for ever if nobody emptied the pipe
@@ -142,7 +142,7 @@ def test_a_reader_that_has_gone_does_not_stop_the_workers():
 
 
 def test_draining_ends_in_time_when_somebody_keeps_a_pipe_open(apart):
-    out, err = apart.output.pipes_for(1)
+    out, err = apart.output.ends_for(1, 1)
     apart.output.drain(0.05)
     os.close(out)
     os.close(err)

@@ -8,7 +8,16 @@ import signal
 import pytest
 
 from photinus.launcher.cgroup import OomKills
-from photinus.launcher.report import Death, Raised, exit_code_of, first_cause, hopeless, signature, tell_failure
+from photinus.launcher.report import (
+    Death,
+    Raised,
+    exit_code_of,
+    first_cause,
+    hopeless,
+    last_words,
+    signature,
+    tell_failure,
+)
 
 KILLED = -signal.SIGKILL
 GLOO_LOSS = (
@@ -58,6 +67,11 @@ class TestFirstCause:
         )
         culprit = death(1, 1, seen=10.0, raised=raised("ValueError", "bad", at=9.9))
         assert first_cause([wrapped, culprit]) is culprit
+
+    def test_an_error_that_was_handed_on_from_another_rank_is_a_consequence(self):
+        told = "choosing failed on rank 0 (host a): CheckpointError: x. This rank (1) had no error of its own."
+        handed_on = death(1, 1, seen=9.0, raised=raised("CheckpointError", told, at=9.0))
+        assert first_cause([handed_on, death(0, 1, seen=9.1, raised=raised("CheckpointError", "x", at=9.1))]).rank == 0
 
     def test_leaving_with_a_code_after_catching_a_lost_peer_is_a_consequence(self):
         leaves = death(0, 7, raised=raised("SystemExit", "7", behind=[("PeerLostError", "rank 1")], code=7, at=9.0))
@@ -250,3 +264,43 @@ class TestErrorFile:
         )
         assert signature(death(0, KILLED)) == signature(death(1, KILLED))
         assert signature(death(0, KILLED)) != signature(death(0, -signal.SIGSEGV))
+
+
+class TestWhatAWorkerSaidLast:
+    SAID = ("loading shard 3", "the licence has expired")
+
+    def test_it_is_shown_where_there_is_no_traceback(self):
+        told = tell([death(1, 7, last_lines=self.SAID)])
+        shown = "the last that it wrote:\n\n    loading shard 3\n    the licence has expired\n\nphotinus: restarting"
+        assert shown in told
+        assert "loading shard 3" in tell([death(1, KILLED, last_lines=self.SAID)])
+        left = death(1, 2, raised=raised("SystemExit", "2", code=2, at=9.0), last_lines=("train.py: error: --epohcs",))
+        assert "    train.py: error: --epohcs\n" in tell([left])
+
+    def test_a_stack_at_a_fatal_signal_comes_after_it(self):
+        told = tell([death(1, -signal.SIGSEGV, last_lines=self.SAID, fault_stack="Current thread 0x1:\n  File x")])
+        assert told.index("the licence has expired") < told.index("Current thread 0x1:")
+
+    def test_it_is_left_out_where_the_error_says_as_much(self):
+        with_traceback = death(
+            1, 1, raised=raised("ValueError", "x", at=9.0, traceback="Traceback"), last_lines=self.SAID
+        )
+        assert "loading shard" not in tell([with_traceback])
+        leaves = death(1, 1, raised=raised("SystemExit", "no data there", at=9.0), last_lines=("no data there",))
+        assert "the last that it wrote" not in tell([leaves])
+        assert "the last that it wrote" not in tell([death(1, KILLED)])
+
+    def test_only_the_first_causes_lines_are_shown_with_its_log(self):
+        other = death(0, 1, seen=11.0, raised=raised("PeerLostError", "rank 1", at=11.0), last_lines=("innocent",))
+        told = tell([other, death(1, KILLED, last_lines=self.SAID, log="logs/a/attempt_0/1/stderr.log")])
+        assert "innocent" not in told
+        assert "photinus:   its log is logs/a/attempt_0/1/stderr.log\n" in told
+
+    def test_a_log_file_ends_with_the_traceback_or_with_how_the_worker_ended(self):
+        failed = death(1, 1, raised=raised("ValueError", "x", at=9.0, traceback="Traceback\nValueError: x\n"))
+        assert last_words(failed) == "Traceback\nValueError: x\n"
+        assert last_words(death(1, KILLED)) == "photinus: rank 1 (pid 4001) was killed by SIGKILL\n"
+        fatal = last_words(death(1, -signal.SIGSEGV, fault_stack="Current thread\n"))
+        assert fatal == "Current thread\nphotinus: rank 1 (pid 4001) was killed by SIGSEGV\n"
+        ended = last_words(death(0, -signal.SIGTERM, ended_by_us=True))
+        assert ended == "photinus: rank 0 (pid 4000) was ended by the launcher, because another rank had failed\n"

@@ -1,34 +1,58 @@
-"""The workers' lines on the launcher's terminal.
+"""The workers' lines on the launcher's terminal, and in log files.
 
 Rank 0 writes to the launcher's own stdout and stderr: untouched, in colour, with its progress bar. The other ranks
 write into pipes; one thread carries their lines out, whole and marked with the rank: `[1] text`. A progress bar of
 such a rank (text that returns to the line's start) is shown in its last state only.
+
+What goes into a log file (see `logs`) takes the same way: byte for byte, and whole even when the worker is killed, as
+the thread empties its pipe to the end. Rank 0 gets a terminal of its own (a pty) where it would have had the
+launcher's, so that it keeps colours and bars. Streams with files of their own have pipes of their own, and their order
+between each other is that in which the thread saw them.
+
+The last lines of each rank that has a pipe are kept, for the report of a failure.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import re
 import select
 import selectors
 import sys
+import termios
 import threading
 import time
+import tty
+from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from .logs import BOTH, LogFile, Logs
 
 __all__ = ["Output"]
 
 _LINE_LIMIT_BYTES = 64 * 1024
 _READ_BYTES = 64 * 1024
+_LEFT_LIMIT_BYTES = 1 << 20  # what a pipe can hold by default, for those that are still open at the end
+_LAST_LINES = 10
+_LAST_LINE_CHARACTERS = 200
+_ESCAPES = re.compile(rb"\x1b(\[[0-9;:?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|[@-Z\\-_])")
 
 
 @dataclass
 class _Stream:
-    """One pipe from a worker: where its lines go, and the beginning of a line that is not complete yet."""
+    """One pipe (or pty) from a worker: where its bytes go, and the beginning of a line that is not complete yet."""
 
-    prefix: bytes
-    target: int
+    rank: int
+    target: int  # the launcher's stdout or stderr
+    shown: bool
+    prefix: bytes | None  # None: passed on as it comes
+    last: deque[str]  # its rank's last lines, of both streams
+    file: LogFile | None = None
+    terminal: bool = False
     pending: bytes = b""
 
 
@@ -38,6 +62,11 @@ class Output:
 
     stdout: int = 1
     stderr: int = 2
+    _logs: Logs | None = None
+    _attempt: int = 0
+    _files: dict[int, dict[str, Path]] = field(default_factory=dict)
+    _last: dict[int, deque[str]] = field(default_factory=dict)
+    _warned: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _selector: selectors.BaseSelector | None = None
     _thread: threading.Thread | None = None
@@ -54,18 +83,62 @@ class Output:
             text = re.sub(r"^(\n*)([^\n]+)", "\\1\x1b[1;31m\\2\x1b[0m", text, count=1)
         self._write(self.stderr, text.encode(sys.stderr.encoding or "utf-8", "backslashreplace"))
 
-    def pipes_for(self, rank: int) -> tuple[int, int]:
-        """Two writing ends, for stdout and stderr of a worker; to be closed here once the worker has them.
+    def log_to(self, logs: Logs) -> None:
+        """From now on workers' streams go where `logs` says. Before the first worker is started."""
+        self._logs = logs
 
-        When stdout and stderr go to the same place, both ends are the same pipe, so that the order of the two
+    def begin_attempt(self, attempt: int) -> None:
+        """The workers started from now on belong to attempt `attempt` (0, 1, ...)."""
+        self._attempt = attempt
+        with self._quiet:
+            self._files.clear()
+            self._last.clear()
+
+    def ends_for(self, rank: int, local_rank: int) -> tuple[int | None, int | None]:
+        """What a worker gets as stdout and stderr; to be closed here once the worker has them.
+
+        None stands for the launcher's own, which rank 0 inherits unless something else is done with that stream. When
+        stdout and stderr go to the same place and no other, both ends are the same pipe, so that the order of the two
         streams is kept.
         """
-        self._start()
-        prefix = f"[{rank}] ".encode()
-        if os.path.sameopenfile(self.stdout, self.stderr):
-            writing = self._add(_Stream(prefix, self.stdout))
-            return writing, os.dup(writing)
-        return self._add(_Stream(prefix, self.stdout)), self._add(_Stream(prefix, self.stderr))
+        logs = self._logs
+        files = {} if logs is None else logs.files(rank, local_rank, self._attempt)
+        shown = BOTH if logs is None else logs.plan.shown(local_rank)
+        with self._quiet:
+            self._files[rank] = files
+            self._last[rank] = deque(maxlen=_LAST_LINES)
+        if rank > 0 and not files and (os.path.sameopenfile(self.stdout, self.stderr) or not shown):
+            both = self._add(self._stream(rank, "out", shown, files))
+            return both, os.dup(both)
+        out, err = (
+            None
+            if rank == 0 and name in shown and name not in files
+            else self._add(self._stream(rank, name, shown, files))
+            for name in ("out", "err")
+        )
+        return out, err
+
+    def pipes_for(self, rank: int) -> tuple[int | None, int | None]:
+        """`ends_for` where rank and local rank are the same."""
+        return self.ends_for(rank, rank)
+
+    def last_lines(self, rank: int) -> tuple[str, ...]:
+        """The last lines that a rank wrote, as far as they came through here: not those of a terminal it inherited."""
+        with self._quiet:
+            return tuple(self._last.get(rank, ()))
+
+    def log_of(self, rank: int) -> Path | None:
+        """The file in which one looks for what a rank said last: its stderr, else its stdout; None without files."""
+        files = self._files.get(rank, {})
+        return files.get("err", files.get("out"))
+
+    def add_to_log(self, rank: int, text: str) -> None:
+        """Writes words of the launcher to the end of a rank's log file, if it has one."""
+        path = self.log_of(rank)
+        if path is not None:
+            file = LogFile(path, self._warn)
+            file.write(text.encode("utf-8", "backslashreplace"))
+            file.close()
 
     def drain(self, timeout_s: float) -> None:
         """Waits until all that the workers have written is out and their pipes are closed, or the time is over."""
@@ -75,7 +148,7 @@ class Output:
                 self._quiet.wait(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
-        """Ends the thread; lines that were not complete are written as they are."""
+        """Ends the thread; what is still in the pipes, and lines that were not complete, are written as they are."""
         if self._thread is None or self._wake is None or self._selector is None:
             return
         os.close(self._wake)
@@ -94,9 +167,25 @@ class Output:
         self._thread = threading.Thread(target=self._carry, args=(self._selector,), name="photinus-output", daemon=True)
         self._thread.start()
 
+    def _stream(self, rank: int, name: str, shown: frozenset[str], files: dict[str, Path]) -> _Stream:
+        target = self.stdout if name == "out" else self.stderr
+        return _Stream(
+            rank,
+            target,
+            shown=name in shown,
+            prefix=None if rank == 0 else f"[{rank}] ".encode(),
+            last=self._last[rank],
+            file=LogFile(files[name], self._warn) if name in files else None,
+            terminal=rank == 0 and name in shown and os.isatty(target),
+        )
+
     def _add(self, stream: _Stream) -> int:
+        self._start()
         assert self._selector is not None
-        reading, writing = os.pipe()
+        reading, writing = os.openpty() if stream.terminal else os.pipe()
+        if stream.terminal:
+            tty.setraw(writing)  # bytes as they are: line ends are made by the terminal that shows them
+            _copy_size(stream.target, reading)
         with self._quiet:
             self._open += 1
         self._selector.register(reading, selectors.EVENT_READ, stream)
@@ -109,14 +198,30 @@ class Output:
                 if stream is None:  # `close` closed the other end
                     selector.unregister(key.fd)
                     os.close(key.fd)
+                    self._take_what_is_left(selector)
                     return
-                piece = os.read(key.fd, _READ_BYTES)
+                piece = _read(key.fd)
                 if piece:
-                    self._take(stream, piece)
+                    self._take(stream, piece, key.fd)
                 else:
                     self._finish(key.fd, stream)
 
-    def _take(self, stream: _Stream, piece: bytes) -> None:
+    def _take_what_is_left(self, selector: selectors.BaseSelector) -> None:
+        """Of pipes that somebody keeps open: what is in them now, but no more than a pipe holds."""
+        for key in list(selector.get_map().values()):
+            os.set_blocking(key.fd, False)
+            taken = 0
+            while taken < _LEFT_LIMIT_BYTES and (piece := _read(key.fd)):
+                self._take(key.data, piece, key.fd)
+                taken += len(piece)
+
+    def _take(self, stream: _Stream, piece: bytes, reading: int) -> None:
+        if stream.file is not None and not stream.file.write(piece):
+            stream.file, stream.shown = None, True  # rather too much on the terminal than something lost
+        if stream.shown and stream.prefix is None:
+            if stream.terminal:
+                _copy_size(stream.target, reading)  # it may have changed; bars ask for it with each state they draw
+            self._write(stream.target, piece, clear=False)
         *lines, rest = (stream.pending + piece).split(b"\n")
         # Of a progress bar keep the last state; of an endless line, give out what there is.
         stream.pending = rest.rpartition(b"\r")[2] if b"\r" in rest[:-1] else rest
@@ -124,7 +229,17 @@ class Output:
             lines.append(stream.pending)
             stream.pending = b""
         if lines:
-            self._write(stream.target, b"".join(stream.prefix + _last_state(line) + b"\n" for line in lines))
+            self._give_out(stream, [_last_state(line) for line in lines])
+
+    def _give_out(self, stream: _Stream, lines: list[bytes]) -> None:
+        texts = [
+            _ESCAPES.sub(b"", line[:_LINE_LIMIT_BYTES]).decode("utf-8", "replace").rstrip()
+            for line in lines[-_LAST_LINES:]
+        ]
+        with self._quiet:
+            stream.last.extend(text[:_LAST_LINE_CHARACTERS] for text in texts if text)
+        if stream.shown and stream.prefix is not None:
+            self._write(stream.target, b"".join(stream.prefix + line + b"\n" for line in lines))
 
     def _finish(self, reading: int, stream: _Stream | None) -> None:
         assert self._selector is not None
@@ -133,14 +248,24 @@ class Output:
         if stream is None:
             return
         if _last_state(stream.pending):
-            self._write(stream.target, stream.prefix + _last_state(stream.pending) + b"\n")
+            self._give_out(stream, [_last_state(stream.pending)])
+        if stream.file is not None:
+            stream.file.close()
         with self._quiet:
             self._open -= 1
             self._quiet.notify_all()
 
-    def _write(self, target: int, data: bytes) -> None:
+    def _warn(self, path: Path, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            self.say(
+                f"photinus: warning: {path} cannot be written: {error.strerror}. Training goes on; what does not fit "
+                f"into log files is only shown here.\n"
+            )
+
+    def _write(self, target: int, data: bytes, *, clear: bool = True) -> None:
         with self._lock:
-            if os.isatty(target):
+            if clear and os.isatty(target):
                 # Rank 0's progress bar may stand on this line: take its place, it draws itself again below.
                 data = b"\r\x1b[K" + data
             # A reader that has gone (`| head`) is no reason to fail: the workers' pipes must still be emptied.
@@ -150,6 +275,26 @@ class Output:
                         data = data[os.write(target, data) :]
                     except BlockingIOError:  # somebody made the terminal non-blocking and it is full
                         select.select([], [target], [], 1.0)
+
+
+def _read(reading: int) -> bytes:
+    """What is there; nothing at the end, or when nothing is there and the pipe does not block."""
+    try:
+        return os.read(reading, _READ_BYTES)
+    except BlockingIOError:
+        return b""
+    except OSError as error:
+        if error.errno == errno.EIO:  # how a pty says that nobody writes to it any more
+            return b""
+        raise
+
+
+def _copy_size(terminal: int, pty: int) -> None:
+    """Gives a pty as many rows and columns as the terminal has."""
+    with contextlib.suppress(OSError):
+        size = fcntl.ioctl(terminal, termios.TIOCGWINSZ, bytes(8))
+        if fcntl.ioctl(pty, termios.TIOCGWINSZ, bytes(8)) != size:
+            fcntl.ioctl(pty, termios.TIOCSWINSZ, size)
 
 
 def _last_state(line: bytes) -> bytes:

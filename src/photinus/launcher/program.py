@@ -22,11 +22,19 @@ class Program:
             "program" (anything executable, found as a shell would find it).
         target: the path or name as the user typed it.
         arguments: what the program finds in sys.argv[1:].
+        local_rank_flag: "--local_rank" or "--local-rank" when the program is to be given that as well.
     """
 
     kind: str
     target: str
     arguments: tuple[str, ...] = ()
+    local_rank_flag: str | None = None
+
+    def arguments_of(self, local_rank: int | str) -> tuple[str, ...]:
+        """What the worker with this number on its host finds in sys.argv[1:]."""
+        if self.local_rank_flag is None:
+            return self.arguments
+        return (f"{self.local_rank_flag}={local_rank}", *self.arguments)
 
 
 def check_program(program: Program) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from .cgroup import OomKills
 
-__all__ = ["Death", "Raised", "exit_code_of", "first_cause", "hopeless", "signature", "tell_failure"]
+__all__ = ["Death", "Raised", "exit_code_of", "first_cause", "hopeless", "last_words", "signature", "tell_failure"]
 
 _LOST_PEER_TYPES = frozenset(
     {
@@ -40,6 +40,7 @@ _LOST_PEER_TEXTS = (
     "connection was likely closed",
     "connectfullmesh failed",
     "failed to recv, got 0 bytes",
+    "had no error",  # our own words for an error of another rank, handed on
     "ncclremoteerror",
     "read error [",
     "timed out waiting",
@@ -128,6 +129,8 @@ class Death:
         ended_by_us: it was running well when the launcher ended it.
         fault_stack: Python stack left by a fatal signal.
         overdue_s: it raised and then did not leave for so many seconds, until the launcher killed it.
+        last_lines: what it wrote last, as far as that came through the launcher.
+        log: path of the file with what it said, empty when there is none.
     """
 
     rank: int
@@ -141,6 +144,8 @@ class Death:
     ended_by_us: bool = False
     fault_stack: str = ""
     overdue_s: float | None = None
+    last_lines: tuple[str, ...] = ()
+    log: str = ""
 
     @property
     def consequence(self) -> bool:
@@ -225,8 +230,10 @@ def tell_failure(
     where = f"local rank {cause.local_rank} of host {cause.host}, attempt {attempt}"
     lines = [_headline(cause), f"  {where}, {cause.lived_s:.1f} s after its start"]
     lines += [f"  {line}" for line in _details(cause, oom_before, oom_after)]
-    trace = cause.raised.traceback if cause.raised is not None else cause.fault_stack
+    trace = _stack(cause)
     block = ["", *(f"photinus: {line}" for line in lines)]
+    if _last_lines_tell(cause):
+        block += ["photinus:   the last that it wrote:", "", *(f"    {line}" for line in cause.last_lines), ""]
     if trace.strip():
         if seen_before:
             block.append("photinus:   (traceback as above)")
@@ -235,6 +242,29 @@ def tell_failure(
     block += [f"photinus: {line}" for line in _others(cause, deaths, finished)]
     block.append(f"photinus: {next_step}")
     return "\n".join(block) + "\n"
+
+
+def last_words(death: Death) -> str:
+    """What ends the log file of a worker: its traceback, which it did not print itself, or how it ended."""
+    stack = _stack(death).rstrip()
+    end = f"photinus: rank {death.rank} (pid {death.pid}) was ended by the launcher, because another rank had failed"
+    if death.raised is not None and stack:
+        return f"{stack}\n"
+    if not death.ended_by_us:
+        end = f"photinus: {_headline(death)}"
+    return f"{stack}\n{end}\n" if stack else f"{end}\n"
+
+
+def _stack(death: Death) -> str:
+    return death.raised.traceback if death.raised is not None else death.fault_stack
+
+
+def _last_lines_tell(death: Death) -> bool:
+    """Whether the last lines of a worker say more than its exception does."""
+    if death.raised is not None and death.raised.traceback.strip():
+        return False
+    said = "" if death.raised is None else death.raised.text
+    return any(line.strip() not in said for line in death.last_lines)
 
 
 def _headline(death: Death) -> str:
@@ -267,6 +297,8 @@ def _details(cause: Death, oom_before: OomKills | None, oom_after: OomKills | No
             lines.append(f"possibly the kernel's out-of-memory killer: it struck {times} in {oom_after.place}{limit}")
     if cause.status == -signal.SIGTERM and cause.raised is None:
         lines.append("the launcher did not send it")
+    if cause.log:
+        lines.append(f"its log is {cause.log}")
     return lines
 
 

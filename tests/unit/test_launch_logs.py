@@ -1,0 +1,287 @@
+"""Workers' output in files: what goes where, byte for byte, and what happens when a file cannot be written."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import tty
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from photinus.launcher.flags import LogFlags, parse_run
+from photinus.launcher.logs import BOTH, LogPlan, Logs, open_logs, plan_logs
+from photinus.launcher.output import Output
+from photinus.launcher.usage import UsageError
+
+OUT, ERR, NONE = frozenset({"out"}), frozenset({"err"}), frozenset[str]()
+
+
+def plan(*words: str) -> LogPlan:
+    return plan_logs(parse_run([*words, "train.py"]).logs)
+
+
+@pytest.mark.parametrize(
+    ("words", "filed", "shown"),
+    [
+        ((), NONE, BOTH),
+        (("--log-dir", "logs"), BOTH, BOTH),  # torchrun writes nothing here
+        (("--log-dir", "logs", "--tee", "0"), NONE, BOTH),
+        (("--redirects", "3"), BOTH, NONE),
+        (("--log_dir=logs", "--redirects", "1"), OUT, ERR),
+        (("-r", "2"), ERR, OUT),
+        (("--tee", "3"), BOTH, BOTH),
+        (("-t", "1"), OUT, BOTH),
+        (("-r", "3", "-t", "2"), BOTH, ERR),  # as in torchrun: what is teed is shown, redirected or not
+        (("--local-ranks-filter", "0,2"), NONE, NONE),
+        (("--local_ranks_filter", "1", "-r", "2"), ERR, OUT),
+        (("--tee", "3", "--local-ranks-filter", "0"), BOTH, NONE),
+        (("--tee", "1:3"), BOTH, BOTH),
+        (("--redirects", "0:3"), NONE, BOTH),  # others than those that are named: as without the flag
+        (("--redirects", "0:3,1:1", "--tee", "1:2"), BOTH, ERR),
+    ],
+)
+def test_the_flags_say_what_of_local_rank_1_goes_where(
+    words: tuple[str, ...], filed: frozenset[str], shown: frozenset[str]
+) -> None:
+    found = plan(*words)
+    assert (found.filed(1), found.shown(1)) == (filed, shown)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--tee", "0:3,4:1"), r"--tee names local rank 4, but this host runs local ranks 0 to 1\."),
+        (("-r", "2:1"), r"--redirects names local rank 2"),
+        (("--local-ranks-filter", "7"), r"--local-ranks-filter names local rank 7"),
+    ],
+)
+def test_a_worker_that_this_host_does_not_have_is_named(words: tuple[str, ...], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        plan(*words).check(2)
+    plan(*words).check(8)
+
+
+def test_files_lie_where_torchrun_puts_them_by_rank_of_the_job(tmp_path: Path) -> None:
+    logs = open_logs(plan("--log-dir", str(tmp_path / "new" / "logs"), "--tee", "0:3,1:2"), "my/job 1")
+    assert logs.folder == tmp_path / "new" / "logs" / "my_job_1"
+    assert logs.files(4, 0, 2) == {
+        "out": logs.folder / "attempt_2" / "4" / "stdout.log",
+        "err": logs.folder / "attempt_2" / "4" / "stderr.log",
+    }
+    assert sorted(logs.files(5, 1, 0)) == ["err"]
+    assert logs.files(6, 2, 0) == {}
+    assert list(logs.folder.iterdir()) == []  # the probe is gone
+
+
+def test_without_a_folder_redirected_output_has_a_temporary_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = open_logs(plan("--redirects", "3"), "job").folder
+    assert folder is not None
+    assert folder.parent.parent == tmp_path
+    assert open_logs(plan("--local-ranks-filter", "0"), "job").folder is None
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_refused_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        UsageError, match=r"--log-dir .*file: nothing can be written there: (Not a directory|File exists)"
+    ):
+        open_logs(plan("--log-dir", str(tmp_path / "file")), "job")
+    with pytest.raises(
+        UsageError, match=r"nothing can be written there: .* Give another folder, or leave the flag out"
+    ):
+        open_logs(plan("--log-dir", "/proc/nothing"), "job")
+
+
+class Launcher:
+    """An `Output` over pipes, or over one terminal, whose shown bytes are collected while it runs."""
+
+    def __init__(self, folder: Path, *words: str, terminal: bool = False) -> None:
+        self.folder = folder
+        if terminal:
+            self._reads, out = os.openpty()
+            tty.setraw(out)
+            self.ends = [out, out]
+        else:
+            self._reads, out = os.pipe()
+            self.ends = [out, os.dup(out)]
+        self.output = Output(stdout=self.ends[0], stderr=self.ends[1])
+        self.output.log_to(Logs(plan("--log-dir", str(folder), *words), folder))
+        self.shown = b""
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        while select.select([self._reads], [], [], 20)[0]:
+            try:
+                piece = os.read(self._reads, 65536)
+            except OSError:  # EIO: the terminal's last writer has gone
+                return
+            if not piece:
+                return
+            self.shown += piece
+
+    def close(self) -> None:
+        self.output.close()
+        for end in set(self.ends):
+            os.close(end)
+        self._reader.join(20)
+        os.close(self._reads)
+
+    def file(self, rank: int, name: str, attempt: int = 0) -> bytes:
+        return (self.folder / f"attempt_{attempt}" / str(rank) / f"{name}.log").read_bytes()
+
+
+@pytest.fixture
+def launchers(tmp_path: Path) -> Iterator[list[Launcher]]:
+    made: list[Launcher] = []
+    yield made
+    for each in made:
+        each.close()
+
+
+def write_and_close(end: int | None, *pieces: bytes) -> None:
+    assert end is not None
+    for piece in pieces:
+        os.write(end, piece)
+    os.close(end)
+
+
+BAR = b"\r 10%|#   |\r 50%|##  |\x1b[32mgreen\x1b[0m\r100%|####|\nafter\n"
+
+
+def test_a_file_has_every_byte_and_the_terminal_what_it_would_have_had(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path)
+    for rank in (0, 1):
+        out, err = launcher.output.ends_for(rank, rank)
+        write_and_close(out, BAR, b"no end")
+        write_and_close(err, b"oops \xff\n")
+        launcher.output.drain(20)
+    launcher.close()
+    for rank in (0, 1):
+        assert (launcher.file(rank, "stdout"), launcher.file(rank, "stderr")) == (BAR + b"no end", b"oops \xff\n")
+    rank_0, _, rank_1 = launcher.shown.partition(b"[1] ")
+    assert rank_0.replace(b"oops \xff\n", b"") == BAR + b"no end"  # as it came, the two streams in either order
+    assert rank_0.count(b"oops \xff\n") == 1
+    shown = [line.removeprefix(b"[1] ") for line in rank_1.splitlines()]
+    assert sorted(shown) == sorted([b"100%|####|", b"after", b"no end", b"oops \xff"])
+
+
+def test_redirected_output_is_in_the_file_only_and_a_filtered_rank_is_not_shown(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path, "--redirects", "1", "--local-ranks-filter", "1")
+    for rank in (0, 1):
+        out, err = launcher.output.ends_for(rank, rank)
+        write_and_close(out, b"out\n")
+        write_and_close(err, b"err\n")
+    launcher.output.drain(20)
+    launcher.close()
+    assert launcher.shown == b"[1] err\n"
+    assert (launcher.file(0, "stdout"), launcher.file(1, "stdout")) == (b"out\n", b"out\n")
+    assert not (tmp_path / "attempt_0" / "1" / "stderr.log").exists()
+    assert launcher.output.last_lines(0) != ()  # kept for the report all the same
+
+
+def test_rank_0_keeps_a_terminal_of_the_same_size_while_it_is_logged(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path, terminal=True)
+    import fcntl
+    import struct
+    import termios
+
+    def resize(columns: int) -> None:
+        fcntl.ioctl(launcher.ends[0], termios.TIOCSWINSZ, struct.pack("HHHH", 33, columns, 0, 0))
+
+    resize(77)
+    out, err = launcher.output.ends_for(0, 0)
+    assert out is not None
+    assert err is not None
+    assert os.isatty(out)
+    assert os.isatty(err)
+    assert os.get_terminal_size(out) == (77, 33)
+    resize(99)
+    os.write(out, BAR)
+    deadline = threading.Event()
+    for _ in range(400):
+        if os.get_terminal_size(out).columns == 99 and launcher.shown.endswith(b"after\n"):
+            break
+        deadline.wait(0.05)
+    assert os.get_terminal_size(out) == (99, 33)
+    os.close(out)
+    os.close(err)
+    launcher.output.drain(20)
+    launcher.close()
+    assert launcher.shown == BAR  # nothing added, not even line ends
+    assert launcher.file(0, "stdout") == BAR
+    other_out, other_err = Output(stdout=launcher.ends[0]).ends_for(0, 0)
+    assert (other_out, other_err) == (None, None)  # without logs it has the launcher's own
+
+
+def test_a_pipe_full_of_words_of_a_killed_worker_is_emptied_into_the_file(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path, "--redirects", "3")
+    out, err = launcher.output.ends_for(2, 2)
+    assert out is not None
+    assert err is not None
+    os.write(out, b"x" * 60_000)
+    launcher.close()  # somebody still holds the ends open: what is in them counts
+    os.close(out)
+    os.close(err)
+    assert launcher.file(2, "stdout") == b"x" * 60_000
+
+
+def test_a_full_disk_is_told_once_and_what_does_not_fit_is_shown(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path, "--redirects", "3")
+    for rank in (1, 2):
+        folder = tmp_path / "attempt_0" / str(rank)
+        folder.mkdir(parents=True)
+        (folder / "stdout.log").symlink_to("/dev/full")
+        out, err = launcher.output.ends_for(rank, rank)
+        write_and_close(out, b"first\n")
+        write_and_close(err, b"fits\n")
+        launcher.output.drain(20)
+    launcher.close()
+    shown = launcher.shown.decode()
+    assert shown.count("cannot be written: No space left on device. Training goes on") == 1
+    assert "[1] first\n" in shown
+    assert "[2] first\n" in shown
+    assert launcher.file(1, "stderr") == b"fits\n"
+    assert "fits" not in shown
+
+
+def test_the_last_lines_are_kept_without_colours_and_earlier_states_of_bars(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path)
+    out, err = launcher.output.ends_for(3, 3)
+    write_and_close(out, b"".join(b"line %d\n" % number for number in range(30)), b"\n", BAR, b"end " + b"x" * 1000)
+    os.close(err or 0)
+    launcher.output.drain(20)
+    kept = launcher.output.last_lines(3)
+    assert kept[:-3] == tuple(f"line {number}" for number in range(23, 30))
+    assert kept[-3:-1] == ("100%|####|", "after")
+    assert kept[-1].startswith("end xxx")
+    assert len(kept[-1]) == 200
+    launcher.output.begin_attempt(1)
+    assert launcher.output.last_lines(3) == ()
+    launcher.close()
+
+
+def test_words_of_the_launcher_end_the_file_that_one_looks_into_first(tmp_path: Path) -> None:
+    launcher = Launcher(tmp_path)
+    launcher.output.begin_attempt(2)
+    out, err = launcher.output.ends_for(1, 1)
+    write_and_close(out)
+    write_and_close(err, b"warning\n")
+    launcher.output.drain(20)
+    assert launcher.output.log_of(1) == tmp_path / "attempt_2" / "1" / "stderr.log"
+    launcher.output.add_to_log(1, "Traceback\n")
+    launcher.output.add_to_log(9, "not here\n")
+    launcher.close()
+    assert launcher.file(1, "stderr", attempt=2) == b"warning\nTraceback\n"
+
+
+def test_flags_that_say_nothing_change_nothing() -> None:
+    assert plan_logs(LogFlags()) == LogPlan()
+    assert open_logs(LogPlan(), "job") == Logs(LogPlan(), None)
