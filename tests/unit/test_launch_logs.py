@@ -65,25 +65,26 @@ def test_a_worker_that_this_host_does_not_have_is_named(words: tuple[str, ...], 
 
 
 def test_files_lie_where_torchrun_puts_them_by_rank_of_the_job(tmp_path: Path) -> None:
-    logs = open_logs(plan("--log-dir", str(tmp_path / "new" / "logs"), "--tee", "0:3,1:2"), "my/job 1")
-    assert logs.folder == tmp_path / "new" / "logs" / "my_job_1"
-    assert logs.files(4, 0, 2) == {
-        "out": logs.folder / "attempt_2" / "4" / "stdout.log",
-        "err": logs.folder / "attempt_2" / "4" / "stderr.log",
+    logs = open_logs(plan("--log-dir", str(tmp_path / "new" / "logs"), "--tee", "0:3,1:2"))
+    folder = tmp_path / "new" / "logs" / "my_job_1"
+    assert logs.folder("my/job 1") == folder
+    assert logs.files("my/job 1", 2, rank=4, local_rank=0) == {
+        "out": folder / "attempt_2" / "4" / "stdout.log",
+        "err": folder / "attempt_2" / "4" / "stderr.log",
     }
-    assert sorted(logs.files(5, 1, 0)) == ["err"]
-    assert logs.files(6, 2, 0) == {}
-    assert list(logs.folder.iterdir()) == []  # the probe is gone
+    assert sorted(logs.files("job", 0, rank=5, local_rank=1)) == ["err"]
+    assert logs.files("job", 0, rank=6, local_rank=2) == {}
+    assert list((tmp_path / "new" / "logs").iterdir()) == []  # the probe is gone
 
 
 def test_without_a_folder_redirected_output_has_a_temporary_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    folder = open_logs(plan("--redirects", "3"), "job").folder
-    assert folder is not None
-    assert folder.parent.parent == tmp_path
-    assert open_logs(plan("--local-ranks-filter", "0"), "job").folder is None
+    base = open_logs(plan("--redirects", "3")).base
+    assert base is not None
+    assert base.parent == tmp_path
+    assert open_logs(plan("--local-ranks-filter", "0")).base is None
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -92,11 +93,11 @@ def test_a_folder_that_cannot_be_written_is_refused_with_the_reason(tmp_path: Pa
     with pytest.raises(
         UsageError, match=r"--log-dir .*file: nothing can be written there: (Not a directory|File exists)"
     ):
-        open_logs(plan("--log-dir", str(tmp_path / "file")), "job")
+        open_logs(plan("--log-dir", str(tmp_path / "file")))
     with pytest.raises(
         UsageError, match=r"nothing can be written there: .* Give another folder, or leave the flag out"
     ):
-        open_logs(plan("--log-dir", "/proc/nothing"), "job")
+        open_logs(plan("--log-dir", "/proc/nothing"))
 
 
 class Launcher:
@@ -112,7 +113,9 @@ class Launcher:
             self._reads, out = os.pipe()
             self.ends = [out, os.dup(out)]
         self.output = Output(stdout=self.ends[0], stderr=self.ends[1])
-        self.output.log_to(Logs(plan("--log-dir", str(folder), *words), folder))
+        self.output.log_to(Logs(plan("--log-dir", str(folder), *words), folder.parent))
+        self.output._told = folder
+        self.output.begin_attempt(0, folder.name)
         self.shown = b""
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
@@ -263,14 +266,14 @@ def test_the_last_lines_are_kept_without_colours_and_earlier_states_of_bars(tmp_
     assert kept[-3:-1] == ("100%|####|", "after")
     assert kept[-1].startswith("end xxx")
     assert len(kept[-1]) == 200
-    launcher.output.begin_attempt(1)
+    launcher.output.begin_attempt(1, tmp_path.name)
     assert launcher.output.last_lines(3) == ()
     launcher.close()
 
 
 def test_words_of_the_launcher_end_the_file_that_one_looks_into_first(tmp_path: Path) -> None:
     launcher = Launcher(tmp_path)
-    launcher.output.begin_attempt(2)
+    launcher.output.begin_attempt(2, tmp_path.name)
     out, err = launcher.output.ends_for(1, 1)
     write_and_close(out)
     write_and_close(err, b"warning\n")
@@ -284,4 +287,4 @@ def test_words_of_the_launcher_end_the_file_that_one_looks_into_first(tmp_path: 
 
 def test_flags_that_say_nothing_change_nothing() -> None:
     assert plan_logs(LogFlags()) == LogPlan()
-    assert open_logs(LogPlan(), "job") == Logs(LogPlan(), None)
+    assert open_logs(LogPlan()) == Logs(LogPlan(), None)

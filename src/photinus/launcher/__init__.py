@@ -4,6 +4,7 @@
     flags           flags of `photinus run`: spellings, help, suggestions          (no torch)
     usage           wrong use: the error and the closest right word                (no torch)
     program         the script or module that each worker runs                     (no torch)
+    local_rank      whether it takes --local_rank                                  (no torch)
     devices         how many workers this host gets                                (torch only to count GPUs)
     cgroup          limits and out-of-memory kills of this process's control group (no torch)
     environment     the environment variables that a worker finds                  (no torch)
@@ -15,9 +16,11 @@
       agent         torch.distributed.elastic's state machine over our processes   (torch)
       processes     the worker processes of one attempt: start, watch, end         (no torch)
       output        the workers' lines on the launcher's terminal                  (no torch)
+      logs          the same in files, and what goes where                         (no torch)
       interrupts    Ctrl-C and other signals, taken at safe points                 (no torch)
       guard         ends everything when the launcher itself was killed            (no torch)
       report        which rank failed first, and the words for it                  (no torch)
+    new             `photinus new`: projects made of the files in photinus/templates (no torch)
     completion      `photinus completion`: commands and flags for the shell        (no torch)
     worker          runs in each worker before the script: a file of its own, imports nothing of Photinus
     from_python     `photinus.launch`: one function in several processes, from a script or a notebook

@@ -36,6 +36,7 @@ from .judge import Verdict
 from .output import Output
 from .processes import Processes, Start
 from .rendezvous import JobRendezvous
+from .report import last_words
 
 T = TypeVar("T")
 
@@ -126,6 +127,7 @@ class Agent(SimpleElasticAgent):
                 interface=formation.interface,
             )
             starts.append(Start(worker.global_rank, worker.local_rank, _Environ(place, job)))
+        self._output.begin_attempt(formation.attempt, formation.job_id)
         self._oom_before = oom_kills()
         self._processes = Processes(
             job.program, guard=self._guard, output=self._output, interrupts=self._interrupts, orders=self._colleagues.fd
@@ -183,9 +185,10 @@ class Agent(SimpleElasticAgent):
             self._processes = None
 
     def _failed(self, processes: Processes, worker_group: WorkerGroup) -> RunResult:
-        report = Report(
-            tuple(processes.deaths()), tuple(processes.finished()), oom_before=self._oom_before, oom_after=oom_kills()
-        )
+        deaths = tuple(processes.deaths())
+        for death in deaths:
+            self._output.add_to_log(death.rank, last_words(death))
+        report = Report(deaths, tuple(processes.finished()), oom_before=self._oom_before, oom_after=oom_kills())
         answer = self._colleagues.judged(report, self._raise_if_interrupted)
         if isinstance(answer, Order):
             return self._called(answer)

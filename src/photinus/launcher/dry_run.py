@@ -10,13 +10,14 @@ import sys
 from .environment import Place, worker_environ
 from .flags import HostFlags
 from .job import Job
+from .logs import LogPlan
 
 __all__ = ["told"]
 
 _CHOSEN_LATER = "chosen when it starts"
 
 
-def told(job: Job, hosts: HostFlags) -> str:
+def told(job: Job, hosts: HostFlags, logs: LogPlan) -> str:
     """The job as text: the command, what all workers share, and what is each one's own.
 
     With several hosts the ranks are known only for the first, unless the hosts run equally many workers.
@@ -25,7 +26,7 @@ def told(job: Job, hosts: HostFlags) -> str:
     host_rank = hosts.node_rank or 0
     program = job.program
     python = {"script": [sys.executable], "module": [sys.executable, "-m"], "program": []}[program.kind]
-    command = [*python, program.target, *program.arguments]
+    command = [*python, program.target, *program.arguments_of("LOCAL_RANK")]
     own = []
     for rank in range(job.local_world_size):
         place = Place(
@@ -59,6 +60,7 @@ def told(job: Job, hosts: HostFlags) -> str:
         f"{count} on {socket.gethostname()}, in {os.getcwd()}:",
         f"  {shlex.join(command)}",
         f"restarted at most {job.max_restarts} time{'s' * (job.max_restarts != 1)} when one fails",
+        *([logs.told()] if logs.writes else []),
         "",
         "in the environment of all:",
         *(f"  {name}={value}" for name, value in sorted(shared.items())),

@@ -75,7 +75,7 @@ class LogPlan:
                 there = "only local rank 0" if local_world_size == 1 else f"local ranks 0 to {local_world_size - 1}"
                 raise UsageError(f"{flag} names local rank {min(absent)}, but this host runs {there}.")
 
-    def told(self, folder: str | None = None) -> str:
+    def told(self, folder: Path | None = None) -> str:
         """In a line, for people."""
         where = folder or self.folder or "a temporary folder"
         everything = all(_of(self.tee, rank) == BOTH for rank in (-1, *self.tee))
@@ -96,26 +96,31 @@ def plan_logs(flags: LogFlags) -> LogPlan:
 
 @dataclass(frozen=True)
 class Logs:
-    """The log files of one job on this host. Made by `open_logs`.
+    """The log files of this host's workers. Made by `open_logs`.
 
     Attributes:
         plan: what goes where.
-        folder: DIR/JOB; None when nothing is written.
+        base: DIR; None when nothing is written.
     """
 
     plan: LogPlan
-    folder: Path | None
+    base: Path | None
 
-    def files(self, rank: int, local_rank: int, attempt: int) -> dict[str, Path]:
+    def folder(self, job_id: str) -> Path | None:
+        """DIR/JOB, the folder of a job; None when nothing is written."""
+        return None if self.base is None else self.base / (re.sub(r"[^\w.+-]", "_", job_id) or "job")
+
+    def files(self, job_id: str, attempt: int, rank: int, local_rank: int) -> dict[str, Path]:
         """The file of each stream of a worker that has one."""
-        if self.folder is None:
+        folder = self.folder(job_id)
+        if folder is None:
             return {}
-        place = self.folder / f"attempt_{attempt}" / str(rank)
+        place = folder / f"attempt_{attempt}" / str(rank)
         return {stream: place / _FILE_NAMES[stream] for stream in sorted(self.plan.filed(local_rank))}
 
 
-def open_logs(plan: LogPlan, job_id: str) -> Logs:
-    """Makes the job's folder and tries whether it can be written to: refused now rather than while training.
+def open_logs(plan: LogPlan) -> Logs:
+    """Makes DIR and tries whether it can be written to: refused now rather than while training.
 
     Raises:
         UsageError: it cannot.
@@ -126,18 +131,16 @@ def open_logs(plan: LogPlan, job_id: str) -> Logs:
     try:
         if base is None:
             base = tempfile.mkdtemp(prefix="photinus-logs-")
-        folder = Path(base) / (re.sub(r"[^\w.+-]", "_", job_id) or "job")
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:
+        Path(base).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=base, buffering=0) as probe:
             if probe.write(bytes(_PROBE_BYTES)) < _PROBE_BYTES:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
-        at = f" ({error.filename})" if error.filename and str(error.filename) != base else ""
         raise UsageError(
-            f"--log-dir {base}: nothing can be written there: {error.strerror}{at}. Give another folder, or leave the "
-            f"flag out."
+            f"--log-dir {base}: nothing can be written there: {error.strerror}. Give another folder, or leave the flag "
+            f"out."
         ) from error
-    return Logs(plan, folder)
+    return Logs(plan, Path(base))
 
 
 class LogFile:

@@ -63,7 +63,8 @@ class Output:
     stdout: int = 1
     stderr: int = 2
     _logs: Logs | None = None
-    _attempt: int = 0
+    _attempt: tuple[str, int] = ("", 0)  # the job's id, and how often its workers were started anew
+    _told: Path | None = None
     _files: dict[int, dict[str, Path]] = field(default_factory=dict)
     _last: dict[int, deque[str]] = field(default_factory=dict)
     _warned: bool = False
@@ -87,9 +88,13 @@ class Output:
         """From now on workers' streams go where `logs` says. Before the first worker is started."""
         self._logs = logs
 
-    def begin_attempt(self, attempt: int) -> None:
-        """The workers started from now on belong to attempt `attempt` (0, 1, ...)."""
-        self._attempt = attempt
+    def begin_attempt(self, attempt: int, job_id: str) -> None:
+        """The workers started from now on belong to this attempt (0, 1, ...) of the job; says where its logs are."""
+        self._attempt = (job_id, attempt)
+        folder = None if self._logs is None else self._logs.folder(job_id)
+        if self._logs is not None and folder != self._told:
+            self._told = folder
+            self.say(f"photinus: {self._logs.plan.told(folder)}\n")
         with self._quiet:
             self._files.clear()
             self._last.clear()
@@ -102,7 +107,7 @@ class Output:
         streams is kept.
         """
         logs = self._logs
-        files = {} if logs is None else logs.files(rank, local_rank, self._attempt)
+        files = {} if logs is None else logs.files(*self._attempt, rank, local_rank)
         shown = BOTH if logs is None else logs.plan.shown(local_rank)
         with self._quiet:
             self._files[rank] = files
@@ -117,10 +122,6 @@ class Output:
             for name in ("out", "err")
         )
         return out, err
-
-    def pipes_for(self, rank: int) -> tuple[int | None, int | None]:
-        """`ends_for` where rank and local rank are the same."""
-        return self.ends_for(rank, rank)
 
     def last_lines(self, rank: int) -> tuple[str, ...]:
         """The last lines that a rank wrote, as far as they came through here: not those of a terminal it inherited."""

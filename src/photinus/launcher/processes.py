@@ -206,6 +206,8 @@ class Processes:
                     ended_by_us=worker.asked_to_leave and not struck,
                     fault_stack=_without_bootstrap(_content(worker.fault_file)),
                     overdue_s=worker.overdue_s,
+                    last_lines=self._output.last_lines(worker.start.rank),
+                    log=str(self._output.log_of(worker.start.rank) or ""),
                 )
             )
         return deaths
@@ -227,14 +229,13 @@ class Processes:
         fault_file = os.memfd_create(f"photinus-fault-{start.rank}")
         here = f"/proc/{os.getpid()}/fd"
         command = [sys.executable, _WORKER_FILE, str(os.getpid()), f"{here}/{fault_file}"]
-        command += [self._program.kind, self._program.target, *self._program.arguments]
-        inherits = start.rank == 0
-        stdout, stderr = (None, None) if inherits else self._output.pipes_for(start.rank)
+        command += [self._program.kind, self._program.target, *self._program.arguments_of(start.local_rank)]
+        stdout, stderr = self._output.ends_for(start.rank, start.local_rank)
         try:
             process = subprocess.Popen(
                 command,
                 env=start.environ(f"{here}/{error_file}"),
-                stdin=None if inherits else subprocess.DEVNULL,
+                stdin=None if start.rank == 0 else subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
                 start_new_session=True,

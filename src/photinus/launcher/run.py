@@ -5,11 +5,13 @@ Help and wrong use are answered before anything slow is imported.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from ..errors import DeviceError
 from .devices import count_gpus_apart
 from .flags import HELP, RunFlags, SelectionFlags, parse_run
+from .local_rank import with_local_rank
 from .program import Program, check_program
 from .usage import UsageError
 
@@ -46,6 +48,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def _start(flags: RunFlags, program: Program) -> int:
     _refuse_unbuilt(flags)
+    program = program if flags.use_env else with_local_rank(program)
+    if program.local_rank_flag is not None:
+        told = f"{program.target} takes {program.local_rank_flag}: given to each worker (--use-env leaves it out)"
+        print(f"photinus: {told}", file=sys.stderr)
 
     from .supervise import supervise
 
@@ -55,6 +61,6 @@ def _start(flags: RunFlags, program: Program) -> int:
 def _refuse_unbuilt(flags: RunFlags) -> None:
     """Flags that are read already, and not carried out yet, are refused: nobody may believe that they were heard."""
     plain = RunFlags(flags.program)
-    for part, what in (("logs", "log files"), ("scheduler", "schedulers")):
+    for part, what in (("scheduler", "schedulers"),):
         if getattr(flags, part) != getattr(plain, part):
             raise UsageError(f"flags for {what} are not carried out by this version: leave them out.")

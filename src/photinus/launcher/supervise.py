@@ -22,6 +22,7 @@ from .hosts.member import Me
 from .hosts.ports import listen
 from .interrupts import Interrupted, Interrupts, taking_interrupts
 from .job import Job
+from .logs import open_logs, plan_logs
 from .output import Output
 from .processes import adopting_orphans
 from .program import Program
@@ -78,9 +79,12 @@ def supervise(flags: RunFlags, program: Program) -> int:
             cpu_only=flags.cpu,
             environ=environ,
         )
+        logs = plan_logs(flags.logs)
+        logs.check(job.local_world_size)
         if flags.dry_run:
-            print(told(job, flags.hosts))
+            print(told(job, flags.hosts, logs))
             return 0
+        output.log_to(open_logs(logs))
         agent = agent_class(
             job, _colleagues(flags, job, joined, output), guard=guard, output=output, interrupts=interrupts
         )

@@ -96,7 +96,9 @@ def report_from_json(fields: Mapping[str, Any]) -> Report:
                 raised = Raised(
                     chain, str(raised["traceback"]), int(raised["exit_code"]), None if at_s is None else now - at_s
                 )
-            deaths.append(Death(**{**each, "seen_at_s": now - each["seen_at_s"], "raised": raised}))
+            last_lines = tuple(str(line) for line in each["last_lines"])
+            at_s = now - each["seen_at_s"]
+            deaths.append(Death(**{**each, "seen_at_s": at_s, "raised": raised, "last_lines": last_lines}))
         before, after = (
             None if fields[name] is None else OomKills(**fields[name]) for name in ("oom_before", "oom_after")
         )
