@@ -49,7 +49,8 @@ def run(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
 def test_two_processes_learn_and_leave_checkpoints(run: Path) -> None:
     epochs = rows(run / "metrics.csv")
     assert [row["epoch"] for row in epochs] == [1, 2]
-    assert epochs[1]["valid_loss"] < epochs[0]["valid_loss"] < 2.0
+    assert epochs[1]["loss"] < epochs[0]["loss"]
+    assert epochs[1]["valid_loss"] < 1.0  # of a character, where guessing has log(25) = 3.2
     assert epochs[1]["accuracy"] > 0.7
     assert len(list((run / "checkpoints").glob("step-*"))) == 2
 
