@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -77,6 +78,8 @@ def _run(words: list[str]) -> int:
         return _tell(f"{_host()}{type(error).__name__}: {error}", _WRONG_USE)
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # the reader has gone, as after `| head`
+        return 128 + signal.SIGPIPE
 
 
 def _dispatch(words: list[str]) -> int:
