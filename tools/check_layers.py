@@ -19,6 +19,7 @@ FLOORS = {
     "errors": 0,
     "env": 1,
     "world": 2,
+    "relaunch": 2,
     "_native": 2,
     "arrays": 3,
     "group": 4,

@@ -120,6 +120,12 @@ CONDUCTED_AS: Variable[str | None] = Variable(
     "the name under which `photinus run --hostfile` knows this host, which sets it: all hosts share a terminal then, "
     "and what concerns all is told there once",
 )
+LAUNCH: Variable[str | None] = Variable(
+    "PHOTINUS_LAUNCH",
+    str,
+    None,
+    "the words of `photinus run` that started this process; set by it, and written into a run's config.json",
+)
 ATTEMPT: Variable[int] = Variable(
     "TORCHELASTIC_RESTART_COUNT", int, 0, "how often the launcher has restarted the workers; set by the launcher"
 )
@@ -136,5 +142,6 @@ ALL: tuple[Variable[object], ...] = (  # type: ignore[assignment]
     JOB_SECRET,
     LISTEN_FD,
     CONDUCTED_AS,
+    LAUNCH,
     ATTEMPT,
 )

@@ -21,6 +21,7 @@
       guard         ends everything when the launcher itself was killed            (no torch)
       report        which rank failed first, and the words for it                  (no torch)
     new             `photinus new`: projects made of the files in photinus/templates (no torch)
+    again           `photinus again`: a run once more, from its config.json        (no torch)
     completion      `photinus completion`: commands and flags for the shell        (no torch)
     worker          runs in each worker before the script: a file of its own, imports nothing of Photinus
     from_python     `photinus.launch`: one function in several processes, from a script or a notebook

@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _flags() -> Mapping[str, Mapping[str, Sequence[str]]]:
     """Command -> flag -> the words that may follow it ([] for none, or any)."""
-    from . import flags
+    from . import again, flags
     from .bench.options import BACKENDS, DTYPES, OPERATIONS, VALUED
     from .doctor import examine
     from .new import FLAGS, TEMPLATES
@@ -72,6 +72,7 @@ def _flags() -> Mapping[str, Mapping[str, Sequence[str]]]:
     return {
         "run": {name: ("auto", "gpu", "cpu") if name == "--nproc-per-node" else () for name in flags.FLAGS},
         "new": {name: tuple(TEMPLATES) if name == "--template" else () for name in FLAGS},
+        "again": dict.fromkeys(again.FLAGS, ()),
         "doctor": dict.fromkeys(examine.FLAGS, ()),
         "bench": {name: known.get(name, ()) for name in (*VALUED, "--json", "--help")},
         "completion": dict.fromkeys(_SHELLS, ()),

@@ -5,10 +5,13 @@ Help and wrong use are answered before anything slow is imported.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
+from .. import env
 from ..errors import DeviceError
+from ..relaunch import Launch, notable
 from .devices import count_gpus_apart
 from .flags import HELP, RunFlags, SelectionFlags, parse_run
 from .local_rank import with_local_rank
@@ -16,6 +19,8 @@ from .program import Program, check_program
 from .usage import UsageError
 
 __all__ = ["main"]
+
+_FUNCTION = "photinus.launcher.function"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -32,6 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         print(HELP)
         return 0
     check_program(program)
+    _record(arguments, program)
     if flags.selection.hostfile is not None:
         from .hosts.ssh import conduct
 
@@ -44,6 +50,17 @@ def main(arguments: Sequence[str]) -> int:
         except DeviceError as error:
             raise DeviceError(f"{typed(flags.selection)} asks for GPUs: {error}") from None
     return _start(flags, program)
+
+
+def _record(arguments: Sequence[str], program: Program) -> None:
+    """Puts what was typed into the environment, from where it gets into the run's config.json."""
+    if program.target == _FUNCTION:  # of photinus.launch: the call is in a folder that goes with it
+        return
+    if env.CONDUCTED_AS.get() is not None and env.LAUNCH.get() is not None:
+        return  # typed on another host, for all of them
+    given = len(arguments) - len(program.arguments)
+    launch = Launch(tuple(arguments[:given]), program.arguments, notable(os.environ))
+    os.environ[env.LAUNCH.name] = launch.text()
 
 
 def _start(flags: RunFlags, program: Program) -> int:

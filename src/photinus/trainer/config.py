@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from .. import env
+from ..relaunch import Launch, notable
 from .metrics import write_atomically
 from .session import Session
 
@@ -45,14 +46,17 @@ class Start:
     device: str
     backend: str
     versions: dict[str, str | None]
+    environ: dict[str, str]  # variables that may change how it runs; the launcher's, when there is `launch`
+    launch: dict[str, Any] | None  # what `photinus run` was asked, see relaunch; None for another launcher
     git: dict[str, Any] | None  # commit and whether files differed from it; None outside a repository
 
     @classmethod
     def now(cls, session: Session, *, resumed_from: str | None, resumed_step: int, job: str) -> Start:
         """Describes the start that is happening."""
+        launch = _launch()
         return cls(
             time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            command=[sys.executable, *sys.argv],
+            command=_command(),
             folder=os.getcwd(),
             resumed_from=resumed_from,
             resumed_step=resumed_step,
@@ -64,6 +68,8 @@ class Start:
             device=str(session.device),
             backend=session.backend,
             versions=_versions(),
+            environ=notable(os.environ) if launch is None else dict(launch.environ),
+            launch=None if launch is None else asdict(launch),
             git=_git_state(Path(sys.argv[0]).resolve().parent if sys.argv and sys.argv[0] else Path.cwd()),
         )
 
@@ -133,6 +139,23 @@ def dataset_folder(path: str | os.PathLike[str]) -> Path:
     if next(folder.iterdir(), None) is None:
         raise ValueError(f"the data set's folder {where} is empty")
     return folder
+
+
+def _command() -> list[str]:
+    """What Python was started with: a script and its arguments, or -m and a module's name."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    if spec is None or spec.name == "__main__":  # a script, or a folder with __main__.py
+        return [sys.executable, *sys.argv]
+    return [sys.executable, "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
+
+
+def _launch() -> Launch | None:
+    """The words of `photinus run`, unless somebody else started this process or wrote there."""
+    text = env.LAUNCH.get()
+    try:
+        return None if text is None else Launch.from_text(text)
+    except ValueError:
+        return None
 
 
 def _versions() -> dict[str, str | None]:

@@ -1,0 +1,231 @@
+"""`photinus again RUN`: starts a run once more as it was started last, from what its config.json says.
+
+The same command in the same folder, with the variables of the environment that were set then. It goes on from the
+newest checkpoint, or says that the run is finished. What has changed since is told, not hidden.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..relaunch import Launch
+from .usage import UsageError, closest
+
+__all__ = ["FLAGS", "Again", "main", "plan"]
+
+FLAGS = ("--dry-run", "--help")
+_CONFIG = "config.json"
+_OF_A_LAUNCHER = ("--local_rank", "--local-rank")
+HELP = """\
+usage: photinus again [--dry-run] RUN [arguments to add]
+
+Starts the run in the folder RUN once more: the command of its last start, in the
+same working directory, with the same variables of the environment. It goes on
+from the newest checkpoint. What follows RUN is added to the script's arguments:
+of an option that is given twice, the last one counts.
+
+  --dry-run   only say what would be started
+  --help      this text
+
+examples:
+  photinus again runs/digits
+  photinus again runs/digits --epochs 30
+  photinus again --dry-run runs/digits"""
+
+
+@dataclass(frozen=True)
+class Again:
+    """How to start a run once more.
+
+    Attributes:
+        command: the words.
+        folder: the working directory.
+        environ: variables to set.
+        notes: what differs from the last start, for people.
+    """
+
+    command: tuple[str, ...]
+    folder: Path
+    environ: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Starts the run that the words after `photinus again` name, in the place of this process: it does not return.
+
+    Only help and a dry run return, with 0.
+
+    Raises:
+        UsageError: there is no such run, or it cannot be started again as it was; says why.
+    """
+    words = list(arguments)
+    dry_run = False
+    while words and words[0].startswith("-"):
+        word = words.pop(0)
+        if word in ("--help", "-h"):
+            print(HELP)
+            return 0
+        if word not in ("--dry-run", "--dry_run"):
+            near = closest(word, FLAGS)
+            raise UsageError(
+                f"unknown flag {word}."
+                + (f" Did you mean {near}?" if near else "")
+                + " The script's own stand after RUN."
+            )
+        dry_run = True
+    if not words:
+        raise UsageError("which run? Usage: photinus again RUN, the folder that holds its config.json.")
+    again = plan(Path(words[0]), words[1:])
+    for note in again.notes:
+        print(f"photinus: note: {note}", file=sys.stderr)
+    print(f"photinus: in {again.folder}: {_told(again)}", file=sys.stderr, flush=True)
+    if not dry_run:
+        os.chdir(again.folder)
+        sys.stdout.flush()
+        os.execvpe(again.command[0], again.command, {**os.environ, **again.environ})
+    return 0
+
+
+def plan(run: Path, added: Sequence[str] = ()) -> Again:
+    """What starts the run in the folder `run` once more, with `added` after the script's own arguments.
+
+    Raises:
+        UsageError: no config.json is there, it does not say enough, or what it names is not there any more.
+    """
+    config = _read(run)
+    try:
+        return _plan(run, config, list(added))
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(
+            f"{run / _CONFIG} does not say how the run was started ({type(error).__name__}: {error}): start it by hand."
+        ) from error
+
+
+def _plan(run: Path, config: Mapping[str, Any], added: list[str]) -> Again:
+    start = config["starts"][-1]
+    folder = Path(start["folder"])
+    if not folder.is_dir():
+        raise UsageError(f"the run was started in {folder}, which is not there any more: start it by hand.")
+    _check_place(run, folder, config["options"]["out"])
+    launch = None if start.get("launch") is None else Launch.from_fields(start["launch"])
+    environ = launch.environ if launch is not None else start.get("environ") or {}
+    notes = _changes(start, folder)
+    python, *script = start["command"]
+    if shutil.which(python) is None:
+        notes.append(f"{python} is not there any more; {sys.executable} takes its place")
+        python = sys.executable
+    arguments = list(launch.arguments) if launch is not None else _own(script[2:] if script[0] == "-m" else script[1:])
+    arguments = [*_resuming(arguments, config["options"]["resume"]), *added]
+    hosts = list(dict.fromkeys(start["hosts"]))
+    if launch is not None:
+        command = [python, "-m", "photinus", "run", *launch.words, *arguments]
+    elif start["launcher"] == "none":
+        command = [python, *(script[:2] if script[0] == "-m" else script[:1]), *arguments]
+    else:
+        raise UsageError(
+            f"{start['launcher']} started the {start['world_size']} processes of this run, and only it knows how: "
+            f"start it the same way once more, and it goes on from its newest checkpoint. (What `photinus run` starts "
+            f"can be started again from here.)"
+        )
+    if len(hosts) > 1:
+        raise UsageError(
+            f"the run had {len(hosts)} hosts ({', '.join(hosts)}). Start it on each of them as before; on {hosts[0]}, "
+            f"in {folder}: {_told(Again(tuple(command), folder, environ))}"
+        )
+    return Again(tuple(command), folder, environ, tuple(notes))
+
+
+def _read(run: Path) -> Mapping[str, Any]:
+    path = run / _CONFIG
+    if not run.is_dir():
+        raise UsageError(f"there is no run at {run}: it is {'a file' if run.exists() else 'not there'}.")
+    if not path.is_file():
+        near = sorted(str(each.parent) for each in run.glob(f"*/{_CONFIG}"))
+        raise UsageError(
+            f"{run} is no run: it has no {_CONFIG}." + (f" Did you mean {', '.join(near)}?" if near else "")
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {error}.") from error
+    if not isinstance(config, dict):
+        raise UsageError(f"{path} holds a {type(config).__name__}, but a run's config is an object.")
+    return config
+
+
+def _check_place(run: Path, folder: Path, out: str) -> None:
+    """A run that was moved would be begun anew at its old place."""
+    if (folder / out).resolve() != run.resolve():
+        raise UsageError(
+            f"{run} was written to {folder / out}, and has been moved or copied since: the same command would write "
+            f"there again. Start it by hand."
+        )
+
+
+def _own(arguments: Sequence[str]) -> list[str]:
+    """Without what a launcher gave to each process."""
+    return [word for word in arguments if word.partition("=")[0] not in _OF_A_LAUNCHER]
+
+
+def _resuming(arguments: list[str], resume: str | None) -> list[str]:
+    """The arguments with --resume auto in the place of what they said."""
+    if resume == "auto":
+        return arguments
+    for place, word in enumerate(arguments):
+        flag, equals, _ = word.partition("=")
+        if flag == "--resume" and equals:
+            return [*arguments[:place], "--resume=auto", *arguments[place + 1 :]]
+        if flag == "--resume" and place + 1 < len(arguments):
+            return [*arguments[:place], "--resume", "auto", *arguments[place + 2 :]]
+    raise UsageError(
+        f"the script itself says resume={resume!r}, so the same command would not go on where the run stands: start it "
+        f'by hand with resume="auto".'
+    )
+
+
+def _changes(start: Mapping[str, Any], folder: Path) -> list[str]:
+    """What is not as it was at the last start, as far as that can be seen without starting anything."""
+    notes = []
+    for package in ("photinus", "torch"):
+        before = (start["versions"].get(package) or "").partition("+")[0]
+        try:
+            now = importlib.metadata.version(package).partition("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if before and before != now:
+            notes.append(f"{package} was {before} and is {now} now")
+    git = start.get("git")
+    if git is not None:
+        script = start["command"][1]
+        place = (folder / script).resolve().parent if script != "-m" else folder
+        commit = _commit(place)
+        if commit is not None and commit != git["commit"]:
+            notes.append(f"the commit was {git['commit'][:10]} and is {commit[:10]} now")
+    return notes
+
+
+def _commit(folder: Path) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True
+        )
+    except (OSError, subprocess.SubprocessError):  # no git, or no repository any more
+        return None
+    return done.stdout.strip()
+
+
+def _told(again: Again) -> str:
+    changed = [f"{name}={value}" for name, value in again.environ.items() if os.environ.get(name) != value]
+    return shlex.join([*(["env", *changed] if changed else []), *again.command])
