@@ -18,7 +18,7 @@ SCRIPTS = Path(sys.executable).parent
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 _OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # What a whole run reaches with the project's own config, and on which side of it is good.
-REACHES = {"cnn": ("accuracy", 0.97), "loop": ("accuracy", 0.97), "gpt": ("valid_loss", -2.2)}
+REACHES = {"cnn": ("accuracy", 0.97), "loop": ("accuracy", 0.97), "gpt": ("valid_loss", -1.8)}
 
 
 @pytest.fixture(params=sorted(TEMPLATES))
@@ -54,7 +54,7 @@ def test_it_is_clean_by_the_usual_tools(project: Path) -> None:
     run(project, sys.executable, "-m", "mypy", "--strict", "--cache-dir", cache, "train.py", "test_train.py")
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2000)
 def test_one_process_and_two_train_to_the_end_under_each_launcher(project: Path) -> None:
     metric, wanted = REACHES[project.name]
     launchers = {
@@ -63,7 +63,7 @@ def test_one_process_and_two_train_to_the_end_under_each_launcher(project: Path)
     }
     reached = {}
     for name, launcher in launchers.items():
-        told = run(project, *launcher, "train.py", "--log_path", name, timeout_s=400)
+        told = run(project, *launcher, "train.py", "--log_path", name, timeout_s=800)
         assert f"photinus: {1 if name == 'plain' else 2} rank" in told
         reached[name] = read_rows(project / name / "metrics.csv")[-1][metric]
         assert (reached[name] if wanted > 0 else -reached[name]) >= wanted, reached

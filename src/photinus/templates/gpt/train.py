@@ -51,7 +51,7 @@ def main() -> None:
             config=args,
         )
         result = trainer.fit(train_set, valid_set)
-        written = write(result.model, alphabet.encode("\n").long(), 200)  # all processes: the model may be split
+        written = write(model, alphabet.encode("\n").long(), 200)  # all processes: the model may be split
         if result.rank == 0:
             print(f"it writes:\n{alphabet.decode(written)}")
 

@@ -30,10 +30,9 @@ def main() -> None:
     args = options(__doc__)
     train_set, valid_set = digits(args.dataset)
     with photinus.init(args.backend, args.device, seed=args.seed):
-        model = DigitsNet(**args.model)
-        model, optimizer = photinus.wrap(
-            model, torch.optim.AdamW(model.parameters(), lr=args.lr), strategy=args.strategy
-        )
+        network = DigitsNet(**args.model)
+        optimizer = torch.optim.AdamW(network.parameters(), lr=args.lr)
+        model, optimizer = photinus.wrap(network, optimizer, strategy=args.strategy)
         steps = args.epochs * (len(train_set) // args.batch_size)
         scheduler = LambdaLR(optimizer, lambda step: rate(step, steps))
         loop = photinus.Loop(
