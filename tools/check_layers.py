@@ -21,6 +21,8 @@ FLOORS = {
     "world": 2,
     "relaunch": 2,
     "_native": 2,
+    "waiting_time": 2,
+    "runlog": 3,
     "arrays": 3,
     "group": 4,
     "engine": 5,
@@ -39,6 +41,8 @@ FORBIDDEN = {
     "trainer": {"engine", "_native"},
     "parallel": {"engine", "_native", "backend"},
     "arrays": {"torch"},
+    "runlog": {"torch"},
+    "waiting_time": {"torch"},
     "group": {"torch"},
     "engine": {"torch"},
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from photinus.parallel import STRATEGIES
-from photinus.trainer.metrics import Row, read_rows
+from photinus.runlog.tables import Row, read_rows
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 SCRIPTS = Path(sys.executable).parent

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import photinus
 from photinus.errors import WorldSizeError
-from photinus.trainer.metrics import read_rows
+from photinus.runlog.tables import read_rows
 from tests.ranks import run_ranks, values
 from tests.small_run import Net, Numbered, train
 

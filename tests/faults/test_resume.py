@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from photinus.trainer.metrics import read_rows
+from photinus.runlog.tables import read_rows
 from tests.ranks import REPOSITORY, run_ranks, values
 from tests.small_run import train
 

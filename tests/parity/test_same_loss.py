@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 import photinus
-from photinus.trainer.metrics import read_rows
+from photinus.runlog.tables import read_rows
 from photinus.trainer.sampler import GlobalBatches
 from tests.ranks import run_ranks
 

@@ -13,7 +13,9 @@ from torch.utils.data import TensorDataset
 
 import photinus
 from photinus.errors import CheckpointError, PhotinusError
-from photinus.trainer.metrics import read_rows
+from photinus.runlog.events import read_events
+from photinus.runlog.tables import read_rows
+from photinus.runlog.windows import read_window
 from tests.small_run import CutOffError, Net, Numbered, points, train
 
 STEPS_PER_EPOCH = 6  # 48 samples, 8 at a time
@@ -331,7 +333,7 @@ def test_never_moves_the_earlier_run_aside(tmp_path: Path) -> None:
     fresh = train(tmp_path, epochs=2, resume="never")
     assert fresh["began_at"] == 0
     assert sorted(path.name for path in (tmp_path / "earlier-1").iterdir()) == [
-        "checkpoints", "config.json", "losses.csv", "metrics.csv",
+        "checkpoints", "config.json", "events.jsonl", "losses.csv", "metrics.csv", "ranks.jsonl",
     ]  # fmt: skip
     assert [row["epoch"] for row in read_rows(tmp_path / "metrics.csv")] == [1, 2]
     train(tmp_path, epochs=1, resume=None)
@@ -481,7 +483,7 @@ def test_a_full_disk_ends_the_run_with_its_reason(tmp_path: Path, world: Any, mo
         for _ in loop:
             loop.backward(_loss(loop))
 
-    monkeypatch.setattr("photinus.trainer.metrics.RunFiles.append_losses", full)
+    monkeypatch.setattr("photinus.runlog.tables.RunFiles.append_losses", full)
     with pytest.raises(OSError, match=r"No space left on device: .*losses.csv"):
         train_on()
 
@@ -502,3 +504,77 @@ def test_data_sets_of_tensors_are_taken_as_they_are(world: Any) -> None:
     dataset = TensorDataset(torch.arange(12.0), torch.arange(12))
     for x, y in _loop(dataset, epochs=1):
         assert x.tolist() == y.tolist()
+
+
+# -- events and times -------------------------------------------------------------------------------------------------
+
+
+def _events(out: Path) -> list[tuple[str, int]]:
+    return [(event.kind, event.step) for event in read_events(out)]
+
+
+def test_events_tell_what_happened_to_a_run(tmp_path: Path) -> None:
+    with pytest.raises(CutOffError):
+        train(tmp_path, epochs=2, save_every_steps=4, cut_at_step=5)
+    train(tmp_path, epochs=2)
+    cut_off = [("start", 0), ("checkpoint", 4), ("error", 4)]
+    gone_on = [("start", 4), ("epoch", 6), ("checkpoint", 6), ("epoch", 12), ("checkpoint", 12), ("end", 12)]
+    assert _events(tmp_path) == cut_off + gone_on
+    events = read_events(tmp_path)
+    assert events[2].facts["text"] == "CutOffError: rank 0 cut off at step 5"
+    first, second = (event.facts for event in events if event.kind == "start")
+    assert (first["start"], first["resumed_from"], first["epochs"], first["steps_per_epoch"]) == (1, None, 2, 6)
+    assert (second["start"], second["world_size"]) == (2, 1)
+    assert second["resumed_from"].endswith("step-00000004")
+    train(tmp_path, epochs=2)  # has nothing to do, and says nothing
+    assert _events(tmp_path) == cut_off + gone_on
+
+
+def test_a_run_that_is_left_or_stopped_says_so(tmp_path: Path) -> None:
+    for name in ("left", "stopped"):
+        with photinus.init("gloo", "cpu"):
+            loop = _loop(out=tmp_path / name)
+            for _ in loop:
+                if loop.epoch_ended:
+                    if name == "left":
+                        break
+                    loop.stop()
+        last = read_events(tmp_path / name)[-1]
+        assert (last.kind, last.facts["how"]) == ("end", name)
+
+
+def test_a_loss_that_is_no_number_is_an_event(tmp_path: Path, world: Any) -> None:
+    loop = _loop(out=tmp_path, epochs=1)
+
+    def train_on() -> None:
+        for _ in loop:
+            loop.backward(_loss(loop, math.nan if loop.step == 2 else 1.0))
+
+    with pytest.warns(UserWarning, match="the loss is nan at step 2"):
+        train_on()
+    assert ("warning", 2) in _events(tmp_path)
+
+
+def test_what_lay_in_the_folder_is_moved_aside_with_its_events_and_times(tmp_path: Path) -> None:
+    train(tmp_path, epochs=1)
+    train(tmp_path, epochs=1, resume="never")
+    assert _events(tmp_path)[0] == ("start", 0)
+    assert len(_events(tmp_path)) == len(_events(tmp_path / "earlier-1")) == 4
+    assert (tmp_path / "earlier-1" / "ranks.jsonl").exists()
+
+
+def test_times_of_steps_that_are_done_again_are_dropped(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"epochs": 1, "samples": 800, "wait_s": 0.03}
+    with pytest.raises(CutOffError):
+        train(tmp_path, save_every_steps=40, cut_at_step=75, **options)
+    before = [window.step for window in _windows(tmp_path)]
+    assert before[-1] > 40
+    train(tmp_path, **{**options, "wait_s": 0.0})
+    windows = _windows(tmp_path)
+    assert [window.step for window in windows] == [*[step for step in before if step <= 40], 100]
+    assert windows[-1].start == 2
+    assert windows[0].phases["other"][0] == pytest.approx(0.03, rel=0.5)
+
+
+def _windows(out: Path) -> list[Any]:
+    return [window for line in (out / "ranks.jsonl").read_text().splitlines() if (window := read_window(line))]

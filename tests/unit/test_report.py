@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from photinus.trainer.metrics import RunFiles, StepLoss, read_rows
+from photinus.runlog.tables import RunFiles, StepLoss, read_rows
 from photinus.trainer.report import draw_curves
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 import photinus
-from photinus.trainer.metrics import read_rows
+from photinus.runlog.tables import read_rows
 from tests.small_run import Net, fingerprint, points, right
 
 
@@ -31,7 +31,7 @@ def test_fit_trains_validates_and_leaves_everything_in_out(tmp_path: Path) -> No
     assert result.checkpoint.is_dir()
     assert result.curves == tmp_path / "curves.png"
     assert {path.name for path in tmp_path.iterdir()} == {
-        "checkpoints", "config.json", "curves.png", "losses.csv", "metrics.csv",
+        "checkpoints", "config.json", "curves.png", "events.jsonl", "losses.csv", "metrics.csv", "ranks.jsonl",
     }  # fmt: skip
     assert f"right {result.metrics['right']:.4f}" in str(result)
 

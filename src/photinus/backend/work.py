@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future, collect_all
 
+from ..waiting_time import waiting_time
 from .completer import Apart, Completer
 from .outside_dynamo import outside_dynamo
 
@@ -110,6 +111,7 @@ class EngineWork(_Work):
         Args:
             timeout: of this wait; 0 means until the operation's own deadline.
         """
+        began = waiting_time.begin() if waiting_time.on else 0
         if timeout == NO_TIMEOUT:
             self._handle.wait()
         else:
@@ -118,6 +120,8 @@ class EngineWork(_Work):
             self._copy_back()
         if self._future is not None:
             self._future.wait()
+        if began:
+            waiting_time.end(began)
         return True
 
     def _wait_and_finish(self) -> None:
@@ -203,10 +207,13 @@ class GlooWork(_Work):
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Blocks until the operation is done and its outputs hold the result; raises gloo's error."""
+        began = waiting_time.begin() if waiting_time.on else 0
         self._inner.wait(timeout)
         self._finish_once()
         if self._future is not None:
             self._future.wait()
+        if began:
+            waiting_time.end(began)
         return True
 
     def _finish_once(self) -> None:

@@ -34,6 +34,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..waiting_time import waiting_time
 from .bucket_exchange import AverageExchange, BucketExchange
 from .bucket_maker import BucketMaker
 from .buckets import BucketPlan
@@ -447,12 +448,15 @@ class Reducer(TorchReducerNames):
             )
             # With unused parameters, what is done with a bucket's averages waits for the word on who used what.
             early = not failed and used is None and bool(self.after_exchange)
+            began = waiting_time.begin() if waiting_time.on else 0
             wait_all([bucket.work for bucket in self.buckets], self._run_after_exchange if early else None)
             futures, self.post_backward_futures = self.post_backward_futures, []
             for future in futures:
                 future.wait()
             if used is not None:
                 self.used.finish(used)
+            if began:
+                waiting_time.end(began)
             self.timeline.exchange_ended(sum(not bucket.skipped for bucket in self.buckets))
             if not failed:
                 self._deliver(sparse)

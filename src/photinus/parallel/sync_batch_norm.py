@@ -27,6 +27,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
+from ..waiting_time import waiting_time
+
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm", "revert_sync_batchnorm"]
 
 
@@ -225,7 +227,11 @@ class _Exchange:
         self.world_size = group.size()
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        # A compiler that traces this has no use for clocks.
+        began = waiting_time.begin() if not torch.compiler.is_compiling() and waiting_time.on else 0
         dist.all_reduce(tensor, group=self.group)
+        if began:
+            waiting_time.end(began)
         return tensor
 
     def rows(self, row: torch.Tensor) -> torch.Tensor:

@@ -57,6 +57,7 @@ class Shares:
     """Where the time of the steps of one rank went, in seconds per step.
 
     Attributes:
+        data: waiting for the next batch, in a `photinus.Loop`.
         forward, backward, optimizer: computing.
         exchange: during which at least one bucket was under way.
         exposed: waiting for averages when backward was over.
@@ -64,6 +65,7 @@ class Shares:
 
     rank: int
     steps: int
+    data: float
     forward: float
     backward: float
     exchange: float
@@ -74,8 +76,9 @@ class Shares:
         if not self.steps:
             return f"rank {self.rank}: no step was recorded"
         hidden = 1 - min(1.0, self.exposed / self.exchange) if self.exchange else 1.0
+        data = f"data {self.data * 1e3:.2f} ms, " if self.data else ""
         return (
-            f"rank {self.rank}: {self.steps} steps, each: forward {self.forward * 1e3:.2f} ms, backward "
+            f"rank {self.rank}: {self.steps} steps, each: {data}forward {self.forward * 1e3:.2f} ms, backward "
             f"{self.backward * 1e3:.2f} ms, exchange {self.exchange * 1e3:.2f} ms ({hidden:.0%} of it behind "
             f"backward), waiting for averages {self.exposed * 1e3:.2f} ms, optimizer {self.optimizer * 1e3:.2f} ms"
         )
@@ -240,6 +243,7 @@ def _shares(rank: RankTrace) -> Shares:
     return Shares(
         rank=rank.rank,
         steps=len(steps),
+        data=named("data"),
         forward=named("forward"),
         backward=named("backward"),
         exchange=_busy_ns([span for span in rank.spans if span.lane == EXCHANGE]) / 1e9 / count,

@@ -21,12 +21,12 @@ import torch
 
 from .. import env
 from ..relaunch import Launch, notable
-from .metrics import write_atomically
+from ..runlog.run import CONFIG
+from ..runlog.tables import write_atomically
+from .machine import describe_machine
 from .session import Session
 
 __all__ = ["RunConfig", "Start", "dataset_folder"]
-
-FILE_NAME = "config.json"
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Start:
     environ: dict[str, str]  # variables that may change how it runs; the launcher's, when there is `launch`
     launch: dict[str, Any] | None  # what `photinus run` was asked, see relaunch; None for another launcher
     git: dict[str, Any] | None  # commit and whether files differed from it; None outside a repository
+    machine: dict[str, Any] = field(default_factory=dict)  # of rank 0's host, see machine.py
 
     @classmethod
     def now(cls, session: Session, *, resumed_from: str | None, resumed_step: int, job: str) -> Start:
@@ -71,6 +72,7 @@ class Start:
             environ=notable(os.environ) if launch is None else dict(launch.environ),
             launch=None if launch is None else asdict(launch),
             git=_git_state(Path(sys.argv[0]).resolve().parent if sys.argv and sys.argv[0] else Path.cwd()),
+            machine=describe_machine(session.device),
         )
 
 
@@ -96,7 +98,7 @@ class RunConfig:
             "user": _plain(self.user),
             "starts": [*earlier, *(asdict(start) for start in self.starts)],
         }
-        write_atomically(folder / FILE_NAME, json.dumps(content, indent=2) + "\n")
+        write_atomically(folder / CONFIG, json.dumps(content, indent=2) + "\n")
 
     @staticmethod
     def read(folder: Path) -> dict[str, Any]:
@@ -105,7 +107,7 @@ class RunConfig:
         Raises:
             ValueError: the file is no JSON object.
         """
-        path = folder / FILE_NAME
+        path = folder / CONFIG
         if not path.exists():
             return {}
         try:

@@ -29,6 +29,7 @@ from torch.utils.data import Dataset, Subset
 
 from ..errors import CollectiveError, PhotinusError
 from ..parallel import strategy_of
+from ..waiting_time import waiting_time
 from .agreement import gather_per_rank
 from .arguments import whole_number
 from .data import Batch, loader
@@ -102,7 +103,7 @@ def evaluate(
     """
     session = require_session("photinus.evaluate")
     metrics = dict(metric) if isinstance(metric, Mapping) else {"metric": metric}
-    started = time.perf_counter()
+    started, waited_ns = time.perf_counter(), waiting_time.total_ns
     error: Exception | None = None
     parts: list[float] = [0.0] * (2 * len(metrics))
     counted = 0
@@ -129,6 +130,7 @@ def evaluate(
         error = caught
     means = _means([float(error is not None), float(counted), float(total), *parts], session, error)
     session.aside_s += time.perf_counter() - started
+    waiting_time.total_ns = waited_ns  # no part of a training step
     return dict(zip(metrics, means, strict=True)) if isinstance(metric, Mapping) else means[0]
 
 

@@ -11,8 +11,9 @@
 
 When the next batch is asked for, the body of the last one is done: only then is a step counted, an epoch closed and a
 checkpoint saved, so a checkpoint holds what the body logged and stepped, and a run that goes on from it computes what
-it would have computed. What one step costs beside the body: every 16 steps and at each epoch's end one all-reduce of a
-few float64 values, which carries the losses and the wish to stop.
+it would have computed. What one step costs beside the body: every 16 steps (fewer, where those last longer than a
+second) and at each epoch's end one all-reduce of a few float64 values, which carries the losses, the wish to stop, and
+where each rank's time went; and some readings of the clock.
 """
 
 from __future__ import annotations
@@ -33,25 +34,29 @@ from torch.utils.data import Dataset
 
 from ..errors import PhotinusError
 from ..parallel import strategy_of, uncompiled
+from ..parallel.recording import recorded_span
+from ..runlog.process import this_process
+from ..runlog.tables import OWN_COLUMNS, Row
 from . import rng
 from .agreement import from_rank_0, gather_per_rank, together
 from .arguments import whole_number
 from .checkpoint import Checkpoint, on_all_ranks
 from .config import RunConfig, Start, user_options
 from .data import Batch, loader
-from .metrics import Row, StepLosses
+from .ending import Ending
+from .metrics import StepLosses
 from .position import Position
 from .progress import Progress, say, show_metrics
+from .rank_times import RankTimes
 from .resume import Source, check_fits, choose_source, job_name
 from .run_folder import RunFolder
 from .session import require_session
 from .snapshot import Trained, check_is_snapshot
+from .step_clock import StepClock
+from .tensorboard import check_tensorboard
 from .wrapping import check_exchanges_gradients, check_optimizer
 
 __all__ = ["Loop", "backward"]
-
-_EXCHANGE_EVERY_STEPS = 16
-_OWN_COLUMNS = frozenset({"epoch", "step", "loss", "learning_rate", "samples_per_s", "elapsed_s", "start"})
 
 
 def backward(loss: Tensor, *, weight: float = 1.0) -> None:
@@ -80,7 +85,8 @@ class Loop:
         train_set: map-style data set, equal on all ranks.
         batch_size: samples of one step over ALL ranks; a multiple of the world size.
         epochs: the run ends after so many, counted from its very start.
-        out: folder of the run: checkpoints, metrics.csv, losses.csv, config.json, curves.png. None writes nothing.
+        out: folder of the run: checkpoints, metrics.csv, losses.csv, ranks.jsonl, events.jsonl, config.json,
+            curves.png; `photinus top` and `photinus report` show it. None writes nothing.
         resume: "auto" goes on from the newest complete checkpoint in `out`; "never" (or None) begins anew and moves
             what is in `out` aside; a path is a checkpoint, or a run's folder.
         seed: of the order of the samples, and of dropout on ranks other than 0; default the session's, else 0.
@@ -98,11 +104,13 @@ class Loop:
         collate_fn: makes a batch of a list of items; torch's default.
         progress: whether rank 0 shows a progress bar and a line per epoch.
         curves: whether rank 0 draws `curves.png` at the end.
+        tensorboard: whether rank 0 also writes event files for TensorBoard, in `tensorboard/` of `out`.
         config: the script's own options (a dict or an argparse.Namespace), recorded in config.json.
 
     Raises:
         ValueError, TypeError: an argument that cannot be right; the message says which, and what was needed.
         NotInitializedError: a launcher started several processes and `photinus.init()` was not called.
+        PhotinusError: tensorboard=True, and the package tensorboard is not installed.
         CheckpointError: the checkpoint to resume from is absent, or does not fit the model.
 
     Every rank raises when one does.
@@ -139,6 +147,7 @@ class Loop:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         progress: bool = True,
         curves: bool = True,
+        tensorboard: bool = False,
         config: Any = None,
     ) -> None:
         self._session = session = require_session("photinus.Loop")
@@ -150,6 +159,11 @@ class Loop:
         self._trained = Trained(model, optimizer, scheduler, dict(state or {}))
         self._curves = curves
         self._losses = StepLosses()
+        self._clock = StepClock(session)
+        self._times = RankTimes(session, self._clock)
+        self._samples = 0  # of all ranks since the last exchange
+        self._validated_s = session.aside_s
+        self._ending: Ending | None = None  # once there is something to end
         self._folder: RunFolder | None = None  # on rank 0, when there is `out`
         self._batch: Batch | None = None  # the one whose body runs
         self._unstepped = False  # a backward was made that no optimizer step has used yet
@@ -167,6 +181,10 @@ class Loop:
             for name, value in (("save_every_steps", save_every_steps), ("save_every_epochs", save_every_epochs)):
                 if value is not None:
                     whole_number(name, value, least=1)
+            if tensorboard and out is None:
+                raise ValueError("tensorboard=True writes event files into the run's folder: give out=..., too")
+            if tensorboard and session.is_main:
+                check_tensorboard()
             self._seed = seed = session.seed or 0 if seed is None else seed
             self._batch_size = batch_size
             self._loader = loader(
@@ -209,8 +227,11 @@ class Loop:
             self._load(checkpoint)
         self._progress = Progress(progress and session.is_main, self.epochs, self.steps_per_epoch)
         if self.out is not None:
-            prepare = partial(self._prepare_folder, source, config, keep_last, best)
+            prepare = partial(self._prepare_folder, source, config, keep_last, best, tensorboard)
             from_rank_0(prepare, f"preparing the folder {self.out}")
+            if not self.finished:
+                self._ending = Ending(self.out, session.rank, self._position)
+                session.at_end(self._ending)
         if hasattr(optimizer, "register_step_post_hook"):
             optimizer.register_step_post_hook(self._after_optimizer_step)
         self._tell_start(source)
@@ -261,7 +282,9 @@ class Loop:
         self._losses.add(loss)
         self._unstepped = True
         weight = self._batch.weight
+        self._clock.backward_began()
         self._strategy.backward(self._wrapped, loss if weight == 1.0 else loss * weight)
+        self._clock.backward_ended()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """A context for the bodies of all but the last batch of a step: gradients add up and are not averaged yet.
@@ -291,7 +314,10 @@ class Loop:
         """
         if not max_norm > 0:
             raise ValueError(f"loop.clip: max_norm={max_norm}, but a number above 0 is needed")
-        return self._strategy.clip(self._wrapped, max_norm, norm_type)
+        self._clock.optimizing_began()
+        norm = self._strategy.clip(self._wrapped, max_norm, norm_type)
+        self._clock.optimizing_ended()
+        return norm
 
     def log(self, **metrics: float | Tensor) -> None:
         """Adds numbers to the running epoch's row; of the same name the last one counts.
@@ -302,7 +328,7 @@ class Loop:
             ValueError: a name that the row has anyway, or a value that is not one number.
         """
         for name, value in metrics.items():
-            if name in _OWN_COLUMNS:
+            if name in OWN_COLUMNS:
                 raise ValueError(f"loop.log: {name!r} is a column that the loop fills itself; take another name")
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise ValueError(f"loop.log: {name!r} has shape {list(value.shape)}, but one number is needed")
@@ -327,11 +353,13 @@ class Loop:
 
     def _batches(self) -> Iterator[Any]:
         self._restore_random_numbers()
-        position = self._position
+        position, clock = self._position, self._clock
+        clock.start()
         try:
             while not self.finished:
                 self._begin_epoch()
-                for batch in self._loader.epoch(position.epochs_done, position.batches_done):
+                batches = self._loader.epoch(position.epochs_done, position.batches_done)
+                while (batch := self._next(batches)) is not None:
                     self._batch = batch
                     self._losses.begin_step(position.step + 1, self.epoch, batch.samples, batch.global_samples)
                     yield batch.data
@@ -343,10 +371,19 @@ class Loop:
                         break
             self._finish()
         finally:
+            clock.stop()
             if self._batch is not None:  # the body was left early
                 self._batch = None
                 self._losses.drop_last()
             self._progress.close()
+
+    def _next(self, batches: Iterator[Batch]) -> Batch | None:
+        """The epoch's next batch; None after the last."""
+        self._clock.other_ended()
+        with recorded_span("data"):
+            batch = next(batches, None)
+        self._clock.data_came()
+        return batch
 
     def _restore_random_numbers(self) -> None:
         if self._rng is not None:
@@ -365,10 +402,12 @@ class Loop:
     def _after_body(self, batch: Batch, epoch_ended: bool) -> None:
         """What happens between two bodies, in this order: losses, the epoch's row, the checkpoint."""
         position = self._position
+        self._clock.other_ended()
         position.samples_in_part += batch.global_samples
+        self._samples += batch.global_samples
         every = self._save_every_steps
         self._save_wanted |= every is not None and position.step % every == 0
-        if epoch_ended or self._save_wanted or len(self._losses) >= _EXCHANGE_EVERY_STEPS:
+        if epoch_ended or self._save_wanted or len(self._losses) >= self._times.steps_to_next:
             self._exchange()
         self._progress.step(batch.global_samples, position.newest)
         if epoch_ended:
@@ -378,13 +417,16 @@ class Loop:
         # Gradients that were accumulated and not yet used are no part of a checkpoint: it waits for the next step.
         if self._save_wanted and (not self._unstepped or self.finished):
             self._save()
+            self._clock.skip()
 
     def _exchange(self) -> None:
-        """Brings the collected losses of all ranks together, writes them, and agrees on stopping."""
-        session, position = self._session, self._position
+        """Brings the collected losses and times of all ranks together, writes them, and agrees on stopping."""
+        session, position, steps = self._session, self._position, len(self._losses)
         file_error = self._folder.error if self._folder is not None else None
-        flags = [float(self._stop_wanted), float(file_error is not None)]
-        losses, (stops, file_errors) = self._losses.exchange(flags, session.world_size, session.exchange_device)
+        sent = [float(self._stop_wanted), float(file_error is not None), *self._times.mine()]
+        losses, (stops, file_errors, *times) = self._losses.exchange(sent, session.world_size, session.exchange_device)
+        self._times.add(times, steps=steps, samples=self._samples)
+        self._samples = 0
         if file_errors:
             with together(f"writing the numbers of the run in {self.out}"):
                 if file_error is not None:
@@ -394,24 +436,42 @@ class Loop:
             if session.is_main and not math.isfinite(step_loss.loss) and not position.told_not_finite:
                 position.told_not_finite = True
                 warnings.warn(f"the loss is {step_loss.loss} at step {step_loss.step}", stacklevel=2)
+                if self._folder is not None:
+                    self._folder.tell("warning", step_loss.step, text=f"the loss is {step_loss.loss}")
         if self._folder is not None and losses:
             self._folder.append_losses(losses, position.start)
+        self._write_times()
         if stops:
             position.stopped_of = self.epochs
+            if self._folder is not None:
+                self._folder.tell("stop", position.step, epoch=self.epoch)
+
+    def _write_times(self, *, at_once: bool = False) -> None:
+        if self._folder is not None:
+            position = self._position
+            window = self._times.window(step=position.step, epoch=self.epoch, start=position.start, at_once=at_once)
+            if window is not None:
+                self._folder.append_window(window)
 
     def _end_epoch(self) -> None:
         position = self._position
         rate = self._trained.optimizer.param_groups[0]["lr"] if self._trained.optimizer.param_groups else math.nan
         row = position.end_epoch(time.perf_counter() - self._session.aside_s, float(rate))
         if self._folder is not None:
-            self._folder.write_metrics(position.history)
+            self._folder.end_epoch(position.history, self._session.aside_s - self._validated_s)
+        self._validated_s = self._session.aside_s
         self._progress.end_epoch(position.epochs_done, _measured(row), row["samples_per_s"], row["elapsed_s"])
 
     def _finish(self) -> None:
         if self._saved_step != self._position.step:
             self._save()
-        if self._folder is not None and self._curves:
-            self._folder.draw()
+        self._write_times(at_once=True)
+        if self._ending is not None:
+            self._ending.end("stopped" if self._position.stopped_of else "finished")
+        if self._folder is not None:
+            self._folder.close()
+            if self._curves:
+                self._folder.draw()
         if self._progress.shown:
             say(self.summary())
 
@@ -504,15 +564,22 @@ class Loop:
                 told = "; ".join(f"{name}={everyone[0][name]} on rank 0, {options[name]}" for name in differing)
                 raise ValueError(f"the ranks were given different loops: {told} on rank {rank}. All need the same.")
 
-    def _prepare_folder(self, source: Source, config: Any, keep_last: int, best: str | None) -> None:
+    def _prepare_folder(self, source: Source, config: Any, keep_last: int, best: str | None, tensorboard: bool) -> None:
         assert self.out is not None
-        self._folder = RunFolder(self.out, keep_last=keep_last, best=best)
+        self._folder = RunFolder(self.out, keep_last=keep_last, best=best, tensorboard=tensorboard)
         if self.finished:  # nothing will be added
             return
         resumed_from = None if self.resumed_from is None else str(self.resumed_from)
         start = Start.now(self._session, resumed_from=resumed_from, resumed_step=self.step, job=job_name())
         run = RunConfig(self._options, user_options(config), [start])
         self._folder.begin(self.step, self._position.history, run, goes_on=source.goes_on)
+        length = {"epochs": self.epochs, "steps_per_epoch": self.steps_per_epoch, "batch_size": self._batch_size}
+        place = {
+            name: getattr(start, name) for name in ("launcher", "attempt", "world_size", "hosts", "backend", "device")
+        }
+        self._folder.tell_start(
+            self.step, start=self._position.start, resumed_from=resumed_from, **length, **place, **this_process()
+        )
 
     def _tell_start(self, source: Source) -> None:
         if not self._session.is_main:
@@ -537,7 +604,7 @@ class Loop:
 
 def _measured(row: Row) -> Row:
     """Of an epoch's row the loss and what was logged."""
-    return {name: value for name, value in row.items() if name == "loss" or name not in _OWN_COLUMNS}
+    return {name: value for name, value in row.items() if name == "loss" or name not in OWN_COLUMNS}
 
 
 def _check_loss(loss: Any) -> None:

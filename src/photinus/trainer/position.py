@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import CheckpointError
+from ..runlog.tables import Row, StepLoss
 from .manifest import JSON
-from .metrics import Row, StepLoss
 
 __all__ = ["Position"]
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .metrics import Row, RunFiles, read_rows
+from ..runlog.tables import OWN_COLUMNS, Row, RunFiles, read_rows
 
 __all__ = ["draw_curves"]
 
@@ -18,7 +18,6 @@ _PANEL_INCHES = 4.6
 _INK = "#1f2933"
 _FAINT = "#9aa5b1"
 _COLOURS = ("#2563a8", "#d1622b", "#2f8f5b", "#8757a6", "#b8860b", "#c0436b")
-_OWN = frozenset({"epoch", "step", "loss", "learning_rate", "samples_per_s", "elapsed_s", "start"})
 
 
 def draw_curves(folder: Path, picture: Path | None = None) -> Path | None:
@@ -48,7 +47,7 @@ def draw_curves(folder: Path, picture: Path | None = None) -> Path | None:
             stacklevel=2,
         )
         return None
-    logged = [name for name in dict.fromkeys(name for row in epochs for name in row) if name not in _OWN]
+    logged = [name for name in dict.fromkeys(name for row in epochs for name in row) if name not in OWN_COLUMNS]
     in_loss_panel = [name for name in logged if "loss" in name]
     others = [name for name in logged if name not in in_loss_panel]
     panels = _panels(epochs, others)

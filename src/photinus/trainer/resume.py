@@ -21,13 +21,15 @@ from typing import Any
 
 from ..env import ATTEMPT
 from ..errors import CheckpointError
+from ..runlog.run import FILES
 from .checkpoint import Checkpoint, CheckpointFolder
 from .config import RunConfig
+from .tensorboard import FOLDER as TENSORBOARD
 
 __all__ = ["Source", "check_fits", "choose_source", "job_name"]
 
 CHECKPOINTS = "checkpoints"
-_OF_A_RUN = (CHECKPOINTS, "losses.csv", "metrics.csv", "config.json", "curves.png")
+_OF_A_RUN = (CHECKPOINTS, *FILES, TENSORBOARD, "curves.png", "report.html")
 
 
 @dataclass(frozen=True)

@@ -4,22 +4,31 @@ out/
   checkpoints/    see checkpoint.py
   metrics.csv     a row per epoch
   losses.csv      a row per step
+  ranks.jsonl     where the time of some steps went on each rank, and their memory
+  events.jsonl    starts, checkpoints, errors, the end
   config.json     options, versions, commit, world, each start
+  tensorboard/    event files, where they were asked for
   curves.png      drawn at the end
   earlier-1/      what lay here before a run that began anew
 """
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..runlog.events import append_event, read_events
+from ..runlog.run import CONFIG
+from ..runlog.tables import Row, RunFiles, StepLoss
+from ..runlog.windows import RANKS, Window, drop_windows_after
 from .checkpoint import CheckpointFolder
-from .config import FILE_NAME, RunConfig
-from .metrics import Row, RunFiles, StepLoss
+from .config import RunConfig
 from .resume import CHECKPOINTS
+from .tensorboard import TensorBoard
 
 __all__ = ["RunFolder"]
 
@@ -33,13 +42,16 @@ class RunFolder:
         path: the folder; made when it is not there.
         keep_last: how many of the newest checkpoints stay.
         best: name of a metric; the checkpoint of the epoch where it was highest stays ("-" before the name: lowest).
+        tensorboard: whether to write event files too.
     """
 
-    def __init__(self, path: Path, *, keep_last: int, best: str | None) -> None:
+    def __init__(self, path: Path, *, keep_last: int, best: str | None, tensorboard: bool = False) -> None:
         path.mkdir(parents=True, exist_ok=True)
         self.path = path
         self.error: OSError | None = None  # the first in writing numbers, for all ranks to raise together
         self._best = None if best is None else best.removeprefix("-")
+        self._wants_tensorboard = tensorboard
+        self._tensorboard: TensorBoard | None = None
         self._files = RunFiles(path)
         self._checkpoints = CheckpointFolder(
             path / CHECKPOINTS,
@@ -51,19 +63,56 @@ class RunFolder:
     def begin(self, step: int, history: Sequence[Row], config: RunConfig, *, goes_on: bool) -> None:
         """Drops the numbers after `step`, and records this start in config.json."""
         self._files.go_on_from(step, history)
+        drop_windows_after(self.path, step)
         config.save(self.path, go_on=goes_on)
+        if self._wants_tensorboard:
+            self._tensorboard = TensorBoard(self.path, step, {**config.options, **config.user})
 
     def append_losses(self, losses: Sequence[StepLoss], start: int) -> None:
         """Adds rows to losses.csv. An error is kept in `error`."""
-        try:
+        with self._keeping_error():
             self._files.append_losses(losses, start)
-        except OSError as error:
-            self.error = self.error or error
+            if self._tensorboard is not None:
+                self._tensorboard.add_losses(losses)
 
-    def write_metrics(self, history: Sequence[Row]) -> None:
-        """Writes metrics.csv. An error is kept in `error`."""
-        try:
+    def append_window(self, window: Window) -> None:
+        """Adds a line to ranks.jsonl. An error is kept in `error`."""
+        with self._keeping_error():
+            with open(self.path / RANKS, "a", encoding="utf-8") as file:
+                file.write(window.to_line())
+            if self._tensorboard is not None:
+                self._tensorboard.add_window(window)
+
+    def end_epoch(self, history: Sequence[Row], aside_s: float) -> None:
+        """Writes metrics.csv, and tells of the epoch's end; `aside_s` went into validation. An error is kept."""
+        row = history[-1]
+        with self._keeping_error():
             self._files.write_metrics(history)
+            if self._tensorboard is not None:
+                self._tensorboard.add_epoch(row)
+        self.tell("epoch", int(row["step"]), epoch=int(row["epoch"]), validation_s=round(aside_s, 6))
+
+    def tell(self, kind: str, step: int, **facts: Any) -> None:
+        """Adds an event that happens now. An error is kept in `error`."""
+        with self._keeping_error():
+            append_event(self.path, kind, step, **facts)
+
+    def tell_start(self, step: int, *, world_size: int, **facts: Any) -> None:
+        """Tells that a start happens now, and before that of a world that has changed since the last one.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        starts = [event for event in read_events(self.path) if event.kind == "start"]
+        before = starts[-1].facts.get("world_size") if starts else None
+        if step and before is not None and before != world_size:
+            append_event(self.path, "world_size", step, before=before, now=world_size)
+        append_event(self.path, "start", step, world_size=world_size, **facts)
+
+    @contextmanager
+    def _keeping_error(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             self.error = self.error or error
 
@@ -92,7 +141,17 @@ class RunFolder:
                 raise ValueError(f"best={self._best!r}: nothing of that name was logged; there is {there}")
             metric = epoch_row[self._best]
         self._files.make_durable()
-        return self._checkpoints.save(step, content, description=description, metric=metric)
+        if self._tensorboard is not None:
+            self._tensorboard.flush()
+        began = time.perf_counter()
+        path = self._checkpoints.save(step, content, description=description, metric=metric)
+        self.tell("checkpoint", step, name=path.name, seconds=round(time.perf_counter() - began, 6))
+        return path
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        if self._tensorboard is not None:
+            self._tensorboard.close()
 
     def draw(self) -> None:
         """Draws curves.png. What goes wrong is a warning: the training is done and saved."""
@@ -109,6 +168,6 @@ class RunFolder:
 
     def describe(self) -> str:
         """Where the results lie, in a line."""
-        names = (self._files.metrics.name, self._files.losses.name, _PICTURE, FILE_NAME)
+        names = (self._files.metrics.name, self._files.losses.name, _PICTURE, CONFIG)
         present = [name for name in names if (self.path / name).exists()]
         return f"results in {self.path}: {', '.join([*present, CHECKPOINTS + '/'])}"

@@ -13,7 +13,9 @@ import atexit
 import gc
 import os
 import socket
+import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -75,6 +77,7 @@ class Session:
         self._owned = owned
         self._open = True
         self._outer: Session | None = None
+        self._at_end: list[Callable[[BaseException | None], None]] = []
 
     @property
     def is_main(self) -> bool:
@@ -86,6 +89,10 @@ class Session:
         """Where small tensors for exchanges live: the host, or this rank's device for nccl, which knows no other."""
         return self.device if self.backend == "nccl" else torch.device("cpu")
 
+    def at_end(self, tell: Callable[[BaseException | None], None]) -> None:
+        """Calls `tell` once when the session ends, with the error that ended it, None for a good end."""
+        self._at_end.append(tell)
+
     def __enter__(self) -> Session:
         return self
 
@@ -94,6 +101,7 @@ class Session:
     ) -> None:
         if error is not None and self._owned:
             _tell_peers(error)
+        self._tell_end(error)
         try:
             self.close()
         except Exception as second:
@@ -108,10 +116,21 @@ class Session:
         if not self._open:
             return
         self._open = False
+        self._tell_end(None)
         if _current is self:
             _current = self._outer
         if self._owned and dist.is_initialized():
             dist.destroy_process_group()
+
+    def close_at_exit(self) -> None:
+        """As `close`, when the interpreter leaves, perhaps because of an error that nobody caught."""
+        self._tell_end(getattr(sys, "last_value", None))
+        self.close()
+
+    def _tell_end(self, error: BaseException | None) -> None:
+        tells, self._at_end = self._at_end, []
+        for tell in tells:
+            tell(error)
 
     def __repr__(self) -> str:
         return f"Session(rank={self.rank}, world_size={self.world_size}, device={self.device}, backend={self.backend})"
@@ -216,7 +235,7 @@ def require_session(what: str) -> Session:
                 f"`with photinus.init() as world:`."
             )
     session = init()
-    atexit.register(session.close)
+    atexit.register(session.close_at_exit)
     return session
 
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from ..parallel import strategy_of
+from ..runlog.tables import Row
 from .datasets import check_dataset
 from .evaluation import Metric, evaluate
 from .loop import Loop
-from .metrics import Row
 from .progress import show_metrics
 from .session import current_session, init
 from .wrapping import unwrap, wrap

@@ -1,0 +1,13 @@
+"""What a run leaves in its folder for people to look at, as files: how they are written, read and summed up.
+
+| file | who writes it | a line is |
+|---|---|---|
+| config.json | rank 0 at each start | options, and every start with its versions, hosts, commit and machine |
+| losses.csv | rank 0, a few steps at a time | a step: step, epoch, loss, start |
+| metrics.csv | rank 0 at each end of an epoch, whole | an epoch: step, loss, what was logged, speed |
+| ranks.jsonl | rank 0, once a second or seldomer | where the time of some steps went on every rank, and their memory |
+| events.jsonl | rank 0; other ranks their own errors | something that happened: a start, a checkpoint, an end, ... |
+
+Every file may be looked at while it is written: what is half there is left out, and comes with the next look. This room
+knows nothing of torch, so that the command line reads runs without it.
+"""

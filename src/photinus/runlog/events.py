@@ -1,0 +1,83 @@
+"""`events.jsonl`: what happened in a run, a line each, only ever added to.
+
+| event | what it says beside time and step |
+|---|---|
+| start | which start it is, world size, hosts, the launcher's attempt, the run's length, rank 0's process |
+| world_size | the world was "before" and is "now" |
+| epoch | an epoch ended; how many seconds validation took |
+| checkpoint | its name, and how many seconds saving took |
+| warning | something to look at, in "text": a loss that is not finite |
+| stop | the run was told to stop early |
+| error | what a rank raised |
+| end | the run is over, or its body was left |
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .tail import Tail
+
+__all__ = ["EVENTS", "Event", "append_event", "read_event", "read_events"]
+
+EVENTS = "events.jsonl"
+_MOST_TEXT = 2000  # characters of a value: an error may quote a whole tensor
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened.
+
+    Attributes:
+        time_s: when, Unix time on the host that wrote it.
+        kind: see the module.
+        step: steps of the run done by then.
+        facts: what else is known.
+    """
+
+    time_s: float
+    kind: str
+    step: int
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def append_event(folder: Path, kind: str, step: int, **facts: Any) -> None:
+    """Adds an event that happens now.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    short = {key: value[:_MOST_TEXT] if isinstance(value, str) else value for key, value in facts.items()}
+    line = json.dumps({"time": round(time.time(), 3), "event": kind, "step": step, **short}) + "\n"
+    data = line.encode()
+    # One write to a file open for appending: whole, also when two ranks of a host write at the same time.
+    descriptor = os.open(folder / EVENTS, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":  # what a killed process wrote half of
+            data = b"\n" + data
+        os.write(descriptor, data)
+    finally:
+        os.close(descriptor)
+
+
+def read_events(folder: Path) -> list[Event]:
+    """All events of a run, the newest last; [] when there are none."""
+    _, lines = Tail(folder / EVENTS).read()
+    return [event for event in map(read_event, lines) if event is not None]
+
+
+def read_event(line: str) -> Event | None:
+    """The event of a line of events.jsonl; None when it is none, or only a part of one."""
+    try:
+        found: Any = json.loads(line)
+        facts = {key: value for key, value in found.items() if key not in ("time", "event", "step")}
+        return Event(float(found["time"]), str(found["event"]), int(found["step"]), facts)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None

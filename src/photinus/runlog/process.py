@@ -1,0 +1,48 @@
+"""Rank 0's process as a start describes it, and whether it still runs."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["is_alive", "this_process"]
+
+
+def this_process() -> dict[str, Any]:
+    """What tells this process from all others: boot of the kernel, process namespace, pid and moment of its start."""
+    return {"boot": _boot(), "namespace": _namespace(), "pid": os.getpid(), "began": _began(os.getpid())}
+
+
+def is_alive(facts: Mapping[str, Any]) -> bool | None:
+    """Whether the process that `this_process` described runs; None where that cannot be told from here."""
+    if (facts.get("boot"), facts.get("namespace")) != (_boot(), _namespace()):
+        return None
+    pid = facts.get("pid")
+    return isinstance(pid, int) and pid > 0 and _began(pid) == facts.get("began") is not None
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _began(pid: int) -> int | None:
+    """In clock ticks since the boot; None when there is no such process, or it is a zombie."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text[text.rfind(")") + 2 :].split()  # the name in brackets may hold anything
+    return None if fields[0] in "ZX" else int(fields[19])

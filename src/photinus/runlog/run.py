@@ -1,0 +1,282 @@
+"""A run as its folder shows it, looked at once or again and again while it is written."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .curve import Curve
+from .events import EVENTS, Event, read_event
+from .process import is_alive
+from .tables import LOSSES, METRICS, Row
+from .tail import Tail
+from .windows import RANKS, Window, read_window
+
+__all__ = ["CONFIG", "Run", "State", "is_run"]
+
+CONFIG = "config.json"
+FILES = (CONFIG, LOSSES, METRICS, RANKS, EVENTS)
+
+_QUIET_S = 60.0  # a run of another host that writes nothing for so long is told to be silent
+
+
+@dataclass(frozen=True)
+class State:
+    """Whether a run goes on.
+
+    Attributes:
+        word: "running", "finished", "stopped" (early, on request), "left" (its body was left), "failed" (a rank
+            raised), "died" (its process is gone and said nothing), "silent" (on another host, and nothing has come for
+            long) or "empty" (it has not begun).
+        why: more about it, as a sentence's end, or "".
+    """
+
+    word: str
+    why: str = ""
+
+
+class Run:
+    """What a run's folder says.
+
+    Args:
+        folder: of the run.
+        points: how many buckets curves get.
+
+    Attributes:
+        folder: as given.
+        config: what config.json holds; {} without one.
+        losses: the curve of all steps' losses, over steps.
+        last_loss, last_step, last_epoch: of the last step whose loss is known; NaN and 0 before there is one.
+        epochs: a row per epoch done, as in metrics.csv.
+        windows: what ranks.jsonl holds, the newest last.
+        events: what events.jsonl holds, the newest last.
+        damaged: how many lines could not be read.
+    """
+
+    def __init__(self, folder: Path, *, points: int = 400) -> None:
+        self.folder = folder
+        self.config: dict[str, Any] = {}
+        self.epochs: list[Row] = []
+        self.windows: list[Window] = []
+        self.events: list[Event] = []
+        self.damaged = 0
+        self._points = points
+        self._tails = {name: Tail(folder / name) for name in (LOSSES, RANKS, EVENTS)}
+        self._seen: dict[str, tuple[int, int, int]] = {}
+        self._columns: list[str] = []
+        self._forget_losses()
+
+    def _forget_losses(self) -> None:
+        self.losses = Curve(self._points)
+        self.last_loss, self.last_step, self.last_epoch = math.nan, 0, 0
+        self.not_finite: deque[int] = deque(maxlen=50)  # steps whose loss was NaN or infinite, the last of them
+        self._columns = []
+
+    def refresh(self) -> None:
+        """Reads what has come since the last time."""
+        self._read_losses()
+        anew, lines = self._tails[RANKS].read()
+        if anew:
+            self.windows.clear()
+        self._extend(self.windows, [read_window(line) for line in lines])
+        anew, lines = self._tails[EVENTS].read()
+        if anew:
+            self.events.clear()
+        self._extend(self.events, [read_event(line) for line in lines])
+        if self._changed(METRICS):
+            self.epochs = self._read_epochs()
+        if self._changed(CONFIG):
+            self.config = self._read_config()
+
+    def _extend(self, known: list[Any], found: Sequence[Any]) -> None:
+        good = [each for each in found if each is not None]
+        self.damaged += len(found) - len(good)
+        known.extend(good)
+
+    def _read_losses(self) -> None:
+        anew, lines = self._tails[LOSSES].read()
+        if anew:
+            self._forget_losses()
+        for line in lines:
+            cells = line.split(",")
+            if not self._columns:
+                self._columns = cells
+                continue
+            if cells == self._columns:
+                continue
+            try:
+                row = dict(zip(self._columns, cells, strict=True))
+                step, epoch, loss = int(row["step"]), int(row["epoch"]), float(row["loss"])
+            except (ValueError, KeyError):
+                self.damaged += 1
+                continue
+            self.losses.add(step, loss)
+            self.last_loss, self.last_step, self.last_epoch = loss, step, epoch
+            if not math.isfinite(loss):
+                self.not_finite.append(step)
+
+    def _changed(self, name: str) -> bool:
+        try:
+            status = os.stat(self.folder / name)
+        except OSError:
+            now = (0, 0, 0)
+        else:
+            now = (status.st_ino, status.st_size, status.st_mtime_ns)
+        before, self._seen[name] = self._seen.get(name, (0, 0, 0)), now
+        return now != before
+
+    def _read_epochs(self) -> list[Row]:
+        _, lines = Tail(self.folder / METRICS).read()
+        rows = []
+        for line in lines[1:]:
+            try:
+                cells = zip(lines[0].split(","), line.split(","), strict=True)
+                rows.append({name: float(cell) for name, cell in cells if cell})
+            except ValueError:
+                self.damaged += 1
+        return [row for row in rows if "epoch" in row and "step" in row]
+
+    def _read_config(self) -> dict[str, Any]:
+        try:
+            found = json.loads((self.folder / CONFIG).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    # -- what follows from it ------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.folder.resolve().name
+
+    @property
+    def starts(self) -> list[Event]:
+        """Every start of the run, the newest last."""
+        return [event for event in self.events if event.kind == "start"]
+
+    @property
+    def option(self) -> dict[str, Any]:
+        """The options of the run, from config.json."""
+        found = self.config.get("options")
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def hosts(self) -> list[str]:
+        """Each rank's host at the newest start; [] when it is not known."""
+        for source in [*(event.facts for event in reversed(self.starts)), *reversed(self.config.get("starts") or [])]:
+            hosts = source.get("hosts") if hasattr(source, "get") else None
+            if isinstance(hosts, list):
+                return [str(host) for host in hosts]
+        return []
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks at the newest start; 0 when it is not known."""
+        if self.windows and (not self.starts or self.windows[-1].time_s >= self.starts[-1].time_s):
+            return self.windows[-1].world_size
+        return len(self.hosts)
+
+    @property
+    def epochs_wanted(self) -> int:
+        """After how many epochs the run ends; 0 when it is not known."""
+        return _whole(self._of_start("epochs")) or _whole(self.option.get("epochs"))
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """How many steps an epoch has; 0 when it is not known."""
+        known = _whole(self._of_start("steps_per_epoch"))
+        if known or not self.epochs:
+            return known
+        return round(self.epochs[0]["step"] / max(1.0, self.epochs[0]["epoch"]))
+
+    @property
+    def steps_wanted(self) -> int:
+        """After how many steps the run ends; 0 when it is not known."""
+        return self.epochs_wanted * self.steps_per_epoch
+
+    @property
+    def step(self) -> int:
+        """How many steps are known to be done."""
+        last = [self.last_step, self.windows[-1].step if self.windows else 0]
+        last += [int(self.epochs[-1]["step"])] if self.epochs else []
+        return max(last)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the last step known, from 1; 0 before the first."""
+        last = [self.last_epoch, self.windows[-1].epoch if self.windows else 0]
+        last += [int(self.epochs[-1]["epoch"])] if self.epochs else []
+        return max(last)
+
+    @property
+    def logged(self) -> list[str]:
+        """Names of what the user logged at ends of epochs, in the order of their appearance."""
+        from .tables import OWN_COLUMNS
+
+        return [name for name in dict.fromkeys(name for row in self.epochs for name in row) if name not in OWN_COLUMNS]
+
+    @property
+    def restarts(self) -> int:
+        """How often the run was started again after its first start."""
+        return max(len(self.starts), len(self.config.get("starts") or [])) - 1 if self.starts or self.config else 0
+
+    def heard_s(self, now_s: float) -> float:
+        """Seconds since the run last wrote anything; infinite when it never did."""
+        newest = -math.inf
+        for name in FILES:
+            try:
+                newest = max(newest, os.stat(self.folder / name).st_mtime)
+            except OSError:
+                continue
+        return max(0.0, now_s - newest)
+
+    def state(self, now_s: float | None = None) -> State:
+        """Whether the run goes on, from its last events and from rank 0's process where that is on this host."""
+        now_s = time.time() if now_s is None else now_s
+        last_start = next((i for i in reversed(range(len(self.events))) if self.events[i].kind == "start"), None)
+        if last_start is None:
+            if not self.step:
+                return State("empty")
+            # A run of an earlier version wrote no events.
+            done = self.epochs_wanted and self.epochs and self.epochs[-1]["epoch"] >= self.epochs_wanted
+            return State("finished" if done else "silent")
+        since = self.events[last_start + 1 :]
+        errors = [event for event in since if event.kind == "error"]
+        if errors:  # the first that another rank's does not explain
+            cause = next((event for event in errors if not event.facts.get("consequence")), errors[0])
+            return State("failed", f"rank {cause.facts.get('rank', '?')}: {cause.facts.get('text', '')}")
+        ends = [event for event in since if event.kind == "end"]
+        if ends:
+            how = str(ends[-1].facts.get("how", "finished"))
+            return State(how if how in ("finished", "stopped", "left") else "left")
+        heard_s = self.heard_s(now_s)
+        alive = is_alive(self.events[last_start].facts)
+        if alive is None:
+            pause_s = max(_QUIET_S, 4 * self._usual_pause_s())
+            return State("running") if heard_s < pause_s else State("silent")
+        return State("running") if alive else State("died")
+
+    def _usual_pause_s(self) -> float:
+        times = [window.time_s for window in self.windows[-6:]]
+        return max((later - sooner for sooner, later in itertools.pairwise(times)), default=0.0)
+
+    def _of_start(self, name: str) -> Any:
+        return self.starts[-1].facts.get(name) if self.starts else None
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is that of a run: it holds events, or a config with losses."""
+    return (folder / EVENTS).is_file() or ((folder / CONFIG).is_file() and (folder / LOSSES).is_file())
+
+
+def _whole(value: object) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0

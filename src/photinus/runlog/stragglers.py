@@ -1,0 +1,94 @@
+"""Which rank holds the others up, and in which phase: a pure function over one window or several."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .windows import PHASES, Window
+
+__all__ = ["RankShare", "Straggler", "shares", "stragglers"]
+
+_RATIO = 1.15
+_EXCESS_S = 0.5e-3  # less than that a step is noise of the machine
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """The mean step of one rank over some windows.
+
+    Attributes:
+        rank: of the job.
+        phases: seconds of a step by phase, in the order of PHASES.
+        ratio: its own time (all but waiting) by the median rank's; 1.0 for a rank as fast as most.
+    """
+
+    rank: int
+    phases: tuple[float, ...]
+    ratio: float
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return sum(self.phases)
+
+    @property
+    def own_s(self) -> float:
+        """Seconds of a step in which it did not wait for others."""
+        return self.step_s - self.phases[PHASES.index("waiting")]
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that others wait for.
+
+    Attributes:
+        rank: of the job.
+        ratio: its own time by the median rank's.
+        excess_s: seconds of a step that it takes more than the median rank.
+        phase: in which phase most of that lies.
+    """
+
+    rank: int
+    ratio: float
+    excess_s: float
+    phase: str
+
+
+def shares(windows: Sequence[Window]) -> list[RankShare]:
+    """The mean step of each rank over windows of one world size, each step counting the same; [] without windows."""
+    if not windows:
+        return []
+    world_size = windows[-1].world_size
+    chosen = [window for window in windows if window.world_size == world_size]
+    steps = sum(window.steps for window in chosen)
+    means = [
+        tuple(sum(w.phases[phase][rank] * w.steps for w in chosen) / steps for phase in PHASES)
+        for rank in range(world_size)
+    ]
+    waiting = PHASES.index("waiting")
+    own = [sum(phases) - phases[waiting] for phases in means]
+    typical = _typical(own)
+    ratios = [value / typical if typical > 0 else 1.0 for value in own]
+    return [RankShare(rank, phases, ratio) for rank, (phases, ratio) in enumerate(zip(means, ratios, strict=True))]
+
+
+def stragglers(ranks: Sequence[RankShare]) -> list[Straggler]:
+    """The ranks whose own time lies well above the median rank's (15 % and half a millisecond), the slowest first."""
+    if len(ranks) < 2:
+        return []
+    typical_s = _typical([rank.own_s for rank in ranks])
+    usual = [_typical([rank.phases[i] for rank in ranks]) for i in range(len(PHASES))]
+    found = []
+    for rank in ranks:
+        excess_s = rank.own_s - typical_s
+        if rank.ratio >= _RATIO and excess_s >= _EXCESS_S:
+            above = {p: rank.phases[i] - usual[i] for i, p in enumerate(PHASES) if p != "waiting"}
+            found.append(Straggler(rank.rank, rank.ratio, excess_s, max(above, key=lambda phase: above[phase])))
+    return sorted(found, key=lambda each: -each.excess_s)
+
+
+def _typical(values: Sequence[float]) -> float:
+    """The median; of an even number of ranks the lower one, for with two ranks the slow one is not half typical."""
+    return statistics.median_low(values)

@@ -1,0 +1,123 @@
+"""`ranks.jsonl`: where the time of some consecutive steps went on every rank, and how much memory each rank held.
+
+The phases of a step, which together are the whole step (validation and saving are no part of it):
+
+| phase | what the thread that trains did |
+|---|---|
+| data | waited for the loader's next batch |
+| forward | from the batch's arrival to the call of backward: forward and loss |
+| backward | computed gradients |
+| waiting | waited for other ranks, wherever in the step: communication that computation did not hide |
+| optimizer | clipped and stepped |
+| other | all else: the rest of the body, the loop's own work |
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .tables import write_atomically
+
+__all__ = ["MEMORY", "PHASES", "RANKS", "Window", "drop_windows_after", "read_window"]
+
+RANKS = "ranks.jsonl"
+PHASES = ("data", "forward", "backward", "waiting", "optimizer", "other")
+MEMORY = ("resident", "peak", "cuda", "cuda_peak")
+
+
+@dataclass(frozen=True)
+class Window:
+    """Some consecutive steps of all ranks.
+
+    Attributes:
+        time_s: when it was written, Unix time.
+        step: the last of its steps, of the whole run.
+        epoch: in which that was, from 1.
+        start: which start of the run, from 1.
+        steps: how many.
+        samples: of all ranks, in all steps.
+        phases: by phase, seconds of a step, the mean over the steps, by rank.
+        memory: bytes by rank at the end: "resident" in physical memory, "peak" the most of that since the process
+            began, "cuda" held by tensors on its GPU, "cuda_peak" the most of that; 0 where there is no GPU.
+    """
+
+    time_s: float
+    step: int
+    epoch: int
+    start: int
+    steps: int
+    samples: int
+    phases: Mapping[str, Sequence[float]]
+    memory: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.phases[PHASES[0]])
+
+    def step_s(self, rank: int) -> float:
+        """Seconds that a step took on a rank."""
+        return sum(self.phases[phase][rank] for phase in PHASES)
+
+    def own_s(self, rank: int) -> float:
+        """Seconds of a step in which a rank did not wait for others."""
+        return self.step_s(rank) - self.phases["waiting"][rank]
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples of all ranks in a second of rank 0's steps."""
+        seconds = self.step_s(0) * self.steps
+        return self.samples / seconds if seconds > 0 else math.nan
+
+    def to_line(self) -> str:
+        """As a line of ranks.jsonl, with times in whole microseconds."""
+        content: dict[str, Any] = {
+            "time": round(self.time_s, 3),
+            "step": self.step,
+            "epoch": self.epoch,
+            "start": self.start,
+            "steps": self.steps,
+            "samples": self.samples,
+        }
+        content |= {f"{phase}_us": [round(seconds * 1e6) for seconds in self.phases[phase]] for phase in PHASES}
+        content |= {f"{kind}_bytes": list(self.memory[kind]) for kind in MEMORY if any(self.memory.get(kind, ()))}
+        return json.dumps(content, separators=(",", ":")) + "\n"
+
+
+def read_window(line: str) -> Window | None:
+    """The window of a line of ranks.jsonl; None when it is none, or only a part of one."""
+    try:
+        found: Any = json.loads(line)
+        phases = {phase: [value / 1e6 for value in found[f"{phase}_us"]] for phase in PHASES}
+        ranks = len(phases[PHASES[0]])
+        memory = {kind: [int(b) for b in found.get(f"{kind}_bytes") or [0] * ranks] for kind in MEMORY}
+        window = Window(
+            time_s=float(found["time"]),
+            step=int(found["step"]),
+            epoch=int(found["epoch"]),
+            start=int(found["start"]),
+            steps=int(found["steps"]),
+            samples=int(found["samples"]),
+            phases=phases,
+            memory=memory,
+        )
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+    lengths = {len(values) for values in [*phases.values(), *memory.values()]}
+    return window if lengths == {ranks} and ranks and window.steps > 0 else None
+
+
+def drop_windows_after(folder: Path, step: int) -> None:
+    """Drops what a killed process wrote after the step from which the run goes on, and what is damaged."""
+    path = folder / RANKS
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    kept = [line for line in lines if (window := read_window(line)) is not None and window.step <= step]
+    if kept != lines:
+        write_atomically(path, "".join(line + "\n" for line in kept))

@@ -1,0 +1,298 @@
+"""The files of a run's folder: read while they are written, damaged, replaced; and what is made of their numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from photinus.runlog.curve import Curve
+from photinus.runlog.events import EVENTS, append_event, read_event, read_events
+from photinus.runlog.find import find_runs, newest_run
+from photinus.runlog.process import is_alive, this_process
+from photinus.runlog.run import Run
+from photinus.runlog.stragglers import shares, stragglers
+from photinus.runlog.tail import Tail
+from photinus.runlog.windows import PHASES, RANKS, drop_windows_after, read_window
+from tests.made_run import BEGAN_S, window, write_run
+
+
+def read(folder: Path) -> Run:
+    run = Run(folder)
+    run.refresh()
+    return run
+
+
+# -- files that grow --------------------------------------------------------------------------------------------------
+
+
+def test_lines_come_once_and_only_when_they_are_whole(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    tail = Tail(path)
+    assert tail.read() == (False, [])
+    path.write_text("one\ntw")
+    assert tail.read() == (False, ["one"])
+    assert tail.read() == (False, [])
+    with open(path, "a") as file:
+        file.write("o\nthree\n")
+    assert tail.read() == (False, ["two", "three"])
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path, in_place: bool) -> None:
+    path = tmp_path / "file"
+    path.write_text("1\n2\n3\n")
+    tail = Tail(path)
+    tail.read()
+    if in_place:
+        path.write_text("1\n2\n4\n5\n")  # longer than before, so its length tells nothing
+    else:
+        (tmp_path / "new").write_text("1\n2\n4\n5\n")
+        os.replace(tmp_path / "new", path)
+    assert tail.read() == (True, ["1", "2", "4", "5"])
+    path.unlink()
+    assert tail.read() == (True, [])
+
+
+# -- curves -----------------------------------------------------------------------------------------------------------
+
+
+@given(some.lists(some.floats(width=32), max_size=200), some.integers(2, 20))
+def test_a_curve_of_few_buckets_loses_no_extreme_and_no_point(values: list[float], most: int) -> None:
+    curve = Curve(most, enumerate(values))
+    finite = [value for value in values if math.isfinite(value)]
+    assert len(curve.buckets) <= most
+    assert curve.count == len(values)
+    assert curve.missing == len(values) - len(finite)
+    if finite:
+        assert (curve.low, curve.high) == (min(finite), max(finite))
+        total = sum(bucket.total for bucket in curve.buckets)
+        assert total == pytest.approx(math.fsum(finite), rel=1e-6, abs=1e-6 * sum(map(abs, finite)))
+    else:
+        assert math.isnan(curve.low)
+    places = [place for bucket in curve.buckets for place in (bucket.first, bucket.last)]
+    assert places == sorted(places)
+    if len(values) > most:
+        assert len(curve.buckets) >= most // 2
+
+
+def test_a_bucket_says_where_it_lies_and_what_was_missing_in_it() -> None:
+    curve = Curve(2, [(1, 4.0), (2, math.nan), (3, 1.0), (4, math.inf), (5, math.nan)])
+    first, second = curve.buckets
+    assert (first.first, first.last, first.count, first.missing, first.mean) == (1, 4, 4, 2, 2.5)
+    assert (second.count, second.missing, math.isnan(second.mean)) == (1, 1, True)
+
+
+def test_means_are_of_neighbours() -> None:
+    assert Curve(100, enumerate([1.0, 3.0, 5.0, 7.0])).means(2) == [2.0, 6.0]
+    assert Curve(100).means(5) == []
+
+
+# -- windows and events -----------------------------------------------------------------------------------------------
+
+
+def test_a_window_comes_back_from_its_line_to_the_microsecond() -> None:
+    written = window(20, slow={1: {"forward": 0.0123456}})
+    back = read_window(written.to_line())
+    assert back is not None
+    assert (back.step, back.steps, back.samples, back.world_size) == (20, 10, 640, 2)
+    assert back.phases["forward"] == [0.001, 0.012346]
+    assert back.memory == written.memory
+    assert back.samples_per_s == pytest.approx(640 / (0.004 * 10))
+
+
+@pytest.mark.parametrize("line", ["", "{", "[]", "7", '{"time": 1}', window(10).to_line()[:-20], "null"])
+def test_a_damaged_line_is_no_window(line: str) -> None:
+    assert read_window(line) is None
+
+
+def test_a_window_whose_ranks_do_not_fit_each_other_is_none() -> None:
+    content = json.loads(window(10).to_line())
+    content["data_us"] = [1, 2, 3]
+    assert read_window(json.dumps(content)) is None
+
+
+def test_a_run_that_goes_on_drops_the_windows_after_its_step(tmp_path: Path) -> None:
+    lines = [window(step).to_line() for step in (10, 20, 30)]
+    (tmp_path / RANKS).write_text("".join(lines) + lines[0][:30])
+    drop_windows_after(tmp_path, 20)
+    assert (tmp_path / RANKS).read_text() == "".join(lines[:2])
+
+
+def test_events_are_added_one_line_each_after_what_a_killed_process_wrote_half_of(tmp_path: Path) -> None:
+    append_event(tmp_path, "start", 0, hosts=["a"])
+    with open(tmp_path / EVENTS, "a") as file:
+        file.write('{"time": 1, "event": "check')
+    append_event(tmp_path, "error", 5, text="x" * 5000)
+    start, error = read_events(tmp_path)
+    assert (start.kind, start.facts["hosts"]) == ("start", ["a"])
+    assert (error.kind, error.step, len(error.facts["text"])) == ("error", 5, 2000)
+    assert abs(error.time_s - time.time()) < 60
+
+
+@pytest.mark.parametrize("line", ["", "{}", '{"time": "x", "event": "a", "step": 1}', "[1]"])
+def test_a_damaged_line_is_no_event(line: str) -> None:
+    assert read_event(line) is None
+
+
+# -- stragglers -------------------------------------------------------------------------------------------------------
+
+
+def test_the_slow_one_of_two_ranks_is_named_with_its_phase() -> None:
+    windows = [window(10, slow={1: {"forward": 0.004, "waiting": 0.0}, 0: {"waiting": 0.003}})]
+    (slow,) = stragglers(shares(windows))
+    assert (slow.rank, slow.phase) == (1, "forward")
+    assert slow.excess_s == pytest.approx(0.003)
+    assert slow.ratio == pytest.approx(0.0066 / 0.0036)
+
+
+def test_ranks_that_wait_for_a_slow_one_are_no_stragglers() -> None:
+    slow = {rank: {"waiting": 0.05} for rank in (0, 1, 3)} | {2: {"data": 0.05}}
+    (found,) = stragglers(shares([window(10, ranks=4, slow=slow)]))
+    assert (found.rank, found.phase) == (2, "data")
+
+
+def test_equal_ranks_and_one_rank_alone_hold_nobody_up() -> None:
+    assert stragglers(shares([window(10, ranks=4)])) == []
+    assert stragglers(shares([window(10, ranks=1, slow={0: {"data": 1.0}})])) == []
+    assert stragglers(shares([])) == []
+
+
+def test_a_difference_of_microseconds_is_noise() -> None:
+    tiny = dict.fromkeys(PHASES, 1e-06)
+    assert stragglers(shares([window(10, slow={0: tiny, 1: {**tiny, "forward": 2e-4}})])) == []
+
+
+def test_long_windows_count_for_their_steps() -> None:
+    windows = [window(10, steps=10), window(100, steps=90, slow={0: {"data": 0.0101}})]
+    assert shares(windows)[0].phases[0] == pytest.approx(0.0001 * 0.1 + 0.0101 * 0.9)
+
+
+# -- a run ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_says_how_far_it_is(tmp_path: Path) -> None:
+    run = read(write_run(tmp_path / "run", epochs=2, epochs_wanted=5, restart_at=10))
+    assert (run.step, run.steps_wanted, run.epoch, run.epochs_wanted) == (40, 100, 2, 5)
+    assert (run.world_size, run.hosts, run.restarts) == (2, ["a", "a"], 1)
+    assert run.last_loss == pytest.approx(2 / 3)
+    assert run.logged == ["valid_loss", "accuracy"]
+    assert (run.damaged, run.losses.count, len(run.windows)) == (0, 40, 4)
+
+
+def test_what_comes_later_is_added_and_what_was_taken_back_is_forgotten(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", epochs=1, nan_steps=[20])
+    run = read(folder)
+    with open(folder / "losses.csv", "a") as file:
+        file.write("21,2,0.5,1\n22,2,0.")
+    run.refresh()
+    assert (run.last_step, run.last_loss, list(run.not_finite)) == (21, 0.5, [20])
+    (folder / "losses.csv").write_text("step,epoch,loss,start\n1,1,3.5,1\n2,1,2.5,2\n")
+    run.refresh()
+    assert (run.last_step, run.losses.count, run.losses.high, list(run.not_finite)) == (2, 2, 3.5, [])
+
+
+def test_every_file_may_be_cut_anywhere(tmp_path: Path) -> None:
+    whole = write_run(tmp_path / "whole", epochs=2)
+    for name in ("losses.csv", "metrics.csv", "ranks.jsonl", "events.jsonl", "config.json"):
+        data = (whole / name).read_bytes()
+        for length in range(0, len(data), max(1, len(data) // 40)):
+            (whole / name).write_bytes(data[:length])
+            run = read(whole)
+            run.state()
+            assert run.damaged == 0, (name, length)
+        (whole / name).write_bytes(data)
+
+
+def test_garbage_is_counted_and_left_out(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    for name in ("losses.csv", "ranks.jsonl", "events.jsonl"):
+        with open(folder / name, "ab") as file:
+            file.write(b"\xff\x00 garbage\n")
+    assert read(folder).damaged == 3
+
+
+def test_an_empty_folder_is_an_empty_run(tmp_path: Path) -> None:
+    run = read(tmp_path)
+    assert (run.state().word, run.step, run.restarts, run.world_size) == ("empty", 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "facts", "word"),
+    [
+        ("end", {"how": "finished"}, "finished"),
+        ("end", {"how": "stopped"}, "stopped"),
+        ("end", {"how": "left"}, "left"),
+        ("error", {"text": "ValueError: no"}, "failed"),
+        ("checkpoint", {}, "running"),
+    ],
+)
+def test_the_last_event_says_how_a_run_ended(tmp_path: Path, kind: str, facts: dict[str, str], word: str) -> None:
+    append_event(tmp_path, "start", 0, **this_process())
+    append_event(tmp_path, kind, 5, **facts)
+    run = read(tmp_path)
+    assert run.state().word == word
+    append_event(tmp_path, "start", 5, **this_process())  # it goes on
+    run.refresh()
+    assert run.state().word == "running"
+
+
+def test_the_rank_that_failed_by_itself_is_the_reason(tmp_path: Path) -> None:
+    append_event(tmp_path, "start", 0, **this_process())
+    append_event(tmp_path, "error", 5, rank=1, text="ValueError: mine", consequence=False)
+    append_event(tmp_path, "error", 5, rank=0, text="PeerLostError: rank 1 raised", consequence=True)
+    assert read(tmp_path).state().why == "rank 1: ValueError: mine"
+
+
+def test_a_run_whose_process_is_gone_has_died(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from photinus.runlog.events import append_event; "
+        "from photinus.runlog.process import this_process; "
+        "append_event(Path(sys.argv[1]), 'start', 0, **this_process())"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)
+    assert read(tmp_path).state().word == "died"
+
+
+def test_a_process_is_told_from_another_of_the_same_pid() -> None:
+    mine = this_process()
+    assert is_alive(mine) is True
+    assert is_alive({**mine, "began": mine["began"] - 1}) is False
+    assert is_alive({**mine, "boot": "another"}) is None
+
+
+def test_a_run_of_another_host_is_silent_when_nothing_comes(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", ended=False)
+    changed_s = (folder / "losses.csv").stat().st_mtime
+    run = read(folder)
+    assert run.state(changed_s + 5).word == "running"
+    assert run.state(changed_s + 3600).word == "silent"
+    assert run.heard_s(changed_s + 3600) == pytest.approx(3600, abs=5)
+    assert changed_s > BEGAN_S
+
+
+# -- finding a run ----------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_run_is_found_and_what_lies_in_runs_is_not_looked_at(tmp_path: Path) -> None:
+    older = write_run(tmp_path / "runs" / "older")
+    newer = write_run(tmp_path / "runs" / "deep" / "newer")
+    write_run(older / "earlier-1")
+    write_run(tmp_path / ".hidden" / "run")
+    write_run(tmp_path / "1" / "2" / "3" / "4" / "5")
+    (tmp_path / "link").symlink_to(tmp_path / "runs")
+    for path in older.iterdir():
+        if path.is_file():
+            os.utime(path, (1, 1))
+    assert sorted(find_runs(tmp_path)) == sorted([older, newer])
+    os.utime(older / "events.jsonl", (time.time() + 9, time.time() + 9))
+    assert newest_run(tmp_path) == older
+    assert newest_run(tmp_path / "1" / "2" / "3" / "4" / "5" / "checkpoints") is None
