@@ -25,6 +25,8 @@ _COMMANDS = {
     "again": ("photinus.launcher.again", "start a run once more, as its config.json says"),
     "doctor": ("photinus.launcher.doctor.examine", "say what works on this machine, by trying it"),
     "bench": ("photinus.launcher.bench.measure", "measure collectives over each backend, and what limits them"),
+    "top": ("photinus.launcher.top.watch", "show a run while it trains: progress, loss, where the time goes"),
+    "report": ("photinus.launcher.page.make", "make one HTML page of a run, or of several to compare"),
     "completion": ("photinus.launcher.completion", "a script that completes these words in bash, zsh or fish"),
 }
 
@@ -49,6 +51,8 @@ def _help() -> str:
         "  photinus new digits                         a project to start from",
         "  photinus doctor                             which backends work here, and how fast?",
         "  photinus bench --plot bandwidth.png",
+        "  photinus top                                how is it going, and which rank is slow?",
+        "  photinus report runs/digits                 curves and all else, on one page",
         "  photinus run --help",
     ]
     return "\n".join(lines)

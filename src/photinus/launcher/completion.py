@@ -67,6 +67,8 @@ def _flags() -> Mapping[str, Mapping[str, Sequence[str]]]:
     from .bench.options import BACKENDS, DTYPES, OPERATIONS, VALUED
     from .doctor import examine
     from .new import FLAGS, TEMPLATES
+    from .page import make
+    from .top import watch
 
     known = {"--ops": OPERATIONS, "--backends": BACKENDS, "--dtype": tuple(DTYPES)}
     return {
@@ -75,6 +77,8 @@ def _flags() -> Mapping[str, Mapping[str, Sequence[str]]]:
         "again": dict.fromkeys(again.FLAGS, ()),
         "doctor": dict.fromkeys(examine.FLAGS, ()),
         "bench": {name: known.get(name, ()) for name in (*VALUED, "--json", "--help")},
+        "top": dict.fromkeys(watch.FLAGS, ()),
+        "report": dict.fromkeys(make.FLAGS, ()),
         "completion": dict.fromkeys(_SHELLS, ()),
     }
 

@@ -1,0 +1,317 @@
+"""`photinus report`: the page is whole, small, readable by everyone, and says the truth about odd runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from photinus.launcher.cli import main
+from photinus.launcher.page.chart import Chart, Series, ticks
+from photinus.launcher.page.figures import mean_windows
+from photinus.launcher.page.page import labels_of, page
+from photinus.launcher.page.style import DARK, LIGHT
+from photinus.runlog.curve import Curve
+from photinus.runlog.run import Run
+from photinus.runlog.tables import RunFiles, StepLoss
+from photinus.runlog.windows import PHASES, RANKS
+from tests.made_run import window, write_run
+
+VOID = {"meta", "br", "hr", "img", "input", "link"}
+
+
+class Read(HTMLParser):
+    """What a strict reader finds: text, elements, ids, addresses. Fails at the first tag that does not fit."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.text = ""
+        self.elements: list[tuple[str, dict[str, str]]] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: Sequence[tuple[str, str | None]]) -> None:
+        names = [name for name, _ in attrs]
+        assert len(names) == len(set(names)), (tag, names)
+        self.elements.append((tag, {name: value or "" for name, value in attrs}))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: Sequence[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, {name: value or "" for name, value in attrs}))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag, f"</{tag}> closes another"
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] != ["style"]:
+            self.text += data + " "
+
+    def all(self, tag: str) -> list[dict[str, str]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+def made(*folders: Path) -> str:
+    runs = [Run(folder, points=300) for folder in folders]
+    for run in runs:
+        run.refresh()
+    return page(runs)
+
+
+def words(read: Read) -> str:
+    return " ".join(read.text.split())
+
+
+# -- whole, and by itself ---------------------------------------------------------------------------------------------
+
+
+def check_alone(text: str) -> Read:
+    """The page is well-formed, refers to nothing outside, and each picture has words."""
+    read = Read(text)
+    assert text.startswith("<!DOCTYPE html>")
+    assert re.search(r"https?:|//[a-z]|url\(|@import|<script|<link|<iframe|srcset|\bsrc=", text) is None
+    ids = [attributes["id"] for _, attributes in read.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    for picture in read.all("svg"):
+        assert picture["role"] == "img"
+        assert set(picture["aria-labelledby"].split()) <= set(ids)
+    assert "nan" not in "".join(
+        value for tag, attributes in read.elements for name, value in attributes.items() if name in ("points", "d", "x")
+    )
+    assert [attributes["lang"] for attributes in read.all("html")] == ["en"]
+    return read
+
+
+def test_a_page_is_well_formed_and_needs_nothing_else(tmp_path: Path) -> None:
+    read = check_alone(made(write_run(tmp_path / "digits", restart_at=25)))
+    found = words(read)
+    for wanted in ("digits", "finished", "3 of 3 epochs", "samples per second", "where the time of a step goes"):
+        assert wanted in found
+    for wanted in ("resumed from step 25", "checkpoint of step 60", "0123456789abcdef, with changes", "8.0 GiB"):
+        assert wanted in found
+    assert len(read.all("svg")) == 7
+    assert "training loss: 1.9048 at step 1, 0.5000 at step 60" in found
+
+
+def test_whatever_a_run_is_called_stays_text(tmp_path: Path) -> None:
+    evil = '<script>alert("1")</script>&amp;\'"'
+    folder = write_run(tmp_path / "a&b<i>", user={evil: evil}, hosts=[evil, "b"])
+    (folder / "metrics.csv").write_text(f"epoch,step,loss,<b>{'x' * 3},samples_per_s\n1,20,1,2,3\n")
+    text = made(folder)
+    check_alone(text)
+    assert "<script" not in text
+    assert "<b>xxx" not in text
+    assert "a&amp;b&lt;i&gt;" in text
+
+
+def test_100_000_steps_and_many_ranks_make_a_small_page_that_keeps_the_extremes(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "long", epochs=1, steps=10, ranks=16)
+    losses = [StepLoss(i, 1, 99.0 if i == 54_321 else 1.0 + i % 7 / 10, 64) for i in range(1, 100_001)]
+    (folder / "losses.csv").unlink()
+    RunFiles(folder).append_losses(losses, 1)
+    with open(folder / RANKS, "a") as file:
+        file.writelines(window(step, ranks=16).to_line() for step in range(100, 100_001, 100))
+    text = made(folder)
+    read = check_alone(text)
+    assert len(text.encode()) < 500 * 1024
+    assert "highest 99" in words(read)
+    assert "(1 to 99)" in words(read)
+
+
+# -- odd runs ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_has_just_begun_has_a_page(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "new", epochs=0, epochs_wanted=5, ended=False)
+    found = words(check_alone(made(folder)))
+    assert "There are no numbers to draw yet." in found
+    assert "No epoch is done yet." in found
+    assert "0 of 5 epochs" in found
+
+
+def test_a_run_without_validation_times_or_events_has_a_page(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "old", valid=False)
+    (folder / "ranks.jsonl").unlink()
+    (folder / "events.jsonl").unlink()
+    found = words(check_alone(made(folder)))
+    assert "No events were recorded." in found
+    assert "samples per second" in found
+    assert "valid loss" not in found
+
+
+def test_losses_that_are_no_numbers_are_gaps_with_a_mark(tmp_path: Path) -> None:
+    read = check_alone(made(write_run(tmp_path / "run", nan_steps=range(30, 41))))
+    marks = [attributes for attributes in read.all("path") if attributes.get("class") == "miss"]
+    assert len(marks) == 11
+    assert "11 steps have a loss that is no number" in words(read)
+    loss = re.search(r"<h3>loss</h3>.*?</figure>", made(tmp_path / "run"), re.S)
+    assert loss is not None
+    assert loss.group().count("<polyline") == 3  # before the gap, after it, and the validation's
+
+
+def test_only_losses_that_are_no_numbers(tmp_path: Path) -> None:
+    read = check_alone(made(write_run(tmp_path / "run", valid=False, nan_steps=range(1, 61))))
+    assert "60 steps have a loss that is no number" in words(read)
+
+
+def test_a_world_that_shrank_has_gaps_where_ranks_are_missing(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", epochs=1, ranks=3)
+    with open(folder / RANKS, "a") as file:
+        file.writelines(window(step, ranks=1, start=2).to_line() for step in (30, 40))
+    found = words(check_alone(made(folder)))
+    assert "rank 2" in found
+
+
+def test_a_straggler_is_named(tmp_path: Path) -> None:
+    found = words(check_alone(made(write_run(tmp_path / "run", slow={1: {"optimizer": 0.01}}))))
+    assert "Rank 1 holds the others up" in found
+    assert "most of it in optimizer" in found
+
+
+def test_several_runs_are_drawn_over_each_other_with_what_differs(tmp_path: Path) -> None:
+    one = write_run(tmp_path / "one" / "run", user={"lr": 0.1, "model": "cnn"})
+    two = write_run(tmp_path / "two" / "run", user={"lr": 0.2, "model": "cnn"}, epochs=1, valid=False)
+    read = check_alone(made(one, two))
+    found = words(read)
+    assert "Options that differ one/run two/run lr 0.1 0.2" in found
+    assert "model cnn cnn" not in found
+    assert len(read.all("svg")) == 6
+    assert [run.name for run in (Run(one), Run(two))] == ["run", "run"]
+    assert labels_of([Run(one), Run(two)]) == ["one/run", "two/run"]
+
+
+# -- drawing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "about", "expected"),
+    [
+        (0, 10, 5, [0, 2, 4, 6, 8, 10]),
+        (0.013, 0.047, 4, [0.02, 0.03, 0.04]),
+        (-1, 1, 4, [-1, -0.5, 0, 0.5, 1]),
+        (999, 1001, 4, [999, 999.5, 1000, 1000.5, 1001]),
+        (0, 330, 5, [0, 100, 200, 300]),
+        (5, 5, 5, [5]),
+    ],
+)
+def test_ticks_are_round(low: float, high: float, about: int, expected: list[float]) -> None:
+    assert ticks(low, high, about) == expected
+
+
+def test_all_points_lie_inside_the_picture() -> None:
+    points = [(float(i), (-1.0) ** i * 10.0**i) for i in range(8)]
+    text = Chart("t", "s", series=[Series("a", points, "red", missing=[3.0])]).html("c")
+    for each in re.findall(r'points="([^"]+)"', text):
+        for pair in each.split():
+            x, y = map(float, pair.split(","))
+            assert 0 <= x <= 480
+            assert 0 <= y <= 270
+
+
+def test_a_loss_over_orders_of_magnitude_is_drawn_over_its_logarithm() -> None:
+    def heights(values: list[float]) -> list[float]:
+        chart = Chart("t", "s", series=[Series("a", list(enumerate(values)), "red")], may_be_log=True)
+        found = re.search(r'<polyline class="line" points="([^"]+)"', chart.html("c"))
+        assert found is not None
+        return [float(pair.split(",")[1]) for pair in found.group(1).split()]
+
+    log, linear = heights([1000, 100, 10]), heights([12, 11, 10])
+    assert log[1] - log[0] == pytest.approx(log[2] - log[1], abs=0.2)
+    assert linear[1] - linear[0] == pytest.approx(linear[2] - linear[1], abs=0.2)
+
+
+def test_windows_put_together_keep_the_mean_of_their_steps_and_the_most_memory() -> None:
+    windows = [window(10, steps=10), window(40, steps=30, slow={1: {"data": 0.0041}}), window(50, ranks=1)]
+    first, second = mean_windows(windows, 1)
+    assert (first.step, first.steps, first.samples) == (40, 40, 640 + 64 * 30)
+    assert first.phases["data"][1] == pytest.approx(0.0001 * 0.25 + 0.0041 * 0.75)
+    assert first.memory["peak"] == [340 << 20] * 2
+    assert second.world_size == 1
+    assert sum(second.step_s(0) for _ in PHASES) > 0
+
+
+def test_a_curve_for_the_page_has_as_many_points_as_it_may() -> None:
+    assert 150 <= len(Curve(300, ((i, 1.0) for i in range(100_000))).buckets) <= 300
+
+
+# -- for everyone -----------------------------------------------------------------------------------------------------
+
+
+def luminance(colour: str) -> float:
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(a: str, b: str) -> float:
+    high, low = sorted((luminance(a), luminance(b)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
+def test_contrasts_are_those_of_wcag(colours: dict[str, str]) -> None:
+    for ink in ("ink", "soft", "good", "bad", "warn"):
+        for ground in ("page", "card"):
+            assert contrast(colours[ink], colours[ground]) >= 4.5, (ink, ground)
+    for name in (*PHASES, *(f"run{i}" for i in range(6))):
+        assert contrast(colours[name], colours["card"]) >= 3.0, name
+
+
+def test_both_schemes_have_all_colours() -> None:
+    assert LIGHT.keys() == DARK.keys()
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_lies_in_the_runs_folder_or_where_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, two = write_run(tmp_path / "runs" / "one"), write_run(tmp_path / "runs" / "two")
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", "runs/one"]) == 0
+    assert capsys.readouterr().out.startswith("runs/one/report.html (")
+    assert (one / "report.html").read_text().startswith("<!DOCTYPE html>")
+    assert main(["report", "runs/one", "runs/two", "--out=both.html"]) == 0
+    assert "2 training runs" in Path("both.html").read_text()
+    assert main(["report", "runs/one", str(two)]) == 0
+    assert Path("report.html").exists()
+    capsys.readouterr()
+    assert main(["report", "runs/one", "-o", "-"]) == 0
+    assert capsys.readouterr().out.endswith("</html>\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "told", "code"),
+    [
+        (["--otu", "x"], "Did you mean --out?", 2),
+        (["-o"], "-o needs a file", 2),
+        (["run", "out.html"], "to write the page there, type -o out.html", 2),
+        (["run", "run"], "is meant twice", 2),
+        (["run", "-o", "no/such/x.html"], "there is no folder no/such", 2),
+        (["run", "-o", "run"], "that is a folder; give a file", 2),
+        (["empty"], "there is no run in empty", 2),
+        (["run", "-o", "/proc/x.html"], "the page could not be written to /proc/x.html", 1),
+    ],
+)
+def test_wrong_use_is_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    told: str,
+    code: int,
+) -> None:
+    write_run(tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", *words]) == code
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err.count("\n")) == ("", 1)
+    assert told in shown.err

@@ -1,0 +1,316 @@
+"""`photinus top`: the picture, exactly, in wide and narrow terminals; and the terminal that it leaves as it was."""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from photinus.launcher.cli import main
+from photinus.launcher.top.marks import parts, progress_bar, sparkline
+from photinus.launcher.top.text import Piece, columns, cut, line, painted
+from photinus.launcher.top.view import view
+from photinus.runlog.run import Run
+from tests.made_run import BEGAN_S, write_run
+
+SLOW = {1: {"forward": 0.003, "waiting": 0.0}, 0: {"waiting": 0.0024}}
+
+
+@pytest.fixture(autouse=True)
+def _in_utc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+
+
+def seen(folder: Path, *, width: int, height: int | None = None, colour: bool = False) -> list[str]:
+    run = Run(folder)
+    run.refresh()
+    for path in folder.iterdir():  # of a run on another host the files' times say whether it goes on
+        os.utime(path, (BEGAN_S + 90, BEGAN_S + 90))
+    return view(run, width=width, height=height, now_s=BEGAN_S + 100, colour=colour)
+
+
+# -- marks ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sparkline_goes_from_the_lowest_to_the_highest() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([5, math.nan, 6, math.inf]) == "▁×█×"
+    assert sparkline([3, 3, 3]) == "▄▄▄"
+    assert sparkline([math.nan]) == "×"
+    assert sparkline([]) == ""
+
+
+def test_a_sparkline_over_orders_of_magnitude_is_logarithmic() -> None:
+    assert sparkline([1000, 100, 10, 1]) == "█▆▃▁"
+
+
+def test_a_progress_bar_fills_by_eighths() -> None:
+    assert progress_bar(0.5, 4) == "██░░"
+    assert progress_bar(0.53125, 4) == "██▏░"
+    assert (progress_bar(2.0, 3), progress_bar(-1, 3), progress_bar(math.nan, 3)) == ("███", "░░░", "░░░")
+
+
+def test_parts_fill_the_bar_and_nothing_of_weight_vanishes() -> None:
+    assert parts([1, 1, 2], 8) == [2, 2, 4]
+    assert parts([0.985, 0.005, 0.01, 0], 20) == [18, 1, 1, 0]
+    assert parts([0, 0], 10) == [0, 0]
+    assert sum(parts([0.3, 0.3, 0.4], 7)) == 7
+
+
+# -- text -------------------------------------------------------------------------------------------------------------
+
+
+def test_lines_are_cut_by_columns_and_not_by_characters() -> None:
+    assert columns("日本") == 4
+    assert columns("e\u0301") == 1
+    assert painted([line("日本語", Piece("x", "1"))], width=5, colour=False) == ["日本…"]
+    assert painted([line("abc", Piece("def", "31"))], width=5, colour=True) == ["abc\x1b[31md\x1b[0m…"]
+    assert [piece.text for piece in cut(line("abcdef"), 6)] == ["abcdef"]
+    assert cut(line("abc"), 0) == []
+
+
+def test_control_characters_of_a_run_do_not_reach_the_terminal(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "evil\x1b[2Jname", hosts=["a\x1b]0;owned\x07", "b"])
+    shown = "\n".join(seen(folder, width=80))
+    assert "\x1b" not in shown
+    assert "\x07" not in shown
+
+
+# -- the picture ------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_at_80_columns(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "digits", epochs=2, epochs_wanted=4, slow=SLOW, restart_at=25, ended=False)
+    assert "\n".join(seen(folder, width=80)) == WIDE
+
+
+def test_a_run_at_40_columns(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "digits", epochs=2, epochs_wanted=4, slow=SLOW, restart_at=25, ended=False)
+    assert "\n".join(seen(folder, width=40)) == NARROW
+
+
+WIDE = """\
+digits  running  2 ranks on a                                           14:15:00
+epoch 2 of 4  step 40 of 80  █████████████▌░░░░░░░░░░░░░  50 %  about 0.4 s left
+10 667 samples/s  6.00 ms a step  trained 3.0 s  1 restart
+
+loss        0.6667  lowest 0.6667     ██▇▇▆▆▆▅▅▅▅▄▄▄▄▄▃▃▃▃▃▃▂▂▂▂▂▂▂▂▂▂▁▁▁▁▁▁▁▁
+valid loss  0.7333  0.7333 to 1.1000  █▁
+accuracy    0.7500  0.5000 to 0.7500  ▁█
+
+a step of 5.80 ms, mean of 20 steps and 2 ranks
+dffffffffffffffffffffffffffffbbbbbbbbbbbbbbbbbbbbbbbbbbbbwwwwwwwwwwwwwwwwoooo···
+d data 2 %   f forward 34 %   b backward 34 %   w waiting 21 %   o optimizer 5 %
+· other 3 %
+
+rank  own time   waiting                    memory (peak)
+   0   3.60 ms   2.40 ms  ██████████▎       300 MiB (340 MiB)
+   1   5.60 ms      0 us  ████████████████  300 MiB (340 MiB)
+rank 1 holds the others up: 2.00 ms a step, in forward
+
+14:13:20  started: 2 ranks on a
+14:13:20  checkpoint of step 20, 0.1 s
+14:13:20  resumed from step 25: 2 ranks on a, restart 1 of the launcher
+14:13:20  checkpoint of step 40, 0.1 s"""
+
+NARROW = """\
+digits  running  2 ranks on a   14:15:00
+epoch 2 of 4  step 40 of 80
+████████░░░░░░░░  50 %  about 0.4 s left
+10 667 samples/s  6.00 ms a step
+trained 3.0 s  1 restart
+
+loss        0.6667  █▇▆▆▅▅▄▄▃▃▃▂▂▂▂▂▁▁▁▁
+valid loss  0.7333  █▁
+accuracy    0.7500  ▁█
+
+a step of 5.80 ms, mean of 20 steps
+dffffffffffffffbbbbbbbbbbbbbbwwwwwwwwoo·
+d data 2 %   f forward 34 %
+b backward 34 %   w waiting 21 %
+o optimizer 5 %   · other 3 %
+
+rank  own time   waiting  memory
+   0   3.60 ms   2.40 ms  300 MiB
+   1   5.60 ms      0 us  300 MiB
+rank 1 holds the others up: 2.00 ms a
+step, in forward
+
+14:13:20  started: 2 ranks on a
+14:13:20  checkpoint of step 20, 0.1 s
+14:13:20  resumed from step 25: 2 ranks…
+14:13:20  checkpoint of step 40, 0.1 s"""
+
+
+@pytest.mark.parametrize("width", [10, 20, 33, 40, 59, 60, 69, 70, 80, 132, 250])
+@pytest.mark.parametrize("ranks", [1, 2, 40])
+def test_no_line_is_wider_than_the_terminal(tmp_path: Path, width: int, ranks: int) -> None:
+    hosts = [f"a-host-with-a-long-name-{rank // 8}" for rank in range(ranks)]
+    folder = write_run(tmp_path / ("n" * 60), ranks=ranks, slow=SLOW, nan_steps=[3], hosts=hosts)
+    for colour in (False, True):
+        for text in seen(folder, width=width, colour=colour):
+            assert columns(re.sub(r"\x1b\[[0-9;]*m", "", text)) <= width
+
+
+@pytest.mark.parametrize("height", [1, 5, 12, 24, 50])
+def test_the_picture_fits_the_terminals_height_and_keeps_the_slowest_ranks(tmp_path: Path, height: int) -> None:
+    folder = write_run(tmp_path / "run", ranks=64, slow={37: {"data": 0.1}})
+    lines = seen(folder, width=80, height=height)
+    assert len(lines) <= height
+    if height >= 24:
+        assert any(re.match(r" +37 ", text) for text in lines)
+        assert any("rank 37 holds the others up" in text and "in data" in text for text in lines)
+        assert any("ranks more, none of them slower" in text for text in lines)
+
+
+def test_a_run_that_has_not_begun_and_one_without_times_are_shown(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", epochs=1, valid=False)
+    for name in ("ranks.jsonl", "events.jsonl"):
+        (folder / name).unlink()
+    assert any("12 345 samples/s" in text for text in seen(folder, width=80))
+    (folder / "losses.csv").unlink()
+    (folder / "metrics.csv").unlink()
+    assert any("no step done yet" in text for text in seen(folder, width=80))
+
+
+def test_losses_that_are_no_numbers_are_told(tmp_path: Path) -> None:
+    shown = "\n".join(seen(write_run(tmp_path / "run", nan_steps=[7, 9]), width=80))
+    assert "2 steps' losses were no number (×), the last at step 9" in shown
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--onec"], "Did you mean --once?"),
+        (["--interval", "fast"], "--interval fast: needs a number of seconds"),
+        (["--interval"], "--interval: needs a number of seconds"),
+        (["a", "b"], "shows one run, but was given a and b"),
+        (["no/such"], "there is no such folder"),
+        (["rusn"], "Did you mean runs?"),
+        ([], "there is no run here"),
+        (["runs"], "there is no run in runs"),
+    ],
+)
+def test_wrong_use_is_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    told: str,
+) -> None:
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(["top", *words]) == 2
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err.count("\n")) == ("", 1)
+    assert told in shown.err
+
+
+def test_without_a_terminal_it_is_printed_once_in_plain_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "runs" / "one")
+    monkeypatch.chdir(tmp_path)
+    for words in ([], ["runs"], ["runs/one/losses.csv"], ["--once", "runs/one"]):
+        assert main(["top", *words]) == 0
+        shown = capsys.readouterr()
+        assert shown.out.startswith("one  finished  2 ranks on a")
+        assert "\x1b" not in shown.out
+
+
+def test_it_starts_without_torch(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    code = (
+        "import sys; from photinus.launcher.cli import main; main(['top', '--once', sys.argv[1]]); "
+        "main(['report', sys.argv[1], '-o', '-']); print('torch' in sys.modules)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert ended.stdout.endswith("False\n"), ended.stderr
+
+
+class Watched:
+    """`photinus top` on a terminal of its own."""
+
+    def __init__(self, folder: Path, *, columns: int = 80, lines: int = 24) -> None:
+        self.master, self._slave = pty.openpty()
+        fcntl.ioctl(self._slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+        self.before = termios.tcgetattr(self._slave)
+        environ = {**os.environ, "TERM": "xterm-256color", "NO_COLOR": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "photinus", "top", str(folder), "--interval", "0.05"],
+            stdin=self._slave,
+            stdout=self._slave,
+            stderr=self._slave,
+            env=environ,
+            start_new_session=True,
+        )
+        self.shown = ""
+
+    def read_until(self, wanted: str, timeout_s: float = 20.0) -> str:
+        deadline = time.monotonic() + timeout_s
+        while wanted not in self.shown:
+            assert time.monotonic() < deadline, f"{wanted!r} did not come:\n{self.shown}"
+            if select.select([self.master], [], [], 0.1)[0]:
+                self.shown += os.read(self.master, 65536).decode()
+        return self.shown
+
+    def end(self) -> int:
+        deadline = time.monotonic() + 10
+        while self.process.poll() is None and time.monotonic() < deadline:
+            if select.select([self.master], [], [], 0.05)[0]:
+                self.shown += os.read(self.master, 65536).decode()
+        assert self.process.poll() is not None, "it did not end"
+        while select.select([self.master], [], [], 0.05)[0]:
+            self.shown += os.read(self.master, 65536).decode()
+        assert termios.tcgetattr(self._slave) == self.before
+        assert self.shown.endswith("\x1b[?7h\x1b[?25h\x1b[?1049l")
+        return self.process.returncode
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self.master)
+        os.close(self._slave)
+
+
+@pytest.mark.parametrize(
+    ("leave", "code"),
+    [
+        (lambda top: os.write(top.master, b"q"), 0),
+        (lambda top: os.kill(top.process.pid, signal.SIGINT), 0),
+        (lambda top: os.kill(top.process.pid, signal.SIGTERM), 143),
+    ],
+    ids=["q", "Ctrl-C", "SIGTERM"],
+)
+def test_it_follows_the_run_and_gives_the_terminal_back(
+    tmp_path: Path, leave: Callable[[Watched], object], code: int
+) -> None:
+    folder = write_run(tmp_path / "run", epochs=1, ended=False)
+    top = Watched(folder)
+    try:
+        top.read_until("step 20 of 60")
+        with open(folder / "losses.csv", "a") as file:
+            file.write("21,2,0.5,1\n22,2,0.25,1\n23,2,0.1")  # the last one is not whole yet
+        top.read_until("step 22 of 60")
+        leave(top)
+        assert top.end() == code
+    finally:
+        top.close()
