@@ -309,7 +309,9 @@ def test_it_follows_the_run_and_gives_the_terminal_back(
         top.read_until("step 20 of 60")
         with open(folder / "losses.csv", "a") as file:
             file.write("21,2,0.5,1\n22,2,0.25,1\n23,2,0.1")  # the last one is not whole yet
-        top.read_until("step 22 of 60")
+        shown = top.read_until("step 22 of 60")
+        # A line that is as wide as the terminal ends with the clock; clearing after it would take its last digit away.
+        assert re.search(r"\x1b\[Krun  running .* \d\d:\d\d:\d\d\r+\n\x1b\[Kepoch", shown)
         leave(top)
         assert top.end() == code
     finally:

@@ -50,8 +50,9 @@ class Terminal:
         if (width, height, shown) == self._drawn:
             return
         self._drawn = (width, height, shown)
-        # Each line is written over the old one, and then its rest cleared: clearing first would flicker.
-        text = "\x1b[H" + "\x1b[K\r\n".join(shown) + "\x1b[K\x1b[J"
+        # Each line is cleared and written at once. Cleared after it was written, a line as wide as the terminal would
+        # lose its last character, on which the cursor stands then.
+        text = "\x1b[H" + "\r\n".join(f"\x1b[K{line}" for line in shown) + ("\r\n\x1b[J" if len(shown) < height else "")
         data = text.encode("utf-8", "replace")
         while data:
             data = data[os.write(self._screen, data) :]
