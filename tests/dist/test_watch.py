@@ -50,7 +50,7 @@ def test_the_slow_rank_is_named_and_the_phases_are_the_whole_step(
     run = Run(out)
     run.refresh()
     ranks = shares(run.windows)
-    (slow,) = stragglers(ranks)
+    (slow,) = stragglers(run.windows)
     assert (slow.rank, slow.phase) == (1, "forward")
     assert slow.excess_s == pytest.approx(SLOW_S, rel=0.35)
     fast_waits = ranks[0].phases[3]

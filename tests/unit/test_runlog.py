@@ -148,7 +148,7 @@ def test_a_damaged_line_is_no_event(line: str) -> None:
 
 def test_the_slow_one_of_two_ranks_is_named_with_its_phase() -> None:
     windows = [window(10, slow={1: {"forward": 0.004, "waiting": 0.0}, 0: {"waiting": 0.003}})]
-    (slow,) = stragglers(shares(windows))
+    (slow,) = stragglers(windows)
     assert (slow.rank, slow.phase) == (1, "forward")
     assert slow.excess_s == pytest.approx(0.003)
     assert slow.ratio == pytest.approx(0.0066 / 0.0036)
@@ -156,19 +156,27 @@ def test_the_slow_one_of_two_ranks_is_named_with_its_phase() -> None:
 
 def test_ranks_that_wait_for_a_slow_one_are_no_stragglers() -> None:
     slow = {rank: {"waiting": 0.05} for rank in (0, 1, 3)} | {2: {"data": 0.05}}
-    (found,) = stragglers(shares([window(10, ranks=4, slow=slow)]))
+    (found,) = stragglers([window(10, ranks=4, slow=slow)])
     assert (found.rank, found.phase) == (2, "data")
 
 
 def test_equal_ranks_and_one_rank_alone_hold_nobody_up() -> None:
-    assert stragglers(shares([window(10, ranks=4)])) == []
-    assert stragglers(shares([window(10, ranks=1, slow={0: {"data": 1.0}})])) == []
-    assert stragglers(shares([])) == []
+    assert stragglers([window(10, ranks=4)]) == []
+    assert stragglers([window(10, ranks=1, slow={0: {"data": 1.0}})]) == []
+    assert stragglers([]) == []
 
 
 def test_a_difference_of_microseconds_is_noise() -> None:
     tiny = dict.fromkeys(PHASES, 1e-06)
-    assert stragglers(shares([window(10, slow={0: tiny, 1: {**tiny, "forward": 2e-4}})])) == []
+    assert stragglers([window(10, slow={0: tiny, 1: {**tiny, "forward": 2e-4}})]) == []
+
+
+def test_one_long_hiccup_makes_no_straggler_and_a_lasting_one_does() -> None:
+    hiccup = [window(step, slow={1: {"data": 0.5}} if step == 30 else None) for step in range(10, 101, 10)]
+    assert shares(hiccup)[1].ratio > 10
+    assert stragglers(hiccup) == []
+    lasting = [window(step, slow={1: {"data": 0.5}} if step > 30 else None) for step in range(10, 101, 10)]
+    assert [slow.rank for slow in stragglers(lasting)] == [1]
 
 
 def test_long_windows_count_for_their_steps() -> None:

@@ -74,6 +74,22 @@ def test_one_process_is_traced_without_a_process_group(tmp_path: Path) -> None:
     assert "no step was recorded" in str(trace)
 
 
+def test_waiting_for_the_loops_next_batch_is_traced(tmp_path: Path) -> None:
+    with photinus.init("gloo", "cpu"):
+        plain = torch.nn.Linear(1, 1)
+        model, optimizer = photinus.wrap(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+        data = [torch.ones(1)] * 8
+        loop = photinus.Loop(model, optimizer, data, batch_size=2, epochs=1, progress=False)
+        with photinus.trace(tmp_path / "trace.json") as trace:
+            for x in loop:
+                loop.backward(model(x).sum())
+    spans = [event["name"] for event in drawn(json.loads((tmp_path / "trace.json").read_text())["traceEvents"])]
+    assert spans.count("data") == 4  # after each step; before the first one there is no step that it could belong to
+    (shares,) = trace.shares()
+    assert 0 < shares.data < 1
+    assert str(shares).startswith("rank 0: 4 steps, each: data ")
+
+
 def test_a_trace_inside_a_trace_is_refused_and_the_outer_one_goes_on(tmp_path: Path) -> None:
     with photinus.trace(tmp_path / "outer.json"):
         with pytest.raises(RuntimeError, match="a trace is on in this process"):

@@ -12,6 +12,7 @@ __all__ = ["RankShare", "Straggler", "shares", "stragglers"]
 
 _RATIO = 1.15
 _EXCESS_S = 0.5e-3  # less than that a step is noise of the machine
+_LASTING = 0.6  # of the steps: one long hiccup makes no straggler
 
 
 @dataclass(frozen=True)
@@ -74,19 +75,34 @@ def shares(windows: Sequence[Window]) -> list[RankShare]:
     return [RankShare(rank, phases, ratio) for rank, (phases, ratio) in enumerate(zip(means, ratios, strict=True))]
 
 
-def stragglers(ranks: Sequence[RankShare]) -> list[Straggler]:
-    """The ranks whose own time lies well above the median rank's (15 % and half a millisecond), the slowest first."""
+def stragglers(windows: Sequence[Window]) -> list[Straggler]:
+    """The ranks that hold the others up, the slowest first.
+
+    Their own time lies 15 % and half a millisecond a step above the median rank's, in the mean of all windows, and
+    half of that 15 % above it in windows of at least 60 % of the steps.
+    """
+    ranks = shares(windows)
     if len(ranks) < 2:
         return []
+    chosen = [window for window in windows if window.world_size == len(ranks)]
     typical_s = _typical([rank.own_s for rank in ranks])
     usual = [_typical([rank.phases[i] for rank in ranks]) for i in range(len(PHASES))]
     found = []
     for rank in ranks:
         excess_s = rank.own_s - typical_s
-        if rank.ratio >= _RATIO and excess_s >= _EXCESS_S:
+        if rank.ratio >= _RATIO and excess_s >= _EXCESS_S and _is_lasting(chosen, rank.rank):
             above = {p: rank.phases[i] - usual[i] for i, p in enumerate(PHASES) if p != "waiting"}
             found.append(Straggler(rank.rank, rank.ratio, excess_s, max(above, key=lambda phase: above[phase])))
     return sorted(found, key=lambda each: -each.excess_s)
+
+
+def _is_lasting(windows: Sequence[Window], rank: int) -> bool:
+    slow = sum(
+        window.steps
+        for window in windows
+        if window.own_s(rank) > (1 + (_RATIO - 1) / 2) * _typical([window.own_s(r) for r in range(window.world_size)])
+    )
+    return slow >= _LASTING * sum(window.steps for window in windows)
 
 
 def _typical(values: Sequence[float]) -> float:

@@ -85,7 +85,7 @@ class Trainer:
             `loop.log(...)` and `loop.stop()`.
         strategy_options: handed to the strategy, such as {"bucket_cap_mb": 10}.
         loop_options: anything else that Loop takes: save_every_epochs, keep_last, best, num_workers, drop_last,
-            collate_fn, progress, config ...
+            collate_fn, progress, tensorboard, config ...
     """
 
     def __init__(

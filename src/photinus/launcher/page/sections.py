@@ -74,7 +74,7 @@ def notes(run: Run) -> str:
         found.append(("bad", f"The run failed. {state.why}"))
     elif state.word == "died":
         found.append(("bad", f"The run ended after step {count(run.step)} without a word: its process is gone."))
-    for slow in stragglers(shares(_newest(run)))[:3]:
+    for slow in stragglers(_newest(run))[:3]:
         found.append(
             (
                 "",
@@ -104,11 +104,12 @@ def _newest(run: Run) -> list[Any]:
 
 def bars(run: Run) -> str:
     """A bar per rank: its mean step by phases, of the newest start; "" without times."""
-    ranks = shares(_newest(run))
+    windows = _newest(run)
+    ranks = shares(windows)
     if not ranks:
         return ""
     most_s = max(rank.step_s for rank in ranks)
-    late = {slow.rank for slow in stragglers(ranks)}
+    late = {slow.rank for slow in stragglers(windows)}
     shown = ranks
     if len(ranks) > _BARS:
         slowest = sorted(ranks, key=lambda rank: (-rank.ratio, rank.rank))[:_BARS]

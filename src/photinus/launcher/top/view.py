@@ -57,7 +57,7 @@ def view(run: Run, *, width: int, height: int | None, now_s: float, colour: bool
     events = _events(run, width_used, 6 if left is None else max(2, min(6, left // 3)))
     if ranks:
         room = None if left is None else max(1, left - len(events) - 4)
-        lines += [line(), *_ranks(run, ranks, windows[-1], width_used, room)]
+        lines += [line(), *_ranks(run, ranks, windows, width_used, room)]
     if events:
         lines += [line(), *events]
     return painted(lines if height is None else lines[:height], width=width, colour=colour)
@@ -234,8 +234,8 @@ def _breakdown(ranks: Sequence[RankShare], windows: Sequence[Window], width: int
 # -- the ranks --------------------------------------------------------------------------------------------------------
 
 
-def _ranks(run: Run, ranks: Sequence[RankShare], window: Window, width: int, room: int | None) -> list[Line]:
-    slow = stragglers(ranks)
+def _ranks(run: Run, ranks: Sequence[RankShare], windows: Sequence[Window], width: int, room: int | None) -> list[Line]:
+    slow, window = stragglers(windows), windows[-1]
     chosen = list(ranks)
     if room is not None and len(ranks) > room:
         # The slowest are worth seeing; the others stand for themselves.
