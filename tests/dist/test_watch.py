@@ -10,20 +10,44 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 import photinus
 from photinus.launcher.cli import main
 from photinus.runlog.run import Run
 from photinus.runlog.stragglers import shares, stragglers
-from tests.ranks import run_ranks
+from photinus.waiting_time import waiting_time
+from tests.ranks import run_ranks, values
 from tests.small_run import CutOffError, Net, points, train
 
 SLOW_S = 0.02
 
 
-def slow_rank_1(rank: int, world_size: int, out: str) -> None:
-    """Trains; rank 1 sleeps in each forward."""
+def waited_ms(rank: int) -> dict[str, float]:
+    """How long this rank waited in each of several collectives to which rank 1 comes late, as it was counted."""
+    tensor, parts = torch.ones(8), [torch.ones(8), torch.ones(8)]
+    calls: dict[str, Any] = {
+        "all_reduce": lambda: dist.all_reduce(tensor),
+        "all_reduce, waited for": lambda: dist.all_reduce(tensor, async_op=True).wait(),
+        "reduce_scatter": lambda: dist.reduce_scatter(tensor, [part.clone() for part in parts]),
+        "all_gather": lambda: dist.all_gather(parts, tensor),
+        "all_to_all": lambda: dist.all_to_all_single(torch.empty(8), tensor, *([[3, 5], [3, 5]] if rank == 0 else [[5, 3], [5, 3]])),
+    }
+    found = {}
+    waiting_time.start()
+    for name, call in calls.items():
+        before = waiting_time.total_ns
+        time.sleep(0.05 * rank)
+        call()
+        found[name] = (waiting_time.total_ns - before) / 1e6
+    waiting_time.stop()
+    return found
+
+
+def slow_rank_1(rank: int, world_size: int, out: str) -> dict[str, float]:
+    """Trains; rank 1 sleeps in each forward. Returns what `waited_ms` does, before."""
+    waited = waited_ms(rank)
     with photinus.init("auto", "cpu", seed=1):
         plain = Net()
         model, optimizer = photinus.wrap(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
@@ -38,6 +62,7 @@ def slow_rank_1(rank: int, world_size: int, out: str) -> None:
             optimizer.zero_grad()
             if loop.epoch_ended:
                 loop.log(right=photinus.evaluate(model, points(31), lambda o, t: o.argmax(1) == t))
+    return waited
 
 
 @pytest.mark.parametrize("backend", ["photinus", pytest.param("gloo", marks=pytest.mark.slow)])
@@ -46,7 +71,10 @@ def test_the_slow_rank_is_named_and_the_phases_are_the_whole_step(
 ) -> None:
     out = tmp_path / "run"
     function = "tests.dist.test_watch:slow_rank_1"
-    run_ranks(function, world_size=2, backend=backend, arguments={"out": str(out)}, timeout_s=120)
+    results = run_ranks(function, world_size=2, backend=backend, arguments={"out": str(out)}, timeout_s=120)
+    if backend == "photinus":  # over others only waits of Photinus' own floors are seen
+        for name, waited in values(results)[0].items():
+            assert waited > 35, name
     run = Run(out)
     run.refresh()
     ranks = shares(run.windows)
@@ -83,6 +111,7 @@ def fails_on_rank_1(rank: int, world_size: int, out: str) -> None:
         train(out, kill=kill)
 
 
+@pytest.mark.slow
 def test_the_rank_that_failed_is_the_reason_and_another_world_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "run"
     with pytest.raises(CutOffError):

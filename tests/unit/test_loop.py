@@ -563,6 +563,7 @@ def test_what_lay_in_the_folder_is_moved_aside_with_its_events_and_times(tmp_pat
     assert (tmp_path / "earlier-1" / "ranks.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_times_of_steps_that_are_done_again_are_dropped(tmp_path: Path) -> None:
     options: dict[str, Any] = {"epochs": 1, "samples": 800, "wait_s": 0.03}
     with pytest.raises(CutOffError):

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import Store
 
 from .. import engine
 from ..errors import AbortedError
+from ..waiting_time import waiting_time
 from . import options, profiling
 from .alone import Alone
 from .completer import Apart, Completer
@@ -101,6 +102,8 @@ class EngineGroup(ProcessGroup):
         """
         asynchronous = given.asyncOp
         event = profiling.begin(_OPERATION_NAMES[operation])
+        # A synchronous call is driven, and waits, in here; its work's wait() finds it done.
+        began = waiting_time.begin() if waiting_time.on and not asynchronous else 0
         handle = self._submit(
             operation,
             send_address,
@@ -115,6 +118,8 @@ class EngineGroup(ProcessGroup):
             factor,
             label,
         )
+        if began:
+            waiting_time.end(began)
         return self._work(handle, asynchronous, outputs, finish, event)
 
     def _run_parts(
@@ -134,7 +139,10 @@ class EngineGroup(ProcessGroup):
         """Starts a collective in which each pair of ranks has a size of its own; see engine.Communicator.exchange."""
         asynchronous = given.asyncOp
         event = profiling.begin(_OPERATION_NAMES[operation])
+        began = waiting_time.begin() if waiting_time.on and not asynchronous else 0
         handle = self._exchange(operation, sends, recvs, code, root, self._timeout_s(given), asynchronous, keep, label)
+        if began:
+            waiting_time.end(began)
         return self._work(handle, asynchronous, outputs, finish, event)
 
     def _run_message(

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions
 
 from .. import engine
+from ..waiting_time import waiting_time
 from . import options, profiling
 from .engine_group import EngineGroup, check_elems, check_same_dtype
 from .outside_dynamo import outside_dynamo
@@ -66,6 +67,7 @@ class EngineReductions(EngineGroup):
             values = finish.output(reals(tensor, hash(given.reduceOp)), load=True)
         limit, address, asynchronous = given.timeout, values.data_ptr(), given.asyncOp
         event = profiling.begin("all_reduce")
+        began = waiting_time.begin() if waiting_time.on and not asynchronous else 0
         # Spelt out, not by _run: DDP and every training loop pass here.
         handle = self._submit(
             _ALL_REDUCE,
@@ -80,6 +82,8 @@ class EngineReductions(EngineGroup):
             values,
             options.factor(given.reduceOp) if reduction == _PREMUL_SUM else 1.0,
         )
+        if began:
+            waiting_time.end(began)
         work = EngineWork(handle, [tensor], self._completer, finish or None)
         if event is not None:
             profiling.end_with(event, handle, self._completer)
