@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Sequence
 from html.parser import HTMLParser
@@ -14,11 +16,12 @@ from photinus.launcher.page.chart import Chart, Series, ticks
 from photinus.launcher.page.figures import mean_windows
 from photinus.launcher.page.page import labels_of, page
 from photinus.launcher.page.style import DARK, LIGHT
+from photinus.launcher.top.view import view
 from photinus.runlog.curve import Curve
 from photinus.runlog.run import Run
 from photinus.runlog.tables import RunFiles, StepLoss
 from photinus.runlog.windows import PHASES, RANKS
-from tests.made_run import window, write_run
+from tests.made_run import BEGAN_S, window, write_run
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 
@@ -184,6 +187,27 @@ def test_several_runs_are_drawn_over_each_other_with_what_differs(tmp_path: Path
     assert len(read.all("svg")) == 6
     assert [run.name for run in (Run(one), Run(two))] == ["run", "run"]
     assert labels_of([Run(one), Run(two)]) == ["one/run", "two/run"]
+
+
+@pytest.mark.parametrize("odd", [None, -1, math.nan, 10**30, "x", [None], {}])
+@pytest.mark.parametrize("name", ["events.jsonl", "ranks.jsonl", "config.json"])
+def test_whatever_stands_in_the_files_something_is_shown(tmp_path: Path, name: str, odd: object) -> None:
+    folder = write_run(tmp_path / "run", epochs=1)
+    text = (folder / name).read_text()
+    whole = [json.loads(line) for line in ([text] if name == "config.json" else text.splitlines())]
+    for index, content in enumerate(whole):
+        start = content["starts"][0] if name == "config.json" else {}
+        for part in (content, start):
+            for key in list(part):
+                kept, part[key] = part[key], odd
+                (folder / name).write_text("".join(json.dumps(each) + "\n" for each in whole))
+                part[key] = kept
+                run = Run(folder)
+                run.refresh()
+                assert page([run]).endswith("</html>\n")
+                assert view(run, width=80, height=24, now_s=BEGAN_S, colour=True)
+        if index == 2:
+            break
 
 
 # -- drawing ----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from ..runlog.events import Event
@@ -53,9 +52,9 @@ def describe_event(event: Event) -> str:
     return tell(event) if tell is not None else f"{event.kind} at step {count(event.step)}"
 
 
-def hosts_in_words(hosts: Sequence[str]) -> str:
-    """The hosts of the ranks: `on a`, `on a and b`, `on 4 hosts (a, b, c, ...)`."""
-    names = list(dict.fromkeys(hosts))
+def hosts_in_words(hosts: object) -> str:
+    """The hosts of the ranks: `on a`, `on a and b`, `on 4 hosts (a, b, c, ...)`; "" for what is no list of hosts."""
+    names = list(dict.fromkeys(str(host) for host in hosts)) if isinstance(hosts, list) else []
     if not names:
         return ""
     if len(names) <= 2:
@@ -65,9 +64,8 @@ def hosts_in_words(hosts: Sequence[str]) -> str:
 
 def _start(event: Event) -> str:
     facts = event.facts
-    hosts = [str(host) for host in facts.get("hosts") or []]
     world = facts.get("world_size")
-    who = f"{plural(world, 'rank')} {hosts_in_words(hosts)}".strip() if isinstance(world, int) else ""
+    who = f"{plural(world, 'rank')} {hosts_in_words(facts.get('hosts'))}".strip() if isinstance(world, int) else ""
     attempt = facts.get("attempt")
     again = f", restart {attempt} of the launcher" if isinstance(attempt, int) and attempt > 0 else ""
     if facts.get("resumed_from"):

@@ -78,6 +78,7 @@ def read_event(line: str) -> Event | None:
     try:
         found: Any = json.loads(line)
         facts = {key: value for key, value in found.items() if key not in ("time", "event", "step")}
-        return Event(float(found["time"]), str(found["event"]), int(found["step"]), facts)
-    except (ValueError, TypeError, KeyError, AttributeError):
+        event = Event(float(found["time"]), str(found["event"]), int(found["step"]), facts)
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return None
+    return event if 0 <= event.time_s < 1e11 and 0 <= event.step < 1e15 else None

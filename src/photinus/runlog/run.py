@@ -142,7 +142,7 @@ class Run:
                 rows.append({name: float(cell) for name, cell in cells if cell})
             except ValueError:
                 self.damaged += 1
-        return [row for row in rows if "epoch" in row and "step" in row]
+        return [row for row in rows if all(0 <= row.get(name, math.nan) < 2**53 for name in ("epoch", "step"))]
 
     def _read_config(self) -> dict[str, Any]:
         try:
@@ -164,6 +164,12 @@ class Run:
         return [event for event in self.events if event.kind == "start"]
 
     @property
+    def config_starts(self) -> list[dict[str, Any]]:
+        """Every start of the run as config.json describes it, the newest last."""
+        found = self.config.get("starts")
+        return [start for start in found if isinstance(start, dict)] if isinstance(found, list) else []
+
+    @property
     def option(self) -> dict[str, Any]:
         """The options of the run, from config.json."""
         found = self.config.get("options")
@@ -172,8 +178,8 @@ class Run:
     @property
     def hosts(self) -> list[str]:
         """Each rank's host at the newest start; [] when it is not known."""
-        for source in [*(event.facts for event in reversed(self.starts)), *reversed(self.config.get("starts") or [])]:
-            hosts = source.get("hosts") if hasattr(source, "get") else None
+        for source in [*(event.facts for event in reversed(self.starts)), *reversed(self.config_starts)]:
+            hosts = source.get("hosts")
             if isinstance(hosts, list):
                 return [str(host) for host in hosts]
         return []
@@ -227,7 +233,7 @@ class Run:
     @property
     def restarts(self) -> int:
         """How often the run was started again after its first start."""
-        return max(len(self.starts), len(self.config.get("starts") or [])) - 1 if self.starts or self.config else 0
+        return max(1, len(self.starts), len(self.config_starts)) - 1
 
     def heard_s(self, now_s: float) -> float:
         """Seconds since the run last wrote anything; infinite when it never did."""

@@ -106,10 +106,13 @@ def read_window(line: str) -> Window | None:
             phases=phases,
             memory=memory,
         )
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return None
     lengths = {len(values) for values in [*phases.values(), *memory.values()]}
-    return window if lengths == {ranks} and ranks and window.steps > 0 else None
+    # Whatever stands in the file, nothing that cannot be drawn goes further.
+    numbers = [window.time_s, window.step, window.samples, *(value for values in phases.values() for value in values)]
+    sound = all(0 <= value < 1e15 for value in numbers)
+    return window if lengths == {ranks} and ranks and sound and 0 < window.steps < 1e15 else None
 
 
 def drop_windows_after(folder: Path, step: int) -> None:

@@ -229,7 +229,7 @@ def events_table(run: Run) -> str:
 def options(run: Run) -> str:
     """How the run came about: its options, the script's own, each start, and the machine."""
     config = run.config
-    starts = [start for start in config.get("starts") or [] if isinstance(start, dict)]
+    starts = run.config_starts
     parts = []
     for title, found in (("of the run", config.get("options")), ("of the script", config.get("user"))):
         if isinstance(found, dict) and found:
@@ -242,7 +242,7 @@ def options(run: Run) -> str:
         if git:
             known["git commit"] = str(git.get("commit")) + (", with changes" if git.get("changed") else "")
         known |= {"device": last.get("device"), "backend": last.get("backend"), "launcher": last.get("launcher")}
-        known["hosts"] = hosts_in_words([str(host) for host in last.get("hosts") or []]).removeprefix("on ")
+        known["hosts"] = hosts_in_words(last.get("hosts")).removeprefix("on ")
         parts.append(f'<div class="card"><h3>Versions and place</h3>{_pairs(known)}</div>')
         machine = last.get("machine")
         if isinstance(machine, dict) and machine:
