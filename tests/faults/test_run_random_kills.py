@@ -96,6 +96,7 @@ def test_random_kills_leave_nothing_and_name_the_right_rank(tmp_path, victim):
         path, environ = training if trains else plain, {MARK: mark, "TMPDIR": str(temporary)}
         jobs = []
         if several:
+            flags += ["--rdzv-conf", "join_timeout=20"]  # a leader that was killed before it led never comes
             flags += ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
             for rank in "01":
                 words = [*flags, "--node-rank", rank, "--nproc-per-node", "1", path]

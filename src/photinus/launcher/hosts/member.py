@@ -256,7 +256,7 @@ class Member:
             except asyncio.TimeoutError:
                 why = "no answer"
             except OSError as error:  # refused, unreachable, or a name that does not resolve (yet)
-                why = (error.strerror or str(error)).lower()
+                why = (os.strerror(error.errno) if error.errno is not None and error.errno > 0 else str(error)).lower()
             waited_s = time.monotonic() - begun_s
             if waited_s > self._join_timeout_s:
                 raise LaunchError(
