@@ -26,6 +26,8 @@ _LAUNCHER = (
     "MASTER_ADDR",
     "MASTER_PORT",
     "PHOTINUS_WORLD_SIZE",
+    "SLURM_JOB_ID",
+    "SLURM_NTASKS",
 )
 
 
@@ -83,6 +85,16 @@ def test_a_world_size_that_the_launcher_did_not_mean_is_refused(monkeypatch: pyt
         photinus.init("gloo", "cpu")
 
 
+def test_a_process_alone_in_a_slurm_job_of_several_tasks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    with pytest.raises(WorldSizeError, match=r"has 4 tasks.*a world of 1"):
+        photinus.init("gloo", "cpu")
+    monkeypatch.setenv("PHOTINUS_WORLD_SIZE", "1")
+    with photinus.init("gloo", "cpu") as world:
+        assert world.world_size == 1
+
+
 @pytest.mark.parametrize("piece", ["Loop", "evaluate", "backward", "wrap"])
 def test_pieces_used_before_init_under_a_launcher_say_so(piece: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
@@ -114,6 +126,23 @@ def test_a_launcher_that_does_not_say_where_to_meet_is_named(monkeypatch: pytest
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with pytest.raises(NotInitializedError, match="MASTER_PORT is not set"):
         photinus.init("gloo", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("variables", "given"),
+    [({"SLURM_GPUS_PER_TASK": "1"}, True), ({"SLURM_GPU_BIND": "verbose,single:1"}, True), ({}, False)],
+)
+def test_tasks_that_slurm_shows_one_gpu_each_take_it(
+    variables: dict[str, str], given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    third = World(2, 4, 2, 4, 0, "Slurm")
+    if given:
+        assert choose_device("cuda", third, cuda_devices=1)[0] == torch.device("cuda", 0)
+    else:
+        with pytest.raises(DeviceError, match="local rank 2 of 4 ranks on this host, but only 1"):
+            choose_device("cuda", third, cuda_devices=1)
 
 
 def test_auto_takes_the_cpu_where_there_is_no_cuda() -> None:

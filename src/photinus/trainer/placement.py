@@ -11,6 +11,7 @@ import torch.distributed as dist
 from .. import env
 from ..errors import DeviceError
 from ..world import World
+from ..world.slurm import has_a_gpu_of_its_own
 
 __all__ = ["choose_backend", "choose_device"]
 
@@ -54,6 +55,8 @@ def choose_device(
         if wanted.index >= cuda_devices:
             raise DeviceError(f"device={str(device)!r} does not exist: {cuda_devices} CUDA devices are visible here")
         return wanted, reason
+    if cuda_devices == 1 and place.local_world_size > 1 and has_a_gpu_of_its_own(os.environ):
+        return torch.device("cuda", 0), "the one that Slurm gave this task"
     # Every rank of the host checks the same numbers, so that all of them stop and none waits for the others.
     if place.local_world_size > cuda_devices:
         raise DeviceError(

@@ -25,10 +25,11 @@ import torch.distributed as dist
 
 from .. import env
 from ..errors import CollectiveError, NotInitializedError, WorldSizeError
-from ..world import World
+from ..world import World, check_company, find_rendezvous
 from .agreement import gather_per_rank
 from .placement import choose_backend, choose_device
 from .progress import say
+from .rendezvous import open_store
 from .rng import seed_everything
 
 __all__ = ["Session", "current_session", "init", "require_session"]
@@ -159,8 +160,9 @@ def init(
 
     Raises:
         DeviceError: CUDA was asked for and is absent, or this host runs more ranks than it has devices.
-        WorldSizeError: the processes that met are not the world that the launcher meant.
-        NotInitializedError: the launcher's variables do not say where the ranks meet (MASTER_ADDR, MASTER_PORT).
+        WorldSizeError: the processes that met are not the world that the launcher meant, or this one would train
+            alone although others were started beside it.
+        NotInitializedError: the launcher's variables do not say where the ranks meet, or they could not meet there.
         ValueError: the backend is unknown, or the timeout is not above 0.
     """
     global _current
@@ -171,6 +173,8 @@ def init(
         raise ValueError(f"timeout_s={timeout_s}: needs a number of seconds above 0")
     owned = not dist.is_initialized()
     if owned:
+        if place.launcher == "none":
+            check_company(os.environ)
         chosen_backend, backend_reason = choose_backend(backend, chosen_device)
         _share_cores(place)
         _make_group(place, chosen_backend, timedelta(seconds=timeout_s or env.TIMEOUT_S.get()))
@@ -257,14 +261,15 @@ def _make_group(place: World, backend: str, timeout: timedelta) -> None:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
         return
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-    if missing:
-        raise NotInitializedError(
-            f"{place.launcher} started {place.world_size} processes, but {' and '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not set, so the ranks do not know where to meet. Start with "
-            f"`photinus run` or torchrun, or export the address of rank 0's host and a free port."
-        )
-    dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, timeout=timeout)
+    rendezvous = find_rendezvous(place, os.environ)
+    if rendezvous.given:
+        dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, timeout=timeout)
+        return
+    if rendezvous.address == "127.0.0.1":
+        # gloo would look for the interface of the host's name, which may not resolve, and listen for the network.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    joined = open_store(place, rendezvous, timeout.total_seconds())
+    dist.init_process_group(backend, store=joined, rank=place.rank, world_size=place.world_size, timeout=timeout)
 
 
 def _meet(place: World) -> tuple[World, list[_Member]]:

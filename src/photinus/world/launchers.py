@@ -1,0 +1,126 @@
+"""What each launcher tells a process about its place: torchrun, Open MPI, MVAPICH2, MPICH, Intel MPI, Slurm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .slurm import SlurmStep, slurm_step
+
+__all__ = ["Told", "told_by_scheduler", "told_by_torchrun"]
+
+
+@dataclass(frozen=True)
+class Told:
+    """A place as a launcher tells it, not checked yet. None: it does not say.
+
+    Attributes:
+        launcher: its name, for people.
+        rank, world_size, local_rank, local_world_size, host_rank: as in `World`.
+        names: the variables that rank, world_size, local_rank and local_world_size were read from.
+        step: the step of srun, when Slurm tells.
+    """
+
+    launcher: str
+    rank: int | None
+    world_size: int | None
+    local_rank: int | None
+    local_world_size: int | None
+    host_rank: int | None
+    names: tuple[str, str, str, str]
+    step: SlurmStep | None = None
+
+
+@dataclass(frozen=True)
+class _Variables:
+    """The names under which one launcher tells a process its place; an empty one where it has none."""
+
+    launcher: str
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+    host_rank: str = ""
+
+
+_TORCHRUN = _Variables("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+# Open MPI's NODE_RANK is no host's number, but the rank among all of this host's processes: it is not read.
+_OPEN_MPI = _Variables(
+    "Open MPI",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+)
+_MVAPICH2 = _Variables(
+    "MVAPICH2",
+    "MV2_COMM_WORLD_RANK",
+    "MV2_COMM_WORLD_SIZE",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+)
+# mpiexec of MPICH and Intel MPI (Hydra) sets all four. Slurm's `srun --mpi=pmi2` sets the first two only.
+_HYDRA = _Variables("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+
+
+def told_by_torchrun(environ: Mapping[str, str]) -> Told | None:
+    """What RANK, WORLD_SIZE and so on say: torchrun's, `photinus run`'s, or set by hand; None when neither is there.
+
+    Raises:
+        ValueError: a variable is not a whole number.
+    """
+    return _read(_TORCHRUN, environ)
+
+
+def told_by_scheduler(environ: Mapping[str, str]) -> Told | None:
+    """What mpirun, mpiexec or srun says about this process; None when none of them has started it.
+
+    MPI comes first: its mpirun, used inside of Slurm, starts its helpers by srun, and the ranks inherit what Slurm told
+    those helpers.
+
+    Raises:
+        ValueError: a variable is not a whole number.
+    """
+    for variables in (_OPEN_MPI, _MVAPICH2, _HYDRA):
+        if variables is _HYDRA and _HYDRA.local_rank not in environ:
+            continue
+        told = _read(variables, environ)
+        if told is not None:
+            return told
+    step = slurm_step(environ)
+    if step is not None:
+        return Told(
+            "Slurm",
+            step.rank,
+            step.tasks,
+            step.local_rank,
+            step.local_tasks,
+            step.host_rank,
+            ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+            step,
+        )
+    return _read(_HYDRA, environ)  # another process manager that speaks PMI
+
+
+def _read(variables: _Variables, environ: Mapping[str, str]) -> Told | None:
+    if variables.rank not in environ and variables.world_size not in environ:
+        return None
+
+    def number(name: str) -> int | None:
+        text = environ.get(name) if name else None
+        if text is None or text == "":
+            return None
+        try:
+            return int(text)
+        except ValueError:
+            raise ValueError(f"{name}={text!r} (from {variables.launcher}) is not a whole number") from None
+
+    return Told(
+        variables.launcher,
+        number(variables.rank),
+        number(variables.world_size),
+        number(variables.local_rank),
+        number(variables.local_world_size),
+        number(variables.host_rank),
+        (variables.rank, variables.world_size, variables.local_rank, variables.local_world_size),
+    )

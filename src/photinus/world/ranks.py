@@ -1,0 +1,99 @@
+"""A process's place in its job."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .. import env
+from ..errors import WorldSizeError
+from .company import check_participants
+from .launchers import Told, told_by_scheduler, told_by_torchrun
+
+__all__ = ["World"]
+
+
+@dataclass(frozen=True)
+class World:
+    """A process's place in its job.
+
+    Attributes:
+        rank: this process, 0 <= rank < world_size.
+        world_size: number of processes of the job.
+        local_rank: index of this process on its host.
+        local_world_size: number of processes of the job on this host (world_size when the launcher does not say).
+        host_rank: index of this host in the job.
+        launcher: which launcher's variables were found, "none" for a plain `python script.py`.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    host_rank: int = 0
+    launcher: str = "none"
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that logs and saves."""
+        return self.rank == 0
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> World:
+        """Reads the place from the environment: torchrun's variables first, then those of MPI, then Slurm's.
+
+        RANK=-1 (the old templates' "not distributed") and no variables at all both mean a world of one. Slurm's
+        variables count only inside `srun`, since `salloc` and `sbatch` set some of them for a plain shell.
+
+        Raises:
+            WorldSizeError: rank and world size contradict each other, one is given without the other, the world size
+                differs from what the launcher means (PHOTINUS_WORLD_SIZE), or srun or mpirun started more processes
+                than have met (each would train alone).
+            ValueError: a variable is not a whole number, or a list of Slurm's is none.
+        """
+        environ = os.environ if environ is None else environ
+        by_torchrun, by_scheduler = told_by_torchrun(environ), told_by_scheduler(environ)
+        told = by_torchrun or by_scheduler
+        world = cls() if told is None else cls._from(told)
+        meant = env.EXPECTED_WORLD_SIZE.get(environ)
+        if meant is not None and meant != world.world_size:
+            raise WorldSizeError(
+                f"the launcher means a world of {meant} processes ({env.EXPECTED_WORLD_SIZE.name}={meant}), but this "
+                f"process finds a world of {world.world_size}. Do not change RANK or WORLD_SIZE in the script; start "
+                f"it with `photinus run --nproc-per-node N` for another size."
+            )
+        if meant is None and by_torchrun is not None and by_scheduler is not None:
+            check_participants(world.world_size, by_scheduler, environ)
+        return world
+
+    @classmethod
+    def _from(cls, told: Told) -> World:
+        rank = -1 if told.rank is None else told.rank
+        world_size = -1 if told.world_size is None else told.world_size
+        if rank == -1 and world_size in (-1, 0, 1):
+            return cls()
+        rank_name, size_name, local_rank_name, local_size_name = told.names
+        if rank < 0 or world_size < 1 or rank >= world_size:
+            raise WorldSizeError(
+                f"{rank_name}={_shown(told.rank)} and {size_name}={_shown(told.world_size)} (from {told.launcher}) do "
+                f"not fit: a job of W processes needs both, with ranks 0 to W-1. Start with `photinus run` or "
+                f"torchrun, or unset both for one process."
+            )
+        local_world_size = world_size if told.local_world_size is None else told.local_world_size
+        local_rank = rank if told.local_rank is None else told.local_rank
+        if not 0 <= local_rank < local_world_size <= world_size:
+            raise WorldSizeError(
+                f"{local_rank_name}={local_rank} but this host runs {local_world_size} processes of the job "
+                f"({local_size_name if told.local_world_size is not None else 'no variable says how many'}, from "
+                f"{told.launcher}), which has {world_size}."
+            )
+        host_rank = told.host_rank
+        if host_rank is None:
+            # Launchers fill hosts evenly and in order, unless they are told otherwise.
+            host_rank = rank // local_world_size
+        return cls(rank, world_size, local_rank, local_world_size, host_rank, told.launcher)
+
+
+def _shown(value: int | None) -> str:
+    return "not set" if value is None else str(value)

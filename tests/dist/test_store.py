@@ -1,0 +1,180 @@
+"""Ranks that srun or mpirun started find each other, and nobody else."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from photinus.errors import NotInitializedError
+from photinus.trainer import rendezvous
+from photinus.trainer.rendezvous import open_store
+from photinus.world import Rendezvous, World
+
+
+def place(rank: int, world_size: int) -> World:
+    return World(rank, world_size, rank, world_size, 0, "Slurm")
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.5], ids=["together", "rank 0 last"])
+def test_all_ranks_come_to_one_store(port: int, late_s: float) -> None:
+    with ThreadPoolExecutor(3) as ranks:
+        here = Rendezvous("127.0.0.1", port, "job")
+        others = [ranks.submit(open_store, place(rank, 3), here, 30.0) for rank in (1, 2)]
+        time.sleep(late_s)
+        stores = [open_store(place(0, 3), here, 30.0), *(other.result() for other in others)]
+    for rank, store in enumerate(stores):
+        store.set(f"rank {rank}", str(rank))
+    assert [stores[1].get(f"rank {rank}") for rank in range(3)] == [b"0", b"1", b"2"]
+
+
+def refused(rank: int, world_size: int, rendezvous: Rendezvous, timeout_s: float = 20.0) -> tuple[str, float]:
+    """What a rank says when it cannot come in, and after how many seconds."""
+    begun = time.monotonic()
+    with pytest.raises(NotInitializedError) as error:
+        open_store(place(rank, world_size), rendezvous, timeout_s)
+    return str(error.value), time.monotonic() - begun
+
+
+def test_a_port_that_is_taken_is_named_at_once(port: int) -> None:
+    with socket.create_server(("127.0.0.1", port)):
+        said, took_s = refused(0, 2, Rendezvous("127.0.0.1", port, "job"))
+    assert f"127.0.0.1:{port}" in said
+    assert "Address already in use" in said
+    assert "MASTER_PORT" in said
+    assert took_s < 3.0
+
+
+@contextlib.contextmanager
+def squatter(port: int, answer: bytes | None) -> Iterator[None]:
+    """Something else at the port: answers with these bytes, or (None) stays silent with the connection open."""
+    kept: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", port)) as server:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    if answer is None:
+                        kept.append(connection)
+                        continue
+                    with connection:
+                        connection.recv(4096)
+                        connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            for connection in kept:
+                connection.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "shown"),
+    [(b"HTTP/1.1 400 Bad Request\r\n\r\n", "HTTP/1.1 400"), (b"", "said nothing"), (None, "said nothing")],
+    ids=["web server", "closes", "silent"],
+)
+def test_something_else_at_the_port_is_told_from_rank_0(
+    port: int, answer: bytes | None, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "_ANSWER_S", 0.5)
+    with squatter(port, answer):
+        said, took_s = refused(1, 2, Rendezvous("127.0.0.1", port, "job"))
+    assert f"something else than rank 0 at 127.0.0.1:{port}" in said
+    assert shown in said
+    assert took_s < 3.0
+
+
+@contextlib.contextmanager
+def rank_0(port: int, world_size: int) -> Iterator[None]:
+    """Rank 0 of a job in a thread. In the block the other ranks have to come."""
+    with ThreadPoolExecutor(1) as pool:
+        store = pool.submit(open_store, place(0, world_size), Rendezvous("127.0.0.1", port, "job"), 30.0)
+        yield
+        store.result()
+
+
+def test_ranks_of_another_job_or_world_are_turned_away(port: int) -> None:
+    with rank_0(port, 2):
+        assert "belongs to another job" in refused(1, 2, Rendezvous("127.0.0.1", port, "other"))[0]
+        assert "rank 0 is one of 2, but" in refused(1, 4, Rendezvous("127.0.0.1", port, "job"))[0]
+        open_store(place(1, 2), Rendezvous("127.0.0.1", port, "job"), 10.0)
+
+
+def test_with_a_secret_only_those_come_in_that_know_it(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHOTINUS_JOB_SECRET", "a")
+    with rank_0(port, 2):
+        wait_for_listener(port)
+        monkeypatch.setenv("PHOTINUS_JOB_SECRET", "b")
+        assert "belongs to another job" in refused(1, 2, Rendezvous("127.0.0.1", port, "job"))[0]
+        monkeypatch.setenv("PHOTINUS_JOB_SECRET", "a")
+        open_store(place(1, 2), Rendezvous("127.0.0.1", port, "job"), 10.0)
+
+
+def test_two_processes_that_say_they_are_the_same_rank_are_both_named(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = Rendezvous("127.0.0.1", port, "job")
+    with rank_0(port, 3):
+        open_store(place(1, 3), here, 10.0)
+        with monkeypatch.context() as other_process:
+            other_process.setattr(os, "getpid", lambda: 4711)
+            said, _ = refused(1, 3, here)
+        assert re.search(r"rank 1 is pid \d+ on \S+ already, and pid 4711 on \S+ says that it is the same", said)
+        open_store(place(2, 3), here, 10.0)
+
+
+def test_rank_0_names_the_ranks_that_did_not_come(port: int) -> None:
+    said, _ = refused(0, 3, Rendezvous("127.0.0.1", port, "job"), timeout_s=0.3)
+    assert f"at 127.0.0.1:{port}, but ranks 1, 2 of 3 did not come" in said
+
+
+def test_a_caller_that_says_nothing_or_too_much_holds_nobody_up(port: int) -> None:
+    with rank_0(port, 2):
+        silent = [wait_for_listener(port) for _ in range(3)]
+        with wait_for_listener(port) as loud:
+            loud.sendall(b"x" * 5000)
+            open_store(place(1, 2), Rendezvous("127.0.0.1", port, "job"), 10.0)
+        for connection in silent:
+            connection.close()
+
+
+def test_a_rank_that_waits_in_vain_says_for_whom(port: int) -> None:
+    said, _ = refused(1, 2, Rendezvous("127.0.0.1", port, "job"), timeout_s=0.5)
+    assert "rank 1 waited" in said
+    assert f"for rank 0 at 127.0.0.1:{port}: [Errno 111] Connection refused" in said
+
+
+def test_a_host_that_nobody_knows_is_named(port: int) -> None:
+    said, _ = refused(1, 2, Rendezvous("no-such-host.invalid", port, "job", ("a", "b"), "the job and step of Slurm"))
+    assert "no-such-host.invalid" in said
+    assert "MASTER_ADDR" in said
+
+
+def wait_for_listener(port: int) -> socket.socket:
+    """A connection to the port, as soon as somebody listens there."""
+    deadline = time.monotonic() + 10.0
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), timeout=5.0)
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
