@@ -1,0 +1,132 @@
+"""Where `photinus run` finds itself when srun or mpirun started it once on each host.
+
+A pure function from the environment to the answer, so that every case is a test of one line.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ...errors import LaunchError, NotInitializedError
+from ...world import World, find_rendezvous
+from ...world.launchers import Told, told_by_scheduler, told_by_torchrun
+from ...world.slurm import reachable_address, slurm_job
+from ..usage import UsageError
+
+__all__ = ["SECRET", "Surroundings", "surroundings"]
+
+SECRET = "PHOTINUS_JOB_SECRET"
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What srun or mpirun tells the launchers that it started, one on each of several hosts.
+
+    Attributes:
+        scheduler: "Slurm", "Open MPI", "MPICH", "MVAPICH2".
+        hosts: how many, 2 or more.
+        host_rank: this host among them; 0 leads.
+        leader: address of the host with rank 0, as all hosts know it.
+        port: where the leader listens; made of the job's number, so all hosts come to the same one.
+        secret: PHOTINUS_JOB_SECRET, or what else the job's processes share and others do not know; None when there is
+            nothing of the kind.
+        job_id: the same on all hosts, and another for each step of each job.
+    """
+
+    scheduler: str
+    hosts: int
+    host_rank: int
+    leader: str
+    port: int
+    secret: str | None
+    job_id: str
+
+
+def surroundings(
+    environ: Mapping[str, str] | None = None, *, resolve: Callable[[str], str] = reachable_address
+) -> Surroundings | None:
+    """The hosts of this job as the scheduler around this process tells them; None when it is this host alone.
+
+    Args:
+        environ: default this process's.
+        resolve: makes an address of a host's name; the default asks Slurm about names that the resolver does not know.
+
+    Raises:
+        UsageError: the scheduler started several launchers on one host, each of which would start a whole job; or it
+            holds several hosts, and this launcher was started on one of them only.
+        LaunchError: the environment contradicts itself, or does not say where the hosts meet.
+    """
+    environ = os.environ if environ is None else environ
+    if told_by_torchrun(environ) is not None and "TORCHELASTIC_RUN_ID" in environ:
+        return None  # a worker of a launcher, which starts processes of its own
+    try:
+        told = told_by_scheduler(environ)
+        if told is None:
+            _refuse_one_of_several_hosts(environ)
+            return None
+        world = World.from_env({name: value for name, value in environ.items() if name not in _OF_RANKS})
+        _refuse_several_on_one_host(world, told)
+        if world.world_size == 1:
+            return None
+        # MASTER_ADDR and MASTER_PORT win, as for ranks that have no launcher of ours.
+        place = find_rendezvous(world, environ)
+    except NotInitializedError as error:
+        raise LaunchError(str(error)) from error
+    except ValueError as error:
+        if isinstance(error, UsageError):
+            raise
+        raise LaunchError(f"the environment cannot be read: {error}") from error
+    return Surroundings(
+        scheduler=told.launcher,
+        hosts=world.world_size,
+        host_rank=world.rank,
+        leader=resolve(place.address),
+        port=place.port,
+        secret=_secret(environ),
+        job_id=(place.job or f"{place.address}:{place.port}").replace(" ", "-"),
+    )
+
+
+# Variables of an outer or earlier launcher; what counts here is who started the launchers.
+_OF_RANKS = frozenset(
+    {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "PHOTINUS_WORLD_SIZE"}
+)
+
+
+def _refuse_several_on_one_host(world: World, told: Told) -> None:
+    per_host = told.step.tasks_per_host if told.step is not None else ()
+    most = max(per_host, default=world.local_world_size)
+    if world.world_size == 1 or most == 1:
+        return
+    starter, once, direct = _WORDS.get(told.launcher, _WORDS["MPICH"])
+    raise UsageError(
+        f"{starter} started {world.world_size} times `photinus run`, {most} of them on one host, and each would start "
+        f"workers for the whole host. Either one launcher per host: `{once} photinus run ...`; or no launcher, and "
+        f"{told.launcher}'s own processes are the ranks: `{direct.format(world.world_size)} python train.py`."
+    )
+
+
+_WORDS = {
+    "Slurm": ("srun", "srun --ntasks-per-node=1", "srun --ntasks={}"),
+    "Open MPI": ("mpirun", "mpirun --map-by ppr:1:node", "mpirun -np {}"),
+    "MPICH": ("mpiexec", "mpiexec -ppn 1", "mpiexec -n {}"),
+}
+
+
+def _refuse_one_of_several_hosts(environ: Mapping[str, str]) -> None:
+    """In a batch script or the shell of salloc, photinus run would use the first host, and leave the others idle."""
+    job = slurm_job(environ)
+    if job is None or job.hosts == 1:
+        return
+    raise UsageError(
+        f"Slurm job {job.job_id} holds {job.hosts} hosts, but photinus run was started on this one only. Start it on "
+        f"each of them: `srun --ntasks-per-node=1 photinus run ...`; or say that this host is enough: "
+        f"`photinus run --nnodes 1 ...`."
+    )
+
+
+def _secret(environ: Mapping[str, str]) -> str | None:
+    # mpirun of Open MPI makes 128 random bits per job for its fast networks, and hands them to its own processes only.
+    return environ.get(SECRET) or environ.get("OMPI_MCA_orte_precondition_transports") or None

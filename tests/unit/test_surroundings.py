@@ -1,0 +1,113 @@
+"""What `photinus run` finds out when srun or mpirun started it once on each host."""
+
+from __future__ import annotations
+
+import pytest
+
+from photinus.errors import LaunchError
+from photinus.launcher.schedulers.surroundings import Surroundings, surroundings
+from photinus.launcher.usage import UsageError
+
+
+def srun(rank: int, per_host: str, hosts: str, tasks: int, **more: str) -> dict[str, str]:
+    return {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NUM_NODES": "3",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": str(tasks),
+        "SLURM_STEP_TASKS_PER_NODE": per_host,
+        "SLURM_STEP_NODELIST": hosts,
+        "SLURM_PROCID": str(rank),
+        "SLURM_NODEID": str(rank),
+        "SLURM_LOCALID": "0",
+        **more,
+    }
+
+
+def mpirun(rank: int, size: int, local_size: int, **more: str) -> dict[str, str]:
+    return {
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": str(size),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank % local_size),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": str(local_size),
+        "PMIX_NAMESPACE": "99",
+        "OMPI_MCA_orte_hnp_uri": "99.0;tcp://10.0.0.1:4000",
+        **more,
+    }
+
+
+def seen(environ: dict[str, str]) -> Surroundings | None:
+    return surroundings(environ, resolve=lambda name: name)
+
+
+def test_a_launcher_on_each_host_of_a_step_knows_its_place():
+    places = [seen(srun(rank, "1(x3)", "node[1-3]", 3)) for rank in range(3)]
+    assert [place.host_rank for place in places] == [0, 1, 2]
+    assert {(p.scheduler, p.hosts, p.leader, p.secret, p.job_id) for p in places} == {
+        ("Slurm", 3, "node1", None, "slurm-4711.0")
+    }
+    assert len({place.port for place in places}) == 1
+
+
+def test_a_launcher_on_each_host_of_mpirun_knows_its_place():
+    places = [seen(mpirun(rank, 2, 1)) for rank in range(2)]
+    assert [(p.scheduler, p.hosts, p.host_rank, p.leader) for p in places] == [
+        ("Open MPI", 2, 0, "10.0.0.1"),
+        ("Open MPI", 2, 1, "10.0.0.1"),
+    ]
+
+
+def test_the_secret_is_the_jobs_own_or_what_mpirun_made():
+    transports = {"OMPI_MCA_orte_precondition_transports": "1f-2e"}
+    assert seen(mpirun(0, 2, 1, **transports)).secret == "1f-2e"
+    assert seen(mpirun(0, 2, 1, PHOTINUS_JOB_SECRET="mine", **transports)).secret == "mine"
+
+
+def test_address_and_port_that_are_set_win():
+    place = seen(srun(1, "1(x3)", "node[1-3]", 3, MASTER_ADDR="10.1.1.1", MASTER_PORT="4000"))
+    assert (place.leader, place.port, place.job_id) == ("10.1.1.1", 4000, "10.1.1.1:4000")
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_NTASKS": "4"},  # a batch script on one host
+        srun(0, "1", "node1", 1),
+        mpirun(0, 1, 1),
+        # a script under a launcher that starts another one
+        srun(1, "1(x3)", "node[1-3]", 3, RANK="1", WORLD_SIZE="3", TORCHELASTIC_RUN_ID="x"),
+    ],
+    ids=["nothing", "batch script", "srun of one", "mpirun of one", "worker"],
+)
+def test_a_launcher_that_is_alone_is_not_told_of_other_hosts(environ: dict[str, str]):
+    assert seen(environ) is None
+
+
+def test_several_launchers_on_a_host_are_refused_with_both_ways_to_do_it_right():
+    with pytest.raises(UsageError) as refused:
+        seen(srun(0, "2,1", "node[1-2]", 3))
+    text = str(refused.value)
+    assert "started 3 times `photinus run`, 2 of them on one host" in text
+    assert "srun --ntasks-per-node=1 photinus run" in text
+    assert "srun --ntasks=3 python train.py" in text
+    with pytest.raises(UsageError, match=r"mpirun --map-by ppr:1:node photinus run.*mpirun -np 4 python train.py"):
+        seen(mpirun(0, 4, 2))
+
+
+def test_the_host_with_one_launcher_refuses_too_when_another_has_two():
+    with pytest.raises(UsageError, match="2 of them on one host"):
+        seen(srun(1, "2,1", "node[1-2]", 3, SLURM_PROCID="2", SLURM_NODEID="1"))
+
+
+def test_one_launcher_in_a_job_of_several_hosts_is_refused():
+    environ = {"SLURM_JOB_ID": "12", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "2"}
+    with pytest.raises(UsageError, match=r"job 12 holds 2 hosts.*srun --ntasks-per-node=1 photinus run.*--nnodes 1"):
+        seen(environ)
+
+
+def test_an_environment_that_contradicts_itself_is_a_launch_error():
+    with pytest.raises(LaunchError, match=r"SLURM_STEP_NUM_TASKS='many' \(from Slurm\) is not a whole number"):
+        seen(srun(0, "1", "node1", 1, SLURM_STEP_NUM_TASKS="many"))
+    with pytest.raises(LaunchError, match="does not say where rank 0 is"):
+        seen({k: v for k, v in mpirun(0, 2, 1).items() if k != "OMPI_MCA_orte_hnp_uri"})
