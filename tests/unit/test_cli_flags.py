@@ -20,11 +20,15 @@ from photinus.launcher.usage import UsageError
         ["--nproc_per_node=3", "x.py"],
         ["--nproc-per-node", "3", "--", "x.py"],
         ["--nproc-per-node", "3", "--nproc_per_node=3", "x.py"],
-        ["--standalone", "--nproc-per-node", "3", "x.py"],
     ],
 )
 def test_dash_underscore_space_and_equals_are_the_same(words):
     assert parse_run(words) == RunFlags(Program("script", "x.py"), nproc_per_node=3)
+
+
+def test_standalone_is_one_host_also_where_a_scheduler_knows_of_more():
+    assert parse_run(["--standalone", "x.py"]).hosts.nnodes == (1, 1)
+    assert parse_run(["x.py"]).hosts.nnodes is None
 
 
 def parsed(line: str) -> RunFlags:

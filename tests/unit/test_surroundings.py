@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from photinus.errors import LaunchError
-from photinus.launcher.schedulers.surroundings import Surroundings, surroundings
+from photinus.launcher.flags import parse_run
+from photinus.launcher.schedulers.surroundings import Surroundings, placed, surroundings
 from photinus.launcher.usage import UsageError
 
 
@@ -104,6 +105,22 @@ def test_one_launcher_in_a_job_of_several_hosts_is_refused():
     environ = {"SLURM_JOB_ID": "12", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "2"}
     with pytest.raises(UsageError, match=r"job 12 holds 2 hosts.*srun --ntasks-per-node=1 photinus run.*--nnodes 1"):
         seen(environ)
+
+
+def test_photinus_run_takes_hosts_leader_and_secret_from_the_scheduler():
+    environ = mpirun(0, 2, 1, MASTER_ADDR="127.0.0.1", OMPI_MCA_orte_precondition_transports="1f-2e")
+    hosts = placed(parse_run(["train.py"]), environ).hosts
+    assert (hosts.nnodes, hosts.node_rank, hosts.leader, hosts.local_address) == ((2, 2), 0, "127.0.0.1", "127.0.0.1")
+    assert 20000 <= (hosts.port or 0) < 32768
+    assert hosts.job_id == "mpi-99"
+    assert environ["PHOTINUS_JOB_SECRET"] == "1f-2e"
+
+
+@pytest.mark.parametrize("words", [["--nnodes", "1"], ["--standalone"], ["--nnodes", "2", "--master-addr", "a"]])
+def test_what_the_user_says_of_hosts_wins_over_the_scheduler(words: list[str]):
+    flags = parse_run([*words, "train.py"])
+    assert placed(flags, mpirun(0, 4, 2)) is flags
+    assert placed(flags, {"SLURM_JOB_ID": "12", "SLURM_JOB_NUM_NODES": "2"}) is flags
 
 
 def test_an_environment_that_contradicts_itself_is_a_launch_error():

@@ -239,8 +239,9 @@ def _host_flags(given: _Given) -> HostFlags:
             f"the flag out, and name the host that leads with --master-addr."
         )
     conf = read_rendezvous_options(*given["--rdzv-conf"]) if "--rdzv-conf" in given else {}
+    alone = (1, 1) if "--standalone" in given else None  # and not as many as srun or mpirun may say
     return HostFlags(
-        nnodes=read_host_count(*given["--nnodes"]) if "--nnodes" in given else None,
+        nnodes=read_host_count(*given["--nnodes"]) if "--nnodes" in given else alone,
         node_rank=given.number("--node-rank", least=0),
         leader=leader,
         port=port,

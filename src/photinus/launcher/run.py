@@ -16,7 +16,6 @@ from .devices import count_gpus_apart
 from .flags import HELP, RunFlags, SelectionFlags, parse_run
 from .local_rank import with_local_rank
 from .program import Program, check_program
-from .usage import UsageError
 
 __all__ = ["main"]
 
@@ -36,7 +35,15 @@ def main(arguments: Sequence[str]) -> int:
     if program is None:
         print(HELP)
         return 0
+    if flags.scheduler.kubernetes:  # the program lies in the image
+        from .schedulers import kubernetes
+
+        return kubernetes.main(flags, program)
     check_program(program)
+    if flags.scheduler.slurm:
+        from .schedulers import sbatch
+
+        return sbatch.main(flags, program)
     _record(arguments, program)
     if flags.selection.hostfile is not None:
         from .hosts.ssh import conduct
@@ -64,7 +71,11 @@ def _record(arguments: Sequence[str], program: Program) -> None:
 
 
 def _start(flags: RunFlags, program: Program) -> int:
-    _refuse_unbuilt(flags)
+    """Starts this host's part of the job."""
+    if env.CONDUCTED_AS.get() is None:
+        from .schedulers.surroundings import placed
+
+        flags = placed(flags)
     program = program if flags.use_env else with_local_rank(program)
     if program.local_rank_flag is not None:
         told = f"{program.target} takes {program.local_rank_flag}: given to each worker (--use-env leaves it out)"
@@ -73,11 +84,3 @@ def _start(flags: RunFlags, program: Program) -> int:
     from .supervise import supervise
 
     return supervise(flags, program)
-
-
-def _refuse_unbuilt(flags: RunFlags) -> None:
-    """Flags that are read already, and not carried out yet, are refused: nobody may believe that they were heard."""
-    plain = RunFlags(flags.program)
-    for part, what in (("scheduler", "schedulers"),):
-        if getattr(flags, part) != getattr(plain, part):
-            raise UsageError(f"flags for {what} are not carried out by this version: leave them out.")

@@ -25,8 +25,10 @@ from datetime import timedelta
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
+from .. import env
 from ..errors import NotInitializedError
 from ..world import Rendezvous, World
+from ..world.own_address import own_address
 from ..world.slurm import reachable_address
 from .progress import say
 
@@ -37,7 +39,6 @@ _ANSWER_S = 5.0  # within which whoever accepted a connection has to answer like
 _SAY_AFTER_S = 5.0
 _SAY_EVERY_S = 30.0
 _RETRY_S = 0.1
-_SECRET = "PHOTINUS_JOB_SECRET"  # where a user has set one, strangers do not get in by knowing the job's number
 
 
 def open_store(world: World, rendezvous: Rendezvous, timeout_s: float) -> Store:
@@ -62,7 +63,8 @@ def open_store(world: World, rendezvous: Rendezvous, timeout_s: float) -> Store:
 
 
 def _identity(job: str) -> str:
-    secret = os.environ.get(_SECRET, "")
+    # Where a user has set a secret, strangers do not get in by knowing the job's number.
+    secret = env.JOB_SECRET.get() or ""
     return hmac.new(secret.encode(), job.encode(), hashlib.sha256).hexdigest()
 
 
@@ -99,7 +101,10 @@ class _Host:
 
     def gather(self, deadline: float, timeout_s: float) -> Store:
         with contextlib.ExitStack() as stack:
-            here = _address_here(self.address, self.rendezvous)
+            try:
+                here = own_address(self.address, self.rendezvous.hosts[1:2])
+            except OSError as error:
+                raise NotInitializedError(_unknown(self.address, self.rendezvous, error)) from error
             listener = stack.enter_context(self._listen(here, self.rendezvous.port))
             behind = stack.enter_context(self._listen(here, 0))
             port: int = behind.getsockname()[1]
@@ -193,35 +198,6 @@ class _Host:
 def _close_all(callers: dict[socket.socket, _Caller]) -> None:
     for connection in callers:
         connection.close()
-
-
-def _address_here(address: str, rendezvous: Rendezvous) -> str:
-    """The IP address of this host by which the others know it.
-
-    A host's own /etc/hosts often has its name at 127.0.1.1, where no other host would reach it. Then the address counts
-    from which this host would speak to another one of the job.
-    """
-    try:
-        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise NotInitializedError(_unknown(address, rendezvous, error)) from error
-    own = [str(entry[4][0]) for entry in found]
-    outside = [name for name in own if not (name.startswith("127.") or name == "::1")]
-    if outside or len(rendezvous.hosts) < 2:
-        return (outside or own)[0]
-    other = reachable_address(rendezvous.hosts[1])
-    for family, _, _, _, target in _resolved(other):
-        with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-            probe.connect((target[0], rendezvous.port))  # sends nothing: asks the kernel for its route
-            return str(probe.getsockname()[0])
-    return own[0]
-
-
-def _resolved(name: str) -> list[tuple[socket.AddressFamily, int, int, str, tuple[str, int]]]:
-    try:
-        return socket.getaddrinfo(name, 1, type=socket.SOCK_DGRAM)  # type: ignore[return-value]
-    except OSError:
-        return []
 
 
 def _ask(world: World, rendezvous: Rendezvous, address: str, identity: str, deadline: float) -> int:

@@ -6,18 +6,19 @@ A pure function from the environment to the answer, so that every case is a test
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, replace
 
+from ... import env
 from ...errors import LaunchError, NotInitializedError
 from ...world import World, find_rendezvous
 from ...world.launchers import Told, told_by_scheduler, told_by_torchrun
+from ...world.own_address import own_address
 from ...world.slurm import reachable_address, slurm_job
+from ..flags import RunFlags
 from ..usage import UsageError
 
-__all__ = ["SECRET", "Surroundings", "surroundings"]
-
-SECRET = "PHOTINUS_JOB_SECRET"
+__all__ = ["Surroundings", "placed", "surroundings"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Surroundings:
         secret: PHOTINUS_JOB_SECRET, or what else the job's processes share and others do not know; None when there is
             nothing of the kind.
         job_id: the same on all hosts, and another for each step of each job.
+        names: of the hosts, the leader's first; empty where the scheduler does not say.
     """
 
     scheduler: str
@@ -42,6 +44,7 @@ class Surroundings:
     port: int
     secret: str | None
     job_id: str
+    names: tuple[str, ...] = ()
 
 
 def surroundings(
@@ -86,6 +89,51 @@ def surroundings(
         port=place.port,
         secret=_secret(environ),
         job_id=(place.job or f"{place.address}:{place.port}").replace(" ", "-"),
+        names=place.hosts,
+    )
+
+
+def placed(flags: RunFlags, environ: MutableMapping[str, str] | None = None) -> RunFlags:
+    """The flags with what the scheduler says about the hosts, where the user said nothing of them.
+
+    A secret that the job's processes share already is put into the environment, for the launchers to prove themselves.
+
+    Args:
+        flags: of `photinus run`.
+        environ: default this process's.
+
+    Raises:
+        UsageError, LaunchError: see `surroundings`.
+    """
+    environ = os.environ if environ is None else environ
+    hosts = flags.hosts
+    if hosts.nnodes is not None or hosts.leader is not None or flags.selection.hostfile is not None:
+        return flags
+    found = surroundings(environ)
+    if found is None:
+        return flags
+    if found.secret is not None:
+        environ[env.JOB_SECRET.name] = found.secret
+    listen_on = hosts.local_address
+    if listen_on is None and found.host_rank == 0:
+        try:
+            listen_on = own_address(found.leader, found.names[1:2])
+        except OSError as error:
+            raise LaunchError(
+                f"this host, the first of {found.hosts} that {found.scheduler} chose, does not know its own name "
+                f"{found.leader}: {error.strerror or error}. Export MASTER_ADDR, an address that every host knows."
+            ) from error
+    return replace(
+        flags,
+        hosts=replace(
+            hosts,
+            nnodes=(found.hosts, found.hosts),
+            node_rank=found.host_rank,
+            leader=found.leader,
+            port=found.port if hosts.port is None else hosts.port,
+            job_id=hosts.job_id or found.job_id,
+            local_address=listen_on,
+        ),
     )
 
 
@@ -129,4 +177,4 @@ def _refuse_one_of_several_hosts(environ: Mapping[str, str]) -> None:
 
 def _secret(environ: Mapping[str, str]) -> str | None:
     # mpirun of Open MPI makes 128 random bits per job for its fast networks, and hands them to its own processes only.
-    return environ.get(SECRET) or environ.get("OMPI_MCA_orte_precondition_transports") or None
+    return env.JOB_SECRET.get(environ) or environ.get("OMPI_MCA_orte_precondition_transports") or None
