@@ -1,0 +1,206 @@
+"""`photinus run --slurm`: the batch script that starts this job under Slurm, written or handed to sbatch at once."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from ... import __version__, env
+from ...errors import LaunchError
+from ..flags import RunFlags
+from ..program import Program
+from ..usage import UsageError
+from .inside import asked_gpus, program_words, run_words
+from .written import write_text
+
+__all__ = ["batch_script", "main"]
+
+_LEAVE_S = 60  # before the end of the time limit, or a preemption
+_LINE = 100
+_OPTION = re.compile(r"--?[A-Za-z][A-Za-z-]*")
+
+_BODY = """\
+
+set -u
+
+# A secret of this run: only launchers that know it may join.
+{secret}=$({python} -c 'import secrets; print(secrets.token_hex(32))')
+export {secret}
+
+# Before a preemption or the end of the time limit, Slurm sends USR1 to this shell. It is handed on, so that training
+# can save and leave; the job is then queued again, and goes on from its newest checkpoint.
+asked_to_leave=""
+step=""
+trap 'asked_to_leave=yes; if [ -n "$step" ]; then kill -USR1 "$step"; fi' USR1
+
+# One launcher on each host; it starts the workers there.
+{directive}srun --ntasks-per-node=1 ${{SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}} \\
+  {command} &
+step=$!
+
+code=0
+wait "$step" || code=$?
+while kill -0 "$step" 2> /dev/null; do # the signal ended the wait, and not the step
+  code=0
+  wait "$step" || code=$?
+done
+
+if [ -n "$asked_to_leave" ] && [ "$code" -ne 0 ]; then
+  echo "photinus: asked to leave (exit code $code): job $SLURM_JOB_ID is queued again"
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
+
+
+def main(flags: RunFlags, program: Program) -> int:
+    """Writes the script to stdout, to `--output`, or to sbatch, and returns the exit code.
+
+    Raises:
+        UsageError: an option cannot be carried out, or the file exists.
+        LaunchError: sbatch is not here, or refused the script; carries its exit code.
+    """
+    text = batch_script(flags, program)
+    if flags.scheduler.submit:
+        return _submit(text)
+    if flags.scheduler.output is None:
+        print(text, end="")
+        return 0
+    path = write_text(flags.scheduler.output, text, executable=True)
+    print(f"photinus: wrote {path}; start it with: sbatch {shlex.quote(str(path))}", file=sys.stderr)
+    return 0
+
+
+def batch_script(flags: RunFlags, program: Program, *, python: str = sys.executable) -> str:
+    """The batch script's text.
+
+    Args:
+        flags: of `photinus run --slurm`.
+        program: what each worker runs.
+        python: the interpreter on the hosts of the job.
+
+    Raises:
+        UsageError: an option cannot be carried out.
+    """
+    command = [python, "-m", "photinus", "run", *run_words(flags), *program_words(program)]
+    lines = ["#!/bin/bash", f"# Written by `photinus run --slurm` (photinus {__version__}); start it with sbatch."]
+    lines += [f"#SBATCH {option}" for option in _options(flags, program)]
+    # shellcheck wonders about $ in single quotes; here it is the user's, for the program and not for this shell.
+    directive = "# shellcheck disable=SC2016\n" if any(set(word) & set("$`") for word in command) else ""
+    body = _BODY.format(
+        secret=env.JOB_SECRET.name, python=shlex.quote(python), command=_broken(command), directive=directive
+    )
+    return "\n".join(lines) + "\n" + body
+
+
+def _options(flags: RunFlags, program: Program) -> list[str]:
+    asked = flags.scheduler
+    own = [_own_option(text) for text in asked.sbatch]
+    least, most = flags.hosts.nnodes or (1, 1)
+    gpus = asked_gpus(flags)
+    options = {
+        "--job-name": asked.name or Path(program.target).stem or "photinus",
+        "--nodes": str(least) if least == most else f"{least}-{most}",
+        "--ntasks-per-node": "1",
+    }
+    if asked.time is not None:
+        options["--time"] = asked.time
+    if asked.partition is not None:
+        options["--partition"] = asked.partition
+    if gpus:
+        options["--gpus-per-node"] = str(gpus)
+    workers = flags.nproc_per_node if isinstance(flags.nproc_per_node, int) else gpus
+    if workers:
+        # At least a core for each worker; Slurm would give the launcher one for all of them.
+        options["--cpus-per-task"] = str(workers)
+    else:
+        options["--exclusive"] = ""  # as many workers as the host has devices: the whole host
+    options |= {"--open-mode": "append", "--requeue": "", "--signal": f"B:USR1@{_LEAVE_S}"}
+    given = {name for name, _ in own}
+    for name, others in _INSTEAD.items():
+        if given & others:
+            options.pop(name, None)
+    for name, _ in own:
+        options.pop(name, None)
+    shown = [f"{name}={_quoted(value)}" if value else name for name, value in options.items()]
+    return shown + [text for _, text in zip(own, asked.sbatch, strict=True)]
+
+
+# What a user may say in other words: then ours is left out. Short names stand for long ones.
+_INSTEAD = {
+    "--job-name": {"-J"},
+    "--nodes": {"-N"},
+    "--time": {"-t"},
+    "--partition": {"-p"},
+    "--gpus-per-node": {"--gres", "--gpus", "-G", "--gpus-per-task", "--gpus-per-socket"},
+    "--cpus-per-task": {"-c", "--exclusive", "--cpus-per-gpu"},
+    "--exclusive": {"-c", "--cpus-per-task", "--cpus-per-gpu", "--oversubscribe", "-s"},
+    "--requeue": {"--no-requeue"},
+}
+_OURS = {
+    "--nodes": "--nnodes",
+    "-N": "--nnodes",
+    "--ntasks": "--nproc-per-node",
+    "-n": "--nproc-per-node",
+    "--ntasks-per-node": "--nproc-per-node",
+    "--array": "one script per training",
+    "-a": "one script per training",
+}
+
+
+def _own_option(text: str) -> tuple[str, str]:
+    """The name and value of an option for sbatch."""
+    match = _OPTION.match(text)
+    if match is None or "\n" in text:
+        raise UsageError(f"--sbatch {text!r}: needs an option of sbatch on one line, like --sbatch --mem=64G.")
+    if match[0] in _OURS:
+        instead = _OURS[match[0]]
+        raise UsageError(
+            f"--sbatch {text}: photinus sets this itself; "
+            + (f"use {instead}." if instead[0] == "-" else f"{instead}.")
+        )
+    return match[0], text[match.end() :].lstrip("= ")
+
+
+def _quoted(value: str) -> str:
+    """An option's value as sbatch reads it from a comment: shell-like words."""
+    return (
+        value if re.fullmatch(r"[\w.:,@%+/=-]+", value) else '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    )
+
+
+def _broken(command: list[str]) -> str:
+    """The command for the shell, over several lines where it is long; a flag and its value stay together."""
+    pieces: list[str] = []
+    for before, word in zip(["", *command], command, strict=False):
+        if before.startswith("-") and not word.startswith("-"):
+            pieces[-1] += f" {shlex.quote(word)}"
+        else:
+            pieces.append(shlex.quote(word))
+    lines = [""]
+    for piece in pieces:
+        if lines[-1] and len(lines[-1]) + len(piece) > _LINE:
+            lines.append("")
+        lines[-1] += f" {piece}" if lines[-1] else piece
+    return " \\\n    ".join(lines)
+
+
+def _submit(text: str) -> int:
+    if shutil.which("sbatch") is None:
+        raise LaunchError(
+            "--submit needs sbatch, which is not in PATH here. Run this on a login node of the cluster, or write the "
+            "script with --output FILE and hand it to sbatch there."
+        )
+    # The job runs in this folder, with this environment, as it would with a file.
+    ended = subprocess.run(["sbatch"], input=text, text=True, cwd=os.getcwd(), check=False)
+    if ended.returncode != 0:
+        raise LaunchError(
+            f"sbatch refused the script (exit code {ended.returncode}), see above; leave out --submit to read it",
+            exit_code=ended.returncode,
+        )
+    return 0
