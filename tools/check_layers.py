@@ -31,6 +31,7 @@ FLOORS = {
     "trainer": 8,
     "launcher": 9,
     "templates": 10,
+    "ray": 10,
     "__main__": 10,
 }
 # What a room may not use although it lies below: the launcher only starts processes; parallel and trainer speak plain
