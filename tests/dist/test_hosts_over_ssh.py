@@ -393,22 +393,27 @@ def test_a_host_without_the_same_environment_is_told_so(tmp_path, answers, told)
     assert told in ended.err
 
 
-def test_a_folder_that_a_host_does_not_have_is_named(tmp_path):
-    work = tmp_path / "work"
-    work.mkdir()
-    keys = tmp_path / "keys"
+@pytest.mark.parametrize(
+    ("there", "told"),
+    [
+        ("", "its folder {folder} cannot be entered (No such file or directory)"),
+        ("work", "script {folder}/script.py does not exist"),
+    ],
+    ids=["folder", "script"],
+)
+def test_what_is_not_on_a_host_is_named_with_the_host(tmp_path, there, told):
+    keys, hidden = tmp_path / "keys", tmp_path / "hidden"
+    folder = hidden / "work"
     keys.mkdir()
-    hide = ["sh", "-c", 'mount -t tmpfs none "$1" && shift && exec "$@"', "hide", str(work.parent / "work")]
-    with network_hosts(2) as (first, second):
-        # The folder's parent is what is hidden there, so that it is not found.
-        hide[-1] = str(tmp_path / "hidden")
-        (tmp_path / "hidden" / "work").mkdir(parents=True)
-        with ssh_server(keys, host=second, before=hide) as server:
-            place = Place(first, second, server, tmp_path / "hidden" / "work")
-            hosts = place.hostfile("host-0 slots=1\nhost-1 slots=1\n")
-            ended = place.run("--hostfile", hosts, script(place.folder, REPORT))
+    folder.mkdir(parents=True)
+    # Where the second host's server runs, an empty file system lies over the folder's parent.
+    hide = ["sh", "-c", 'mount -t tmpfs none "$1" && mkdir -p "$1/$2" && shift 2 && exec "$@"', "hide", hidden, there]
+    with network_hosts(2) as (first, second), ssh_server(keys, host=second, before=list(map(str, hide))) as server:
+        place = Place(first, second, server, folder)
+        hosts = place.hostfile("host-0 slots=1\nhost-1 slots=1\n")
+        ended = place.run("--hostfile", hosts, script(folder, REPORT))
     assert ended.code == 1
-    assert f"host host-1: its folder {tmp_path / 'hidden' / 'work'} cannot be entered" in ended.err
+    assert f"host host-1: {told.format(folder=folder)}" in ended.err
     assert "Nothing was started" in ended.err
 
 
