@@ -10,9 +10,14 @@ from pathlib import Path
 from tests.dist.test_run import run_job, script
 
 REPORT = """
+import argparse
 import json, os, sys, time
 from pathlib import Path
 names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK PHOTINUS_WORLD_SIZE"
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int)
+parser.add_argument("--lr")
+assert str(parser.parse_args().local_rank) == os.environ["LOCAL_RANK"]
 print(json.dumps({**{name: os.environ[name] for name in names.split()}, "argv": sys.argv[1:]}), flush=True)
 print("a line on stderr", file=sys.stderr, flush=True)
 Path(f"told-{os.environ['RANK']}").touch()
@@ -39,12 +44,13 @@ def test_two_hosts_with_their_slots_are_one_job_and_its_first_failure_ends_it(tm
     assert [found[rank]["LOCAL_RANK"] for rank in range(3)] == ["0", "1", "0"]
     for report in found.values():
         assert report["WORLD_SIZE"] == report["PHOTINUS_WORLD_SIZE"] == "3"
-        assert report["argv"] == ["--lr", "0.1"]
+        assert sorted(report["argv"]) == sorted(["--lr", "0.1", f"--local_rank={report['LOCAL_RANK']}"])
     assert ended.code == 7, ended.err
     assert "a line on stderr\n" in ended.err
     assert "\n[2] a line on stderr\n" in ended.err
     assert "photinus: rank 2 " in ended.err
     assert ended.err.count("the job failed") == 1
+    assert ended.err.count("takes --local_rank") == 1  # by one launcher for all
 
 
 def test_a_host_file_with_this_host_alone_is_a_plain_run(tmp_path: Path) -> None:

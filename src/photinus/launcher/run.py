@@ -77,7 +77,9 @@ def _start(flags: RunFlags, program: Program) -> int:
 
         flags = placed(flags)
     program = program if flags.use_env else with_local_rank(program)
-    if program.local_rank_flag is not None:
+    # Where several launchers share a terminal, the first host's says it for all.
+    says = env.CONDUCTED_AS.get() is None or not flags.hosts.node_rank
+    if program.local_rank_flag is not None and says:
         told = f"{program.target} takes {program.local_rank_flag}: given to each worker (--use-env leaves it out)"
         print(f"photinus: {told}", file=sys.stderr)
 
