@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
+from photinus.launcher.happened import describe_event
 from photinus.runlog.curve import Curve
 from photinus.runlog.events import EVENTS, append_event, read_event, read_events
 from photinus.runlog.find import find_runs, newest_run
@@ -258,6 +259,16 @@ def test_the_rank_that_failed_by_itself_is_the_reason(tmp_path: Path) -> None:
     append_event(tmp_path, "error", 5, rank=1, text="ValueError: mine", consequence=False)
     append_event(tmp_path, "error", 5, rank=0, text="PeerLostError: rank 1 raised", consequence=True)
     assert read(tmp_path).state().why == "rank 1: ValueError: mine"
+
+
+def test_a_rank_that_could_say_nothing_is_named_by_the_others(tmp_path: Path) -> None:
+    text = "PeerLostError: rank 1 (pid 4711 on a) was killed by SIGKILL. Rank 0 of 2 waited 0.02 s for rank 1 in ..."
+    append_event(tmp_path, "start", 0, **this_process())
+    append_event(tmp_path, "error", 9, rank=0, text=text, consequence=True)
+    assert read(tmp_path).state().why == "rank 1 (pid 4711 on a) was killed by SIGKILL"
+    assert describe_event(read_events(tmp_path)[1]) == (
+        "failed at step 9: rank 1 (pid 4711 on a) was killed by SIGKILL"
+    )
 
 
 def test_a_run_whose_process_is_gone_has_died(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def _help() -> str:
         "  photinus new digits                         a project to start from",
         "  photinus doctor                             which backends work here, and how fast?",
         "  photinus bench --plot bandwidth.png",
-        "  photinus top                                how is it going, and which rank is slow?",
+        "  photinus top                                how goes it, which rank is slow?",
         "  photinus report runs/digits                 curves and all else, on one page",
         "  photinus run --help",
     ]

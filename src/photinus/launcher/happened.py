@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..runlog.events import Event
+from ..runlog.events import Event, cause_of
 from ..runlog.run import Run, State
 from .quantities import count, duration, plural
 
@@ -44,9 +44,7 @@ def describe_event(event: Event) -> str:
         "checkpoint": lambda e: f"checkpoint of step {count(e.step)}" + _took(facts.get("seconds")),
         "warning": lambda e: f"warning: {_plain(facts.get('text'))} (step {count(e.step)})",
         "stop": lambda e: f"told to stop at step {count(e.step)}",
-        "error": lambda e: (
-            f"rank {_plain(facts.get('rank'))} failed at step {count(e.step)}: {_plain(facts.get('text'))}"
-        ),
+        "error": lambda e: f"failed at step {count(e.step)}: {_plain(cause_of(e))}",
         "end": _end,
     }.get(event.kind)
     return tell(event) if tell is not None else f"{event.kind} at step {count(event.step)}"

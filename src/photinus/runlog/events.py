@@ -24,7 +24,7 @@ from typing import Any
 
 from .tail import Tail
 
-__all__ = ["EVENTS", "Event", "append_event", "read_event", "read_events"]
+__all__ = ["EVENTS", "Event", "append_event", "cause_of", "read_event", "read_events"]
 
 EVENTS = "events.jsonl"
 _MOST_TEXT = 2000  # characters of a value: an error may quote a whole tensor
@@ -45,6 +45,18 @@ class Event:
     kind: str
     step: int
     facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def cause_of(error: Event) -> str:
+    """What an event "error" says went wrong: `rank 1: ValueError: ...`.
+
+    Where it only tells of another rank's end, that: `rank 1 (pid 4711 on a) was killed by SIGKILL`.
+    """
+    text = str(error.facts.get("text", ""))
+    if not error.facts.get("consequence"):
+        return f"rank {error.facts.get('rank', '?')}: {text}"
+    _, colon, said = text.partition(": ")
+    return said.partition(". ")[0] if colon else text
 
 
 def append_event(folder: Path, kind: str, step: int, **facts: Any) -> None:

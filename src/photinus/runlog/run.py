@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .curve import Curve
-from .events import EVENTS, Event, read_event
+from .events import EVENTS, Event, cause_of, read_event
 from .process import is_alive
 from .tables import LOSSES, METRICS, Row
 from .tail import Tail
@@ -259,7 +259,7 @@ class Run:
         errors = [event for event in since if event.kind == "error"]
         if errors:  # the first that another rank's does not explain
             cause = next((event for event in errors if not event.facts.get("consequence")), errors[0])
-            return State("failed", f"rank {cause.facts.get('rank', '?')}: {cause.facts.get('text', '')}")
+            return State("failed", cause_of(cause))
         ends = [event for event in since if event.kind == "end"]
         if ends:
             how = str(ends[-1].facts.get("how", "finished"))
