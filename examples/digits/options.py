@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 
-def options(description: str | None) -> argparse.Namespace:
-    """The command line's options."""
+def options(description: str | None, *, tensorboard: bool = False) -> argparse.Namespace:
+    """The command line's options; `--tensorboard` where the script has a use for it."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -20,7 +20,8 @@ def options(description: str | None) -> argparse.Namespace:
     add("--strategy", default="ddp", help="ddp (default), zero1, zero2, zero3, torch-ddp, or dp for one process")
     add("--backend", "--dist-backend", "--dist_backend", default="auto", help="auto (default), photinus, gloo or nccl")
     add("--device", default="auto", help="auto (default), cpu, cuda or cuda:0")
-    add("--tensorboard", action="store_true", help="also write event files for TensorBoard, in OUT/tensorboard")
+    if tensorboard:
+        add("--tensorboard", action="store_true", help="also write event files for TensorBoard, in OUT/tensorboard")
     add("--seed", type=int, default=0, help="default 0")
     add("--dataset", "--data", metavar="FOLDER", help="where digits.csv.gz lies; default: inside scikit-learn")
     # torch.distributed.launch hands this to scripts; the environment says the same.

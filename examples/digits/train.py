@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import photinus
 
-args = options(__doc__)
+args = options(__doc__, tensorboard=True)
 train_set, valid_set = digits(args.dataset)
 with photinus.init(args.backend, args.device, seed=args.seed):
     model = DigitsNet()
