@@ -76,6 +76,20 @@ def test_help_starts_without_torch_in_under_300_ms_of_processor_time():
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.3
 
 
+def test_a_reader_that_goes_away_is_no_error():
+    reading, writing = os.pipe()
+    os.close(reading)
+    ended = subprocess.run(
+        [sys.executable, "-u", "-m", "photinus", "--help"],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (141, "")
+
+
 def test_python_without_torch_is_told_what_to_do(tmp_path):
     (tmp_path / "train.py").write_text("")
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
