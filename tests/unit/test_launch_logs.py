@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 import threading
@@ -48,6 +49,24 @@ def test_the_flags_say_what_of_local_rank_1_goes_where(
 ) -> None:
     found = plan(*words)
     assert (found.filed(1), found.shown(1)) == (filed, shown)
+
+
+@pytest.mark.parametrize("shown_ranks", ["", "1", "0,2"])
+def test_the_flags_mean_what_they_mean_to_torchrun(shown_ranks: str, tmp_path: Path) -> None:
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Std
+
+    filtered = set(map(int, shown_ranks.split(","))) if shown_ranks else None
+    choices = ("0", "1", "2", "3", "0:3,1:1", "2:2")
+    for redirects, tee in itertools.product(choices, choices):
+        words = ["--log-dir", str(tmp_path), "--redirects", redirects, "--tee", tee]
+        ours = plan(*words, *(["--local-ranks-filter", shown_ranks] if shown_ranks else []))
+        specs = DefaultLogsSpecs(str(tmp_path), Std.from_str(redirects), Std.from_str(tee), filtered)
+        theirs = specs.reify({rank: {} for rank in range(3)})
+        for rank in range(3):
+            streams = {"out": (theirs.stdouts, theirs.tee_stdouts), "err": (theirs.stderrs, theirs.tee_stderrs)}
+            filed = {name for name, (to, _) in streams.items() if to[rank] not in ("", os.devnull)}
+            shown = {name for name, (to, teed) in streams.items() if to[rank] == "" or rank in teed}
+            assert (ours.filed(rank), ours.shown(rank)) == (filed, shown), (words, rank)
 
 
 @pytest.mark.parametrize(
