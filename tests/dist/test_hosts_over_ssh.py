@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import pty
-import random
 import signal
 import struct
 import subprocess
@@ -15,108 +14,22 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.dist.test_run import Ended, run_job, script
-from tests.netns import NetworkHost, network_hosts
-from tests.sshd import SshServer, ssh_server
+from tests.dist.test_run import run_job, script
+from tests.netns import network_hosts
+from tests.over_ssh import REPORT, Place, environ_of, finish, reports, start_staying, two_hosts, words_of
+from tests.sshd import ssh_server
 
 pytestmark = pytest.mark.slow
-
-DEADLINE_S = 120.0
-REPORT = """
-import json, os, socket, sys
-names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK PHOTINUS_WORLD_SIZE MASTER_ADDR"
-report = {name: os.environ.get(name) for name in names.split()}
-report["host"] = socket.gethostname()
-report["argv"] = sys.argv[1:]
-report["cwd"] = os.getcwd()
-report["stdin"] = os.readlink("/proc/self/fd/0")
-report["mine"] = os.environ.get("MINE")
-report["deepspeed"] = os.environ.get("FROM_FILE")
-report["devices"] = os.environ.get("CUDA_VISIBLE_DEVICES")
-report["secret"] = [name for name in os.environ if "SECRET" in name or "LISTEN_FD" in name]
-if "gloo" in sys.argv:
-    import torch, torch.distributed as dist
-    dist.init_process_group("gloo")
-    total = torch.tensor([dist.get_rank() + 1])
-    dist.all_reduce(total)
-    report["total"] = total.item()
-    dist.barrier()
-    dist.destroy_process_group()
-print(json.dumps(report), flush=True)
-"""
-# Notes its pid and its child's, then stays.
-STAY = """
-import os, subprocess, sys, time
-from pathlib import Path
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
-Path(sys.argv[1], f"pids-{os.environ['RANK']}").write_text(f"{os.getpid()} {child.pid}")
-time.sleep(1000)
-"""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Two hosts; the second is reached over ssh from the first, where the user types."""
-
-    first: NetworkHost
-    second: NetworkHost
-    server: SshServer
-    folder: Path
-
-    def hostfile(self, text: str) -> Path:
-        path = self.folder / "hosts"
-        path.write_text(text)
-        return path
-
-    def start(self, *words: str | Path, ssh: str = "", **environ: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "photinus", "run", "--ssh", ssh or self.server.ssh, *words]
-        return self.first.start(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=self.folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
-        )
-
-    def run(self, *words: str | Path, ssh: str = "", **environ: str) -> Ended:
-        return finish(self.start(*words, ssh=ssh, **environ))
-
-
-def finish(process: subprocess.Popen[str]) -> Ended:
-    try:
-        out, err = process.communicate(timeout=DEADLINE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        out, err = process.communicate()
-        raise AssertionError(f"the job did not end in time\n{out}\n{err}") from None
-    return Ended(process.returncode, out, err)
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Place]:
-    keys = tmp_path / "keys"
-    keys.mkdir()
-    with network_hosts(2) as (first, second), ssh_server(keys, host=second) as server:
-        yield Place(first, second, server, tmp_path)
-
-
-def reports(ended: Ended) -> dict[int, dict]:
-    found = {}
-    for line in ended.out.splitlines():
-        mark, brace, rest = line.partition("{")
-        if brace:
-            report = json.loads(brace + rest)
-            rank = int(report["RANK"])
-            assert mark == ("" if rank == 0 else f"[{rank}] ")
-            found[rank] = report
-    return found
+    with two_hosts(tmp_path) as made:
+        yield made
 
 
 @pytest.mark.parametrize("here", ["host-0", "localhost"])
@@ -207,78 +120,6 @@ def test_the_exit_code_is_the_first_causes_and_the_others_end(place):
     assert ended.code == 7, ended.err
     assert "photinus: rank 1 " in ended.err
     assert ended.err.count("the job failed") == 1  # both launchers know, and one tells
-
-
-def test_ctrl_c_ends_all_hosts_in_two_seconds(place):
-    process, pids = start_staying(place)
-    begun = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    ended = finish(process)
-    took = time.monotonic() - begun
-    assert not any(map(alive, pids)), ended.err
-    assert ended.code == 130
-    assert ended.err.count("ended by SIGINT") == 1
-    assert "photinus: ended by SIGINT: the job on 2 hosts was ended" in ended.err
-    assert took < 2.5, took
-
-
-def test_a_second_ctrl_c_ends_at_once(place):
-    process, pids = start_staying(place, "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + STAY)
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.3)
-    begun = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    ended = finish(process)
-    assert time.monotonic() - begun < 1.5
-    assert ended.code == 130
-    assert_gone_within(pids, 1.0)
-
-
-def test_a_killed_conductor_leaves_nothing_on_any_host(place):
-    process, pids = start_staying(place)
-    begun = time.monotonic()
-    process.kill()
-    finish(process)
-    assert_gone_within(pids, 8.0)
-    assert_only_the_server_is_left(place, 8.0)
-    print(f"gone after {time.monotonic() - begun:.1f} s")
-
-
-def test_a_conductor_killed_at_any_moment_leaves_nothing(place):
-    hosts = place.hostfile("host-0 slots=1\nhost-1 slots=1\n")
-    moments = random.Random(5)
-    for number in range(12):
-        process = place.start("--hostfile", hosts, script(place.folder, STAY), place.folder)
-        time.sleep(moments.uniform(0.05, 6.0))
-        process.kill()
-        finish(process)
-        assert_only_the_server_is_left(place, 12.0)
-        print(f"{number + 1} of 12: nothing left")
-
-
-def test_a_host_that_is_cut_off_ends_the_job_within_ten_seconds(tmp_path):
-    alive_checks = "ClientAliveInterval 3\nClientAliveCountMax 2"  # so that the server there notices as well
-    with network_hosts(2) as (first, second), ssh_server(tmp_path, host=second, more=alive_checks) as server:
-        place = Place(first, second, server, tmp_path)
-        process, pids = start_staying(place)
-        second.cut_off()
-        begun = time.monotonic()
-        ended = finish(process)
-        assert time.monotonic() - begun < 10.5
-        assert ended.code == 1
-        assert "host host-1 (10.78.0.2) was lost: nothing was heard of it" in ended.err
-        assert_gone_within(pids, 30.0)
-        assert_only_the_server_is_left(place, 30.0)
-
-
-def test_a_killed_far_side_ends_the_job_and_names_the_host(place):
-    process, pids = start_staying(place)
-    (far,) = [pid for pid in place.second.pids() if "hosts.far" in words_of(pid) and "ssh" not in words_of(pid)[:8]]
-    os.kill(far, signal.SIGKILL)
-    ended = finish(process)
-    assert ended.code != 0
-    assert "host host-1: the connection to it was lost" in ended.err
-    assert_gone_within(pids, 8.0)
 
 
 def test_neither_command_lines_nor_workers_have_the_secret(place):
@@ -382,8 +223,7 @@ sys.stdin.read()
 )
 def test_a_host_without_the_same_environment_is_told_so(tmp_path, answers, told):
     command = answers.replace("OLD_FAR_SIDE", str(script(tmp_path, OLD_FAR_SIDE, "old.py")))
-    with network_hosts(2) as (first, second), ssh_server(tmp_path, host=second, more=f"ForceCommand {command}") as server:
-        place = Place(first, second, server, tmp_path)
+    with two_hosts(tmp_path, f"ForceCommand {command}") as place:
         hosts = place.hostfile("host-0 slots=1\nhost-1 slots=1\n")
         begun = time.monotonic()
         ended = place.run("--hostfile", hosts, script(tmp_path, REPORT))
@@ -458,7 +298,8 @@ def test_doctor_names_hosts_that_do_not_reach_each_other(tmp_path):
     with network_hosts(3) as (first, second, third):
         second.run(["ip", "route", "add", "unreachable", f"{third.address}/32"])
         with ssh_server(tmp_path, host=second) as server, ssh_server(tmp_path, host=third):
-            command = [sys.executable, "-m", "photinus", "doctor", "--ssh", server.ssh, "--hosts", "host-0,host-1,host-2"]
+            command = [sys.executable, "-m", "photinus", "doctor", "--ssh", server.ssh]
+            command += ["--hosts", ",".join(host.name for host in (first, second, third))]
             asked = first.start(command, stdout=subprocess.PIPE, text=True)
             said, _ = asked.communicate(timeout=60)
     print(said)
@@ -468,57 +309,3 @@ def test_doctor_names_hosts_that_do_not_reach_each_other(tmp_path):
     assert "4 of 6 directions work" in said
     assert "2 of 6 need attention: host-1 to host-2, host-2 to host-1." in said
     assert max(map(len, said.splitlines())) <= 80
-
-
-def start_staying(place: Place, text: str = STAY) -> tuple[subprocess.Popen[str], list[int]]:
-    """A running job of one rank on each host, and the pids of ranks and their children."""
-    hosts = place.hostfile("host-0 slots=1\nhost-1 slots=1\n")
-    process = place.start("--hostfile", hosts, "--max-restarts", "0", script(place.folder, text), place.folder)
-    files = [place.folder / f"pids-{rank}" for rank in range(2)]
-    deadline = time.monotonic() + DEADLINE_S
-    while not all(file.exists() and file.stat().st_size for file in files):
-        if process.poll() is not None or time.monotonic() > deadline:
-            process.kill()
-            out, err = process.communicate()
-            raise AssertionError(f"the job did not start\n{out}\n{err}")
-        time.sleep(0.01)
-    return process, [int(pid) for file in files for pid in file.read_text().split()]
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def assert_gone_within(pids: list[int], limit_s: float) -> None:
-    deadline = time.monotonic() + limit_s
-    while any(map(alive, pids)):
-        assert time.monotonic() < deadline, f"left: {[(pid, words_of(pid)) for pid in pids if alive(pid)]}"
-        time.sleep(0.01)
-
-
-def assert_only_the_server_is_left(place: Place, limit_s: float) -> None:
-    deadline = time.monotonic() + limit_s
-    while True:
-        left = [pid for host in (place.first, place.second) for pid in host.pids() if pid != place.server.process.pid]
-        if not [pid for pid in left if alive(pid)]:
-            return
-        assert time.monotonic() < deadline, [words_of(pid) for pid in left]
-        time.sleep(0.05)
-
-
-def words_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return ""
-
-
-def environ_of(pid: int) -> dict[str, str]:
-    try:
-        pairs = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return {}
-    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
