@@ -59,6 +59,12 @@ def test_a_job_is_started_with_the_words_that_were_typed(tmp_path: Path) -> None
     assert again.environ == {"CUDA_VISIBLE_DEVICES": "3"}
 
 
+@pytest.mark.parametrize("words", [("--hostfile", "hosts"), ("--hostfile=hosts",), ("-H", "hosts")])
+def test_hosts_that_were_started_from_one_place_are_started_from_there(tmp_path: Path, words: tuple[str, ...]) -> None:
+    again = plan(run_folder(tmp_path, hosts=["a", "a", "b", "b"], **launched(*words, "train.py")))
+    assert again.command == (sys.executable, *RUN, *words, "train.py")
+
+
 def test_a_module_that_ran_alone_is_started_as_a_module(tmp_path: Path) -> None:
     again = plan(run_folder(tmp_path, command=[sys.executable, "-m", "a.train", "--local-rank=0", "x"]), ["y"])
     assert again.command == (sys.executable, "-m", "a.train", "x", "y")

@@ -139,12 +139,17 @@ def _plan(run: Path, config: Mapping[str, Any], added: list[str]) -> Again:
             f"start it the same way once more, and it goes on from its newest checkpoint. (What `photinus run` starts "
             f"can be started again from here.)"
         )
-    if len(hosts) > 1:
+    if len(hosts) > 1 and not (launch is not None and _starts_all_hosts(launch)):
         raise UsageError(
             f"the run had {len(hosts)} hosts ({', '.join(hosts)}). Start it on each of them as before; on {hosts[0]}, "
             f"in {folder}: {_told(Again(tuple(command), folder, environ))}"
         )
     return Again(tuple(command), folder, environ, tuple(notes))
+
+
+def _starts_all_hosts(launch: Launch) -> bool:
+    """Whether the words, typed in one place, start the workers of all hosts over ssh."""
+    return any(word.partition("=")[0] in ("--hostfile", "-H") for word in launch.words)
 
 
 def _read(run: Path) -> Mapping[str, Any]:
