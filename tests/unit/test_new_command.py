@@ -98,11 +98,11 @@ def test_help_tells_the_options_with_the_config_files_values(template: str, tmp_
 def test_the_config_file_says_what_the_command_line_does_not(tmp_path: Path) -> None:
     project = made(tmp_path / "project", "cnn")
     (project / "other.ini").write_text(
-        "[train]\nepoch = 4\nlr = 0.5\nbatch_size = 8\nout = x # y\n[model]\nwidth = 7\n"
+        "[train]\nepoch = 4\nlr = 0.5\nbatch_size = 8\nout = x # y\ntensorboard = yes\n[model]\nwidth = 7\n"
     )
     first, second = parsed(project, ["--config", "other.ini"], ["--config=other.ini", "--lr", "0.25"])
     assert (first["epochs"], first["lr"], first["out"], first["model"]) == (4, 0.5, "x", {"width": 7})
-    assert (second["epochs"], second["lr"]) == (4, 0.25)
+    assert (second["epochs"], second["lr"], second["tensorboard"], second["ddp"]) == (4, 0.25, True, False)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ def main() -> None:
             out=args.out,
             resume=args.resume,
             save_every_steps=args.save_every_steps,
+            tensorboard=args.tensorboard,
             best="accuracy",
             config=args,
         )

@@ -15,6 +15,7 @@ from typing import Any
 from photinus import World
 
 CONFIG = Path(__file__).resolve().with_name("config.ini")
+SWITCHES = ("--ddp", "--tensorboard")  # yes or no in the config file
 NEEDED = ("epochs", "lr", "batch_size", "out")
 OLD_NAMES = """\
 dashes or underscores; old names are understood as well: --epoch and --num-epochs, --learning-rate,
@@ -58,6 +59,7 @@ def options(description: str | None, words: list[str] | None = None) -> argparse
     backends = ("auto", "photinus", "nccl", "gloo", "mpi")
     add("--backend", "--dist-backend", default="auto", choices=backends, help="default auto: the best that is here")
     add("--device", default="auto", help="auto (default), cpu, cuda or cuda:0")
+    add("--tensorboard", action="store_true", help="also write event files for TensorBoard, in OUT/tensorboard")
     add("--seed", type=int, default=0, metavar="N", help="default 0")
     add("--ddp", action="store_true", help="start one process per device, as `photinus run train.py` does")
     add("--port", type=int, metavar="N", help="with --ddp: where the processes meet; default: a free port")
@@ -96,7 +98,13 @@ def _read(path: Path, parser: argparse.ArgumentParser) -> tuple[dict[str, Any], 
     except (configparser.Error, OSError, ValueError) as error:
         parser.error(f"--config {path}: {error}")
     train = file["train"] if file.has_section("train") else {}
-    words = [f"--{name.replace('_', '-')}={text}" for name, text in train.items()]
+    words = []
+    for name, text in train.items():
+        word = f"--{name.replace('_', '-')}"
+        if word in SWITCHES and text in ("yes", "no"):
+            words += [word] if text == "yes" else []
+        else:
+            words.append(f"{word}={text}")
     found, unknown = parser.parse_known_args(words)
     if unknown:
         parser.error(f"{path}, section [train]: train.py has no option {unknown[0].partition('=')[0][2:]!r}")

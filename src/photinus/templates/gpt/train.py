@@ -47,6 +47,7 @@ def main() -> None:
             out=args.out,
             resume=args.resume,
             save_every_steps=args.save_every_steps,
+            tensorboard=args.tensorboard,
             best="-valid_loss",
             config=args,
         )

@@ -44,6 +44,7 @@ def main() -> None:
             out=args.out,
             resume=args.resume,
             save_every_steps=args.save_every_steps,
+            tensorboard=args.tensorboard,
             scheduler=scheduler,
             best="accuracy",
             config=args,
