@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from photinus.trainer.metrics import read_rows
+from photinus.runlog.tables import read_rows
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 SCRIPT = REPOSITORY / "examples" / "digits" / "train_loop.py"

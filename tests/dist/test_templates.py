@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from photinus.launcher.new import TEMPLATES
-from photinus.trainer.metrics import read_rows
+from photinus.runlog.tables import read_rows
 
 pytestmark = pytest.mark.slow
 
