@@ -48,7 +48,8 @@ class Net(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        # Nothing with a bias lies right before the norm: its gradient would be a rounding error, of which AdamW makes steps.
+        # Nothing with a bias lies right before the norm: its gradient would be a rounding error, of which AdamW makes
+        # steps.
         hidden = self.norm(self.embedding(tokens).mean(dim=1))
         for block in self.blocks:
             hidden = block(hidden)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers backend fake, in the ranks too
+import torch.testing._internal.distributed.fake_pg
 
 from tests.ranks import run_ranks, values
 

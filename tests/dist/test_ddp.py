@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from photinus.parallel import DistributedDataParallel, average_gradients, broadcast_model
 from tests.dist.ddp_checks import (
-    SETTINGS,
     KIB_IN_MIB,
+    SETTINGS,
     SharedFrozenMixed,
     assert_check,
     assert_equal_on_all_ranks,

@@ -15,8 +15,8 @@ from torch import nn
 from photinus.errors import ModelMismatchError, PhotinusError
 from photinus.parallel import DistributedDataParallel, average_gradients
 from tests.dist.ddp_checks import (
-    SETTINGS,
     KIB_IN_MIB,
+    SETTINGS,
     SharedFrozenMixed,
     TwoHeads,
     assert_check,

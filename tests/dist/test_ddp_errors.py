@@ -12,8 +12,8 @@ from torch import nn
 from photinus.errors import MissingGradientError
 from photinus.parallel import DistributedDataParallel, average_gradients
 from tests.dist.ddp_checks import (
-    SETTINGS,
     KIB_IN_MIB,
+    SETTINGS,
     TwoHeads,
     assert_check,
     assert_equal_on_all_ranks,

@@ -20,8 +20,8 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 
 from photinus.parallel import DistributedDataParallel, average_gradients
 from tests.dist.ddp_checks import (
-    SETTINGS,
     KIB_IN_MIB,
+    SETTINGS,
     assert_check,
     assert_equal_on_all_ranks,
     assert_same_gradients,

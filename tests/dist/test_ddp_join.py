@@ -13,8 +13,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from photinus.parallel import DistributedDataParallel
 from tests.dist.ddp_checks import (
-    SETTINGS,
     KIB_IN_MIB,
+    SETTINGS,
     assert_check,
     assert_equal_on_all_ranks,
     checks_of,

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from photinus.errors import MissingGradientError, NonFiniteGradientError, PhotinusError
 from photinus.parallel import DistributedDataParallel, average_gradients
 from tests.dist.ddp_checks import (
-    SETTINGS,
     KIB_IN_MIB,
+    SETTINGS,
     TwoHeads,
     assert_check,
     assert_equal_on_all_ranks,

@@ -127,7 +127,7 @@ def test_ranks_are_started_anew_as_often_as_asked() -> None:
 
 def test_what_cannot_travel_is_refused_before_any_process_is_started() -> None:
     lock = threading.Lock()
-    with pytest.raises(ValueError, match="cannot be sent to other processes: cannot pickle '_thread.lock' object"):
+    with pytest.raises(ValueError, match=r"cannot be sent to other processes: cannot pickle '_thread\.lock' object"):
         photinus.launch(lambda: lock.acquire(), nprocs=2)
 
 

@@ -31,7 +31,9 @@ note = {name: os.environ.get(name) for name in names}
 note |= {"rank": world.rank, "world_size": world.world_size, "local_rank": world.local_rank, "arguments": sys.argv[1:]}
 Path(os.environ["NOTES"], f"{os.getpid()}.json").write_text(json.dumps(note))
 """
-OLD_SCRIPT = SCRIPT + """
+OLD_SCRIPT = (
+    SCRIPT
+    + """
 import argparse
 parser = argparse.ArgumentParser()
 parser.add_argument("--local_rank", type=int, default=-1)
@@ -39,6 +41,7 @@ parser.add_argument("--lr", type=float)
 options = parser.parse_args()
 assert options.local_rank == (world.local_rank if "expect" in os.environ.get("LOCAL_RANK_ARGUMENT", "") else -1)
 """
+)
 FOUR_GPUS = """
 import os, sys, torch
 def device_count():
@@ -85,8 +88,9 @@ TABLE = [
     Line(
         "C1",
         [
-            "photinus run --nproc_per_node=2 --nnodes=2 --node_rank=0 --master_addr=127.0.0.1 --master_port=PORT train.py --lr 0.1",
-            "photinus run --nproc_per_node=2 --nnodes=2 --node_rank=1 --master_addr=127.0.0.1 --master_port=PORT train.py --lr 0.1",
+            f"photinus run --nproc_per_node=2 --nnodes=2 --node_rank={host} --master_addr=127.0.0.1 --master_port=PORT "
+            f"train.py --lr 0.1"
+            for host in (0, 1)
         ],
         [(0, 4, 0), (1, 4, 1), (2, 4, 0), (3, 4, 1)],
     ),
@@ -150,13 +154,19 @@ TABLE = [
     Line("E4", ["photinus run --num_gpus 2 --master_port=PORT train.py --lr 0.1"], TWO, machine="gpus", slow=True),
     Line("E4", ["photinus run --hostfile HOSTFILE --cpu train.py --lr 0.1"], TWO),
     Line("E4", ["photinus run --hostfile HOSTFILE --num_nodes 1 --cpu train.py --lr 0.1"], TWO, slow=True),
-    Line("E4", ["photinus run --hostfile HOSTFILE --include localhost:1 --cpu train.py --lr 0.1"], [(0, 1, 0)], slow=True),
-    Line("E4", ["photinus run --hostfile HOSTFILE --exclude localhost:0 --cpu train.py --lr 0.1"], [(0, 1, 0)], slow=True),
+    Line(
+        "E4", ["photinus run --hostfile HOSTFILE --include localhost:1 --cpu train.py --lr 0.1"], [(0, 1, 0)], slow=True
+    ),
+    Line(
+        "E4", ["photinus run --hostfile HOSTFILE --exclude localhost:0 --cpu train.py --lr 0.1"], [(0, 1, 0)], slow=True
+    ),
     # E6: torchrun
     Line("E6", ["photinus run --standalone --nproc-per-node auto train.py --lr 0.1"], FOUR, machine="gpus", slow=True),
     Line("E6", ["photinus run --standalone --nproc-per-node gpu train.py --lr 0.1"], FOUR, machine="gpus", slow=True),
     Line("E6", ["photinus run --standalone --nproc-per-node 2 -m train --lr 0.1"], TWO, slow=True),
-    Line("E6", ["photinus run --nnodes=1 --nproc-per-node=2 --max-restarts=3 --master_port PORT train.py --lr 0.1"], TWO),
+    Line(
+        "E6", ["photinus run --nnodes=1 --nproc-per-node=2 --max-restarts=3 --master_port PORT train.py --lr 0.1"], TWO
+    ),
     Line(
         "E6",
         [
@@ -167,7 +177,7 @@ TABLE = [
         [(rank, 4, 0) for rank in range(4)],
         slow=True,
     ),
-]  # fmt: skip
+]
 
 
 def fill(line: str, port: int, hostfile: Path, machine: str) -> tuple[list[str], dict[str, str]]:
@@ -203,7 +213,12 @@ def test_a_launch_line_gives_each_process_its_place(tmp_path, line):
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "NOTES": str(folder), **line.environ, **environ}
         processes.append(
             subprocess.Popen(
-                words, cwd=tmp_path, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+                words,
+                cwd=tmp_path,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
             )
         )
     shown = []

@@ -190,7 +190,9 @@ def test_a_script_that_never_imports_photinus_or_torch_runs_in_silence(tmp_path)
 
 
 def test_a_program_that_is_not_python_is_run_on_every_rank(tmp_path):
-    ended = run_job("--nproc-per-node", "2", "--no-python", "bash", "-c", 'echo "$RANK of $WORLD_SIZE" > rank.$RANK', cwd=tmp_path)
+    ended = run_job(
+        "--nproc-per-node", "2", "--no-python", "bash", "-c", 'echo "$RANK of $WORLD_SIZE" > rank.$RANK', cwd=tmp_path
+    )
     assert ended.code == 0, ended.err
     assert [(tmp_path / f"rank.{rank}").read_text() for rank in range(2)] == ["0 of 2\n", "1 of 2\n"]
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -81,7 +81,9 @@ def test_node_ranks_decide_who_leads_and_who_is_first(tmp_path):
 
 
 def test_a_failure_is_told_whole_by_the_leader_and_in_short_by_the_others(tmp_path):
-    text = NOTE + "time.sleep(0.3)\nif os.environ['RANK'] == '1': raise RuntimeError('the disk is full')\ntime.sleep(60)"
+    text = (
+        NOTE + "time.sleep(0.3)\nif os.environ['RANK'] == '1': raise RuntimeError('the disk is full')\ntime.sleep(60)"
+    )
     path, port = script(tmp_path, text), free_port()
     first = launch(port, "--node-rank", 0, "--max-restarts", 1, path, tmp_path)
     second = launch(port, "--node-rank", 1, "--max-restarts", 1, path, tmp_path)
@@ -184,10 +186,8 @@ def squatter(behaviour: Callable[[socket.socket], None]) -> Iterator[tuple[int, 
                 except TimeoutError:
                     continue
                 kept.append(connection)
-                try:
+                with suppress(OSError):
                     behaviour(connection)
-                except OSError:
-                    pass
             for connection in kept:
                 connection.close()
 
@@ -241,7 +241,9 @@ def test_a_port_held_by_another_job_is_told_apart(tmp_path):
 
 def test_one_hosts_taken_port_is_found_before_anything_starts(tmp_path):
     with squatter(lambda connection: None) as (port, pid):
-        job = RunningJob(["--cpu", "--nproc-per-node", "1", "--master-port", str(port), script(tmp_path, NOTE), tmp_path])
+        job = RunningJob(
+            ["--cpu", "--nproc-per-node", "1", "--master-port", str(port), script(tmp_path, NOTE), tmp_path]
+        )
         end = job.end()
     assert end.code == 1
     assert f"port {port} of 127.0.0.1 is taken by " in end.err
@@ -291,10 +293,12 @@ def listeners_of(pids: list[int]) -> list[tuple[str, int]]:
 
 
 def test_a_client_without_the_secret_reaches_no_unpickler_and_nothing_listens_for_the_world(tmp_path):
-    text = NOTE + f"""
+    text = (
+        NOTE
+        + """
 import torch, torch.distributed as dist
 dist.init_process_group("photinus")
-(folder / f"met-{{os.environ['RANK']}}").write_text("yes")
+(folder / f"met-{os.environ['RANK']}").write_text("yes")
 while not (folder / "go").exists(): time.sleep(0.01)
 total = torch.ones(3) * (dist.get_rank() + 1)
 dist.all_reduce(total)
@@ -303,6 +307,7 @@ dist.all_gather_object(objects, dist.get_rank())
 assert total.tolist() == [3.0] * 3 and objects == [0, 1]
 dist.destroy_process_group()
 """
+    )
     path, port = script(tmp_path, text), free_port()
     jobs = [launch(port, path, tmp_path, PHOTINUS_JOB_SECRET="known to few") for _ in range(2)]
     jobs[0].wait_for(tmp_path / "met-0", tmp_path / "met-1")
@@ -317,10 +322,8 @@ dist.destroy_process_group()
             with socket.create_connection(("127.0.0.1", each), timeout=5) as stranger:
                 stranger.sendall(data)
                 stranger.settimeout(0.2)
-                try:
+                with suppress(OSError):
                     stranger.recv(1000)
-                except OSError:
-                    pass
     (tmp_path / "go").write_text("on")
     for end in ended(*jobs):
         assert end.code == 0, end.err

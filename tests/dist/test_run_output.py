@@ -35,7 +35,9 @@ time.sleep(60)
 def test_files_are_whole_and_end_with_the_failure_and_the_report_has_the_last_lines(tmp_path: Path) -> None:
     path = script(tmp_path, TALKS_AND_DIES)
     logs = tmp_path / "logs"
-    ended = run_job("--nproc-per-node", "2", "--max-restarts", "1", "--log-dir", logs, "--redirects", "1", "--tee", "2", path)
+    ended = run_job(
+        "--nproc-per-node", "2", "--max-restarts", "1", "--log-dir", logs, "--redirects", "1", "--tee", "2", path
+    )
     assert ended.code == 1
     [folder] = logs.iterdir()
     assert f"photinus: logs in {folder}\n" in ended.err
@@ -179,7 +181,18 @@ def test_a_disk_that_fills_up_costs_the_files_and_not_the_training(tmp_path: Pat
     wrap = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs -o size=64k tmpfs "{logs}" && exec "$@"', "sh"]
     if shutil.which("unshare") is None or subprocess.run([*wrap, "true"], capture_output=True).returncode != 0:
         pytest.skip("mounting a small file system is not allowed here")
-    command = [sys.executable, "-m", "photinus", "run", "--nproc-per-node", "2", "--log-dir", str(logs), "--redirects", "3"]
+    command = [
+        sys.executable,
+        "-m",
+        "photinus",
+        "run",
+        "--nproc-per-node",
+        "2",
+        "--log-dir",
+        str(logs),
+        "--redirects",
+        "3",
+    ]
     ended = subprocess.run(
         [*wrap, *command, str(script(tmp_path, text))], capture_output=True, text=True, timeout=DEADLINE_S
     )

@@ -60,9 +60,7 @@ def _alone(optimizer: str = "adamw", steps: int = 5, **options: Any) -> dict[str
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_every_strategy_trains_the_very_bits_of_ddp_and_the_model_of_one_process(
-    two: RankPool, optimizer: str
-) -> None:
+def test_every_strategy_trains_the_very_bits_of_ddp_and_the_model_of_one_process(two: RankPool, optimizer: str) -> None:
     command = {"do": "train", "optimizer": optimizer}
     ddp = two.ask({**command, "strategy": "ddp"})[0]
     assert _distance(ddp["model"], _alone(optimizer)["model"]) < 1e-6
@@ -172,7 +170,9 @@ def test_a_validation_between_backward_and_step_does_not_train_stale_parameters(
         assert two.ask({"do": "evaluate_inside_step", "strategy": strategy})[0] == ddp
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [("zero3", "ddp"), ("zero1", "zero2"), ("ddp", "zero3"), ("zero2", "zero1")])
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("zero3", "ddp"), ("zero1", "zero2"), ("ddp", "zero3"), ("zero2", "zero1")]
+)
 def test_a_checkpoint_of_one_strategy_goes_on_under_another(
     two: RankPool, tmp_path: Path, saved: str, loaded: str
 ) -> None:
@@ -223,7 +223,10 @@ def test_a_loop_with_two_optimizers_goes_on_as_if_it_had_not_been_cut(
         ("zero3", "dtypes", r"ValueError: .* in one unit \(Sequential\) parameters are float32 and float64"),
         ("zero3", "sparse", "ValueError: strategy 'zero3' cannot split the sparse gradient of 2"),
         ("zero2", "twice", "ValueError: the model is wrapped already"),
-        *((strategy, "option", f"TypeError: strategy '{strategy}' has no option 'no_such_option'") for strategy in ZERO),
+        *(
+            (strategy, "option", f"TypeError: strategy '{strategy}' has no option 'no_such_option'")
+            for strategy in ZERO
+        ),
     ],
 )
 def test_what_a_strategy_does_not_suit_is_refused_by_name_before_anything_changes(
@@ -240,7 +243,9 @@ def test_the_same_at_other_world_sizes_and_over_gloo(tmp_path: Path, world_size:
     with _pool(world_size, backend, tmp_path) as pool:
         for options in ({}, {"parts": 2}, {"clip": 0.2}):
             # In parts, batch norm sees other batches in one process than on several ranks.
-            alone = pool.ask({"do": "train", "strategy": "ddp", **options})[0] if "parts" in options else _alone(**options)
+            alone = (
+                pool.ask({"do": "train", "strategy": "ddp", **options})[0] if "parts" in options else _alone(**options)
+            )
             for strategy in (*SHARING, "torch-ddp"):
                 told = pool.ask({"do": "train", "strategy": strategy, **options})[0]
                 assert _distance(told["model"], alone["model"]) < 2e-6, (strategy, options)

@@ -32,7 +32,9 @@ def waited_ms(rank: int) -> dict[str, float]:
         "all_reduce, waited for": lambda: dist.all_reduce(tensor, async_op=True).wait(),
         "reduce_scatter": lambda: dist.reduce_scatter(tensor, [part.clone() for part in parts]),
         "all_gather": lambda: dist.all_gather(parts, tensor),
-        "all_to_all": lambda: dist.all_to_all_single(torch.empty(8), tensor, *([[3, 5], [3, 5]] if rank == 0 else [[5, 3], [5, 3]])),
+        "all_to_all": lambda: dist.all_to_all_single(
+            torch.empty(8), tensor, *([[3, 5], [3, 5]] if rank == 0 else [[5, 3], [5, 3]])
+        ),
     }
     found = {}
     waiting_time.start()
