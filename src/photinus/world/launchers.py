@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from .. import env
 from .slurm import SlurmStep, slurm_step
 
 __all__ = ["Told", "told_by_scheduler", "told_by_torchrun"]
@@ -69,7 +70,10 @@ def told_by_torchrun(environ: Mapping[str, str]) -> Told | None:
     Raises:
         ValueError: a variable is not a whole number.
     """
-    return _read(_TORCHRUN, environ)
+    told = _read(_TORCHRUN, environ)
+    if told is not None and env.EXPECTED_WORLD_SIZE.name in environ:  # which only ours sets
+        return replace(told, launcher="photinus run")
+    return told
 
 
 def told_by_scheduler(environ: Mapping[str, str]) -> Told | None:

@@ -103,6 +103,8 @@ class Leader:
                 await caller.refuse(f"nothing here is called {kind!r}")
         except (OSError, asyncio.IncompleteReadError, asyncio.TimeoutError, messages.MessageError):
             pass  # went away, or is told off by the closed connection; a host's end is told in _host
+        except asyncio.CancelledError:
+            pass  # by `close` or a new attempt; Python 3.10 and 3.11 would print a traceback for a server's task
         finally:
             writer.close()
 

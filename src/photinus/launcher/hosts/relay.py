@@ -62,6 +62,8 @@ class Relay:
                     await splice((reader, writer), there)
                 finally:
                     there[1].close()
+        except asyncio.CancelledError:
+            pass  # by `close`; Python 3.10 and 3.11 would print a traceback for a server's task
         finally:
             writer.close()
             self._carried.discard(task)
