@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .trainer import init as init
     from .trainer import load as load
     from .trainer import loader as loader
+    from .trainer import preemption as preemption
     from .trainer import save as save
     from .trainer import wrap as wrap
     from .world import World as World
@@ -39,6 +40,7 @@ _HOMES = {
     "init": "photinus.trainer",
     "load": "photinus.trainer",
     "loader": "photinus.trainer",
+    "preemption": "photinus.trainer",
     "save": "photinus.trainer",
     "trace": "photinus.parallel",
     "wrap": "photinus.trainer",

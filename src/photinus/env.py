@@ -126,6 +126,18 @@ LAUNCH: Variable[str | None] = Variable(
     None,
     "the words of `photinus run` that started this process; set by it, and written into a run's config.json",
 )
+PREEMPT_AT_STEP: Variable[int | None] = Variable(
+    "PHOTINUS_PREEMPT_AT_STEP",
+    _count,
+    None,
+    "a trial of preemption: rank 0 is asked to suspend when it has done this step, in the job's first attempt",
+)
+SUSPEND_FILE: Variable[str | None] = Variable(
+    "PHOTINUS_SUSPEND_FILE",
+    str,
+    None,
+    "where a worker tells its launcher that it can suspend; set by `photinus run`",
+)
 ATTEMPT: Variable[int] = Variable(
     "TORCHELASTIC_RESTART_COUNT", int, 0, "how often the launcher has restarted the workers; set by the launcher"
 )
@@ -143,5 +155,7 @@ ALL: tuple[Variable[object], ...] = (  # type: ignore[assignment]
     LISTEN_FD,
     CONDUCTED_AS,
     LAUNCH,
+    PREEMPT_AT_STEP,
+    SUSPEND_FILE,
     ATTEMPT,
 )

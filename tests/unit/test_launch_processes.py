@@ -225,7 +225,7 @@ def test_a_second_interrupt_cuts_the_grace_short(tmp_path):
     text = f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen({str(tmp_path / 'ready')!r}, 'w')\ntime.sleep(100)\n"
     with workers(tmp_path, text, count=1) as (processes, _, interrupts):
         wait_until((tmp_path / "ready").exists)
-        timers = [threading.Timer(0.1 * n, os.kill, (os.getpid(), signal.SIGTERM)) for n in (1, 2)]
+        timers = [threading.Timer(0.3 * n, os.kill, (os.getpid(), signal.SIGTERM)) for n in (1, 2)]
         for timer in timers:
             timer.start()
         begun = time.monotonic()

@@ -37,6 +37,7 @@ from .output import Output
 from .processes import Processes, Start
 from .rendezvous import JobRendezvous
 from .report import last_words
+from .suspension import saved
 
 T = TypeVar("T")
 
@@ -80,6 +81,10 @@ class Agent(SimpleElasticAgent):
         self._restarts = 0
         self._delay_s = 0.0
         self._told_finished = False
+        self._began_s: float | None = None
+        self._tried = False  # --preempt-after
+        self._told_waiting = False
+        self.suspension: str | None = None
 
     @property
     def failure(self) -> Verdict | None:
@@ -146,6 +151,7 @@ class Agent(SimpleElasticAgent):
         assert processes is not None
         processes.wait(_MONITOR_STEP_S)
         self._raise_if_interrupted()
+        self._pass_on_suspension(processes)
         processes.kill_overdue(self._job.stop_grace_s)
         order = self._colleagues.order()
         if order is None and not processes.running() and not processes.failed() and not self._told_finished:
@@ -153,7 +159,9 @@ class Agent(SimpleElasticAgent):
             self._colleagues.finished()
             order = self._colleagues.order()
         if processes.failed() or (order is not None and order.kind == "stop"):
-            processes.settle(_SETTLE_S, _CULPRIT_S)
+            # Ranks that suspend leave at about the same time, each when it is done with what it has open.
+            quiet_s = self._job.stop_grace_s if processes.suspended() else 0.0
+            processes.settle(max(_SETTLE_S, quiet_s), max(_CULPRIT_S, quiet_s))
             self._raise_if_interrupted()
             self._end(signal.SIGTERM, self._job.stop_grace_s)
             self._raise_if_interrupted()
@@ -194,7 +202,7 @@ class Agent(SimpleElasticAgent):
             return self._called(answer)
         self._verdict = answer
         self._delay_s = answer.delay_s
-        self._restarts += answer.restart
+        self._restarts += answer.restart and not answer.suspended
         self._remaining_restarts = int(answer.restart)  # elastic counts down, and asks whether one is left
         failures = {
             death.rank: ProcessFailure(death.local_rank, death.pid, death.status, error_file="")
@@ -219,8 +227,42 @@ class Agent(SimpleElasticAgent):
     def _raise_if_interrupted(self) -> None:
         number = self._interrupts.first
         if number is not None:
+            self._let_save(number)  # before the other hosts hear of it: their ranks take part
             self._colleagues.leave(f"left, ended by {number.name}", 128 + number)
             raise SignalException(f"the launcher got {number.name}", number)
+
+    def _let_save(self, number: signal.Signals) -> None:
+        """The launcher was asked to end, and nobody sits waiting at a keyboard: workers that can save first."""
+        processes = self._processes
+        if number not in (signal.SIGTERM, signal.SIGHUP) or processes is None or not processes.can_suspend():
+            return
+        processes.suspend(self._job.stop_grace_s)
+        if processes.suspended():
+            self.suspension = saved(processes.deaths())
+        else:
+            self._output.say(
+                f"photinus: the workers had not saved within {self._job.stop_grace_s:g} s (--stop-grace); the last "
+                f"checkpoint is an earlier one\n"
+            )
+
+    def _pass_on_suspension(self, processes: Processes) -> None:
+        """SIGUSR1 to the launcher is for its workers, as soon as they hear it."""
+        job, interrupts = self._job, self._interrupts
+        self._began_s = self._began_s or time.monotonic()
+        if job.preempt_after_s is not None and not self._tried:
+            self._tried = time.monotonic() - self._began_s >= job.preempt_after_s
+            interrupts.suspension_wanted |= self._tried
+        if not interrupts.suspension_wanted:
+            return
+        if processes.can_suspend():
+            interrupts.suspension_wanted = self._told_waiting = False
+            processes.ask_to_suspend()
+        elif not self._told_waiting:
+            self._told_waiting = True
+            self._output.say(
+                "photinus: asked to suspend; no worker is inside a loop that saves (photinus.Loop with `out`, or "
+                "photinus.preemption) yet: waiting for one\n"
+            )
 
     def _construct_event(self, state: str, source: EventSource, *args: Any, **kwargs: Any) -> Event:
         # Elastic would look up the host's full name for each event (10 s where the name server does not answer), to

@@ -196,5 +196,4 @@ class OneHost:
         return verdict
 
     def leave(self, reason: str, exit_code: int) -> None:
-        """Nobody is there to be told; the store goes."""
-        self._store = None
+        """Nobody is there to be told. The store stays as long as workers do, who look into it and would complain."""

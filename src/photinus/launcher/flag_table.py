@@ -40,8 +40,12 @@ _GROUPS = {
         Flag(
             "--stop-grace",
             "SECONDS",
-            ("time to leave for the other workers after one failed,", "before they are killed. default: 5"),
+            (
+                "time to leave for the other workers after one failed, or",
+                "to save after SIGTERM, before they are killed. default: 5",
+            ),
         ),
+        Flag("--preempt-after", "SECONDS", ("a trial: after so long, all save, leave and start again",)),
         Flag("--use-env", "", ("do not give --local_rank to a script that takes it",)),
         Flag("--no-python", "", ("what follows is a program, not a Python script",)),
         Flag("-m", "MODULE", ("run a module, as `python -m` does; ends the flags",)),

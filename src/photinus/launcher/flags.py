@@ -119,6 +119,7 @@ class RunFlags:
         dry_run: only say what would be started.
         stop_grace_s: seconds that workers get between SIGTERM and SIGKILL after a failure.
         use_env: do not give --local_rank to scripts that take it.
+        preempt_after_s: a trial: ask the workers to suspend after so long, once.
     """
 
     program: Program | None
@@ -129,6 +130,7 @@ class RunFlags:
     dry_run: bool = False
     stop_grace_s: float = 5.0
     use_env: bool = False
+    preempt_after_s: float | None = None
     hosts: HostFlags = field(default_factory=HostFlags)
     selection: SelectionFlags = field(default_factory=SelectionFlags)
     logs: LogFlags = field(default_factory=LogFlags)
@@ -183,6 +185,7 @@ def parse_run(arguments: Sequence[str]) -> RunFlags:
         dry_run="--dry-run" in given,
         stop_grace_s=read_seconds(*given["--stop-grace"]) if "--stop-grace" in given else 5.0,
         use_env="--use-env" in given,
+        preempt_after_s=read_seconds(*given["--preempt-after"]) if "--preempt-after" in given else None,
         hosts=_host_flags(given),
         selection=_selection_flags(given),
         logs=_log_flags(given),

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and their like, noted when they come and acted upon at safe points.
+"""Ctrl-C, SIGTERM and their like, noted when they come and acted upon at safe points; SIGUSR1 asks to suspend.
 
 An exception thrown from a signal handler could strike between the start of a process and the note of its pid. So the
 handlers only write the signal down; a byte in a pipe wakes whoever waits. Only as long as nothing has been started
@@ -11,12 +11,15 @@ import contextlib
 import os
 import select
 import signal
+import time
 import types
 from collections.abc import Iterator
 
 __all__ = ["SIGNALS", "Interrupted", "Interrupts", "taking_interrupts"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_FROM_A_KEYBOARD = (signal.SIGINT, signal.SIGQUIT)
+_ONE_REQUEST_S = 0.1
 
 
 class Interrupted(BaseException):
@@ -29,6 +32,8 @@ class Interrupts:
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.received: list[signal.Signals] = []
+        self.suspension_wanted = False  # SIGUSR1 has come, and nobody has acted upon it
+        self._first_at_s = 0.0
         self._strike_at_once = False
 
     @property
@@ -43,6 +48,14 @@ class Interrupts:
 
     def note(self, number: int, frame: types.FrameType | None) -> None:
         """The signal handler."""
+        if number == signal.SIGUSR1:
+            self.suspension_wanted = True
+            return
+        # `timeout` and schedulers signal a process and its group: what then comes twice at once is one request.
+        now_s = time.monotonic()
+        if self.received and number not in _FROM_A_KEYBOARD and now_s - self._first_at_s < _ONE_REQUEST_S:
+            return
+        self._first_at_s = self._first_at_s if self.received else now_s
         self.received.append(signal.Signals(number))
         if self._strike_at_once:
             self._strike_at_once = False
@@ -74,13 +87,13 @@ class Interrupts:
 
 @contextlib.contextmanager
 def taking_interrupts() -> Iterator[Interrupts]:
-    """Takes SIGINT, SIGTERM, SIGHUP and SIGQUIT during the block, but not those that are ignored (nohup)."""
+    """Takes SIGINT, SIGTERM, SIGHUP, SIGQUIT and SIGUSR1 during the block, but not those that are ignored (nohup)."""
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
     os.set_blocking(writing, False)
     interrupts = Interrupts(reading)
 
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGUSR1)}
     wakeup_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     try:
         for number, handler in before.items():

@@ -24,6 +24,7 @@ class Job:
         usable_cores: for the default of OMP_NUM_THREADS.
         cpu_only: hide GPUs from the workers.
         environ: the launcher's environment, which the workers inherit.
+        preempt_after_s: a trial: ask the workers to suspend after so long, once.
     """
 
     program: Program
@@ -35,3 +36,4 @@ class Job:
     usable_cores: int
     cpu_only: bool
     environ: Mapping[str, str]
+    preempt_after_s: float | None = None

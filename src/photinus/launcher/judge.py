@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from .cgroup import OomKills
 from .report import Death, exit_code_of, first_cause, hopeless, signature, tell_failure
+from .suspension import ended_suspended, tell_suspension
 
 __all__ = ["Judge", "Verdict", "backoff_s"]
 
@@ -30,6 +31,7 @@ class Verdict:
         exit_code: of the job, if this was the last attempt.
         text: the whole block for the terminal.
         short: the same in two lines, for the other hosts' terminals.
+        suspended: nothing failed: the workers saved and left, and are started again.
     """
 
     restart: bool
@@ -39,6 +41,7 @@ class Verdict:
     exit_code: int
     text: str
     short: str
+    suspended: bool = False
 
 
 class Judge:
@@ -52,6 +55,7 @@ class Judge:
         self._max_restarts = max_restarts
         self._restarts = 0
         self._quick_failures = 0
+        self._quick_suspensions = 0
         self._cause: Death | None = None
 
     @property
@@ -71,6 +75,9 @@ class Judge:
     ) -> Verdict:
         """Finds the first cause among the deaths of all hosts (not empty) and decides."""
         cause = first_cause(deaths)
+        if ended_suspended(deaths):
+            return self._suspended(cause, deaths, world_size)
+        self._quick_suspensions = 0
         self._quick_failures = self._quick_failures + 1 if cause.lived_s < _QUICK_S else 0
         why_not = hopeless(cause, deaths, world_size)
         again = self._cause is not None and signature(cause) == signature(self._cause)
@@ -101,3 +108,10 @@ class Judge:
         head = next(line for line in text.splitlines() if line.startswith("photinus: "))
         short = f"{head} (host {cause.host})\nphotinus: {next_step}\n"
         return Verdict(restart, delay_s, cause.rank, cause.host, exit_code_of(cause), text, short)
+
+    def _suspended(self, cause: Death, deaths: Sequence[Death], world_size: int) -> Verdict:
+        """Another attempt, which costs none of the restarts; but workers that suspend at once again are slowed down."""
+        self._quick_suspensions = self._quick_suspensions + 1 if cause.lived_s < _QUICK_S else 0
+        delay_s = backoff_s(self._quick_suspensions)
+        text = tell_suspension(deaths, world_size=world_size, delay_s=delay_s)
+        return Verdict(True, delay_s, cause.rank, cause.host, exit_code_of(cause), text, text, suspended=True)

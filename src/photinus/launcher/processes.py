@@ -3,6 +3,7 @@
     start   each worker in a session and process group of its own, protected by the guard
     wait    sleeps until a worker ends (pidfd), an interrupt comes or the time is over
     settle  after the first failure: lets the others say what they saw
+    suspend asks them to save and leave, where they can
     stop    a signal, a grace, then SIGKILL to whole groups, so that data loaders die as well
 
 A worker that has ended is left unreaped until `stop`: as long as it is there, its pid and process group cannot become
@@ -27,11 +28,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .. import env
 from .guard import Guard
 from .interrupts import Interrupts
 from .output import Output
 from .program import Program
 from .report import Death, Raised
+from .suspension import HEARD, ONLY_ASKED_BY_SIGTERM
 
 __all__ = ["Processes", "Start", "adopting_orphans"]
 
@@ -59,12 +62,14 @@ class _Worker:
     pidfd: int
     error_file: int  # memory files, see the module's docstring
     fault_file: int
+    suspend_file: int
     started_at_s: float
     status: int | None = None  # exit code or minus the signal, once it has ended
     seen_at_s: float = 0.0
     recorded_at_s: float | None = None  # when the launcher first saw that it had raised
     asked_to_leave: bool = False  # by the launcher, while it ran well
     killed_by_us: bool = False
+    ended_outright: bool = False  # by SIGKILL where SIGTERM would only have asked it to save
     overdue_s: float | None = None
 
     def record(self) -> Raised | None:
@@ -75,6 +80,15 @@ class _Worker:
         """Whether it has come to its end by an exception. (A record of torch's `@record` may have been survived.)"""
         record = self.record()
         return record is not None and record.raised_at_s is not None
+
+    def hears(self, letters: str) -> bool:
+        """Whether it has written one of these letters (see suspension.py)."""
+        return _content(self.suspend_file)[:1] in tuple(letters)
+
+    def has_suspended(self) -> bool:
+        """Whether it has recorded that it saved its work and leaves."""
+        record = self.record()
+        return record is not None and record.suspended
 
     def leaving(self) -> bool:
         """Whether it has raised, its own hooks are done, and it only has to leave (see `worker._fail`)."""
@@ -129,6 +143,36 @@ class Processes:
         """Whether a worker has not ended."""
         return any(worker.status is None for worker in self._workers)
 
+    def can_suspend(self) -> bool:
+        """Whether a running worker would hear a request to suspend."""
+        return not self._stopped and any(w.status is None and w.hears(HEARD) for w in self._workers)
+
+    def suspended(self) -> bool:
+        """Whether a worker has saved and is leaving, or has left, because it was asked to."""
+        return any(worker.has_suspended() for worker in self._workers)
+
+    def ask_to_suspend(self) -> None:
+        """Sends SIGUSR1 to the workers that hear it; their ranks agree on a step, save and leave."""
+        for worker in self._workers:
+            if worker.status is None and worker.hears(HEARD):
+                signal.pidfd_send_signal(worker.pidfd, signal.SIGUSR1)
+
+    def suspend(self, grace_s: float) -> None:
+        """Sends SIGTERM to all workers and waits until they have saved and left; `stop` has to follow.
+
+        Returns earlier when one ends otherwise, without which the rest cannot save, or the user is impatient.
+        """
+        deadline = time.monotonic() + grace_s
+        for worker in self._workers:
+            if worker.status is None:
+                worker.asked_to_leave = True
+                for number in (signal.SIGTERM, signal.SIGCONT):
+                    signal.pidfd_send_signal(worker.pidfd, number)
+        while self.running() and time.monotonic() < deadline and not self._interrupts.impatient:
+            self.wait(min(0.1, deadline - time.monotonic()))
+            if any(worker.status not in (None, 0) and not worker.has_suspended() for worker in self._workers):
+                return
+
     def kill_overdue(self, grace_s: float) -> None:
         """Kills workers that raised an exception but have not left: the others wait for them in vain.
 
@@ -177,7 +221,11 @@ class Processes:
                 worker.asked_to_leave = not worker.has_raised()
                 # SIGINT would only make an interpreter that is still starting print where it was interrupted.
                 started = os.fstat(worker.fault_file).st_size > 0
-                for number in (ask if started else signal.SIGTERM, signal.SIGCONT):
+                ask_it = ask if started else signal.SIGTERM
+                if ask_it == signal.SIGTERM and worker.hears(ONLY_ASKED_BY_SIGTERM):
+                    worker.ended_outright = True
+                    ask_it = signal.SIGKILL
+                for number in (ask_it, signal.SIGCONT):
                     signal.pidfd_send_signal(worker.pidfd, number)
         while self.running() and time.monotonic() < deadline and not self._interrupts.impatient:
             self.wait(min(0.1, deadline - time.monotonic()))
@@ -192,14 +240,15 @@ class Processes:
                 continue
             assert worker.status is not None
             # A worker that was asked to leave has no failure of its own, unless somebody else killed it just then.
-            struck = worker.status == -signal.SIGKILL and not worker.killed_by_us
+            outright = worker.ended_outright and worker.status == -signal.SIGKILL
+            struck = worker.status == -signal.SIGKILL and not worker.killed_by_us and not outright
             deaths.append(
                 Death(
                     rank=worker.start.rank,
                     local_rank=worker.start.local_rank,
                     pid=worker.process.pid,
                     host=host,
-                    status=worker.status,
+                    status=-signal.SIGTERM if outright else worker.status,
                     seen_at_s=worker.seen_at_s,
                     lived_s=worker.seen_at_s - worker.started_at_s,
                     raised=worker.record(),
@@ -222,11 +271,13 @@ class Processes:
         for worker in self._workers:
             os.close(worker.error_file)
             os.close(worker.fault_file)
+            os.close(worker.suspend_file)
         self._workers.clear()
 
     def _start(self, start: Start) -> _Worker:
         error_file = os.memfd_create(f"photinus-error-{start.rank}")
         fault_file = os.memfd_create(f"photinus-fault-{start.rank}")
+        suspend_file = os.memfd_create(f"photinus-suspend-{start.rank}")
         here = f"/proc/{os.getpid()}/fd"
         command = [sys.executable, _WORKER_FILE, str(os.getpid()), f"{here}/{fault_file}"]
         command += [self._program.kind, self._program.target, *self._program.arguments_of(start.local_rank)]
@@ -234,7 +285,7 @@ class Processes:
         try:
             process = subprocess.Popen(
                 command,
-                env=start.environ(f"{here}/{error_file}"),
+                env={**start.environ(f"{here}/{error_file}"), env.SUSPEND_FILE.name: f"{here}/{suspend_file}"},
                 stdin=None if start.rank == 0 else subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
@@ -243,6 +294,7 @@ class Processes:
         except OSError:
             os.close(error_file)
             os.close(fault_file)
+            os.close(suspend_file)
             raise
         finally:
             for end in (stdout, stderr):
@@ -251,7 +303,7 @@ class Processes:
         self._guard.protect(process.pid)
         pidfd = os.pidfd_open(process.pid)
         self._poll.register(pidfd, select.POLLIN)
-        return _Worker(start, process, pidfd, error_file, fault_file, time.monotonic())
+        return _Worker(start, process, pidfd, error_file, fault_file, suspend_file, time.monotonic())
 
     def _note_ends(self) -> None:
         now = time.monotonic()

@@ -109,6 +109,11 @@ class Raised:
         return self.chain[0][1]
 
     @property
+    def suspended(self) -> bool:
+        """Whether it is no failure: the worker saved its work and left (`photinus.preemption.Suspended`)."""
+        return self.type_name == "Suspended"
+
+    @property
     def lost_a_peer(self) -> bool:
         """Whether the exception, or one behind it, says that another rank was lost."""
         return any(
@@ -151,6 +156,11 @@ class Death:
     def consequence(self) -> bool:
         """Whether it died only because another did."""
         return self.ended_by_us or (self.raised is not None and self.raised.lost_a_peer)
+
+    @property
+    def suspended(self) -> bool:
+        """Whether it saved its work and left because it was asked to."""
+        return self.raised is not None and self.raised.suspended
 
     @property
     def signal_name(self) -> str | None:

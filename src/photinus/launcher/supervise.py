@@ -78,6 +78,7 @@ def supervise(flags: RunFlags, program: Program) -> int:
             usable_cores=usable_cores(),
             cpu_only=flags.cpu,
             environ=environ,
+            preempt_after_s=flags.preempt_after_s,
         )
         logs = plan_logs(flags.logs)
         logs.check(job.local_world_size)
@@ -92,6 +93,8 @@ def supervise(flags: RunFlags, program: Program) -> int:
             with adopting_orphans():
                 result = agent.run()
         except signal_exception:
+            if agent.suspension is not None:
+                output.say(f"photinus: suspended at {agent.suspension}; the same command goes on from there\n")
             return _interrupted(interrupts, output, f"{chosen.count} workers were ended")
         except JobEndedError as ended:
             # A signal to all hosts: another's end is no news then, if it arrives first.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import preemption
 from .checkpoint import CheckpointFolder, load, save
 from .config import dataset_folder
 from .data import loader
@@ -23,6 +24,7 @@ __all__ = [
     "init",
     "load",
     "loader",
+    "preemption",
     "save",
     "unwrap",
     "wrap",

@@ -8,6 +8,7 @@ from pathlib import Path
 from ..errors import CollectiveError
 from ..runlog.events import EVENTS, append_event
 from .position import Position
+from .preemption import Suspended
 
 __all__ = ["Ending"]
 
@@ -35,6 +36,8 @@ class Ending:
         with contextlib.suppress(OSError):
             if error is None or (isinstance(error, SystemExit) and not error.code):
                 self.end("left")
+            elif isinstance(error, Suspended):
+                self.end("left", f"suspended at {error}")
             elif isinstance(error, KeyboardInterrupt):
                 self.end("left", "Ctrl-C")
             else:

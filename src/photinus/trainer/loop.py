@@ -32,12 +32,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from .. import env
 from ..errors import PhotinusError
 from ..parallel import strategy_of, uncompiled
 from ..parallel.recording import recorded_span
 from ..runlog.process import this_process
 from ..runlog.tables import OWN_COLUMNS, Row
-from . import rng
+from . import preemption, rng
 from .agreement import from_rank_0, gather_per_rank, together
 from .arguments import whole_number
 from .checkpoint import Checkpoint, on_all_ranks
@@ -106,6 +107,8 @@ class Loop:
         curves: whether rank 0 draws `curves.png` at the end.
         tensorboard: whether rank 0 also writes event files for TensorBoard, in `tensorboard/` of `out`.
         config: the script's own options (a dict or an argparse.Namespace), recorded in config.json.
+        suspend: on SIGTERM or SIGUSR1 to any rank, all finish the same step, save, and leave (`preemption.Suspended`),
+            to be resumed later. Only with `out`; False leaves the signals their meaning.
 
     Raises:
         ValueError, TypeError: an argument that cannot be right; the message says which, and what was needed.
@@ -149,6 +152,7 @@ class Loop:
         curves: bool = True,
         tensorboard: bool = False,
         config: Any = None,
+        suspend: bool = True,
     ) -> None:
         self._session = session = require_session("photinus.Loop")
         self.out = None if out is None else Path(out)
@@ -169,6 +173,8 @@ class Loop:
         self._unstepped = False  # a backward was made that no optimizer step has used yet
         self._save_wanted = False
         self._stop_wanted = False
+        self._takes_signals = suspend and out is not None  # else there would be nothing to resume from
+        self._suspending = False  # all ranks have agreed to leave when the next checkpoint is saved
         self._saved_step = -1
         self._rng: Mapping[str, Any] | None = None  # to restore just before the first batch
         self._position = Position()
@@ -355,6 +361,7 @@ class Loop:
         self._restore_random_numbers()
         position, clock = self._position, self._clock
         clock.start()
+        watch = preemption.Watch(self._takes_signals)
         try:
             while not self.finished:
                 self._begin_epoch()
@@ -366,7 +373,11 @@ class Loop:
                     ended, self._batch = self.epoch_ended, None
                     position.step += 1
                     position.batches_done += 1
+                    self._suspending = self._suspending or watch.requested(position.step)
+                    self._save_wanted |= self._suspending
                     self._after_body(batch, ended)
+                    if self._suspending and self._saved_step == position.step and not self.finished:
+                        self._leave_suspended()
                     if position.stopped_of:
                         break
             self._finish()
@@ -376,6 +387,7 @@ class Loop:
                 self._batch = None
                 self._losses.drop_last()
             self._progress.close()
+            watch.close()
 
     def _next(self, batches: Iterator[Batch]) -> Batch | None:
         """The epoch's next batch; None after the last."""
@@ -461,6 +473,13 @@ class Loop:
             self._folder.end_epoch(position.history, self._session.aside_s - self._validated_s)
         self._validated_s = self._session.aside_s
         self._progress.end_epoch(position.epochs_done, _measured(row), row["samples_per_s"], row["elapsed_s"])
+
+    def _leave_suspended(self) -> None:
+        words = f"step {self._position.step}, saved in {self.checkpoint}"
+        self._progress.close()
+        if self._session.is_main and env.SUSPEND_FILE.get() is None:  # else the launcher says it
+            say(f"suspended at {words}: start the same again, and it goes on from there")
+        preemption.leave(words)
 
     def _finish(self) -> None:
         if self._saved_step != self._position.step:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from .. import env
 from ..errors import CollectiveError, NotInitializedError, WorldSizeError
 from ..world import World, check_company, find_rendezvous
+from . import preemption
 from .agreement import gather_per_rank
 from .placement import choose_backend, choose_device
 from .progress import say
@@ -120,6 +121,7 @@ class Session:
         self._tell_end(None)
         if _current is self:
             _current = self._outer
+        preemption.close()
         if self._owned and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -296,8 +298,12 @@ def _meet(place: World) -> tuple[World, list[_Member]]:
 def _tell_peers(error: BaseException) -> None:
     """Lets the peers read why this rank goes away, where the backend can say so (photinus)."""
     fail = getattr(dist.group.WORLD, "fail", None) if dist.is_initialized() else None
-    # A collective's error is known to the peers, with its cause; leaving by sys.exit(0) is no error.
-    if fail is None or isinstance(error, CollectiveError) or (isinstance(error, SystemExit) and not error.code):
+    # A collective's error is known to the peers, with its cause; leaving by sys.exit(0) or suspended is no error.
+    if (
+        fail is None
+        or isinstance(error, (CollectiveError, preemption.Suspended))
+        or (isinstance(error, SystemExit) and not error.code)
+    ):
         return
     lines = str(error).splitlines()
     fail(f"raised {type(error).__name__}" + (f": {lines[0]}" if lines else ""))

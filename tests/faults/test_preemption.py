@@ -1,0 +1,240 @@
+"""Asked to suspend in mid-epoch: all ranks save the same step and leave soon; resumed, no bit differs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from photinus.trainer import preemption
+from tests.dist.test_run import RunningJob
+from tests.faults.test_run_end import alive
+from tests.ranks import REPOSITORY, run_ranks, values
+from tests.small_run import train
+
+RUN = {"batch_size": 12, "samples": 60, "epochs": 2}  # 5 steps an epoch
+LONG = {**RUN, "epochs": 60}
+DIGITS = REPOSITORY / "examples" / "digits"
+DEADLINE_S = 60.0
+
+
+def run_to_the_end(rank: int, world_size: int, out: str | None = None) -> dict[str, Any]:
+    return train(out, backend="auto", **RUN)
+
+
+def run_and_be_asked(rank: int, world_size: int, out: str, asked: int) -> None:
+    def kill(step: int) -> None:
+        if (rank, step) == (asked, 3):
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    train(out, backend="auto", kill=kill, wait_s=0.01 * rank, **RUN)
+
+
+def count_up(rank: int, world_size: int, asked: list[int]) -> dict[str, Any]:
+    """A loop of one's own without any exchange: ranks run far apart, and must stop at the same step all the same."""
+    step, costs = 0, []
+    while True:
+        step += 1
+        time.sleep(0.002 * (1 + rank))
+        if rank in asked and step == 40:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        begun = time.perf_counter()
+        if preemption.requested():
+            preemption.close()
+            return {"step": step, "cost_s": sorted(costs)[len(costs) // 2]}
+        costs.append(time.perf_counter() - begun)
+
+
+def test_one_rank_is_asked_all_save_the_same_step_and_no_bit_differs(tmp_path: Path) -> None:
+    here = "tests.faults.test_preemption:"
+    codes = {0: preemption.EXIT_CODE, 1: preemption.EXIT_CODE}
+    options: dict[str, Any] = {"world_size": 2, "backend": "photinus"}
+    whole = values(run_ranks(here + "run_to_the_end", **options))
+    asked = run_ranks(here + "run_and_be_asked", expect=codes, arguments={"out": str(tmp_path), "asked": 1}, **options)
+    assert re.search(r"suspended at step [34], saved in ", asked[0].output)
+    resumed = values(run_ranks(here + "run_to_the_end", arguments={"out": str(tmp_path)}, **options))
+    assert resumed[0]["began_at"] in (3, 4)
+    assert [one["fingerprint"] for one in resumed] == [one["fingerprint"] for one in whole]
+
+
+@pytest.mark.parametrize("asked", [[2], pytest.param([0, 1, 2], marks=pytest.mark.slow)])
+def test_ranks_that_never_meet_agree_on_a_step_and_a_call_costs_no_exchange(asked: list[int]) -> None:
+    found = values(
+        run_ranks("tests.faults.test_preemption:count_up", world_size=3, backend="gloo", arguments={"asked": asked})
+    )
+    assert len({one["step"] for one in found}) == 1, found
+    assert found[0]["step"] >= 40
+    assert all(one["cost_s"] < 0.5e-3 for one in found), found
+
+
+# -- under the launcher ----------------------------------------------------------------------------------------------
+
+
+def start_small(out: Path, *flags: str) -> RunningJob:
+    words = ["--cpu", "--nproc-per-node", "2", *flags, REPOSITORY / "tests" / "small_run.py", out, ""]
+    options = json.dumps({**LONG, "backend": "photinus", "wait_s": 0.02})
+    return RunningJob([*words, options], PYTHONPATH=str(REPOSITORY))
+
+
+def rows(out: Path) -> int:
+    file = out / "losses.csv"
+    return max(0, len(file.read_text().splitlines()) - 1) if file.exists() else 0
+
+
+def wait_for_steps(job: RunningJob, out: Path, steps: int) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while rows(out) < steps:
+        if job.process.poll() is not None or time.monotonic() > deadline:
+            ended = job.end(kill=True)
+            raise AssertionError(f"{steps} steps were awaited in vain\n{ended.out}\n{ended.err}")
+        time.sleep(0.01)
+
+
+def workers(launcher: int) -> dict[int, int]:
+    """Pids of a launcher's workers by rank."""
+    found = {}
+    for pid in map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()):
+        rank = re.search(rb"(?:^|\0)RANK=(\d+)\0", Path(f"/proc/{pid}/environ").read_bytes())
+        if rank:
+            found[int(rank[1])] = pid
+    return found
+
+
+def fingerprints(out: Path) -> list[str]:
+    return [json.loads((out / f"result-{rank}.json").read_text())["fingerprint"] for rank in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    out = tmp_path_factory.mktemp("whole")
+    ended = start_small(out).end()
+    assert ended.code == 0, ended.out + ended.err
+    return fingerprints(out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_worker_that_is_asked_suspends_all_and_the_launcher_starts_them_again(
+    tmp_path: Path, whole: list[str], number: signal.Signals
+) -> None:
+    job = start_small(tmp_path, "--max-restarts", "0")
+    wait_for_steps(job, tmp_path, 16)
+    first = workers(job.process.pid)
+    begun = time.monotonic()
+    os.kill(first[1], number)
+    while any(map(alive, first.values())):
+        assert time.monotonic() - begun < 5.0
+        time.sleep(0.01)
+    ended = job.end()
+    assert ended.code == 0, ended.out + ended.err
+    words = r"^photinus: suspended at step (\d+), saved in \S+step-0*(\d+)\nphotinus: starting all 2 workers again "
+    said = re.search(words, ended.err, re.MULTILINE)
+    assert said, ended.err
+    assert said[1] == said[2]
+    assert f"step {said[1]}" in ended.out  # resumed from ...
+    assert "restart" not in ended.err
+    assert fingerprints(tmp_path) == whole
+
+
+@pytest.mark.slow
+def test_a_launcher_that_is_asked_by_sigusr1_suspends_its_workers_and_starts_them_again(
+    tmp_path: Path, whole: list[str]
+) -> None:
+    job = start_small(tmp_path)
+    wait_for_steps(job, tmp_path, 16)
+    job.send(signal.SIGUSR1)
+    ended = job.end()
+    assert ended.code == 0, ended.out + ended.err
+    assert ended.err.count("photinus: suspended at step ") == 1, ended.err
+    assert fingerprints(tmp_path) == whole
+
+
+@pytest.mark.slow
+def test_a_launcher_that_is_ended_by_sigterm_lets_its_workers_save_and_the_same_command_goes_on(
+    tmp_path: Path, whole: list[str]
+) -> None:
+    job = start_small(tmp_path)
+    wait_for_steps(job, tmp_path, 16)
+    ours = workers(job.process.pid)
+    begun = time.monotonic()
+    for _ in range(2):  # as `timeout` and schedulers do it
+        job.send(signal.SIGTERM)
+    ended = job.end()
+    assert time.monotonic() - begun < 5.0
+    assert ended.code == 143, ended.out + ended.err
+    assert re.fullmatch(
+        r"photinus: suspended at step \d+, saved in \S+; the same command goes on from there\n"
+        r"photinus: ended by SIGTERM: 2 workers were ended\n",
+        ended.err,
+    ), ended.err
+    assert not any(map(alive, ours.values()))
+    again = start_small(tmp_path).end()
+    assert again.code == 0, again.out + again.err
+    assert "resumed from " in again.out
+    assert fingerprints(tmp_path) == whole
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_run_within_two_seconds_and_saves_nothing(tmp_path: Path) -> None:
+    job = start_small(tmp_path)
+    wait_for_steps(job, tmp_path, 16)
+    begun = time.monotonic()
+    job.send(signal.SIGINT)
+    ended = job.end()
+    assert time.monotonic() - begun < 2.0
+    assert ended.code == 130, ended.err
+    assert ended.err == "photinus: ended by SIGINT: 2 workers were ended\n"
+    left = sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*"))
+    assert all(int(name.removeprefix("step-")) % 5 == 0 for name in left), left
+
+
+@pytest.mark.slow
+def test_a_killed_rank_still_costs_no_grace_although_the_others_take_sigterm(tmp_path: Path) -> None:
+    job = start_small(tmp_path, "--stop-grace", "30")
+    wait_for_steps(job, tmp_path, 16)
+    first = workers(job.process.pid)
+    os.kill(first[0], signal.SIGSTOP)  # rank 1 now waits for it, deep in a collective
+    time.sleep(0.5)
+    begun = time.monotonic()
+    os.kill(first[0], signal.SIGKILL)
+    while alive(first[1]):
+        assert time.monotonic() - begun < 5.0
+        time.sleep(0.01)
+    ended = job.end()
+    assert ended.code == 0, ended.out + ended.err
+    assert "rank 0 " in ended.err
+    assert "restart 1 of 3" in ended.err
+
+
+@pytest.mark.slow
+def test_a_trial_of_preemption_after_some_seconds_costs_nothing(tmp_path: Path, whole: list[str]) -> None:
+    ended = start_small(tmp_path, "--preempt-after", "0.1").end()
+    assert ended.code == 0, ended.out + ended.err
+    assert "photinus: asked to suspend; no worker is inside a loop that saves" in ended.err
+    assert ended.err.count("photinus: suspended at step ") == 1, ended.err
+    assert fingerprints(tmp_path) == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["train.py", "train_loop.py"])
+def test_the_digits_examples_are_suspended_at_a_given_step_and_end_with_the_same_bits(
+    tmp_path: Path, name: str
+) -> None:
+    def run(out: Path, **environ: str) -> tuple[object, str]:
+        words = ["--cpu", "--nproc-per-node", "2", DIGITS / name, "--epochs", "2", "--out", out]
+        ended = RunningJob(words, **environ).end()
+        assert ended.code == 0, ended.out + ended.err
+        newest = sorted((out / "checkpoints").glob("step-*"))[-1]
+        files = json.loads((newest / "manifest.json").read_text())["files"]
+        return (files["model"], files["optimizer"]), ended.err
+
+    expected, _ = run(tmp_path / "quiet")
+    found, said = run(tmp_path / "suspended", PHOTINUS_PREEMPT_AT_STEP="30")
+    assert re.search(r"suspended at step 3[01], saved in ", said), said
+    assert found == expected
