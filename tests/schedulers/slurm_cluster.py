@@ -16,7 +16,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +33,7 @@ SlurmctldHost=localhost(127.0.0.1)
 SlurmctldPort={ports[0]}
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge/socket
+AuthInfo=socket={folder}/munge/socket,cred_expire=5
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -119,6 +119,15 @@ class Cluster:
                 raise AssertionError(f"job {job} is {told.get('JobState')}, and not {states}\n{told}\n{self.logs()}")
             time.sleep(0.2)
 
+    def wait_until(self, condition: Callable[[], object], what: str, timeout_s: float = 120.0) -> None:
+        """Waits until the condition holds; AssertionError with all logs when it does not in time."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > deadline:
+                self.cancel_all()
+                raise AssertionError(f"it was awaited in vain that {what}\n{self.logs()}")
+            time.sleep(0.1)
+
     def cancel_all(self) -> None:
         """Ends whatever runs."""
         subprocess.run(["scancel", "--user=root"], env=self.environ, capture_output=True, timeout=30, check=False)
@@ -195,7 +204,9 @@ def _end(daemon: subprocess.Popen[bytes]) -> None:
         os.killpg(daemon.pid, signal.SIGKILL)
 
 
-def _until(condition, what: str, cluster: Cluster, daemons: Sequence[subprocess.Popen[bytes]] = ()) -> None:  # type: ignore[no-untyped-def]
+def _until(
+    condition: Callable[[], object], what: str, cluster: Cluster, daemons: Sequence[subprocess.Popen[bytes]] = ()
+) -> None:
     deadline = time.monotonic() + _UP_S
     while not condition():
         dead = [daemon.args for daemon in daemons if daemon.poll() is not None]

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from photinus.runlog.tables import read_rows
+from tests.ranks import REPOSITORY
+
 from .slurm_cluster import Cluster, slurm_cluster, why_no_slurm
 from .told import TELL, check_ranks, told
 
+SMALL_RUN = REPOSITORY / "tests" / "small_run.py"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),
@@ -80,6 +85,32 @@ def test_a_batch_script_of_ours_trains_on_all_hosts(cluster: Cluster, tmp_path: 
     ended = cluster.wait_for(job.out.strip(), "COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")
     assert ended["JobState"] == "COMPLETED", (tmp_path / "log").read_text()
     check_four_ranks(tmp_path, "torchrun", "--lr", "0.1")
+
+
+def test_a_batch_job_that_is_asked_to_leave_saves_is_queued_again_and_trains_to_the_end(
+    cluster: Cluster, tmp_path: Path
+):
+    run, log = tmp_path / "run", tmp_path / "log"
+    options = {"batch_size": 8, "samples": 48, "epochs": 3, "wait_s": 0.5}  # 18 steps
+    words = ["--slurm", "--nproc-per-node", "2", "--cpu", "--submit", "--sbatch", f"--output={log}"]
+    wrote = cluster.run(
+        *(sys.executable, "-m", "photinus", "run", *words, SMALL_RUN, run, "", json.dumps(options)),
+        cwd=tmp_path,
+        PYTHONPATH=str(REPOSITORY),
+    )
+    assert wrote.code == 0, wrote.err
+    job = wrote.out.split()[-1]
+    cluster.wait_until(lambda: read_rows(run / "losses.csv"), "a step is done")
+    # What Slurm does by itself a minute before the end of the time limit.
+    cluster.run("scancel", "--signal=USR1", "--batch", job)
+    ended = cluster.wait_for(job, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
+    said = log.read_text()
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), said
+    assert "photinus: suspended at step " in said
+    assert f"job {job} is queued again" in said
+    result = json.loads((run / "result-0.json").read_text())
+    assert 0 < result["began_at"] < 18, said
+    assert [row["step"] for row in read_rows(run / "losses.csv")] == list(range(1, 19))
 
 
 def test_a_process_alone_in_a_job_of_several_tasks_is_refused(cluster: Cluster, tmp_path: Path):
