@@ -26,6 +26,7 @@
     worker          runs in each worker before the script: a file of its own, imports nothing of Photinus
     from_python     `photinus.launch`: one function in several processes, from a script or a notebook
       function      the program of each of its ranks
+    schedulers/     inside srun and mpirun; batch scripts, manifests for Kubernetes          (no torch)
     doctor/         `photinus doctor`: looks at this machine, and tries every backend        (torch in child processes)
     bench/          `photinus bench`: collectives over each backend, and what limits them    (torch in child processes)
 
