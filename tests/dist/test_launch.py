@@ -154,6 +154,14 @@ def test_launching_inside_a_rank_of_a_job_is_refused(monkeypatch: pytest.MonkeyP
         photinus.launch(place, nprocs=2)
 
 
+def test_a_launch_in_each_of_several_tasks_of_srun_is_refused(monkeypatch):
+    monkeypatch.delenv("PHOTINUS_WORLD_SIZE", raising=False)
+    for name, value in {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match="one of 4 that Slurm started .* would start 2 more for each"):
+        photinus.launch(print, nprocs=2)
+
+
 WAITING = """
 import os, sys, time, photinus
 

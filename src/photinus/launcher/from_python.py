@@ -19,7 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+from .. import env
 from ..errors import LaunchError
+from ..world.launchers import told_by_scheduler
 
 __all__ = ["launch"]
 
@@ -60,7 +62,7 @@ def launch(
         TypeError: main is not callable.
         ValueError: nprocs or max_restarts make no sense, or the call cannot be pickled; says what cannot.
         LaunchError: a rank failed for good; quotes the first cause.
-        RuntimeError: this process is itself a rank of a job.
+        RuntimeError: this process is itself a rank of a job, or one of several tasks of srun or mpirun.
     """
     _check(main, nprocs, max_restarts)
     import cloudpickle
@@ -80,7 +82,7 @@ def launch(
         folder = Path(name)
         (folder / function.PATH).write_text("\0".join(sys.path))
         (folder / function.CALL).write_bytes(call)
-        command = [sys.executable, "-m", "photinus", "run", "--nproc-per-node", str(nprocs)]
+        command = [sys.executable, "-m", "photinus", "run", "--standalone", "--nproc-per-node", str(nprocs)]
         command += ["--max-restarts", str(max_restarts), *(["--cpu"] if cpu else [])]
         command += ["-m", "photinus.launcher.function", name]
         code = _run(command)
@@ -105,6 +107,14 @@ def _check(main: object, nprocs: int | str, max_restarts: int) -> None:
             f"this process is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} of a job already (RANK and "
             f"WORLD_SIZE are set): launch would start {nprocs} more for each of them. Start the script with plain "
             f"`python`, or leave launch out and keep the launcher."
+        )
+    told = told_by_scheduler(os.environ)
+    if told is not None and (told.world_size or 1) > 1 and env.EXPECTED_WORLD_SIZE.get() is None:
+        raise RuntimeError(
+            f"this process is one of {told.world_size} that {told.launcher} started ({told.names[1]}), and launch "
+            f"would start {nprocs} more for each of them, a training of its own every time. Leave launch out, and "
+            f"{told.launcher}'s processes are the ranks; or start one process. If separate trainings are meant, set "
+            f"{env.EXPECTED_WORLD_SIZE.name}=1."
         )
 
 
