@@ -100,45 +100,50 @@ class _Host:
     present: dict[int, str] = field(default_factory=dict)  # rank -> who it is
 
     def gather(self, deadline: float, timeout_s: float) -> Store:
-        with contextlib.ExitStack() as stack:
-            try:
-                here = own_address(self.address, self.rendezvous.hosts[1:2])
-            except OSError as error:
-                raise NotInitializedError(_unknown(self.address, self.rendezvous, error)) from error
-            listener = stack.enter_context(self._listen(here, self.rendezvous.port))
-            behind = stack.enter_context(self._listen(here, 0))
+        """The store, when all ranks know where it is; it listens on the same address only."""
+        try:
+            here = own_address(self.address, self.rendezvous.hosts[1:2])
+        except OSError as error:
+            raise NotInitializedError(_unknown(self.address, self.rendezvous, error)) from error
+        with self._listen(here, self.rendezvous.port) as listener, self._listen(here, 0) as behind:
             port: int = behind.getsockname()[1]
             store = _store(here, port, timeout_s, behind.detach())
+            self._tell_all(listener, port, deadline, f"{here}:{self.rendezvous.port}")
+        return store
+
+    def _tell_all(self, listener: socket.socket, port: int, deadline: float, where: str) -> None:
+        begun = time.monotonic()
+        say_at = begun + _SAY_AFTER_S
+        callers: dict[socket.socket, _Caller] = {}
+        with contextlib.ExitStack() as stack:
             selector = stack.enter_context(selectors.DefaultSelector())
-            selector.register(listener, selectors.EVENT_READ)
-            callers: dict[socket.socket, _Caller] = {}
             stack.callback(_close_all, callers)
-            begun = time.monotonic()
-            say_at = begun + _SAY_AFTER_S
+            selector.register(listener, selectors.EVENT_READ)
             while len(self.present) < self.world.world_size - 1:
                 now = time.monotonic()
                 if now >= deadline:
                     raise NotInitializedError(
-                        f"rank 0 waited {now - begun:.0f} s at {here}:{self.rendezvous.port}, but {self._missing()} "
-                        f"did not come. Look at what they printed; a firewall between the hosts has the same effect."
+                        f"rank 0 waited {now - begun:.0f} s at {where}, but {self._missing()} did not come. Look at "
+                        f"what they printed; a firewall between the hosts has the same effect."
                     )
                 if now >= say_at:
-                    say(f"photinus: rank 0 waits for {self._missing()} at {here}:{self.rendezvous.port}")
+                    say(f"photinus: rank 0 waits for {self._missing()} at {where}")
                     say_at = now + _SAY_EVERY_S
+                done = []
                 for key, _ in selector.select(min(1.0, deadline - now)):
-                    if key.fileobj is listener:
-                        with contextlib.suppress(OSError):  # it has gone again
-                            connection, _ = listener.accept()
-                            connection.setblocking(False)
-                            callers[connection] = _Caller(connection, time.monotonic())
-                            selector.register(connection, selectors.EVENT_READ, callers[connection])
-                    elif self._hear(key.data, port):
-                        selector.unregister(key.data.connection)
-                        callers.pop(key.data.connection).connection.close()
-                for caller in [c for c in callers.values() if time.monotonic() - c.since_s > _ANSWER_S]:
-                    selector.unregister(caller.connection)  # says nothing: no rank of ours
+                    if key.fileobj is not listener:
+                        done += [key.data] if self._hear(key.data, port) else []
+                        continue
+                    with contextlib.suppress(OSError):  # it has gone again
+                        connection, _ = listener.accept()
+                        connection.setblocking(False)
+                        callers[connection] = _Caller(connection, time.monotonic())
+                        selector.register(connection, selectors.EVENT_READ, callers[connection])
+                # Who says nothing is no rank of ours.
+                silent = [each for each in callers.values() if time.monotonic() - each.since_s > _ANSWER_S]
+                for caller in {id(each): each for each in done + silent}.values():
+                    selector.unregister(caller.connection)
                     callers.pop(caller.connection).connection.close()
-            return store
 
     def _listen(self, address: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
