@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from photinus.errors import NotInitializedError
 from photinus.world import World, find_rendezvous
+from photinus.world.hydra import hydra_proxy
 from photinus.world.rendezvous import port_of
 
 STEP = {
@@ -102,6 +105,15 @@ def test_an_mpiexec_that_does_not_name_its_job_is_told_what_to_type():
     with pytest.raises(NotInitializedError, match=r"-genv MASTER_ADDR 127.0.0.1 -genv MASTER_PORT PORT"):
         found(environ)
     assert found({**environ, "MASTER_PORT": "4321"}).port == 4321
+
+
+def test_the_proxy_of_mpiexec_is_found_among_the_ancestors(tmp_path: Path):
+    for pid, name, parent in [(50, "python (x) y", 40), (40, "bash", 30), (30, "hydra_pmi_proxy", 20), (20, "sshd", 1)]:
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} ({name}) S {parent} 1 1 0 -1 4194304")
+    assert hydra_proxy(50, tmp_path) == hydra_proxy(40, tmp_path) == 30
+    assert hydra_proxy(20, tmp_path) is None
+    assert hydra_proxy(60, tmp_path) is None
 
 
 def test_ranks_set_by_hand_need_address_and_port():

@@ -89,7 +89,7 @@ def test_several_launchers_on_a_host_are_refused_with_both_ways_to_do_it_right()
     with pytest.raises(UsageError) as refused:
         seen(srun(0, "2,1", "node[1-2]", 3))
     text = str(refused.value)
-    assert "started 3 times `photinus run`, 2 of them on one host" in text
+    assert "started `photinus run` 3 times, 2 of them on one host" in text
     assert "srun --ntasks-per-node=1 photinus run" in text
     assert "srun --ntasks=3 python train.py" in text
     with pytest.raises(UsageError, match=r"mpirun --map-by ppr:1:node photinus run.*mpirun -np 4 python train.py"):

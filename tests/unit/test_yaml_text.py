@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from photinus.launcher.schedulers.yaml_text import yaml_text
@@ -21,6 +21,7 @@ VALUES = st.recursive(
 )
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(VALUES, min_size=1, max_size=3))
 def test_any_plain_data_is_read_back_as_it_was(documents):
     assert list(yaml.safe_load_all(yaml_text(documents))) == documents

@@ -5,6 +5,7 @@
     slurm        a step of srun, and what its job asked for
     host_list    Slurm's short way to write many host names
     rendezvous   the address and port at which the ranks find each other
+    hydra        which run of MPICH's mpiexec a process belongs to
     own_address  the address by which other hosts know this one
     company      refuses a process that would train alone though others were started beside it
 

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..errors import NotInitializedError
+from .hydra import hydra_proxy
 from .launchers import Told, told_by_scheduler
 from .ranks import World
 from .slurm import SlurmStep
@@ -100,8 +101,8 @@ def _of_step(step: SlurmStep, address: str | None, port: int | None) -> Rendezvo
 
 def _of_mpi(world: World, told: Told, environ: Mapping[str, str], address: str | None, port: int | None) -> Rendezvous:
     export = "-x MASTER_ADDR={}" if told.launcher == "Open MPI" else "-genv MASTER_ADDR {}"
+    one_host = told.local_world_size == world.world_size
     if address is None:
-        one_host = told.local_world_size == world.world_size
         address = _LOOPBACK if one_host else _host_of_mpirun(environ)
     if address is None:
         raise NotInitializedError(
@@ -109,6 +110,8 @@ def _of_mpi(world: World, told: Told, environ: Mapping[str, str], address: str |
             f"here, and does not say where rank 0 is. Tell them: mpirun {export.format('HOST-OF-RANK-0')} ..."
         )
     job = _job_of_mpi(environ)
+    if job is None and one_host and (proxy := hydra_proxy()) is not None:
+        job = f"hydra {proxy}"
     if job is None:
         if port is None:
             both = f"{export.format(address)} {export.format('PORT').replace('MASTER_ADDR', 'MASTER_PORT')}"
@@ -125,7 +128,7 @@ def _of_mpi(world: World, told: Told, environ: Mapping[str, str], address: str |
 def _job_of_mpi(environ: Mapping[str, str]) -> str | None:
     """What names the job alike in all its processes, and differs from other jobs'."""
     # PMIX_NAMESPACE of Open MPI 4 is a number, of 5 prterun-HOST-PID@JOB.
-    for name in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "PMI_ID_JOB", "HYDRA_JOBID"):
+    for name in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"):
         if environ.get(name):
             return environ[name]
     return None

@@ -150,7 +150,7 @@ def _refuse_several_on_one_host(world: World, told: Told) -> None:
         return
     starter, once, direct = _WORDS.get(told.launcher, _WORDS["MPICH"])
     raise UsageError(
-        f"{starter} started {world.world_size} times `photinus run`, {most} of them on one host, and each would start "
+        f"{starter} started `photinus run` {world.world_size} times, {most} of them on one host, and each would start "
         f"workers for the whole host. Either one launcher per host: `{once} photinus run ...`; or no launcher, and "
         f"{told.launcher}'s own processes are the ranks: `{direct.format(world.world_size)} python train.py`."
     )
