@@ -158,7 +158,7 @@ def test_a_launch_in_each_of_several_tasks_of_srun_is_refused(monkeypatch):
     monkeypatch.delenv("PHOTINUS_WORLD_SIZE", raising=False)
     for name, value in {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(RuntimeError, match="one of 4 that Slurm started .* would start 2 more for each"):
+    with pytest.raises(RuntimeError, match=r"one of 4 that Slurm started .* would start 2 more for each"):
         photinus.launch(print, nprocs=2)
 
 
