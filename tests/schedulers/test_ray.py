@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +22,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     ray = pytest.importorskip("ray", reason="needs Ray (pip install ray)")
-    ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    folder = tempfile.mkdtemp(prefix="photinus-ray-")  # Ray would leave its logs in /tmp/ray
+    ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="ERROR", _temp_dir=folder)
     # The functions below travel by value: Ray's workers know nothing of this folder.
     import ray.cloudpickle as pickle
 
@@ -29,6 +32,7 @@ def cluster() -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def tell(factor: float, *, offset: float = 0.0) -> dict[str, Any]:
