@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 
-def options(description: str | None, *, tensorboard: bool = False) -> argparse.Namespace:
-    """The command line's options; `--tensorboard` where the script has a use for it."""
+def options(description: str | None, *, tensorboard: bool = False, deepspeed: bool = False) -> argparse.Namespace:
+    """The command line's options; `--tensorboard` and `--deepspeed` where the script has a use for them."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -22,6 +22,8 @@ def options(description: str | None, *, tensorboard: bool = False) -> argparse.N
     add("--device", default="auto", help="auto (default), cpu, cuda or cuda:0")
     if tensorboard:
         add("--tensorboard", action="store_true", help="also write event files for TensorBoard, in OUT/tensorboard")
+    if deepspeed:
+        add("--deepspeed", "--deepspeed_config", metavar="JSON", required=True, help="a DeepSpeed configuration")
     add("--seed", type=int, default=0, help="default 0")
     add("--dataset", "--data", metavar="FOLDER", help="where digits.csv.gz lies; default: inside scikit-learn")
     # torch.distributed.launch hands this to scripts; the environment says the same.

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .trainer import Loop as Loop
     from .trainer import Trainer as Trainer
     from .trainer import backward as backward
+    from .trainer import deepspeed_config as deepspeed_config
     from .trainer import evaluate as evaluate
     from .trainer import init as init
     from .trainer import load as load
@@ -35,6 +36,7 @@ _HOMES = {
     "Loop": "photinus.trainer",
     "Trainer": "photinus.trainer",
     "backward": "photinus.trainer",
+    "deepspeed_config": "photinus.trainer",
     "evaluate": "photinus.trainer",
     "launch": "photinus.launcher.from_python",
     "init": "photinus.trainer",

@@ -6,6 +6,7 @@ from . import preemption
 from .checkpoint import CheckpointFolder, load, save
 from .config import dataset_folder
 from .data import loader
+from .deepspeed import DeepSpeedConfig, deepspeed_config
 from .evaluation import evaluate
 from .loop import Loop, backward
 from .session import Session, init
@@ -14,12 +15,14 @@ from .wrapping import unwrap, wrap
 
 __all__ = [
     "CheckpointFolder",
+    "DeepSpeedConfig",
     "Loop",
     "Result",
     "Session",
     "Trainer",
     "backward",
     "dataset_folder",
+    "deepspeed_config",
     "evaluate",
     "init",
     "load",

@@ -272,11 +272,13 @@ class Loop:
 
     # -- what the body calls -----------------------------------------------------------------------------------------
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, *, share: float = 1.0) -> None:
         """Backward of this batch's loss, and notes it: the step's logged loss is the mean over the global batch.
 
         Args:
             loss: mean over this rank's samples, shape [] or [1]. Several calls in one body add up.
+            share: what this batch counts in the optimizer's step: 1/4 for each of four whose gradients add up. The
+                logged loss stays whole.
 
         Raises:
             ValueError: the loss is not a scalar, or nothing in it requires a gradient.
@@ -287,7 +289,7 @@ class Loop:
         _check_loss(loss)
         self._losses.add(loss)
         self._unstepped = True
-        weight = self._batch.weight
+        weight = self._batch.weight * share
         self._clock.backward_began()
         self._strategy.backward(self._wrapped, loss if weight == 1.0 else loss * weight)
         self._clock.backward_ended()
@@ -296,7 +298,7 @@ class Loop:
         """A context for the bodies of all but the last batch of a step: gradients add up and are not averaged yet.
 
             with loop.no_sync() if loop.step % 4 else nullcontext():
-                loop.backward(loss_fn(model(x), y) / 4)
+                loop.backward(loss_fn(model(x), y), share=1 / 4)
             if loop.step % 4 == 0:
                 loop.clip(1.0)
                 optimizer.step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from ..parallel import strategy_of
+from ..parallel.strategy import Strategy
 from ..runlog.tables import Row
+from .arguments import whole_number
 from .datasets import check_dataset
 from .evaluation import Metric, evaluate
 from .loop import Loop
@@ -26,6 +28,7 @@ __all__ = ["Result", "Trainer"]
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 Callback = Callable[[Loop], None]
+_PRECISIONS = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,10 @@ class Trainer:
         loss_fn: `loss_fn(outputs, targets)`, the mean over the batch.
         epochs: the run ends after so many, counted from its very start.
         batch_size: samples of one step over ALL ranks; a multiple of the world size.
+        accumulate: the optimizer makes a step after so many batches, on the mean of their gradients: its batch is
+            batch_size * accumulate samples. The count goes on over the ends of epochs.
+        precision: "float32", or "bfloat16": forward, loss and validation under torch.autocast, parameters and
+            optimizer in float32.
         out: folder of the run; None writes nothing.
         metrics: by name, functions (outputs, targets) -> one value per sample, shape [n], measured on the validation
             set. `valid_loss` is measured anyway.
@@ -75,7 +82,7 @@ class Trainer:
         strategy: a name of `photinus.parallel.STRATEGIES`; see `photinus.wrap`.
         sync_batch_norm: whether BatchNorm uses the statistics of the global batch.
         scheduler: learning-rate scheduler over the optimizer.
-        scheduler_every: "epoch" or "step": when it makes a step.
+        scheduler_every: "epoch" or "step" (of the optimizer): when it makes a step.
         clip_norm: gradients are scaled down so that their norm over the whole model is at most this; None leaves them.
         seed: of everything random from `fit` on: default the session's, else 0. To have the model's first weights
             depend on it too, make the model inside `with photinus.init(seed=...):`.
@@ -96,6 +103,8 @@ class Trainer:
         *,
         epochs: int,
         batch_size: int,
+        accumulate: int = 1,
+        precision: str = "float32",
         out: str | os.PathLike[str] | None = None,
         metrics: Mapping[str, Metric] | None = None,
         resume: str | os.PathLike[str] | None = "auto",
@@ -117,6 +126,11 @@ class Trainer:
             raise TypeError(f"loss_fn is a {type(loss_fn).__name__}, but a function (outputs, targets) is needed")
         if scheduler_every not in ("epoch", "step"):
             raise ValueError(f'scheduler_every={scheduler_every!r}: needs "epoch" or "step"')
+        if precision not in _PRECISIONS:
+            raise ValueError(
+                f"precision={precision!r}: needs {' or '.join(map(repr, _PRECISIONS))} (float16 would need a loss "
+                f"scaler, which the Trainer has not: keep a Loop of your own, with state={{'scaler': scaler}})"
+            )
         if clip_norm is not None and not clip_norm > 0:
             raise ValueError(f"clip_norm={clip_norm}: needs a number above 0, or None")
         if "valid_loss" in (metrics or {}):
@@ -125,6 +139,8 @@ class Trainer:
         self._metrics = {**(metrics or {}), "valid_loss": _per_sample(loss_fn)}
         self._strategy, self._sync_batch_norm = strategy, sync_batch_norm
         self._clip_norm = clip_norm
+        self._accumulate = whole_number("accumulate", accumulate, least=1)
+        self._precision = precision
         self._strategy_options = dict(strategy_options or {})
         self._scheduler, self._scheduler_every = scheduler, scheduler_every
         self._device, self._backend, self._seed = device, backend, seed
@@ -161,16 +177,30 @@ class Trainer:
                 model.train()
             strategy = strategy_of(model)
             for inputs, targets in loop:
-                loop.backward(self._loss_fn(model(inputs), targets))
-                if self._clip_norm is not None:
-                    loop.clip(self._clip_norm)
-                strategy.step(optimizer)
-                optimizer.zero_grad(set_to_none=True)
-                if self._scheduler is not None and self._scheduler_every == "step":
-                    self._scheduler.step()
+                last = loop.step % self._accumulate == 0
+                with nullcontext() if last else loop.no_sync():
+                    with self._autocast():
+                        loss = self._loss_fn(model(inputs), targets)
+                    loop.backward(loss, share=1 / self._accumulate)
+                if last:
+                    self._step(loop, strategy, optimizer)
                 if loop.epoch_ended:
                     self._end_epoch(loop, model, valid_set)
             return self._result(loop)
+
+    def _step(self, loop: Loop, strategy: Strategy, optimizer: torch.optim.Optimizer) -> None:
+        if self._clip_norm is not None:
+            loop.clip(self._clip_norm)
+        strategy.step(optimizer)
+        optimizer.zero_grad(set_to_none=True)
+        if self._scheduler is not None and self._scheduler_every == "step":
+            self._scheduler.step()
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        session = current_session()
+        if self._precision == "float32" or session is None:
+            return nullcontext()
+        return torch.autocast(session.device.type, torch.bfloat16)
 
     def _wrapped(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         return wrap(
@@ -183,7 +213,8 @@ class Trainer:
 
     def _end_epoch(self, loop: Loop, model: nn.Module, valid_set: Dataset[Any] | None) -> None:
         if valid_set is not None:
-            loop.log(**evaluate(model, valid_set, self._metrics, batch_size=self._valid_batch_size))
+            with self._autocast():
+                loop.log(**evaluate(model, valid_set, self._metrics, batch_size=self._valid_batch_size))
         if self._scheduler is not None and self._scheduler_every == "epoch":
             self._scheduler.step()
         for callback in self._callbacks:

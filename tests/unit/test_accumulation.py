@@ -1,0 +1,67 @@
+"""The Trainer's accumulation and precision: several batches make one step, and the logged loss stays whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import photinus
+from tests.small_run import FEATURES, points
+
+
+def fit(*, batch_size, accumulate, out=None, **options):
+    with photinus.init("gloo", "cpu", seed=3):
+        model = torch.nn.Linear(FEATURES, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        trainer = photinus.Trainer(
+            model, optimizer, cross_entropy, epochs=2, batch_size=batch_size, accumulate=accumulate, out=out, seed=1,
+            progress=False, curves=False, **options,
+        )  # fmt: skip
+        result = trainer.fit(points(48), points(12))
+    return result.model.weight.detach().clone(), result
+
+
+def test_four_small_batches_step_like_one_large_one():
+    large, whole = fit(batch_size=16, accumulate=1)
+    small, parts = fit(batch_size=4, accumulate=4)
+    torch.testing.assert_close(small, large)
+    assert parts.metrics["loss"] == pytest.approx(whole.metrics["loss"], rel=1e-5)
+
+
+def test_a_scheduler_by_step_counts_steps_of_the_optimizer():
+    seen = []
+
+    class Counting:
+        def step(self):
+            seen.append(1)
+
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state):
+            pass
+
+    fit(batch_size=4, accumulate=4, scheduler=Counting(), scheduler_every="step")
+    assert len(seen) == 2 * 48 // 16
+
+
+def test_bfloat16_computes_otherwise_and_keeps_parameters_in_float32():
+    exact, _ = fit(batch_size=16, accumulate=1)
+    rough, result = fit(batch_size=16, accumulate=1, precision="bfloat16")
+    assert rough.dtype == torch.float32
+    assert not torch.equal(rough, exact)
+    torch.testing.assert_close(rough, exact, rtol=0.1, atol=0.02)
+    assert result.metrics["valid_loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"accumulate": 0}, "accumulate"),
+        ({"accumulate": 1, "precision": "float16"}, "precision='float16': needs 'float32' or 'bfloat16'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        fit(batch_size=16, **options)
