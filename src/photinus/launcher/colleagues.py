@@ -192,7 +192,7 @@ class OneHost:
             oom_before=report.oom_before,
             oom_after=report.oom_after,
         )
-        self._say(verdict.text, True)
+        self._say(verdict.text, not verdict.suspended)
         return verdict
 
     def leave(self, reason: str, exit_code: int) -> None:

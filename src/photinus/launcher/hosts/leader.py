@@ -269,7 +269,7 @@ class Leader:
             oom_before=of_cause.oom_before,
             oom_after=of_cause.oom_after,
         )
-        self._tell(verdict.text, alarm=True)
+        self._tell(verdict.text, alarm=not verdict.suspended)
         self._send(act.keys, {"type": "verdict", **asdict(verdict)})
         return self._rules.judged(verdict.restart, time.monotonic())
 
@@ -281,7 +281,7 @@ class Leader:
     def _tell(self, text: str, *, alarm: bool = False) -> None:
         """Prints words on the terminal of the leading launcher, if it is there."""
         if self._own is not None:
-            words = text if alarm else f"photinus: {text}\n"
+            words = text if text.endswith("\n") else f"photinus: {text}\n"  # a verdict is a whole block
             self._send((self._own,), {"type": "say", "text": words, "alarm": alarm})
 
 

@@ -130,7 +130,7 @@ class Member:
             if message["type"] == "verdict":
                 verdict = Verdict(**{name: value for name, value in message.items() if name != "type"})
                 if not self._leads and env.CONDUCTED_AS.get() is None:  # the leader has said all of it, elsewhere
-                    self._say(verdict.short, True)
+                    self._say(verdict.short, not verdict.suspended)
                 return verdict
             order = self._order(message)
             if order is not None and order.kind == "regroup":
