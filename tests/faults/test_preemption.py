@@ -14,6 +14,7 @@ import pytest
 
 from photinus.trainer import preemption
 from tests.dist.test_run import RunningJob
+from tests.dist.test_run_hosts import free_port, launch
 from tests.faults.test_run_end import alive
 from tests.ranks import REPOSITORY, run_ranks, values
 from tests.small_run import train
@@ -178,6 +179,42 @@ def test_a_launcher_that_is_ended_by_sigterm_lets_its_workers_save_and_the_same_
     assert again.code == 0, again.out + again.err
     assert "resumed from " in again.out
     assert fingerprints(tmp_path) == whole
+
+
+def start_on_two_hosts(out: Path, nnodes: str) -> list[RunningJob]:
+    port, options = free_port(), json.dumps({**LONG, "backend": "gloo", "wait_s": 0.02})
+    words = (REPOSITORY / "tests" / "small_run.py", out, "", options)
+    return [launch(port, *words, nnodes=nnodes, PYTHONPATH=str(REPOSITORY)) for _ in range(2)]
+
+
+@pytest.mark.slow
+def test_a_launcher_of_one_host_is_asked_and_the_ranks_of_both_suspend_and_go_on(tmp_path: Path) -> None:
+    jobs = start_on_two_hosts(tmp_path, "2")
+    wait_for_steps(jobs[0], tmp_path, 16)
+    jobs[1].send(signal.SIGUSR1)
+    for job in jobs:
+        ended = job.end()
+        assert ended.code == 0, ended.out + ended.err
+        assert ended.err.count("photinus: suspended at step ") == 1, ended.err
+        assert "restart" not in ended.err
+
+
+@pytest.mark.slow
+def test_all_hosts_are_ended_by_sigterm_and_all_ranks_have_saved(tmp_path: Path) -> None:
+    jobs = start_on_two_hosts(tmp_path, "2")
+    wait_for_steps(jobs[0], tmp_path, 16)
+    begun = time.monotonic()
+    for job in jobs:
+        job.send(signal.SIGTERM)
+    said = []
+    for job in jobs:
+        ended = job.end()
+        assert ended.code == 143, ended.out + ended.err
+        said += re.findall(r"suspended at step (\d+), saved in ", ended.err)
+    assert time.monotonic() - begun < 5.0
+    assert said, "no launcher said that its workers had saved"
+    assert len(set(said)) == 1
+    assert (tmp_path / "checkpoints" / f"step-{int(said[0]):08}").is_dir()
 
 
 @pytest.mark.slow
