@@ -14,10 +14,11 @@ from collections.abc import Callable
 import pytest
 
 from photinus.errors import LaunchError
-from photinus.launcher.hosts import messages
+from photinus.launcher.hosts import joining, messages
 from photinus.launcher.hosts.handshake import HandshakeError, RefusedError, answer, key_of, prove
 from photinus.launcher.hosts.ports import PortTakenError, holder_of, interface_of, listen, local_addresses_of
 from photinus.launcher.report import Death, Raised
+from photinus.launcher.usage import UsageError
 
 
 def test_a_taken_port_is_named_with_its_holder():
@@ -178,3 +179,49 @@ def test_a_report_travels_by_ages_and_comes_back_the_same():
         )
     with pytest.raises(messages.MessageError, match="no report"):
         messages.report_from_json({"deaths": [{"rank": 1}], "finished": []})
+
+
+def leader_of(name: str, monkeypatch: pytest.MonkeyPatch, *, own: list[str], outside: str | None) -> tuple[str, str]:
+    """Where a host listens that leads under this name, and what it says."""
+    said: list[str] = []
+
+    def out(address: str) -> str:
+        if outside is None:
+            raise OSError("no route")
+        return outside
+
+    monkeypatch.setattr(joining, "local_addresses_of", lambda host: own)
+    monkeypatch.setattr(joining, "reaches_from", out)
+    found = joining._own_addresses(name, must=True, wait_s=0.0, say=lambda text, alarm: said.append(text))
+    return found[0], "".join(said)
+
+
+def test_a_host_whose_own_name_is_loopback_leads_where_others_reach_it(monkeypatch):
+    address, said = leader_of("node1", monkeypatch, own=["127.0.1.1"], outside="10.0.0.7")
+    assert address == "10.0.0.7"
+    assert "node1 is 127.0.1.1 to this host itself, where no other reaches it: the job is led at 10.0.0.7" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "outside"),
+    [
+        ("localhost", ["127.0.0.1"], "10.0.0.7"),
+        ("127.0.0.1", ["127.0.0.1"], "10.0.0.7"),
+        ("node1", ["127.0.1.1"], None),
+        ("node1", ["10.0.0.5"], "10.0.0.7"),
+    ],
+)
+def test_other_names_are_taken_at_their_word(monkeypatch, name, own, outside):
+    assert leader_of(name, monkeypatch, own=own, outside=outside) == (own[0], "")
+
+
+def test_a_leaders_name_that_does_not_resolve_is_told_when_the_time_is_over(monkeypatch):
+    def unknown(host: str) -> list[str]:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(joining, "local_addresses_of", unknown)
+    with pytest.raises(
+        UsageError, match="--master-addr node9 does not resolve on this host: Name or service not known"
+    ):
+        joining._own_addresses("node9", must=True, wait_s=0.0, say=lambda text, alarm: None)
+    assert joining._own_addresses("node9", must=False, wait_s=0.0, say=lambda text, alarm: None) == []

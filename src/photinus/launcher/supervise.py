@@ -7,7 +7,7 @@ import os
 import sys
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from .. import env
@@ -51,7 +51,7 @@ def supervise(flags: RunFlags, program: Program) -> int:
         taking_interrupts() as interrupts,
         _output() as output,
         # Before torch too: a port that is taken is told at once, and other hosts find this one while it imports.
-        _joining(flags, job_id, environ, output) as joined,
+        _joining(flags, job_id, environ, output, interrupts) as joined,
     ):
         try:
             if flags.devices is not None:
@@ -117,7 +117,9 @@ def supervise(flags: RunFlags, program: Program) -> int:
 
 
 @contextmanager
-def _joining(flags: RunFlags, job_id: str, environ: Mapping[str, str], output: Output) -> Iterator[Joined | None]:
+def _joining(
+    flags: RunFlags, job_id: str, environ: Mapping[str, str], output: Output, interrupts: Interrupts
+) -> Iterator[Joined | None]:
     """The other hosts of the job, None when there are none; a port that the user named is looked at first."""
     hosts = flags.hosts
     several = hosts.nnodes is not None and hosts.nnodes[1] > 1
@@ -130,7 +132,16 @@ def _joining(flags: RunFlags, job_id: str, environ: Mapping[str, str], output: O
     def say(text: str, alarm: bool) -> None:
         output.say(text, alarm=alarm)
 
-    with joining(hosts, job_id=job_id, max_restarts=flags.max_restarts, environ=environ, say=say) as joined:
+    with ExitStack() as stack:
+        try:
+            with interrupts.striking_at_once():
+                joined = stack.enter_context(
+                    joining(hosts, job_id=job_id, max_restarts=flags.max_restarts, environ=environ, say=say)
+                )
+        except Interrupted:
+            number = interrupts.first
+            assert number is not None
+            raise LaunchError(f"ended by {number.name} before any worker was started", exit_code=128 + number) from None
         yield joined
 
 

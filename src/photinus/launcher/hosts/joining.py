@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import ipaddress
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -22,12 +23,14 @@ from .handshake import key_of
 from .leading import leading
 from .meeting import Meeting
 from .member import Member
-from .ports import PortTakenError, listen, local_addresses_of
+from .ports import PortTakenError, listen, local_addresses_of, reaches_from
 
 __all__ = ["DEFAULT_PORT", "Joined", "joining"]
 
 DEFAULT_PORT = 29500
 _ANY = ("0.0.0.0", "::")
+_ELSEWHERE = "198.51.100.1"  # an address for examples, which no host has: asks for the way out (nothing is sent)
+_NAME_S, _NAME_STEP_S = 60.0, 0.5
 
 
 @dataclass(frozen=True)
@@ -74,16 +77,15 @@ def joining(
         )
     port = DEFAULT_PORT if flags.port is None else flags.port
     key = key_of(env.JOB_SECRET.get(environ) or "", flags.job_id or "")
-    listener = _listener(flags, flags.leader, port, environ)
+    listener, address = _listener(flags, flags.leader, port, environ, say)
     leads = listener is not None
     with contextlib.ExitStack() as stack:
         if listener is None:
-            address = flags.leader
             asyncio.run(look(address, port, key))
         else:
             address, port = listener.getsockname()[:2]
             secret = env.JOB_SECRET.get(environ)
-            if secret is None and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+            if secret is None and not _loopback(address):
                 say(
                     f"photinus: leads at {address} port {port} without a secret: whoever reaches that port can take "
                     f"part. Set {env.JOB_SECRET.name} to the same random words on every host.\n",
@@ -98,20 +100,17 @@ def joining(
         yield Joined(member, leads)
 
 
-def _listener(flags: HostFlags, leader: str, port: int, environ: Mapping[str, str]) -> socket.socket | None:
-    """The leader's socket, None when another host (or another launcher of this one) leads."""
+def _listener(
+    flags: HostFlags, leader: str, port: int, environ: Mapping[str, str], say: Callable[[str, bool], None]
+) -> tuple[socket.socket | None, str]:
+    """The leader's socket, None when another host (or another launcher of this one) leads; and the leader's address."""
     number = env.LISTEN_FD.get(environ)
     if number is not None:
-        return socket.socket(fileno=number)
-    must = flags.leads or flags.node_rank == 0
+        return socket.socket(fileno=number), leader
+    must = bool(flags.leads) or flags.node_rank == 0
     if flags.leads is False or (flags.node_rank is not None and flags.node_rank > 0):
-        return None
-    try:
-        own = local_addresses_of(leader)
-    except OSError as error:
-        if not must:
-            return None  # the member goes on trying: the name may be given out soon
-        raise UsageError(f"--master-addr {leader} does not resolve on this host: {error.strerror or error}.") from None
+        return None, leader
+    own = _own_addresses(leader, must=must, wait_s=min(flags.join_timeout_s, _NAME_S), say=say)
     if flags.local_address is not None and (own or must):
         own = [flags.local_address]
     if not own:
@@ -121,12 +120,60 @@ def _listener(flags: HostFlags, leader: str, port: int, environ: Mapping[str, st
                 f"--local-addr what it is to listen on (0.0.0.0: all its addresses).",
                 exit_code=2,
             )
-        return None
+        return None, leader
     if port == 0:
         raise UsageError("--master-port 0 on several hosts: the others could not know the port. Give a number.")
     try:
-        return listen(own[0], port)
+        return listen(own[0], port), own[0]
     except PortTakenError:
         if must:
             raise
-        return None  # perhaps by this job's leader: the member finds out, and names who it is otherwise
+        # Perhaps by this job's leader: the member finds out, and names who it is otherwise.
+        return None, leader if own[0] in _ANY else own[0]
+
+
+def _own_addresses(leader: str, *, must: bool, wait_s: float, say: Callable[[str, bool], None]) -> list[str]:
+    """The addresses of this host behind the leader's name, empty when it is another host's.
+
+    Raises:
+        UsageError: this host must lead, and the name does not resolve for `wait_s` seconds (a cluster's name server may
+            learn of a new host late).
+    """
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            own = local_addresses_of(leader)
+            break
+        except OSError as error:
+            if not must:
+                return []  # the member goes on trying
+            if time.monotonic() > deadline:
+                raise UsageError(
+                    f"--master-addr {leader} does not resolve on this host: {error.strerror or error}."
+                ) from None
+        time.sleep(_NAME_STEP_S)
+    if not own or leader == "localhost" or not all(_loopback(address) for address in own) or _is_address(leader):
+        return own
+    # Debian's /etc/hosts has a host's own name at 127.0.1.1, where no other host reaches it.
+    try:
+        outside = reaches_from(_ELSEWHERE)
+    except OSError:  # no other network: all launchers of this job are on this host
+        return own
+    say(
+        f"photinus: {leader} is {own[0]} to this host itself, where no other reaches it: the job is led at {outside} "
+        f"(--local-addr names another address)\n",
+        False,
+    )
+    return [outside]
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def _loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
