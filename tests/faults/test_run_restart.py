@@ -142,7 +142,8 @@ def test_what_cannot_go_better_is_not_tried_again(tmp_path):
     ended = run_job("--nproc-per-node", "2", path, "--bogus")
     assert ended.code == 2
     assert "not restarting: exit code 2 on every rank means wrong arguments" in ended.err
-    assert ended.err.count("unrecognized arguments: --bogus") == 2
+    # Once from each rank; and in the report, if the first cause is the rank whose lines the launcher carries.
+    assert ended.err.count("unrecognized arguments: --bogus") in (2, 3)
 
 
 def test_a_script_that_always_fails_ends_soon_and_shows_its_traceback_first_and_last(tmp_path):

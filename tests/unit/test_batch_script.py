@@ -44,7 +44,8 @@ def test_hosts_workers_and_limits_become_options_of_sbatch():
 def test_each_host_gets_one_launcher_with_the_users_words():
     text = written("--nproc-per-node", "2", "--cpu", "--max-restarts", "1", "train.py", "--name", "a b", "--lr=0.1")
     assert "srun --ntasks-per-node=1" in text
-    assert "/opt/env/bin/python -m photinus run --nproc-per-node 2 --cpu --max-restarts 1 train.py --name 'a b'" in text
+    assert "/opt/env/bin/python -m photinus run --nproc-per-node 2 --cpu --max-restarts 1" in text
+    assert "--stop-grace 30 train.py --name 'a b'" in text.replace("\\\n", "").replace("    ", "")
     assert "--gpus-per-node" not in text
 
 
@@ -110,11 +111,11 @@ def test_the_script_is_good_bash(words: list[str], tmp_path: Path):
 
 
 STAND_INS = {
-    # Stands for Slurm's: starts the launcher as its child, and hands USR1 on to it as srun does.
+    # Stands for Slurm's: starts the launcher as its child, and hands TERM on to it as srun does.
     "srun": """#!/bin/bash
 while [ "${1#-}" != "$1" ]; do shift; done
 "$@" & child=$!
-trap 'kill -USR1 $child' USR1
+trap 'kill -TERM $child' TERM
 wait $child; code=$?
 while kill -0 $child 2> /dev/null; do wait $child; code=$?; done
 exit $code
@@ -123,7 +124,7 @@ exit $code
     "python": """#!/bin/bash
 if [ "$1" = -c ]; then echo 5ec4e7; exit; fi
 echo "$PHOTINUS_JOB_SECRET $*" > "$SEEN"
-trap 'exit 75' USR1
+trap 'exit 143' TERM
 if [ "$PLAN" = leave ]; then kill -USR1 "$BATCH"; fi
 for _ in $(seq 100); do [ "$PLAN" = leave ] || break; sleep 0.05; done
 exit "${CODE:-0}"
@@ -133,7 +134,7 @@ exit "${CODE:-0}"
 
 @pytest.mark.parametrize(
     ("plan", "code", "requeued"),
-    [("end", "0", False), ("end", "3", False), ("leave", "75", True)],
+    [("end", "0", False), ("end", "3", False), ("leave", "143", True)],
     ids=["trained to the end", "failed", "asked to leave"],
 )
 def test_a_job_that_is_asked_to_leave_is_queued_again_and_no_other(
@@ -157,7 +158,9 @@ def test_a_job_that_is_asked_to_leave_is_queued_again_and_no_other(
     }
     ended = subprocess.run(["bash", script], env=environ, capture_output=True, text=True, timeout=30, check=False)
     assert ended.returncode == (int(code)), ended.stderr
-    assert (tmp_path / "seen").read_text() == "5ec4e7 -m photinus run --nproc-per-node 2 --cpu train.py a b\n"
+    assert (
+        tmp_path / "seen"
+    ).read_text() == "5ec4e7 -m photinus run --nproc-per-node 2 --cpu --stop-grace 30 train.py a b\n"
     assert (tmp_path / "told").exists() == requeued
     if requeued:
         assert (tmp_path / "told").read_text() == "requeue 4711\n"

@@ -29,7 +29,7 @@ def environ(place=PLACE, base=None, **changes):
 
 
 def test_world_reads_what_the_launcher_writes():
-    assert World.from_env(environ()) == World(3, 4, 1, 2, 1, "torchrun")
+    assert World.from_env(environ()) == World(3, 4, 1, 2, 1, "photinus run")
 
 
 def test_torchruns_variables_and_the_meant_world_size():

@@ -33,6 +33,8 @@ def words_for(
         words += ["--max-restarts", str(flags.max_restarts)]
     if flags.stop_grace_s != plain.stop_grace_s:
         words += ["--stop-grace", repr(flags.stop_grace_s)]
+    if flags.preempt_after_s is not None:
+        words += ["--preempt-after", f"{flags.preempt_after_s:g}"]
     if flags.use_env:
         words.append("--use-env")
     if hosts > 1:

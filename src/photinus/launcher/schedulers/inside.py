@@ -37,6 +37,8 @@ def run_words(flags: RunFlags) -> list[str]:
     # Schedulers leave time to save: more than is good between a failure and the next attempt of one who sits waiting.
     grace_s = flags.stop_grace_s if flags.stop_grace_s != RunFlags.stop_grace_s else _SAVE_S
     words += ["--stop-grace", f"{grace_s:g}"]
+    if flags.preempt_after_s is not None:
+        words += ["--preempt-after", f"{flags.preempt_after_s:g}"]
     if flags.use_env:
         words.append("--use-env")
     waits = {
