@@ -1,0 +1,171 @@
+"""The leader of several hosts over real sockets, with hosts that the test plays: forms, stores, verdicts, strangers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from photinus import __version__
+from photinus.launcher.hosts import messages
+from photinus.launcher.hosts.dialling import dial
+from photinus.launcher.hosts.handshake import key_of
+from photinus.launcher.hosts.leader import Leader
+from photinus.launcher.hosts.meeting import Meeting
+from photinus.launcher.hosts.ports import listen
+from photinus.launcher.hosts.relay import Relay
+from photinus.launcher.report import Death, Raised
+
+KEY = key_of("secret", "job")
+DEADLINE_S = 30.0
+
+
+class Host:
+    """A launcher's end, message by message."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    def say(self, kind: str, **fields: Any) -> None:
+        messages.write(self.writer, {"type": kind, **fields})
+
+    async def hear(self, kind: str) -> dict[str, Any]:
+        """The next message of this kind."""
+        while True:
+            message = await messages.read(self.reader)
+            if message["type"] == kind:
+                return message
+
+
+async def host(port: int, name: str, *, leads: bool = False, **more: Any) -> Host:
+    made = Host(*await dial("127.0.0.1", port, KEY, "host"))
+    hello = {"version": __version__, "torch": "2", "host": name, "workers": 2, "node_rank": None, "nnodes": [2, 2]}
+    made.say("hello", **{**hello, "leads": leads, **more})
+    made.say("ready")
+    return made
+
+
+def with_leader(test: Callable[[int], Coroutine[Any, Any, None]], *, max_restarts: int = 1) -> None:
+    async def run() -> None:
+        listener = listen("127.0.0.1", 0)
+        port: int = listener.getsockname()[1]
+        rules = Meeting(2, 2, join_timeout_s=60.0, last_call_s=1.0)
+        leader = Leader(KEY, rules, max_restarts=max_restarts, job_id="job")
+        await leader.open(listener)
+        try:
+            await test(port)
+        finally:
+            await leader.close()
+
+    asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
+
+
+async def shouted(port: int) -> bytes:
+    """What a server answers to b"hello"; empty when it closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"hello")
+    try:
+        return await reader.read(100)
+    except ConnectionResetError:
+        return b""
+    finally:
+        writer.close()
+
+
+async def store() -> asyncio.Server:
+    """Stands for an attempt's store: answers in capitals."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(100):
+            writer.write(data.upper())
+        writer.close()
+
+    return await asyncio.start_server(serve, "127.0.0.1", 0)
+
+
+def failure() -> dict[str, Any]:
+    death = Death(2, 0, 7, "b", 1, 0.0, 1.0, raised=Raised((("OSError", "disk"),), "Traceback ..."))
+    return messages.report_to_json(messages.Report((death,), ()))
+
+
+def test_workers_reach_the_store_of_their_attempt_and_those_of_an_earlier_one_are_refused():
+    async def test(port: int) -> None:
+        first, second = await host(port, "a", leads=True), await host(port, "b")
+        server = await store()
+        form = await first.hear("form")
+        assert (form["workers"], form["host_rank"], form["attempt"], form["hosts_store"]) == ([2, 2], 0, 0, True)
+        first.say("store", port=server.sockets[0].getsockname()[1])
+        form = await second.hear("form")
+        assert (form["host_rank"], form["hosts_store"]) == (1, False)
+        old = Relay("127.0.0.1", port, KEY, form["token"])
+        old_port = await old.open()
+        assert await shouted(old_port) == b"HELLO"
+        stranger = Relay("127.0.0.1", port, key_of("guess", "job"), form["token"])
+        assert await shouted(await stranger.open()) == b""
+
+        second.say("report", report=failure())
+        await first.hear("stop")
+        first.say("report", report=messages.report_to_json(messages.Report((), ())))
+        verdict = await second.hear("verdict")
+        assert (verdict["restart"], verdict["rank"], verdict["host"]) == (True, 2, "b")
+        said = ""
+        while "raised OSError: disk" not in said:
+            said = (await first.hear("say"))["text"]
+        assert "rank 2 (pid 7) raised OSError: disk" in said
+        for each in (first, second):
+            each.say("ready")
+        await first.hear("form")
+        first.say("store", port=server.sockets[0].getsockname()[1])
+        form = await second.hear("form")
+        assert form["attempt"] == 1
+        new = Relay("127.0.0.1", port, KEY, form["token"])
+        assert await shouted(await new.open()) == b"HELLO"
+        assert await shouted(old_port) == b""
+        for relay in (old, new, stranger):
+            await relay.close()
+        server.close()
+        for each in (first, second):
+            each.say("finished")
+        assert (await second.hear("end"))["exit_code"] == 0
+        for each in (first, second):
+            each.writer.close()
+
+    with_leader(test)
+
+
+def test_a_host_of_another_version_is_refused_with_both():
+    async def test(port: int) -> None:
+        other = await host(port, "b", version="0.0.9")
+        end = await other.hear("end")
+        assert end["exit_code"] == 2
+        assert f"b has photinus 0.0.9, the host that leads has {__version__}" in end["reason"]
+        other.writer.close()
+
+    with_leader(test)
+
+
+def test_a_host_that_sends_nonsense_is_lost_and_the_other_is_told():
+    async def test(port: int) -> None:
+        first, second = await host(port, "a", leads=True), await host(port, "b")
+        await first.hear("form")
+        second.writer.write((5).to_bytes(4, "big") + b"\x80\x04\x95\x00\x00")  # the beginning of a pickle
+        end = await first.hear("end")
+        assert end["exit_code"] == 1
+        assert "host b (127.0.0.1) sent what is no message: no JSON" in end["reason"]
+        for each in (first, second):
+            each.writer.close()
+
+    with_leader(test)
+
+
+def test_a_leader_that_goes_is_named_to_the_others():
+    async def test(port: int) -> None:
+        first, second = await host(port, "a", leads=True), await host(port, "b")
+        await first.hear("form")
+        first.say("leave", reason="left, ended by SIGINT", exit_code=130)
+        end = await second.hear("end")
+        assert (end["reason"], end["exit_code"]) == ("host a (127.0.0.1) left, ended by SIGINT", 130)
+        for each in (first, second):
+            each.writer.close()
+
+    with_leader(test)
