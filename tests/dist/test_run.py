@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -31,6 +32,8 @@ class Ended:
 class RunningJob:
     """`photinus run` in the background. Ends in time or is killed; on failure shows what it printed."""
 
+    started: ClassVar[list[RunningJob]] = []
+
     def __init__(self, words: Sequence[str | Path], *, cwd: Path | None = None, **environ: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "photinus", "run", *map(str, words)],
@@ -41,6 +44,20 @@ class RunningJob:
             cwd=cwd,
             env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
         )
+        self.started.append(self)
+
+    @classmethod
+    def kill_all(cls) -> None:
+        """Ends the jobs of a test that failed before it had waited for them."""
+        while cls.started:
+            job = cls.started.pop()
+            if job.process.poll() is None:
+                job.process.send_signal(signal.SIGTERM)  # the launcher ends its workers
+                try:
+                    job.process.wait(10)
+                except subprocess.TimeoutExpired:
+                    job.process.kill()
+                    job.process.wait()
 
     def wait_for(self, *files: Path) -> None:
         """Until all of these files exist and hold something."""
