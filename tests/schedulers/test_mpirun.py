@@ -77,7 +77,7 @@ def test_photinus_run_on_each_host_by_mpirun_is_one_job(tmp_path: Path):
     two = hosts(tmp_path, "photinus-test-a:1", "photinus-test-b:1")
     ran = mpirun("-np", "2", *two, "--map-by", "ppr:1:node", *RUN, TELL, tmp_path, "--lr", "0.1")
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    check_ranks(tmp_path, launcher="torchrun", local_sizes=(2, 2), arguments=("--lr", "0.1"))
+    check_ranks(tmp_path, launcher="photinus run", local_sizes=(2, 2), arguments=("--lr", "0.1"))
 
 
 @open_mpi

@@ -64,7 +64,7 @@ def test_photinus_run_on_each_host_by_srun_is_one_job(cluster: Cluster, tmp_path
     run = [sys.executable, "-m", "photinus", "run", "--nproc-per-node", "2", "--cpu", TELL, tmp_path, "--lr", "0.1"]
     ran = cluster.run("srun", "-N2", "--ntasks-per-node=1", *run)
     assert ran.code == 0, ran.out + ran.err
-    check_four_ranks(tmp_path, "torchrun", "--lr", "0.1")
+    check_four_ranks(tmp_path, "photinus run", "--lr", "0.1")
 
 
 def test_several_launchers_on_a_host_are_refused_with_what_to_type(cluster: Cluster, tmp_path: Path):
@@ -84,7 +84,7 @@ def test_a_batch_script_of_ours_trains_on_all_hosts(cluster: Cluster, tmp_path: 
     assert job.code == 0, job.err
     ended = cluster.wait_for(job.out.strip(), "COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")
     assert ended["JobState"] == "COMPLETED", (tmp_path / "log").read_text()
-    check_four_ranks(tmp_path, "torchrun", "--lr", "0.1")
+    check_four_ranks(tmp_path, "photinus run", "--lr", "0.1")
 
 
 def test_a_batch_job_that_is_asked_to_leave_saves_is_queued_again_and_trains_to_the_end(

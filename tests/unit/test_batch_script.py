@@ -111,15 +111,16 @@ def test_the_script_is_good_bash(words: list[str], tmp_path: Path):
 
 
 STAND_INS = {
-    # Stands for Slurm's: starts the launcher as its child, and hands TERM on to it as srun does.
+    # Stand for Slurm's: srun starts the launcher as its child, scancel signals it.
     "srun": """#!/bin/bash
 while [ "${1#-}" != "$1" ]; do shift; done
 "$@" & child=$!
-trap 'kill -TERM $child' TERM
+echo $child > "$CHILD"
 wait $child; code=$?
 while kill -0 $child 2> /dev/null; do wait $child; code=$?; done
 exit $code
 """,
+    "scancel": '#!/bin/bash\n[ "$*" = "--signal=TERM 4711.0" ] && kill -TERM "$(cat "$CHILD")"\n',
     "scontrol": '#!/bin/bash\necho "$@" > "$TOLD"\n',
     "python": """#!/bin/bash
 if [ "$1" = -c ]; then echo 5ec4e7; exit; fi
@@ -152,6 +153,7 @@ def test_a_job_that_is_asked_to_leave_is_queued_again_and_no_other(
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "TOLD": str(tmp_path / "told"),
         "SEEN": str(tmp_path / "seen"),
+        "CHILD": str(tmp_path / "child"),
         "SLURM_JOB_ID": "4711",
         "PLAN": plan,
         "CODE": code,

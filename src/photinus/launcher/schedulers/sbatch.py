@@ -32,11 +32,12 @@ set -u
 {secret}=$({python} -c 'import secrets; print(secrets.token_hex(32))')
 export {secret}
 
-# Before a preemption or the end of the time limit, Slurm sends USR1 to this shell. The launchers are told to end, which
-# lets the workers save first; the job is then queued again, and goes on from its newest checkpoint.
+# Before a preemption or the end of the time limit, Slurm sends USR1 to this shell. The launchers (step 0) are told to
+# end, which lets the workers save first; the job is then queued again, and goes on from its newest checkpoint. (srun
+# itself would end them at once.)
 asked_to_leave=""
 step=""
-trap 'asked_to_leave=yes; if [ -n "$step" ]; then kill -TERM "$step"; fi' USR1
+trap 'asked_to_leave=yes; if [ -n "$step" ]; then scancel --signal=TERM "$SLURM_JOB_ID.0"; fi' USR1
 
 # One launcher on each host; it starts the workers there.
 {directive}srun --ntasks-per-node=1 ${{SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}} \\
