@@ -13,7 +13,7 @@ from .ports import holder_of, local_addresses_of
 __all__ = ["dial", "look"]
 
 _CONNECT_S = 5.0
-_HANDSHAKE_S = 4.0
+_HANDSHAKE_S = 3.0
 _STRANGER_S = 1.5  # so long may the leader of the last job on this port take to go away
 _PAUSE_S = 0.2
 
