@@ -8,7 +8,8 @@ from .config import dataset_folder
 from .data import loader
 from .deepspeed import DeepSpeedConfig, deepspeed_config
 from .evaluation import evaluate
-from .loop import Loop, backward
+from .loop import Loop
+from .loss import backward
 from .session import Session, init
 from .trainer import Result, Trainer
 from .wrapping import unwrap, wrap

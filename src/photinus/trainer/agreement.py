@@ -10,7 +10,7 @@ import io
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from .. import errors
 from ..errors import CollectiveError, PhotinusError
 from .manifest import JSON
 
-__all__ = ["from_rank_0", "gather_per_rank", "place_in_group", "together"]
+__all__ = ["check_alike", "from_rank_0", "gather_per_rank", "place_in_group", "together"]
 
 T = TypeVar("T")
 
@@ -60,6 +60,24 @@ def from_rank_0(call: Callable[[], JSON], doing: str) -> Any:
         if rank == 0:
             value = call()
     return json.loads(_all_gather(json.dumps(value).encode() if rank == 0 else b"")[0])
+
+
+def check_alike(options: Mapping[str, Any], what: str) -> None:
+    """Every rank must have been given the same: else they would wait for each other at different places.
+
+    Args:
+        options: this rank's, by name; what travels as in `gather_per_rank`.
+        what: they are of, for the message, in the plural.
+
+    Raises:
+        ValueError: they differ; says which and on which rank.
+    """
+    everyone = gather_per_rank(options)
+    for rank, theirs in enumerate(everyone):
+        differing = [name for name in theirs if theirs[name] != everyone[0][name]]
+        if differing:
+            told = "; ".join(f"{name}={everyone[0][name]} on rank 0, {theirs[name]}" for name in differing)
+            raise ValueError(f"the ranks were given different {what}: {told} on rank {rank}. All need the same.")
 
 
 @contextmanager

@@ -21,7 +21,6 @@ from __future__ import annotations
 import math
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -39,42 +38,26 @@ from ..parallel.recording import recorded_span
 from ..runlog.process import this_process
 from ..runlog.tables import OWN_COLUMNS, Row
 from . import preemption, rng
-from .agreement import from_rank_0, gather_per_rank, together
+from .agreement import check_alike, from_rank_0, together
 from .arguments import whole_number
 from .checkpoint import Checkpoint, on_all_ranks
 from .config import RunConfig, Start, user_options
 from .data import Batch, loader
 from .ending import Ending
-from .metrics import StepLosses
+from .loss import check_loss
 from .position import Position
 from .progress import Progress, say, show_metrics
-from .rank_times import RankTimes
-from .resume import Source, check_fits, choose_source, job_name
+from .resume import Source, choose_source, job_name
 from .run_folder import RunFolder
+from .run_numbers import RunNumbers
+from .saves import Saves
 from .session import require_session
-from .snapshot import Trained, check_is_snapshot
+from .snapshot import Trained
 from .step_clock import StepClock
 from .tensorboard import check_tensorboard
 from .wrapping import check_exchanges_gradients, check_optimizer
 
-__all__ = ["Loop", "backward"]
-
-
-def backward(loss: Tensor, *, weight: float = 1.0) -> None:
-    """Backward of a scalar loss, for people who own their loop and their loader.
-
-    Args:
-        loss: mean over this rank's samples of the batch, shape [] or [1].
-        weight: `batch.weight` of the loader's batch. It is 1 unless the last batch of an epoch is kept and uneven;
-            with it the mean over the ranks is the mean over the global batch.
-
-    Raises:
-        NotInitializedError: a launcher started several processes and `photinus.init()` was not called.
-        ValueError: the loss is not a scalar, or nothing in it requires a gradient.
-    """
-    require_session("photinus.backward")
-    _check_loss(loss)
-    (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+__all__ = ["Loop"]
 
 
 class Loop:
@@ -160,12 +143,10 @@ class Loop:
         self.checkpoint: Path | None = None
         self.model = model
         self.rank = session.rank
-        self._trained = Trained(model, optimizer, scheduler, dict(state or {}))
+        self._optimizer = optimizer
         self._curves = curves
-        self._losses = StepLosses()
         self._clock = StepClock(session)
-        self._times = RankTimes(session, self._clock)
-        self._samples = 0  # of all ranks since the last exchange
+        self._numbers = RunNumbers(session, self._clock)
         self._validated_s = session.aside_s
         self._ending: Ending | None = None  # once there is something to end
         self._folder: RunFolder | None = None  # on rank 0, when there is `out`
@@ -218,7 +199,8 @@ class Loop:
                 "resume": None if resume is None else str(resume),
                 "out": None if out is None else str(out),
             }
-        self._check_ranks_agree()
+        self._saves = Saves(session, Trained(model, optimizer, scheduler, dict(state or {})), self._options)
+        check_alike(self._options, "loops")
         self.steps_per_epoch = len(self._loader)
         self._save_every_steps, self._save_every_epochs = save_every_steps, save_every_epochs
         source = Source(None, goes_on=False)  # what rank 0 found; the other ranks need only the checkpoint
@@ -230,7 +212,10 @@ class Loop:
 
         checkpoint = on_all_ranks(choose)
         if checkpoint is not None:
-            self._load(checkpoint)
+            loaded = self._saves.load(checkpoint, self.steps_per_epoch)
+            self._position, self._rng = loaded.position, loaded.random_numbers
+            self._saved_step = self._position.step
+            self.resumed_from = self.checkpoint = checkpoint.path
         self._progress = Progress(progress and session.is_main, self.epochs, self.steps_per_epoch)
         if self.out is not None:
             prepare = partial(self._prepare_folder, source, config, keep_last, best, tensorboard)
@@ -286,8 +271,8 @@ class Loop:
         """
         if self._batch is None:
             raise PhotinusError("loop.backward(loss) belongs inside `for ... in loop:`; no batch is being worked on")
-        _check_loss(loss)
-        self._losses.add(loss)
+        check_loss(loss)
+        self._numbers.add(loss)
         self._unstepped = True
         weight = self._batch.weight * share
         self._clock.backward_began()
@@ -370,7 +355,7 @@ class Loop:
                 batches = self._loader.epoch(position.epochs_done, position.batches_done)
                 while (batch := self._next(batches)) is not None:
                     self._batch = batch
-                    self._losses.begin_step(position.step + 1, self.epoch, batch.samples, batch.global_samples)
+                    self._numbers.begin_step(position.step + 1, self.epoch, batch)
                     yield batch.data
                     ended, self._batch = self.epoch_ended, None
                     position.step += 1
@@ -387,7 +372,7 @@ class Loop:
             clock.stop()
             if self._batch is not None:  # the body was left early
                 self._batch = None
-                self._losses.drop_last()
+                self._numbers.drop_last()
             self._progress.close()
             watch.close()
 
@@ -418,10 +403,10 @@ class Loop:
         position = self._position
         self._clock.other_ended()
         position.samples_in_part += batch.global_samples
-        self._samples += batch.global_samples
+        self._numbers.end_step(batch)
         every = self._save_every_steps
         self._save_wanted |= every is not None and position.step % every == 0
-        if epoch_ended or self._save_wanted or len(self._losses) >= self._times.steps_to_next:
+        if epoch_ended or self._save_wanted or self._numbers.due:
             self._exchange()
         self._progress.step(batch.global_samples, position.newest)
         if epoch_ended:
@@ -434,47 +419,27 @@ class Loop:
             self._clock.skip()
 
     def _exchange(self) -> None:
-        """Brings the collected losses and times of all ranks together, writes them, and agrees on stopping."""
-        session, position, steps = self._session, self._position, len(self._losses)
-        file_error = self._folder.error if self._folder is not None else None
-        sent = [float(self._stop_wanted), float(file_error is not None), *self._times.mine()]
-        losses, (stops, file_errors, *times) = self._losses.exchange(sent, session.world_size, session.exchange_device)
-        self._times.add(times, steps=steps, samples=self._samples)
-        self._samples = 0
-        if file_errors:
-            with together(f"writing the numbers of the run in {self.out}"):
-                if file_error is not None:
-                    raise file_error
-        for step_loss in losses:
-            position.add_loss(step_loss)
-            if session.is_main and not math.isfinite(step_loss.loss) and not position.told_not_finite:
-                position.told_not_finite = True
-                warnings.warn(f"the loss is {step_loss.loss} at step {step_loss.step}", stacklevel=2)
-                if self._folder is not None:
-                    self._folder.tell("warning", step_loss.step, text=f"the loss is {step_loss.loss}")
-        if self._folder is not None and losses:
-            self._folder.append_losses(losses, position.start)
-        self._write_times()
-        if stops:
+        """Brings the numbers of all ranks together, and agrees on stopping."""
+        position = self._position
+        if self._numbers.exchange(position, self._folder, epoch=self.epoch, stop=self._stop_wanted):
             position.stopped_of = self.epochs
             if self._folder is not None:
                 self._folder.tell("stop", position.step, epoch=self.epoch)
 
-    def _write_times(self, *, at_once: bool = False) -> None:
-        if self._folder is not None:
-            position = self._position
-            window = self._times.window(step=position.step, epoch=self.epoch, start=position.start, at_once=at_once)
-            if window is not None:
-                self._folder.append_window(window)
-
     def _end_epoch(self) -> None:
         position = self._position
-        rate = self._trained.optimizer.param_groups[0]["lr"] if self._trained.optimizer.param_groups else math.nan
+        rate = self._optimizer.param_groups[0]["lr"] if self._optimizer.param_groups else math.nan
         row = position.end_epoch(time.perf_counter() - self._session.aside_s, float(rate))
         if self._folder is not None:
             self._folder.end_epoch(position.history, self._session.aside_s - self._validated_s)
         self._validated_s = self._session.aside_s
         self._progress.end_epoch(position.epochs_done, _measured(row), row["samples_per_s"], row["elapsed_s"])
+
+    def _save(self) -> None:
+        self._save_wanted = False
+        self._saved_step = self._position.step
+        if self.out is not None:
+            self.checkpoint = self._saves.save(self._position, self.out, self._folder)
 
     def _leave_suspended(self) -> None:
         words = f"step {self._position.step}, saved in {self.checkpoint}"
@@ -486,7 +451,7 @@ class Loop:
     def _finish(self) -> None:
         if self._saved_step != self._position.step:
             self._save()
-        self._write_times(at_once=True)
+        self._numbers.write_times(self._position, self._folder, epoch=self.epoch, at_once=True)
         if self._ending is not None:
             self._ending.end("stopped" if self._position.stopped_of else "finished")
         if self._folder is not None:
@@ -508,82 +473,7 @@ class Loop:
             lines.append(self._folder.describe())
         return "\n".join(lines)
 
-    # -- checkpoints -------------------------------------------------------------------------------------------------
-
-    def _save(self) -> None:
-        """Saves model, optimizer, position and each rank's random numbers, atomically, on rank 0. All ranks call it."""
-        self._save_wanted = False
-        self._saved_step = step = self._position.step
-        if self.out is None:
-            return
-        states = gather_per_rank(rng.capture())
-        position = self._position
-        with together(f"gathering what to save at step {step}"):
-            trained = self._trained.contents()
-
-        def write() -> str:
-            assert self._folder is not None
-            content = {
-                **trained,
-                "position": position.to_dict(),
-                "run": {name: self._options[name] for name in ("batch_size", "seed", "samples", "shuffle")},
-                "rng": states,
-            }
-            epoch_row = None if position.batches_done or not position.history else position.history[-1]
-            return str(self._folder.save(step, content, position.description(self.epochs), epoch_row))
-
-        self.checkpoint = Path(from_rank_0(write, f"saving the checkpoint of step {step} in {self.out}"))
-
-    def _load(self, checkpoint: Checkpoint) -> None:
-        """Puts everything back to what the checkpoint holds. Every rank reads the files itself."""
-        path = checkpoint.path
-        notes: list[str] = []
-        with together(f"loading {path}"):
-            content = checkpoint.load("cpu", mapped=("model", "optimizer"))
-            check_is_snapshot(content, path)
-            position = Position.from_dict(content["position"])
-            samples_done = position.batches_done * content["run"]["batch_size"]
-            notes = check_fits(content["run"], self._options, samples_done)
-            position.batches_done = samples_done // self._batch_size
-            if position.batches_done >= self.steps_per_epoch:
-                raise ValueError(
-                    f"cannot go on inside an epoch: {samples_done} of {self._options['samples']} samples are done, and "
-                    f"no batch of batch_size={self._batch_size} is left; it was "
-                    f"{content['run']['batch_size']} when the checkpoint was saved"
-                )
-            self._trained.put_back(content, path)
-            position.start += 1
-            if position.stopped_of < self.epochs:  # stopped early, and now more is asked for
-                position.stopped_of = 0
-            self._position = position
-            self._saved_step = position.step
-            states = content["rng"]
-            if len(states) == self._session.world_size:
-                self._rng = states[self._session.rank]
-            else:
-                notes.append(
-                    f"saved by {len(states)} ranks, resumed by {self._session.world_size}: the order of the samples "
-                    f"goes on exactly, dropout draws new numbers"
-                )
-                # Each rank's stream is new, but the same each time this checkpoint is resumed.
-                seed = rng.derive_seed(self._seed, "resumed at step", position.step)
-                rng.seed_everything(seed, rank=self._session.rank)
-                self._rng = rng.capture()
-        self.resumed_from = self.checkpoint = path
-        if self._session.is_main:
-            for note in notes:
-                say(f"note: {note}")
-
     # -- setting up --------------------------------------------------------------------------------------------------
-
-    def _check_ranks_agree(self) -> None:
-        """Every rank must have been given the same run: else they would wait for each other at different places."""
-        everyone = gather_per_rank(self._options)
-        for rank, options in enumerate(everyone):
-            differing = [name for name in options if options[name] != everyone[0][name]]
-            if differing:
-                told = "; ".join(f"{name}={everyone[0][name]} on rank 0, {options[name]}" for name in differing)
-                raise ValueError(f"the ranks were given different loops: {told} on rank {rank}. All need the same.")
 
     def _prepare_folder(self, source: Source, config: Any, keep_last: int, best: str | None, tensorboard: bool) -> None:
         assert self.out is not None
@@ -626,12 +516,3 @@ class Loop:
 def _measured(row: Row) -> Row:
     """Of an epoch's row the loss and what was logged."""
     return {name: value for name, value in row.items() if name == "loss" or name not in OWN_COLUMNS}
-
-
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, Tensor):
-        raise TypeError(f"loss is a {type(loss).__name__}, but a tensor is needed")
-    if loss.numel() != 1:
-        raise ValueError(f"loss has shape {list(loss.shape)}, but backward needs one number: take its mean")
-    if not loss.requires_grad:
-        raise ValueError("nothing in the loss requires a gradient: was it computed under torch.no_grad() or detached?")

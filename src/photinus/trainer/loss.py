@@ -1,0 +1,38 @@
+"""A loss: the check that backward can begin at it, and backward for people who own their loop and their loader."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .session import require_session
+
+__all__ = ["backward", "check_loss"]
+
+
+def backward(loss: Tensor, *, weight: float = 1.0) -> None:
+    """Backward of a scalar loss, for people who own their loop and their loader.
+
+    Args:
+        loss: mean over this rank's samples of the batch, shape [] or [1].
+        weight: `batch.weight` of the loader's batch. It is 1 unless the last batch of an epoch is kept and uneven;
+            with it the mean over the ranks is the mean over the global batch.
+
+    Raises:
+        NotInitializedError: a launcher started several processes and `photinus.init()` was not called.
+        ValueError: the loss is not a scalar, or nothing in it requires a gradient.
+    """
+    require_session("photinus.backward")
+    check_loss(loss)
+    (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+
+
+def check_loss(loss: Any) -> None:
+    """Raises TypeError or ValueError unless backward can begin at it: one number that requires a gradient."""
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"loss is a {type(loss).__name__}, but a tensor is needed")
+    if loss.numel() != 1:
+        raise ValueError(f"loss has shape {list(loss.shape)}, but backward needs one number: take its mean")
+    if not loss.requires_grad:
+        raise ValueError("nothing in the loss requires a gradient: was it computed under torch.no_grad() or detached?")
