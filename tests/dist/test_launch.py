@@ -174,13 +174,16 @@ photinus.launch(wait, nprocs=2, args=(sys.argv[1],))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_no_rank_outlives_the_process_that_launched_it(tmp_path: Path, number: signal.Signals) -> None:
+def test_neither_a_rank_nor_a_file_outlives_the_process_that_launched(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "script.py").write_text(WAITING)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
     process = subprocess.Popen(
         [sys.executable, str(tmp_path / "script.py"), str(tmp_path)],
         cwd=REPOSITORY,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
+        env={**os.environ, "TMPDIR": str(temporary)},
     )
     deadline = time.monotonic() + 60
     files = [tmp_path / "pid.0", tmp_path / "pid.1"]
@@ -188,8 +191,9 @@ def test_no_rank_outlives_the_process_that_launched_it(tmp_path: Path, number: s
         assert time.monotonic() < deadline, "the ranks did not start"
         time.sleep(0.05)
     ranks = [int(file.read_text()) for file in files]
+    assert [path.name.startswith("photinus-launch-") for path in temporary.iterdir()].count(True) == 1
     process.send_signal(number)  # to this process alone, as a notebook's interrupt
     process.wait(timeout=30)
-    while any(Path(f"/proc/{pid}").exists() for pid in ranks):
-        assert time.monotonic() < deadline + 30, f"ranks {ranks} are still there"
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks) or any(temporary.iterdir()):
+        assert time.monotonic() < deadline + 30, f"ranks {ranks} or {list(temporary.iterdir())} are still there"
         time.sleep(0.05)

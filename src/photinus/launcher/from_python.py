@@ -13,7 +13,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import IO, Any, TypeVar
 from .. import env
 from ..errors import LaunchError
 from ..world.launchers import told_by_scheduler
+from .private_folder import private_folder
 
 __all__ = ["launch"]
 
@@ -78,14 +78,13 @@ def launch(
             f"open files, process groups, loggers with sockets) inside the function."
         ) from error
     _warn_of_cuda()
-    with tempfile.TemporaryDirectory(prefix="photinus-launch-") as name:
-        folder = Path(name)
+    with private_folder("photinus-launch-") as (folder, held):
         (folder / function.PATH).write_text("\0".join(sys.path))
         (folder / function.CALL).write_bytes(call)
         command = [sys.executable, "-m", "photinus", "run", "--standalone", "--nproc-per-node", str(nprocs)]
         command += ["--max-restarts", str(max_restarts), *(["--cpu"] if cpu else [])]
-        command += ["-m", "photinus.launcher.function", name]
-        code = _run(command)
+        command += ["-m", "photinus.launcher.function", str(folder)]
+        code = _run(command, held)
         if code != 0:
             raise LaunchError(_first_error(folder, code), exit_code=code)
         ranks = sorted(int(path.suffix[1:]) for path in folder.glob(function.RESULT.format("*")))
@@ -129,8 +128,8 @@ def _warn_of_cuda() -> None:
         )
 
 
-def _run(command: list[str]) -> int:
-    """Runs the launcher with its output where this process's goes, and ends it with us."""
+def _run(command: list[str], held: int) -> int:
+    """Runs the launcher with its output where this process's goes, and ends it with us; it holds `held` like us."""
     # A notebook's sys.stdout is no file: what the launcher writes has to be carried there.
     carried = not (_is_file(sys.stdout, 1) and _is_file(sys.stderr, 2))
     sys.stdout.flush()
@@ -141,6 +140,7 @@ def _run(command: list[str]) -> int:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE if carried else None,
         stderr=subprocess.STDOUT if carried else None,
+        pass_fds=[held],
         # The launcher ends in order, with all its ranks, when this process is killed.
         preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),
     )
