@@ -98,6 +98,8 @@ def test_a_page_is_well_formed_and_needs_nothing_else(tmp_path: Path) -> None:
         assert wanted in found
     for wanted in ("resumed from step 25", "checkpoint of step 60", "0123456789abcdef, with changes", "8.0 GiB"):
         assert wanted in found
+    for wanted in ("photinus run -n 2 train.py --out ", "OMP_NUM_THREADS 1"):
+        assert wanted in found
     assert len(read.all("svg")) == 7
     assert "training loss: 1.9048 at step 1, 0.5000 at step 60" in found
 

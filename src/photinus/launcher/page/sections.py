@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from ...relaunch import Launch
 from ...runlog.run import Run
 from ...runlog.stragglers import RankShare, shares, stragglers
 from ...runlog.tables import Row
@@ -247,6 +248,9 @@ def options(run: Run) -> str:
         machine = last.get("machine")
         if isinstance(machine, dict) and machine:
             parts.append(f'<div class="card"><h3>Machine of rank 0</h3>{_pairs(_machine(machine))}</div>')
+        environ = last.get("environ")
+        if isinstance(environ, dict) and environ:
+            parts.append(f'<div class="card"><h3>Environment</h3>{_pairs(environ, plain=True)}</div>')
         rows = "".join(_start_row(number_, start) for number_, start in enumerate(starts, 1))
         parts.append(
             '<div class="card wide"><h3>Starts</h3><div class="scroll"><table><tr><th class="n"></th><th>when</th>'
@@ -266,7 +270,11 @@ def _machine(machine: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _start_row(index: int, start: Mapping[str, Any]) -> str:
-    command = start.get("command") or []
+    try:
+        launch = Launch.from_fields(start.get("launch"))  # what the user typed; `command` is what a worker was given
+        command: Any = ["photinus", "run", *launch.words, *launch.arguments]
+    except ValueError:
+        command = start.get("command") or []
     text = shlex.join(str(word) for word in command) if isinstance(command, list) else str(command)
     return (
         f'<tr><td class="n">{index}</td><td class="when">{escape(str(start.get("time", "")))}</td>'
@@ -276,11 +284,12 @@ def _start_row(index: int, start: Mapping[str, Any]) -> str:
     )
 
 
-def _pairs(found: Mapping[str, Any]) -> str:
-    rows = "".join(
-        f'<tr><th>{escape(str(name).replace("_", " "))}</th><td class="w">{escape(_text(value))}</td></tr>'
-        for name, value in found.items()
-    )
+def _pairs(found: Mapping[str, Any], *, plain: bool = False) -> str:
+    """A table of names and values; `plain` leaves the names as they are."""
+    rows = ""
+    for name, value in found.items():
+        head = str(name) if plain else str(name).replace("_", " ")
+        rows += f'<tr><th>{escape(head)}</th><td class="w">{escape(_text(value))}</td></tr>'
     return f'<table class="pairs">{rows}</table>'
 
 
