@@ -130,6 +130,15 @@ class TestHopeless:
         assert "ValueError on every rank would come again" in hopeless(deaths[0], deaths, 3)
         assert hopeless(deaths[0], deaths[:2], 3) is None
 
+    def test_a_wrong_value_that_one_rank_told_the_others(self):
+        cause = death(1, 1, raised=raised("ValueError", "nothing is called 'best'"))
+        told = "saving failed on rank 1 (ValueError: nothing is called 'best'). This rank (0) had no error of its own."
+        handed_on = death(0, 1, raised=raised("ValueError", told))
+        assert first_cause([handed_on, cause]) is cause
+        assert hopeless(cause, [handed_on, cause], 2) == "ValueError that rank 1 told all others would come again"
+        another = death(0, 1, raised=raised("ValueError", "this rank has an error of its own"))
+        assert hopeless(cause, [another, cause], 2) is None
+
     def test_anything_else_may_go_better_next_time(self):
         one = [death(0, 1, raised=raised("SyntaxError", "line 1"))]
         assert hopeless(one[0], one, 2) is None

@@ -32,6 +32,7 @@ _LOST_PEER_TYPES = frozenset(
         "PeerLostError",
     }
 )
+_HANDED_ON = "had no error"  # our own words (trainer.agreement) where a rank raises what another one has failed with
 _LOST_PEER_TEXTS = (
     "broken pipe",
     "connection closed by peer",
@@ -40,7 +41,7 @@ _LOST_PEER_TEXTS = (
     "connection was likely closed",
     "connectfullmesh failed",
     "failed to recv, got 0 bytes",
-    "had no error",  # our own words for an error of another rank, handed on
+    _HANDED_ON,
     "ncclremoteerror",
     "read error [",
     "timed out waiting",
@@ -201,18 +202,29 @@ def signature(death: Death) -> tuple[str, str, int]:
 def hopeless(cause: Death, deaths: Sequence[Death], world_size: int) -> str | None:
     """Why no further attempt can go better, None when one may.
 
-    It cannot when every rank failed alike (the same error with the same text), with an error of the program's text,
-    set-up or arguments, or with exit code 2 from sys.exit, which by convention (argparse) is wrong use.
+    It cannot when every rank failed alike (the same error with the same text, or one that a rank handed on to the
+    others because it ended what they did together), with an error of the program's text, set-up or arguments, or with
+    exit code 2 from sys.exit, which by convention (argparse) is wrong use.
     """
     if cause.raised is None or len(deaths) < world_size:
         return None
-    if any(signature(death) != signature(cause) for death in deaths):
+    alike = [signature(death) == signature(cause) for death in deaths]
+    if not all(same or _hands_on(death, cause) for same, death in zip(alike, deaths, strict=True)):
         return None
     if cause.raised.type_name in _NEVER_CURED_TYPES:
-        return f"{cause.raised.type_name} on every rank would come again"
+        where = "on every rank" if all(alike) else f"that rank {cause.rank} told all others"
+        return f"{cause.raised.type_name} {where} would come again"
     if cause.raised.type_name == "SystemExit" and cause.raised.exit_code == 2:
         return "exit code 2 on every rank means wrong arguments, and they would be the same again"
     return None
+
+
+def _hands_on(death: Death, cause: Death) -> bool:
+    """Whether a rank raised nothing but what the first cause had told it."""
+    if death.raised is None or cause.raised is None:
+        return False
+    said = death.raised.text
+    return death.raised.type_name == cause.raised.type_name and _HANDED_ON in said and cause.raised.text in said
 
 
 def tell_failure(
