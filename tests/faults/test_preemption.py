@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from photinus.runlog.events import read_events
 from photinus.trainer import preemption
 from tests.dist.test_run import RunningJob
 from tests.dist.test_run_hosts import free_port, launch
@@ -181,10 +182,31 @@ def test_a_launcher_that_is_ended_by_sigterm_lets_its_workers_save_and_the_same_
     assert fingerprints(tmp_path) == whole
 
 
+def start_on_a_host(out: Path, port: int, nnodes: str, *flags: str) -> RunningJob:
+    options = json.dumps({**LONG, "backend": "gloo", "wait_s": 0.02})
+    words = (*flags, REPOSITORY / "tests" / "small_run.py", out, "", options)
+    return launch(port, *words, nnodes=nnodes, PYTHONPATH=str(REPOSITORY))
+
+
 def start_on_two_hosts(out: Path, nnodes: str) -> list[RunningJob]:
-    port, options = free_port(), json.dumps({**LONG, "backend": "gloo", "wait_s": 0.02})
-    words = (REPOSITORY / "tests" / "small_run.py", out, "", options)
-    return [launch(port, *words, nnodes=nnodes, PYTHONPATH=str(REPOSITORY)) for _ in range(2)]
+    port = free_port()
+    return [start_on_a_host(out, port, nnodes) for _ in range(2)]
+
+
+@pytest.mark.slow
+def test_workers_save_before_they_are_ended_for_a_host_that_comes(tmp_path: Path) -> None:
+    port, flags = free_port(), ("--rdzv-conf", "last_call_timeout=0.5")
+    first = start_on_a_host(tmp_path, port, "1:2", *flags)
+    wait_for_steps(first, tmp_path, 16)
+    second = start_on_a_host(tmp_path, port, "1:2", *flags)
+    for job in (first, second):
+        ended = job.end()
+        assert ended.code == 0, ended.out + ended.err
+        if job is first:
+            (step,) = re.findall(r"photinus: suspended at step (\d+), saved in ", ended.err)
+    starts = [event.facts for event in read_events(tmp_path) if event.kind == "start"]
+    assert [start["world_size"] for start in starts] == [1, 2]
+    assert starts[1]["resumed_from"].endswith(f"step-{int(step):08}")
 
 
 @pytest.mark.slow

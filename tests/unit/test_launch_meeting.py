@@ -118,9 +118,20 @@ def test_a_host_that_comes_while_others_run_makes_them_gather_anew():
     rules.tick(5.0)
     assert rules.come(guest(1), 60.0) == []
     (regroup,) = rules.ready(1, 61.0)
-    assert regroup == Regroup((0,), "host b (10.0.0.2) has come")
+    assert regroup == Regroup((0,), "host b (10.0.0.2) has come", unharmed=True)
     (form,) = rules.ready(0, 63.0)
     assert form == Form((guest(0, leads=True), guest(1)), attempt=1)
+
+
+def test_workers_cannot_save_for_a_host_that_comes_when_others_of_them_are_done():
+    rules = meeting(1, 3)
+    come(rules, 0, 1)
+    rules.tick(9.0)
+    rules.finished(1, 20.0)
+    rules.come(guest(2), 21.0)
+    (regroup,) = rules.ready(2, 22.0)
+    assert isinstance(regroup, Regroup)
+    assert not regroup.unharmed
 
 
 def test_a_lost_host_ends_a_job_of_a_fixed_number():

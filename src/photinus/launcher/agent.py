@@ -167,6 +167,10 @@ class Agent(SimpleElasticAgent):
             self._raise_if_interrupted()
             return self._failed(processes, worker_group)
         if order is not None and order.kind == "regroup":
+            if order.unharmed and processes.can_suspend():
+                words = self._suspend(processes)
+                if words:
+                    self._output.say(f"photinus: suspended at {words}; all go on from there\n")
             return self._called(order)
         if order is not None and order.kind == "done":
             self._end(signal.SIGTERM, 0.0)
@@ -236,14 +240,18 @@ class Agent(SimpleElasticAgent):
         processes = self._processes
         if number not in (signal.SIGTERM, signal.SIGHUP) or processes is None or not processes.can_suspend():
             return
+        self.suspension = self._suspend(processes)
+
+    def _suspend(self, processes: Processes) -> str | None:
+        """Lets the workers save and leave; returns what they say of it, None when they did not."""
         processes.suspend(self._job.stop_grace_s)
         if processes.suspended():
-            self.suspension = saved(processes.deaths())
-        else:
-            self._output.say(
-                f"photinus: the workers had not saved within {self._job.stop_grace_s:g} s (--stop-grace); the last "
-                f"checkpoint is an earlier one\n"
-            )
+            return saved(processes.deaths())
+        self._output.say(
+            f"photinus: the workers had not saved within {self._job.stop_grace_s:g} s (--stop-grace); the last "
+            f"checkpoint is an earlier one\n"
+        )
+        return None
 
     def _pass_on_suspension(self, processes: Processes) -> None:
         """SIGUSR1 to the launcher is for its workers, as soon as they hear it."""

@@ -74,10 +74,12 @@ class Order:
         kind: "stop": a worker of another host failed; end the workers, report, and wait for the verdict. "regroup":
             hosts came or went; end the workers and meet again. "done": all hosts finished well.
         reason: words for the user; may be empty.
+        unharmed: no worker has ended yet, so those that can may save before they are ended.
     """
 
     kind: str
     reason: str = ""
+    unharmed: bool = False
 
 
 class Colleagues(Protocol):

@@ -95,11 +95,11 @@ def supervise(flags: RunFlags, program: Program) -> int:
         except signal_exception:
             if agent.suspension is not None:
                 output.say(f"photinus: suspended at {agent.suspension}; the same command goes on from there\n")
-            return _interrupted(interrupts, output, f"{chosen.count} workers were ended")
+            return _interrupted(interrupts, output, _ended(chosen.count))
         except JobEndedError as ended:
             # A signal to all hosts: another's end is no news then, if it arrives first.
             if interrupts.comes_within(_SIGNAL_TO_ALL_S if env.CONDUCTED_AS.get() is not None else 0.0):
-                return _interrupted(interrupts, output, f"{chosen.count} workers were ended")
+                return _interrupted(interrupts, output, _ended(chosen.count))
             raise LaunchError(f"the job ended: {ended}", exit_code=ended.exit_code) from None
     if not result.is_failed():
         return 0
@@ -163,6 +163,10 @@ def _import_torch_parts() -> tuple[type[Agent], type[Exception]]:
     from .agent import Agent
 
     return Agent, SignalException
+
+
+def _ended(workers: int) -> str:
+    return f"{workers} workers were ended" if workers != 1 else "its worker was ended"
 
 
 def _interrupted(interrupts: Interrupts, output: Output, what: str) -> int:

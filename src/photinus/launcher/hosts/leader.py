@@ -222,7 +222,7 @@ class Leader:
                 self._send(act.keys, {"type": "stop", "reason": act.reason})
             elif isinstance(act, meeting.Regroup):
                 self._tell(f"{act.reason}: the other hosts stop their workers and meet anew")
-                self._send(act.keys, {"type": "regroup", "reason": act.reason})
+                self._send(act.keys, {"type": "regroup", "reason": act.reason, "unharmed": act.unharmed})
             elif isinstance(act, meeting.Judge):
                 await self._carry_out(self._judged(act))
             elif isinstance(act, meeting.End):

@@ -74,10 +74,11 @@ class Stop:
 
 @dataclass(frozen=True)
 class Regroup:
-    """These hosts end their workers and gather anew."""
+    """These hosts end their workers and gather anew; `unharmed`: no worker is missing yet, they can save first."""
 
     keys: tuple[int, ...]
     reason: str
+    unharmed: bool = False
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ class Meeting:
         if self.state == "gathering":
             return self.tick(now_s)
         if self.state == "running" and not any(guest.key == key for guest in self._running):
-            return self._regroup(f"host {self._guests[key].name} has come", now_s)
+            return self._regroup(f"host {self._guests[key].name} has come", now_s, unharmed=not self._finished)
         return []
 
     def failed(self, key: int, report: Report, now_s: float) -> list[Act]:
@@ -269,11 +270,11 @@ class Meeting:
         self._running = ()
         return []
 
-    def _regroup(self, reason: str, now_s: float) -> list[Act]:
+    def _regroup(self, reason: str, now_s: float, *, unharmed: bool = False) -> list[Act]:
         keys = tuple(guest.key for guest in self._running if guest.key in self._guests)
         self._gather(now_s)
         # Those that have nothing running any more need not be asked twice.
-        return [Regroup(keys, reason), *self.tick(now_s)]
+        return [Regroup(keys, reason, unharmed), *self.tick(now_s)]
 
     def _settle(self, now_s: float) -> list[Act]:
         there = [guest for guest in self._running if guest.key in self._guests]

@@ -170,7 +170,7 @@ class Member:
         if kind == "say":
             self._say(str(message["text"]), bool(message["alarm"]))
         if kind in ("stop", "regroup"):
-            return Order(kind, str(message["reason"]))
+            return Order(kind, str(message["reason"]), unharmed=bool(message.get("unharmed")))
         if kind == "end":
             if message["exit_code"] == 0:
                 return Order("done")
