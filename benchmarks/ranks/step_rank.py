@@ -1,7 +1,8 @@
 """A rank that trains: step_rank.py WRAPPER BACKEND RANK WORLD_SIZE FOLDER
 
 WRAPPER is torch (its DistributedDataParallel), photinus (ours) or none (the bare model). Paths: sync, a whole step;
-no_sync, the same without any exchange.
+no_sync, the same without any exchange; in_step, the same and then one number is exchanged, so that each rank waits for
+the slowest in every step, as it does wherever gradients are exchanged.
 """
 
 from __future__ import annotations
@@ -46,11 +47,14 @@ def main(wrapper: str, backend: str, rank: int, world_size: int, folder: str) ->
 
     def step_of(path: str) -> Callable[[], None]:
         ddp, optimizer, inputs = held
-        quiet = ddp.no_sync if path == "no_sync" and wrapper != "none" else contextlib.nullcontext
+        quiet = ddp.no_sync if path in ("no_sync", "in_step") and wrapper != "none" else contextlib.nullcontext
+        number = torch.zeros(1)
 
         def step() -> None:
             with quiet():
                 ddp(*inputs).backward()
+            if path == "in_step":
+                dist.all_reduce(number)
             optimizer.step()
             optimizer.zero_grad()
 
