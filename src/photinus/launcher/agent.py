@@ -36,7 +36,7 @@ from .judge import Verdict
 from .output import Output
 from .processes import Processes, Start
 from .rendezvous import JobRendezvous
-from .report import last_words
+from .report import last_words, tell_failure
 from .suspension import saved
 
 T = TypeVar("T")
@@ -158,6 +158,8 @@ class Agent(SimpleElasticAgent):
             self._told_finished = True
             self._colleagues.finished()
             order = self._colleagues.order()
+        if order is not None and order.kind == "regroup":  # before failures: nobody judges those any more
+            return self._regroup(processes, order)
         if processes.failed() or (order is not None and order.kind == "stop"):
             # Ranks that suspend leave at about the same time, each when it is done with what it has open.
             quiet_s = self._job.stop_grace_s if processes.suspended() else 0.0
@@ -166,12 +168,6 @@ class Agent(SimpleElasticAgent):
             self._end(signal.SIGTERM, self._job.stop_grace_s)
             self._raise_if_interrupted()
             return self._failed(processes, worker_group)
-        if order is not None and order.kind == "regroup":
-            if order.unharmed and processes.can_suspend():
-                words = self._suspend(processes)
-                if words:
-                    self._output.say(f"photinus: suspended at {words}; all go on from there\n")
-            return self._called(order)
         if order is not None and order.kind == "done":
             self._end(signal.SIGTERM, 0.0)
             return RunResult(WorkerState.SUCCEEDED, return_values={w.global_rank: None for w in worker_group.workers})
@@ -213,6 +209,25 @@ class Agent(SimpleElasticAgent):
             for death in report.deaths
         }
         return RunResult(WorkerState.FAILED, failures=failures)
+
+    def _regroup(self, processes: Processes, order: Order) -> RunResult:
+        if processes.suspended():  # another host's ranks asked them to; they leave when all is saved
+            processes.settle(self._job.stop_grace_s, self._job.stop_grace_s)
+        if processes.failed():
+            own = [death for death in processes.deaths() if not (death.consequence or death.suspended)]
+            if own:
+                told = tell_failure(
+                    own,
+                    finished=processes.finished(),
+                    attempt=_known(self._rendezvous_handler.formation).attempt,
+                    next_step="hosts come and go just then: starting all workers again from the last checkpoint",
+                )
+                self._output.say(told, alarm=True)
+        elif order.unharmed and processes.can_suspend():
+            words = self._suspend(processes)
+            if words:
+                self._output.say(f"photinus: suspended at {words}; all go on from there\n")
+        return self._called(order)
 
     def _called(self, order: Order) -> RunResult:
         """The colleagues want to meet anew: elastic sees a healthy group and other hosts that wait."""

@@ -1,0 +1,81 @@
+"""The launcher's agent and the orders of other hosts, which are played here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.ranks import REPOSITORY
+
+PLAY = """
+import os, sys
+from pathlib import Path
+from photinus.launcher.guard import guarding
+from photinus.launcher.interrupts import taking_interrupts
+from photinus.launcher.output import Output
+from photinus.launcher.processes import adopting_orphans
+
+folder = Path(sys.argv[1])
+with guarding() as guard, taking_interrupts() as interrupts:
+    from photinus.launcher.agent import Agent
+    from photinus.launcher.colleagues import OneHost, Order
+    from photinus.launcher.job import Job
+    from photinus.launcher.program import Program
+
+    class Leader(OneHost):
+        '''Orders to meet anew in the very moment in which the agent sees the failure.'''
+        ordered = False
+        def order(self):
+            if not self.ordered and agent._processes.failed():
+                self.ordered = True
+                return Order("regroup", "host b was lost")
+            return super().order()
+        def judged(self, report, check):
+            raise AssertionError("nobody judges what failed before a meeting")
+
+    output = Output()
+    job = Job(Program("script", str(folder / "train.py")), "mine", 2, 0, 5.0, 1.5, 2, True, dict(os.environ))
+    leader = Leader("mine", 2, 0, lambda text, alarm: output.say(text))
+    agent = Agent(job, leader, guard=guard, output=output, interrupts=interrupts)
+    with adopting_orphans():
+        result = agent.run()
+    output.close()
+    print("failed" if result.is_failed() else f"attempts {agent._rendezvous_handler.formation.attempt + 1}")
+"""
+TRAIN = """
+import os, time
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if os.environ["RANK"] == "1":
+        raise {error}
+    time.sleep(60)
+"""
+
+
+def play(folder: Path, error: str) -> tuple[str, str]:
+    (folder / "play.py").write_text(PLAY)
+    (folder / "train.py").write_text(TRAIN.replace("{error}", error))
+    done = subprocess.run(
+        [sys.executable, str(folder / "play.py"), str(folder)],
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, done.stderr
+
+
+def test_a_failure_in_the_moment_of_an_order_to_meet_anew_is_told_and_hinders_nothing(tmp_path: Path) -> None:
+    out, err = play(tmp_path, "OSError('the disk is away')")
+    assert out == "attempts 2\n"
+    assert "raised OSError: the disk is away" in err
+    assert "photinus: hosts come and go just then: starting all workers again from the last checkpoint\n" in err
+
+
+def test_a_rank_that_missed_the_lost_host_is_no_news_at_the_order_to_meet_anew(tmp_path: Path) -> None:
+    out, err = play(tmp_path, "ConnectionError('Connection closed by peer')")
+    assert out == "attempts 2\n"
+    assert err == ""
