@@ -44,7 +44,8 @@ def test_pages_that_a_step_has_freed_are_the_next_steps() -> None:
     kept, count = steps("keep")
     assert kept
     assert count < PAGES / 20
-    _, without = steps("leave")
+    # By itself malloc gives the pages back or not, as something small happens to lie above them or not: it is told to.
+    _, without = steps("leave", MALLOC_MMAP_THRESHOLD_=str(1 << 20))
     assert without > PAGES / 2  # else the test shows nothing
 
 
