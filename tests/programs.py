@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from photinus import engine
-from tests.ranks import REPOSITORY
+from tests.fork_server import REPOSITORY
 
 _HEAD = "import os, sys, time; import numpy as np; from photinus import engine, errors; " + (
     "rank, world_size, address = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]\n"

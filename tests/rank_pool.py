@@ -21,10 +21,10 @@ import time
 import traceback
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from photinus import engine
-from tests.ranks import REPOSITORY
+from tests.fork_server import fork_python
 
 
 class RankError(AssertionError):
@@ -40,17 +40,21 @@ class RankPool:
         self.world_size, self.timeout_s, self.is_broken = world_size, timeout_s, False
         address = engine.new_address()
         self._logs = [tempfile.TemporaryFile("w+") for _ in range(world_size)]  # noqa: SIM115 - closed at exit
-        self._processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.rank_pool", answers, str(rank), str(world_size), address],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._logs[rank],
-                cwd=REPOSITORY,
-                env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **(environ or {})},
+        self._commands: list[IO[bytes]] = []
+        self._answers: list[IO[bytes]] = []
+        self._processes = []
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})}
+        for rank, log in enumerate(self._logs):
+            (stdin, commands), (replies, stdout) = os.pipe(), os.pipe()
+            words = [answers, str(rank), str(world_size), address]
+            process = fork_python(
+                "tests.rank_pool:main", words, environ=environ, stdin=stdin, stdout=stdout, stderr=log
             )
-            for rank in range(world_size)
-        ]
+            os.close(stdin)
+            os.close(stdout)
+            self._processes.append(process)
+            self._commands.append(open(commands, "wb", buffering=0))  # noqa: SIM115 - closed with the pool
+            self._answers.append(open(replies, "rb", buffering=0))  # noqa: SIM115 - closed with the pool
 
     def ask(self, command: Any) -> list[Any]:
         """The ranks' answers to one command."""
@@ -58,15 +62,12 @@ class RankPool:
         texts = [b""] * self.world_size
         deadline = time.monotonic() + self.timeout_s
         with selectors.DefaultSelector() as selector:
-            for rank, process in enumerate(self._processes):
-                assert process.stdin is not None
-                assert process.stdout is not None
+            for rank, (commands, replies) in enumerate(zip(self._commands, self._answers, strict=True)):
                 try:
-                    process.stdin.write(line)
-                    process.stdin.flush()
+                    commands.write(line)
                 except BrokenPipeError:
                     self._give_up(command, f"rank {rank} is gone")
-                selector.register(process.stdout, selectors.EVENT_READ, rank)
+                selector.register(replies, selectors.EVENT_READ, rank)
             while not all(text.endswith(b"\n") for text in texts):
                 ready = selector.select(max(0.0, deadline - time.monotonic()))
                 if not ready:
@@ -94,11 +95,10 @@ class RankPool:
 
     def close(self, *, kill: bool = False) -> None:
         """Ends the ranks: their input ends, and those that do not end of it are killed."""
-        for process in self._processes:
+        for process, commands in zip(self._processes, self._commands, strict=True):
             if kill:
                 process.kill()
-            elif process.stdin is not None:
-                process.stdin.close()
+            commands.close()
         for process in self._processes:
             try:
                 process.wait(timeout=10)
@@ -113,11 +113,11 @@ class RankPool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(kill=self.is_broken)
-        for log in self._logs:
-            log.close()
+        for file in (*self._answers, *self._logs):
+            file.close()
 
 
-def _main(answers: str, rank: str, world_size: str, address: str) -> None:
+def main(answers: str, rank: str, world_size: str, address: str) -> None:
     replies, sys.stdout = sys.stdout, sys.stderr
     module, name = answers.split(":")
     answer = getattr(importlib.import_module(module), name)(int(rank), int(world_size), address)
@@ -128,7 +128,3 @@ def _main(answers: str, rank: str, world_size: str, address: str) -> None:
             reply = {"error": traceback.format_exc()}
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])

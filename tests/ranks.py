@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+from tests.fork_server import fork_python
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,6 @@ def run_ranks(
         for rank in range(world_size):
             env = {
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH", "")])),
                 "OMP_NUM_THREADS": "1",
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
@@ -68,9 +66,8 @@ def run_ranks(
                 **(environ or {}),
             }
             log = open(Path(folder, f"{rank}.log"), "w+")  # noqa: SIM115 - closed below
-            command = [sys.executable, "-m", "tests.ranks", function, str(rank), str(world_size), backend or "", folder]
-            command.append(json.dumps(dict(arguments or {})))
-            processes.append((subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=REPOSITORY), log))
+            words = [function, str(rank), str(world_size), backend or "", folder, json.dumps(dict(arguments or {}))]
+            processes.append((fork_python("tests.ranks:main", words, environ=env, stdout=log, stderr=log), log))
         codes: list[int | None] = [None] * world_size
         try:
             for rank, (process, _) in enumerate(processes):
@@ -81,7 +78,7 @@ def run_ranks(
         finally:
             for process, _ in processes:
                 if process.poll() is None:
-                    process.send_signal(signal.SIGKILL)
+                    process.kill()
                     process.wait()
         results = []
         for rank, (process, log) in enumerate(processes):
@@ -107,7 +104,7 @@ def _how(code: int) -> str:
     return "past the deadline, killed" if code == -999 else f"exit code {code}"
 
 
-def _main(function: str, rank: str, world_size: str, backend: str, folder: str, arguments: str) -> None:
+def main(function: str, rank: str, world_size: str, backend: str, folder: str, arguments: str) -> None:
     module, name = function.split(":")
     call = getattr(importlib.import_module(module), name)
     if backend:
@@ -127,7 +124,3 @@ def _main(function: str, rank: str, world_size: str, backend: str, folder: str, 
         os._exit(0)
     if backend:
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.conformance.plan import Plan
-from tests.ranks import REPOSITORY
+from tests.fork_server import REPOSITORY
 
 Outcomes = dict[str, dict[str, Any]]
 TEST_TIMEOUT_S = 180.0

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.ranks import REPOSITORY, run_ranks, values
+from tests.fork_server import REPOSITORY
+from tests.ranks import run_ranks, values
 
 
 def test_groups_are_made_used_ended_and_made_again(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from photinus.trainer.data import loader
-from tests.ranks import REPOSITORY, run_ranks, values
+from tests.fork_server import REPOSITORY
+from tests.ranks import run_ranks, values
 
 SAMPLES = 40
 

@@ -6,7 +6,7 @@ import pytest
 
 from photinus.runlog.tables import read_rows
 from tests.dist.test_run import run_job
-from tests.ranks import REPOSITORY
+from tests.fork_server import REPOSITORY
 
 DIGITS = REPOSITORY / "examples" / "digits"
 

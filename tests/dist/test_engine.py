@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from photinus import engine, errors
-from tests.ranks import REPOSITORY, run_ranks, values
+from tests.fork_server import REPOSITORY
+from tests.ranks import run_ranks, values
 
 DTYPES = ("float32", "float64", "float16", "int8", "int16", "int32", "int64", "uint8", "bool")
 

@@ -15,7 +15,7 @@ import pytest
 
 import photinus
 from photinus.errors import LaunchError
-from tests.ranks import REPOSITORY
+from tests.fork_server import REPOSITORY
 
 
 def run_script(folder: Path, text: str, **environ: str) -> subprocess.CompletedProcess[str]:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.ranks import REPOSITORY
+from tests.fork_server import REPOSITORY
 
 PLAY = """
 import os, sys

@@ -18,7 +18,7 @@ from typing import IO, Any
 import pytest
 
 from photinus import engine
-from tests.ranks import REPOSITORY
+from tests.fork_server import REPOSITORY
 
 # What is promised on a quiet machine is a tenth of it; the figures are printed.
 LONGEST_S = 1.0

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import REPOSITORY
+from tests.fork_server import REPOSITORY
 
 KILLS = 20
 EPOCHS = 4

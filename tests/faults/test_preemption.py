@@ -17,7 +17,8 @@ from photinus.trainer import preemption
 from tests.dist.test_run import RunningJob
 from tests.dist.test_run_hosts import free_port, launch
 from tests.faults.test_run_end import alive
-from tests.ranks import REPOSITORY, run_ranks, values
+from tests.fork_server import REPOSITORY
+from tests.ranks import run_ranks, values
 from tests.small_run import train
 
 RUN = {"batch_size": 12, "samples": 60, "epochs": 2}  # 5 steps an epoch

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from photinus.runlog.tables import read_rows
-from tests.ranks import REPOSITORY, run_ranks, values
+from tests.fork_server import REPOSITORY
+from tests.ranks import run_ranks, values
 from tests.small_run import train
 
 RUN = {"batch_size": 12, "samples": 60, "epochs": 2, "save_every_steps": 1}  # 5 steps an epoch

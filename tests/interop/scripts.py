@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.ranks import REPOSITORY
+from tests.fork_server import REPOSITORY
 
 SCRIPTS = REPOSITORY / "examples" / "interop"
 LAUNCHERS = {

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from photinus.runlog.tables import read_rows
-from tests.ranks import REPOSITORY
+from tests.fork_server import REPOSITORY
 
 from .slurm_cluster import Cluster, slurm_cluster, why_no_slurm
 from .told import TELL, check_ranks, told

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import REPOSITORY
+from tests.fork_server import REPOSITORY
 
 CHECK = REPOSITORY / "tools" / "check_machine.py"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import REPOSITORY
+from tests.fork_server import REPOSITORY
 
 CHECK: dict[str, Any] = runpy.run_path(str(REPOSITORY / "native" / "model" / "check.py"), run_name="check")
 HOLDS = CHECK["Verdict"].HOLDS
