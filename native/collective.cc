@@ -39,7 +39,11 @@ Collective::Collective(const std::shared_ptr<Group>& group, const std::shared_pt
       lookout_(lookout),
       given_(std::move(submission)),
       sequence_(sequence),
-      executor_(*group->mailbox) {}
+      executor_(*group->mailbox) {
+  // A list's all_gather sends the same to everybody: its size is worth telling.
+  if (has_parts() && given_.call.operation == Operation::all_gather)
+    given_.call.elems = given_.send_parts[0].elems;
+}
 
 std::string Collective::description() const {
   std::string out = describe(given_.call, sequence_);

@@ -7,9 +7,10 @@
 namespace photinus {
 namespace {
 
+// Sizes of parts are compared pair by pair (find_disagreement).
 bool agree(const CallDescriptor& a, const CallDescriptor& b) {
   return a.operation == b.operation && a.dtype == b.dtype && a.reduction == b.reduction && a.root == b.root &&
-         a.elems == b.elems && a.has_parts == b.has_parts && a.label == b.label;
+         a.has_parts == b.has_parts && (a.has_parts || a.elems == b.elems) && a.label == b.label;
 }
 
 std::string list_of(const std::vector<uint32_t>& ranks) {
@@ -24,7 +25,8 @@ std::vector<std::vector<uint32_t>> alike(const std::vector<PostedCall>& calls) {
   for (uint32_t rank = 0; rank < calls.size(); ++rank) {
     auto same = std::find_if(sets.begin(), sets.end(), [&](const std::vector<uint32_t>& ranks) {
       const PostedCall& other = calls[ranks[0]];
-      return agree(other.facts, calls[rank].facts) && other.site == calls[rank].site;
+      return agree(other.facts, calls[rank].facts) && other.facts.elems == calls[rank].facts.elems &&
+             other.site == calls[rank].site;
     });
     if (same == sets.end())
       sets.push_back({rank});

@@ -28,6 +28,7 @@ def test_every_kind_of_disagreement_is_an_error_on_every_rank_and_the_group_goes
         for rank, entry in enumerate(entries):
             assert entry["error"].startswith("MismatchError: "), (name, rank, entry["error"])
             assert entry["changed"] == [], (name, rank, entry["changed"])
+            assert "[0]" not in entry["error"], (name, rank, entry["error"])  # a size that nobody gave
             assert f"{HERE}:{entry['line']}" in entry["error"], (name, rank, entry)
             if name not in SIZES_OF_PAIRS:  # there the engine compares pair by pair, and quotes its own side's line
                 assert all(line in entry["error"] for line in lines), (name, rank, lines, entry["error"])
