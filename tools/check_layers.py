@@ -18,6 +18,7 @@ PACKAGE = ROOT / "src" / "photinus"
 FLOORS = {
     "errors": 0,
     "env": 1,
+    "torch_version": 1,
     "world": 2,
     "relaunch": 2,
     "_native": 2,
@@ -44,6 +45,7 @@ FORBIDDEN = {
     "arrays": {"torch"},
     "runlog": {"torch"},
     "waiting_time": {"torch"},
+    "torch_version": {"torch"},
     "group": {"torch"},
     "engine": {"torch"},
 }

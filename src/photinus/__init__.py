@@ -10,6 +10,8 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from .torch_version import check_torch
+
 if TYPE_CHECKING:
     from .launcher.from_python import launch as launch
     from .parallel import DistributedDataParallel as DistributedDataParallel
@@ -56,6 +58,7 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'photinus' has no attribute {name!r}")
+    check_torch()
     value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value

@@ -6,6 +6,7 @@
     │   ├── CollectiveTimeoutError (also TimeoutError) a deadline passed; names the ranks that are missing
     │   ├── MismatchError          ranks called different collectives at the same sequence number
     │   └── AbortedError           the communicator was aborted or closed
+    ├── OldTorchError              (also ImportError) the installed PyTorch is older than what Photinus runs on
     ├── NotInitializedError        a collective or session was used before it was set up
     ├── ModelMismatchError         (also ValueError) ranks hold different models
     ├── UnsuitableModelError       (also ValueError) a model or an argument that cannot be wrapped
@@ -34,6 +35,7 @@ __all__ = [
     "ModelMismatchError",
     "NonFiniteGradientError",
     "NotInitializedError",
+    "OldTorchError",
     "PeerLostError",
     "PhotinusError",
     "UnsuitableModelError",
@@ -63,6 +65,10 @@ class MismatchError(CollectiveError):
 
 class AbortedError(CollectiveError):
     """The communicator was aborted or closed while the collective was queued or running."""
+
+
+class OldTorchError(PhotinusError, ImportError):
+    """The installed PyTorch is older than the oldest release that Photinus is tested with."""
 
 
 class NotInitializedError(PhotinusError):

@@ -19,6 +19,8 @@ import importlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from ..torch_version import check_torch
+
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import _DistributedBackendOptions
 
@@ -53,7 +55,13 @@ def register() -> None:
 
 
 def _create(options: _DistributedBackendOptions, backend_options: object) -> ProcessGroup:
-    """Called by torch for each new group. `backend_options` (pg_options) is for the other backends of a device map."""
+    """Called by torch for each new group. `backend_options` (pg_options) is for the other backends of a device map.
+
+    Raises OldTorchError, and here, not in `register`: other programs of this Python have nothing to do with us.
+    """
+    import torch
+
+    check_torch(torch.__version__)
     from .device_map import asked
     from .making import make
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from .. import env
 from ..errors import LaunchError
+from ..torch_version import check_torch
 from .colleagues import LOOPBACK, Colleagues, JobEndedError, OneHost
 from .devices import VISIBLE, check_devices, choose_worker_count, count_gpus, usable_cores, visible_devices
 from .dry_run import told
@@ -42,7 +43,9 @@ def supervise(flags: RunFlags, program: Program) -> int:
     Raises:
         DeviceError: fewer GPUs than asked for.
         LaunchError: workers could not be started, or one failed for good; carries the exit code.
+        OldTorchError: torch is too old.
     """
+    check_torch()
     environ = dict(os.environ)
     job_id = flags.hosts.job_id or uuid.uuid4().hex
     # The guard forks, so it comes before torch and its threads; and signals are taken before the slow import of torch.

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ... import __version__
+from ...torch_version import OLDEST, is_too_old
 from .finding import Finding
 
 __all__ = ["Torch", "ask_engine", "ask_torch", "look_at_software"]
 
 _SECTION = "Software"
 _OLDEST_PYTHON = (3, 10)
-_OLDEST_TORCH = (2, 6)
 
 _ASK_TORCH = """
 import json, torch, torch.distributed as dist
@@ -104,9 +104,9 @@ def _torch(torch: Torch) -> list[Finding]:
         return [Finding(_SECTION, "torch", "bad", torch.error, advice)]
     build = f"CUDA {facts['cuda']}" if facts["cuda"] else f"ROCm {facts['hip']}" if facts["hip"] else "CPU only"
     value = f"{facts['version']} ({build})"
-    version = tuple(int(part) for part in facts["version"].split("+")[0].split(".")[:2])
-    if version < _OLDEST_TORCH:
-        return [Finding(_SECTION, "torch", "bad", value, "Photinus needs torch 2.6 or newer.", facts)]
+    if is_too_old(facts["version"]):
+        advice = f"Photinus needs torch {'.'.join(map(str, OLDEST))} or newer."
+        return [Finding(_SECTION, "torch", "bad", value, advice, facts)]
     if not facts["distributed"]:
         advice = "This build of torch has no torch.distributed; install one that has."
         return [Finding(_SECTION, "torch", "bad", value, advice, facts)]
