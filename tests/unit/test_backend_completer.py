@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
+
 from photinus.backend.completer import Apart, Completer
 
 
@@ -55,7 +57,8 @@ def test_a_callback_may_wait_for_the_callbacks_of_later_operations_to_any_depth(
     completer.close()
 
 
-def test_a_few_threads_are_enough_for_callbacks_that_do_not_block() -> None:
+def test_a_few_threads_are_enough_for_callbacks_that_do_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("photinus.backend.completer._IDLE_S", 10.0)  # a loaded machine makes gaps between callbacks
     completer, threads, done = Completer("test"), set(), threading.Event()
     for _ in range(200):
         completer.submit(lambda: None, lambda _: threads.add(threading.current_thread()))
@@ -94,6 +97,20 @@ def test_an_idle_thread_holds_nothing_of_the_last_operation() -> None:
         gc.collect()
         time.sleep(0.01)
     assert gone() is None
+    completer.close()
+
+
+def test_no_thread_is_left_soon_after_the_last_callback_though_the_group_lives_on() -> None:
+    completer, done = Completer("lasting"), threading.Event()
+    completer.submit(lambda: None, lambda _: done.set())
+    assert done.wait(20)
+    deadline = time.monotonic() + 5
+    while any("lasting" in thread.name for thread in threading.enumerate()):
+        assert time.monotonic() < deadline, "the thread stays"
+        time.sleep(0.01)
+    done.clear()
+    completer.submit(lambda: None, lambda _: done.set())  # and it serves again
+    assert done.wait(20)
     completer.close()
 
 
