@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
+    ddp_zero_hook,
     debugging_hooks,
     default_hooks,
     optimizer_overlap_hooks,
     post_localSGD_hook,
     powerSGD_hook,
 )
-from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 
 from photinus.parallel import DistributedDataParallel, average_gradients
 from tests.dist.ddp_checks import (
@@ -93,10 +94,7 @@ def check_the_bf16_hook_that_torchs_class_refuses_on_cpus_runs(group: dist.Proce
 
 
 def check_power_sgd_gives_what_it_gives_in_torchs_class(group: dist.ProcessGroup) -> None:
-    """One bucket on both sides, in the same order: PowerSGD looks at whole buckets.
-
-    (Its batched form fails in torch 2.13 by itself: it orthogonalises one matrix with a function for many.)
-    """
+    """One bucket on both sides, in the same order: PowerSGD looks at whole buckets."""
     found = []
     ours = DistributedDataParallel(small_net(), process_group=group)
     for ddp in (ours, torch_wrapped(group)):
@@ -106,6 +104,90 @@ def check_power_sgd_gives_what_it_gives_in_torchs_class(group: dist.ProcessGroup
     for mine, other in zip(*found, strict=True):
         for a, b in zip(mine, other, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def check_batched_power_sgd_which_resizes_buckets_gives_what_it_gives_in_torchs_class(group: dist.ProcessGroup) -> None:
+    orthogonalize = powerSGD_hook._orthogonalize
+
+    def of_one_matrix_too(matrices: torch.Tensor, epsilon: float = 0) -> None:
+        orthogonalize(matrices if matrices.dim() == 3 else matrices[None], epsilon)  # torch 2.13 refuses it by itself
+
+    found = []
+    ours = DistributedDataParallel(small_net(), process_group=group)
+    powerSGD_hook._orthogonalize = of_one_matrix_too
+    try:
+        for ddp in (ours, torch_wrapped(group)):
+            state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=2, start_powerSGD_iter=2)
+            ddp.register_comm_hook(state, powerSGD_hook.batched_powerSGD_hook)
+            found.append(gradients_after(ddp, group, steps=5))
+    finally:
+        powerSGD_hook._orthogonalize = orthogonalize
+    for mine, other in zip(*found, strict=True):
+        for a, b in zip(mine, other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def check_a_hook_may_put_a_buffer_of_another_size_in_place(group: dist.ProcessGroup) -> None:
+    """A hook around another one pads the bucket, and returns it with the padding."""
+    ddp = wrapped(group)
+
+    def padded(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        gradients = [gradient.clone() for gradient in bucket.gradients()]
+        bucket.set_buffer(torch.nn.functional.pad(bucket.buffer(), (0, 13)))
+        assert all(torch.equal(a, b) for a, b in zip(bucket.gradients(), gradients, strict=True))
+        return default_hooks.allreduce_hook(group, bucket)
+
+    ddp.register_comm_hook(None, padded)
+    twin = naive_twin(ddp.module, group)
+    for net in (ddp, twin):
+        net(batch(group)).square().mean().backward()
+    average_gradients(twin, group)
+    for p, q in zip(ddp.module.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-7)
+
+
+def check_a_hook_whose_result_is_too_short_is_told_both_sizes(group: dist.ProcessGroup) -> None:
+    ddp = DistributedDataParallel(small_net(), process_group=group)
+
+    def halved(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer()[:100])
+        return future
+
+    ddp.register_comm_hook(None, halved)
+    with expect(ValueError, "100 elements", "bucket 0", "1603", "halved"):
+        ddp(batch(group)).sum().backward()
+
+
+def check_zero_steps_inside_torchs_hooks_as_it_does_after_backward(group: dist.ProcessGroup) -> None:
+    """The first two iterations do not step: torch's hooks learn what lies in which bucket then.
+
+    The interleaved one broadcasts from callbacks. With several buckets these come in an order of chance on CPUs (torch
+    refuses gloo for it), so it gets one bucket.
+    """
+    if dist.get_backend(group) == "gloo":
+        return  # torch refuses
+    for around, cap in (
+        (ddp_zero_hook.hook_with_zero_step, KIB_IN_MIB),
+        (ddp_zero_hook.hook_with_zero_step_interleaved, 25),
+    ):
+        inside = DistributedDataParallel(small_net(), bucket_cap_mb=cap)
+        zero = ZeroRedundancyOptimizer(
+            inside.parameters(), optimizer_class=torch.optim.SGD, overlap_with_ddp=True, lr=0.1, momentum=0.9
+        )
+        inside.register_comm_hook(None, around(default_hooks.allreduce_hook, inside, zero))
+        after = DistributedDataParallel(small_net())
+        optimizer = torch.optim.SGD(after.parameters(), lr=0.1, momentum=0.9)
+        for step in range(5):
+            for net in (inside, after):
+                net.zero_grad()
+                net(batch(group, step)).square().mean().backward()
+            zero.step()
+            if step >= 2:
+                optimizer.step()
+        for p, q in zip(inside.parameters(), after.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+            assert_equal_on_all_ranks(p, group)
 
 
 def check_noop_and_post_local_sgd_hooks_leave_gradients_local(group: dist.ProcessGroup) -> None:

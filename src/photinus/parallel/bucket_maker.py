@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -80,7 +81,9 @@ class BucketMaker:
             )
             tail = self._average.world_size if carries_status else 0
             slots = [self._slots[i] for i in plan.parameters]
-            bucket = Bucket(number, plan, slots, tail, self._allocate)
+            # Batched PowerSGD lets a bucket grow to a square. Memory that a group offers cannot grow.
+            room = 0 if carries_tail else math.ceil(math.sqrt(plan.elems)) ** 2 - plan.elems
+            bucket = Bucket(number, plan, slots, tail, self._allocate, room)
             delayed = slots[0].name in self._options.last
             bucket.also_waits = 1 if delayed and self._options.last_after is not None else 0
             buckets.append(bucket)
@@ -89,7 +92,7 @@ class BucketMaker:
     def shadow(self, bucket: Bucket) -> Bucket:
         """A bucket like `bucket` that is all zeros and no parameter's."""
         slots = [Slot(slot.index, slot.name, slot.parameter) for slot in bucket.slots]
-        return Bucket(bucket.index, bucket.plan, slots, bucket.tail_elems, self._allocate)
+        return Bucket(bucket.index, bucket.plan, slots, bucket.tail_elems, self._allocate, bucket.room_elems)
 
     def _allocate(self, elems: int, dtype: torch.dtype) -> torch.Tensor:
         return allocate(self._average.group, elems, dtype, self._device)

@@ -56,7 +56,10 @@ class GradBucket:
         return self._is_last
 
     def set_buffer(self, tensor: torch.Tensor) -> None:
-        """Puts another tensor of as many elements in the buffer's place, for hooks that call hooks."""
+        """Puts another tensor in the buffer's place, for hooks that call hooks.
+
+        One dimension, any dtype; its first elements are the gradients, others may follow.
+        """
         self._buffer = tensor
 
 
@@ -87,21 +90,34 @@ class HookExchange:
                 f"a communication hook returns a torch.futures.Future of the bucket's new contents; "
                 f"{_name(self._hook)} returned {type(future).__name__}"
             )
-        return _HookWork(future, bucket)
+        return _HookWork(future, bucket, self._hook)
 
 
 class _HookWork:
-    def __init__(self, future: Any, bucket: Bucket) -> None:
+    def __init__(self, future: Any, bucket: Bucket, hook: CommHook) -> None:
         self._future = future
         self._bucket = bucket
+        self._hook = hook
 
     @torch.no_grad()
     def wait(self) -> object:
+        """Brings the result home.
+
+        Raises:
+            ValueError: it is shorter than the bucket.
+        """
         value = self._future.wait()
         result = value[0] if isinstance(value, (list, tuple)) else value
-        home = self._bucket.payload
+        home, elems = self._bucket.payload, self._bucket.plan.elems
+        if home.numel() != elems:  # resized by the hook
+            home.resize_(elems)
+        if result.numel() < elems:
+            raise ValueError(
+                f"the communication hook {_name(self._hook)} gave {result.numel()} elements for bucket "
+                f"{self._bucket.index}, which has {elems}; its future holds at least as many (what follows is left out)"
+            )
         if result.data_ptr() != home.data_ptr():
-            home.copy_(result.reshape(-1))
+            home.copy_(result.reshape(-1)[:elems])
         return home
 
     def is_completed(self) -> bool:

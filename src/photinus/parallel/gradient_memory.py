@@ -48,6 +48,7 @@ class Bucket:
         plan: which gradients lie where.
         slots: their places, in the order in which they lie.
         tail_elems: elements behind the gradients that travel with them, see `tail`.
+        room_elems: elements of memory behind all that, for hooks that resize what they are given.
         flat: all of it, what is exchanged.
         payload: the gradients without the tail.
         pending: gradients (and other events) that this round still waits for.
@@ -61,6 +62,7 @@ class Bucket:
     slots: list[Slot]
     tail_elems: int
     allocate: Allocate
+    room_elems: int = 0
     flat: torch.Tensor = field(init=False)
     payload: torch.Tensor = field(init=False)
     pending: int = 0
@@ -103,7 +105,8 @@ class Bucket:
         return True
 
     def _take_memory(self) -> None:
-        self.flat = self.allocate(self.plan.elems + self.tail_elems, self.plan.dtype)
+        elems = self.plan.elems + self.tail_elems
+        self.flat = self.allocate(elems + self.room_elems, self.plan.dtype)[:elems]
         # Always an alias of its own: who holds one of these tensors must not be mistaken for who holds a gradient.
         self.payload = self.flat[: self.plan.elems].data
         for slot, offset in zip(self.slots, self.plan.offsets, strict=True):

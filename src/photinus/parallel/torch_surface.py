@@ -74,6 +74,10 @@ class TorchSurface:
                 owner._active_ddp_module = module
 
     @property
+    def _has_rebuilt_buckets(self) -> bool:
+        return self.reducer.has_rebuilt_buckets
+
+    @property
     def _module_parameters(self) -> list[nn.Parameter]:
         return [p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
 
