@@ -2,6 +2,7 @@
 
 finding     what one look found, and the table of all
 hosts       several hosts, over ssh: versions, and every pair tried both ways
+load        how busy this host is, and what patience that asks for  (no torch)
 host        processors, memory, limits, the engine's needs          (no torch)
 network     interfaces, addresses, the host's own name              (no torch)
 software    Python, torch, launchers, GPUs; asked in child processes

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .finding import Finding
+from .load import LATE, not_judged
 
 __all__ = ["look_at_backends"]
 
@@ -59,7 +60,7 @@ def _tried(backend: str, timeout_s: float, world_size: int = 2) -> Finding:
             environ.pop(name, None)  # of a job inside of which this may run
         processes = [
             subprocess.Popen(
-                [sys.executable, str(_TRIAL), backend, str(rank), str(world_size), folder],
+                [sys.executable, str(_TRIAL), backend, str(rank), str(world_size), folder, str(timeout_s)],
                 env=environ,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -70,8 +71,9 @@ def _tried(backend: str, timeout_s: float, world_size: int = 2) -> Finding:
         ]
         outputs, late = _collect(processes, timeout_s)
     if late:
+        error = LATE.format(timeout_s)
         advice = "Run it again with TORCH_DISTRIBUTED_DEBUG=DETAIL set, or --timeout with more seconds."
-        return Finding(_SECTION, backend, "bad", f"no answer within {timeout_s:g} s", advice)
+        return not_judged(_SECTION, backend, error) or Finding(_SECTION, backend, "bad", error, advice)
     for rank, process in enumerate(processes):
         if process.returncode != 0:
             said = [line for line in outputs[rank][1].strip().splitlines() if line.strip()]

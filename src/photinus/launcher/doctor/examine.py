@@ -17,6 +17,7 @@ from ..usage import UsageError, closest
 from .backends import look_at_backends
 from .finding import Finding, as_json, exit_code, table
 from .host import look_at_host
+from .load import look_at_load, read_load
 from .network import look_at_network
 from .software import ask_engine, ask_torch, look_at_software
 
@@ -25,6 +26,7 @@ __all__ = ["FLAGS", "HELP", "main"]
 FLAGS = ("--json", "--timeout", "--hosts", "--hostfile", "--ssh", "--ssh-port", "--help")
 
 _WIDEST = 100
+_TIMEOUT_S = 60.0
 
 HELP = """\
 usage: photinus doctor [--json] [--timeout SECONDS]
@@ -39,7 +41,8 @@ clocks, and whether every host reaches every other, how soon and how fast.
 
 flags:
   --json             the findings as JSON, for programs
-  --timeout SECONDS  for each thing that is tried. default: 60
+  --timeout SECONDS  for each thing that is tried. default: 60, and up to five
+                     times as long on a busy machine
   --hosts a,b,c      these hosts (root@a uses another account)
   --hostfile FILE    the hosts of a file, as for `photinus run`
   --ssh COMMAND      how to reach them. default: ssh
@@ -51,14 +54,14 @@ examples:
   photinus doctor --json | python -m json.tool
   photinus doctor --hosts node1,node2
 
-exit code: 0 when all is well; 1 when something needs attention; 2 for wrong
-use."""
+exit code: 0 when all is well; 1 when something needs attention or could not be
+judged, on a busy machine say; 2 for wrong use."""
 
 
 @dataclass
 class _Flags:
     as_text: bool = True
-    timeout_s: float = 60.0
+    timeout_s: float | None = None
     help: bool = False
     hosts: str | None = None
     hostfile: str | None = None
@@ -80,10 +83,14 @@ def main(arguments: Sequence[str]) -> int:
     width = min(_WIDEST, shutil.get_terminal_size().columns)
     if flags.hosts is not None or flags.hostfile is not None:
         return _examine_hosts(flags, width, colour)
-    findings: list[Finding] = [*look_at_host(), *look_at_network()]
-    torch = ask_torch(flags.timeout_s)
-    findings += look_at_software(torch, ask_engine(flags.timeout_s), flags.timeout_s)
-    findings += look_at_backends(torch.facts, flags.timeout_s)
+    load = read_load()
+    timeout_s = flags.timeout_s or load.allow(_TIMEOUT_S)
+    if load.is_busy and flags.as_text:
+        print(f"photinus doctor: {load}: this may take a while.", file=sys.stderr, flush=True)
+    findings: list[Finding] = [look_at_load(load), *look_at_host(), *look_at_network()]
+    torch = ask_torch(timeout_s)
+    findings += look_at_software(torch, ask_engine(timeout_s), timeout_s)
+    findings += look_at_backends(torch.facts, timeout_s)
     # Sections in the order of their first appearance, each together.
     order = {section: index for index, section in enumerate(dict.fromkeys(each.section for each in findings))}
     findings.sort(key=lambda each: order[each.section])
@@ -111,7 +118,7 @@ def _examine_hosts(flags: _Flags, width: int, colour: bool) -> int:
         hosts,
         ssh=flags.ssh,
         ssh_port=flags.ssh_port,
-        timeout_s=flags.timeout_s,
+        timeout_s=flags.timeout_s or _TIMEOUT_S,
         as_text=flags.as_text,
         width=width,
         colour=colour,

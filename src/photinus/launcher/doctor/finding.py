@@ -9,7 +9,7 @@ from typing import Any
 
 __all__ = ["Finding", "as_json", "exit_code", "painted", "table"]
 
-_MARKS = {"good": ("✓", "32"), "note": ("!", "33"), "bad": ("✗", "31"), "absent": ("–", "90")}
+_MARKS = {"good": ("✓", "32"), "note": ("!", "33"), "bad": ("✗", "31"), "unknown": ("?", "33"), "absent": ("–", "90")}
 _NAME_WIDTH = 16
 
 
@@ -20,10 +20,10 @@ class Finding:
     Attributes:
         section: heading that it stands under.
         name: what was looked at.
-        state: "good"; "note", works, but worth knowing; "bad", will not work or will be slow; "absent", not here and
-            not missed.
+        state: "good"; "note", works, but worth knowing; "bad", will not work or will be slow; "unknown", could
+            not be told; "absent", not here and not missed.
         value: what was found.
-        advice: what to do about it; given for each "bad".
+        advice: what to do about it; given for each "bad" and "unknown".
         facts: the figures behind it, for --json.
     """
 
@@ -36,7 +36,7 @@ class Finding:
 
     def __post_init__(self) -> None:
         assert self.state in _MARKS, self.state
-        assert self.state != "bad" or self.advice, f"{self.name} is bad and nothing is advised"
+        assert self.state not in ("bad", "unknown") or self.advice, f"{self.name} is {self.state}: nothing is advised"
 
 
 def table(findings: Sequence[Finding], *, width: int, colour: bool) -> str:
@@ -58,19 +58,21 @@ def table(findings: Sequence[Finding], *, width: int, colour: bool) -> str:
         if finding.advice:
             advice = textwrap.wrap(finding.advice, width - len(indent) - 2, break_on_hyphens=False)
             lines += [indent + ("→ " if number == 0 else "  ") + text for number, text in enumerate(advice)]
-    bad = [finding.name for finding in findings if finding.state == "bad"]
-    lines.append("")
+    return "\n".join([*lines, "", *_verdict(findings, width, colour)])
+
+
+def _verdict(findings: Sequence[Finding], width: int, colour: bool) -> list[str]:
+    bad, unknown = ([each.name for each in findings if each.state == state] for state in ("bad", "unknown"))
+    verdict = []
     if bad:
-        lines.append(
-            painted(
-                f"{len(bad)} of {len(findings)} need{'s' * (len(bad) == 1)} attention: {', '.join(bad)}.",
-                "1;31",
-                colour,
-            )
-        )
-    else:
-        lines.append(painted(f"All well: {len(findings)} looks, nothing that needs attention.", "1;32", colour))
-    return "\n".join(lines)
+        told = f"{len(bad)} of {len(findings)} need{'s' * (len(bad) == 1)} attention: {', '.join(bad)}."
+        verdict.append((told, "1;31"))
+    if unknown:
+        told = f"{len(unknown)} of {len(findings)} could not be judged: {', '.join(unknown)}."
+        verdict.append((told, "1;33"))
+    if not verdict:
+        verdict.append((f"All well: {len(findings)} looks, nothing that needs attention.", "1;32"))
+    return [painted(line, number, colour) for told, number in verdict for line in textwrap.wrap(told, width)]
 
 
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
@@ -79,8 +81,8 @@ def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
-    """0 when nothing is bad, else 1."""
-    return int(any(finding.state == "bad" for finding in findings))
+    """0 when nothing is bad and all could be told, else 1."""
+    return int(any(finding.state in ("bad", "unknown") for finding in findings))
 
 
 def painted(text: str, number: str, colour: bool) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 from ... import __version__
 from ...torch_version import OLDEST, is_too_old
 from .finding import Finding
+from .load import LATE, not_judged
 
 __all__ = ["Torch", "ask_engine", "ask_torch", "look_at_software"]
 
@@ -89,7 +90,7 @@ def _engine(facts: dict[str, Any] | None, error: str) -> Finding:
         advice = (
             "The native module is missing or of another Python or processor: pip install --force-reinstall photinus."
         )
-        return Finding(_SECTION, "engine", "bad", error, advice)
+        return not_judged(_SECTION, "engine", error) or Finding(_SECTION, "engine", "bad", error, advice)
     value = f"adds with {facts['instruction_set']}; {facts['usable_cores']} usable cores"
     if facts["instruction_set"] == "baseline" and platform.machine() in ("x86_64", "AMD64"):
         advice = "Neither AVX2 nor AVX-512: a processor of before 2013, or PHOTINUS_INSTRUCTION_SET is set."
@@ -101,7 +102,8 @@ def _torch(torch: Torch) -> list[Finding]:
     facts = torch.facts
     if facts is None:
         advice = "Install PyTorch as its site says for this machine (pytorch.org). Without it, photinus.engine works."
-        return [Finding(_SECTION, "torch", "bad", torch.error, advice)]
+        bad = Finding(_SECTION, "torch", "bad", torch.error, advice)
+        return [not_judged(_SECTION, "torch", torch.error) or bad]
     build = f"CUDA {facts['cuda']}" if facts["cuda"] else f"ROCm {facts['hip']}" if facts["hip"] else "CPU only"
     value = f"{facts['version']} ({build})"
     if is_too_old(facts["version"]):
@@ -170,7 +172,7 @@ def _ask(words: list[str], timeout_s: float) -> tuple[dict[str, Any] | None, str
     try:
         asked = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        return None, f"no answer within {timeout_s:g} s"
+        return None, LATE.format(timeout_s)
     last = asked.stdout.strip().splitlines()[-1:]
     if asked.returncode == 0 and last:
         answer: dict[str, Any] = json.loads(last[0])

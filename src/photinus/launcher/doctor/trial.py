@@ -1,4 +1,4 @@
-"""One of the processes that try a backend: trial.py BACKEND RANK WORLD_SIZE FOLDER
+"""One of the processes that try a backend: trial.py BACKEND RANK WORLD_SIZE FOLDER TIMEOUT_S
 
 Makes a process group over a file store in FOLDER, checks an all_reduce of ones, times a small and a large one, and
 prints one line of JSON. A file of its own; imports torch and nothing of Photinus, as a user's script would.
@@ -35,7 +35,7 @@ def seconds_per_call(tensor: torch.Tensor, calls: int) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def main(backend: str, rank: int, world_size: int, folder: str) -> None:
+def main(backend: str, rank: int, world_size: int, folder: str, timeout_s: float) -> None:
     """Tries it and prints what came of it."""
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
@@ -44,7 +44,8 @@ def main(backend: str, rank: int, world_size: int, folder: str) -> None:
     store = dist.FileStore(  # type: ignore[attr-defined]
         f"{folder}/store", world_size
     )
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=20))
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     ones = torch.ones(LARGE_ELEMS, device=device)
     dist.all_reduce(ones)
     if not bool((ones == world_size).all()):
@@ -58,4 +59,4 @@ def main(backend: str, rank: int, world_size: int, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], float(sys.argv[5]))
