@@ -109,6 +109,19 @@ def test_limits_tell_latency_memory_and_sockets_apart() -> None:
     assert "10% of the speed of a copy: its own work" in large
 
 
+def test_only_a_backend_that_has_sockets_is_told_that_they_hold_it_up() -> None:
+    slow = [result(4096, photinus=10.0, gloo=10.0, nccl=10.0, ucc=10.0, copy=1.0)]
+    slow += [result(64 * MIB, photinus=40000.0, gloo=40000.0, nccl=40000.0, ucc=40000.0, copy=4000.0)]
+    told = {backend: limits(slow, backend)[1] for backend in ("photinus", "gloo", "nccl", "ucc")}
+    assert [backend for backend, line in told.items() if "sockets" in line] == ["gloo"]
+    assert "waiting for the other ranks" in told["photinus"]
+
+
+def test_two_backends_fit_a_terminal_of_80_columns() -> None:
+    text = table([result(256 * MIB, photinus=1234567.0, gloo=12345678.0, copy=50.0)], ["photinus", "gloo"])
+    assert max(map(len, text.splitlines())) <= 80
+
+
 def test_the_choice_is_the_fastest_near_a_gradient_bucket_and_says_why() -> None:
     results = [result(4096, photinus=90.0, gloo=30.0), result(16 * MIB, photinus=1000.0, gloo=8000.0)]
     best, reason = choose(results, ["gloo", "photinus"])

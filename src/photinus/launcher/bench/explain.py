@@ -14,6 +14,12 @@ _BUCKET_BYTES = 25 << 20
 """What torch's and our DDP exchange at once."""
 _LATENCY_BOUND = 0.5  # of a call's time that a call of next to nothing takes
 _MEMORY_BOUND = 0.5  # of what copying reaches
+_OWN_WORK = {
+    "photinus": "steps through shared memory, waiting for the other ranks",
+    "gloo": "sockets, extra copies",
+    "nccl": "kernels, links between the GPUs",
+    "ucc": "whichever transport it chose",
+}
 
 
 def limits(results: Sequence[Result], backend: str) -> list[str]:
@@ -40,8 +46,8 @@ def limits(results: Sequence[Result], backend: str) -> list[str]:
             lines.append(f"{backend}: at {size} it runs at {share:.0%} of the speed of a copy: memory is the limit.")
         else:
             lines.append(
-                f"{backend}: at {size} it runs at {share:.0%} of the speed of a copy: its own work (sockets, extra "
-                f"copies) is the limit, not memory."
+                f"{backend}: at {size} it runs at {share:.0%} of the speed of a copy: its own work "
+                f"({_OWN_WORK[backend]}) is the limit, not memory."
             )
     return lines
 

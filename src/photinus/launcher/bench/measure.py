@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import platform
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,11 +56,10 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{title}; {platform.machine()}, torch {torch.facts['version']}, Photinus {__version__}\n")
         print(table(results, backends))
         print()
-        for line in [line for name in backends for line in limits(results, name)]:
-            print(line)
-        for name, why in absent.items():
-            print(f"{name}: did not take part: {why}")
-        print(f"\nChoose {best}: {reason}.")
+        told = [line for name in backends for line in limits(results, name)]
+        told += [f"{name}: did not take part: {why}" for name, why in absent.items()]
+        for line in [*told, "", f"Choose {best}: {reason}."]:
+            print(textwrap.fill(line, shutil.get_terminal_size().columns, subsequent_indent="  "))
     if options.plot is not None:
         plot(results, backends, f"Collectives on one host: {title}", options.plot)
         print(f"The picture is in {options.plot}.", file=sys.stderr)

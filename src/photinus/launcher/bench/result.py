@@ -41,18 +41,19 @@ class Result:
 
 def table(results: Sequence[Result], backends: Sequence[str]) -> str:
     """The results as text, a block of columns for each backend."""
-    blocks = "".join(f"  {name:^26}" for name in backends)
-    heads = "".join(f"  {'µs':>10}{'algbw':>8}{'busbw':>8}" for _ in backends)
-    lines = [f"{'':>9}{'':>15}{blocks}  {'copy':>7}", f"{'size':>9} {'operation':<14}{heads}  {'GB/s':>7}"]
+    wide = max(len(each.operation) for each in results)  # two backends fit 80 columns
+    blocks = "".join(f"  {name:^24}" for name in backends)
+    heads = "".join(f"  {'µs':>8}{'algbw':>8}{'busbw':>8}" for _ in backends)
+    lines = [f"{'':>8} {'':<{wide}}{blocks}  {'copy':>6}", f"{'size':>8} {'operation':<{wide}}{heads}  {'GB/s':>6}"]
     for result in results:
         cells = ""
         for name in backends:
             if name not in result.seconds:
-                cells += f"  {'–':>10}{'–':>8}{'–':>8}"
+                cells += f"  {'–':>8}{'–':>8}{'–':>8}"
                 continue
             time = result.seconds[name] * 1e6
             shown = f"{time:.1f}" if time < 1000 else f"{time:.0f}"
-            cells += f"  {shown:>10}{result.algbw(name):>8.2f}{result.busbw(name):>8.2f}"
-        copy = f"{result.algbw(COPY):>7.1f}" if COPY in result.seconds else f"{'–':>7}"
-        lines.append(f"{size_name(result.size_bytes):>9} {result.operation:<14}{cells}  {copy}")
+            cells += f"  {shown:>8}{result.algbw(name):>8.2f}{result.busbw(name):>8.2f}"
+        copy = f"{result.algbw(COPY):>6.1f}" if COPY in result.seconds else f"{'–':>6}"
+        lines.append(f"{size_name(result.size_bytes):>8} {result.operation:<{wide}}{cells}  {copy}")
     return "\n".join(lines)
