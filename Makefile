@@ -1,5 +1,5 @@
-# make demo      sets everything up in .venv, trains the digits example on 2 processes, says where the results lie
-# make test      the same set-up, then all fast tests and checks
+# make demo      sets .venv up, trains the digits example on 2 processes, says where the results lie
+# make test      sets up what tests need too, then runs all fast tests and checks
 # make test-all  the slow ones too, and a soak of the engine of 20 minutes
 # make bench     the benchmarks (benchmarks/README.md)
 # make clean     removes what these made
@@ -14,13 +14,13 @@ export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test test-all setup check native sanitized soak python bench format clean
 
-demo: setup
+demo: $(VENV)/.demo
 	$(BIN)/photinus run --nproc-per-node 2 examples/digits/train.py --backend photinus --out runs/digits
 
 test: setup check native sanitized python
 
 test-all: setup check native sanitized soak
-	$(PIP) --no-build-isolation --editable '.[test,interop]'
+	$(INSTALL) '.[test,interop]'
 	$(BIN)/python -m pytest -m "slow or not slow" tests
 
 setup: $(VENV)/.installed
@@ -31,10 +31,16 @@ $(VENV)/.tools: constraints.txt
 	$(PIP) scikit-build-core nanobind cmake ninja
 	@touch $@
 
-# An editable install: Python files are used where they lie, the native module is rebuilt when its sources change.
-$(VENV)/.installed: $(VENV)/.tools pyproject.toml $(NATIVE)
-	$(PIP) --no-build-isolation --editable '.[test]'
+# Editable installs: Python files are used where they lie, the native module is rebuilt when its sources change.
+INSTALL := $(PIP) --no-build-isolation --editable
+
+$(VENV)/.demo: $(VENV)/.tools pyproject.toml $(NATIVE)
+	$(INSTALL) '.[demo]'
 	@touch $@
+
+$(VENV)/.installed: $(VENV)/.tools pyproject.toml $(NATIVE)
+	$(INSTALL) '.[test]'
+	@touch $(VENV)/.demo $@
 
 check: setup
 	$(BIN)/ruff check .

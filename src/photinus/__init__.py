@@ -10,6 +10,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from .errors import MissingLibraryError
 from .torch_version import check_torch
 
 if TYPE_CHECKING:
@@ -53,13 +54,20 @@ _HOMES = {
 
 __all__ = ["__version__", *sorted(_HOMES)]
 
+_LIBRARIES = ("torch", "cloudpickle")  # imported beside us; without the others of our dependencies less is shown
+
 
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'photinus' has no attribute {name!r}")
     check_torch()
-    value = getattr(importlib.import_module(home), name)
+    try:
+        value = getattr(importlib.import_module(home), name)
+    except ModuleNotFoundError as error:
+        if error.name not in _LIBRARIES:
+            raise
+        raise MissingLibraryError(f"photinus.{name}", error.name) from None
     globals()[name] = value
     return value
 

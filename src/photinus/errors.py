@@ -7,6 +7,7 @@
     │   ├── MismatchError          ranks called different collectives at the same sequence number
     │   └── AbortedError           the communicator was aborted or closed
     ├── OldTorchError              (also ImportError) the installed PyTorch is older than what Photinus runs on
+    ├── MissingLibraryError        (also ImportError) a library that Photinus needs is not installed
     ├── NotInitializedError        a collective or session was used before it was set up
     ├── ModelMismatchError         (also ValueError) ranks hold different models
     ├── UnsuitableModelError       (also ValueError) a model or an argument that cannot be wrapped
@@ -23,6 +24,8 @@ needed, which rank (host, parameter) it concerns, and what to do.
 
 from __future__ import annotations
 
+import sys
+
 __all__ = [
     "AbortedError",
     "CheckpointError",
@@ -32,6 +35,7 @@ __all__ = [
     "LaunchError",
     "MismatchError",
     "MissingGradientError",
+    "MissingLibraryError",
     "ModelMismatchError",
     "NonFiniteGradientError",
     "NotInitializedError",
@@ -69,6 +73,23 @@ class AbortedError(CollectiveError):
 
 class OldTorchError(PhotinusError, ImportError):
     """The installed PyTorch is older than the oldest release that Photinus is tested with."""
+
+
+class MissingLibraryError(PhotinusError, ModuleNotFoundError):
+    """A library that Photinus needs is not installed: it was installed without its dependencies, or not by pip.
+
+    Args:
+        what: needs it, as the user typed it.
+        library: its name on PyPI.
+    """
+
+    def __init__(self, what: str, library: str) -> None:
+        hint = ", in the build that pytorch.org gives for this machine (photinus.engine works without)"
+        super().__init__(
+            f"{what} needs {library}, which {sys.executable} does not have: pip install {library}"
+            + hint * (library == "torch")
+        )
+        self.name = library
 
 
 class NotInitializedError(PhotinusError):

@@ -18,9 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+import cloudpickle
+
 from .. import env
 from ..errors import LaunchError
 from ..world.launchers import told_by_scheduler
+from . import function
 from .private_folder import private_folder
 
 __all__ = ["launch"]
@@ -65,10 +68,6 @@ def launch(
         RuntimeError: this process is itself a rank of a job, or one of several tasks of srun or mpirun.
     """
     _check(main, nprocs, max_restarts)
-    import cloudpickle
-
-    from . import function
-
     try:
         call = cloudpickle.dumps((main, tuple(args), dict(kwargs or {})))
     except Exception as error:
