@@ -13,41 +13,65 @@ from __future__ import annotations
 
 import time
 from threading import get_ident
+from typing import Protocol
 
-__all__ = ["WaitingTime", "waiting_time"]
+__all__ = ["DeviceWaits", "WaitingTime", "waiting_time"]
+
+
+class DeviceWaits(Protocol):
+    """Who keeps the time of a device whose stream waits, where Python does not."""
+
+    def wait_began(self) -> None:
+        """What is queued from now on waits for other ranks."""
+
+    def wait_ended(self) -> None:
+        """What is queued from now on does not."""
 
 
 class WaitingTime:
-    """Adds up the waits of one thread.
+    """Adds up the waits of one thread, and of those that work for it while it waits for them.
 
     Attributes:
         on: how many loops measure; 0 while nobody does.
         total_ns: nanoseconds waited since the process began to measure.
     """
 
-    __slots__ = ("_thread", "on", "total_ns")
+    __slots__ = ("_device", "_threads", "on", "total_ns")
 
     def __init__(self) -> None:
         self.on = 0
         self.total_ns = 0
-        self._thread = 0
+        self._threads: set[int] = set()
+        self._device: DeviceWaits | None = None
 
-    def start(self) -> None:
-        """From now on the waits of the calling thread are counted."""
-        self._thread = get_ident()
+    def start(self, device: DeviceWaits | None = None) -> None:
+        """From now on the waits of the calling thread are counted, and told to `device`."""
+        self._threads = {get_ident()}
+        self._device = device
         self.on += 1
 
     def stop(self) -> None:
         """Ends what `start` began."""
         self.on = max(0, self.on - 1)
+        self._device = None
+
+    def lend_thread(self) -> None:
+        """The calling thread works for the measured one: autograd's, which runs the backward of a GPU."""
+        self._threads.add(get_ident())
 
     def begin(self) -> int:
         """A wait begins. What is returned goes to `end`; 0 (nothing to end) on a thread that is not measured."""
+        if get_ident() not in self._threads:
+            return 0
+        if self._device is not None:
+            self._device.wait_began()
         # The beginning, less what was counted before: `end` then counts what lies inside it, other waits too, once.
-        return time.perf_counter_ns() - self.total_ns if get_ident() == self._thread else 0
+        return time.perf_counter_ns() - self.total_ns
 
     def end(self, began: int) -> None:
         """The wait that began then is over. A wait that raised need not be ended; it is not counted."""
+        if self._device is not None:
+            self._device.wait_ended()
         self.total_ns = time.perf_counter_ns() - began
 
 

@@ -39,7 +39,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     by_hand = Time()
     monkeypatch.setattr(step_clock, "time", by_hand)
     monkeypatch.setattr(waiting_time, "total_ns", 0)
-    found: Any = StepClock(SimpleNamespace(aside_s=0.0))  # type: ignore[arg-type]
+    found: Any = StepClock(SimpleNamespace(aside_s=0.0, device=torch.device("cpu")))  # type: ignore[arg-type]
     found.by_hand = by_hand
     found.start()
     yield found

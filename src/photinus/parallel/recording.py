@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from .device_clock import DeviceClock, Moment, ns_of
+
 __all__ = ["Recording", "Span", "current_recording", "recorded_span", "set_current_recording"]
 
 MAIN = "training"
@@ -26,7 +28,8 @@ class Span:
     Attributes:
         name: what it was, such as "forward", or "bucket 3".
         lane: what ran it: MAIN (the thread that trains) or EXCHANGE.
-        begin_ns, end_ns: on the clock of `time.perf_counter_ns`, monotonic and the same for all processes of a host.
+        begin_ns, end_ns: on the clock of `time.perf_counter_ns`, monotonic and the same for all processes of a host;
+            of what a GPU did, when the GPU did it.
         step: number of the exchanged backward that it belongs to, from 0.
         facts: more about it, shown when a viewer selects it.
     """
@@ -50,7 +53,8 @@ class Recording:
     def __init__(self, *, skip: int = 0, steps: int | None = None) -> None:
         self._skip = skip
         self._end = None if steps is None else skip + steps
-        self._spans: list[Span] = []
+        self._spans: list[tuple[str, str, int | Moment, int | Moment, int, Mapping[str, Any]]] = []
+        self._clock: DeviceClock | None = None
         self._changed = threading.Condition()
         self._under_way = 0
         self.step = -1
@@ -63,19 +67,39 @@ class Recording:
         """Whether the spans of this step are kept."""
         return step >= self._skip and (self._end is None or step < self._end)
 
-    def add(self, name: str, lane: str, begin_ns: int, end_ns: int, *, step: int | None = None, **facts: Any) -> None:
-        """Adds a span of the running step, or of an earlier one."""
-        step = self.step if step is None else step
-        if begin_ns and end_ns >= begin_ns and self.wants(step):
-            with self._changed:
-                self._spans.append(Span(name, lane, begin_ns, end_ns, step, facts))
+    def use_clock(self, clock: DeviceClock | None) -> None:
+        """The model computes on a device with such a clock: from now on moments are that device's."""
+        if clock is not None and clock is not self._clock:
+            clock.align()
+            self._clock = clock
 
-    def add_exchange(self, name: str, begin_ns: int, work: Any, **facts: Any) -> bool:
+    def now(self) -> int | Moment:
+        """The present moment, to begin or end a span with."""
+        return time.perf_counter_ns() if self._clock is None else self._clock.now()
+
+    def add(
+        self,
+        name: str,
+        lane: str,
+        begin: int | Moment,
+        end: int | Moment,
+        *,
+        step: int | None = None,
+        **facts: Any,
+    ) -> None:
+        """Adds a span of the running step, or of an earlier one. 0 as its beginning: nothing has begun."""
+        step = self.step if step is None else step
+        if begin and self.wants(step):
+            with self._changed:
+                self._spans.append((name, lane, begin, end, step, facts))
+
+    def add_exchange(self, name: str, begin: int | Moment, work: Any, **facts: Any) -> bool:
         """Adds an exchange of the running step when `work` has ended; False when that can not be told."""
         step = self.step
 
         def ended(_: object) -> None:
-            self.add(name, EXCHANGE, begin_ns, time.perf_counter_ns(), step=step, **facts)
+            # A work on a GPU calls this at once, on a stream that has to wait for the work's end.
+            self.add(name, EXCHANGE, begin, self.now(), step=step, **facts)
             with self._changed:
                 self._under_way -= 1
                 self._changed.notify_all()
@@ -94,10 +118,29 @@ class Recording:
         with self._changed:
             self._changed.wait_for(lambda: self._under_way == 0, timeout_s)
 
-    def spans(self) -> list[Span]:
-        """All spans so far, in the order of their beginnings."""
+    def spans(self, *, wait: bool = True) -> list[Span]:
+        """All spans so far, in the order of their beginnings.
+
+        Without `wait` those are left out that a device has not come by: after an error it may never.
+        """
         with self._changed:
-            return sorted(self._spans, key=lambda span: span.begin_ns)
+            kept = list(self._spans)
+        spans = []
+        for name, lane, begin, end, step, facts in kept:
+            if not all(_passed(moment, wait) for moment in (begin, end)):
+                continue
+            begin_ns, end_ns = ns_of(begin), ns_of(end)
+            if end_ns >= begin_ns:
+                spans.append(Span(name, lane, begin_ns, end_ns, step, facts))
+        return sorted(spans, key=lambda span: span.begin_ns)
+
+
+def _passed(moment: int | Moment, wait: bool) -> bool:
+    if isinstance(moment, int):
+        return True
+    if wait:
+        moment.wait()
+    return moment.passed
 
 
 _current: Recording | None = None
@@ -118,9 +161,9 @@ def set_current_recording(recording: Recording | None) -> None:
 def recorded_span(name: str, **facts: Any) -> Iterator[None]:
     """Whatever runs inside becomes a span of the thread that trains, if a recording is on."""
     recording = current_recording()
-    begin = time.perf_counter_ns()
+    begin = 0 if recording is None else recording.now()
     try:
         yield
     finally:
         if recording is not None:
-            recording.add(name, MAIN, begin, time.perf_counter_ns(), **facts)
+            recording.add(name, MAIN, begin, recording.now(), **facts)

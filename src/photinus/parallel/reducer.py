@@ -38,6 +38,7 @@ from ..waiting_time import waiting_time
 from .bucket_exchange import AverageExchange, BucketExchange
 from .bucket_maker import BucketMaker
 from .buckets import BucketPlan
+from .device_clock import clock_of
 from .exchange import Average
 from .gradient_memory import Bucket, Slot, aliases, bring_home, slots_of
 from .graph import AveragedGradient, current_task, inside_custom_function, leaves_below
@@ -93,7 +94,7 @@ class Reducer(TorchReducerNames):
         self.world_size = group.size()
         self.device = parameters[0][1].device
         self.average = Average(group, self.device)
-        self.timeline = Timeline()
+        self.timeline = Timeline(device_clock=clock_of(self.device))
         self.after_exchange: list[Callable[[Bucket], None]] = []
         self.post_backward_futures: list[torch.futures.Future[Any]] = []
         self.static_graph = StaticGraph(self.rank, self.timeline) if options.static_graph else None
@@ -357,6 +358,8 @@ class Reducer(TorchReducerNames):
         if self.sync_grad and task not in self._tasks:
             if not self._open:
                 self._open = True
+                if waiting_time.on and self.device.type != "cpu":
+                    waiting_time.lend_thread()
                 self.timeline.backward_began()
                 if not self.options.gradients_are_views:
                     for bucket in self.buckets:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from .device_clock import Moment
 from .recording import EXCHANGE, MAIN, Recording, Span, current_recording, set_current_recording
 
 __all__ = ["RankTrace", "Trace", "chrome_events", "trace"]
@@ -121,7 +122,7 @@ class Trace(AbstractContextManager["Trace"]):
         self.path = path
         self.ranks: list[RankTrace] = []
         self._recording = recording
-        self._optimizer_began = 0
+        self._optimizer_began: int | Moment = 0
         self._hooks: list[Any] = []
 
     def __enter__(self) -> Trace:
@@ -147,9 +148,9 @@ class Trace(AbstractContextManager["Trace"]):
             self._recording.settle(_SETTLE_S)
         if together:
             dist.barrier()
-        mine = RankTrace(
-            rank, socket.gethostname(), os.getpid(), _clock_name(), time.perf_counter_ns(), self._recording.spans()
-        )
+        meeting_ns = time.perf_counter_ns()
+        spans = self._recording.spans(wait=error is None)
+        mine = RankTrace(rank, socket.gethostname(), os.getpid(), _clock_name(), meeting_ns, spans)
         self.ranks = [mine]
         path = self.path
         if together:
@@ -170,13 +171,13 @@ class Trace(AbstractContextManager["Trace"]):
         return "\n".join([*map(str, self.shares()), f"The picture is in {self.path}: open it in ui.perfetto.dev."])
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._optimizer_began = time.perf_counter_ns()
+        self._optimizer_began = self._recording.now()
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         recording = current_recording()
         if recording is not None:
             name = f"{type(optimizer).__name__}.step"
-            recording.add(name, MAIN, self._optimizer_began, time.perf_counter_ns(), optimizer=True)
+            recording.add(name, MAIN, self._optimizer_began, recording.now(), optimizer=True)
 
 
 def chrome_events(ranks: Sequence[RankTrace]) -> list[dict[str, Any]]:

@@ -3,9 +3,7 @@
 The loop says what has just ended: `mark("forward")` books the time since the mark before under "forward", but for what
 the thread waited for other ranks meanwhile, which is booked under "waiting". So the phases are together the whole step.
 
-On a GPU the numbers are the host's: a phase lasts until its kernels are queued, not until they are done, and a wait for
-nccl is one of the device's that the host does not see. What the device is behind shows where the host first has to
-wait for it: usually in "other", when the losses of some steps are read. Nothing here waits for a device.
+On a GPU the device's time is split, not Python's: see `photinus.trainer.device_phases`.
 """
 
 from __future__ import annotations
@@ -16,8 +14,10 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ..parallel.device_clock import DeviceClock, clock_of
 from ..runlog.windows import PHASES
 from ..waiting_time import waiting_time
+from .device_phases import DevicePhases
 from .session import Session
 
 __all__ = ["StepClock"]
@@ -30,10 +30,13 @@ class StepClock:
 
     Args:
         session: its work beside training (validation) is left out.
+        device_clock: of the device; default: that of the session's.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, device_clock: DeviceClock | None = None) -> None:
         self._session = session
+        self._device_clock = device_clock or clock_of(session.device)
+        self._device: DevicePhases | None = None  # while steps run on a GPU
         self._ns = [0] * len(PHASES)
         self._running = False
         self._last_ns = self._waited_ns = 0
@@ -45,7 +48,9 @@ class StepClock:
         """Steps begin."""
         self._running = True
         self._inside = 0
-        waiting_time.start()
+        if self._device_clock is not None:
+            self._device = DevicePhases(self._device_clock)
+        waiting_time.start(self._device)
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_optimizer),
             register_optimizer_step_post_hook(self._after_optimizer),
@@ -64,6 +69,8 @@ class StepClock:
         """What has happened since the last mark is no part of a step (a checkpoint was saved)."""
         self._last_ns, self._waited_ns = time.perf_counter_ns(), waiting_time.total_ns
         self._aside_s = self._session.aside_s
+        if self._device is not None:
+            self._device.skip()
 
     def data_came(self) -> None:
         """The loader has given the next batch; before that, the loop did other things (`other_ended`)."""
@@ -97,7 +104,12 @@ class StepClock:
             self._mark(_OPTIMIZER)
 
     def take(self) -> Sequence[float]:
-        """Seconds in each phase since the last time this was called, in the order of PHASES."""
+        """Seconds in each phase since the last time this was called, in the order of PHASES.
+
+        On a GPU this waits for the last mark, as does whoever reads the losses of these steps.
+        """
+        if self._device is not None:
+            self._device.take(self._ns, _WAITING)
         taken, self._ns = self._ns, [0] * len(PHASES)
         return [ns / 1e9 for ns in taken]
 
@@ -111,6 +123,10 @@ class StepClock:
         if not self._running:
             return
         now_ns, waited_ns, aside_s = time.perf_counter_ns(), waiting_time.total_ns, self._session.aside_s
+        if self._device is not None:
+            self._device.mark(phase, int((aside_s - self._aside_s) * 1e9))
+            self._aside_s = aside_s
+            return
         elapsed_ns = now_ns - self._last_ns
         if aside_s != self._aside_s:
             elapsed_ns = max(0, elapsed_ns - int((aside_s - self._aside_s) * 1e9))
