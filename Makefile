@@ -4,11 +4,13 @@
 # make bench     the benchmarks (benchmarks/README.md)
 # make clean     removes what these made
 PYTHON ?= python3
-VENV := .venv
+# TORCH=2.11.0 tests with that PyTorch (PyPI's build, gigabytes with its CUDA libraries) in an environment of its own.
+VENV := .venv$(if $(TORCH),-torch$(TORCH))
 BIN := $(VENV)/bin
 CMAKE := $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja
 NATIVE := $(shell find native bindings CMakeLists.txt -type f 2>/dev/null)
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt
+BUILD_DIR := $(if $(TORCH),--config-settings=build-dir=build/torch$(TORCH))
 
 export OMP_NUM_THREADS ?= 1
 
@@ -17,7 +19,8 @@ export OMP_NUM_THREADS ?= 1
 demo: $(VENV)/.demo
 	$(BIN)/photinus run --nproc-per-node 2 examples/digits/train.py --backend photinus --out runs/digits
 
-test: setup check native sanitized python
+# Another PyTorch changes nothing about the rest.
+test: $(if $(TORCH),,setup check native sanitized) python
 
 test-all: setup check native sanitized soak
 	$(INSTALL) '.[test,interop]'
@@ -28,11 +31,12 @@ setup: $(VENV)/.installed
 $(VENV)/.tools: constraints.txt
 	@$(PYTHON) tools/check_machine.py
 	$(PYTHON) -m venv $(VENV)
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
 	$(PIP) scikit-build-core nanobind cmake ninja
 	@touch $@
 
 # Editable installs: Python files are used where they lie, the native module is rebuilt when its sources change.
-INSTALL := $(PIP) --no-build-isolation --editable
+INSTALL := $(PIP) --no-build-isolation $(BUILD_DIR) --editable
 
 $(VENV)/.demo: $(VENV)/.tools pyproject.toml $(NATIVE)
 	$(INSTALL) '.[demo]'
@@ -71,8 +75,9 @@ soak: native sanitized
 	build/address/tests/soak $(SOAK_S) 4
 	build/thread/tests/soak $(SOAK_S) 3
 
+TESTS ?= tests
 python: setup
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest $(TESTS)
 
 bench: setup
 	$(BIN)/python benchmarks/all_reduce.py
@@ -83,4 +88,4 @@ format: setup
 	$(BIN)/clang-format -i $(filter %.h %.cc,$(NATIVE))
 
 clean:
-	rm -rf $(VENV) build
+	rm -rf .venv .venv-torch* build
