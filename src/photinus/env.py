@@ -85,6 +85,13 @@ STRICT_SITES: Variable[bool] = Variable(
     False,
     "1: calls that look alike, but come from lines that show ranks out of step, are an error and not a warning",
 )
+RANKS_PER_GPU: Variable[int] = Variable(
+    "PHOTINUS_RANKS_PER_GPU",
+    _count,
+    1,
+    "how many ranks of a host may share a GPU, on purpose (to try a job of several on one); `photinus run` sets it "
+    "for --ranks-per-gpu",
+)
 HOST_ID: Variable[str | None] = Variable(
     "PHOTINUS_HOST_ID",
     str,
@@ -148,6 +155,7 @@ ALL: tuple[Variable[object], ...] = (  # type: ignore[assignment]
     GRACE_S,
     WAITING_S,
     STRICT_SITES,
+    RANKS_PER_GPU,
     HOST_ID,
     BACKEND,
     INSTRUCTION_SET,

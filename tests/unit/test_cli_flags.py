@@ -244,3 +244,18 @@ def test_flags_of_older_launchers_that_change_nothing_are_taken():
     assert parse_run(["--use_env", "x.py"]).use_env
     with pytest.raises(UsageError, match="--monitor-interval soon: needs a number of seconds"):
         parse_run(["--monitor-interval", "soon", "x.py"])
+
+
+def test_gpus_are_shared_on_purpose_only() -> None:
+    assert parse_run(["train.py"]).ranks_per_gpu == 1
+    flags = parse_run(["--device", "0", "--ranks-per-gpu", "2", "--nproc-per-node", "2", "train.py"])
+    assert (flags.ranks_per_gpu, flags.devices) == (2, (0,))
+    with pytest.raises(UsageError, match="--ranks-per-gpu 2 and --cpu contradict"):
+        parse_run(["--ranks-per-gpu", "2", "--cpu", "train.py"])
+    with pytest.raises(UsageError, match="--device 0 names 1 GPU, but --nproc-per-node 2 asks for 2 workers"):
+        parse_run(["--device", "0", "--nproc-per-node", "2", "train.py"])
+
+
+def test_the_environment_says_for_all_commands_that_gpus_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHOTINUS_RANKS_PER_GPU", "3")
+    assert parse_run(["train.py"]).ranks_per_gpu == 3

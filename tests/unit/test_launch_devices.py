@@ -16,8 +16,10 @@ from photinus.launcher.devices import (
 )
 
 
-def choose(wanted, *, gpus, cores=6, cpu_only=False):
-    return choose_worker_count(wanted, cpu_only=cpu_only, gpus=lambda: gpus, cores=lambda: cores)
+def choose(wanted, *, gpus, cores=6, cpu_only=False, ranks_per_gpu=1):
+    return choose_worker_count(
+        wanted, cpu_only=cpu_only, gpus=lambda: gpus, cores=lambda: cores, ranks_per_gpu=ranks_per_gpu
+    )
 
 
 def test_auto_takes_the_gpus_and_without_any_the_cores():
@@ -92,3 +94,15 @@ def test_fewer_gpus_than_devices_named_is_told_with_both_numbers():
     with pytest.raises(DeviceError, match="--device 0,7 names 2 GPUs, but torch sees 1 of them here"):
         check_devices((0, 7), 1)
     check_devices((0, 7), 2)
+
+
+def test_workers_share_gpus_only_on_purpose():
+    with pytest.raises(
+        DeviceError, match=r"1 GPU, and each worker needs one of its own.*--ranks-per-gpu 2"
+    ):
+        choose(2, gpus=1)
+    assert choose(2, gpus=1, ranks_per_gpu=2) == WorkerCount(2)
+    assert choose("auto", gpus=2, ranks_per_gpu=3) == WorkerCount(6, "3 per GPU")
+    assert choose("auto", gpus=0, ranks_per_gpu=2).count == 6
+    with pytest.raises(DeviceError, match=r"asks for 5 workers.*each has room for 2\. Give --nproc-per-node 4"):
+        choose(5, gpus=2, ranks_per_gpu=2)

@@ -89,7 +89,12 @@ def check_devices(numbers: Sequence[int], present: int) -> None:
 
 
 def choose_worker_count(
-    wanted: int | str, *, cpu_only: bool, gpus: Callable[[], int], cores: Callable[[], int]
+    wanted: int | str,
+    *,
+    cpu_only: bool,
+    gpus: Callable[[], int],
+    cores: Callable[[], int],
+    ranks_per_gpu: int = 1,
 ) -> WorkerCount:
     """Turns `--nproc-per-node` into a number of workers for this host.
 
@@ -98,17 +103,19 @@ def choose_worker_count(
         cpu_only: the workers see no GPU (`--cpu`), so GPUs neither count nor limit.
         gpus: number of GPUs; asked only when it matters, since it needs torch.
         cores: number of usable cores.
+        ranks_per_gpu: so many workers share each GPU.
 
     Raises:
         DeviceError: GPUs were asked for and there is none, or there are fewer than workers.
     """
     if isinstance(wanted, int):
         present = 0 if cpu_only else gpus()
-        if 0 < present < wanted:
+        if 0 < present * ranks_per_gpu < wanted:
+            room = "each worker needs one of its own" if ranks_per_gpu == 1 else f"each has room for {ranks_per_gpu}"
             raise DeviceError(
                 f"--nproc-per-node {wanted} asks for {wanted} workers, but this host has {present} "
-                f"GPU{'s' if present > 1 else ''}, and each worker needs one of its own. Give --nproc-per-node "
-                f"{present}, or --cpu to train on the CPU."
+                f"GPU{'s' if present > 1 else ''}, and {room}. Give --nproc-per-node {present * ranks_per_gpu}, or "
+                f"--cpu to train on the CPU. (--ranks-per-gpu {-(-wanted // present)} lets them share, to try a job.)"
             )
         return WorkerCount(wanted)
     if wanted == "gpu":
@@ -120,12 +127,16 @@ def choose_worker_count(
                 + (f" (CUDA_VISIBLE_DEVICES={hidden!r})" if hidden is not None else "")
                 + f". Give a number, or cpu for one worker per usable core ({cores()} here)."
             )
-        return WorkerCount(present, "one per GPU")
+        return _per_gpu(present, ranks_per_gpu)
     if wanted == "auto" and not cpu_only:
         present = gpus()
         if present > 0:
-            return WorkerCount(present, "one per GPU")
+            return _per_gpu(present, ranks_per_gpu)
         return WorkerCount(cores(), "one per usable core; torch sees no GPU here")
     if wanted not in ("auto", "cpu"):
         raise ValueError(f"wanted={wanted!r} is neither a number nor auto, gpu or cpu")
     return WorkerCount(cores(), "one per usable core")
+
+
+def _per_gpu(present: int, ranks_per_gpu: int) -> WorkerCount:
+    return WorkerCount(present * ranks_per_gpu, "one per GPU" if ranks_per_gpu == 1 else f"{ranks_per_gpu} per GPU")

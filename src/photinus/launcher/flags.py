@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from .. import env
 from .flag_table import FLAGS, HELP, find
 from .flag_values import (
     read_devices,
@@ -116,6 +117,7 @@ class RunFlags:
         max_restarts: how often all workers are started anew after one has failed.
         cpu: hide the GPUs from the workers.
         devices: the GPUs that the workers see, by number; None: all.
+        ranks_per_gpu: workers that share a GPU.
         dry_run: only say what would be started.
         stop_grace_s: seconds that workers get between SIGTERM and SIGKILL after a failure.
         use_env: do not give --local_rank to scripts that take it.
@@ -127,6 +129,7 @@ class RunFlags:
     max_restarts: int = 3
     cpu: bool = False
     devices: tuple[int, ...] | None = None
+    ranks_per_gpu: int = 1
     dry_run: bool = False
     stop_grace_s: float = 5.0
     use_env: bool = False
@@ -182,6 +185,7 @@ def parse_run(arguments: Sequence[str]) -> RunFlags:
         max_restarts=3 if (restarts := given.number("--max-restarts", least=0)) is None else restarts,
         cpu="--cpu" in given,
         devices=read_devices(*given["--device"]) if "--device" in given else None,
+        ranks_per_gpu=given.number("--ranks-per-gpu", least=1) or env.RANKS_PER_GPU.get(),
         dry_run="--dry-run" in given,
         stop_grace_s=read_seconds(*given["--stop-grace"]) if "--stop-grace" in given else 5.0,
         use_env="--use-env" in given,
@@ -322,6 +326,7 @@ def _refuse_contradictions(flags: RunFlags, given: _Given) -> None:
         raise _contradiction(given, "--cpu", "--nproc-per-node")
     if flags.devices is not None:
         _check_devices(flags, given)
+    together("--ranks-per-gpu", "--cpu", "--num-gpus")
     together("--include", "--exclude", "--num-gpus")
     together("--num-gpus", "--exclude", "--device", "--nproc-per-node")
     together("--device", "--include", "--exclude", "--hostfile")
@@ -369,7 +374,7 @@ def _check_devices(flags: RunFlags, given: _Given) -> None:
     assert flags.devices is not None
     if flags.cpu or flags.nproc_per_node == "cpu":
         raise _contradiction(given, "--device", "--cpu" if flags.cpu else "--nproc-per-node")
-    if isinstance(flags.nproc_per_node, int) and flags.nproc_per_node != len(flags.devices):
+    if isinstance(flags.nproc_per_node, int) and flags.nproc_per_node != len(flags.devices) * flags.ranks_per_gpu:
         raise UsageError(
             f"{given.shown('--device')} names {len(flags.devices)} GPU{'s' * (len(flags.devices) > 1)}, but "
             f"{given.shown('--nproc-per-node')} asks for {flags.nproc_per_node} workers, and each needs one of its "

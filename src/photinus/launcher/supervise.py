@@ -61,8 +61,13 @@ def supervise(flags: RunFlags, program: Program) -> int:
                 environ[VISIBLE] = os.environ[VISIBLE] = visible_devices(flags.devices, environ.get(VISIBLE))
             with interrupts.striking_at_once(), _quiet_torch(environ):
                 agent_class, signal_exception = _import_torch_parts()
-                wanted = flags.nproc_per_node if flags.devices is None else len(flags.devices)
-                chosen = choose_worker_count(wanted, cpu_only=flags.cpu, gpus=count_gpus, cores=usable_cores)
+                environ[env.RANKS_PER_GPU.name] = str(flags.ranks_per_gpu)
+                wanted = flags.nproc_per_node
+                if flags.devices is not None:
+                    wanted = len(flags.devices) * flags.ranks_per_gpu
+                chosen = choose_worker_count(
+                    wanted, cpu_only=flags.cpu, gpus=count_gpus, cores=usable_cores, ranks_per_gpu=flags.ranks_per_gpu
+                )
                 if flags.devices is not None:
                     check_devices(flags.devices, count_gpus())
         except Interrupted:

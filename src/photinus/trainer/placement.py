@@ -58,13 +58,15 @@ def choose_device(
     if cuda_devices == 1 and place.local_world_size > 1 and has_a_gpu_of_its_own(os.environ):
         return torch.device("cuda", 0), "the one that Slurm gave this task"
     # Every rank of the host checks the same numbers, so that all of them stop and none waits for the others.
-    if place.local_world_size > cuda_devices:
+    ranks_per_gpu = env.RANKS_PER_GPU.get()
+    if place.local_world_size > cuda_devices * ranks_per_gpu:
         raise DeviceError(
             f"local rank {place.local_rank} of {place.local_world_size} ranks on this host, but only {cuda_devices} "
             f"CUDA device{' is' if cuda_devices == 1 else 's are'} visible. Start {cuda_devices} "
-            f"(--nproc-per-node {cuda_devices}), or use --device cpu."
+            f"(--nproc-per-node {cuda_devices}), or use --device cpu. To let several share a GPU on purpose: "
+            f"photinus run --ranks-per-gpu {-(-place.local_world_size // cuda_devices)}."
         )
-    return torch.device("cuda", place.local_rank), reason
+    return torch.device("cuda", place.local_rank // ranks_per_gpu), reason
 
 
 def choose_backend(backend: str, device: torch.device) -> tuple[str, str]:
@@ -78,6 +80,8 @@ def choose_backend(backend: str, device: torch.device) -> tuple[str, str]:
         backend, reason = env.BACKEND.get(), f"{env.BACKEND.name} is set"
     if backend == "auto":
         if device.type == "cuda":
+            if env.RANKS_PER_GPU.get() > 1:
+                return "gloo", f"{env.RANKS_PER_GPU.name} is above 1, and nccl takes one rank per GPU"
             if dist.is_nccl_available():
                 return "nccl", "the choice for CUDA devices"
             return "gloo", "this build of torch has no nccl"

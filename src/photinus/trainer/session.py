@@ -28,6 +28,7 @@ from ..errors import CollectiveError, NotInitializedError, WorldSizeError
 from ..world import World, check_company, find_rendezvous
 from . import preemption
 from .agreement import gather_per_rank
+from .gpu_sharing import check_gpus
 from .placement import choose_backend, choose_device
 from .progress import say
 from .rendezvous import open_store
@@ -161,7 +162,8 @@ def init(
         timeout_s: deadline in seconds of each collective; default PHOTINUS_TIMEOUT_S (300).
 
     Raises:
-        DeviceError: CUDA was asked for and is absent, or this host runs more ranks than it has devices.
+        DeviceError: CUDA was asked for and is absent, this host runs more ranks than it has devices, or several ranks
+            share one, which `photinus run --ranks-per-gpu` allows, though not with nccl.
         WorldSizeError: the processes that met are not the world that the launcher meant, or this one would train
             alone although others were started beside it.
         NotInitializedError: the launcher's variables do not say where the ranks meet, or they could not meet there.
@@ -179,12 +181,16 @@ def init(
             check_company(os.environ)
         chosen_backend, backend_reason = choose_backend(backend, chosen_device)
         _share_cores(place)
+        if chosen_device.type == "cuda":
+            torch.cuda.set_device(chosen_device)  # first: a group may ask which device is this process's
         _make_group(place, chosen_backend, timedelta(seconds=timeout_s or env.TIMEOUT_S.get()))
     else:
         chosen_backend, backend_reason = str(dist.get_backend()), "the process group was there already"
     try:
-        if chosen_device.type == "cuda" and (owned or place.launcher != "none"):
+        if not owned and chosen_device.type == "cuda" and place.launcher != "none":
             torch.cuda.set_device(chosen_device)
+        if chosen_device.type == "cuda" and dist.get_world_size() > 1:
+            check_gpus(chosen_device, chosen_backend)
         place, members = _meet(place)
         if not owned and place.launcher == "none":
             # Without a launcher only the ranks that met say which device is whose.

@@ -29,6 +29,8 @@ def words_for(
     plain = RunFlags(None)
     if flags.cpu:
         words.append("--cpu")
+    if flags.ranks_per_gpu != plain.ranks_per_gpu:
+        words += ["--ranks-per-gpu", str(flags.ranks_per_gpu)]
     if flags.max_restarts != plain.max_restarts:
         words += ["--max-restarts", str(flags.max_restarts)]
     if flags.stop_grace_s != plain.stop_grace_s:

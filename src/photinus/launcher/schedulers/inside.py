@@ -30,6 +30,8 @@ def run_words(flags: RunFlags) -> list[str]:
         words.append("--cpu")
     if flags.devices is not None:
         words += ["--device", ",".join(map(str, flags.devices))]
+    if flags.ranks_per_gpu != RunFlags.ranks_per_gpu:
+        words += ["--ranks-per-gpu", str(flags.ranks_per_gpu)]
     if selection.num_gpus is not None:
         words += ["--num-gpus", str(selection.num_gpus)]
     if flags.max_restarts != RunFlags.max_restarts:
@@ -70,7 +72,7 @@ def asked_gpus(flags: RunFlags) -> int | None:
         return len(flags.devices)
     if flags.selection.num_gpus is not None:
         return flags.selection.num_gpus
-    return flags.nproc_per_node if isinstance(flags.nproc_per_node, int) else None
+    return -(-flags.nproc_per_node // flags.ranks_per_gpu) if isinstance(flags.nproc_per_node, int) else None
 
 
 def _log_words(logs: LogFlags) -> list[str]:
