@@ -97,9 +97,7 @@ def test_fewer_gpus_than_devices_named_is_told_with_both_numbers():
 
 
 def test_workers_share_gpus_only_on_purpose():
-    with pytest.raises(
-        DeviceError, match=r"1 GPU, and each worker needs one of its own.*--ranks-per-gpu 2"
-    ):
+    with pytest.raises(DeviceError, match=r"1 GPU, and each worker needs one of its own.*--ranks-per-gpu 2"):
         choose(2, gpus=1)
     assert choose(2, gpus=1, ranks_per_gpu=2) == WorkerCount(2)
     assert choose("auto", gpus=2, ranks_per_gpu=3) == WorkerCount(6, "3 per GPU")

@@ -48,6 +48,7 @@ class BucketLauncher:
         self._timeline = timeline
         self.with_graph: list[tuple[Slot, torch.Tensor]] = []
         self._launched = 0
+        self._waits_for_end = False
 
     @property
     def status(self) -> torch.Tensor | None:
@@ -71,9 +72,13 @@ class BucketLauncher:
     def launch_complete(self) -> None:
         """Starts complete buckets, up to the first that is not."""
         learning = self._static_graph is not None and not self._static_graph.learned
-        if self._options.overlap and not learning:
+        if self._options.overlap and not learning and not self._waits_for_end:
             while self._launched < len(self.buckets) and self.buckets[self._launched].pending == 0:
                 self._launch_next()
+
+    def wait_for_end(self) -> None:
+        """Nothing more of this round is launched before the end of backward."""
+        self._waits_for_end = True
 
     def launch_all(self) -> None:
         """Starts all that remain."""
@@ -98,6 +103,7 @@ class BucketLauncher:
     def reset(self) -> None:
         """For the next round."""
         self._launched = 0
+        self._waits_for_end = False
         self.with_graph.clear()
         for bucket in self.buckets:
             bucket.pending = len(bucket.slots) + bucket.also_waits

@@ -49,6 +49,7 @@ from .reducer_options import ReducerOptions
 from .round_errors import RoundErrors
 from .sparse import average_sparse
 from .static_graph import StaticGraph
+from .streams import streams_of
 from .tensors import tensors_in
 from .timeline import Timeline
 from .torch_reducer import TorchReducerNames
@@ -95,6 +96,7 @@ class Reducer(TorchReducerNames):
         self.device = parameters[0][1].device
         self.average = Average(group, self.device)
         self.timeline = Timeline(device_clock=clock_of(self.device))
+        self._streams = streams_of(self.device)
         self.after_exchange: list[Callable[[Bucket], None]] = []
         self.post_backward_futures: list[torch.futures.Future[Any]] = []
         self.static_graph = StaticGraph(self.rank, self.timeline) if options.static_graph else None
@@ -285,11 +287,14 @@ class Reducer(TorchReducerNames):
 
         simple = static is None and self.options.last_after != slot.index
         small = slot.parameter.numel() * slot.parameter.element_size() <= _COPIED_TOGETHER_BYTES
+        streams = self._streams
 
         def on_gradient(parameter: torch.Tensor) -> None:
             if current_task() != self._task:
                 self._enter_task()
             slot.touched = True
+            if streams is not None and self._open and streams.another():
+                self._launcher.wait_for_end()
             if not self._open and not views:
                 return  # inside no_sync: the gradient stays as autograd made it
             if slot.arrived:
@@ -501,6 +506,8 @@ class Reducer(TorchReducerNames):
         self._left_open = False
         self._tasks.clear()
         self._task = _NO_TASK
+        if self._streams is not None:
+            self._streams.forget()
         self._launcher.reset()
         for slot in self.slots:
             slot.arrived = slot.touched = slot.absent = False

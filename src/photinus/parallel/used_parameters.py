@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from .exchange import Average, Pending
 from .static_graph import StaticGraph
+from .streams import sent_to
 
 __all__ = ["UsedParameters"]
 
@@ -58,7 +59,7 @@ class UsedParameters:
 
     def start(self, touched: Sequence[bool]) -> Pending:
         """Starts the exchange of what this rank used; `finish` has to follow."""
-        self._ranks = torch.tensor(touched, dtype=torch.int32, device=self._ranks.device)
+        self._ranks = sent_to(self._ranks.device, touched, torch.int32)
         work: Any = dist.all_reduce(self._ranks, group=self._average.group, async_op=True)
         pending: Pending = work
         return pending

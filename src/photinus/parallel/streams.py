@@ -1,0 +1,65 @@
+"""Streams of a GPU, as far as a reducer has to know of them.
+
+Work is queued on streams. One stream's work runs in the order in which it was queued; that of two streams in any,
+unless one was told to wait for the other. What the rest of this floor relies on:
+
+- Autograd runs each node of a backward, and the hooks of a parameter, on the stream of its forward. A gradient is so
+  copied into its bucket on the stream that made it.
+- A collective waits for what is queued on the stream that is current when it is called, and for no other. A work's
+  `wait` lets the current stream wait, not Python (gloo's blocks Python too).
+- Autograd runs the callbacks of a backward's end on the streams of whoever called `backward`, after these have been
+  told to wait for all streams on which gradients were made.
+
+So while all gradients come on one stream, a bucket can be launched by the hook of the last of them. If a forward used
+several (a model that runs two branches side by side), the last hook's stream need not have waited for the others':
+then the rest is launched at the end of backward. Torch's own reducer launches in such a case all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["StreamWatch", "sent_to", "streams_of"]
+
+
+class StreamWatch:
+    """Whether the gradients of a backward have come on more than one stream.
+
+    Args:
+        current: names the stream that is current: any value, equal for equal streams.
+    """
+
+    def __init__(self, current: Callable[[], int]) -> None:
+        self._current = current
+        self._first: int | None = None
+
+    def another(self) -> bool:
+        """A gradient has come: whether on another stream than the first of this backward."""
+        now = self._current()
+        if self._first is None:
+            self._first = now
+        return now != self._first
+
+    def forget(self) -> None:
+        """The backward is over."""
+        self._first = None
+
+
+def streams_of(device: torch.device) -> StreamWatch | None:
+    """The watch over a CUDA device's streams; None for the CPU, which has none."""
+    if device.type != "cuda":
+        return None
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    # torch.cuda.current_stream makes an object, which for thousands of parameters is milliseconds in each step.
+    current: Any = torch._C._cuda_getCurrentRawStream
+    return StreamWatch(lambda: current(index))
+
+
+def sent_to(device: torch.device, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of some numbers on a device, without waiting for what is queued there."""
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
