@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import REPOSITORY
+from tests.fork_server import REPOSITORY
 
 PACKAGE = REPOSITORY / "src" / "photinus"
 _EXTRA = re.compile(r"extra == ['\"](\w+)['\"]")

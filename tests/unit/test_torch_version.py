@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from photinus.torch_version import OLDEST, is_too_old
-from tests.ranks import REPOSITORY
+from tests.fork_server import REPOSITORY
 
 SAID = r"OldTorchError: Photinus needs torch 2\.8 or newer, and here is torch 2\.7\.1\+cpu: pip install --upgrade"
 
