@@ -10,9 +10,6 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from .errors import MissingLibraryError
-from .torch_version import check_torch
-
 if TYPE_CHECKING:
     from .launcher.from_python import launch as launch
     from .parallel import DistributedDataParallel as DistributedDataParallel
@@ -61,6 +58,9 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'photinus' has no attribute {name!r}")
+    from .errors import MissingLibraryError
+    from .torch_version import check_torch
+
     check_torch()
     try:
         value = getattr(importlib.import_module(home), name)

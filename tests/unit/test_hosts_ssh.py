@@ -24,9 +24,10 @@ from photinus.launcher.usage import UsageError
 A = Host("a", 4, None, "hosts:1")
 
 
-def test_every_flag_that_does_not_choose_hosts_reaches_the_host():
+@pytest.mark.parametrize(("device", "excluded"), [("--cpu", "ranks_per_gpu"), ("--ranks-per-gpu 2", "cpu")])
+def test_every_flag_that_does_not_choose_hosts_reaches_the_host(device, excluded):
     typed = (
-        "--hostfile hosts --cpu --max-restarts 7 --stop-grace 0.5 --preempt-after 9 --use-env --rdzv-id night "
+        f"--hostfile hosts {device} --max-restarts 7 --stop-grace 0.5 --preempt-after 9 --use-env --rdzv-id night "
         "--rdzv-conf join_timeout=30,last_call_timeout=2 --log-dir logs --redirects 0:1,2:3 --tee 3 "
         "--local-ranks-filter 0,2 --no-python ./train --lr 0.1"
     )
@@ -38,7 +39,7 @@ def test_every_flag_that_does_not_choose_hosts_reaches_the_host():
     # A field that is added to the flags and not handed over shows here: each is typed above, with another value than
     # its default, or is named as one that this side carries out.
     ours = {
-        RunFlags: {"nproc_per_node", "devices", "dry_run", "hosts", "selection", "logs", "scheduler"},
+        RunFlags: {"nproc_per_node", "devices", "dry_run", "hosts", "selection", "logs", "scheduler", excluded},
         HostFlags: {"nnodes", "node_rank", "leader", "port", "leads", "local_address"},
         LogFlags: set(),
     }

@@ -19,8 +19,6 @@ import importlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from ..torch_version import check_torch
-
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import _DistributedBackendOptions
 
@@ -61,9 +59,11 @@ def _create(options: _DistributedBackendOptions, backend_options: object) -> Pro
     """
     import torch
 
-    check_torch(torch.__version__)
+    from ..torch_version import check_torch
     from .device_map import asked
     from .making import make
+
+    check_torch(torch.__version__)
 
     return make(options, asked())
 
