@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import time
 from typing import Any
@@ -12,8 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from photinus.errors import ModelMismatchError, PhotinusError
+from photinus.errors import (
+    DeviceError,
+    MissingGradientError,
+    ModelMismatchError,
+    PhotinusError,
+    UnsuitableModelError,
+)
 from photinus.parallel import DistributedDataParallel, average_gradients
+from photinus.parallel.verify import verify_same_model
 from tests.dist.ddp_checks import (
     KIB_IN_MIB,
     SETTINGS,
@@ -90,13 +98,43 @@ def check_different_models_are_refused_on_every_rank_within_a_second(group: dist
     refused(lambda m: m[0].requires_grad_(False) and None, "0.weight: float32 [40, 6], requires grad", "frozen")
     refused(lambda m: m[:4], "4.weight", "nothing more", "5 and 7 lines")
     refused(lambda m: m.register_buffer("count", torch.zeros(1)), "buffer count", "nothing more")
-    refused(lambda m: m.requires_grad_(False) and None, "Sequential has no parameter that requires grad", "options:")
     refused(
         lambda m: m.__setattr__("extra", nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last)),
         "parameter extra.weight",
     )
     different = {} if group.rank() == last else {"find_unused_parameters": True}
     refused(lambda m: None, "find_unused_parameters=True", "find_unused_parameters=False", **different)
+
+
+def check_what_one_rank_refuses_is_its_own_error_there_and_named_on_others(group: dist.ProcessGroup) -> None:
+    """`device_ids=[local_rank]` for a model on the CPU, on all ranks: each says so, not that models differ."""
+    with expect(UnsuitableModelError, f"device_ids=[{group.rank()}]", "on the CPU", "leave device_ids out"):
+        DistributedDataParallel(small_net(), process_group=group, device_ids=[group.rank()])
+    for change, words in (
+        ({"device_ids": [1]}, "device_ids=[1], but the model is on the CPU"),
+        ({"module": small_net().requires_grad_(False)}, "Sequential has no parameter that requires grad"),
+    ):
+        given = {"module": small_net(), "process_group": group}
+        if group.rank() == 1:
+            with expect(UnsuitableModelError, words):
+                DistributedDataParallel(**{**given, **change})
+        else:
+            with expect(ModelMismatchError, f"rank 1: {words}", "options:"):
+                DistributedDataParallel(**given)
+
+
+def check_two_ranks_on_one_gpu_are_refused_with_both_named(group: dist.ProcessGroup) -> None:
+    """Played: the ranks have no GPU, and say that they have the same one."""
+    last = group.size() - 1
+    verify_same_model(["same"], group, f"GPU {group.rank()} of host a")
+    shared = f"GPU {group.rank() % last} of host a"
+    with expect(DeviceError, f"ranks 0, {last} all compute on GPU 0 of host a", "PHOTINUS_RANKS_PER_GPU=2"):
+        verify_same_model(["same"], group, shared)
+    os.environ["PHOTINUS_RANKS_PER_GPU"] = "2"
+    try:
+        verify_same_model(["same"], group, shared)
+    finally:
+        del os.environ["PHOTINUS_RANKS_PER_GPU"]
 
 
 def check_without_init_sync_nothing_is_exchanged_at_construction(group: dist.ProcessGroup) -> None:
@@ -176,12 +214,49 @@ def check_reducer_attributes_of_haiscale_and_accelerate(group: dist.ProcessGroup
     ddp = DistributedDataParallel(model, process_group=group, find_unused_parameters=True)
     with ddp.no_sync():
         output = ddp(batch(group), 0)
-        assert not ddp.reducer.sync_grad
+        assert not ddp.reducer.forward_syncs
     ddp.reducer.prepare_for_backward([])  # what Accelerate calls to exchange after all
     ddp.reducer.filter_unused_parameters(output)
     output["out"][0].sum().backward()
     assert_equal_on_all_ranks(model.trunk.weight.grad, group)
     assert ddp.reducer._rebuild_buckets() is False
+
+
+def check_sync_grad_holds_until_it_is_set_again(group: dist.ProcessGroup) -> None:
+    model = small_net()
+    twin = naive_twin(model, group)
+    ddp = DistributedDataParallel(model, process_group=group)
+    ddp.reducer.sync_grad = False
+    for step in range(2):
+        for net in (ddp, twin):
+            net(batch(group, step)).sum().backward()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)
+    ddp.reducer.sync_grad = True
+    for net in (ddp, twin):
+        net(batch(group, 2)).sum().backward()
+    average_gradients(twin, group)
+    assert_same_gradients(model, twin, group)
+
+
+def check_filtering_by_hand_keeps_the_error_for_missing_gradients_away(group: dist.ProcessGroup) -> None:
+    """On the ranks that use one head of two; others use both. The third is used by nobody."""
+    model = TwoHeads()
+    twin = naive_twin(model, group)
+    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=KIB_IN_MIB / 8)
+    for step in range(3):
+        for net in (ddp, twin):
+            net.zero_grad()
+            outputs = [net(batch(group, step), head) for head in range(2 if group.rank() else 1)]
+            if net is ddp:
+                ddp.reducer.filter_unused_parameters(outputs)
+            sum(output["out"][0].sum() for output in outputs).backward()
+        average_gradients(twin, group)
+        assert model.heads[2].weight.grad.count_nonzero() == 0
+        del model.heads[2].weight.grad, model.heads[2].bias.grad
+        assert_same_gradients(model, twin, group)
+    with expect(MissingGradientError, "heads.2.weight"):  # it is for one backward
+        ddp(batch(group), 0)["out"][0].sum().backward()
 
 
 def check_copies_join_the_default_group_and_others_are_refused(group: dist.ProcessGroup) -> None:

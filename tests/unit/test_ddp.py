@@ -13,6 +13,7 @@ from torch import nn
 
 from photinus.errors import NotInitializedError
 from photinus.parallel import DistributedDataParallel
+from photinus.parallel.checks import device_to_move_to
 from photinus.parallel.exchange import allocate
 from photinus.parallel.tensors import dense_strides, map_tensors, tensors_in
 from photinus.parallel.verify import describe
@@ -28,6 +29,15 @@ def alone() -> Iterator[None]:
 def test_wrapping_without_a_process_group_says_what_to_do() -> None:
     with pytest.raises(NotInitializedError, match=r"photinus\.init"):
         DistributedDataParallel(nn.Linear(2, 2))
+
+
+def test_a_model_on_the_cpu_is_moved_to_the_one_gpu_that_device_ids_names() -> None:
+    model = nn.Linear(2, 2)
+    assert device_to_move_to([1], model, gpus=2) == torch.device("cuda", 1)
+    assert device_to_move_to(["cuda:1"], model, gpus=2) == torch.device("cuda", 1)
+    for device_ids, gpus in ((None, 2), ([1], 0), ([0, 1], 2), (["cpu"], 2)):
+        assert device_to_move_to(device_ids, model, gpus) is None
+    assert device_to_move_to([1], nn.Linear(2, 2, device="meta"), gpus=2) is None  # it has a place
 
 
 @pytest.mark.usefixtures("alone")
@@ -47,6 +57,10 @@ class TestRefusals:
             DistributedDataParallel(nn.Linear(2, 2), device_ids=[0])
         with pytest.raises(ValueError, match="output_device=0"):
             DistributedDataParallel(nn.Linear(2, 2), output_device=0)
+
+    def test_device_ids_above_the_number_of_gpus(self) -> None:
+        with pytest.raises(ValueError, match=r"device_ids=\[2\], but this process sees 2 GPUs"):
+            device_to_move_to([2], nn.Linear(2, 2), gpus=2)
 
     def test_parameters_that_are_not_initialised(self) -> None:
         with pytest.raises(ValueError, match=r"1\.weight, 1\.bias are not initialised yet"):

@@ -13,6 +13,7 @@ from ..errors import UnsuitableModelError
 __all__ = [
     "check_delayed",
     "check_device_ids",
+    "device_to_move_to",
     "one_device",
     "sparse_parameters",
 ]
@@ -47,6 +48,31 @@ def one_device(named: Sequence[tuple[str, nn.Parameter]], module: nn.Module) -> 
     return device
 
 
+def device_to_move_to(
+    device_ids: Sequence[int | str | torch.device] | None, module: nn.Module, gpus: int
+) -> torch.device | None:
+    """The GPU that a model on the CPU is to be moved to: the one that `device_ids` names, if there is such a GPU.
+
+    Args:
+        device_ids: of the wrapper.
+        gpus: how many CUDA devices this process sees.
+
+    Raises:
+        UnsuitableModelError: this process sees GPUs, but not that one.
+    """
+    if not device_ids or len(device_ids) > 1 or not gpus or any(p.device.type != "cpu" for p in module.parameters()):
+        return None
+    wanted = torch.device("cuda", device_ids[0]) if isinstance(device_ids[0], int) else torch.device(device_ids[0])
+    if wanted.type != "cuda":
+        return None
+    if (wanted.index or 0) >= gpus:
+        raise UnsuitableModelError(
+            f"device_ids={list(device_ids)}, but this process sees {gpus} GPU{'s' if gpus > 1 else ''}: start fewer "
+            f"processes on this host, or look at CUDA_VISIBLE_DEVICES"
+        )
+    return wanted
+
+
 def check_device_ids(
     device_ids: Sequence[int | str | torch.device] | None,
     output_device: int | str | torch.device | None,
@@ -75,7 +101,8 @@ def check_device_ids(
         )
     if device.type == "cpu":
         raise UnsuitableModelError(
-            f"device_ids={list(device_ids)}, but the model is on the CPU; leave device_ids out there"
+            f"device_ids={list(device_ids)}, but the model is on the CPU, and this process sees no such GPU to move it "
+            f"to: leave device_ids out where a script is to run on CPUs"
         )
     wanted = [
         torch.device(device.type, d) if isinstance(d, int) else torch.device(d)

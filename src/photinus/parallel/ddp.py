@@ -22,16 +22,17 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.distributed.algorithms.join import Join
 
-from ..errors import NotInitializedError, PhotinusError
+from ..errors import ModelMismatchError, NotInitializedError, PhotinusError
 from .broadcast import broadcast_tensors
 from .bucket_exchange import CastExchange
 from .buckets import FIRST_BUCKET_BYTES
 from .buffer_sync import BufferSync
-from .checks import check_delayed, check_device_ids, one_device, sparse_parameters
+from .checks import check_delayed, check_device_ids, device_to_move_to, one_device, sparse_parameters
 from .comm_hooks import CommHook, HookExchange, builtin_hook, check_hook
 from .ddp_options import buffer_sync_options, capacities, group_of
 from .exchange import resolve_group
 from .fused_optimizer import OptimizersInBackward
+from .gpu_sharing import gpu_identity
 from .graph import current_task
 from .join import UnevenInputs, common_rank, tell_ranks
 from .logging_data import logging_data
@@ -56,7 +57,7 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
     Args:
         module: the model; at least one parameter requires grad; all parameters on one device. Names in its attribute
             `_ddp_params_and_buffers_to_ignore` are left alone.
-        device_ids: None, or one GPU, that of the parameters: tensors among the inputs are then moved there.
+        device_ids: None, or one GPU: tensors among the inputs are then moved there, and so is a model on the CPU.
         output_device: None or that same GPU.
         dim: dimension of the batch; kept for callers of torch's class, one device per process never splits.
         broadcast_buffers: older name of `forward_sync_buffers`; False leaves buffers alone at construction too.
@@ -97,6 +98,7 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
     Raises:
         NotInitializedError: there is no process group.
         ModelMismatchError: (a ValueError, on every rank) models or options differ between ranks.
+        DeviceError: two ranks have their models on one GPU, and PHOTINUS_RANKS_PER_GPU does not allow it.
         UnsuitableModelError: (a ValueError) the model or the arguments do not fit; the message says why.
     """
 
@@ -162,6 +164,9 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
         try:
             self.bucket_bytes_cap, self.bucket_bytes_cap_list = capacities(bucket_cap_mb, bucket_cap_mb_list)
             self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
+            moved_to = device_to_move_to(device_ids, module, torch.cuda.device_count())
+            if moved_to is not None:
+                module.to(moved_to)
             self.device = one_device(named, module)
             self.device_type = self.device.type
             self.device_ids = check_device_ids(device_ids, output_device, self.device)
@@ -171,7 +176,14 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
             refusal = error  # told to the other ranks first: what one refuses, all refuse
         exchanging = init_sync and self.process_group.size() > 1
         if exchanging:
-            verify_same_model(self._describe(named) if refusal is None else [str(refusal)], self.process_group)
+            try:
+                if refusal is None:
+                    verify_same_model(self._describe(named), self.process_group, gpu_identity(self.device))
+                else:
+                    verify_same_model([str(refusal)], self.process_group)
+            except ModelMismatchError:
+                if refusal is None:
+                    raise  # it names the rank that refuses
         if refusal is not None:
             raise refusal
         if exchanging:
@@ -275,9 +287,9 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
             if not self._divide_by_initial_world_size:
                 self.reducer.average.contributors = contributors
         # As in torch's class, a backward is exchanged or not by where its forward ran: inside no_sync or outside.
-        self.reducer.sync_grad = self.require_backward_grad_sync
-        self.require_forward_param_sync = self.require_backward_grad_sync
-        if self.require_backward_grad_sync:
+        self.reducer.forward_syncs = self.require_backward_grad_sync
+        self.require_forward_param_sync = self.syncs
+        if self.syncs:
             self.reducer.timeline.forward_began()
             self.reducer.rebuild_buckets()
             self._sync_buffers()
@@ -306,6 +318,11 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
         # Rank 0 may have run out of input, and its buffers then are old.
         source = common_rank(self, candidate=not joined) if self._join_config.enable else 0
         self._buffers_in_sync.broadcast(source)
+
+    @property
+    def syncs(self) -> bool:
+        """Whether the backward of a forward now would be exchanged: outside `no_sync`, with `reducer.sync_grad`."""
+        return self.require_backward_grad_sync and self.reducer.sync_grad
 
     def will_sync_module_buffers(self) -> bool:
         """Whether a forward now would synchronise buffers."""

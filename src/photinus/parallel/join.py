@@ -101,7 +101,7 @@ def tell_ranks(ddp: DistributedDataParallel, *, joined: bool) -> tuple[bool, int
     Returns:
         Whether the backward is followed by an exchange, and how many ranks have input.
     """
-    syncs = not joined and ddp.require_backward_grad_sync
+    syncs = not joined and ddp.syncs
     told = torch.tensor([float(syncs), float(not joined)], device=ddp.device)
     dist.all_reduce(told, group=ddp.process_group)
     someone_syncs, present = told.tolist()

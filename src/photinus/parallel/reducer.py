@@ -76,7 +76,9 @@ class Reducer(TorchReducerNames):
         options: see there.
 
     Attributes:
-        sync_grad: whether backwards are followed by an exchange. A wrapper sets it at each forward.
+        sync_grad: the user's switch: False, and no backward is followed by an exchange until it is True again. The same
+            on every rank.
+        forward_syncs: whether the backward of the last forward is to be exchanged; a wrapper sets it at each forward.
         rounds: backwards exchanged so far.
         timeline: when forwards, backwards and exchanges began and ended.
         after_exchange: called with each bucket when its averages have come, in order, during backward's end.
@@ -90,6 +92,7 @@ class Reducer(TorchReducerNames):
     ) -> None:
         self.options = options
         self.sync_grad = True
+        self.forward_syncs = True
         self.find_unused_parameters = options.find_unused_parameters
         self.rank = group.rank()
         self.world_size = group.size()
@@ -161,18 +164,22 @@ class Reducer(TorchReducerNames):
 
         `outputs`, where not empty, are the forward's: parameters that they do not depend on are not waited for.
         """
-        self.sync_grad = True
-        if self.find_unused_parameters and tensors_in(outputs):
+        self.forward_syncs = True
+        if tensors_in(outputs):
             self.filter_unused_parameters(outputs)
 
     def filter_unused_parameters(self, outputs: object) -> None:
         """Finds the parameters that `outputs` do not depend on, so that the next backward does not wait for them.
 
         Walks the graph from all tensors in `outputs` (nested lists, tuples, dicts, dataclasses). Buckets of unused
-        parameters can then be launched during backward; without this they are launched at its end, to the same
-        result. Several forwards before one backward: a parameter counts as unused if none of them used it.
+        parameters can then be launched during backward. Several forwards before one backward: a parameter counts as
+        unused if none of them used it.
+
+        With find_unused_parameters the wrapper calls it at each forward. Without, it may be called by hand between
+        forward and backward, on any ranks: their missing gradients then are zeros and no MissingGradientError. (Whether
+        a parameter was used by no rank at all is not asked, so its `grad` is zeros, too, and not None.)
         """
-        if not self.find_unused_parameters or not self.active or self.static_graph is not None:
+        if not self.active or self.static_graph is not None:
             return
         with torch.autograd.profiler.record_function("search_unused_parameters"):
             tensors = [t for t in tensors_in(outputs) if t.requires_grad]
@@ -360,7 +367,7 @@ class Reducer(TorchReducerNames):
         if self._open and task not in self._tasks and task > self._tasks[0] and not inside_custom_function():
             # Not the enclosing backward (that would be older), not a nested one: a new one, after an exception.
             self._close(self._missing(), interrupted=True)
-        if self.sync_grad and task not in self._tasks:
+        if self.sync_grad and self.forward_syncs and task not in self._tasks:
             if not self._open:
                 self._open = True
                 if waiting_time.on and self.device.type != "cpu":

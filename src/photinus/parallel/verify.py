@@ -13,14 +13,17 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from .. import env
 from ..errors import ModelMismatchError
 from .exchange import control_device
+from .gpu_sharing import refuse_shared_gpus
 from .tensors import dense_strides
 
 __all__ = ["describe", "verify_same_model"]
 
 _DIGEST_BYTES = 32
 _LENGTH_BYTES = 8
+_GPU_BYTES = 128
 
 
 def describe(kind: str, name: str, tensor: torch.Tensor) -> str:
@@ -34,22 +37,27 @@ def describe(kind: str, name: str, tensor: torch.Tensor) -> str:
     return line + (", requires grad" if tensor.requires_grad else ", frozen")
 
 
-def verify_same_model(lines: Iterable[str], group: dist.ProcessGroup) -> None:
+def verify_same_model(lines: Iterable[str], group: dist.ProcessGroup, gpu: str = "") -> None:
     """Compares the ranks' descriptions of their models; returns when all are equal.
 
     Args:
         lines: this rank's description, one line per parameter and buffer, in order.
         group: the ranks; all of them call this.
+        gpu: the one that the model is on, see `photinus.parallel.gpu_sharing`.
 
     Raises:
         ModelMismatchError: on every rank, naming the first line that differs and what both sides have.
+        DeviceError: on every rank, if more ranks have the same GPU than PHOTINUS_RANKS_PER_GPU allows.
     """
     text = "\n".join(lines).encode()
-    header = hashlib.sha256(text).digest() + len(text).to_bytes(_LENGTH_BYTES, "little")
-    headers = _all_gather_bytes(header, len(header), group)
-    if all(other == headers[0] for other in headers):
+    mine = hashlib.sha256(text).digest() + len(text).to_bytes(_LENGTH_BYTES, "little")
+    model_bytes = len(mine)
+    headers = _all_gather_bytes(mine + gpu.encode()[:_GPU_BYTES], model_bytes + _GPU_BYTES, group)
+    if all(other[:model_bytes] == headers[0][:model_bytes] for other in headers):
+        gpus = [other[model_bytes:].rstrip(b"\0").decode(errors="replace") for other in headers]
+        refuse_shared_gpus(gpus, str(dist.get_backend(group)), env.RANKS_PER_GPU.get())
         return
-    lengths = [int.from_bytes(other[_DIGEST_BYTES:], "little") for other in headers]
+    lengths = [int.from_bytes(other[_DIGEST_BYTES:model_bytes], "little") for other in headers]
     padded = _all_gather_bytes(text, max(lengths), group)
     texts = [other[:length].decode() for other, length in zip(padded, lengths, strict=True)]
     raise ModelMismatchError(_difference([other.split("\n") for other in texts], group.rank()))
