@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from photinus.errors import DeviceError
+from photinus.parallel.gpu_sharing import gpu_identity, refuse_shared_gpus
 from photinus.trainer import gpu_sharing
-from photinus.trainer.gpu_sharing import check_gpus, gpu_identity, refuse_shared_gpus
+from photinus.trainer.gpu_sharing import check_gpus
 from photinus.trainer.placement import choose_backend, choose_device
 from photinus.world import World
 
