@@ -27,6 +27,7 @@ class DDPStrategy(Strategy):
 
     name: ClassVar[str] = "ddp"
     accepted: ClassVar[frozenset[str]] = options_of(DistributedDataParallel)
+    replicates: ClassVar[bool] = True
 
     def wrap(self, model: nn.Module, device: torch.device, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
         """Wraps in `photinus.DistributedDataParallel`; optimizers stay as they are."""

@@ -41,11 +41,13 @@ class Strategy(ABC):
         accepted: names of the options.
         forward_exchanges: whether a forward, in evaluation too, exchanges with the other ranks, so that all ranks have
             to make the same number of them.
+        replicates: whether every rank holds all parameters, equal on all ranks between two steps.
     """
 
     name: ClassVar[str]
     accepted: ClassVar[frozenset[str]] = frozenset()
     forward_exchanges: ClassVar[bool] = False
+    replicates: ClassVar[bool] = False
 
     def __init__(self, **options: Any) -> None:
         for option in options:

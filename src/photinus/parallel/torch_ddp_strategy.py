@@ -22,6 +22,7 @@ class TorchDDPStrategy(Strategy):
 
     name: ClassVar[str] = "torch-ddp"
     accepted: ClassVar[frozenset[str]] = options_of(nn.parallel.DistributedDataParallel)
+    replicates: ClassVar[bool] = True
 
     def wrap(self, model: nn.Module, device: torch.device, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
         """Wraps in torch's class; optimizers stay as they are."""

@@ -45,8 +45,10 @@ from .config import RunConfig, Start, user_options
 from .data import Batch, loader
 from .ending import Ending
 from .loss import check_loss
+from .manifest import JSON
 from .position import Position
 from .progress import Progress, say, show_metrics
+from .replicas import Replicas, described
 from .resume import Source, choose_source, job_name
 from .run_folder import RunFolder
 from .run_numbers import RunNumbers
@@ -90,6 +92,8 @@ class Loop:
         curves: whether rank 0 draws `curves.png` at the end.
         tensorboard: whether rank 0 also writes event files for TensorBoard, in `tensorboard/` of `out`.
         config: the script's own options (a dict or an argparse.Namespace), recorded in config.json.
+        compare_parameters: whether the ranks see to it that they hold the same parameters, before each checkpoint and
+            as often as costs at most 0.5 % of the time. False if they are to differ for a while (local SGD).
         suspend: on SIGTERM or SIGUSR1 to any rank, all finish the same step, save, and leave (`preemption.Suspended`),
             to be resumed later. Only with `out`; False leaves the signals their meaning.
 
@@ -135,6 +139,7 @@ class Loop:
         curves: bool = True,
         tensorboard: bool = False,
         config: Any = None,
+        compare_parameters: bool = True,
         suspend: bool = True,
     ) -> None:
         self._session = session = require_session("photinus.Loop")
@@ -146,7 +151,6 @@ class Loop:
         self._optimizer = optimizer
         self._curves = curves
         self._clock = StepClock(session)
-        self._numbers = RunNumbers(session, self._clock)
         self._validated_s = session.aside_s
         self._ending: Ending | None = None  # once there is something to end
         self._folder: RunFolder | None = None  # on rank 0, when there is `out`
@@ -187,7 +191,7 @@ class Loop:
                 world_size=session.world_size,
                 device=session.device,
             )
-            self._options = {
+            self._options: dict[str, JSON] = {
                 "batch_size": batch_size,
                 "epochs": epochs,
                 "seed": seed,
@@ -199,8 +203,14 @@ class Loop:
                 "resume": None if resume is None else str(resume),
                 "out": None if out is None else str(out),
             }
-        self._saves = Saves(session, Trained(model, optimizer, scheduler, dict(state or {})), self._options)
-        check_alike(self._options, "loops")
+        others = dict(state or {})
+        models = [model, *(each for each in others.values() if isinstance(each, nn.Module))]
+        optimizers = [optimizer, *(each for each in others.values() if isinstance(each, torch.optim.Optimizer))]
+        alike: dict[str, JSON] = {**self._options, "scheduler": type(scheduler).__qualname__, "state": [*others]}
+        check_alike({**alike, **described(models, optimizers)}, "the ranks were given different loops")
+        self._replicas = Replicas(session, models, optimizers, compare_parameters=compare_parameters)
+        self._numbers = RunNumbers(session, self._clock, self._replicas)
+        self._saves = Saves(session, Trained(model, optimizer, scheduler, others), self._options)
         self.steps_per_epoch = len(self._loader)
         self._save_every_steps, self._save_every_epochs = save_every_steps, save_every_epochs
         source = Source(None, goes_on=False)  # what rank 0 found; the other ranks need only the checkpoint
@@ -407,7 +417,7 @@ class Loop:
         every = self._save_every_steps
         self._save_wanted |= every is not None and position.step % every == 0
         if epoch_ended or self._save_wanted or self._numbers.due:
-            self._exchange()
+            self._exchange(epoch_ended)
         self._progress.step(batch.global_samples, position.newest)
         if epoch_ended:
             self._end_epoch()
@@ -418,10 +428,12 @@ class Loop:
             self._save()
             self._clock.skip()
 
-    def _exchange(self) -> None:
+    def _exchange(self, epoch_ended: bool) -> None:
         """Brings the numbers of all ranks together, and agrees on stopping."""
         position = self._position
-        if self._numbers.exchange(position, self._folder, epoch=self.epoch, stop=self._stop_wanted):
+        saves = self.out is not None and (epoch_ended or self._save_wanted)
+        stop = self._stop_wanted
+        if self._numbers.exchange(position, self._folder, epoch=self.epoch, stop=stop, saves=saves):
             position.stopped_of = self.epochs
             if self._folder is not None:
                 self._folder.tell("stop", position.step, epoch=self.epoch)

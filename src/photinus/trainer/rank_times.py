@@ -58,13 +58,16 @@ class RankTimes:
         vector[_WIDTH * self._session.rank : _WIDTH * (self._session.rank + 1)] = own
         return vector
 
-    def add(self, everyone: Sequence[float], *, steps: int, samples: int) -> None:
+    def add(self, everyone: Sequence[float], *, steps: int, samples: int) -> float:
         """Takes the ranks' summed vectors of some steps. Every rank calls it.
 
         Args:
             everyone: the sum of what `mine` returned.
             steps: since the last exchange.
             samples: of all ranks in them.
+
+        Returns:
+            The seconds that these steps took the slowest rank, equal on all ranks.
         """
         places = range(0, len(everyone), _WIDTH)
         for phase, seconds in enumerate(self._seconds):
@@ -73,9 +76,11 @@ class RankTimes:
         self._memory = [[int(everyone[place + _PHASES + kind]) for place in places] for kind in range(_MEMORY)]
         self._steps += steps
         self._samples += samples
+        total_s = max(sum(everyone[place : place + _PHASES]) for place in places)
         if steps:
-            longest_s = max(sum(everyone[place : place + _PHASES]) for place in places) / steps
+            longest_s = total_s / steps
             self.steps_to_next = max(1, min(_MOST_STEPS, int(_PAUSE_S / longest_s))) if longest_s > 0 else _MOST_STEPS
+        return total_s
 
     def window(self, *, step: int, epoch: int, start: int, at_once: bool) -> Window | None:
         """What to write now, if it is time: at least a second after the last one, and later ever more seldom.

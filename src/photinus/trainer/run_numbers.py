@@ -12,6 +12,7 @@ from .data import Batch
 from .metrics import StepLosses
 from .position import Position
 from .rank_times import RankTimes
+from .replicas import Replicas
 from .run_folder import RunFolder
 from .session import Session
 from .step_clock import StepClock
@@ -25,12 +26,14 @@ class RunNumbers:
     Args:
         session: of this rank.
         clock: of this rank's steps.
+        replicas: whether the ranks still train the same rides along.
     """
 
-    def __init__(self, session: Session, clock: StepClock) -> None:
+    def __init__(self, session: Session, clock: StepClock, replicas: Replicas) -> None:
         self._session = session
         self._losses = StepLosses()
         self._times = RankTimes(session, clock)
+        self._replicas = replicas
         self._samples = 0  # of all ranks since the last exchange
 
     @property
@@ -54,7 +57,7 @@ class RunNumbers:
         """The body was left before its end, so its batch does not count."""
         self._losses.drop_last()
 
-    def exchange(self, position: Position, folder: RunFolder | None, *, epoch: int, stop: bool) -> bool:
+    def exchange(self, position: Position, folder: RunFolder | None, *, epoch: int, stop: bool, saves: bool) -> bool:
         """Brings the losses and times of all ranks together, and writes them on rank 0; whether any rank wants to stop.
 
         Args:
@@ -62,15 +65,19 @@ class RunNumbers:
             folder: on rank 0, to write to, if anything is to be written.
             epoch: the running one, from 1.
             stop: whether this rank wants to stop.
+            saves: whether a checkpoint follows; equal on all ranks.
 
         Raises:
             OSError: rank 0 could not write; every rank raises.
+            ValueError, ModelMismatchError: the ranks no longer train the same; see Replicas.
         """
         session, steps = self._session, len(self._losses)
         file_error = folder.error if folder is not None else None
-        sent = [float(stop), float(file_error is not None), *self._times.mine()]
-        losses, (stops, file_errors, *times) = self._losses.exchange(sent, session.world_size, session.exchange_device)
-        self._times.add(times, steps=steps, samples=self._samples)
+        times, digests = self._times.mine(), self._replicas.mine(saves=saves)
+        sent = [float(stop), float(file_error is not None), *times, *digests]
+        losses, (stops, file_errors, *rest) = self._losses.exchange(sent, session.world_size, session.exchange_device)
+        seconds = self._times.add(rest[: len(times)], steps=steps, samples=self._samples)
+        self._replicas.compare(rest[len(times) :], step=position.step, seconds=seconds)
         self._samples = 0
         if file_errors:
             with together("writing the numbers of the run"):

@@ -8,6 +8,9 @@ import torch
 from torch import nn
 
 from ..parallel import strategy_of, wrap_model
+from ..parallel.exchange import resolve_group
+from .agreement import check_alike
+from .replicas import described, plain
 from .session import require_session
 from .states import unwrap
 
@@ -80,8 +83,8 @@ def wrap(
 
     Raises:
         ValueError: an unknown strategy, a model without parameters that require gradients, a model that is wrapped
-            already, an optimizer that steps other parameters than the model's, or something that the strategy does
-            not suit, such as "dp" in several processes.
+            already, an optimizer that steps other parameters than the model's, something that the strategy does not
+            suit, such as "dp" in several processes, or optimizers or options that differ between the ranks.
         TypeError: an option that the strategy does not have, or an optimizer that cannot be split.
         NotInitializedError: a launcher started several processes and `photinus.init()` was not called.
     """
@@ -93,6 +96,10 @@ def wrap(
     for each in optimizers:
         check_optimizer(model, each)
     session = require_session("photinus.wrap")
+    group = resolve_group(options.get("process_group"))
+    given = {"strategy": strategy, "sync_batch_norm": sync_batch_norm, **{n: plain(v) for n, v in options.items()}}
+    alike = {**given, **described([model], optimizers)}
+    check_alike(alike, "the ranks were given different things to wrap", group)
     wrapped = wrap_model(
         model, optimizers, strategy=strategy, sync_batch_norm=sync_batch_norm, device=session.device, **options
     )
