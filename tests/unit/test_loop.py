@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import photinus
@@ -157,6 +158,83 @@ def test_a_loss_that_cannot_go_backward_is_refused(world: Any, loss: Any, kind: 
             loop.backward(loss)
     with pytest.raises(kind, match=message):
         photinus.backward(loss)
+
+
+def _typed(loop: photinus.Loop, optimizer: Any, body: Callable[[Tensor], None]) -> None:
+    for batch in loop:
+        body(loop.model(batch.float()[:, None]).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_plain_backward_is_an_error_that_says_what_to_type(world: Any, scaled: bool) -> None:
+    loop = _loop(Numbered(10), drop_last=False)
+    optimizer = loop._optimizer
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+    before = loop.model.weight.item()  # type: ignore[union-attr, operator]
+
+    def body(loss: Tensor) -> None:
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+
+    with pytest.raises(PhotinusError, match=r"SGD\.step\(\) found gradients .* write loop\.backward\(loss\) in place"):
+        _typed(loop, optimizer, body)
+    assert loop.model.weight.item() == before  # type: ignore[union-attr, operator]
+    optimizer.step()  # outside the loop's body nobody minds
+
+
+def test_a_plain_backward_inside_a_closure_is_an_error_too(world: Any) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    loop = photinus.Loop(model, optimizer, Numbered(8), batch_size=4, epochs=2, progress=False)
+
+    def train_on(backward: Callable[[Tensor], None]) -> None:
+        for batch in loop:
+
+            def closure() -> float:
+                optimizer.zero_grad()
+                loss = model(batch.float()[:, None]).square().mean()  # noqa: B023 - called in this body
+                backward(loss)
+                return loss.item()
+
+            optimizer.step(closure)
+            if loop.epoch_ended:
+                break
+
+    train_on(loop.backward)
+    with pytest.raises(PhotinusError, match=r"LBFGS\.step\(\) found gradients"):
+        train_on(lambda loss: loss.backward())
+
+
+def test_gradients_made_by_hand_are_recorded_by_hand(world: Any) -> None:
+    loop = _loop(Numbered(10), epochs=1, drop_last=False)
+    optimizer = loop._optimizer
+    _typed(loop, optimizer, lambda loss: (loss * loop.weight).backward() or loop.record(loss))
+    assert math.isfinite(loop.history[0]["loss"])
+
+
+def test_a_scaler_scales_the_gradient_and_not_the_logged_loss(world: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    loop = _loop(epochs=1)
+    for _ in loop:
+        loss = next(loop.model.parameters()).sum()
+        loop.backward(loss * 0 + loss.detach() * 0 + 2.0 + (loss - loss.detach()), scaler=scaler)
+        assert next(loop.model.parameters()).grad.item() == 1024.0  # type: ignore[union-attr]
+        scaler.step(loop._optimizer)
+        scaler.update()
+        loop._optimizer.zero_grad()
+    assert loop.history[0]["loss"] == pytest.approx(2.0)
+
+
+def test_what_leaves_no_gradient_to_use_is_no_error(world: Any) -> None:
+    loop = _loop(epochs=1)
+    for _ in loop:
+        loop._optimizer.step()  # nothing there
+        loop.backward(_loss(loop))
+        loop._optimizer.step()
+        loop._optimizer.zero_grad(set_to_none=False)
+        loop._optimizer.step()  # zeros
 
 
 def test_backward_outside_the_body_is_refused(world: Any) -> None:

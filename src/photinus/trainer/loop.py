@@ -40,6 +40,7 @@ from ..runlog.tables import OWN_COLUMNS, Row
 from . import preemption, rng
 from .agreement import check_alike, from_rank_0, together
 from .arguments import whole_number
+from .backwards import Backwards
 from .checkpoint import Checkpoint, on_all_ranks
 from .config import RunConfig, Start, user_options
 from .data import Batch, loader
@@ -155,7 +156,6 @@ class Loop:
         self._ending: Ending | None = None  # once there is something to end
         self._folder: RunFolder | None = None  # on rank 0, when there is `out`
         self._batch: Batch | None = None  # the one whose body runs
-        self._unstepped = False  # a backward was made that no optimizer step has used yet
         self._save_wanted = False
         self._stop_wanted = False
         self._takes_signals = suspend and out is not None  # else there would be nothing to resume from
@@ -210,6 +210,7 @@ class Loop:
         check_alike({**alike, **described(models, optimizers)}, "the ranks were given different loops")
         self._replicas = Replicas(session, models, optimizers, compare_parameters=compare_parameters)
         self._numbers = RunNumbers(session, self._clock, self._replicas)
+        self._backwards = Backwards(optimizers)
         self._saves = Saves(session, Trained(model, optimizer, scheduler, others), self._options)
         self.steps_per_epoch = len(self._loader)
         self._save_every_steps, self._save_every_epochs = save_every_steps, save_every_epochs
@@ -233,8 +234,6 @@ class Loop:
             if not self.finished:
                 self._ending = Ending(self.out, session.rank, self._position)
                 session.at_end(self._ending)
-        if hasattr(optimizer, "register_step_post_hook"):
-            optimizer.register_step_post_hook(self._after_optimizer_step)
         self._tell_start(source)
 
     # -- what the body reads -----------------------------------------------------------------------------------------
@@ -267,27 +266,52 @@ class Loop:
 
     # -- what the body calls -----------------------------------------------------------------------------------------
 
-    def backward(self, loss: Tensor, *, share: float = 1.0) -> None:
+    def backward(self, loss: Tensor, *, share: float = 1.0, scaler: Any = None) -> None:
         """Backward of this batch's loss, and notes it: the step's logged loss is the mean over the global batch.
+
+        A plain `loss.backward()` in its place makes the next step of the optimizer an error.
 
         Args:
             loss: mean over this rank's samples, shape [] or [1]. Several calls in one body add up.
             share: what this batch counts in the optimizer's step: 1/4 for each of four whose gradients add up. The
                 logged loss stays whole.
+            scaler: a `torch.amp.GradScaler` that scales the loss; its `step` and `update` are the body's affair.
 
         Raises:
             ValueError: the loss is not a scalar, or nothing in it requires a gradient.
             PhotinusError: called outside the body of the loop.
         """
-        if self._batch is None:
-            raise PhotinusError("loop.backward(loss) belongs inside `for ... in loop:`; no batch is being worked on")
+        weight = self.weight * share
+        self.record(loss)
+        weighted = loss if weight == 1.0 else loss * weight
+        self._clock.backward_began()
+        self._strategy.backward(self._wrapped, weighted if scaler is None else scaler.scale(weighted))
+        self._clock.backward_ended()
+
+    @property
+    def weight(self) -> float:
+        """What this rank's mean loss counts in the global batch's: 1.0 unless a short last batch is split unevenly."""
+        return self._running("loop.weight").weight
+
+    def record(self, loss: Tensor) -> None:
+        """Notes the loss of a backward that you make in your own way, as `(loss * loop.weight).backward()`.
+
+        Args:
+            loss: mean over this rank's samples, without the weight, shape [] or [1]. Several calls in one body add up.
+
+        Raises:
+            ValueError: the loss is not a scalar, or nothing in it requires a gradient.
+            PhotinusError: called outside the body of the loop.
+        """
+        self._running("loop.backward(loss)")
         check_loss(loss)
         self._numbers.add(loss)
-        self._unstepped = True
-        weight = self._batch.weight * share
-        self._clock.backward_began()
-        self._strategy.backward(self._wrapped, loss if weight == 1.0 else loss * weight)
-        self._clock.backward_ended()
+        self._backwards.add()
+
+    def _running(self, what: str) -> Batch:
+        if self._batch is None:
+            raise PhotinusError(f"{what} belongs inside `for ... in loop:`; no batch is being worked on")
+        return self._batch
 
     def no_sync(self) -> AbstractContextManager[None]:
         """A context for the bodies of all but the last batch of a step: gradients add up and are not averaged yet.
@@ -366,8 +390,9 @@ class Loop:
                 while (batch := self._next(batches)) is not None:
                     self._batch = batch
                     self._numbers.begin_step(position.step + 1, self.epoch, batch)
+                    self._backwards.watched = True
                     yield batch.data
-                    ended, self._batch = self.epoch_ended, None
+                    ended, self._batch, self._backwards.watched = self.epoch_ended, None, False
                     position.step += 1
                     position.batches_done += 1
                     self._suspending = self._suspending or watch.requested(position.step)
@@ -381,7 +406,7 @@ class Loop:
         finally:
             clock.stop()
             if self._batch is not None:  # the body was left early
-                self._batch = None
+                self._batch, self._backwards.watched = None, False
                 self._numbers.drop_last()
             self._progress.close()
             watch.close()
@@ -424,7 +449,7 @@ class Loop:
             last = position.epochs_done == self.epochs or position.stopped_of > 0
             self._save_wanted |= last or position.epochs_done % self._save_every_epochs == 0
         # Gradients that were accumulated and not yet used are no part of a checkpoint: it waits for the next step.
-        if self._save_wanted and (not self._unstepped or self.finished):
+        if self._save_wanted and (not self._backwards.unstepped or self.finished):
             self._save()
             self._clock.skip()
 
@@ -520,9 +545,6 @@ class Loop:
             say(self.summary())
         elif self.resumed_from is not None:
             say(f"resumed from {self.resumed_from}: {self._position.describe(self.epochs)}")
-
-    def _after_optimizer_step(self, *_: Any) -> None:
-        self._unstepped = False
 
 
 def _measured(row: Row) -> Row:

@@ -1,0 +1,75 @@
+"""Which gradients a loop made: a step on others is an error, for they lack their weight, and the log their loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..errors import PhotinusError
+from ..parallel.split_states import is_split
+
+__all__ = ["Backwards"]
+
+
+class Backwards:
+    """Counts the backwards of a loop, and which of them each optimizer has used.
+
+    Args:
+        optimizers: whose steps are looked at while a body runs; of the first one `unstepped` tells.
+
+    Attributes:
+        watched: whether a body of the loop runs.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.watched = False
+        self._made = 0
+        self._used = [0] * len(optimizers)
+        for place, optimizer in enumerate(optimizers):
+            if hasattr(optimizer, "register_step_post_hook"):
+                optimizer.register_step_pre_hook(partial(self._before_step, place))
+                optimizer.register_step_post_hook(partial(self._after_step, place))
+
+    @property
+    def unstepped(self) -> bool:
+        """Whether there are gradients that the first optimizer has not used yet."""
+        return self._made > self._used[0]
+
+    def add(self) -> None:
+        """One more backward is made."""
+        self._made += 1
+
+    def _before_step(
+        self, place: int, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        if len(args) < 2 and kwargs.get("closure") is None:  # a closure has its backward inside the step
+            self._check(place, optimizer)
+
+    def _after_step(self, place: int, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._check(place, optimizer)
+        self._used[place] = self._made
+
+    def _check(self, place: int, optimizer: torch.optim.Optimizer) -> None:
+        if self.watched and self._made == self._used[place] and _has_gradients(optimizer):
+            raise PhotinusError(
+                f"{type(optimizer).__name__}.step() found gradients that loop.backward did not make. In the body of a "
+                f"Loop, write loop.backward(loss) in place of loss.backward(), and loop.backward(loss, scaler=scaler) "
+                f"in place of scaler.scale(loss).backward(): the loop gives a short last batch its right weight, and "
+                f"logs the loss. Gradients that you make in another way: multiply the loss by loop.weight, and call "
+                f"loop.record(loss) before the step."
+            )
+
+
+def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step would use any: those that zero_grad(set_to_none=False) left are none."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            if gradient is not None:
+                gradient = gradient.to_local() if is_split(gradient) else gradient
+                if gradient.is_sparse or bool(gradient.any()):
+                    return True
+    return False
