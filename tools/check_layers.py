@@ -21,6 +21,7 @@ FLOORS = {
     "torch_version": 1,
     "world": 2,
     "relaunch": 2,
+    "status": 2,
     "_native": 2,
     "waiting_time": 2,
     "runlog": 3,

@@ -139,11 +139,11 @@ PREEMPT_AT_STEP: Variable[int | None] = Variable(
     None,
     "a trial of preemption: rank 0 is asked to suspend when it has done this step, in the job's first attempt",
 )
-SUSPEND_FILE: Variable[str | None] = Variable(
-    "PHOTINUS_SUSPEND_FILE",
+STATUS_FILE: Variable[str | None] = Variable(
+    "PHOTINUS_STATUS_FILE",
     str,
     None,
-    "where a worker tells its launcher that it can suspend; set by `photinus run`",
+    "where a worker tells its launcher how far it is and whether it can suspend; set by `photinus run`",
 )
 ATTEMPT: Variable[int] = Variable(
     "TORCHELASTIC_RESTART_COUNT", int, 0, "how often the launcher has restarted the workers; set by the launcher"
@@ -164,6 +164,6 @@ ALL: tuple[Variable[object], ...] = (  # type: ignore[assignment]
     CONDUCTED_AS,
     LAUNCH,
     PREEMPT_AT_STEP,
-    SUSPEND_FILE,
+    STATUS_FILE,
     ATTEMPT,
 )

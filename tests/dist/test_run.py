@@ -18,6 +18,11 @@ import pytest
 from photinus.launcher.devices import usable_cores
 
 DEADLINE_S = 120.0
+# By which the launcher sees that a script's training has begun.
+ONE_STEP = """
+import torch
+torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
+"""
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
-from tests.dist.test_run import DEADLINE_S, Ended, RunningJob, script
+from tests.dist.test_run import DEADLINE_S, ONE_STEP, Ended, RunningJob, script
 from tests.faults.test_run_end import descendants
 
 NOTE = """
@@ -81,22 +82,23 @@ def test_node_ranks_decide_who_leads_and_who_is_first(tmp_path):
 
 
 def test_a_failure_is_told_whole_by_the_leader_and_in_short_by_the_others(tmp_path):
-    text = (
-        NOTE + "time.sleep(0.3)\nif os.environ['RANK'] == '1': raise RuntimeError('the disk is full')\ntime.sleep(60)"
-    )
+    fails = "raise RuntimeError(f'attempt {os.environ[\"TORCHELASTIC_RESTART_COUNT\"]}: the disk is full')"
+    text = f"{NOTE}\nif os.environ['RANK'] == '1':\n{indent(ONE_STEP, '    ')}\n    {fails}\ntime.sleep(60)"
     path, port = script(tmp_path, text), free_port()
-    first = launch(port, "--node-rank", 0, "--max-restarts", 1, path, tmp_path)
-    second = launch(port, "--node-rank", 1, "--max-restarts", 1, path, tmp_path)
+    first = launch(port, "--node-rank", 0, path, tmp_path)
+    second = launch(port, "--node-rank", 1, path, tmp_path)
     one, two = ended(first, second)
     assert (one.code, two.code) == (1, 1)
     host = socket.gethostname()
-    assert one.err.count("raised RuntimeError: the disk is full") == 2
+    assert one.err.count(": the disk is full\n") == 4  # of two attempts, each with its traceback
     assert one.err.count("Traceback (most recent call last)") == 2
     assert f"local rank 0 of host {host}, attempt 1" in one.err
-    assert "photinus: restarting all 2 workers from the last checkpoint (restart 1 of 1)" in one.err
+    assert "photinus: restarting all 2 workers (restart 1 of 3)" in one.err
+    for each in (one, two):
+        assert "photinus: not restarting: RuntimeError came again at " in each.err
     assert "photinus: rank 0 ended by the launcher" in one.err
     assert "Traceback" not in two.err
-    assert f"raised RuntimeError: the disk is full (host {host})" in two.err
+    assert f"raised RuntimeError: attempt 1: the disk is full (host {host})" in two.err
     last = f"the first cause was rank 1 of host {host}, see above (exit code 1)"
     assert one.err.rstrip().endswith(last)
     assert two.err.rstrip().endswith(last)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.test_run import RunningJob, run_job, script
+from tests.dist.test_run import ONE_STEP, RunningJob, run_job, script
 
 # Adds up all_reduce results; rank 0 saves each 5 steps. Interrupted or not, the end is the same number.
 RESUMING = """
@@ -56,7 +56,7 @@ def kill_and_resume(folder: Path, *, world_size: int, victim: int, number: signa
     lines = [line for line in ended.err.splitlines() if line.startswith("photinus: ")]
     assert lines[0] == f"photinus: rank {victim} (pid {pid}) was killed by {number.name}"
     assert "attempt 0" in lines[1]
-    assert lines[-1] == (f"photinus: restarting all {world_size} workers from the last checkpoint (restart 1 of 1)")
+    assert lines[-1] == (f"photinus: restarting all {world_size} workers (restart 1 of 1)")
     others = [line for line in lines if line.startswith("photinus: rank") and line != lines[0]]
     assert sorted(int(re.search(r"rank (\d)", line).group(1)) for line in others) == [
         rank for rank in range(world_size) if rank != victim
@@ -82,11 +82,12 @@ def test_other_signals_are_named_too(tmp_path, number):
     kill_and_resume(tmp_path / "job", world_size=2, victim=1, number=number)
 
 
-FAILS_AT_FIRST = """
+FAILS_AT_FIRST = f"""
 import os, sys, time
+if os.environ["RANK"] == "1": {"; ".join(ONE_STEP.strip().splitlines())}
 rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 def load(name):
-    raise FileNotFoundError(f"no shard {name}")
+    raise FileNotFoundError(f"no shard {{name}}")
 if rank == 1 and attempt == 0:
     print("about to fail")
     load("x.bin")
@@ -110,14 +111,14 @@ photinus: rank 1 {pid} raised FileNotFoundError: no shard x.bin
 photinus:   local rank 1 of host \S+, attempt 0, \d+.\d s after its start
 
     Traceback \(most recent call last\):
-      File "{path}", line 8, in <module>
+      File "{path}", line 9, in <module>
         load\("x.bin"\)
-      File "{path}", line 5, in load
+      File "{path}", line 6, in load
         raise FileNotFoundError\(f"no shard {{name}}"\)
     FileNotFoundError: no shard x.bin
 
 photinus: ranks 0, 2 ended by the launcher
-photinus: restarting all 3 workers from the last checkpoint \(restart 1 of 1\)
+photinus: restarting all 3 workers \(restart 1 of 1\)
 
 photinus: rank 1 {pid} left with exit code 7
 photinus:   local rank 1 of host \S+, attempt 1, \d+.\d s after its start
@@ -141,15 +142,50 @@ def test_what_cannot_go_better_is_not_tried_again(tmp_path):
     path = script(tmp_path, "import argparse\nargparse.ArgumentParser().parse_args()\n")
     ended = run_job("--nproc-per-node", "2", path, "--bogus")
     assert ended.code == 2
-    assert "not restarting: exit code 2 on every rank means wrong arguments" in ended.err
+    assert "not restarting: exit code 2 before the first step of the training would come again" in ended.err
     # Once from each rank; and in the report, if the first cause is the rank whose lines the launcher carries.
     assert ended.err.count("unrecognized arguments: --bogus") in (2, 3)
 
 
-def test_a_script_that_always_fails_ends_soon_and_shows_its_traceback_first_and_last(tmp_path):
-    path = script(tmp_path, "raise OSError('storage is away')\n")
-    ended = run_job("--nproc-per-node", "1", "--max-restarts", "2", path)
+def test_an_error_of_the_program_before_its_first_step_is_one_attempt_with_one_traceback(tmp_path):
+    ended = run_job("--nproc-per-node", "2", script(tmp_path, "import torch\nprint(modle)\n"))
     assert ended.code == 1
-    assert ended.err.count("raised OSError: storage is away") == 3
+    assert ended.err.count("Traceback (most recent call last)") == 1
+    assert ended.err.count("raised NameError: name 'modle' is not defined") == 1
+    assert "not restarting: NameError before the first step of the training would come again" in ended.err
+
+
+def test_an_error_that_comes_at_the_same_place_again_ends_a_run_and_shows_its_traceback_first_and_last(tmp_path):
+    fails = "raise OSError(f'storage is away: {os.getpid()}')\n"
+    path = script(tmp_path, f"import os\n{ONE_STEP}\n{fails}")
+    ended = run_job("--nproc-per-node", "1", path)
+    assert ended.code == 1
+    assert ended.err.count("raised OSError: storage is away") == 2
     assert ended.err.count("Traceback (most recent call last)") == 2
-    assert "(restart 2 of 2) in 1 s" in ended.err
+    assert "photinus: restarting the worker (restart 1 of 3)\n" in ended.err
+    assert f"not restarting: OSError came again at {path}:6, and training got no further than before" in ended.err
+
+
+# Fails at each 15th step of the run, so that each attempt gets further than the one before.
+FAILS_FURTHER_ON = """
+import sys, torch, photinus
+with photinus.init(backend="gloo"):
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = photinus.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    data = [(torch.ones(1), torch.ones(1))] * 20
+    loop = photinus.Loop(model, optimizer, data, batch_size=1, epochs=2, out=sys.argv[1], save_every_steps=10)
+    began = loop.step
+    for x, y in loop:
+        if loop.step % 15 == 0 and loop.step > began + 5:
+            raise OSError("storage is away")
+        loop.backward((model(x) - y).square().mean())
+        optimizer.step()
+"""
+
+
+def test_a_run_that_gets_further_each_time_is_tried_again_from_its_checkpoint(tmp_path):
+    ended = run_job("--nproc-per-node", "1", "--cpu", script(tmp_path, FAILS_FURTHER_ON), tmp_path / "run")
+    assert ended.code == 1, ended.out + ended.err
+    assert "restarting the worker from the checkpoint of step 10 (restart 1 of 3)\n" in ended.err
+    assert "restarting the worker from the checkpoint of step 20 (restart 2 of 3)" in ended.err
+    assert "OSError came again at" in ended.err

@@ -160,15 +160,15 @@ def test_a_message_is_json_and_nothing_else(tmp_path, monkeypatch):
 
 def test_a_report_travels_by_ages_and_comes_back_the_same():
     now = time.monotonic()
-    raised = Raised((("ValueError", "x"), ("OSError", "y")), "Traceback ...", 1, now - 2.0)
+    raised = Raised((("ValueError", "x"), ("OSError", "y")), "Traceback ...", 1, now - 2.0, "train.py:3")
     deaths = (
         Death(3, 1, 44, "b", 1, now - 1.0, 9.0, raised=raised),
         Death(2, 0, 43, "b", -9, now - 0.5, 9.0, ended_by_us=True),
     )
-    back = messages.report_from_json(messages.report_to_json(messages.Report(deaths, (5, 6))))
-    assert back.finished == (5, 6)
+    back = messages.report_from_json(messages.report_to_json(messages.Report(deaths, (5, 6), 120, 100)))
+    assert (back.finished, back.steps, back.saved) == ((5, 6), 120, 100)
     assert back.deaths[0].raised is not None
-    assert back.deaths[0].raised.chain == raised.chain
+    assert (back.deaths[0].raised.chain, back.deaths[0].raised.place) == (raised.chain, raised.place)
     for before, after in zip(deaths, back.deaths, strict=True):
         assert after.seen_at_s == pytest.approx(before.seen_at_s, abs=0.5)
         assert (after.rank, after.pid, after.status, after.ended_by_us) == (

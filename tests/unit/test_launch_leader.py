@@ -85,7 +85,7 @@ async def store() -> asyncio.Server:
 
 def failure() -> dict[str, Any]:
     death = Death(2, 0, 7, "b", 1, 0.0, 1.0, raised=Raised((("OSError", "disk"),), "Traceback ..."))
-    return messages.report_to_json(messages.Report((death,), ()))
+    return messages.report_to_json(messages.Report((death,), (), steps=1))
 
 
 def test_workers_reach_the_store_of_their_attempt_and_those_of_an_earlier_one_are_refused():

@@ -13,7 +13,6 @@ from photinus.launcher.report import (
     Raised,
     exit_code_of,
     first_cause,
-    hopeless,
     last_words,
     signature,
     tell_failure,
@@ -114,40 +113,6 @@ class TestExitCode:
     def test_of_a_worker_that_raised_and_then_died_in_another_way_is_that_of_its_error(self):
         assert exit_code_of(death(0, KILLED, raised=raised("ValueError"), overdue_s=5.0)) == 1
         assert exit_code_of(death(0, -signal.SIGABRT, raised=raised("ValueError"))) == 1
-
-
-class TestHopeless:
-    def test_the_same_syntax_error_on_every_rank(self):
-        deaths = [death(r, 1, raised=raised("SyntaxError", "line 1")) for r in range(2)]
-        assert "SyntaxError on every rank" in hopeless(deaths[0], deaths, 2)
-
-    def test_wrong_arguments_on_every_rank(self):
-        deaths = [death(r, 2, raised=raised("SystemExit", "2", code=2)) for r in range(2)]
-        assert "wrong arguments" in hopeless(deaths[0], deaths, 2)
-
-    def test_the_same_wrong_value_on_every_rank(self):
-        deaths = [death(r, 1, raised=raised("ValueError", "batch_size=64 cannot be divided")) for r in range(3)]
-        assert "ValueError on every rank would come again" in hopeless(deaths[0], deaths, 3)
-        assert hopeless(deaths[0], deaths[:2], 3) is None
-
-    def test_a_wrong_value_that_one_rank_told_the_others(self):
-        cause = death(1, 1, raised=raised("ValueError", "nothing is called 'best'"))
-        told = "saving failed on rank 1 (ValueError: nothing is called 'best'). This rank (0) had no error of its own."
-        handed_on = death(0, 1, raised=raised("ValueError", told))
-        assert first_cause([handed_on, cause]) is cause
-        assert hopeless(cause, [handed_on, cause], 2) == "ValueError that rank 1 told all others would come again"
-        another = death(0, 1, raised=raised("ValueError", "this rank has an error of its own"))
-        assert hopeless(cause, [another, cause], 2) is None
-
-    def test_anything_else_may_go_better_next_time(self):
-        one = [death(0, 1, raised=raised("SyntaxError", "line 1"))]
-        assert hopeless(one[0], one, 2) is None
-        differing = [death(r, 1, raised=raised("ImportError", f"lib{r}")) for r in range(2)]
-        assert hopeless(differing[0], differing, 2) is None
-        transient = [death(r, 1, raised=raised("OSError", "storage is away")) for r in range(2)]
-        assert hopeless(transient[0], transient, 2) is None
-        killed = [death(r, KILLED) for r in range(2)]
-        assert hopeless(killed[0], killed, 2) is None
 
 
 class TestWords:

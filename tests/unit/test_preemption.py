@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import photinus
+from photinus.launcher.hosts.messages import Report
 from photinus.launcher.interrupts import taking_interrupts
 from photinus.launcher.judge import Judge
 from photinus.launcher.report import Death, Raised
@@ -155,7 +156,7 @@ def death(rank, **changes):
 
 
 def judged(judge, *deaths):
-    return judge.judge(deaths, finished=[], world_size=2, attempt=0, oom_before=None, oom_after=None)
+    return judge.judge([Report(deaths, (), steps=7)], world_size=2, attempt=0)
 
 
 def test_the_launcher_starts_suspended_workers_again_and_counts_no_failure():

@@ -19,6 +19,8 @@ import importlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from .. import status
+
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import _DistributedBackendOptions
 
@@ -46,6 +48,7 @@ def register() -> None:
         if not _registered and dist.is_available():  # `import torch` may have called register() just now
             dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
             _registered = True
+            status.count_optimizer_steps()  # here, since this runs in every script that imports torch
     except Exception as error:  # noqa: BLE001 - anything raised here would break `import torch`
         warnings.warn(
             f"the torch.distributed backend {NAME!r} is not available: {type(error).__name__}: {error}", stacklevel=2

@@ -196,7 +196,8 @@ class Agent(SimpleElasticAgent):
         deaths = tuple(processes.deaths())
         for death in deaths:
             self._output.add_to_log(death.rank, last_words(death))
-        report = Report(deaths, tuple(processes.finished()), oom_before=self._oom_before, oom_after=oom_kills())
+        finished = tuple(processes.finished())
+        report = Report(deaths, finished, processes.steps(), processes.saved(), self._oom_before, oom_kills())
         answer = self._colleagues.judged(report, self._raise_if_interrupted)
         if isinstance(answer, Order):
             return self._called(answer)
@@ -220,7 +221,7 @@ class Agent(SimpleElasticAgent):
                     own,
                     finished=processes.finished(),
                     attempt=_known(self._rendezvous_handler.formation).attempt,
-                    next_step="hosts come and go just then: starting all workers again from the last checkpoint",
+                    next_step="hosts come and go just then: starting all workers again",
                 )
                 self._output.say(told, alarm=True)
         elif order.unharmed and processes.can_suspend():

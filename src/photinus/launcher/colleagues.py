@@ -186,14 +186,7 @@ class OneHost:
 
     def judged(self, report: Report, check: Callable[[], None]) -> Verdict | Order:
         """The verdict on this host's workers."""
-        verdict = self._judge.judge(
-            report.deaths,
-            finished=report.finished,
-            world_size=self._workers,
-            attempt=self._attempt,
-            oom_before=report.oom_before,
-            oom_after=report.oom_after,
-        )
+        verdict = self._judge.judge([report], world_size=self._workers, attempt=self._attempt)
         self._say(verdict.text, not verdict.suspended)
         return verdict
 

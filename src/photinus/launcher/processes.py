@@ -29,12 +29,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import env
+from ..status import HEARD, ONLY_ASKED_BY_SIGTERM, Status, read
 from .guard import Guard
 from .interrupts import Interrupts
 from .output import Output
 from .program import Program
 from .report import Death, Raised
-from .suspension import HEARD, ONLY_ASKED_BY_SIGTERM
 
 __all__ = ["Processes", "Start", "adopting_orphans"]
 
@@ -62,7 +62,7 @@ class _Worker:
     pidfd: int
     error_file: int  # memory files, see the module's docstring
     fault_file: int
-    suspend_file: int
+    status_file: int
     started_at_s: float
     status: int | None = None  # exit code or minus the signal, once it has ended
     seen_at_s: float = 0.0
@@ -82,8 +82,12 @@ class _Worker:
         return record is not None and record.raised_at_s is not None
 
     def hears(self, letters: str) -> bool:
-        """Whether it has written one of these letters (see suspension.py)."""
-        return _content(self.suspend_file)[:1] in tuple(letters)
+        """Whether the letter of its status is one of these (see status.py)."""
+        return self.told().letter in letters
+
+    def told(self) -> Status:
+        """What it has told of itself last."""
+        return read(_content(self.status_file))
 
     def has_suspended(self) -> bool:
         """Whether it has recorded that it saved its work and leaves."""
@@ -265,19 +269,27 @@ class Processes:
         """The ranks that ended with exit code 0."""
         return [worker.start.rank for worker in self._workers if worker.status == 0]
 
+    def steps(self) -> int:
+        """How many steps of training the workers have told of."""
+        return max(worker.told().steps for worker in self._workers)
+
+    def saved(self) -> int:
+        """The step of the newest checkpoint that they have told of; -1 for none."""
+        return max(worker.told().saved for worker in self._workers)
+
     def close(self) -> None:
         """Lets go of the records of the ended workers."""
         assert self._stopped
         for worker in self._workers:
             os.close(worker.error_file)
             os.close(worker.fault_file)
-            os.close(worker.suspend_file)
+            os.close(worker.status_file)
         self._workers.clear()
 
     def _start(self, start: Start) -> _Worker:
         error_file = os.memfd_create(f"photinus-error-{start.rank}")
         fault_file = os.memfd_create(f"photinus-fault-{start.rank}")
-        suspend_file = os.memfd_create(f"photinus-suspend-{start.rank}")
+        status_file = os.memfd_create(f"photinus-status-{start.rank}")
         here = f"/proc/{os.getpid()}/fd"
         command = [sys.executable, _WORKER_FILE, str(os.getpid()), f"{here}/{fault_file}"]
         command += [self._program.kind, self._program.target, *self._program.arguments_of(start.local_rank)]
@@ -285,7 +297,7 @@ class Processes:
         try:
             process = subprocess.Popen(
                 command,
-                env={**start.environ(f"{here}/{error_file}"), env.SUSPEND_FILE.name: f"{here}/{suspend_file}"},
+                env={**start.environ(f"{here}/{error_file}"), env.STATUS_FILE.name: f"{here}/{status_file}"},
                 stdin=None if start.rank == 0 else subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
@@ -294,7 +306,7 @@ class Processes:
         except OSError:
             os.close(error_file)
             os.close(fault_file)
-            os.close(suspend_file)
+            os.close(status_file)
             raise
         finally:
             for end in (stdout, stderr):
@@ -303,7 +315,7 @@ class Processes:
         self._guard.protect(process.pid)
         pidfd = os.pidfd_open(process.pid)
         self._poll.register(pidfd, select.POLLIN)
-        return _Worker(start, process, pidfd, error_file, fault_file, suspend_file, time.monotonic())
+        return _Worker(start, process, pidfd, error_file, fault_file, status_file, time.monotonic())
 
     def _note_ends(self) -> None:
         now = time.monotonic()

@@ -20,7 +20,7 @@ from typing import Any
 
 from .cgroup import OomKills
 
-__all__ = ["Death", "Raised", "exit_code_of", "first_cause", "hopeless", "last_words", "signature", "tell_failure"]
+__all__ = ["Death", "Raised", "exit_code_of", "first_cause", "last_words", "signature", "tell_failure"]
 
 _LOST_PEER_TYPES = frozenset(
     {
@@ -50,21 +50,6 @@ _LOST_PEER_TEXTS = (
 _KILL_IS_SEEN_LATE_S = 0.5
 _TRACEBACK_LINES = 120
 _LINE_CHARACTERS = 200
-# Wrong from the start, or wrong use: another attempt has the same files, arguments and data, and fails in the same way.
-_NEVER_CURED_TYPES = frozenset(
-    {
-        "DeviceError",
-        "ImportError",
-        "IndentationError",
-        "ModuleNotFoundError",
-        "NotInitializedError",
-        "SyntaxError",
-        "TabError",
-        "TypeError",
-        "ValueError",
-        "WorldSizeError",
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -76,12 +61,14 @@ class Raised:
         traceback: as Python prints it, empty for sys.exit.
         exit_code: the code that the worker will leave with.
         raised_at_s: monotonic clock of the worker's host; None when another writer did not say.
+        place: FILE:LINE that raised it; empty when that is not known.
     """
 
     chain: tuple[tuple[str, str], ...]
     traceback: str
     exit_code: int = 1
     raised_at_s: float | None = None
+    place: str = ""
 
     @classmethod
     def from_json(cls, text: str) -> Raised | None:
@@ -95,7 +82,8 @@ class Raised:
                 type_name, _, said = str(message["message"]).partition(": ")
                 return cls(((type_name, said),), traceback)
             chain = tuple((str(name), str(said)) for name, said in own["chain"])
-            return cls(chain, traceback, int(own["exit_code"]), float(own["raised_at_s"])) if chain else None
+            facts = int(own["exit_code"]), float(own["raised_at_s"]), str(own["place"])
+            return cls(chain, traceback, *facts) if chain else None
         except (ValueError, TypeError, KeyError, AttributeError):  # half-written by a worker that was then killed
             return None
 
@@ -113,6 +101,11 @@ class Raised:
     def suspended(self) -> bool:
         """Whether it is no failure: the worker saved its work and left (`photinus.preemption.Suspended`)."""
         return self.type_name == "Suspended"
+
+    @property
+    def lost_a_child(self) -> bool:
+        """Whether it says that a process of the worker's own was killed, in the words of torch's DataLoader."""
+        return any(words in self.text for words in ("killed by signal", "exited unexpectedly"))
 
     @property
     def lost_a_peer(self) -> bool:
@@ -199,34 +192,6 @@ def signature(death: Death) -> tuple[str, str, int]:
     return ("", "", death.status)
 
 
-def hopeless(cause: Death, deaths: Sequence[Death], world_size: int) -> str | None:
-    """Why no further attempt can go better, None when one may.
-
-    It cannot when every rank failed alike (the same error with the same text, or one that a rank handed on to the
-    others because it ended what they did together), with an error of the program's text, set-up or arguments, or with
-    exit code 2 from sys.exit, which by convention (argparse) is wrong use.
-    """
-    if cause.raised is None or len(deaths) < world_size:
-        return None
-    alike = [signature(death) == signature(cause) for death in deaths]
-    if not all(same or _hands_on(death, cause) for same, death in zip(alike, deaths, strict=True)):
-        return None
-    if cause.raised.type_name in _NEVER_CURED_TYPES:
-        where = "on every rank" if all(alike) else f"that rank {cause.rank} told all others"
-        return f"{cause.raised.type_name} {where} would come again"
-    if cause.raised.type_name == "SystemExit" and cause.raised.exit_code == 2:
-        return "exit code 2 on every rank means wrong arguments, and they would be the same again"
-    return None
-
-
-def _hands_on(death: Death, cause: Death) -> bool:
-    """Whether a rank raised nothing but what the first cause had told it."""
-    if death.raised is None or cause.raised is None:
-        return False
-    said = death.raised.text
-    return death.raised.type_name == cause.raised.type_name and _HANDED_ON in said and cause.raised.text in said
-
-
 def tell_failure(
     deaths: Sequence[Death],
     *,
@@ -309,7 +274,7 @@ def _details(cause: Death, oom_before: OomKills | None, oom_after: OomKills | No
     lines = []
     if cause.overdue_s is not None:
         lines.append(f"it had not left {cause.overdue_s:.0f} s after that, and was killed")
-    child_killed = cause.raised is not None and "killed by signal" in cause.raised.text  # torch's DataLoader says so
+    child_killed = cause.raised is not None and cause.raised.lost_a_child
     killed = (cause.status == -signal.SIGKILL and cause.overdue_s is None) or child_killed
     if killed and oom_before is not None and oom_after is not None:
         struck = oom_after.count - oom_before.count

@@ -1,13 +1,7 @@
 """Workers that suspend themselves: what one tells its launcher about that, and the words for those that did.
 
 A worker whose loop takes SIGTERM and SIGUSR1 (`photinus.Loop`, `photinus.preemption`) finishes its step, saves, and
-leaves by the exception `Suspended`, recorded like any other. Before that it writes one letter into a memory file of the
-launcher:
-
-    r  a request would be heard; SIGTERM would end it if it were not for that
-    c  a request would be heard; SIGTERM calls a handler of the script as well
-    s  it is saving
-    -  a request would not be heard (as good as nothing written)
+leaves by the exception `Suspended`, recorded like any other. That it would, it has told before (see status.py).
 """
 
 from __future__ import annotations
@@ -16,10 +10,7 @@ from collections.abc import Sequence
 
 from .report import Death
 
-__all__ = ["HEARD", "ONLY_ASKED_BY_SIGTERM", "ended_suspended", "saved", "tell_suspension"]
-
-HEARD = "rcs"
-ONLY_ASKED_BY_SIGTERM = "rs"
+__all__ = ["ended_suspended", "saved", "tell_suspension"]
 
 
 def ended_suspended(deaths: Sequence[Death]) -> bool:

@@ -56,7 +56,7 @@ def describe(error: BaseException, traceback_text: str, exit_code: int, raised_a
     """The content of the error file: torch elastic's fields, and under "photinus" what the launcher reads.
 
     `chain` holds [type, text] of the error and of what it was raised from or during, so that an error which a script
-    raised because a peer was lost is known for that.
+    raised because a peer was lost is known for that. `place` is the line that raised it, of whatever file.
     """
     chain: list[list[str]] = []
     link: BaseException | None = error
@@ -68,8 +68,16 @@ def describe(error: BaseException, traceback_text: str, exit_code: int, raised_a
             "message": f"{type(error).__name__}: {error}",
             "extraInfo": {"py_callstack": traceback_text, "timestamp": str(int(time.time()))},
         },
-        "photinus": {"chain": chain, "exit_code": exit_code, "raised_at_s": raised_at_s},
+        "photinus": {"chain": chain, "place": _place(error), "exit_code": exit_code, "raised_at_s": raised_at_s},
     }
+
+
+def _place(error: BaseException) -> str:
+    """FILE:LINE of the innermost frame; empty where no line of the script has run."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return "" if frame is None else f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
 
 
 def _write(text: str, mode: str) -> bool:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from .. import env
+from .. import env, status
 from ..errors import PhotinusError
 from ..parallel import strategy_of, uncompiled
 from ..parallel.recording import recorded_span
@@ -227,6 +227,7 @@ class Loop:
             self._position, self._rng = loaded.position, loaded.random_numbers
             self._saved_step = self._position.step
             self.resumed_from = self.checkpoint = checkpoint.path
+            status.tell(saved=self._saved_step)
         self._progress = Progress(progress and session.is_main, self.epochs, self.steps_per_epoch)
         if self.out is not None:
             prepare = partial(self._prepare_folder, source, config, keep_last, best, tensorboard)
@@ -395,6 +396,7 @@ class Loop:
                     ended, self._batch, self._backwards.watched = self.epoch_ended, None, False
                     position.step += 1
                     position.batches_done += 1
+                    status.tell(steps=position.step)
                     self._suspending = self._suspending or watch.requested(position.step)
                     self._save_wanted |= self._suspending
                     self._after_body(batch, ended)
@@ -477,11 +479,12 @@ class Loop:
         self._saved_step = self._position.step
         if self.out is not None:
             self.checkpoint = self._saves.save(self._position, self.out, self._folder)
+            status.tell(saved=self._saved_step)
 
     def _leave_suspended(self) -> None:
         words = f"step {self._position.step}, saved in {self.checkpoint}"
         self._progress.close()
-        if self._session.is_main and env.SUSPEND_FILE.get() is None:  # else the launcher says it
+        if self._session.is_main and env.STATUS_FILE.get() is None:  # else the launcher says it
             say(f"suspended at {words}: start the same again, and it goes on from there")
         preemption.leave(words)
 

@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from .. import env
+from .. import env, status
 from ..errors import CollectiveTimeoutError, PhotinusError
 from .agreement import place_in_group
 
@@ -84,6 +84,7 @@ def requested() -> bool:
     global _own
     if _own is None:
         _own = Watch()
+    status.tell(steps=_own.calls + 1)
     return _own.requested()
 
 
@@ -122,7 +123,7 @@ class Watch:
         self._store: Any = None
         self._simulated_at = env.PREEMPT_AT_STEP.get() if env.ATTEMPT.get() == 0 else None
         self._condition = threading.Condition()
-        self._calls = 0
+        self.calls = 0
         self._holding = False
         self._target: int | None = None
         self._trouble: Exception | None = None
@@ -137,22 +138,21 @@ class Watch:
         _made += 1
         self._key = f"photinus/suspend/{_made}"
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._told = _StatusFile()
         if self._store is not None:
             self._thread = threading.Thread(target=self._look, name="photinus-preemption", daemon=True)
             self._thread.start()
         _watches.append(self)
-        self._told.write("c" if _take_signals() else "r")
+        status.tell(letter="c" if _take_signals() else "r")
 
     def requested(self, step: int | None = None) -> bool:
         """See the function of this name; `step` is the number of the step that is done, default the calls so far."""
         if not self._active:
             return False
-        number = self._calls + 1
+        number = self.calls + 1
         if self._rank == 0 and self._simulated_at is not None and (step or number) == self._simulated_at:
             _ask(signal.SIGUSR1)
         if self._store is None:
-            self._calls = number
+            self.calls = number
             answer = _asked is not None
         else:
             with self._condition:
@@ -161,9 +161,9 @@ class Watch:
                     self._wait_for_target()
                     assert self._target is not None
                 answer = self._holding and self._target is not None and number >= self._target
-                self._calls = number
+                self.calls = number
         if answer:
-            self._told.write("s")
+            status.tell(letter="s")
         return answer
 
     def close(self) -> None:
@@ -172,7 +172,7 @@ class Watch:
             return
         self._active = False
         _watches.remove(self)
-        self._told.close("r" if _watches else "-")
+        status.tell(letter="r" if _watches else "-")
         if not _watches:
             _give_signals_back()
         self._closing = True
@@ -233,7 +233,7 @@ class Watch:
     def _agree(self) -> None:
         with self._condition:
             self._holding = True  # from here on the rank passes no further call
-            calls = _NEVER if self._closing else self._calls
+            calls = _NEVER if self._closing else self.calls
         self._say_where(calls)
         while not self._store.check([f"{self._key}/target"]):
             if self._rank == 0 and self._store.check([f"{self._key}/at/{rank}" for rank in range(self._world_size)]):
@@ -258,27 +258,6 @@ class Watch:
         select.select([self._bell], [], [], timeout_s)
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)
-
-
-class _StatusFile:
-    """Tells the launcher in one letter what a request to suspend would find here (see launcher/suspension.py)."""
-
-    def __init__(self) -> None:
-        path = env.SUSPEND_FILE.get()
-        self._file: int | None = None
-        if path is not None:
-            with contextlib.suppress(OSError):  # inherited from a launcher that is gone, or not our own: nobody reads
-                self._file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-
-    def write(self, letter: str) -> None:
-        if self._file is not None:
-            os.pwrite(self._file, letter.encode(), 0)
-
-    def close(self, letter: str) -> None:
-        self.write(letter)
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
 
 
 def _take_signals() -> bool:

@@ -20,7 +20,6 @@ from typing import Any
 
 from ... import __version__
 from ..judge import Judge
-from ..report import first_cause
 from . import meeting, messages
 from .background import splice
 from .handshake import Caller, answer
@@ -258,17 +257,7 @@ class Leader:
                 self._waiting_forms.append((guest.key, form))
 
     def _judged(self, act: meeting.Judge) -> list[meeting.Act]:
-        deaths = [death for report in act.reports for death in report.deaths]
-        cause = first_cause(deaths)
-        of_cause = next(report for report in act.reports if cause in report.deaths)
-        verdict = self._judge.judge(
-            deaths,
-            finished=sorted(rank for report in act.reports for rank in report.finished),
-            world_size=act.world_size,
-            attempt=act.attempt,
-            oom_before=of_cause.oom_before,
-            oom_after=of_cause.oom_after,
-        )
+        verdict = self._judge.judge(act.reports, world_size=act.world_size, attempt=act.attempt)
         self._tell(verdict.text, alarm=not verdict.suspended)
         self._send(act.keys, {"type": "verdict", **asdict(verdict)})
         return self._rules.judged(verdict.restart, time.monotonic())

@@ -32,11 +32,14 @@ class Report:
     Attributes:
         deaths: of those that did not end well; empty when the host's workers only had to be stopped.
         finished: the ranks that ended with exit code 0.
+        steps, saved: the most that one of the workers told of (see status.py).
         oom_before, oom_after: kills for want of memory, counted before and after the attempt.
     """
 
     deaths: tuple[Death, ...]
     finished: tuple[int, ...]
+    steps: int = 0
+    saved: int = -1
     oom_before: OomKills | None = None
     oom_after: OomKills | None = None
 
@@ -93,8 +96,9 @@ def report_from_json(fields: Mapping[str, Any]) -> Report:
             if raised is not None:
                 at_s = raised["raised_at_s"]
                 chain = tuple((str(name), str(text)) for name, text in raised["chain"])
+                raised_at_s = None if at_s is None else now - at_s
                 raised = Raised(
-                    chain, str(raised["traceback"]), int(raised["exit_code"]), None if at_s is None else now - at_s
+                    chain, str(raised["traceback"]), int(raised["exit_code"]), raised_at_s, str(raised["place"])
                 )
             last_lines = tuple(str(line) for line in each["last_lines"])
             at_s = now - each["seen_at_s"]
@@ -102,6 +106,7 @@ def report_from_json(fields: Mapping[str, Any]) -> Report:
         before, after = (
             None if fields[name] is None else OomKills(**fields[name]) for name in ("oom_before", "oom_after")
         )
-        return Report(tuple(deaths), tuple(int(rank) for rank in fields["finished"]), before, after)
+        finished = tuple(int(rank) for rank in fields["finished"])
+        return Report(tuple(deaths), finished, int(fields["steps"]), int(fields["saved"]), before, after)
     except (KeyError, TypeError, ValueError) as error:
         raise MessageError(f"no report: {type(error).__name__}: {error}") from None
