@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import photinus
-from photinus.errors import LaunchError
+from photinus.errors import LaunchError, PeerLostError
 from tests.fork_server import REPOSITORY
 
 
@@ -103,6 +103,18 @@ def test_a_rank_that_fails_is_quoted_in_the_error() -> None:
     with pytest.raises(LaunchError, match=r"rank 1 failed with KeyError: 'the key that rank 1 needs'") as caught:
         photinus.launch(fails_on_rank_1, nprocs=2)
     assert caught.value.exit_code == 1
+
+
+def is_missed_before_it_can_say_why() -> None:
+    if os.environ["RANK"] == "1":
+        time.sleep(0.2)
+        raise KeyError("the key that rank 1 needs")
+    raise PeerLostError("rank 1 raised KeyError")
+
+
+def test_the_error_quotes_the_cause_and_not_a_rank_that_missed_it_sooner() -> None:
+    with pytest.raises(LaunchError, match=r"rank 1 failed with KeyError: 'the key that rank 1 needs'"):
+        photinus.launch(is_missed_before_it_can_say_why, nprocs=2)
 
 
 def is_killed() -> None:

@@ -25,6 +25,7 @@ from ..errors import LaunchError
 from ..world.launchers import told_by_scheduler
 from . import function
 from .private_folder import private_folder
+from .report import Raised
 
 __all__ = ["launch"]
 
@@ -182,12 +183,13 @@ def _is_file(stream: Any, number: int) -> bool:
 
 
 def _first_error(folder: Path, code: int) -> str:
-    """The earliest failure that a rank could write down."""
+    """The earliest failure that a rank could write down and that is not only another's consequence, if there is one."""
     found = []
     for path in folder.glob("error.*"):
-        when, _, text = path.read_text().partition("\n")
-        found.append((float(when), path.suffix[1:], text))
+        raised = Raised.from_json(path.read_text())
+        if raised is not None and raised.raised_at_s is not None:
+            found.append((raised.lost_a_peer, raised.raised_at_s, path.suffix[1:], raised.traceback))
     if not found:
         return f"the job failed with exit code {code}; what the ranks said is above"
-    _, rank, text = min(found)
+    *_, rank, text = min(found)
     return f"rank {rank} failed with {text} (exit code {code}; its traceback is above)"

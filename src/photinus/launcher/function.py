@@ -5,6 +5,7 @@ FOLDER, private to the job, holds the call (function and arguments, pickled by v
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -12,6 +13,8 @@ import traceback
 from pathlib import Path
 
 import cloudpickle
+
+from .worker import describe
 
 __all__ = ["CALL", "ERROR", "PATH", "RESULT"]
 
@@ -23,15 +26,15 @@ def main(folder: Path) -> None:
     """Calls the function and keeps what it returns."""
     rank = os.environ["RANK"]
     sys.path[:] = (folder / PATH).read_text().split("\0")
-    for old in folder.glob(RESULT.format(rank)):
-        old.unlink()  # of an attempt before this one
+    for old in (RESULT, ERROR):
+        (folder / old.format(rank)).unlink(missing_ok=True)  # of an attempt before this one
     function, arguments, keywords = cloudpickle.loads((folder / CALL).read_bytes())
     try:
         value = function(*arguments, **keywords)
         pickled = cloudpickle.dumps(value)
     except BaseException as error:
         text = "".join(traceback.format_exception_only(type(error), error)).strip()
-        (folder / ERROR.format(rank)).write_text(f"{time.monotonic()}\n{text}")
+        (folder / ERROR.format(rank)).write_text(json.dumps(describe(error, text, 1, time.monotonic())))
         raise
     unfinished = folder / f"unfinished.{rank}"
     unfinished.write_bytes(pickled)
