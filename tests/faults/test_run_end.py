@@ -80,6 +80,30 @@ def test_an_interrupted_launcher_ends_all_in_two_seconds(tmp_path, number, code)
     assert (tmp_path / "interrupted-0").exists() == (number == signal.SIGINT)
 
 
+SAVES_AT_SIGTERM = """
+import os, signal, sys, time
+from pathlib import Path
+folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+def save(*_):
+    time.sleep(3)
+    with open(folder / f"saved-{rank}", "a") as file:
+        file.write("once")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+(folder / f"ready-{rank}").write_text("yes")
+while True:
+    time.sleep(1)
+"""
+
+
+def test_a_scripts_own_handler_of_sigterm_has_the_time_to_save(tmp_path):
+    job = RunningJob(["--nproc-per-node", "2", script(tmp_path, SAVES_AT_SIGTERM), tmp_path])
+    job.wait_for(tmp_path / "ready-0", tmp_path / "ready-1")
+    job.send(signal.SIGTERM)
+    assert job.end().code == 143
+    assert [(tmp_path / f"saved-{rank}").read_text() for rank in (0, 1)] == ["once", "once"]
+
+
 def test_a_killed_launcher_leaves_no_worker_no_child_and_no_guard(tmp_path):
     job, pids = start_family(tmp_path)
     others = [pid for pid in descendants(job.process.pid) if pid not in pids]

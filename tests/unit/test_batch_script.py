@@ -45,7 +45,7 @@ def test_each_host_gets_one_launcher_with_the_users_words():
     text = written("--nproc-per-node", "2", "--cpu", "--max-restarts", "1", "train.py", "--name", "a b", "--lr=0.1")
     assert "srun --ntasks-per-node=1" in text
     assert "/opt/env/bin/python -m photinus run --nproc-per-node 2 --cpu --max-restarts 1" in text
-    assert "--stop-grace 30 train.py --name 'a b'" in text.replace("\\\n", "").replace("    ", "")
+    assert "--max-restarts 1 train.py --name 'a b'" in text.replace("\\\n", "").replace("    ", "")
     assert "--gpus-per-node" not in text
 
 
@@ -160,9 +160,7 @@ def test_a_job_that_is_asked_to_leave_is_queued_again_and_no_other(
     }
     ended = subprocess.run(["bash", script], env=environ, capture_output=True, text=True, timeout=30, check=False)
     assert ended.returncode == (int(code)), ended.stderr
-    assert (
-        tmp_path / "seen"
-    ).read_text() == "5ec4e7 -m photinus run --nproc-per-node 2 --cpu --stop-grace 30 train.py a b\n"
+    assert (tmp_path / "seen").read_text() == "5ec4e7 -m photinus run --nproc-per-node 2 --cpu train.py a b\n"
     assert (tmp_path / "told").exists() == requeued
     if requeued:
         assert (tmp_path / "told").read_text() == "requeue 4711\n"

@@ -37,7 +37,7 @@ def parsed(line: str) -> RunFlags:
 
 def test_defaults():
     flags = parse_run(["x.py"])
-    assert (flags.nproc_per_node, flags.max_restarts, flags.cpu, flags.stop_grace_s) == ("auto", 3, False, 5.0)
+    assert (flags.nproc_per_node, flags.max_restarts, flags.cpu, flags.stop_grace_s) == ("auto", 3, False, 30.0)
 
 
 @pytest.mark.parametrize("word", ["auto", "gpu", "cpu"])

@@ -20,6 +20,7 @@ from photinus.launcher.output import Output
 from photinus.launcher.processes import Processes, Start, adopting_orphans
 from photinus.launcher.program import Program
 from photinus.launcher.report import first_cause
+from photinus.launcher.suspension import words_of
 
 DEADLINE_S = 30.0
 
@@ -233,6 +234,27 @@ def test_a_second_interrupt_cuts_the_grace_short(tmp_path):
         assert time.monotonic() - begun < DEADLINE_S / 2
         assert interrupts.received == [signal.SIGTERM, signal.SIGTERM]
         assert interrupts.impatient
+
+
+def test_a_worker_is_asked_once_and_has_one_grace(tmp_path):
+    note = f"open({str(tmp_path / 'asked')!r}, 'a').write('.')"
+    text = f"signal.signal(signal.SIGTERM, lambda *_: {note})\nopen({str(tmp_path / 'ready')!r}, 'w')\n"
+    with workers(tmp_path, text + "while True: time.sleep(100)\n", count=1) as (processes, _, _):
+        wait_until((tmp_path / "ready").exists)
+        begun = time.monotonic()
+        processes.suspend(0.5)
+        processes.stop(signal.SIGTERM, 1.0)
+        assert 1.0 <= time.monotonic() - begun < 1.5
+        assert (tmp_path / "asked").read_text() == "."
+
+
+def test_what_a_worker_saved_is_known_before_it_has_left(tmp_path):
+    text = "import atexit\natexit.register(time.sleep, 100)\nclass Suspended(SystemExit): pass\n"
+    text += "raise Suspended('step 7')\n"
+    with workers(tmp_path, text, count=1) as (processes, _, _):
+        wait_until(processes.suspensions)
+        assert processes.running()
+        assert words_of(processes.suspensions()) == "suspended at step 7"
 
 
 def test_waiting_ends_when_an_interrupt_comes(tmp_path):

@@ -102,7 +102,7 @@ def test_each_pod_runs_one_launcher_that_knows_its_number_and_the_leader(kind: s
             *("--nnodes", "3", "--node-rank", rank, "--master-addr", leader, "--master-port", "29500")
         ]
         assert container["args"][8:] == [
-            *("--nproc-per-node", "2", "--max-restarts", "1", "--stop-grace", "30"),
+            *("--nproc-per-node", "2", "--max-restarts", "1"),
             *("train.py", "--lr", "0.1"),
         ]
         assert container["resources"] == {"limits": {"nvidia.com/gpu": 2}}
@@ -113,7 +113,7 @@ def test_each_pod_runs_one_launcher_that_knows_its_number_and_the_leader(kind: s
 def test_a_job_of_one_pod_needs_no_meeting(kind: str):
     ((count, pod),) = pods(job(kind, "--cpu", "train.py"))
     assert count == 1
-    assert pod["containers"][0]["args"] == ["--cpu", "--stop-grace", "30", "train.py"]
+    assert pod["containers"][0]["args"] == ["--cpu", "train.py"]
     assert "resources" not in pod["containers"][0]
 
 
@@ -148,7 +148,7 @@ def test_data_loaders_get_shared_memory():
 
 def test_words_that_kubernetes_would_replace_are_kept():
     ((_, pod),) = pods(job("pytorchjob", "--cpu", "train.py", "$(HOME)", "100%", "a: b", "yes", "1e3"))
-    assert pod["containers"][0]["args"][3:] == ["train.py", "$$(HOME)", "100%", "a: b", "yes", "1e3"]
+    assert pod["containers"][0]["args"][1:] == ["train.py", "$$(HOME)", "100%", "a: b", "yes", "1e3"]
 
 
 @pytest.mark.parametrize(

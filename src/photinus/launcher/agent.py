@@ -30,14 +30,14 @@ from .colleagues import Colleagues, Order
 from .environment import Place, worker_environ
 from .guard import Guard
 from .hosts.messages import Report
-from .interrupts import Interrupts
+from .interrupts import FROM_A_KEYBOARD, Interrupts
 from .job import Job
 from .judge import Verdict
 from .output import Output
 from .processes import Processes, Start
 from .rendezvous import JobRendezvous
 from .report import last_words, tell_failure
-from .suspension import saved
+from .suspension import words_of
 
 T = TypeVar("T")
 
@@ -162,7 +162,7 @@ class Agent(SimpleElasticAgent):
             return self._regroup(processes, order)
         if processes.failed() or (order is not None and order.kind == "stop"):
             # Ranks that suspend leave at about the same time, each when it is done with what it has open.
-            quiet_s = self._job.stop_grace_s if processes.suspended() else 0.0
+            quiet_s = self._job.stop_grace_s if processes.suspensions() else 0.0
             processes.settle(max(_SETTLE_S, quiet_s), max(_CULPRIT_S, quiet_s))
             self._raise_if_interrupted()
             self._end(signal.SIGTERM, self._job.stop_grace_s)
@@ -179,7 +179,8 @@ class Agent(SimpleElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         # Ctrl-C arrives as KeyboardInterrupt; whatever else ends the launcher asks a worker in the usual way.
-        self._end(signal.SIGINT if death_sig == signal.SIGINT else signal.SIGTERM, self._job.interrupt_grace_s)
+        grace_s = self._job.interrupt_grace_s if death_sig in FROM_A_KEYBOARD else self._job.stop_grace_s
+        self._end(signal.SIGINT if death_sig == signal.SIGINT else signal.SIGTERM, grace_s)
         self._forget()
 
     def _end(self, ask: signal.Signals, grace_s: float) -> None:
@@ -212,7 +213,7 @@ class Agent(SimpleElasticAgent):
         return RunResult(WorkerState.FAILED, failures=failures)
 
     def _regroup(self, processes: Processes, order: Order) -> RunResult:
-        if processes.suspended():  # another host's ranks asked them to; they leave when all is saved
+        if processes.suspensions():  # another host's ranks asked them to; they leave when all is saved
             processes.settle(self._job.stop_grace_s, self._job.stop_grace_s)
         if processes.failed():
             own = [death for death in processes.deaths() if not (death.consequence or death.suspended)]
@@ -226,8 +227,8 @@ class Agent(SimpleElasticAgent):
                 self._output.say(told, alarm=True)
         elif order.unharmed and processes.can_suspend():
             words = self._suspend(processes)
-            if words:
-                self._output.say(f"photinus: suspended at {words}; all go on from there\n")
+            if words is not None:
+                self._output.say(f"photinus: {words}; all go on from there\n")
         return self._called(order)
 
     def _called(self, order: Order) -> RunResult:
@@ -259,10 +260,10 @@ class Agent(SimpleElasticAgent):
         self.suspension = self._suspend(processes)
 
     def _suspend(self, processes: Processes) -> str | None:
-        """Lets the workers save and leave; returns what they say of it, None when they did not."""
+        """Lets the workers save and leave; returns words for that, None when they did not."""
         processes.suspend(self._job.stop_grace_s)
-        if processes.suspended():
-            return saved(processes.deaths())
+        if processes.suspensions():
+            return words_of(processes.suspensions())
         self._output.say(
             f"photinus: the workers had not saved within {self._job.stop_grace_s:g} s (--stop-grace); the last "
             f"checkpoint is an earlier one\n"

@@ -42,8 +42,8 @@ _GROUPS = {
             "--stop-grace",
             "SECONDS",
             (
-                "time to leave for the other workers after one failed, or",
-                "to save after SIGTERM, before they are killed. default: 5",
+                "time to leave, or to save, for workers that are asked to",
+                "by SIGTERM, before they are killed. default: 30",
             ),
         ),
         Flag("--preempt-after", "SECONDS", ("a trial: after so long, all save, leave and start again",)),

@@ -119,7 +119,7 @@ class RunFlags:
         devices: the GPUs that the workers see, by number; None: all.
         ranks_per_gpu: workers that share a GPU.
         dry_run: only say what would be started.
-        stop_grace_s: seconds that workers get between SIGTERM and SIGKILL after a failure.
+        stop_grace_s: seconds between SIGTERM and SIGKILL for a worker that is asked to leave.
         use_env: do not give --local_rank to scripts that take it.
         preempt_after_s: a trial: ask the workers to suspend after so long, once.
     """
@@ -131,7 +131,7 @@ class RunFlags:
     devices: tuple[int, ...] | None = None
     ranks_per_gpu: int = 1
     dry_run: bool = False
-    stop_grace_s: float = 5.0
+    stop_grace_s: float = 30.0
     use_env: bool = False
     preempt_after_s: float | None = None
     hosts: HostFlags = field(default_factory=HostFlags)
@@ -187,7 +187,7 @@ def parse_run(arguments: Sequence[str]) -> RunFlags:
         devices=read_devices(*given["--device"]) if "--device" in given else None,
         ranks_per_gpu=given.number("--ranks-per-gpu", least=1) or env.RANKS_PER_GPU.get(),
         dry_run="--dry-run" in given,
-        stop_grace_s=read_seconds(*given["--stop-grace"]) if "--stop-grace" in given else 5.0,
+        stop_grace_s=read_seconds(*given["--stop-grace"]) if "--stop-grace" in given else RunFlags.stop_grace_s,
         use_env="--use-env" in given,
         preempt_after_s=read_seconds(*given["--preempt-after"]) if "--preempt-after" in given else None,
         hosts=_host_flags(given),

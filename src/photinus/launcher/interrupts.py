@@ -15,10 +15,10 @@ import time
 import types
 from collections.abc import Iterator
 
-__all__ = ["SIGNALS", "Interrupted", "Interrupts", "taking_interrupts"]
+__all__ = ["FROM_A_KEYBOARD", "SIGNALS", "Interrupted", "Interrupts", "taking_interrupts"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_FROM_A_KEYBOARD = (signal.SIGINT, signal.SIGQUIT)
+FROM_A_KEYBOARD = (signal.SIGINT, signal.SIGQUIT)
 _ONE_REQUEST_S = 0.1
 
 
@@ -53,7 +53,7 @@ class Interrupts:
             return
         # `timeout` and schedulers signal a process and its group: what then comes twice at once is one request.
         now_s = time.monotonic()
-        if self.received and number not in _FROM_A_KEYBOARD and now_s - self._first_at_s < _ONE_REQUEST_S:
+        if self.received and number not in FROM_A_KEYBOARD and now_s - self._first_at_s < _ONE_REQUEST_S:
             return
         self._first_at_s = self._first_at_s if self.received else now_s
         self.received.append(signal.Signals(number))

@@ -19,8 +19,8 @@ class Job:
         job_id: identity of this job, in the workers' TORCHELASTIC_RUN_ID.
         local_world_size: workers on this host.
         max_restarts: attempts after the first.
-        stop_grace_s: seconds between SIGTERM and SIGKILL for the others after a failure.
-        interrupt_grace_s: the same when the launcher itself is asked to end.
+        stop_grace_s: seconds between SIGTERM and SIGKILL for workers that are asked to leave.
+        interrupt_grace_s: the same where somebody sits waiting at a keyboard.
         usable_cores: for the default of OMP_NUM_THREADS.
         cpu_only: hide GPUs from the workers.
         environ: the launcher's environment, which the workers inherit.

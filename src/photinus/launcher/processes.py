@@ -117,6 +117,7 @@ class Processes:
         self._poll.register(interrupts.fd, select.POLLIN)
         if orders is not None:
             self._poll.register(orders, select.POLLIN)
+        self._asked_at_s: float | None = None  # when `suspend` did
         self._stopped = False
 
     def start(self, starts: Sequence[Start]) -> None:
@@ -151,9 +152,10 @@ class Processes:
         """Whether a running worker would hear a request to suspend."""
         return not self._stopped and any(w.status is None and w.hears(HEARD) for w in self._workers)
 
-    def suspended(self) -> bool:
-        """Whether a worker has saved and is leaving, or has left, because it was asked to."""
-        return any(worker.has_suspended() for worker in self._workers)
+    def suspensions(self) -> list[Raised]:
+        """What the workers have recorded that saved and are leaving, or have left, because they were asked to."""
+        records = [worker.record() for worker in self._workers]
+        return [record for record in records if record is not None and record.suspended]
 
     def ask_to_suspend(self) -> None:
         """Sends SIGUSR1 to the workers that hear it; their ranks agree on a step, save and leave."""
@@ -162,11 +164,12 @@ class Processes:
                 signal.pidfd_send_signal(worker.pidfd, signal.SIGUSR1)
 
     def suspend(self, grace_s: float) -> None:
-        """Sends SIGTERM to all workers and waits until they have saved and left; `stop` has to follow.
+        """Sends SIGTERM to all workers and waits until they have saved and left; `stop` has to follow, with this grace.
 
         Returns earlier when one ends otherwise, without which the rest cannot save, or the user is impatient.
         """
-        deadline = time.monotonic() + grace_s
+        self._asked_at_s = time.monotonic()
+        deadline = self._asked_at_s + grace_s
         for worker in self._workers:
             if worker.status is None:
                 worker.asked_to_leave = True
@@ -213,22 +216,25 @@ class Processes:
     def stop(self, ask: signal.Signals, grace_s: float) -> None:
         """Ends all workers and what they started: `ask`, then SIGKILL after the grace. Idempotent.
 
-        A second interrupt cuts the grace short. A stopped process (SIGSTOP) is made to go on, so that it can leave.
+        Whom `suspend` has asked is not asked again, and has what is left of the grace. A second interrupt
+        cuts it short. A stopped process (SIGSTOP) is made to go on, so that it can leave.
         """
         if self._stopped:
             return
         self._stopped = True
         self._note_ends()
-        deadline = time.monotonic() + grace_s
+        deadline = (self._asked_at_s or time.monotonic()) + grace_s
         for worker in self._workers:
             if worker.status is None:
-                worker.asked_to_leave = not worker.has_raised()
+                asked, worker.asked_to_leave = worker.asked_to_leave, not worker.has_raised()
                 # SIGINT would only make an interpreter that is still starting print where it was interrupted.
                 started = os.fstat(worker.fault_file).st_size > 0
                 ask_it = ask if started else signal.SIGTERM
                 if ask_it == signal.SIGTERM and worker.hears(ONLY_ASKED_BY_SIGTERM):
                     worker.ended_outright = True
                     ask_it = signal.SIGKILL
+                elif asked:
+                    continue
                 for number in (ask_it, signal.SIGCONT):
                     signal.pidfd_send_signal(worker.pidfd, number)
         while self.running() and time.monotonic() < deadline and not self._interrupts.impatient:

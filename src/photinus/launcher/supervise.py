@@ -102,7 +102,7 @@ def supervise(flags: RunFlags, program: Program) -> int:
                 result = agent.run()
         except signal_exception:
             if agent.suspension is not None:
-                output.say(f"photinus: suspended at {agent.suspension}; the same command goes on from there\n")
+                output.say(f"photinus: {agent.suspension}; the same command goes on from there\n")
             return _interrupted(interrupts, output, _ended(chosen.count))
         except JobEndedError as ended:
             # A signal to all hosts: another's end is no news then, if it arrives first.

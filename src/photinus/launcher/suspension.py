@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .report import Death
+from .report import Death, Raised
 
-__all__ = ["ended_suspended", "saved", "tell_suspension"]
+__all__ = ["ended_suspended", "tell_suspension", "words_of"]
 
 
 def ended_suspended(deaths: Sequence[Death]) -> bool:
@@ -18,18 +18,19 @@ def ended_suspended(deaths: Sequence[Death]) -> bool:
     return any(death.suspended for death in deaths) and all(death.suspended or death.ended_by_us for death in deaths)
 
 
-def saved(deaths: Sequence[Death]) -> str:
-    """What suspended workers say that they saved: `step 120, saved in PATH`; of the first rank that says something."""
-    said = [death.raised.text for death in sorted(deaths, key=lambda d: d.rank) if death.suspended and death.raised]
-    return next((text for text in said if text), "")
+def words_of(suspensions: Sequence[Raised]) -> str:
+    """`suspended at step 120, saved in PATH`: what the first worker says that says something."""
+    said = next((raised.text for raised in suspensions if raised.text), "")
+    return f"suspended at {said}" if said else "suspended"
 
 
 def tell_suspension(deaths: Sequence[Death], *, world_size: int, delay_s: float) -> str:
     """The words for the terminal when all workers have suspended themselves and are started again."""
-    words = saved(deaths)
+    words = words_of(
+        [death.raised for death in sorted(deaths, key=lambda d: d.rank) if death.raised and death.suspended]
+    )
     soon = f" in {delay_s:.0f} s" if delay_s else ""
     workers = f"all {world_size} workers" if world_size > 1 else "the worker"
     return (
-        f"photinus: suspended{f' at {words}' if words else ''}\n"
-        f"photinus: starting {workers} again from there{soon} (no failure, and not counted as one)\n"
+        f"photinus: {words}\nphotinus: starting {workers} again from there{soon} (no failure, and not counted as one)\n"
     )

@@ -214,7 +214,7 @@ class _FarSide:
         if folder not in path.split(os.pathsep):
             environ["PATH"] = folder + os.pathsep + path
         outputs = Outputs(**order["outputs"])
-        self._job = FarJob(order["words"], environ, outputs=outputs, listener=self._listener)
+        self._job = FarJob(order["words"], environ, outputs=outputs, listener=self._listener, grace_s=order["grace_s"])
         if self._listener is not None:
             self._listener.close()
             self._listener = None

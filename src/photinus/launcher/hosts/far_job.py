@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...env import LISTEN_FD
+from ..interrupts import FROM_A_KEYBOARD
 
 __all__ = ["FarJob", "Outputs", "safe_path"]
 
@@ -71,6 +72,7 @@ class FarJob:
         environ: its whole environment.
         outputs: what its stdout and stderr are.
         listener: a socket that it shall inherit, as PHOTINUS_LISTEN_FD.
+        grace_s: seconds that it gives its workers when it is asked to end.
 
     Attributes:
         outputs: descriptor -> kind of frame ("o", "e"), as long as it is open.
@@ -78,7 +80,13 @@ class FarJob:
     """
 
     def __init__(
-        self, words: Sequence[str], environ: Mapping[str, str], *, outputs: Outputs, listener: socket.socket | None
+        self,
+        words: Sequence[str],
+        environ: Mapping[str, str],
+        *,
+        outputs: Outputs,
+        listener: socket.socket | None,
+        grace_s: float,
     ) -> None:
         libc = ctypes.CDLL(None)
         environ = dict(environ)
@@ -105,6 +113,7 @@ class FarJob:
         for descriptor in theirs:
             os.close(descriptor)
         self.pidfd = os.pidfd_open(self._process.pid)
+        self._grace_s = grace_s
         self._kill_at_s: float | None = None
         self._ended_at_s = 0.0
 
@@ -120,11 +129,11 @@ class FarJob:
         return data
 
     def ask(self, number: int) -> None:
-        """Passes a signal on to the launcher. From the first on, it has seconds to end."""
+        """Passes a signal on to the launcher, which then has to end: in seconds, or after the grace of its workers."""
         if self._process.poll() is None:
             self._process.send_signal(number)
-            if self._kill_at_s is None:
-                self._kill_at_s = time.monotonic() + _LEAVE_S
+            at_once = number in FROM_A_KEYBOARD or self._kill_at_s is not None
+            self._kill_at_s = time.monotonic() + _LEAVE_S + (0.0 if at_once else self._grace_s)
 
     def kill_overdue(self) -> None:
         """Kills a launcher that was asked to end and did not; its guard ends the workers."""

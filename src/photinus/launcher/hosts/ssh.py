@@ -27,7 +27,7 @@ from typing import Any
 
 from ...errors import LaunchError
 from ..flags import RunFlags
-from ..interrupts import SIGNALS, Interrupts, taking_interrupts
+from ..interrupts import FROM_A_KEYBOARD, SIGNALS, Interrupts, taking_interrupts
 from ..program import Program
 from ..usage import UsageError
 from .hostfile import read_hostfile
@@ -247,6 +247,7 @@ class _Conductor:
                 "words": words,
                 "environ": dict(self._environ),
                 "secret": secret,
+                "grace_s": self._flags.stop_grace_s,
                 # Other hosts' lines are carried here as lines; only rank 0's host has the terminal to itself.
                 "outputs": self._outputs if number == 0 else {"merged": self._merged},
             }
@@ -277,7 +278,8 @@ class _Conductor:
     def _pass_signals_on(self, now: float) -> None:
         for number in self._interrupts.received[self._signals_sent :]:
             self._signals_sent += 1
-            self._leave_at_s = now + (_INTERRUPT_S if self._signals_sent == 1 else _IMPATIENT_S)
+            within_s = _INTERRUPT_S if number in FROM_A_KEYBOARD else self._flags.stop_grace_s + _FOLLOW_S
+            self._leave_at_s = now + (within_s if self._signals_sent == 1 else _IMPATIENT_S)
             self._send_signal(number)
 
     def _note_failure(self, now: float) -> None:

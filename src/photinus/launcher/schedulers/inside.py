@@ -10,8 +10,6 @@ from ..usage import UsageError
 
 __all__ = ["asked_gpus", "program_words", "run_words"]
 
-_SAVE_S = 30.0
-
 
 def run_words(flags: RunFlags) -> list[str]:
     """The flags that say how each host runs its workers; those that say which hosts there are, are left out.
@@ -36,9 +34,8 @@ def run_words(flags: RunFlags) -> list[str]:
         words += ["--num-gpus", str(selection.num_gpus)]
     if flags.max_restarts != RunFlags.max_restarts:
         words += ["--max-restarts", str(flags.max_restarts)]
-    # Schedulers leave time to save: more than is good between a failure and the next attempt of one who sits waiting.
-    grace_s = flags.stop_grace_s if flags.stop_grace_s != RunFlags.stop_grace_s else _SAVE_S
-    words += ["--stop-grace", f"{grace_s:g}"]
+    if flags.stop_grace_s != RunFlags.stop_grace_s:
+        words += ["--stop-grace", f"{flags.stop_grace_s:g}"]
     if flags.preempt_after_s is not None:
         words += ["--preempt-after", f"{flags.preempt_after_s:g}"]
     if flags.use_env:
