@@ -18,7 +18,7 @@ from torch import nn
 
 import photinus
 from photinus.errors import CheckpointError
-from photinus.trainer import digest
+from photinus.trainer import digest, manifest
 from photinus.trainer.checkpoint import Checkpoint, CheckpointFolder
 from photinus.trainer.durable import locked
 
@@ -348,3 +348,31 @@ def test_a_digest_does_not_depend_on_how_the_bytes_came(tmp_path: Path, size: in
         (tmp_path / "f").write_bytes(changed)
         assert digest.file_digest(tmp_path / "f")[1] != whole.hexdigest()
         assert digest.file_digest(tmp_path / "f", size - 1)[0] == size - 1
+
+
+@pytest.mark.parametrize(
+    "crafted",
+    [
+        {"files": {"../../secret": {"bytes": 1, "digest": "x"}}},
+        {"files": {"/etc/hostname": {"bytes": 1, "digest": "x"}}},
+        {"files": ["model"]},
+        {"files": {"model": {"bytes": math.inf, "digest": "x"}}},
+        {"metric": "best"},
+        {"description": [1]},
+        {"step": None},
+    ],
+)
+def test_a_crafted_manifest_is_refused(tmp_path: Path, crafted: dict[str, Any]) -> None:
+    path = CheckpointFolder(tmp_path).save(1, state(1), description={}) / "manifest.json"
+    head = json.dumps({**json.loads(path.read_text()), **crafted}).removesuffix("}").encode()
+    path.write_bytes(head + manifest._seal(head))
+    with pytest.raises(CheckpointError, match=r"manifest\.json is not a manifest of photinus"):
+        CheckpointFolder(tmp_path).newest()
+
+
+def test_a_manifest_nested_without_end_is_refused(tmp_path: Path) -> None:
+    path = CheckpointFolder(tmp_path).save(1, state(1), description={}) / "manifest.json"
+    head = b'{"description": ' + b"[" * 100_000 + b"]" * 100_000
+    path.write_bytes(head + manifest._seal(head))
+    with pytest.raises(CheckpointError, match=r"manifest\.json is not a manifest of photinus"):
+        CheckpointFolder(tmp_path).newest()

@@ -43,14 +43,13 @@ from .durable import (
     sync_folder,
     temporary,
 )
-from .manifest import JSON, NAME, FileRecord, Manifest, check_files, file_name, read_manifest, write_manifest
+from .manifest import ENTRY, JSON, NAME, FileRecord, Manifest, check_files, file_name, read_manifest, write_manifest
 from .statefile import load, save
 from .states import PlainState, require_whole, state_of
 
 __all__ = ["Checkpoint", "CheckpointFolder", "gather_per_rank", "load", "on_all_ranks", "save"]
 
 _STEP = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # the second number: saved again at the same step
-_ENTRY = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,99}")
 _MANIFEST_BYTES = 64 << 10  # allowance for it and the folder, when space is looked for
 
 
@@ -185,7 +184,7 @@ class CheckpointFolder:
         step = whole_number("step", step)
         metric = None if metric is None or math.isnan(metric) else float(metric)
         described = json.loads(json.dumps(dict(description)))  # raises before anything is written
-        wrong = [entry for entry in state if not _ENTRY.fullmatch(entry)]
+        wrong = [entry for entry in state if not ENTRY.fullmatch(entry)]
         if wrong or not state:
             told = (
                 f"entry {wrong[0]!r} cannot name a file: use letters, digits, '_', '.' and '-'" if wrong else "no state"

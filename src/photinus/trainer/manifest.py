@@ -10,6 +10,7 @@ The last line of the manifest is the CRC-32 of everything before it, so that no 
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -23,11 +24,13 @@ from ..errors import CheckpointError
 from .digest import file_digest
 from .durable import DurableFile
 
-__all__ = ["JSON", "FileRecord", "Manifest", "check_files", "read_manifest", "write_manifest"]
+__all__ = ["ENTRY", "JSON", "FileRecord", "Manifest", "check_files", "read_manifest", "write_manifest"]
 
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
 
 NAME = "manifest.json"
+ENTRY = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,99}")
+"""Names that an entry may have: none of them leads out of the folder."""
 _FORMAT = 1
 _MOST_BYTES = 64 << 20  # a manifest has some kilobytes; what is larger is something else
 
@@ -92,7 +95,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path} is damaged: its last line should read {_digits(head)!r} and is {shown!r}")
     try:
         return _parsed(json.loads(raw))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a manifest of photinus ({type(error).__name__}: {error})") from error
 
 
@@ -123,6 +126,11 @@ def _parsed(data: Mapping[str, Any]) -> Manifest:
         raise ValueError(
             f"format {data['format']}, written by photinus {data.get('photinus')}; this one reads {_FORMAT}"
         )
+    wrong = [entry for entry in data["files"] if not ENTRY.fullmatch(entry)]
+    if wrong:
+        raise ValueError(f"it lists {wrong[0]!r}, which cannot be an entry of a checkpoint")
+    if not isinstance(data["description"], dict) or not isinstance(data["metric"], int | float | None):
+        raise TypeError("its description is no object, or its metric no number")
     files = {entry: FileRecord(int(record["bytes"]), str(record["digest"])) for entry, record in data["files"].items()}
     names = ("description", "metric", "photinus", "torch")
     return Manifest(int(data["step"]), int(data["serial"]), files, **{name: data[name] for name in names})
