@@ -16,10 +16,9 @@ whom), device_map (other devices' backends beside ours), making (which of them a
 from __future__ import annotations
 
 import importlib
+import os
 import warnings
 from typing import TYPE_CHECKING, Any
-
-from .. import status
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import _DistributedBackendOptions
@@ -48,7 +47,10 @@ def register() -> None:
         if not _registered and dist.is_available():  # `import torch` may have called register() just now
             dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
             _registered = True
-            status.count_optimizer_steps()  # here, since this runs in every script that imports torch
+            if "PHOTINUS_STATUS_FILE" in os.environ:  # env.STATUS_FILE: a launcher's worker, whatever its script is
+                from ..status import count_optimizer_steps
+
+                count_optimizer_steps()
     except Exception as error:  # noqa: BLE001 - anything raised here would break `import torch`
         warnings.warn(
             f"the torch.distributed backend {NAME!r} is not available: {type(error).__name__}: {error}", stacklevel=2
