@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import photinus
 from photinus.errors import CheckpointError
 from photinus.trainer.checkpoint import CheckpointFolder, load, save
 from photinus.trainer.digest import file_digest
@@ -188,3 +189,15 @@ def test_a_folder_that_cannot_be_written_is_told(small_disk: Path) -> None:
     found = folder.newest()  # reading needs no lock and no permission to write
     assert found is not None
     assert found.step == 1
+
+
+def test_a_loop_on_a_full_disk_says_so_before_it_trains(small_disk: Path) -> None:
+    (small_disk / "ballast").write_bytes(b"x" * (shutil.disk_usage(small_disk).free // 4096 * 4096))
+    out = small_disk / "deep" / "run"
+    model = torch.nn.Linear(100, 100)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = [(torch.ones(100), torch.ones(100))] * 8
+    with pytest.raises(
+        CheckpointError, match=r"no space left for a checkpoint in .*/run: it needs 40400 bytes .* free"
+    ):
+        photinus.Loop(model, optimizer, data, batch_size=4, epochs=1, out=out)

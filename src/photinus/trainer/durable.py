@@ -23,6 +23,7 @@ from ..errors import CheckpointError
 from .digest import BlockDigest
 
 __all__ = [
+    "NO_LOCKS",
     "DurableFile",
     "discard",
     "is_no_space",
@@ -32,13 +33,14 @@ __all__ = [
     "remove_debris",
     "require_space",
     "sync_folder",
+    "telling_no_space",
     "temporary",
 ]
 
 _TEMPORARY = ".tmp-"
 _LOCK = ".writer.lock"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.EBADF)  # what file systems without locks answer
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.EBADF)  # what file systems without locks answer
 
 _File = TypeVar("_File", bound="DurableFile")
 
@@ -57,7 +59,7 @@ class DurableFile:
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # see remove_dead_files
         except OSError as error:
-            if error.errno not in _NO_LOCKS and not isinstance(error, BlockingIOError):
+            if error.errno not in NO_LOCKS and not isinstance(error, BlockingIOError):
                 os.close(self._descriptor)
                 raise
 
@@ -169,6 +171,18 @@ def no_space(folder: Path, needed_bytes: int, free_bytes: int | None = None) -> 
     )
 
 
+@contextmanager
+def telling_no_space(folder: Path, needed_bytes: int) -> Iterator[None]:
+    """A block that writes into `folder`, or makes it: a full disk in it is told as `no_space` does."""
+    try:
+        yield
+    except OSError as error:
+        if not is_no_space(error):
+            raise
+        there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+        raise no_space(folder, needed_bytes, shutil.disk_usage(there).free) from error
+
+
 def is_no_space(error: OSError) -> bool:
     """Whether the disk, or this user's part of it, is full."""
     return error.errno in _NO_SPACE
@@ -201,7 +215,7 @@ def locked(folder: Path, timeout_s: float = 60.0) -> Iterator[bool]:
                     ) from None
                 time.sleep(0.02)
             except OSError as error:
-                if error.errno not in _NO_LOCKS:
+                if error.errno not in NO_LOCKS:
                     raise
                 has_locks = False
                 break

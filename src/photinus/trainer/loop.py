@@ -44,6 +44,7 @@ from .backwards import Backwards
 from .checkpoint import Checkpoint, on_all_ranks
 from .config import RunConfig, Start, user_options
 from .data import Batch, loader
+from .durable import require_space, telling_no_space
 from .ending import Ending
 from .loss import check_loss
 from .manifest import JSON
@@ -52,6 +53,7 @@ from .progress import Progress, say, show_metrics
 from .replicas import Replicas, described
 from .resume import Source, choose_source, job_name
 from .run_folder import RunFolder
+from .run_lock import RunLock
 from .run_numbers import RunNumbers
 from .saves import Saves
 from .session import require_session
@@ -155,6 +157,7 @@ class Loop:
         self._validated_s = session.aside_s
         self._ending: Ending | None = None  # once there is something to end
         self._folder: RunFolder | None = None  # on rank 0, when there is `out`
+        self._lock: RunLock | None = None  # the same
         self._batch: Batch | None = None  # the one whose body runs
         self._save_wanted = False
         self._stop_wanted = False
@@ -212,12 +215,17 @@ class Loop:
         self._numbers = RunNumbers(session, self._clock, self._replicas)
         self._backwards = Backwards(optimizers)
         self._saves = Saves(session, Trained(model, optimizer, scheduler, others), self._options)
+        self._least_bytes = sum(each.numel() * each.element_size() for each in model.parameters())  # of a checkpoint
         self.steps_per_epoch = len(self._loader)
         self._save_every_steps, self._save_every_epochs = save_every_steps, save_every_epochs
         source = Source(None, goes_on=False)  # what rank 0 found; the other ranks need only the checkpoint
 
         def choose() -> Checkpoint | None:
             nonlocal source
+            if self.out is not None:
+                with telling_no_space(self.out, self._least_bytes):
+                    self._lock = RunLock(self.out)
+                session.at_end(lambda _: self._release())
             source = choose_source(self.out, resume)
             return source.checkpoint
 
@@ -230,7 +238,8 @@ class Loop:
             status.tell(saved=self._saved_step)
         self._progress = Progress(progress and session.is_main, self.epochs, self.steps_per_epoch)
         if self.out is not None:
-            prepare = partial(self._prepare_folder, source, config, keep_last, best, tensorboard)
+            with_space = telling_no_space(self.out, self._least_bytes)
+            prepare = with_space(partial(self._prepare_folder, source, config, keep_last, best, tensorboard))
             from_rank_0(prepare, f"preparing the folder {self.out}")
             if not self.finished:
                 self._ending = Ending(self.out, session.rank, self._position)
@@ -498,8 +507,13 @@ class Loop:
             self._folder.close()
             if self._curves:
                 self._folder.draw()
+        self._release()
         if self._progress.shown:
             say(self.summary())
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
 
     def summary(self) -> str:
         """How far the run is, its last numbers, and (on rank 0) where the results lie: one or two lines."""
@@ -519,7 +533,9 @@ class Loop:
         assert self.out is not None
         self._folder = RunFolder(self.out, keep_last=keep_last, best=best, tensorboard=tensorboard)
         if self.finished:  # nothing will be added
+            self._release()
             return
+        require_space(self.out, self._least_bytes)
         resumed_from = None if self.resumed_from is None else str(self.resumed_from)
         start = Start.now(self._session, resumed_from=resumed_from, resumed_step=self.step, job=job_name())
         run = RunConfig(self._options, user_options(config), [start])

@@ -10,6 +10,7 @@ out/
   tensorboard/    event files, where they were asked for
   curves.png      drawn at the end
   earlier-1/      what lay here before a run that began anew
+  .run.lock       held by the job that runs, see run_lock.py
 """
 
 from __future__ import annotations
