@@ -5,8 +5,9 @@
 
 Needs root and iproute2; `network_hosts` skips the test, with the reason, where it cannot make them. The switch lies in
 a namespace of its own, so the machine's own network is not touched. A host's name (host-0, host-1, ...) is what a
-process there sees as its own, and all hosts find each other by it. Namespaces are removed at the end. A process that is
-still in one of them then is an error of the test: it is named, and killed.
+process there sees as its own, and all other hosts find it by that; to the host itself it means 127.0.1.1, as a fresh
+Debian has it. Namespaces are removed at the end. A process that is still in one of them then is an error of the test:
+it is named, and killed.
 """
 
 from __future__ import annotations
@@ -72,18 +73,27 @@ class NetworkHost:
 
 
 @contextlib.contextmanager
-def network_hosts(count: int) -> Iterator[tuple[NetworkHost, ...]]:
-    """So many hosts that reach each other, for the duration of the block."""
+def network_hosts(
+    count: int, *, own_name: str | None = "127.0.1.1", other_network: bool = False
+) -> Iterator[tuple[NetworkHost, ...]]:
+    """So many hosts that reach each other, for the duration of the block.
+
+    Args:
+        own_name: what a host's own name means to itself; None: nothing.
+        other_network: whether each has a second interface, with the default route, on which none reaches another.
+    """
     _skip_where_impossible()
     mark = f"ph{os.getpid()}x{next(_numbers)}"
     switch = f"{mark}sw"
     with tempfile.TemporaryDirectory(prefix="photinus-hosts-") as folder, contextlib.ExitStack() as stack:
-        hosts_file = Path(folder, "hosts")
         hosts = tuple(
-            NetworkHost(f"{mark}h{i}", f"host-{i}", f"10.78.0.{i + 1}", str(hosts_file)) for i in range(count)
+            NetworkHost(f"{mark}h{i}", f"host-{i}", f"192.168.78.{i + 1}", f"{folder}/hosts-{i}") for i in range(count)
         )
-        lines = [f"{host.address} {host.name}\n" for host in hosts]
-        hosts_file.write_text("127.0.0.1 localhost\n::1 localhost\n" + "".join(lines))
+        for host in hosts:
+            lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost ip6-loopback"]
+            lines += [f"{own_name} {host.name}"] * (own_name is not None)
+            lines += [f"{other.address} {other.name}" for other in hosts if other is not host]
+            Path(host.hosts_file).write_text("\n".join(lines) + "\n")
         _add_namespace(switch, stack)
         _ip("-n", switch, "link", "add", "br0", "type", "bridge", "stp_state", "0", "forward_delay", "0")
         _ip("-n", switch, "link", "set", "br0", "up")
@@ -107,6 +117,13 @@ def network_hosts(count: int) -> Iterator[tuple[NetworkHost, ...]]:
             _ip("-n", host.namespace, "link", "set", "eth0", "up")
             _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", "eth0")
             _ip("-n", switch, "link", "set", f"p{index}", "master", "br0", "up")
+            if other_network:
+                away = ["link", "add", "away0", "type", "veth", "peer", "name", f"q{index}", "netns", switch]
+                _ip("-n", host.namespace, *away)
+                _ip("-n", host.namespace, "link", "set", "away0", "up")
+                _ip("-n", switch, "link", "set", f"q{index}", "up")
+                _ip("-n", host.namespace, "addr", "add", f"192.168.79.{index + 1}/24", "dev", "away0")
+                _ip("-n", host.namespace, "route", "add", "default", "via", "192.168.79.254")
         yield hosts
         left = _left_on(hosts)
         assert not left, "processes are left on the hosts:\n" + "\n".join(left)

@@ -148,7 +148,7 @@ def test_neither_command_lines_nor_workers_have_the_secret(place):
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("10.78.0.9 slots=1", ["host 10.78.0.9: it cannot be reached", "--exclude 10.78.0.9"]),
+        ("192.168.78.9 slots=1", ["host 192.168.78.9: it cannot be reached", "--exclude 192.168.78.9"]),
         ("no-such-host slots=1", ["host no-such-host: its name is not known here"]),
     ],
 )
@@ -272,7 +272,7 @@ def test_a_taken_port_is_named_and_another_is_used_unless_one_was_asked_for(plac
         assert "port 29500 is taken on host-0; " in ended.err
         ended = place.run("--hostfile", hosts, "--master-port", "29500", script(place.folder, REPORT))
         assert ended.code == 1
-        assert "host host-0: port 29500 of 10.78.0.1 is taken by " in ended.err
+        assert "host host-0: port 29500 of 192.168.78.1 is taken by " in ended.err
         assert f"(pid {holder.pid}, " in ended.err
         ended = place.run("--hostfile", hosts, "--master-port", "0", script(place.folder, REPORT))
         assert ended.code == 0, ended.err

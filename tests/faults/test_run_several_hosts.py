@@ -128,7 +128,7 @@ def test_the_same_command_on_two_hosts_trains_four_ranks_and_listens_between_the
         assert set(listening) <= {"127.0.0.1", host.address}, listening
     (tmp_path / "stop").write_text("now")
     assert_ended_well(*jobs)
-    assert "2 hosts, 4 workers: host-0 (10.78.0.1) ranks 0 to 1, host-1 (10.78.0.2) ranks 2 to 3" in jobs[0].text
+    assert "2 hosts, 4 workers: host-0 (192.168.78.1) ranks 0 to 1, host-1 (192.168.78.2) ranks 2 to 3" in jobs[0].text
     assert "without a secret: whoever reaches that port can take part" in jobs[0].text
 
 
@@ -146,13 +146,13 @@ def test_a_host_may_join_and_leave_a_job_that_says_so(hosts, tmp_path):
     wait_until([first], *trains(tmp_path, 2, 0))
     second = launch(hosts, 1, tmp_path, *conf, path, tmp_path, nnodes="1:2")
     wait_until([first, second], *trains(tmp_path, 4, 1))
-    assert "host host-1 (10.78.0.2) has come" in first.text
+    assert "host host-1 (192.168.78.2) has come" in first.text
     second.process.send_signal(signal.SIGTERM)
     assert second.end().code == 143
     begun = time.monotonic()
     wait_until([first], *trains(tmp_path, 2, 2))
     assert time.monotonic() - begun < 15
-    assert "host host-1 (10.78.0.2) left, ended by SIGTERM" in first.text
+    assert "host host-1 (192.168.78.2) left, ended by SIGTERM" in first.text
     (tmp_path / "stop").write_text("now")
     assert_ended_well(first)
 
@@ -170,7 +170,7 @@ def test_a_lost_host_ends_a_job_of_a_fixed_number_within_ten_seconds(hosts, tmp_
     end = jobs[0].end()
     assert time.monotonic() - begun < 10, end.out
     assert end.code == 1
-    assert "the job ended: host host-1 (10.78.0.2) was lost: " in end.err
+    assert "the job ended: host host-1 (192.168.78.2) was lost: " in end.err
     if how == "cut off":
         other = jobs[1].end()
         assert time.monotonic() - begun < 12, other.out
@@ -193,7 +193,7 @@ def test_a_lost_host_is_gone_on_without_where_hosts_may_go(hosts, tmp_path, how)
     took_s = time.monotonic() - begun
     assert took_s < 10, jobs[0].text
     wait_until(jobs[:1], *trains(tmp_path, 2, 1))
-    assert "host host-1 (10.78.0.2) was lost: " in jobs[0].text
+    assert "host host-1 (192.168.78.2) was lost: " in jobs[0].text
     (tmp_path / "stop").write_text("now")
     assert_ended_well(jobs[0])
     if how == "cut off":

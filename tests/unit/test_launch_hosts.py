@@ -16,7 +16,7 @@ import pytest
 from photinus.errors import LaunchError
 from photinus.launcher.hosts import joining, messages
 from photinus.launcher.hosts.handshake import HandshakeError, RefusedError, answer, key_of, prove
-from photinus.launcher.hosts.ports import PortTakenError, holder_of, interface_of, listen, local_addresses_of
+from photinus.launcher.hosts.ports import PortTakenError, holder_of, listen, local_addresses_of
 from photinus.launcher.report import Death, Raised
 from photinus.launcher.usage import UsageError
 
@@ -50,8 +50,6 @@ def test_own_addresses_are_told_from_others():
     assert local_addresses_of("127.0.0.1") == ["127.0.0.1"]
     assert "127.0.0.1" in local_addresses_of("localhost")
     assert local_addresses_of("192.0.2.1") == []
-    assert interface_of("127.0.0.1") == "lo"
-    assert interface_of("192.0.2.1") is None
 
 
 def meet(server_key: bytes, client_key: bytes, purpose: str = "host", *, refuse: str | None = None) -> str:
@@ -181,34 +179,46 @@ def test_a_report_travels_by_ages_and_comes_back_the_same():
         messages.report_from_json({"deaths": [{"rank": 1}], "finished": []})
 
 
-def leader_of(name: str, monkeypatch: pytest.MonkeyPatch, *, own: list[str], outside: str | None) -> tuple[str, str]:
+def leader_of(name: str, monkeypatch: pytest.MonkeyPatch, *, own: list[str], outside: list[str]) -> tuple[str, str]:
     """Where a host listens that leads under this name, and what it says."""
     said: list[str] = []
 
-    def out(address: str) -> str:
-        if outside is None:
-            raise OSError("no route")
-        return outside
+    def local(host: str) -> list[str]:
+        if not own:
+            raise OSError("no such name")
+        return own
 
-    monkeypatch.setattr(joining, "local_addresses_of", lambda host: own)
-    monkeypatch.setattr(joining, "reaches_from", out)
+    monkeypatch.setattr(joining, "local_addresses_of", local)
+    monkeypatch.setattr(joining, "outside_addresses", lambda: outside)
     found = joining._own_addresses(name, must=True, wait_s=0.0, say=lambda text, alarm: said.append(text))
     return found[0], "".join(said)
 
 
 def test_a_host_whose_own_name_is_loopback_leads_where_others_reach_it(monkeypatch):
-    address, said = leader_of("node1", monkeypatch, own=["127.0.1.1"], outside="10.0.0.7")
+    address, said = leader_of("node1", monkeypatch, own=["127.0.1.1"], outside=["10.0.0.7"])
     assert address == "10.0.0.7"
     assert "node1 is 127.0.1.1 to this host itself, where no other reaches it: the job is led at 10.0.0.7" in said
+
+
+def test_a_host_that_does_not_know_its_own_name_leads_all_the_same(monkeypatch):
+    address, said = leader_of(socket.gethostname(), monkeypatch, own=[], outside=["10.0.0.7"])
+    assert address == "10.0.0.7"
+    assert "is nothing to this host itself" in said
+
+
+def test_a_host_of_several_networks_whose_name_is_loopback_leads_on_all_and_says_so(monkeypatch):
+    address, said = leader_of("node1", monkeypatch, own=["127.0.1.1"], outside=["10.0.0.7", "10.1.0.7"])
+    assert address == "0.0.0.0"
+    assert "the job is led at all addresses (10.0.0.7, 10.1.0.7) (--local-addr names another address)" in said
 
 
 @pytest.mark.parametrize(
     ("name", "own", "outside"),
     [
-        ("localhost", ["127.0.0.1"], "10.0.0.7"),
-        ("127.0.0.1", ["127.0.0.1"], "10.0.0.7"),
-        ("node1", ["127.0.1.1"], None),
-        ("node1", ["10.0.0.5"], "10.0.0.7"),
+        ("localhost", ["127.0.0.1"], ["10.0.0.7"]),
+        ("127.0.0.1", ["127.0.0.1"], ["10.0.0.7"]),
+        ("node1", ["127.0.1.1"], []),
+        ("node1", ["10.0.0.5"], ["10.0.0.7"]),
     ],
 )
 def test_other_names_are_taken_at_their_word(monkeypatch, name, own, outside):

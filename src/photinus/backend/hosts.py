@@ -17,6 +17,7 @@ Cost: a rank writes 2 keys and reads 2, rank 0 writes and reads one per rank on 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -25,10 +26,11 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from .. import engine
 from ..errors import CollectiveTimeoutError, PeerLostError
+from ..world.own_address import is_loopback, reaches_from
 
 __all__ = ["Meeting", "Member", "meet", "tidy"]
 
@@ -37,11 +39,15 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
 
 @dataclass(frozen=True)
 class Member:
-    """A rank of the group: the host that it shares memory on, that host's name, and its process."""
+    """A rank of the group: the host that it shares memory on, that host's name, and its process.
+
+    `address` is the one from which it reaches the store; None where that is no server.
+    """
 
     host_id: str
     host_name: str
     pid: int
+    address: str | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,19 @@ class Meeting:
     def one_host(self) -> bool:
         """Whether all ranks can share memory."""
         return len({member.host_id for member in self.members}) == 1
+
+    def own_address(self, rank: int) -> str | None:
+        """The address at which ranks of other hosts reach this one; None where that cannot be known.
+
+        The store's own host may reach it on loopback (127.0.1.1); there it is the address that reaches another host.
+        """
+        me = self.members[rank]
+        others = [member for member in self.members if member.host_id != me.host_id]
+        for member in (me, *others):
+            if member.address is not None and not is_loopback(member.address):
+                with contextlib.suppress(OSError):
+                    return reaches_from(member.address)
+        return me.address
 
     def hosts(self) -> str:
         """The hosts and their ranks, for messages: "a (ranks 0, 1), b (rank 2)"."""
@@ -89,7 +108,7 @@ def meet(store: Store, rank: int, world_size: int, *, timeout_s: float, name: st
         CollectiveTimeoutError: not all came in time; names those that did not.
         PeerLostError: the store's server is gone.
     """
-    me = Member(engine.host_id(), socket.gethostname(), os.getpid())
+    me = Member(engine.host_id(), socket.gethostname(), os.getpid(), _address_towards(store))
     if world_size == 1:
         return Meeting(secrets.token_hex(8), (me,), None)
     waiting = _Waiting(PrefixStore("photinus", store), rank, world_size, timeout_s, name)
@@ -102,6 +121,15 @@ def meet(store: Store, rank: int, world_size: int, *, timeout_s: float, name: st
             f"{waiting.who}: the rendezvous store failed ({type(error).__name__}: {str(error).splitlines()[0]}); "
             f"the process that serves it, mostly rank 0 or the launcher's, may have ended"
         ) from error
+
+
+def _address_towards(store: Store) -> str | None:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, TCPStore):
+        with contextlib.suppress(OSError):  # reached, but not by a name that resolves here
+            return reaches_from(store.host)
+    return None
 
 
 def tidy(store: Store, meeting: Meeting) -> None:

@@ -7,7 +7,6 @@ torch's `Backend` cannot be subclassed in Python, `ProcessGroupGloo` can; so the
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -15,8 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import Store
 
+from ..world.own_address import outside_addresses
 from .tensors import allocate
 
 __all__ = ["InnerGloo", "Limit"]
@@ -30,18 +30,21 @@ class Limit:
 
 
 class InnerGloo(dist.ProcessGroupGloo):
-    """gloo over the loopback interface for ranks of one host, otherwise over the interface that reaches the store.
+    """gloo over the loopback interface for ranks of one host, otherwise over the one that reaches the other hosts.
 
     Args:
         store: with a prefix that no earlier group used, since gloo takes any address that it finds there.
         rank, size: of the group.
         limit: the group's timeout.
         one_host: whether all ranks run on this host.
+        address: of this rank's host, at which the other hosts reach it, where that is known.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, limit: Limit, *, one_host: bool) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, limit: Limit, *, one_host: bool, address: str | None = None
+    ) -> None:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [_loopback() if one_host else _device_that_reaches(store)]
+        options._devices = [_loopback()] if one_host else _devices(address)
         options._threads = 2
         options._timeout = timedelta(seconds=limit.timeout_s)
         super().__init__(store, rank, size, options)
@@ -76,21 +79,15 @@ def _loopback() -> dist.ProcessGroupGloo.Device:
         return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
 
 
-def _device_that_reaches(store: Store) -> dist.ProcessGroupGloo.Device:
-    """The interface of the route to the store's server; gloo's own choice for stores without one.
+def _devices(address: str | None) -> list[dist.ProcessGroupGloo.Device]:
+    """What GLOO_SOCKET_IFNAME names, as in torch; else the interface with the address, or the first that there is.
 
-    GLOO_SOCKET_IFNAME beats both. gloo's own choice is the address of the host's name, which is often 127.0.1.1.
+    (gloo's own choice is the address of the host's name, which is often 127.0.1.1, or none.)
     """
-    inner: Store = store
-    while isinstance(inner, PrefixStore):
-        inner = inner.underlying_store
-    if os.environ.get("GLOO_SOCKET_IFNAME") or not isinstance(inner, TCPStore):
-        return dist.ProcessGroupGloo.create_default_device()
-    for family, kind, protocol, _, address in socket.getaddrinfo(inner.host, inner.port, type=socket.SOCK_DGRAM):
-        with socket.socket(family, kind, protocol) as probe:
-            try:
-                probe.connect(address)  # a datagram socket: chooses the route, sends nothing
-            except OSError:
-                continue
-            return dist.ProcessGroupGloo.create_device(hostname=str(probe.getsockname()[0]))
-    return dist.ProcessGroupGloo.create_default_device()
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    if names:
+        return [dist.ProcessGroupGloo.create_device(interface=name) for name in names]
+    for known in (address, *outside_addresses()):
+        if known is not None:
+            return [dist.ProcessGroupGloo.create_device(hostname=known)]
+    return [dist.ProcessGroupGloo.create_default_device()]

@@ -75,7 +75,8 @@ def _make_for_cpu(given: _DistributedBackendOptions) -> ThroughEngine | ThroughG
         )
     try:
         private = PrefixStore(f"photinus/{meeting.session}", store)
-        gloo = InnerGloo(private, rank, size, limit, one_host=meeting.one_host)
+        address = None if meeting.one_host else meeting.own_address(rank)
+        gloo = InnerGloo(private, rank, size, limit, one_host=meeting.one_host, address=address)
         if rank == 0 and size > 1:
             hosts.tidy(store, meeting)
         group: ThroughEngine | ThroughGloo

@@ -54,6 +54,11 @@ def open_store(world: World, rendezvous: Rendezvous, timeout_s: float) -> Store:
             in time; names port, host and ranks.
     """
     address = reachable_address(rendezvous.address)
+    if world.host_rank == 0:
+        try:
+            address = own_address(address, rendezvous.hosts[1:2])
+        except OSError as error:
+            raise NotInitializedError(_unknown(address, rendezvous, error)) from error
     identity = _identity(rendezvous.job)
     deadline = time.monotonic() + timeout_s
     if world.rank == 0:
@@ -101,10 +106,7 @@ class _Host:
 
     def gather(self, deadline: float, timeout_s: float) -> Store:
         """The store, when all ranks know where it is; it listens on the same address only."""
-        try:
-            here = own_address(self.address, self.rendezvous.hosts[1:2])
-        except OSError as error:
-            raise NotInitializedError(_unknown(self.address, self.rendezvous, error)) from error
+        here = self.address
         with self._listen(here, self.rendezvous.port) as listener, self._listen(here, 0) as behind:
             port: int = behind.getsockname()[1]
             store = _store(here, port, timeout_s, behind.detach())

@@ -10,6 +10,7 @@ processes come from a launcher (`photinus run`, torchrun, Slurm, Open MPI), whic
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import os
 import socket
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from .. import env
 from ..errors import CollectiveError, NotInitializedError, WorldSizeError
 from ..world import World, check_company, find_rendezvous
+from ..world.own_address import interface_of, own_address, reaches_from
 from . import preemption
 from .agreement import gather_per_rank
 from .gpu_sharing import check_gpus
@@ -271,6 +273,8 @@ def _make_group(place: World, backend: str, timeout: timedelta) -> None:
         return
     rendezvous = find_rendezvous(place, os.environ)
     if rendezvous.given:
+        if "gloo" in backend and place.local_world_size < place.world_size:
+            _name_interface_for_gloo(rendezvous.address)
         dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, timeout=timeout)
         return
     if rendezvous.address == "127.0.0.1":
@@ -278,6 +282,14 @@ def _make_group(place: World, backend: str, timeout: timedelta) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     joined = open_store(place, rendezvous, timeout.total_seconds())
     dist.init_process_group(backend, store=joined, rank=place.rank, world_size=place.world_size, timeout=timeout)
+
+
+def _name_interface_for_gloo(meeting_place: str) -> None:
+    """Without it gloo takes the address of the host's own name, which is often 127.0.1.1, or none."""
+    with contextlib.suppress(OSError):  # no such name: torch's store says so
+        interface = interface_of(reaches_from(own_address(meeting_place)))
+        if interface not in (None, "lo"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def _meet(place: World) -> tuple[World, list[_Member]]:

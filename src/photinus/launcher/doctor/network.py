@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import socket
-import struct
 from pathlib import Path
 
+from ...world.own_address import interfaces
 from .finding import Finding
 
 __all__ = ["look_at_network"]
 
 _SECTION = "Network"
-_GET_ADDRESS = 0x8915  # SIOCGIFADDR
 _VIRTUAL = ("lo", "docker", "veth", "br-", "virbr", "ifb", "dummy", "tun", "tap", "cni", "flannel", "cali")
 
 
@@ -37,11 +35,11 @@ def _loopback() -> Finding:
 
 
 def _interfaces(root: Path) -> list[Finding]:
-    found = []
+    found, addresses = [], {name: str(address) for name, address, _ in interfaces()}
     for folder in sorted((root / "sys/class/net").glob("*")):
         if folder.name.startswith(_VIRTUAL):
             continue
-        address, speed = _address(folder.name), _read(folder / "speed")
+        address, speed = addresses.get(folder.name, ""), _read(folder / "speed")
         up = _read(folder / "operstate") in ("up", "unknown")
         parts = [address or "no IPv4 address", "up" if up else "down"]
         if speed.lstrip("-").isdigit() and int(speed) > 0:
@@ -94,16 +92,6 @@ def _rdma(root: Path) -> Finding:
     if devices:
         return Finding(_SECTION, "RDMA", "good", ", ".join(devices), facts={"devices": devices})
     return Finding(_SECTION, "RDMA", "absent", "no InfiniBand or RoCE device; hosts meet over TCP")
-
-
-def _address(interface: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        request = struct.pack("256s", interface.encode()[:15])
-        try:
-            answer = fcntl.ioctl(asked.fileno(), _GET_ADDRESS, request)
-        except OSError:  # has none
-            return ""
-    return socket.inet_ntoa(answer[20:24])
 
 
 def _read(path: Path) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 
 from ... import env
 from ...errors import LaunchError
+from ...world.own_address import is_loopback, means_this_host, outside_addresses
 from ..flags import HostFlags
 from ..usage import UsageError
 from .dialling import look
@@ -23,13 +23,12 @@ from .handshake import key_of
 from .leading import leading
 from .meeting import Meeting
 from .member import Member
-from .ports import PortTakenError, listen, local_addresses_of, reaches_from
+from .ports import PortTakenError, listen, local_addresses_of
 
 __all__ = ["DEFAULT_PORT", "Joined", "joining"]
 
 DEFAULT_PORT = 29500
 _ANY = ("0.0.0.0", "::")
-_ELSEWHERE = "198.51.100.1"  # an address for examples, which no host has: asks for the way out (nothing is sent)
 _NAME_S, _NAME_STEP_S = 60.0, 0.5
 
 
@@ -85,14 +84,14 @@ def joining(
         else:
             address, port = listener.getsockname()[:2]
             secret = env.JOB_SECRET.get(environ)
-            if secret is None and not _loopback(address):
+            if secret is None and not is_loopback(address):
                 say(
                     f"photinus: leads at {address} port {port} without a secret: whoever reaches that port can take "
                     f"part. Set {env.JOB_SECRET.name} to the same random words on every host.\n",
                     False,
                 )
             if address in _ANY:
-                address = flags.leader
+                address = "127.0.0.1" if address == "0.0.0.0" else "::1"
             rules = Meeting(*flags.nnodes, join_timeout_s=flags.join_timeout_s, last_call_s=flags.last_call_s)
             stack.enter_context(leading(listener, key, rules, max_restarts=max_restarts, job_id=job_id))
         member = Member(address, port, key, join_timeout_s=flags.join_timeout_s, say=say)
@@ -145,6 +144,9 @@ def _own_addresses(leader: str, *, must: bool, wait_s: float, say: Callable[[str
             own = local_addresses_of(leader)
             break
         except OSError as error:
+            if leader == socket.gethostname():  # a host that does not know its own name
+                own = []
+                break
             if not must:
                 return []  # the member goes on trying
             if time.monotonic() > deadline:
@@ -152,28 +154,17 @@ def _own_addresses(leader: str, *, must: bool, wait_s: float, say: Callable[[str
                     f"--master-addr {leader} does not resolve on this host: {error.strerror or error}."
                 ) from None
         time.sleep(_NAME_STEP_S)
-    if not own or leader == "localhost" or not all(_loopback(address) for address in own) or _is_address(leader):
+    if not (means_this_host(leader, own) if own else leader == socket.gethostname()):
         return own
-    # Debian's /etc/hosts has a host's own name at 127.0.1.1, where no other host reaches it.
-    try:
-        outside = reaches_from(_ELSEWHERE)
-    except OSError:  # no other network: all launchers of this job are on this host
-        return own
+    # Debian's /etc/hosts has a host's own name at 127.0.1.1, where no other host reaches it; which of several networks
+    # the others mean by the name cannot be known here.
+    outside = outside_addresses()
+    if not outside:  # all launchers of this job are on this host
+        return own or ["127.0.0.1"]
+    where = outside[0] if len(outside) == 1 else f"all addresses ({', '.join(outside)})"
     say(
-        f"photinus: {leader} is {own[0]} to this host itself, where no other reaches it: the job is led at {outside} "
-        f"(--local-addr names another address)\n",
+        f"photinus: {leader} is {own[0] if own else 'nothing'} to this host itself, where no other reaches it: the job "
+        f"is led at {where} (--local-addr names another address)\n",
         False,
     )
-    return [outside]
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text.partition("%")[0])
-    except ValueError:
-        return False
-    return True
-
-
-def _loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    return outside if len(outside) == 1 else ["0.0.0.0"]

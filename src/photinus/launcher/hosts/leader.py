@@ -252,6 +252,9 @@ class Leader:
                 "hosts_store": guest.leads,
             }
             if guest.leads:
+                # Its own connection does not say on which interface the others reach it; theirs do.
+                others = [writer for key, writer in self._writers.items() if key != guest.key]
+                form["reached_at"] = others[0].get_extra_info("sockname")[0] if others else None
                 self._send((guest.key,), form)
             else:
                 self._waiting_forms.append((guest.key, form))

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from ... import __version__, env
 from ...errors import LaunchError
+from ...world.own_address import interface_of
 from ..colleagues import Formation, JobEndedError, Order, open_store
 from ..judge import Verdict
 from . import messages
 from .background import Background
 from .dialling import dial
 from .leader import BEAT_S, SILENCE_S
-from .ports import interface_of
 from .relay import Relay
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Member:
         self._outgoing: asyncio.Queue[Mapping[str, Any]] = asyncio.Queue()
         self._relay: Relay | None = None
         self._speaking: asyncio.Future[None] | None = None
-        self._interface: str | None = None
+        self._own_address = ""
         self._over: JobEndedError | None = None
         self._store: TCPStore | None = None
         self._background: Background | None = None
@@ -162,7 +162,7 @@ class Member:
             attempt=int(message["attempt"]),
             job_id=str(message["job_id"]),
             store_port=port,
-            interface=self._interface,
+            interface=interface_of(str(message.get("reached_at") or self._own_address)),
         )
 
     def _order(self, message: Mapping[str, Any]) -> Order | None:
@@ -209,7 +209,7 @@ class Member:
         except LaunchError as error:
             self._arrived({"type": "end", "reason": str(error), "exit_code": error.exit_code})
             return
-        self._interface = interface_of(str(writer.get_extra_info("sockname")[0]))
+        self._own_address = str(writer.get_extra_info("sockname")[0])
         self._speaking = asyncio.ensure_future(self._speak(writer))
         try:
             while True:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
 import os
 import socket
 from pathlib import Path
 
 from ...errors import LaunchError
 
-__all__ = ["PortTakenError", "holder_of", "interface_of", "listen", "local_addresses_of", "reaches_from"]
+__all__ = ["PortTakenError", "holder_of", "listen", "local_addresses_of"]
 
 _BACKLOG = 4096
 _LISTENS = "0A"  # TCP_LISTEN, as /proc/net/tcp writes it
@@ -60,40 +59,6 @@ def local_addresses_of(host: str) -> list[str]:
                 continue
             own.append(str(where[0]))
     return own
-
-
-def reaches_from(address: str) -> str:
-    """The address with which this host would call another. (Nothing is sent.)
-
-    Raises:
-        OSError: there is no way there.
-    """
-    family, where = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0][0::4]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(where)
-        return str(probe.getsockname()[0])
-
-
-def interface_of(address: str, root: Path = Path("/")) -> str | None:
-    """The name of the network interface that has this address, None when none has it."""
-    import fcntl
-    import struct
-
-    wanted = ipaddress.ip_address(address.partition("%")[0])
-    if wanted.version == 6:
-        for line in _lines(root / "proc/net/if_inet6"):
-            if int(line.split()[0], 16) == int(wanted):
-                return line.split()[-1]
-        return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(asker.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-            except OSError:  # has no IPv4 address
-                continue
-            if wanted.packed == answer[20:24] or (wanted.is_loopback and name == "lo"):
-                return name
-    return None
 
 
 def holder_of(port: int, root: Path = Path("/")) -> str:

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ... import __version__
+from ...world.own_address import reaches_from
 from ..interrupts import Interrupts
 from .far_frames import FrameError, Frames, line
 from .hostfile import Host
-from .ports import reaches_from
 from .ssh_command import CONNECT_S, far_command
 from .ssh_trouble import trouble
 

@@ -1,0 +1,58 @@
+"""By which address and interface a host is known to others, whatever its own name means to it."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from photinus.backend.hosts import Meeting, Member
+from photinus.world import own_address as module
+from photinus.world.own_address import interface_of, outside_addresses, own_address, reaches_from
+
+
+@pytest.fixture
+def outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "reaches_from", lambda target: {"other": "10.0.0.7"}.get(target, "127.0.0.1"))
+    monkeypatch.setattr(module, "outside_addresses", lambda: ["10.1.0.7"])
+
+
+def test_loopback_is_an_interface_and_another_hosts_address_is_none():
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("127.0.1.1") == "lo"
+    assert interface_of("192.0.2.1") is None
+    assert all(interface_of(address) not in (None, "lo") for address in outside_addresses())
+
+
+@pytest.mark.parametrize("name", ["127.0.0.1", "127.0.1.1", "localhost"])
+def test_an_address_is_meant_as_it_stands(outside, name):
+    assert own_address(name, ["other"]) in ("127.0.0.1", "127.0.1.1", "::1")
+
+
+def test_a_name_that_is_only_loopback_gives_way_to_what_others_reach(outside, monkeypatch):
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, 1, 6, "", ("127.0.1.1", 0))])
+    assert own_address("node1", ["other"]) == "10.0.0.7"
+    assert own_address("node1") == "10.1.0.7"
+
+
+def test_a_host_that_does_not_know_its_own_name_has_an_address_and_another_name_is_an_error(outside, monkeypatch):
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    assert own_address(socket.gethostname()) == "10.1.0.7"
+    with pytest.raises(socket.gaierror):
+        own_address("no-such-host")
+
+
+def test_a_rank_beside_the_store_is_reached_where_it_reaches_the_other_hosts():
+    store = (Member("a", "a", 1, "127.0.0.1"), Member("a", "a", 2, "127.0.0.1"))
+    try:
+        expected = reaches_from("192.0.2.1")  # nobody has it: this machine's way out
+    except OSError:
+        expected = "127.0.0.1"
+    far = Meeting("s", (*store, Member("b", "b", 3, "192.0.2.1")), None)
+    assert [far.own_address(rank) for rank in (0, 1)] == [expected] * 2
+    near = Meeting("s", (*store, Member("b", "b", 3, "127.0.0.1")), None)
+    assert near.own_address(0) == near.own_address(2) == "127.0.0.1"
+    assert Meeting("s", (Member("a", "a", 1), Member("b", "b", 2)), None).own_address(1) is None
