@@ -149,7 +149,7 @@ def check_without_init_sync_nothing_is_exchanged_at_construction(group: dist.Pro
 # ---- buffers
 
 
-def check_buffers_follow_rank_0_before_each_forward_with_grad(group: dist.ProcessGroup) -> None:
+def check_buffers_are_those_of_rank_0_when_backward_has_ended(group: dist.ProcessGroup) -> None:
     model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 2))
     ddp = DistributedDataParallel(model, process_group=group)
     mean = model[0].running_mean
@@ -159,27 +159,60 @@ def check_buffers_follow_rank_0_before_each_forward_with_grad(group: dist.Proces
         dist.all_gather(everyone, mean, group=group)
         return not all(torch.equal(everyone[0], other) for other in everyone)
 
-    ddp(batch(group, 0))
+    output = ddp(batch(group, 0))
     assert differ()  # each rank has counted its own batch
-    ddp.eval()
-    with torch.no_grad():
-        ddp(batch(group, 1))
-    assert differ()
+    of_rank_0 = mean.clone()
+    output.sum().backward()
+    assert not differ()
+    assert group.rank() or torch.equal(mean, of_rank_0)
     with ddp.no_sync():
-        ddp(batch(group, 1))
+        ddp(batch(group, 1)).sum().backward()
     assert differ()
-    ddp(batch(group, 1))
+    ddp(batch(group, 2)).sum().backward()
     assert not differ()
     model[0].running_mean = mean = torch.full((6,), float(group.rank()))  # replaced by the module
-    ddp(batch(group, 1))
+    ddp.eval()(batch(group, 1)).sum().backward()
     assert mean.sum() == 0
 
     untouched = DistributedDataParallel(
         nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 2)), process_group=group, broadcast_buffers=False
     )
     untouched.module[0].running_mean.fill_(group.rank())
-    untouched.eval()(batch(group, 1))
+    untouched.eval()(batch(group, 1)).sum().backward()
     assert untouched.module[0].running_mean.sum() == 6 * group.rank()
+
+
+def check_rank_0_may_evaluate_alone_with_and_without_grad(group: dist.ProcessGroup) -> None:
+    ddp = DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 2)), process_group=group)
+    for step in range(3):
+        ddp(batch(group, step)).sum().backward()
+        if group.rank() == 0 and step:  # the first step is followed by the cutting of the buckets
+            with torch.set_grad_enabled(step == 2):
+                ddp.eval()(batch(group))
+            ddp.train()
+    ddp(batch(group)).sum().backward()
+    assert_equal_on_all_ranks(ddp.module[0].running_var, group)
+
+
+def check_a_graph_that_is_kept_may_run_backward_again(group: dist.ProcessGroup) -> None:
+    """What it saved, buffers among it, is not written to by the end of the first."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 2)
+            self.register_buffer("scale", torch.full((2,), 3.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) * self.scale
+
+    ddp = DistributedDataParallel(Scaled(), process_group=group)
+    loss = ddp(batch(group)).sum()
+    loss.backward(retain_graph=True)
+    first = ddp.module.layer.weight.grad.clone()
+    ddp.zero_grad()
+    loss.backward()
+    assert torch.equal(ddp.module.layer.weight.grad, first)
 
 
 # ---- life of the wrapper

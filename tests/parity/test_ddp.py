@@ -52,8 +52,10 @@ def train_side_by_side(
         if not exact:  # each step from the same weights: rounding is compared, not what it grows into
             ours.module.load_state_dict(theirs.module.state_dict())
             continue
+        parameters = dict(theirs.module.named_parameters())
         for (name, a), b in zip(ours.module.state_dict().items(), theirs.module.state_dict().values(), strict=True):
-            compare(a, b, True, f"{name}, step {step}")
+            if name in parameters or group.rank() == 0:  # others get rank 0's buffers later than here, see below
+                compare(a, b, True, f"{name}, step {step}")
 
 
 def compare(a: torch.Tensor | None, b: torch.Tensor | None, exact: bool, what: str) -> None:
@@ -195,6 +197,38 @@ def check_unused_parameters_with_accumulation(group: dist.ProcessGroup) -> None:
 
 def check_sparse_gradients(group: dist.ProcessGroup) -> None:
     train_side_by_side(group, SparseRows, lambda p: torch.optim.SGD(p, lr=0.1), sparse_loss)
+
+
+def check_validation_on_all_ranks_sees_what_it_sees_under_torchs_class(group: dist.ProcessGroup) -> None:
+    """With the statistics of rank 0, and bit for bit: after steps, after accumulation, and again after validation."""
+    torch.manual_seed(21)
+    model = convolutional()
+    ours = DistributedDataParallel(copy.deepcopy(model), process_group=group)
+    theirs = nn.parallel.DistributedDataParallel(model, process_group=group)
+    nets = (ours, theirs)
+    optimizers = [sgd(net.parameters()) for net in nets]
+    images = torch.randn(16, 1, 8, 8, generator=torch.Generator().manual_seed(3))  # the same on every rank
+
+    for step in range(4):
+        seen = []
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            net.train()
+            optimizer.zero_grad()
+            if step % 2:
+                with net.no_sync():
+                    image_loss(net, step, torch.Generator().manual_seed(90 * step + group.rank())).backward()
+            image_loss(net, step, torch.Generator().manual_seed(70 * step + group.rank())).backward()
+            optimizer.step()
+            net.eval()
+            with torch.no_grad():
+                seen.append([net(images), *net.module.buffers()])
+        for a, b in zip(*seen, strict=True):
+            if step % 2 == 0:  # torch's leaves each rank its own after no_sync
+                compare(a, b, group.size() == 2, f"validation after step {step}")
+        everyone = [torch.empty_like(seen[0][0]) for _ in range(group.size())]
+        dist.all_gather(everyone, seen[0][0], group=group)
+        assert all(torch.equal(everyone[0], other) for other in everyone)
+        ours.module.load_state_dict(theirs.module.state_dict() if group.size() > 2 else ours.module.state_dict())
 
 
 @pytest.mark.parametrize(("backend", "world_size"), SETTINGS)

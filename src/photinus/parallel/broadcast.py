@@ -7,11 +7,12 @@ broadcast if it is smaller than a piece.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
-from .exchange import allocate
+from .exchange import Pending, allocate
 
 __all__ = ["BROADCAST_PIECE_BYTES", "Staging", "broadcast_tensors"]
 
@@ -26,6 +27,9 @@ class Staging:
 
     Made once and used again as long as the tensors keep shapes and dtypes (`fits`). It lies on `device`, the one
     that the group serves; the tensors may lie elsewhere.
+
+    Attributes:
+        places: where each tensor travels, in its shape and dtype.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
@@ -36,7 +40,7 @@ class Staging:
             offsets.append(end)
             end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         self._flat = allocate(group, end, torch.uint8, device)
-        self._places = [
+        self.places = [
             self._flat[offset : offset + t.numel() * t.element_size()].view(t.dtype).view(t.shape)
             for offset, t in zip(offsets, tensors, strict=True)
         ]
@@ -46,16 +50,19 @@ class Staging:
         return [(t.shape, t.dtype) for t in tensors] == self._layout
 
     @torch.no_grad()
+    def start(self, tensors: Sequence[torch.Tensor], source: int = 0) -> Pending:
+        """Sends those of the group's rank `source`; they lie in `places` when the work has been waited for."""
+        if self.group.rank() == source:
+            torch._foreach_copy_(self.places, list(tensors))
+        work = dist.broadcast(self._flat, group=self.group, group_src=source, async_op=True)
+        return cast(Pending, work)
+
+    @torch.no_grad()
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         """Overwrites the tensors of every rank with those of the group's rank `source`. Blocks until it is done."""
-        is_source = self.group.rank() == source
-        if is_source:
-            for place, tensor in zip(self._places, tensors, strict=True):
-                place.copy_(tensor)
-        dist.broadcast(self._flat, group=self.group, group_src=source)
-        if not is_source:
-            for place, tensor in zip(self._places, tensors, strict=True):
-                tensor.copy_(place)
+        self.start(tensors, source).wait()
+        if self.group.rank() != source:
+            torch._foreach_copy_(list(tensors), self.places)
 
 
 @torch.no_grad()

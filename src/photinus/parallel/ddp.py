@@ -80,7 +80,8 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
             used. The same ones must be unused on every rank.
         bucket_cap_mb_list: caps of the first, second, … bucket in place of bucket_cap_mb.
         batched_grad_copy: without effect: gradients are copied once in any case.
-        forward_sync_buffers: before each forward with grad enabled (outside `no_sync`), buffers are set to rank 0's.
+        forward_sync_buffers: at the end of each backward that is exchanged, buffers are set to rank 0's, so that all
+            ranks evaluate and save the same model; forwards exchange none. (See `photinus.parallel.buffer_sync`.)
         nan_guard: when a gradient is not finite, every rank raises an error at the end of backward, which names the
             first rank and parameter. Costs one read of the gradients.
 
@@ -88,7 +89,7 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
         module: the model.
         reducer: exchanges the gradients; has `sync_grad`, `filter_unused_parameters(outputs)`, `stop()`.
         require_backward_grad_sync: False inside `no_sync`.
-        require_forward_param_sync: whether the next forward broadcasts buffers (if forward_sync_buffers).
+        require_forward_param_sync: whether the next backward broadcasts buffers (if forward_sync_buffers).
         late_gradient_errors: (of the class) torch's class notices at the next forward that a gradient was missing,
             after a step with gradients that are no averages. True: so do subclasses with this one.
 
@@ -243,6 +244,7 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
         if self._comm_hook is not None:
             self._use_hook(*self._comm_hook[:2])
         self._buffers_in_sync = BufferSync(self.module, self.process_group, self.device, self.parameters_to_ignore)
+        self.reducer.with_gradients = self._buffers_in_sync.start
         # The parameters' hooks hold the reducer. They go when this wrapper goes, so the model can be wrapped anew.
         self._ending = weakref.finalize(self, self.reducer.stop)
         self._ending.atexit = False
@@ -308,7 +310,10 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
             self.reducer.post_backward_futures += self._buffers_in_sync.run_hook()
 
     def _sync_buffers(self, *, joined: bool = False) -> None:
-        """Before a forward: the buffers of one rank for all, or the hook. With `joined`, this rank has no input."""
+        """Before a forward: decides whose buffers all get with its gradients, or runs the hook.
+
+        With `joined`, this rank has no input.
+        """
         hook = self._buffers_in_sync.hook
         if not self.will_sync_module_buffers() or self.reducer.world_size == 1 or (hook is not None and hook[2]):
             return
@@ -317,7 +322,7 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
             return
         # Rank 0 may have run out of input, and its buffers then are old.
         source = common_rank(self, candidate=not joined) if self._join_config.enable else 0
-        self._buffers_in_sync.broadcast(source)
+        self._buffers_in_sync.source = source
 
     @property
     def syncs(self) -> bool:
@@ -325,7 +330,7 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
         return self.require_backward_grad_sync and self.reducer.sync_grad
 
     def will_sync_module_buffers(self) -> bool:
-        """Whether a forward now would synchronise buffers."""
+        """Whether the backward of a forward now would synchronise buffers."""
         return self.require_forward_param_sync and self.forward_sync_buffers and bool(self._buffers_in_sync.named())
 
     def _sync_module_states(self, source: int, *, buffers: bool) -> None:

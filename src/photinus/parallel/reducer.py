@@ -39,7 +39,7 @@ from .bucket_exchange import AverageExchange, BucketExchange
 from .bucket_maker import BucketMaker
 from .buckets import BucketPlan
 from .device_clock import clock_of
-from .exchange import Average
+from .exchange import Average, Pending
 from .gradient_memory import Bucket, Slot, aliases, bring_home, slots_of
 from .graph import AveragedGradient, current_task, inside_custom_function, leaves_below
 from .heap import keep_freed_memory
@@ -82,6 +82,7 @@ class Reducer(TorchReducerNames):
         rounds: backwards exchanged so far.
         timeline: when forwards, backwards and exchanges began and ended.
         after_exchange: called with each bucket when its averages have come, in order, during backward's end.
+        with_gradients: starts what travels beside the gradients in each round, on every rank; None where nothing does.
         post_backward_futures: waited for, once, at the end of the next backward.
 
     With one rank nothing is exchanged and gradients are left as autograd makes them, unless an exchange is set.
@@ -101,6 +102,7 @@ class Reducer(TorchReducerNames):
         self.timeline = Timeline(device_clock=clock_of(self.device))
         self._streams = streams_of(self.device)
         self.after_exchange: list[Callable[[Bucket], None]] = []
+        self.with_gradients: Callable[[], Pending | None] = lambda: None
         self.post_backward_futures: list[torch.futures.Future[Any]] = []
         self.static_graph = StaticGraph(self.rank, self.timeline) if options.static_graph else None
         self._guard = NanGuard(self.average) if options.nan_guard else None
@@ -231,7 +233,7 @@ class Reducer(TorchReducerNames):
         sparse = average_sparse(
             [s.parameter for s in self._sparse_slots], [None for _ in self._sparse_slots], self.average
         )
-        wait_all(works)
+        wait_all([*works, self.with_gradients()])
         self.rounds += 1
         for slot, average in zip(self._sparse_slots, sparse, strict=True):
             slot.parameter.grad = average
@@ -464,7 +466,8 @@ class Reducer(TorchReducerNames):
             # With unused parameters, what is done with a bucket's averages waits for the word on who used what.
             early = not failed and used is None and bool(self.after_exchange)
             began = waiting_time.begin() if waiting_time.on else 0
-            wait_all([bucket.work for bucket in self.buckets], self._run_after_exchange if early else None)
+            works = [*(bucket.work for bucket in self.buckets), self.with_gradients()]
+            wait_all(works, self._run_after_exchange if early else None)
             futures, self.post_backward_futures = self.post_backward_futures, []
             for future in futures:
                 future.wait()
