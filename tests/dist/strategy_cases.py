@@ -146,6 +146,16 @@ def numbers(state: Any) -> Any:
     return [numbers(value) for value in state] if isinstance(state, (list, tuple)) else state
 
 
+class Payload:
+    """Runs code where it is unpickled: it makes a file."""
+
+    def __init__(self, marker: str) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path(self.marker),))
+
+
 class Cases:
     """What each rank of the pool does, by the command's "do"."""
 
@@ -185,6 +195,27 @@ class Cases:
         photinus.load(path, model=training.model, optimizer=training.optimizer, scheduler=training.scheduler)
         parameters = numbers(state_of(training.model))
         return {"parameters": parameters, "further": training.run(range(steps, steps + 2))}
+
+    def remembered(self, path: str, marker: str | None) -> Any:
+        """Saves a split optimizer that remembers odd things, on rank 1 one whose unpickling leaves a marker."""
+        training = Training("zero1")
+        training.run(range(2))
+        for parameter, state in training.optimizer.state.items():
+            state["odd"] = [("text", None, True, 2.5), {3: torch.zeros(0), "half": parameter.detach().bfloat16()}]
+        if marker is not None and self.rank == 1:
+            state["odd"] = Payload(marker)
+        try:
+            photinus.save(path, optimizer=training.optimizer)
+        except TypeError as error:
+            return str(error)
+        states = torch.load(path, weights_only=True)["optimizer"]["state"]
+        parameters = [p for group in training.optimizer.param_groups for p in group["params"]]
+        right = [
+            numbers(states[i]["odd"]) == [["text", None, True, 2.5], {"3": [], "half": numbers(p.detach().bfloat16())}]
+            for i, p in enumerate(parameters)
+            if p.requires_grad
+        ]
+        return [list(states) == sorted(states), len(right), all(right), str(states[0]["odd"][1]["half"].dtype)]
 
     def failed_load(self, strategy: str, path: str) -> Any:
         """A load in which the last object fails on the last rank: the states before and after, and the error."""

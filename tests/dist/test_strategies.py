@@ -199,6 +199,14 @@ def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(two: RankPool, tmp
     assert ranks[0]["before"] == ranks[0]["after"]
 
 
+def test_what_other_ranks_remember_is_gathered_without_unpickling_anything(two: RankPool, tmp_path: Path) -> None:
+    path, marker = str(tmp_path / "x.pt"), tmp_path / "marker"
+    for told in two.ask({"do": "remembered", "path": path, "marker": str(marker)}):
+        assert re.match(r"rank 1: state\[\d+\]\['odd'\] is a .*Payload, which cannot go to another rank", told)
+    assert not marker.exists()
+    assert two.ask({"do": "remembered", "path": path, "marker": None})[0] == [True, 10, True, "torch.bfloat16"]
+
+
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 def test_a_loop_with_two_optimizers_goes_on_as_if_it_had_not_been_cut(
     two: RankPool, tmp_path: Path, strategy: str

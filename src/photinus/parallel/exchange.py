@@ -9,7 +9,15 @@ import torch.distributed as dist
 
 from ..errors import NotInitializedError
 
-__all__ = ["Average", "Pending", "allocate", "backend_name", "control_device", "resolve_group"]
+__all__ = [
+    "Average",
+    "Pending",
+    "all_gather_bytes",
+    "allocate",
+    "backend_name",
+    "control_device",
+    "resolve_group",
+]
 
 _AVERAGING_BACKENDS = frozenset({"photinus", "nccl"})
 """Backends whose ReduceOp.AVG we use. Gloo has it too, but it sums before it divides: 60000 + 60000 in float16 is
@@ -65,6 +73,35 @@ def control_device(group: dist.ProcessGroup) -> torch.device:
     if "cpu:" in config or ":" not in config:
         return torch.device("cpu")
     return torch.device(config.partition(":")[0], torch.accelerator.current_device_index())
+
+
+def all_gather_bytes(data: bytes, group: dist.ProcessGroup, length: int | None = None) -> list[bytes]:
+    """Every rank's bytes, by rank, on every rank. Called by all ranks of the group.
+
+    Args:
+        data: this rank's.
+        group: the ranks.
+        length: of the data, where it is equal on all ranks; else lengths are exchanged first.
+    """
+    device, size = control_device(group), group.size()
+    if size == 1:
+        return [data]
+    if length is not None:
+        lengths = [length] * size
+    else:
+        mine = torch.tensor([len(data)], dtype=torch.int64, device=device)
+        told = [torch.empty_like(mine) for _ in range(size)]
+        dist.all_gather(told, mine, group=group)
+        lengths = [int(each) for each in told]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
+    if not padded.numel():
+        return [b""] * size
+    if data:
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    padded = padded.to(device)
+    gathered = [torch.empty_like(padded) for _ in range(size)]
+    dist.all_gather(gathered, padded, group=group)
+    return [part[:end].cpu().numpy().tobytes() for part, end in zip(gathered, lengths, strict=True)]
 
 
 class Average:

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from .state_exchange import gather_states
+
 __all__ = ["check_shardable", "consolidated_state", "is_sharded", "shard_optimizer"]
 
 
@@ -74,15 +76,16 @@ def shard_optimizer(optimizer: Optimizer, group: dist.ProcessGroup) -> None:
 def consolidated_state(optimizer: Optimizer) -> dict[str, Any]:
     """The state_dict of the whole optimizer, on the CPU, on rank 0; no use elsewhere. Called by all ranks of its group.
 
-    Each rank's part passes all ranks once, as torch's class does it; only rank 0 keeps them.
+    (torch's class can do that, too, but unpickles what the other ranks send.)
+
+    Raises:
+        TypeError: it remembers something else than tensors, numbers, text, lists and dicts; on all ranks.
     """
-    zero = cast(_Sharded, optimizer)._zero
-    zero.consolidate_state_dict(to=0)
-    if zero.rank != 0:
-        return {}
-    whole = zero.state_dict()
-    zero._all_state_dicts = []  # torch's class would keep them
-    return cast("dict[str, Any]", whole)
+    whole = optimizer.state_dict()
+    parts = gather_states(whole["state"], cast(_Sharded, optimizer)._zero.process_group)
+    remembered = {key: state for part in parts for key, state in part.items()}
+    order = sorted(remembered, key=lambda key: (isinstance(key, str), key))
+    return {**whole, "state": {key: remembered[key] for key in order}}
 
 
 class _Sharded(Optimizer):

@@ -15,14 +15,13 @@ import torch.distributed as dist
 
 from .. import env
 from ..errors import ModelMismatchError
-from .exchange import control_device
+from .exchange import all_gather_bytes
 from .gpu_sharing import refuse_shared_gpus
 from .tensors import dense_strides
 
 __all__ = ["describe", "verify_same_model"]
 
 _DIGEST_BYTES = 32
-_LENGTH_BYTES = 8
 _GPU_BYTES = 128
 
 
@@ -50,17 +49,13 @@ def verify_same_model(lines: Iterable[str], group: dist.ProcessGroup, gpu: str =
         DeviceError: on every rank, if more ranks have the same GPU than PHOTINUS_RANKS_PER_GPU allows.
     """
     text = "\n".join(lines).encode()
-    mine = hashlib.sha256(text).digest() + len(text).to_bytes(_LENGTH_BYTES, "little")
-    model_bytes = len(mine)
-    headers = _all_gather_bytes(mine + gpu.encode()[:_GPU_BYTES], model_bytes + _GPU_BYTES, group)
-    if all(other[:model_bytes] == headers[0][:model_bytes] for other in headers):
-        gpus = [other[model_bytes:].rstrip(b"\0").decode(errors="replace") for other in headers]
-        refuse_shared_gpus(gpus, str(dist.get_backend(group)), env.RANKS_PER_GPU.get())
-        return
-    lengths = [int.from_bytes(other[_DIGEST_BYTES:model_bytes], "little") for other in headers]
-    padded = _all_gather_bytes(text, max(lengths), group)
-    texts = [other[:length].decode() for other, length in zip(padded, lengths, strict=True)]
-    raise ModelMismatchError(_difference([other.split("\n") for other in texts], group.rank()))
+    mine = hashlib.sha256(text).digest() + gpu.encode()[:_GPU_BYTES].ljust(_GPU_BYTES, b"\0")
+    headers = all_gather_bytes(mine, group, len(mine))
+    if len({header[:_DIGEST_BYTES] for header in headers}) > 1:
+        texts = [other.decode() for other in all_gather_bytes(text, group)]
+        raise ModelMismatchError(_difference([other.split("\n") for other in texts], group.rank()))
+    gpus = [header[_DIGEST_BYTES:].rstrip(b"\0").decode(errors="replace") for header in headers]
+    refuse_shared_gpus(gpus, str(dist.get_backend(group)), env.RANKS_PER_GPU.get())
 
 
 def _difference(models: Sequence[Sequence[str]], rank: int) -> str:
@@ -82,14 +77,3 @@ def _difference(models: Sequence[Sequence[str]], rank: int) -> str:
         f"{sizes}: {told}. Build the same model on every rank, with the same options, before wrapping it; what depends "
         f"on the rank (data, seeds, devices) must not change names, shapes, dtypes, order or requires_grad."
     )
-
-
-def _all_gather_bytes(data: bytes, length: int, group: dist.ProcessGroup) -> list[bytes]:
-    """Every rank's bytes, padded with zeros to `length`, which is equal on all ranks."""
-    mine = torch.zeros(length, dtype=torch.uint8)
-    if data:
-        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    mine = mine.to(control_device(group))
-    gathered = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(gathered, mine, group=group)
-    return [bytes(other.cpu().tolist()) for other in gathered]

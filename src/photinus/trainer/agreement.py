@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from .. import errors
 from ..errors import CollectiveError, PhotinusError
+from ..parallel.exchange import all_gather_bytes
 from .manifest import JSON
 
 __all__ = ["check_alike", "from_rank_0", "gather_per_rank", "place_in_group", "together"]
@@ -144,28 +145,9 @@ def _error_class(name: str) -> type[Exception]:
 
 def _all_gather(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
     """Every rank's bytes, of any lengths."""
-    world_size = place_in_group()[1] if group is None else group.size()
-    if world_size == 1:
-        return [data]
-    device = _exchange_device()
-    own_length = torch.tensor([len(data)], dtype=torch.int64, device=device)
-    lengths_on_device = [torch.empty_like(own_length) for _ in range(world_size)]
-    dist.all_gather(lengths_on_device, own_length, group=group)
-    lengths = [int(length) for length in lengths_on_device]
-    if not any(lengths):
-        return [b""] * world_size
-    padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
-    if data:
-        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    padded = padded.to(device)
-    gathered = [torch.empty_like(padded) for _ in range(world_size)]
-    dist.all_gather(gathered, padded, group=group)
-    return [bytes(part[:length].cpu().tolist()) for part, length in zip(gathered, lengths, strict=True)]
-
-
-def _exchange_device() -> torch.device:
-    """Where tensors have to be for the default group: the CPU unless its only backend is one for GPUs."""
-    backends = str(dist.distributed_c10d.get_backend_config())  # such as "cpu:gloo,cuda:nccl"
-    if "cpu:" in backends or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    if group is None:
+        if place_in_group()[1] == 1:
+            return [data]
+        group = dist.group.WORLD
+    assert group is not None, "several ranks have a group"
+    return all_gather_bytes(data, group)
