@@ -92,6 +92,12 @@ RANKS_PER_GPU: Variable[int] = Variable(
     "how many ranks of a host may share a GPU, on purpose (to try a job of several on one); `photinus run` sets it "
     "for --ranks-per-gpu",
 )
+FULL_TRACEBACK: Variable[bool] = Variable(
+    "PHOTINUS_FULL_TRACEBACK",
+    _switch,
+    False,
+    "1: what an uncaught error shows has the frames of Photinus too, which are left out where they say nothing",
+)
 HOST_ID: Variable[str | None] = Variable(
     "PHOTINUS_HOST_ID",
     str,
@@ -156,6 +162,7 @@ ALL: tuple[Variable[object], ...] = (  # type: ignore[assignment]
     WAITING_S,
     STRICT_SITES,
     RANKS_PER_GPU,
+    FULL_TRACEBACK,
     HOST_ID,
     BACKEND,
     INSTRUCTION_SET,

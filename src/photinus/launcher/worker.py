@@ -116,7 +116,10 @@ def _fail(error: BaseException) -> NoReturn:
     import traceback
 
     raised_at_s = time.monotonic()
-    trace = error.__traceback__ = _without_own_frames(error)
+    error.__traceback__ = _without_own_frames(error)
+    if "photinus.tracebacks" in sys.modules:  # the script uses Photinus
+        sys.modules["photinus.tracebacks"].shorten(error)
+    trace = error.__traceback__
     text = "".join(traceback.format_exception(type(error), error, trace))
     if not _record(error, text, 1, raised_at_s):
         sys.__excepthook__(type(error), error, trace)

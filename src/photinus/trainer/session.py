@@ -24,7 +24,7 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from .. import env
+from .. import env, tracebacks
 from ..errors import CollectiveError, NotInitializedError, WorldSizeError
 from ..world import World, check_company, find_rendezvous
 from ..world.own_address import interface_of, own_address, reaches_from
@@ -172,6 +172,7 @@ def init(
         ValueError: the backend is unknown, or the timeout is not above 0.
     """
     global _current
+    tracebacks.install()
     _make_forks_safe()
     place = World.from_env()
     chosen_device, device_reason = choose_device(device, place)

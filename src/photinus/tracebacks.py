@@ -1,0 +1,93 @@
+"""What an uncaught error shows: the user's lines and the message, and not the way through Photinus between them.
+
+Left out are the frames of Photinus, and those of libraries that it calls, on the way to code of the user's (a data set,
+a metric), and all that lies below the user's last line where Photinus raised on purpose: then the message says it. What
+nobody meant keeps every frame below that line: it may be a defect of ours. With PHOTINUS_FULL_TRACEBACK=1 all stay.
+Only what is printed at the end of a process is shortened: debuggers, loggers and tests see the error as it is.
+"""
+
+from __future__ import annotations
+
+import opcode
+import os
+import sys
+import sysconfig
+from types import TracebackType
+
+from . import env
+from .errors import PhotinusError
+
+__all__ = ["install", "shorten"]
+
+_OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")} | {"<"})
+_installed = False
+
+
+def install() -> None:
+    """Shortens what `sys.excepthook` is given from now on. May be called again."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    previous = sys.excepthook
+
+    def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        shorten(error)
+        previous(kind, error, error.__traceback__)
+
+    sys.excepthook = excepthook
+
+
+def shorten(error: BaseException) -> None:
+    """Drops frames from the error's traceback, and from those of the errors that led to it."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen and not env.FULL_TRACEBACK.get():
+        seen.add(id(link))
+        link.__traceback__ = _shortened(link)
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+
+
+def _shortened(error: BaseException) -> TracebackType | None:
+    steps: list[TracebackType] = []
+    step = error.__traceback__
+    while step is not None:
+        steps.append(step)
+        step = step.tb_next
+    kept: list[TracebackType] = []
+    between: list[TracebackType] = []  # of libraries, since the user's last frame
+    for each in steps:
+        between.append(each)
+        if _is_users(each):
+            kept += between[-1:] if any(_is_own(frame) for frame in between) else between
+            between = []
+    if not kept:
+        return error.__traceback__
+    if not _is_on_purpose(error, steps[-1]):
+        kept += between
+    shortened: TracebackType | None = None
+    for each in reversed(kept):
+        shortened = TracebackType(shortened, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return shortened
+
+
+def _file(step: TracebackType) -> str:
+    return step.tb_frame.f_code.co_filename
+
+
+def _is_own(step: TracebackType) -> bool:
+    return _file(step).startswith(_OWN)
+
+
+def _is_users(step: TracebackType) -> bool:
+    return not _file(step).startswith((_OWN, *_LIBRARIES))
+
+
+def _is_on_purpose(error: BaseException, raised_at: TracebackType) -> bool:
+    """Whether Photinus raised it with a message for users: by `raise`, and not by an operation that failed."""
+    if isinstance(error, PhotinusError):
+        return True
+    if isinstance(error, AssertionError) or not _is_own(raised_at):
+        return False
+    return opcode.opname[raised_at.tb_frame.f_code.co_code[raised_at.tb_lasti]] == "RAISE_VARARGS"

@@ -1,0 +1,79 @@
+"""What an uncaught error shows in a process of its own, and under the launcher: the user's lines, and the sentence."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ON_PURPOSE = """
+import photinus, torch
+from torch.utils.data import TensorDataset
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+photinus.Loop(model, optimizer, TensorDataset(torch.ones(4, 2)), batch_size=8, epochs=1)  # the user's line
+"""
+IN_A_DATA_SET = """
+import photinus, torch
+class Broken(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        return undefined  # the user's second line
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+trainer = photinus.Trainer(model, optimizer, torch.nn.MSELoss(), batch_size=4, epochs=1)
+trainer.fit(Broken())  # the user's line
+"""
+UNEXPECTED = """
+import photinus, torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+photinus.Loop(model, optimizer, [1, 2, 3, 4], batch_size=2, epochs=1, out=5)  # the user's line
+"""
+
+
+def shown(tmp_path: Path, program: str, *words: str, **environ: str) -> str:
+    script = tmp_path / "train.py"
+    script.write_text(program)
+    command = [sys.executable, *words, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **environ})
+    assert done.returncode == 1, done.stdout + done.stderr
+    return done.stderr
+
+
+def own_frames(text: str) -> int:
+    return len(re.findall(r'File ".*/photinus/(?:trainer|parallel|backend|launcher)/', text))
+
+
+def test_an_error_on_purpose_shows_the_users_line_and_the_sentence(tmp_path: Path) -> None:
+    text = shown(tmp_path, ON_PURPOSE)
+    assert "# the user's line" in text
+    assert "ValueError: batch_size=8 is more than the 4 samples of the dataset" in text
+    assert own_frames(text) == 0
+    assert own_frames(shown(tmp_path, ON_PURPOSE, PHOTINUS_FULL_TRACEBACK="1")) > 0
+
+
+def test_an_error_in_a_data_set_shows_the_users_lines_on_both_sides(tmp_path: Path) -> None:
+    text = shown(tmp_path, IN_A_DATA_SET)
+    assert text.index("# the user's line") < text.index("# the user's second line") < text.index("NameError")
+    assert own_frames(text) == 0
+    assert "dataloader.py" not in text  # torch's frames between ours
+
+
+def test_what_nobody_meant_keeps_every_frame(tmp_path: Path) -> None:
+    text = shown(tmp_path, UNEXPECTED)
+    assert "TypeError" in text
+    assert own_frames(text) == 1
+
+
+@pytest.mark.slow
+def test_the_launcher_shows_the_same(tmp_path: Path) -> None:
+    text = shown(tmp_path, ON_PURPOSE, "-m", "photinus", "run", "--nproc-per-node", "1", "--max-restarts", "0")
+    assert "# the user's line" in text
+    assert "ValueError: batch_size=8" in text
+    assert own_frames(text) == 0
