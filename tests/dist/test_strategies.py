@@ -204,7 +204,7 @@ def test_what_other_ranks_remember_is_gathered_without_unpickling_anything(two: 
     for told in two.ask({"do": "remembered", "path": path, "marker": str(marker)}):
         assert re.match(r"rank 1: state\[\d+\]\['odd'\] is a .*Payload, which cannot go to another rank", told)
     assert not marker.exists()
-    assert two.ask({"do": "remembered", "path": path, "marker": None})[0] == [True, 10, True, "torch.bfloat16"]
+    assert two.ask({"do": "remembered", "path": path, "marker": None})[0] == [True, 11, True, "torch.bfloat16"]
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ from photinus.runlog.process import is_alive, this_process
 from photinus.runlog.run import Run
 from photinus.runlog.stragglers import shares, stragglers
 from photinus.runlog.tail import Tail
-from photinus.runlog.windows import PHASES, RANKS, drop_windows_after, read_window
+from photinus.runlog.windows import PHASES, RANKS, Window, drop_windows_after, read_window
 from tests.made_run import BEGAN_S, window, write_run
 
 
@@ -178,6 +179,34 @@ def test_one_long_hiccup_makes_no_straggler_and_a_lasting_one_does() -> None:
     assert stragglers(hiccup) == []
     lasting = [window(step, slow={1: {"data": 0.5}} if step > 30 else None) for step in range(10, 101, 10)]
     assert [slow.rank for slow in stragglers(lasting)] == [1]
+
+
+def _noisy(seed: int, base_s: float, noise: float, extra_s: float, windows: int) -> list[Window]:
+    """Windows of two ranks on busy cores: what takes their time lasts for some windows (lag 1 correlation 0.7), and
+    rank 1 is `extra_s` a step slower."""
+    draw = random.Random(seed)
+    load, found = [0.0, 0.0], []
+    for number in range(1, windows + 1):
+        load = [0.7 * each + noise * 0.71 * draw.gauss(0, 1) for each in load]
+        slow = {rank: {"forward": base_s * math.exp(load[rank]) + (extra_s if rank == 1 else 0.0)} for rank in (0, 1)}
+        found.append(window(4 * number, steps=4, slow=slow))
+    return found
+
+
+def test_on_noisy_cores_a_rank_that_is_somewhat_slower_is_not_named() -> None:
+    named = sum(bool(stragglers(_noisy(seed, 0.1, 0.2, 0.018, windows=60))) for seed in range(100))
+    equal = sum(bool(stragglers(_noisy(seed, 0.1, 0.2, 0.0, windows=n))) for seed in range(100) for n in (1, 2, 5, 60))
+    assert (named, equal) <= (2, 2)
+
+
+@pytest.mark.parametrize("base_s", [0.003, 0.03, 0.1])
+def test_a_tenth_of_a_second_a_step_is_named_within_ten_steps_on_noisy_cores(base_s: float) -> None:
+    found = [stragglers(_noisy(seed, base_s, 0.2, 0.1, windows=n)) for seed in range(50) for n in (2, 3, 10)]
+    assert sum([slow.rank for slow in each] == [1] for each in found) >= 0.9 * len(found)
+
+
+def test_on_quiet_cores_a_fifth_more_is_named() -> None:
+    assert all(stragglers(_noisy(seed, 0.1, 0.02, 0.02, windows=20)) for seed in range(50))
 
 
 def test_long_windows_count_for_their_steps() -> None:

@@ -94,12 +94,16 @@ def test_control_characters_of_a_run_do_not_reach_the_terminal(tmp_path: Path) -
 
 
 def test_a_run_at_80_columns(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "digits", epochs=2, epochs_wanted=4, slow=SLOW, restart_at=25, ended=False)
+    folder = write_run(
+        tmp_path / "digits", epochs=2, epochs_wanted=4, slow=SLOW, restart_at=25, ended=False, window_every=5
+    )
     assert "\n".join(seen(folder, width=80)) == WIDE
 
 
 def test_a_run_at_40_columns(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "digits", epochs=2, epochs_wanted=4, slow=SLOW, restart_at=25, ended=False)
+    folder = write_run(
+        tmp_path / "digits", epochs=2, epochs_wanted=4, slow=SLOW, restart_at=25, ended=False, window_every=5
+    )
     assert "\n".join(seen(folder, width=40)) == NARROW
 
 
@@ -112,7 +116,7 @@ loss        0.6667  lowest 0.6667     ██▇▇▆▆▆▅▅▅▅▄▄▄
 valid loss  0.7333  0.7333 to 1.1000  █▁
 accuracy    0.7500  0.5000 to 0.7500  ▁█
 
-a step of 5.80 ms, mean of 20 steps and 2 ranks
+a step of 5.80 ms, mean of 15 steps and 2 ranks
 dffffffffffffffffffffffffffffbbbbbbbbbbbbbbbbbbbbbbbbbbbbwwwwwwwwwwwwwwwwoooo···
 d data 2 %   f forward 34 %   b backward 34 %   w waiting 21 %   o optimizer 5 %
 · other 3 %
@@ -138,7 +142,7 @@ loss        0.6667  █▇▆▆▅▅▄▄▃▃▃▂▂▂▂▂▁▁▁▁
 valid loss  0.7333  █▁
 accuracy    0.7500  ▁█
 
-a step of 5.80 ms, mean of 20 steps
+a step of 5.80 ms, mean of 15 steps
 dffffffffffffffbbbbbbbbbbbbbbwwwwwwwwoo·
 d data 2 %   f forward 34 %
 b backward 34 %   w waiting 21 %

@@ -13,6 +13,9 @@ __all__ = ["RankShare", "Straggler", "shares", "stragglers"]
 _RATIO = 1.15
 _EXCESS_S = 0.5e-3  # less than that a step is noise of the machine
 _LASTING = 0.6  # of the steps: one long hiccup makes no straggler
+_SPREADS = 2.0  # by how many spreads of the windows' excesses a straggler lies above the others
+_FEW_WINDOWS = 3  # fewer show no spread
+_FEW_RATIO = 1.75  # and then it must be plain
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,10 @@ def stragglers(windows: Sequence[Window]) -> list[Straggler]:
     """The ranks that hold the others up, the slowest first.
 
     Their own time lies 15 % and half a millisecond a step above the median rank's, in the mean of all windows, and
-    half of that 15 % above it in windows of at least 60 % of the steps.
+    half of that 15 % above it in windows of at least 60 % of the steps. And it is no noise: by how much it lies above
+    is, in the median window, at least twice as much as it spreads from window to window (the median distance from
+    that median, times 1.4826, which is the standard deviation of normal noise). Of one or two windows nobody knows
+    the spread: there the rank has to take 1.75 times as long as the median rank.
     """
     ranks = shares(windows)
     if len(ranks) < 2:
@@ -90,7 +96,9 @@ def stragglers(windows: Sequence[Window]) -> list[Straggler]:
     found = []
     for rank in ranks:
         excess_s = rank.own_s - typical_s
-        if rank.ratio >= _RATIO and excess_s >= _EXCESS_S and _is_lasting(chosen, rank.rank):
+        if rank.ratio < _RATIO or excess_s < _EXCESS_S:
+            continue
+        if _is_lasting(chosen, rank.rank) and _is_beyond_noise(chosen, rank):
             above = {p: rank.phases[i] - usual[i] for i, p in enumerate(PHASES) if p != "waiting"}
             found.append(Straggler(rank.rank, rank.ratio, excess_s, max(above, key=lambda phase: above[phase])))
     return sorted(found, key=lambda each: -each.excess_s)
@@ -103,6 +111,15 @@ def _is_lasting(windows: Sequence[Window], rank: int) -> bool:
         if window.own_s(rank) > (1 + (_RATIO - 1) / 2) * _typical([window.own_s(r) for r in range(window.world_size)])
     )
     return slow >= _LASTING * sum(window.steps for window in windows)
+
+
+def _is_beyond_noise(windows: Sequence[Window], rank: RankShare) -> bool:
+    if len(windows) < _FEW_WINDOWS:
+        return rank.ratio >= _FEW_RATIO
+    excesses = [w.own_s(rank.rank) - _typical([w.own_s(r) for r in range(w.world_size)]) for w in windows]
+    usual = statistics.median(excesses)
+    spread = 1.4826 * statistics.median(abs(excess - usual) for excess in excesses)
+    return usual >= _SPREADS * spread
 
 
 def _typical(values: Sequence[float]) -> float:
