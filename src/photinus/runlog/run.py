@@ -207,7 +207,7 @@ class Run:
     @property
     def steps_wanted(self) -> int:
         """After how many steps the run ends; 0 when it is not known."""
-        return self.epochs_wanted * self.steps_per_epoch
+        return _whole(self._of_start("steps")) or self.epochs_wanted * self.steps_per_epoch
 
     @property
     def step(self) -> int:

@@ -27,7 +27,7 @@ from torch.utils.data import default_collate as torch_collate
 from .. import env
 from ..world import World
 from .arguments import place, whole_number
-from .datasets import check_dataset, indexable
+from .datasets import check_dataset, indexable, taken_apart
 from .devices import pinned, to_device
 from .rng import check_seed
 from .sampler import GlobalBatches, LocalBatch, ShardedOnce
@@ -57,20 +57,20 @@ class Batch:
 
 
 def loader(
-    dataset: Dataset[Any] | Sequence[Any],
+    dataset: Dataset[Any] | Sequence[Any] | DataLoader[Any],
     *,
-    batch_size: int,
+    batch_size: int | None = None,
     train: bool = True,
     shuffle: bool | None = None,
     seed: int = 0,
-    drop_last: bool = True,
-    num_workers: int = 0,
+    drop_last: bool | None = None,
+    num_workers: int | None = None,
     pin_memory: bool | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     rank: int | None = None,
     world_size: int | None = None,
     device: torch.device | str | None = None,
-    persistent_workers: bool = False,
+    persistent_workers: bool | None = None,
     prefetch_factor: int | None = None,
     worker_init_fn: Callable[[int], None] | None = None,
     multiprocessing_context: str | None = None,
@@ -79,7 +79,9 @@ def loader(
     """This rank's share of a map-style dataset, in batches.
 
     Args:
-        dataset: anything with __len__ and __getitem__ (or __getitems__).
+        dataset: anything with __len__ and __getitem__ (or __getitems__); or torch's DataLoader over such a one, which
+            is taken apart: what is None here is what it was given. Its batch size counts as that over all ranks, but
+            under a DistributedSampler as that of each.
         batch_size: samples per step over all ranks. For training a multiple of the world size.
         train: False is for validation: the dataset's order, every sample exactly once over all ranks, no padding;
             ranks may then differ by one in their number of batches. `shuffle` and `drop_last` do not apply.
@@ -87,33 +89,56 @@ def loader(
         seed: of the order, and of the generators (Python's, numpy's and torch's global ones) that __getitem__ and the
             collate function draw from: each sample has its own seed, a function of (seed, epoch, sample), at a cost
             of about 15 us. With __getitems__ there is one for the batch.
-        drop_last: leave out an epoch's last, short batch. False splits it unevenly; see `Batch.weight`.
-        num_workers: worker processes that fetch. A TensorDataset (or a Subset of one) is indexed in this process
-            instead, which is faster, unless there is a collate function.
+        drop_last: leave out an epoch's last, short batch; default: True. False splits it unevenly; see `Batch.weight`.
+        num_workers: worker processes that fetch; default: none. A TensorDataset (or a Subset of one) is indexed in this
+            process instead, which is faster, unless there is a collate function.
         pin_memory: default: when the device is a GPU.
         collate_fn: default: torch's default_collate.
         rank, world_size: default: those of torch.distributed when it is initialised, else those that the launcher
             set in the environment. Give both or none.
         device: where the batches' tensors go; None leaves them where they are.
-        persistent_workers: keep the workers from epoch to epoch. They keep their copy of the dataset, too.
+        persistent_workers: keep the workers from epoch to epoch, with their copy of the dataset; default: False.
         prefetch_factor: batches that each worker prepares ahead; default: torch's (2).
         worker_init_fn: called in each worker with its number; torch's get_worker_info().dataset.dataset is yours.
         multiprocessing_context: how workers start ("fork", "forkserver", "spawn"); default: Python's.
         timeout_s: how long to wait for a worker's batch; default: PHOTINUS_TIMEOUT_S (300 s), 0: without end.
 
     Raises:
-        TypeError: the dataset is iterable-style or no dataset at all, or an argument has the wrong type.
+        TypeError: the dataset is iterable-style or no dataset at all, an argument has the wrong type, or the batch size
+            is missing.
         ValueError: batch size, world size and dataset do not fit each other.
         FileNotFoundError: `dataset` is a path at which there is nothing.
     """
+    if isinstance(dataset, DataLoader):
+        given = {
+            "batch_size": batch_size,
+            "shuffle": shuffle,
+            "drop_last": drop_last,
+            "num_workers": num_workers,
+            "pin_memory": pin_memory,
+            "collate_fn": collate_fn,
+            "persistent_workers": persistent_workers,
+            "prefetch_factor": prefetch_factor,
+            "worker_init_fn": worker_init_fn,
+            "multiprocessing_context": multiprocessing_context,
+            "timeout_s": timeout_s,
+        }
+        inner, found = taken_apart(dataset)
+        chosen: dict[str, Any] = found | {name: value for name, value in given.items() if value is not None}
+        if not train:
+            chosen |= {"shuffle": None}
+        return loader(inner, train=train, seed=seed, rank=rank, world_size=world_size, device=device, **chosen)
     check_dataset(dataset)
+    if batch_size is None:
+        raise TypeError("batch_size is missing: the samples of one step over all ranks")
+    drop_last = True if drop_last is None else drop_last
     if (rank is None) != (world_size is None):
         raise ValueError(f"give both rank and world_size or neither; got rank={rank}, world_size={world_size}")
     if rank is None or world_size is None:
         rank, world_size = _place()
     rank, world_size = place(rank, world_size)
     batch_size, seed = whole_number("batch_size", batch_size, least=1), check_seed(seed)
-    num_workers = whole_number("num_workers", num_workers)
+    num_workers = whole_number("num_workers", num_workers or 0)
     device = None if device is None else torch.device(device)
     if collate_fn is not None and not callable(collate_fn):
         raise TypeError(f"collate_fn needs a function that takes a list of samples, not {collate_fn!r}")
@@ -133,7 +158,7 @@ def loader(
     options: dict[str, Any] = {}
     if num_workers:
         options = {
-            "persistent_workers": persistent_workers,
+            "persistent_workers": bool(persistent_workers),
             "worker_init_fn": worker_init_fn,
             "multiprocessing_context": multiprocessing_context,
             "timeout": env.TIMEOUT_S.get() if timeout_s is None else timeout_s,

@@ -1,4 +1,4 @@
-"""What can be a dataset here, and the shortcut for those that are tensors in memory."""
+"""What can be a dataset here, what a DataLoader is made of, and the shortcut for tensors in memory."""
 
 from __future__ import annotations
 
@@ -8,9 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    default_collate,
+)
+from torch.utils.data.distributed import DistributedSampler
 
-__all__ = ["check_dataset", "indexable"]
+__all__ = ["check_dataset", "indexable", "taken_apart"]
 
 
 def check_dataset(dataset: Any) -> None:
@@ -28,8 +39,6 @@ def check_dataset(dataset: Any) -> None:
             f"{str(path)!r} is a path, not a dataset: open it with a class that has __len__ and __getitem__ (a folder "
             f"of images, say, with torchvision.datasets.ImageFolder) and give that to the loader"
         )
-    if isinstance(dataset, DataLoader):
-        raise TypeError("this is a DataLoader already: give its .dataset, and the batch size over all ranks")
     if isinstance(dataset, IterableDataset):
         raise TypeError(
             f"{type(dataset).__name__} is an IterableDataset, whose samples cannot be divided among ranks or found "
@@ -45,6 +54,52 @@ def check_dataset(dataset: Any) -> None:
         raise TypeError(
             f"a dataset needs __len__ and __getitem__; {type(dataset).__name__} has no {' and no '.join(missing)}"
         )
+
+
+def taken_apart(data_loader: DataLoader[Any]) -> tuple[Dataset[Any], dict[str, Any]]:
+    """A DataLoader's data set, and what it was given as arguments of `photinus.loader`, where that is no default.
+
+    Its batch size counts as that over all ranks: the script was written for one process. Under a DistributedSampler it
+    is that of one rank. The order of the samples is drawn anew, from the loop's seed.
+
+    Raises:
+        TypeError: its sampler chooses in a way of its own, which cannot be divided among ranks or found again.
+    """
+    dataset, sampler, batch_size = data_loader.dataset, data_loader.sampler, data_loader.batch_size
+    replaces = isinstance(sampler, RandomSampler) and (
+        sampler.replacement or sampler.num_samples != len(sampler.data_source)
+    )
+    known = type(sampler) in (SequentialSampler, RandomSampler, SubsetRandomSampler, DistributedSampler)
+    if not isinstance(dataset, IterableDataset) and (batch_size is None or replaces or not known):
+        own = sampler if batch_size is not None else data_loader.batch_sampler
+        what = "no batches (batch_size=None)" if own is None else f"a sampler of its own ({type(own).__name__})"
+        raise TypeError(
+            f"this DataLoader has {what}: what it chooses cannot be divided among ranks, or found again after a "
+            f"resume. Give its data set (data_loader.dataset) "
+            f"with batch_size=... over all ranks, and collate_fn, num_workers and shuffle beside it; a choice of "
+            f"samples (weights, a filter) belongs into the data set, as with torch.utils.data.Subset."
+        )
+    if isinstance(sampler, SubsetRandomSampler):
+        dataset = Subset(dataset, [int(index) for index in sampler.indices])
+    if isinstance(sampler, DistributedSampler) and batch_size is not None:
+        batch_size *= sampler.num_replicas
+    workers = data_loader.num_workers
+    found: dict[str, Any] = {
+        "batch_size": batch_size,
+        "shuffle": sampler.shuffle
+        if isinstance(sampler, DistributedSampler)
+        else type(sampler) is not SequentialSampler,
+        "drop_last": data_loader.drop_last,
+        "num_workers": workers or None,
+        "pin_memory": data_loader.pin_memory or None,
+        "collate_fn": None if data_loader.collate_fn is default_collate else data_loader.collate_fn,
+        "persistent_workers": data_loader.persistent_workers or None,
+        "prefetch_factor": data_loader.prefetch_factor if workers else None,
+        "worker_init_fn": data_loader.worker_init_fn,
+        "multiprocessing_context": data_loader.multiprocessing_context if workers else None,
+        "timeout_s": data_loader.timeout or None,
+    }
+    return dataset, {name: value for name, value in found.items() if value is not None}
 
 
 def indexable(dataset: Any) -> Callable[[list[int]], list[torch.Tensor]] | None:

@@ -25,7 +25,7 @@ from typing import Any, overload
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from ..errors import CollectiveError, PhotinusError
 from ..parallel import strategy_of
@@ -33,7 +33,7 @@ from ..waiting_time import waiting_time
 from .agreement import gather_per_rank
 from .arguments import whole_number
 from .data import Batch, loader
-from .datasets import check_dataset
+from .datasets import check_dataset, taken_apart
 from .session import Session, require_session
 from .wrapping import exchanges_gradients, unwrap
 
@@ -46,11 +46,11 @@ Forward = Callable[[nn.Module, Any], "tuple[Tensor, Tensor]"]
 @overload
 def evaluate(
     model: nn.Module,
-    dataset: Dataset[Any],
+    dataset: Dataset[Any] | DataLoader[Any],
     metric: Metric,
     *,
-    batch_size: int = ...,
-    num_workers: int = ...,
+    batch_size: int | None = ...,
+    num_workers: int | None = ...,
     forward: Forward | None = ...,
     collate_fn: Callable[[list[Any]], Any] | None = ...,
 ) -> float: ...
@@ -59,11 +59,11 @@ def evaluate(
 @overload
 def evaluate(
     model: nn.Module,
-    dataset: Dataset[Any],
+    dataset: Dataset[Any] | DataLoader[Any],
     metric: Mapping[str, Metric],
     *,
-    batch_size: int = ...,
-    num_workers: int = ...,
+    batch_size: int | None = ...,
+    num_workers: int | None = ...,
     forward: Forward | None = ...,
     collate_fn: Callable[[list[Any]], Any] | None = ...,
 ) -> dict[str, float]: ...
@@ -71,11 +71,11 @@ def evaluate(
 
 def evaluate(
     model: nn.Module,
-    dataset: Dataset[Any],
+    dataset: Dataset[Any] | DataLoader[Any],
     metric: Metric | Mapping[str, Metric],
     *,
-    batch_size: int = 64,
-    num_workers: int = 0,
+    batch_size: int | None = None,
+    num_workers: int | None = None,
     forward: Forward | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> float | dict[str, float]:
@@ -85,10 +85,11 @@ def evaluate(
 
     Args:
         model: wrapped or plain.
-        dataset: map-style; an item is a pair (input, target), unless `forward` knows better.
+        dataset: map-style; an item is a pair (input, target), unless `forward` knows better. Of a DataLoader, its data
+            set, batch size, collate_fn and workers are taken, where they are not given here.
         metric: `metric(outputs, targets)` gives one value per sample, shape [n], any dtype; or several by name.
-        batch_size: samples of one forward on one rank.
-        num_workers: processes that load data, per rank.
+        batch_size: samples of one forward on one rank; default 64.
+        num_workers: processes that load data, per rank; default none.
         forward: `forward(model, batch)` gives (outputs, targets); default: the batch is (inputs, targets).
         collate_fn: makes a batch of a list of items; torch's default.
 
@@ -112,14 +113,19 @@ def evaluate(
     try:
         if not metrics:
             raise ValueError("evaluate was given no metric")
+        options: dict[str, Any] = {"batch_size": batch_size, "num_workers": num_workers, "collate_fn": collate_fn}
+        if isinstance(dataset, DataLoader):
+            dataset, found = taken_apart(dataset)
+            options = {name: found.get(name) if value is None else value for name, value in options.items()}
+        size = 64 if options["batch_size"] is None else whole_number("batch_size", options["batch_size"], least=1)
         total = _length(dataset)
         values = _values_of_this_rank(
             unwrap(model),
             dataset,
             metrics,
-            _blocks_of(session.rank, session.world_size, total, whole_number("batch_size", batch_size, least=1)),
-            _idle_block(model, session, total, batch_size),
-            {"batch_size": batch_size, "num_workers": num_workers, "collate_fn": collate_fn, "device": session.device},
+            _blocks_of(session.rank, session.world_size, total, size),
+            _idle_block(model, session, total, size),
+            {**options, "batch_size": size, "device": session.device},
             forward or _forward_pair,
         )
         counted = len(next(iter(values.values())))

@@ -29,13 +29,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from .. import env, status
 from ..errors import PhotinusError
 from ..parallel import strategy_of, uncompiled
 from ..parallel.recording import recorded_span
-from ..runlog.process import this_process
 from ..runlog.tables import OWN_COLUMNS, Row
 from . import preemption, rng
 from .agreement import check_alike, from_rank_0, together
@@ -46,6 +45,7 @@ from .config import RunConfig, Start, user_options
 from .data import Batch, loader
 from .durable import require_space, telling_no_space
 from .ending import Ending
+from .length import Length
 from .loss import check_loss
 from .manifest import JSON
 from .position import Position
@@ -55,6 +55,7 @@ from .resume import Source, choose_source, job_name
 from .run_folder import RunFolder
 from .run_lock import RunLock
 from .run_numbers import RunNumbers
+from .sampler import GlobalBatches
 from .saves import Saves
 from .session import require_session
 from .snapshot import Trained
@@ -71,9 +72,11 @@ class Loop:
     Args:
         model: wrapped by `photinus.wrap` (or by torch's DDP or FSDP2); plain where there is one process.
         optimizer: over the model's parameters.
-        train_set: map-style data set, equal on all ranks.
+        train_set: map-style data set, equal on all ranks; or torch's DataLoader over one, which is taken apart (see
+            `photinus.loader`): its batch size, shuffle, drop_last, collate_fn and workers hold where None stands here.
         batch_size: samples of one step over ALL ranks; a multiple of the world size.
         epochs: the run ends after so many, counted from its very start.
+        steps: in place of epochs: the run ends after so many batches, inside an epoch perhaps, which ends there too.
         out: folder of the run: checkpoints, metrics.csv, losses.csv, ranks.jsonl, events.jsonl, config.json,
             curves.png; `photinus top` and `photinus report` show it. None writes nothing.
         resume: "auto" goes on from the newest complete checkpoint in `out`; "never" (or None) begins anew and moves
@@ -87,9 +90,9 @@ class Loop:
         keep_last: how many of the newest checkpoints stay.
         best: name of a logged metric; the checkpoint of the epoch where it was highest (with "-" before the name:
             lowest) stays too.
-        num_workers: processes that load data, per rank.
-        drop_last: leave the last, short batch of each epoch out; False splits it, rightly weighted.
-        shuffle: a new order each epoch; False takes the data set's.
+        num_workers: processes that load data, per rank; default none.
+        drop_last: leave the last, short batch of each epoch out (default); False splits it, rightly weighted.
+        shuffle: a new order each epoch (default); False takes the data set's.
         collate_fn: makes a batch of a list of items; torch's default.
         progress: whether rank 0 shows a progress bar and a line per epoch.
         curves: whether rank 0 draws `curves.png` at the end.
@@ -112,7 +115,7 @@ class Loop:
         model: as it was given.
         out: the run's folder, or None.
         rank: of this process.
-        epochs, steps_per_epoch: how long the run is.
+        epochs, steps, steps_per_epoch: how long the run is.
         resumed_from: path of the checkpoint that the run goes on from, None for a fresh start.
         checkpoint: path of the newest checkpoint of this run, None before the first.
     """
@@ -121,10 +124,11 @@ class Loop:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        train_set: Dataset[Any],
+        train_set: Dataset[Any] | DataLoader[Any],
         *,
-        batch_size: int,
-        epochs: int,
+        batch_size: int | None = None,
+        epochs: int | None = None,
+        steps: int | None = None,
         out: str | os.PathLike[str] | None = None,
         resume: str | os.PathLike[str] | None = "auto",
         seed: int | None = None,
@@ -134,9 +138,9 @@ class Loop:
         save_every_epochs: int = 1,
         keep_last: int = 2,
         best: str | None = None,
-        num_workers: int = 0,
-        drop_last: bool = True,
-        shuffle: bool = True,
+        num_workers: int | None = None,
+        drop_last: bool | None = None,
+        shuffle: bool | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         progress: bool = True,
         curves: bool = True,
@@ -171,7 +175,7 @@ class Loop:
             self._strategy = strategy_of(model)
             self._wrapped = uncompiled(model)  # what the strategy's verbs know
             check_optimizer(model, optimizer)
-            self.epochs = whole_number("epochs", epochs, least=1)
+            self._length = length = Length(epochs, steps)
             for name, value in (("save_every_steps", save_every_steps), ("save_every_epochs", save_every_epochs)):
                 if value is not None:
                     whole_number(name, value, least=1)
@@ -180,7 +184,6 @@ class Loop:
             if tensorboard and session.is_main:
                 check_tensorboard()
             self._seed = seed = session.seed or 0 if seed is None else seed
-            self._batch_size = batch_size
             self._loader = loader(
                 train_set,
                 batch_size=batch_size,
@@ -194,13 +197,16 @@ class Loop:
                 world_size=session.world_size,
                 device=session.device,
             )
+            shares = self._loader.shares
+            assert isinstance(shares, GlobalBatches), "train=True"
             self._options: dict[str, JSON] = {
-                "batch_size": batch_size,
+                "batch_size": self._loader.batch_size,
                 "epochs": epochs,
+                "steps": steps,
                 "seed": seed,
-                "samples": len(train_set),  # type: ignore[arg-type]
-                "shuffle": shuffle,
-                "drop_last": drop_last,
+                "samples": self._loader.samples,
+                "shuffle": shares.shuffle,
+                "drop_last": shares.drop_last,
                 "save_every_steps": save_every_steps,
                 "save_every_epochs": save_every_epochs,
                 "resume": None if resume is None else str(resume),
@@ -214,9 +220,10 @@ class Loop:
         self._replicas = Replicas(session, models, optimizers, compare_parameters=compare_parameters)
         self._numbers = RunNumbers(session, self._clock, self._replicas)
         self._backwards = Backwards(optimizers)
-        self._saves = Saves(session, Trained(model, optimizer, scheduler, others), self._options)
+        self._saves = Saves(session, Trained(model, optimizer, scheduler, others), self._options, length)
         self._least_bytes = sum(each.numel() * each.element_size() for each in model.parameters())  # of a checkpoint
         self.steps_per_epoch = len(self._loader)
+        self.epochs, self.steps = length.epochs_of(self.steps_per_epoch), length.steps_of(self.steps_per_epoch)
         self._save_every_steps, self._save_every_epochs = save_every_steps, save_every_epochs
         source = Source(None, goes_on=False)  # what rank 0 found; the other ranks need only the checkpoint
 
@@ -236,7 +243,7 @@ class Loop:
             self._saved_step = self._position.step
             self.resumed_from = self.checkpoint = checkpoint.path
             status.tell(saved=self._saved_step)
-        self._progress = Progress(progress and session.is_main, self.epochs, self.steps_per_epoch)
+        self._progress = Progress(progress and session.is_main, length, self.steps_per_epoch)
         if self.out is not None:
             with_space = telling_no_space(self.out, self._least_bytes)
             prepare = with_space(partial(self._prepare_folder, source, config, keep_last, best, tensorboard))
@@ -260,14 +267,13 @@ class Loop:
 
     @property
     def epoch_ended(self) -> bool:
-        """Whether this is the body of the epoch's last batch."""
-        return self._batch is not None and self._position.batches_done + 1 == self.steps_per_epoch
+        """Whether this is the body of the epoch's last batch, or of the run's."""
+        return self._batch is not None and self._length.epoch_ends(self._position, self.steps_per_epoch)
 
     @property
     def finished(self) -> bool:
-        """Whether all epochs are done, or the run was stopped."""
-        position = self._position
-        return position.epochs_done >= self.epochs or position.stopped_of >= self.epochs
+        """Whether all epochs (or steps) are done, or the run was stopped."""
+        return self._length.reached(self._position)
 
     @property
     def history(self) -> list[Row]:
@@ -411,7 +417,7 @@ class Loop:
                     self._after_body(batch, ended)
                     if self._suspending and self._saved_step == position.step and not self.finished:
                         self._leave_suspended()
-                    if position.stopped_of:
+                    if self._length.reached(position):
                         break
             self._finish()
         finally:
@@ -442,7 +448,7 @@ class Loop:
     def _begin_epoch(self) -> None:
         position = self._position
         position.begin_epoch_part(time.perf_counter() - self._session.aside_s)
-        self._progress.start_epoch(self.epoch, position.batches_done, self._batch_size)
+        self._progress.start_epoch(self.epoch, position.batches_done, position.step, self._loader.batch_size)
 
     def _after_body(self, batch: Batch, epoch_ended: bool) -> None:
         """What happens between two bodies, in this order: losses, the epoch's row, the checkpoint."""
@@ -457,8 +463,7 @@ class Loop:
         self._progress.step(batch.global_samples, position.newest)
         if epoch_ended:
             self._end_epoch()
-            last = position.epochs_done == self.epochs or position.stopped_of > 0
-            self._save_wanted |= last or position.epochs_done % self._save_every_epochs == 0
+            self._save_wanted |= self.finished or position.epochs_done % self._save_every_epochs == 0
         # Gradients that were accumulated and not yet used are no part of a checkpoint: it waits for the next step.
         if self._save_wanted and (not self._backwards.unstepped or self.finished):
             self._save()
@@ -470,18 +475,19 @@ class Loop:
         saves = self.out is not None and (epoch_ended or self._save_wanted)
         stop = self._stop_wanted
         if self._numbers.exchange(position, self._folder, epoch=self.epoch, stop=stop, saves=saves):
-            position.stopped_of = self.epochs
+            position.stopped_of = self._length.wanted
             if self._folder is not None:
                 self._folder.tell("stop", position.step, epoch=self.epoch)
 
     def _end_epoch(self) -> None:
         position = self._position
         rate = self._optimizer.param_groups[0]["lr"] if self._optimizer.param_groups else math.nan
-        row = position.end_epoch(time.perf_counter() - self._session.aside_s, float(rate))
+        whole = position.batches_done == self.steps_per_epoch
+        row = position.end_epoch(time.perf_counter() - self._session.aside_s, float(rate), whole=whole)
         if self._folder is not None:
             self._folder.end_epoch(position.history, self._session.aside_s - self._validated_s)
         self._validated_s = self._session.aside_s
-        self._progress.end_epoch(position.epochs_done, _measured(row), row["samples_per_s"], row["elapsed_s"])
+        self._progress.end_epoch(row, _measured(row))
 
     def _save(self) -> None:
         self._save_wanted = False
@@ -518,9 +524,7 @@ class Loop:
     def summary(self) -> str:
         """How far the run is, its last numbers, and (on rank 0) where the results lie: one or two lines."""
         position = self._position
-        how = f"finished: {position.epochs_done} epochs, {position.step} steps"
-        if not self.finished or position.stopped_of:
-            how = f"stopped: {position.describe(self.epochs)}"
+        how = self._length.describe_end(position)
         shown = show_metrics(_measured(position.history[-1])) if position.history else ""
         lines = [f"{how}, {shown}" if shown else how]
         if self._folder is not None:
@@ -539,14 +543,9 @@ class Loop:
         resumed_from = None if self.resumed_from is None else str(self.resumed_from)
         start = Start.now(self._session, resumed_from=resumed_from, resumed_step=self.step, job=job_name())
         run = RunConfig(self._options, user_options(config), [start])
-        self._folder.begin(self.step, self._position.history, run, goes_on=source.goes_on)
-        length = {"epochs": self.epochs, "steps_per_epoch": self.steps_per_epoch, "batch_size": self._batch_size}
-        place = {
-            name: getattr(start, name) for name in ("launcher", "attempt", "world_size", "hosts", "backend", "device")
-        }
-        self._folder.tell_start(
-            self.step, start=self._position.start, resumed_from=resumed_from, **length, **place, **this_process()
-        )
+        length = {"epochs": self.epochs, "steps": self.steps, "steps_per_epoch": self.steps_per_epoch}
+        length["batch_size"] = self._loader.batch_size
+        self._folder.begin(self._position, run, length, goes_on=source.goes_on)
 
     def _tell_start(self, source: Source) -> None:
         if not self._session.is_main:
@@ -554,16 +553,13 @@ class Loop:
         if source.note:
             say(source.note)
         if self.finished:
-            done = "the run was stopped early" if self._position.stopped_of else f"all {self.epochs} epochs are done"
-            say(
-                f"finished already: {done} ({self.resumed_from}), nothing to do; use --epochs N with N above "
-                f"{max(self.epochs, self._position.epochs_done)}, or resume='never' to begin anew"
-            )
+            done, advice = self._length.describe_nothing_to_do(self._position)
+            say(f"finished already: {done} ({self.resumed_from}), nothing to do; {advice}")
             if self._folder is not None and self._curves and not self._folder.has_picture():
                 self._folder.draw()
             say(self.summary())
         elif self.resumed_from is not None:
-            say(f"resumed from {self.resumed_from}: {self._position.describe(self.epochs)}")
+            say(f"resumed from {self.resumed_from}: {self._length.describe(self._position)}")
 
 
 def _measured(row: Row) -> Row:

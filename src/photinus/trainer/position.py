@@ -23,7 +23,7 @@ class Position:
         batches_done: batches of the running epoch that are done; 0 between two epochs.
         step: batches done over the whole run.
         start: which start of the run this is, from 1.
-        stopped_of: when the run was stopped early, the number of epochs it was to have; else 0.
+        stopped_of: when the run was stopped early, the number of epochs (or steps) it was to have; else 0.
         loss_sum, loss_samples: of the running epoch, for its mean.
         elapsed_s: seconds of training (validation left out) of all starts, up to the last end of an epoch.
         logged: what the body logged in the running epoch.
@@ -84,13 +84,18 @@ class Position:
         self.loss_samples += step_loss.samples
         self.newest = {**self.newest, "loss": step_loss.loss}
 
-    def end_epoch(self, clock_s: float, learning_rate: float) -> Row:
-        """Closes the epoch and returns its row, which is also the last of the history."""
+    def end_epoch(self, clock_s: float, learning_rate: float, *, whole: bool = True) -> Row:
+        """Closes the epoch and returns its row, which is also the last of the history.
+
+        Args:
+            clock_s: the clock now.
+            learning_rate: now.
+            whole: False where the run ends inside the epoch: the row is a provisional one then, of what is done of it.
+        """
         seconds = max(clock_s - self.part_began, 1e-9)
         self.elapsed_s += seconds
-        self.epochs_done += 1
         row: Row = {
-            "epoch": self.epochs_done,
+            "epoch": self.epochs_done + 1,
             "step": self.step,
             "loss": self.loss_sum / self.loss_samples if self.loss_samples else math.nan,
             "learning_rate": learning_rate,
@@ -101,20 +106,21 @@ class Position:
         }
         self.history.append(row)
         self.newest = dict(self.logged)
-        self.batches_done, self.loss_sum, self.loss_samples, self.logged = 0, 0.0, 0, {}
+        if whole:
+            self.epochs_done += 1
+            self.batches_done, self.loss_sum, self.loss_samples, self.logged = 0, 0.0, 0, {}
         return row
 
-    def describe(self, epochs: int) -> str:
-        """The place in words: `epoch 3 of 15, 12 batches done, step 56`."""
-        if self.batches_done:
-            return f"epoch {self.epochs_done + 1} of {epochs}, {self.batches_done} batches done, step {self.step}"
-        return f"{self.epochs_done} of {epochs} epochs done, step {self.step}"
+    def go_on(self) -> None:
+        """The run goes on where it had ended: inside an epoch, the row of that one was provisional."""
+        if self.history and self.history[-1]["epoch"] > self.epochs_done:
+            self.history.pop()
 
-    def description(self, epochs: int) -> dict[str, JSON]:
-        """The place for a checkpoint's manifest, to be read without loading it."""
+    def description(self, place: str) -> dict[str, JSON]:
+        """The place, in words and numbers, for a checkpoint's manifest, to be read without loading it."""
         last = self.history[-1] if self.history else {}
         return {
-            "place": self.describe(epochs),
+            "place": place,
             "epochs_done": self.epochs_done,
             "batches_done": self.batches_done,
             "last_epoch": dict(last),

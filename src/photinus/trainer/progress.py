@@ -6,6 +6,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from .length import Length
+
 __all__ = ["Progress", "say", "show_metrics"]
 
 _bar: Any = None  # the bar on the terminal, if there is one: lines are printed above it
@@ -41,19 +43,18 @@ class Progress:
 
     Args:
         shown: whether this process shows anything (rank 0, and the user wants it).
-        epochs: number of epochs of the whole run.
+        length: of the whole run; by steps, the bar is of all its steps.
         steps: number of steps of one epoch.
         bar: whether to draw the bar; None means where standard error is a terminal.
     """
 
-    def __init__(self, shown: bool, epochs: int, steps: int, bar: bool | None = None) -> None:
+    def __init__(self, shown: bool, length: Length, steps: int, bar: bool | None = None) -> None:
         self.shown = shown
-        self.epochs = epochs
-        self.steps = steps
+        self._length, self._epochs, self._steps = length, length.epochs_of(steps), steps
         self._wants_bar = shown and (sys.stderr.isatty() if bar is None else bar)
 
-    def start_epoch(self, epoch: int, done: int, samples_per_step: int) -> None:
-        """Begins the bar of epoch `epoch` (from 1), of which `done` steps were made before a restart."""
+    def start_epoch(self, epoch: int, done: int, step: int, samples_per_step: int) -> None:
+        """Begins the bar of epoch `epoch` (from 1), of which `done` steps are done, and `step` of the whole run."""
         global _bar
         self.close()
         if not self._wants_bar:
@@ -63,11 +64,11 @@ class Progress:
         except ImportError:
             self._wants_bar = False
             return
-        width = len(str(self.epochs))
+        total, done = (self._steps, done) if self._length.steps is None else (self._length.steps, step)
         _bar = tqdm(
-            total=self.steps * samples_per_step,
+            total=total * samples_per_step,
             initial=done * samples_per_step,
-            desc=f"epoch {epoch:{width}}/{self.epochs}",
+            desc=self._place(epoch, step),
             unit=" samples",
             unit_scale=True,
             leave=False,
@@ -83,13 +84,18 @@ class Progress:
                 _bar.set_postfix_str(show_metrics(newest), refresh=False)
             _bar.update(samples)
 
-    def end_epoch(self, epoch: int, row: Mapping[str, float], samples_per_s: float, elapsed_s: float) -> None:
-        """Ends the bar and prints the epoch's line."""
+    def end_epoch(self, row: Mapping[str, float], shown: Mapping[str, float]) -> None:
+        """Ends the bar and prints the epoch's line, with what is to be `shown` of its row."""
         self.close()
         if self.shown:
-            width = len(str(self.epochs))
-            speed = f"{samples_per_s:,.0f}".replace(",", " ")
-            say(f"epoch {epoch:{width}}/{self.epochs}  {show_metrics(row)}  {speed} samples/s  {elapsed_s:.1f} s")
+            speed = f"{row['samples_per_s']:,.0f}".replace(",", " ")
+            place = self._place(int(row["epoch"]), int(row["step"]))
+            say(f"{place}  {show_metrics(shown)}  {speed} samples/s  {row['elapsed_s']:.1f} s")
+
+    def _place(self, epoch: int, step: int) -> str:
+        wanted = self._epochs if self._length.steps is None else self._length.steps
+        count, word = (epoch, "epoch") if self._length.steps is None else (step, "step")
+        return f"{word} {count:{len(str(wanted))}}/{wanted}"
 
     def close(self) -> None:
         """Takes the bar off the terminal."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..runlog.tables import OWN_COLUMNS, Row, RunFiles, read_rows
+from .config import RunConfig
 
 __all__ = ["draw_curves"]
 
@@ -23,7 +24,8 @@ _COLOURS = ("#2563a8", "#d1622b", "#2f8f5b", "#8757a6", "#b8860b", "#c0436b")
 def draw_curves(folder: Path, picture: Path | None = None) -> Path | None:
     """Draws a run: training loss (each step faint, each epoch's mean bold), what was logged, and the speed.
 
-    Losses that were logged (names with "loss" in them) share the first panel. A dotted line marks each restart.
+    Losses that were logged (names with "loss" in them) share the first panel. A dotted line marks each restart. The
+    axis is of epochs, or of steps, whichever the run was told to count.
 
     Args:
         folder: the run's folder, with losses.csv and metrics.csv.
@@ -59,13 +61,15 @@ def draw_curves(folder: Path, picture: Path | None = None) -> Path | None:
     axes = figure.subplots(1, 1 + len(panels), squeeze=False)[0]
     gap = 0.7 / (_PANEL_INCHES - 0.7)
     figure.subplots_adjust(0.62 / width, 0.55 / height, 1 - 0.15 / width, 1 - 0.72 / height, gap)
-    places = _epochs_of(steps, epochs)
-    _loss_panel(axes[0], steps, epochs, in_loss_panel, places)
+    unit = "step" if _counts_steps(folder) else "epoch"
+    places = [row["step"] for row in steps] if unit == "step" else _epochs_of(steps, epochs)
+    ends = [row[unit] for row in epochs]
+    _loss_panel(axes[0], steps, epochs, in_loss_panel, places, ends)
     for panel, (title, names) in zip(axes[1:], panels, strict=True):
-        _metric_panel(panel, title, names, epochs)
-    restarts = _restarts(steps, places, epochs)
+        _metric_panel(panel, title, names, epochs, ends)
+    restarts = _restarts(steps, places) if steps else _restarts(epochs, ends)
     for panel in axes:
-        _finish_panel(panel, epochs, restarts)
+        _finish_panel(panel, unit, ends[-1], restarts)
     if restarts:
         axes[0].plot([], [], ":", color=_FAINT, linewidth=1.4, label="restart")
     if axes[0].get_legend_handles_labels()[1]:
@@ -92,6 +96,11 @@ def _panels(epochs: Sequence[Row], others: Sequence[str]) -> list[tuple[str, lis
     return [*panels, ("samples per second", ["samples_per_s"])]
 
 
+def _counts_steps(folder: Path) -> bool:
+    options = RunConfig.read(folder).get("options")
+    return isinstance(options, dict) and options.get("steps") is not None
+
+
 def _epochs_of(steps: Sequence[Row], epochs: Sequence[Row]) -> list[float]:
     """Each step's place on the axis of epochs: step 11 of 22 of the third epoch lies at 2.5."""
     ends = {0: 0.0, **{int(row["epoch"]): row["step"] for row in epochs}}
@@ -106,14 +115,19 @@ def _epochs_of(steps: Sequence[Row], epochs: Sequence[Row]) -> list[float]:
 
 
 def _loss_panel(
-    panel: Any, steps: Sequence[Row], epochs: Sequence[Row], names: Sequence[str], places: Sequence[float]
+    panel: Any,
+    steps: Sequence[Row],
+    epochs: Sequence[Row],
+    names: Sequence[str],
+    places: Sequence[float],
+    ends: Sequence[float],
 ) -> None:
     panel.set_title("loss", loc="left", fontsize=10, color=_INK)
     if steps:
         values = [row["loss"] for row in steps]
         panel.plot(places, values, color=_COLOURS[0], alpha=0.28, linewidth=0.8, label="each step")
     # An epoch's mean belongs to its middle, what was measured at its end to its end.
-    middles, ends = [row["epoch"] - 0.5 for row in epochs], [row["epoch"] for row in epochs]
+    middles = [(begin + end) / 2 for begin, end in itertools.pairwise([0.0, *ends])]
     panel.plot(middles, [row.get("loss", math.nan) for row in epochs], **_bold(0, epochs), label="epoch mean")
     for i, name in enumerate(names, 1):
         values = [row.get(name, math.nan) for row in epochs]
@@ -126,9 +140,8 @@ def _loss_panel(
         panel.set_yscale("log")
 
 
-def _metric_panel(panel: Any, title: str, names: Sequence[str], epochs: Sequence[Row]) -> None:
+def _metric_panel(panel: Any, title: str, names: Sequence[str], epochs: Sequence[Row], x: Sequence[float]) -> None:
     panel.set_title(title, loc="left", fontsize=10, color=_INK)
-    x = [row["epoch"] for row in epochs]
     for i, name in enumerate(names):
         values = [row.get(name, math.nan) for row in epochs]
         is_speed = name == "samples_per_s"
@@ -152,19 +165,17 @@ def _metric_panel(panel: Any, title: str, names: Sequence[str], epochs: Sequence
         panel.legend(frameon=False, fontsize=9, labelcolor=_INK)
 
 
-def _restarts(steps: Sequence[Row], places: Sequence[float], epochs: Sequence[Row]) -> list[float]:
-    """Where on the axis of epochs the run was started again."""
-    rows, places = (steps, places) if steps else (epochs, [row["epoch"] for row in epochs])
+def _restarts(rows: Sequence[Row], places: Sequence[float]) -> list[float]:
+    """Where on the axis the run was started again."""
     pairs = zip(itertools.pairwise(rows), places, strict=False)
     return [place for (before, after), place in pairs if before["start"] != after["start"]]
 
 
-def _finish_panel(panel: Any, epochs: Sequence[Row], restarts: Sequence[float]) -> None:
+def _finish_panel(panel: Any, unit: str, last: float, restarts: Sequence[float]) -> None:
     for place in restarts:
         panel.axvline(place, color=_FAINT, linestyle=":", linewidth=1.4, zorder=0)
-    last = epochs[-1]["epoch"]
     panel.set_xlim(0, last * 1.02)
-    panel.set_xlabel("epoch", fontsize=9, color=_INK)
+    panel.set_xlabel(unit, fontsize=9, color=_INK)
     panel.xaxis.get_major_locator().set_params(integer=True)
     panel.tick_params(labelsize=9, colors=_INK, length=3)
     panel.grid(True, color="#e4e7eb", linewidth=0.7)

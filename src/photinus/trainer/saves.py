@@ -10,6 +10,7 @@ from typing import Any
 from . import rng
 from .agreement import from_rank_0, gather_per_rank, together
 from .checkpoint import Checkpoint
+from .length import Length
 from .position import Position
 from .progress import say
 from .resume import check_fits
@@ -41,13 +42,15 @@ class Saves:
     Args:
         session: of this rank.
         trained: whose states training changes.
-        options: of the loop; "batch_size", "epochs", "seed", "samples" and "shuffle" are needed.
+        options: of the loop; "batch_size", "seed", "samples" and "shuffle" are needed.
+        length: of the run.
     """
 
-    def __init__(self, session: Session, trained: Trained, options: Mapping[str, Any]) -> None:
+    def __init__(self, session: Session, trained: Trained, options: Mapping[str, Any], length: Length) -> None:
         self._session = session
         self._trained = trained
         self._options = options
+        self._length = length
 
     def save(self, position: Position, out: Path, folder: RunFolder | None) -> Path:
         """Saves model, optimizer, position and each rank's random numbers, atomically; returns the checkpoint's path.
@@ -73,8 +76,9 @@ class Saves:
                 "run": {name: self._options[name] for name in _DECIDES_THE_ORDER},
                 "rng": states,
             }
-            epoch_row = None if position.batches_done or not position.history else position.history[-1]
-            return str(folder.save(step, content, position.description(self._options["epochs"]), epoch_row))
+            ends_epoch = bool(position.history) and position.history[-1]["step"] == step
+            description = position.description(self._length.describe(position))
+            return str(folder.save(step, content, description, position.history[-1] if ends_epoch else None))
 
         return Path(from_rank_0(write, f"saving the checkpoint of step {step} in {out}"))
 
@@ -101,8 +105,10 @@ class Saves:
                 )
             self._trained.put_back(content, path)
             position.start += 1
-            if position.stopped_of < options["epochs"]:  # stopped early, and now more is asked for
+            if position.stopped_of < self._length.wanted:  # stopped early, and now more is asked for
                 position.stopped_of = 0
+            if not self._length.reached(position):
+                position.go_on()
             random_numbers = self._random_numbers(content["rng"], position.step, notes)
         if self._session.is_main:
             for note in notes:

@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from ..parallel import strategy_of
 from ..parallel.strategy import Strategy
 from ..runlog.tables import Row
 from .arguments import whole_number
-from .datasets import check_dataset
+from .datasets import check_dataset, taken_apart
 from .evaluation import Metric, evaluate
+from .length import Length
 from .loop import Loop
 from .progress import show_metrics
 from .session import current_session, init
@@ -70,7 +71,8 @@ class Trainer:
         optimizer: over the model's parameters.
         loss_fn: `loss_fn(outputs, targets)`, the mean over the batch.
         epochs: the run ends after so many, counted from its very start.
-        batch_size: samples of one step over ALL ranks; a multiple of the world size.
+        steps: in place of epochs: the run ends after so many batches, and validates then, too.
+        batch_size: samples of one step over ALL ranks; a multiple of the world size. Default: the DataLoader's.
         accumulate: the optimizer makes a step after so many batches, on the mean of their gradients: its batch is
             batch_size * accumulate samples. The count goes on over the ends of epochs.
         precision: "float32", or "bfloat16": forward, loss and validation under torch.autocast, parameters and
@@ -87,7 +89,7 @@ class Trainer:
         seed: of everything random from `fit` on: default the session's, else 0. To have the model's first weights
             depend on it too, make the model inside `with photinus.init(seed=...):`.
         device, backend: as for `photinus.init`; used when no session is open.
-        valid_batch_size: samples of one validation forward on one rank.
+        valid_batch_size: samples of one validation forward on one rank; default 64, or a DataLoader's.
         callbacks: called as callback(loop) at each end of an epoch, after validation; they may call
             `loop.log(...)` and `loop.stop()`.
         strategy_options: handed to the strategy, such as {"bucket_cap_mb": 10}.
@@ -101,8 +103,9 @@ class Trainer:
         optimizer: torch.optim.Optimizer,
         loss_fn: LossFunction,
         *,
-        epochs: int,
-        batch_size: int,
+        epochs: int | None = None,
+        steps: int | None = None,
+        batch_size: int | None = None,
         accumulate: int = 1,
         precision: str = "float32",
         out: str | os.PathLike[str] | None = None,
@@ -117,11 +120,12 @@ class Trainer:
         device: str | torch.device = "auto",
         backend: str = "auto",
         save_every_steps: int | None = None,
-        valid_batch_size: int = 64,
+        valid_batch_size: int | None = None,
         callbacks: Sequence[Callback] = (),
         strategy_options: Mapping[str, Any] | None = None,
         **loop_options: Any,
     ) -> None:
+        Length(epochs, steps)  # refuses what cannot be, before any work
         if not callable(loss_fn):
             raise TypeError(f"loss_fn is a {type(loss_fn).__name__}, but a function (outputs, targets) is needed")
         if scheduler_every not in ("epoch", "step"):
@@ -147,6 +151,7 @@ class Trainer:
         self._valid_batch_size, self._callbacks = valid_batch_size, tuple(callbacks)
         self._loop_options: dict[str, Any] = {
             "epochs": epochs,
+            "steps": steps,
             "batch_size": batch_size,
             "out": out,
             "resume": resume,
@@ -156,18 +161,22 @@ class Trainer:
             **loop_options,
         }
 
-    def fit(self, train_set: Dataset[Any], valid_set: Dataset[Any] | None = None) -> Result:
+    def fit(
+        self, train_set: Dataset[Any] | DataLoader[Any], valid_set: Dataset[Any] | DataLoader[Any] | None = None
+    ) -> Result:
         """Trains to the last epoch, or goes on where an earlier run was cut off.
 
         Args:
-            train_set: map-style data set of pairs (input, target), equal on all ranks.
+            train_set: map-style data set of pairs (input, target), equal on all ranks; or a DataLoader over one.
             valid_set: the same for validation; None leaves it out.
 
         Raises:
             ValueError, TypeError, OSError, PhotinusError: before any work; see `init`, `wrap` and `Loop`.
         """
         if valid_set is not None:
-            check_dataset(valid_set)  # not only at the end of the first epoch
+            check_dataset(
+                taken_apart(valid_set)[0] if isinstance(valid_set, DataLoader) else valid_set
+            )  # not only at the end of the first epoch
         with ExitStack() as stack:
             if current_session() is None:
                 stack.enter_context(init(self._backend, self._device, seed=self._seed))
@@ -211,7 +220,7 @@ class Trainer:
             **self._strategy_options,
         )
 
-    def _end_epoch(self, loop: Loop, model: nn.Module, valid_set: Dataset[Any] | None) -> None:
+    def _end_epoch(self, loop: Loop, model: nn.Module, valid_set: Dataset[Any] | DataLoader[Any] | None) -> None:
         if valid_set is not None:
             with self._autocast():
                 loop.log(**evaluate(model, valid_set, self._metrics, batch_size=self._valid_batch_size))
