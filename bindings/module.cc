@@ -143,7 +143,8 @@ std::shared_ptr<Work> run(const std::shared_ptr<Work>& work, bool asynchronous) 
 
 std::shared_ptr<Work> submit(Communicator& communicator, uint8_t operation, uintptr_t send, uintptr_t recv,
                              uint64_t elems, uint8_t dtype, uint8_t reduction, uint32_t root,
-                             double timeout_s, bool asynchronous, double factor, std::string label) {
+                             double timeout_s, bool asynchronous, double factor, std::string label,
+                             int32_t updates) {
   Submission given;
   given.call = {static_cast<Operation>(operation), static_cast<Dtype>(dtype),
                 static_cast<Reduction>(reduction), root, elems};
@@ -152,6 +153,7 @@ std::shared_ptr<Work> submit(Communicator& communicator, uint8_t operation, uint
   given.factor = factor;
   given.label = label.empty() ? thread_label : std::move(label);
   given.site = call_site();
+  given.updates = updates;
   given.timeout_s = timeout_s;
   given.asynchronous = asynchronous;
   Unlocked unlocked;
@@ -162,13 +164,14 @@ using Parts = std::vector<std::tuple<uintptr_t, uint64_t>>;  // address and elem
 
 std::shared_ptr<Work> exchange(Communicator& communicator, uint8_t operation, const Parts& sends,
                                const Parts& recvs, uint8_t dtype, uint32_t root, double timeout_s,
-                               bool asynchronous, std::string label) {
+                               bool asynchronous, std::string label, int32_t updates) {
   Submission given;
   given.call = {static_cast<Operation>(operation), static_cast<Dtype>(dtype), Reduction::sum, root, 0};
   for (auto [address, elems] : sends) given.send_parts.push_back({reinterpret_cast<void*>(address), elems});
   for (auto [address, elems] : recvs) given.recv_parts.push_back({reinterpret_cast<void*>(address), elems});
   given.label = label.empty() ? thread_label : std::move(label);
   given.site = call_site();
+  given.updates = updates;
   given.timeout_s = timeout_s;
   given.asynchronous = asynchronous;
   Unlocked unlocked;
@@ -253,9 +256,9 @@ NB_MODULE(_native, m) {
       .def_prop_ro("rank", &Communicator::rank)
       .def_prop_ro("world_size", &Communicator::world_size)
       .def("submit", &submit, "operation"_a, "send"_a, "recv"_a, "elems"_a, "dtype"_a, "reduction"_a,
-           "root"_a, "timeout_s"_a, "asynchronous"_a, "factor"_a = 1.0, "label"_a = "")
+           "root"_a, "timeout_s"_a, "asynchronous"_a, "factor"_a = 1.0, "label"_a = "", "updates"_a = 0)
       .def("exchange", &exchange, "operation"_a, "sends"_a, "recvs"_a, "dtype"_a, "root"_a, "timeout_s"_a,
-           "asynchronous"_a, "label"_a = "")
+           "asynchronous"_a, "label"_a = "", "updates"_a = 0)
       .def("message", &message, "operation"_a, "address"_a, "elems"_a, "dtype"_a, "peer"_a, "tag"_a,
            "timeout_s"_a, "asynchronous"_a)
       .def("abort", &Communicator::abort, "reason"_a, nb::call_guard<Unlocked>())

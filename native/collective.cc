@@ -126,6 +126,7 @@ void Collective::post() {
   posted.label = given_.label.empty() ? 0 : hash_of(given_.label);
   posted.site = site;
   posted.factor = given_.factor;
+  posted.updates = given_.updates;
   group_->mailbox->advance(Counter::posted, sequence_);
 }
 
@@ -143,6 +144,12 @@ void Collective::agree_and_plan() {
   memory.descriptors.resize(ranks);
   for (uint32_t rank = 0; rank < ranks; ++rank) memory.descriptors[rank] = mailbox.block(rank).calls[side];
   const bool alike = agree(memory.descriptors);
+  const std::vector<int32_t> updates = group_->updates.unequal_updates(memory.descriptors);
+  if (alike && !updates.empty())
+    throw Error(ErrorKind::mismatch, updates_text(group_->options.name, sequence_,
+                                                  {memory.descriptors[0], mailbox.block(0).sites[side],
+                                                   mailbox.block(0).labels[side]},
+                                                  updates));
   const bool suspicious =
       alike && group_->sites.look_out_of_step(memory.descriptors, group_->options.strict_sites);
   if (!alike || suspicious) {

@@ -36,6 +36,7 @@ struct Submission {
   double factor = 1;                         // of premul_sum: this rank's own
   std::string label;                         // calls match only when their labels do
   const CallSite* site = nullptr;
+  int32_t updates = 0;   // see CallDescriptor
   double timeout_s = 0;  // 0: the group's
   bool asynchronous = true;
 };

@@ -16,6 +16,7 @@
 #include "base/error.h"
 #include "collectives/mismatch.h"
 #include "collectives/plan.h"
+#include "collectives/update_history.h"
 #include "executor.h"
 #include "memory/channels.h"
 #include "memory/mailbox.h"
@@ -93,8 +94,9 @@ class Group {
   std::shared_ptr<Mailbox> mailbox;
   std::unique_ptr<Channels> channels;
   std::unique_ptr<PeerWatch> watch;
-  Memory memory;      // of the collective that runs; used by one at a time
-  SiteHistory sites;  // likewise
+  Memory memory;          // of the collective that runs; used by one at a time
+  SiteHistory sites;      // likewise
+  UpdateHistory updates;  // likewise
 
  private:
   std::map<std::tuple<Operation, Dtype, Reduction, uint32_t, uint64_t, Algorithm>, Plan> plans_;

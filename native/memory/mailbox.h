@@ -43,6 +43,9 @@ struct alignas(64) CallDescriptor {
   uint32_t label = 0;  // hashes of the texts beside it; 0: none
   uint32_t site = 0;
   double factor = 1;  // of premul_sum: the rank's own
+  // How often the rank has updated the parameters whose gradients the group exchanges, plus one; negative
+  // where ranks may differ in it since the call before; 0: it does not tell.
+  int32_t updates = 0;
 };
 
 // What a rank exchanges with one other rank, where the sizes differ from rank to rank.

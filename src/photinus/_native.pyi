@@ -57,6 +57,7 @@ class Communicator:
         asynchronous: bool,
         factor: float = 1.0,
         label: str = "",
+        updates: int = 0,
     ) -> Work: ...
     def exchange(
         self,
@@ -68,6 +69,7 @@ class Communicator:
         timeout_s: float,
         asynchronous: bool,
         label: str = "",
+        updates: int = 0,
     ) -> Work: ...
     def message(
         self,

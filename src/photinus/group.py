@@ -104,6 +104,7 @@ class Group:
         keep: object = None,
         factor: float = 1.0,
         label: str = "",
+        updates: int = 0,
     ) -> Work:
         """Starts a collective on raw memory.
 
@@ -121,13 +122,27 @@ class Group:
             keep: an object that is kept alive until the collective is done, at most until the next submit after that.
             factor: this rank's of premul_sum.
             label: ranks whose labels differ get MismatchError.
+            updates: how often this rank has updated the parameters whose gradients the group exchanges, plus one: ranks
+                that differ in it since the call before get MismatchError. Negative: they may differ in it here. 0: not
+                told, here and so in the next call.
 
         Raises:
             ValueError: wrong arguments; nothing was exchanged.
             AbortedError: the communicator is closed.
         """
         work: Work = self._native.submit(
-            operation, send_address, recv_address, elems, dtype, reduction, root, timeout_s, asynchronous, factor, label
+            operation,
+            send_address,
+            recv_address,
+            elems,
+            dtype,
+            reduction,
+            root,
+            timeout_s,
+            asynchronous,
+            factor,
+            label,
+            updates,
         )
         if asynchronous:
             self._keep(work, keep)
@@ -144,6 +159,7 @@ class Group:
         asynchronous: bool = True,
         keep: object = None,
         label: str = "",
+        updates: int = 0,
     ) -> Work:
         """Starts a collective on raw memory in which each pair of ranks has a size of its own.
 
@@ -154,7 +170,7 @@ class Group:
             others: as for `submit`.
         """
         work: Work = self._native.exchange(
-            operation, list(sends), list(recvs), dtype, root, timeout_s, asynchronous, label
+            operation, list(sends), list(recvs), dtype, root, timeout_s, asynchronous, label, updates
         )
         if asynchronous:
             self._keep(work, keep)

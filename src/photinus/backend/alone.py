@@ -82,6 +82,7 @@ class Alone:
         keep: object = None,
         factor: float = 1.0,
         label: str = "",
+        updates: int = 0,
     ) -> _Done:
         """Copies the input to the output where they differ; a reduction over one rank is the value itself.
 
@@ -111,6 +112,7 @@ class Alone:
         asynchronous: bool = True,
         keep: object = None,
         label: str = "",
+        updates: int = 0,
     ) -> _Done:
         """Copies the only part. Raises MismatchError where the two sides' sizes differ."""
         self._check_open()

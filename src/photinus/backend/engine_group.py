@@ -24,6 +24,7 @@ from .inner_gloo import InnerGloo, Limit
 from .outside_dynamo import outside_dynamo
 from .process_group import ProcessGroup
 from .tensors import CopyBack
+from .updates import Updates
 from .work import EngineWork, Handle, MessageWork
 
 __all__ = ["EngineGroup", "Part", "check_elems", "check_same_dtype"]
@@ -67,6 +68,7 @@ class EngineGroup(ProcessGroup):
         self._exchange: Callable[..., Handle] = communicator.exchange
         self._message: Callable[..., Handle] = communicator.message
         self._completer = Completer(label)
+        self._updates = Updates()
         # C++ may hold a work whose Python half nobody else holds (DDP's join does), and would then wait for ever in the
         # base class. Small ones only: what keeps a work keeps its tensors.
         self._recent: deque[EngineWork] = deque(maxlen=_RECENT_WORKS)
@@ -117,6 +119,7 @@ class EngineGroup(ProcessGroup):
             keep,
             factor,
             label,
+            self._updates.told(),
         )
         if began:
             waiting_time.end(began)
@@ -140,7 +143,10 @@ class EngineGroup(ProcessGroup):
         asynchronous = given.asyncOp
         event = profiling.begin(_OPERATION_NAMES[operation])
         began = waiting_time.begin() if waiting_time.on and not asynchronous else 0
-        handle = self._exchange(operation, sends, recvs, code, root, self._timeout_s(given), asynchronous, keep, label)
+        limit_s = self._timeout_s(given)
+        handle = self._exchange(
+            operation, sends, recvs, code, root, limit_s, asynchronous, keep, label, self._updates.told()
+        )
         if began:
             waiting_time.end(began)
         return self._work(handle, asynchronous, outputs, finish, event)

@@ -81,6 +81,7 @@ class EngineMoves(EngineGroup):
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         """Every rank's tensor in every rank's list, by rank; they may differ in size."""
+        self._updates.look_for_ddp()
         given = options.all_gather(opts, timeout)
         outputs = options.tensor_list(output_tensors, "all_gather")
         tensor = options.one_tensor(input_tensors, "all_gather")
@@ -173,7 +174,8 @@ class EngineMoves(EngineGroup):
         """
         limit_s = self._limit.timeout_s if timeout is None else max(timeout.total_seconds(), _SHORTEST_S)
         try:
-            self._submit(_BARRIER, 0, 0, 0, 0, 0, 0, limit_s, False, None, 1.0, "monitored_barrier")
+            updates = self._updates.told()
+            self._submit(_BARRIER, 0, 0, 0, 0, 0, 0, limit_s, False, None, 1.0, "monitored_barrier", updates)
         except (CollectiveTimeoutError, PeerLostError) as error:
             missing = missing_ranks(str(error))
             if self._rank == 0 and not missing:

@@ -81,6 +81,8 @@ class EngineReductions(EngineGroup):
             asynchronous,
             values,
             options.factor(given.reduceOp) if reduction == _PREMUL_SUM else 1.0,
+            "",
+            self._updates.told(),
         )
         if began:
             waiting_time.end(began)

@@ -45,7 +45,9 @@ def sparse_all_reduce(group: EngineGroup, tensor: Tensor, given: Any) -> dist.Wo
     address, int64 = counts.data_ptr(), DTYPES[torch.int64]
     timeout_s = group._timeout_s(given)
     place = address + rank * counts.element_size()
-    group._submit(_ALL_GATHER, place, address, 1, int64, 0, 0, timeout_s, False, None, 1.0, label)
+    group._submit(
+        _ALL_GATHER, place, address, 1, int64, 0, 0, timeout_s, False, None, 1.0, label, group._updates.told()
+    )
     entries: list[int] = counts.tolist()
 
     # By entry, so that each rank's lie one behind the other: [entries, sparse dimensions] and [entries, *dense].
@@ -63,6 +65,7 @@ def sparse_all_reduce(group: EngineGroup, tensor: Tensor, given: Any) -> dist.Wo
         given.asyncOp,
         (indices, all_indices),
         label,
+        group._updates.told(),
     )
 
     def finish() -> None:

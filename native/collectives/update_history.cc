@@ -1,0 +1,41 @@
+#include "collectives/update_history.h"
+
+#include <cstdlib>
+
+#include "base/error.h"
+
+namespace photinus {
+
+std::vector<int32_t> UpdateHistory::unequal_updates(const std::vector<CallDescriptor>& calls) {
+  before_.resize(calls.size());
+  bool told = true, equal = true;
+  const int32_t first = std::abs(calls[0].updates) - before_[0];
+  for (size_t rank = 0; rank < calls.size(); ++rank) {
+    told &= calls[rank].updates > 0 && before_[rank] > 0;
+    equal &= std::abs(calls[rank].updates) - before_[rank] == first;
+  }
+  std::vector<int32_t> since;
+  for (size_t rank = 0; rank < calls.size(); ++rank) {
+    const int32_t updates = std::abs(calls[rank].updates);
+    if (told && !equal) since.push_back(updates - before_[rank]);
+    before_[rank] = updates;
+  }
+  return since;
+}
+
+std::string updates_text(const std::string& group, uint64_t sequence, const PostedCall& call,
+                         const std::vector<int32_t>& updates) {
+  std::string out =
+      text("the ranks of group %s are out of step: all called %s as #%llu, but since the call before it ",
+           group.c_str(), describe(call).c_str(), static_cast<unsigned long long>(sequence));
+  for (size_t rank = 0; rank < updates.size(); ++rank)
+    out += text("%srank %zu made %d optimizer step%s", rank ? ", " : "", rank, updates[rank],
+                updates[rank] == 1 ? "" : "s");
+  return out +
+         ". A rank left out an exchange of gradients that others made, or made one more (no_sync(), or a "
+         "forward "
+         "and backward, on some ranks only): gradients of different steps would be averaged. No output was "
+         "written.";
+}
+
+}  // namespace photinus

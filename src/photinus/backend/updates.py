@@ -1,0 +1,97 @@
+"""How often the parameters that torch's DDP reduces over a group were updated: what tells ranks that are out of step.
+
+A rank that leaves out one exchange of gradients (`no_sync` on this rank only), or makes one more, averages gradients of
+different steps from then on, and each of its calls looks like the others'. But it has made another number of optimizer
+steps since the call before. So every call of the group carries that number, and the engine compares it where DDP calls.
+
+An alarm in a script that is right would be worse than none. Therefore:
+- counted are steps of optimizers that hold a parameter of a DDP of this group: rank 0 may train a network of its own;
+- on the thread that made the DDP, outside of backward: what callbacks update meanwhile is ordered by nobody;
+- with a learning rate: torch.distributed.checkpoint makes steps with none to fill an optimizer's state;
+- compared are DDP's own calls, with the call before them. Between a rank's other calls it may update as often as it
+  likes: local SGD, `Join`, a rank that updates for all.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import distributed as torch_ddp
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+__all__ = ["Updates"]
+
+_graph_task = torch._C._current_graph_task_id  # -1 outside of backward
+_thread = threading.get_ident
+_torch_ddp_file = torch_ddp.__file__
+_own_folder = __file__.rpartition("/")[0]
+
+_all: weakref.WeakSet[Updates] = weakref.WeakSet()
+
+
+class Updates:
+    """The count of one group. It begins with the first DDP that is made over the group."""
+
+    def __init__(self) -> None:
+        self._parameters: dict[int, weakref.ref[Tensor]] = {}  # by id: a tensor's == is elementwise
+        self._training_thread = 0
+        self._made = 0
+
+    def look_for_ddp(self) -> None:
+        """Called from `allgather`: learns the parameters of a DDP that is being made, which compares their shapes."""
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_own_folder):
+            frame = frame.f_back
+        if frame.f_code.co_name == "_verify_param_shape_across_processes":
+            self._watch(frame.f_locals.get("tensors", ()))
+
+    def _watch(self, parameters: Iterable[Tensor]) -> None:
+        if not self._training_thread:
+            _hook()
+            _all.add(self)
+            self._training_thread = _thread()
+        known = self._parameters
+        for parameter in parameters:
+            key = id(parameter)
+            known[key] = weakref.ref(parameter, lambda _, key=key: known.pop(key, None))  # type: ignore[misc]
+
+    def told(self) -> int:
+        """What the call that the caller's caller makes tells the other ranks (see engine.Communicator.submit)."""
+        if _thread() != self._training_thread:  # 0 where there is no DDP
+            return 0
+        made = self._made + 1
+        if _graph_task() != -1:
+            return made
+        frame = sys._getframe(2)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_own_folder):
+            frame = frame.f_back
+        return made if frame.f_code.co_filename == _torch_ddp_file else -made
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Counts a step of an optimizer."""
+        if _thread() != self._training_thread or _graph_task() != -1:
+            return
+        known = self._parameters
+        if any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"]) and any(
+            group.get("lr", 1) != 0 for group in optimizer.param_groups
+        ):
+            self._made += 1
+
+
+@cache
+def _hook() -> None:
+    register_optimizer_step_post_hook(_stepped)
+
+
+def _stepped(optimizer: Optimizer, *_: Any) -> None:
+    if torch.compiler.is_compiling():  # steps that are compiled are counted on no rank
+        return
+    for updates in list(_all):
+        updates.stepped(optimizer)
