@@ -44,6 +44,46 @@ def test_a_librarys_script_has_the_same_losses_as_over_gloo(script: str, launche
     assert_same(numbers, cached_reference(script))
 
 
+PLAIN = """
+import os
+import torch, torch.distributed as dist
+dist.init_process_group("photinus")
+{library}
+rank, ours = float(os.environ["RANK"]), float(dist.get_backend() == "photinus")
+line = f"result rank={{rank}} processes={{processes}} sum={{total}} ours={{ours}}\\n"
+os.write(1, line.encode())  # in one piece: the ranks write to one terminal
+"""
+PLAIN_LIBRARIES = {
+    "accelerate": """
+from accelerate import Accelerator
+accelerator = Accelerator()
+processes, total = accelerator.num_processes, accelerator.reduce(torch.ones(()), "sum").item()
+""",
+    "transformers": """
+from transformers import TrainingArguments
+arguments = TrainingArguments("out", report_to=[])
+total = torch.ones(())
+dist.all_reduce(total)
+processes, total = arguments.world_size, total.item()
+""",
+}
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "photinus run --cpu"])
+@pytest.mark.parametrize("library", PLAIN_LIBRARIES)
+def test_a_script_with_a_group_and_nothing_else_of_ours_trains_as_one_on_the_cpu(
+    library: str, launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"needs {library}: pip install -c constraints.txt '.[interop]'")
+    if launcher == "torchrun":  # as accelerate's own launcher does with --cpu
+        monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    (tmp_path / "plain.py").write_text(PLAIN.format(library=PLAIN_LIBRARIES[library]))
+    numbers = run_script(str(tmp_path / "plain.py"), backend="photinus", launcher=launcher)
+    one_process = [("processes", 2.0), ("sum", 2.0), ("ours", 1.0)]
+    assert sorted(numbers) == sorted([("rank", 0.0), ("rank", 1.0), *one_process, *one_process])
+
+
 @pytest.mark.parametrize("how", [(), ("--in-background",)])
 def test_a_sharded_checkpoint_is_the_same_at_every_world_size_and_over_gloo(
     tmp_path: Path, how: tuple[str, ...]

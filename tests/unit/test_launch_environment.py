@@ -74,3 +74,9 @@ def test_on_one_host_gloo_stays_on_the_loopback_unless_the_user_says_otherwise()
 def test_cpu_hides_the_gpus():
     assert environ(base={"CUDA_VISIBLE_DEVICES": "0,1"})["CUDA_VISIBLE_DEVICES"] == "0,1"
     assert environ(base={"CUDA_VISIBLE_DEVICES": "0,1"}, cpu_only=True)["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_cpu_is_told_to_accelerate_too_which_would_train_with_one_process_each():
+    assert environ(cpu_only=True)["ACCELERATE_USE_CPU"] == "true"
+    assert environ(base={"ACCELERATE_USE_CPU": "false"}, cpu_only=True)["ACCELERATE_USE_CPU"] == "false"
+    assert "ACCELERATE_USE_CPU" not in environ()

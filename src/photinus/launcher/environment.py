@@ -73,4 +73,6 @@ def worker_environ(
     environ.pop(env.CONDUCTED_AS.name, None)
     if cpu_only:
         environ["CUDA_VISIBLE_DEVICES"] = ""
+        # Accelerate and Transformers' Trainer, unless told so, train on the CPU with one process each, in silence.
+        environ.setdefault("ACCELERATE_USE_CPU", "true")
     return environ
