@@ -24,7 +24,10 @@ from turns import Contestant, Effort, take_turns
 
 RANKS = Path(__file__).resolve().parent / "ranks"
 OURS, GLOO, LEAST, IN_STEP, BARE = "photinus", "torch DDP, gloo", "no exchange", "one number", "bare model"
+THEIRS = "torch DDP, photinus"
 MODELS = [
+    "gpt-10m:1x64",
+    "gpt-10m:4x64",
     "gpt-20m:1x16",
     "gpt-20m:4x64",
     "gpt-20m:16x64",
@@ -92,16 +95,21 @@ def tables(kept: dict[str, Any]) -> str:
         lines = []
         for row in (row for row in kept["rows"] if row["ranks"] == ranks):
             seconds = row["seconds"]
-            cells = [row["dtype"], *(_milliseconds(seconds.get(name)) for name in (OURS, GLOO, LEAST, IN_STEP, BARE))]
+            cells = [
+                row["dtype"],
+                *(_milliseconds(seconds.get(name)) for name in (OURS, THEIRS, GLOO, LEAST, IN_STEP, BARE)),
+            ]
             known = {OURS, GLOO, LEAST} <= set(seconds)
             gain = seconds[GLOO] - seconds[LEAST] if known else 0.0
             cells += [
                 f"{seconds[GLOO] / seconds[OURS]:.2f}" if known else "–",
+                f"{seconds[GLOO] / seconds[THEIRS]:.2f}" if known and THEIRS in seconds else "–",
                 f"{seconds[GLOO] / seconds[LEAST]:.2f}" if known else "–",
                 f"{(seconds[GLOO] - seconds[OURS]) / gain:.0%}" if gain > 0 else "–",
             ]
             lines.append(cells)
-        head = ["model:batch per rank", OURS, GLOO, LEAST, IN_STEP, BARE, "gloo / ours", "gloo / no exchange", "gained"]
+        head = ["model:batch per rank", OURS, THEIRS, GLOO, LEAST, IN_STEP, BARE]
+        head += ["gloo / ours", "gloo / torch DDP, photinus", "gloo / no exchange", "gained"]
         parts += [f"## {ranks} ranks", report.table(head, lines)]
     return "\n\n".join(parts) + "\n"
 
@@ -131,6 +139,7 @@ def main() -> None:
     for ranks in arguments.ranks:
         contestants = [
             contestant("our DDP", "photinus", "photinus", ranks, {OURS: "sync"}),
+            contestant("torch's DDP over ours", "torch", "photinus", ranks, {THEIRS: "sync"}, SMALL),
             contestant("torch's DDP", "torch", "gloo", ranks, {GLOO: "sync", LEAST: "no_sync", IN_STEP: "in_step"}),
         ]
         if not set(names).isdisjoint(SMALL):

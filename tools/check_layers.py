@@ -19,6 +19,7 @@ FLOORS = {
     "errors": 0,
     "env": 1,
     "torch_version": 1,
+    "heap": 1,
     "world": 2,
     "relaunch": 2,
     "status": 2,
@@ -49,6 +50,7 @@ FORBIDDEN = {
     "tracebacks": {"torch"},
     "waiting_time": {"torch"},
     "torch_version": {"torch"},
+    "heap": {"torch"},
     "group": {"torch"},
     "engine": {"torch"},
 }

@@ -113,9 +113,12 @@ def make(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
         ValueError: there is none of that name.
     """
     kind, _, batch = name.partition(":")
+    vocabulary = 16384
     torch.manual_seed(0)
     if kind == "gpt-20m":
         model: nn.Module = GPT(16384, 128, 384, 8)
+    elif kind == "gpt-10m":  # nanoGPT's for single letters
+        model, vocabulary = GPT(65, 256, 384, 6), 65
     elif kind == "gpt-2-small":
         model = GPT(50257, 128, 768, 12)
     elif kind == "many-small":
@@ -126,7 +129,7 @@ def make(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     else:
         raise ValueError(f"there is no model {name!r}")
     sequences, tokens = map(int, batch.split("x"))
-    return model, (torch.randint(16384, (sequences, tokens)),)
+    return model, (torch.randint(vocabulary, (sequences, tokens)),)
 
 
 class Classifier(nn.Module):

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from .. import engine
 from ..errors import CollectiveTimeoutError, PeerLostError
+from ..heap import PER_GRADIENTS, keep_freed_memory
 from . import options
 from .engine_group import EngineGroup, Part, check_elems, check_same_dtype
 from .monitored import missing_ranks, monitored_text
 from .outside_dynamo import outside_dynamo
 from .tensors import CopyBack, dense, moved
+from .updates import parameters_of_new_ddp
 from .work import EngineWork
 
 __all__ = ["EngineMoves"]
@@ -81,7 +83,9 @@ class EngineMoves(EngineGroup):
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         """Every rank's tensor in every rank's list, by rank; they may differ in size."""
-        self._updates.look_for_ddp()
+        if parameters := parameters_of_new_ddp():
+            self._updates.watch(parameters)
+            keep_freed_memory(PER_GRADIENTS * sum(parameter.nbytes for parameter in parameters))
         given = options.all_gather(opts, timeout)
         outputs = options.tensor_list(output_tensors, "all_gather")
         tensor = options.one_tensor(input_tensors, "all_gather")

@@ -19,6 +19,7 @@ import threading
 import weakref
 from collections.abc import Iterable
 from functools import cache
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor
 from torch.nn.parallel import distributed as torch_ddp
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-__all__ = ["Updates"]
+__all__ = ["Updates", "parameters_of_new_ddp"]
 
 _graph_task = torch._C._current_graph_task_id  # -1 outside of backward
 _thread = threading.get_ident
@@ -34,6 +35,22 @@ _torch_ddp_file = torch_ddp.__file__
 _own_folder = __file__.rpartition("/")[0]
 
 _all: weakref.WeakSet[Updates] = weakref.WeakSet()
+
+
+def parameters_of_new_ddp() -> list[Tensor]:
+    """The parameters of the DDP that calls to compare their shapes, as it is being made; else none."""
+    frame = _caller()
+    if frame.f_code.co_name != "_verify_param_shape_across_processes":
+        return []
+    return list(frame.f_locals.get("tensors", ()))
+
+
+def _caller() -> FrameType:
+    """The innermost frame outside of the backend."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_own_folder):
+        frame = frame.f_back
+    return frame
 
 
 class Updates:
@@ -44,15 +61,8 @@ class Updates:
         self._training_thread = 0
         self._made = 0
 
-    def look_for_ddp(self) -> None:
-        """Called from `allgather`: learns the parameters of a DDP that is being made, which compares their shapes."""
-        frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_code.co_filename.startswith(_own_folder):
-            frame = frame.f_back
-        if frame.f_code.co_name == "_verify_param_shape_across_processes":
-            self._watch(frame.f_locals.get("tensors", ()))
-
-    def _watch(self, parameters: Iterable[Tensor]) -> None:
+    def watch(self, parameters: Iterable[Tensor]) -> None:
+        """Counts the updates of these parameters too from now on."""
         if not self._training_thread:
             _hook()
             _all.add(self)
@@ -63,16 +73,13 @@ class Updates:
             known[key] = weakref.ref(parameter, lambda _, key=key: known.pop(key, None))  # type: ignore[misc]
 
     def told(self) -> int:
-        """What the call that the caller's caller makes tells the other ranks (see engine.Communicator.submit)."""
+        """What a call that is made now tells the other ranks (see engine.Communicator.submit)."""
         if _thread() != self._training_thread:  # 0 where there is no DDP
             return 0
         made = self._made + 1
         if _graph_task() != -1:
             return made
-        frame = sys._getframe(2)
-        while frame.f_back is not None and frame.f_code.co_filename.startswith(_own_folder):
-            frame = frame.f_back
-        return made if frame.f_code.co_filename == _torch_ddp_file else -made
+        return made if _caller().f_code.co_filename == _torch_ddp_file else -made
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Counts a step of an optimizer."""

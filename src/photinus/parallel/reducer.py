@@ -34,6 +34,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..heap import PER_GRADIENTS, keep_freed_memory
 from ..waiting_time import waiting_time
 from .bucket_exchange import AverageExchange, BucketExchange
 from .bucket_maker import BucketMaker
@@ -42,7 +43,6 @@ from .device_clock import clock_of
 from .exchange import Average, Pending
 from .gradient_memory import Bucket, Slot, aliases, bring_home, slots_of
 from .graph import AveragedGradient, current_task, inside_custom_function, leaves_below
-from .heap import keep_freed_memory
 from .launcher import BucketLauncher
 from .nan_guard import NanGuard
 from .reducer_options import ReducerOptions
@@ -60,9 +60,6 @@ __all__ = ["Reducer"]
 
 _COPIED_TOGETHER_BYTES = 32 * 1024
 """Smaller gradients are copied with their bucket's others by one call; larger ones at once, hot from being made."""
-
-_HEAP_PER_GRADIENTS = 4
-"""What a step may free in all, in gradients: these, what they are computed from, and activations."""
 
 _NO_TASK = -2  # autograd says -1 outside of a backward
 
@@ -280,7 +277,7 @@ class Reducer(TorchReducerNames):
     def _start(self) -> None:
         self._make_buckets()
         if self.device.type == "cpu":
-            keep_freed_memory(_HEAP_PER_GRADIENTS * sum(s.parameter.nbytes for s in self.slots))
+            keep_freed_memory(PER_GRADIENTS * sum(s.parameter.nbytes for s in self.slots))
         for slot in self.slots:
             register: Any = slot.parameter.register_post_accumulate_grad_hook
             self._handles.append(register(self._make_hook(slot)))

@@ -12,7 +12,10 @@ from __future__ import annotations
 import ctypes
 import os
 
-__all__ = ["keep_freed_memory"]
+__all__ = ["PER_GRADIENTS", "keep_freed_memory"]
+
+PER_GRADIENTS = 4
+"""What a training step may free in all, in gradients: these, what they are computed from, and activations."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
 _LARGEST_MMAP_THRESHOLD = 32 << 20  # what malloc takes; its own adjustment, which ends here too, is off from now on
