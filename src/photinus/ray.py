@@ -130,7 +130,7 @@ def _import_ray() -> Any:
         import ray
     except ImportError as error:
         raise ImportError(
-            f"photinus.ray.launch needs Ray, which {sys.executable} does not have: pip install 'photinus[ray]'. "
+            f"photinus.ray.launch needs Ray, which {sys.executable} does not have: pip install ray. "
             f"Without a Ray cluster, use photinus.launch(...)."
         ) from error
     return ray

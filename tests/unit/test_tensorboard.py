@@ -58,7 +58,7 @@ def test_the_trainer_takes_the_option(tmp_path: Path) -> None:
 
 def test_without_the_package_nothing_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(PhotinusError, match=r'pip install "photinus\[tensorboard\]"'):
+    with pytest.raises(PhotinusError, match=r"pip install tensorboard"):
         train(tmp_path / "run", tensorboard=True)
     assert not (tmp_path / "run").exists()
 

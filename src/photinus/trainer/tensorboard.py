@@ -36,8 +36,7 @@ def check_tensorboard() -> None:
     except ImportError as error:
         raise PhotinusError(
             f"tensorboard=True writes event files with the package tensorboard, which cannot be imported here "
-            f'({error}). Install it: pip install "photinus[tensorboard]" (or pip install tensorboard); or leave '
-            f"tensorboard=True out."
+            f"({error}): pip install tensorboard; or leave tensorboard=True out."
         ) from None
 
 
