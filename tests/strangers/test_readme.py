@@ -1,0 +1,128 @@
+"""The README to the letter: its commands, in its order, in an empty folder, with an environment that has nothing yet.
+
+PyTorch comes in the version of constraints.txt, from where pip is told to look on this machine.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from photinus.runlog.tables import read_rows
+from tests.fork_server import REPOSITORY
+from tests.strangers.documents import blocks, commands
+
+NOT_HERE = {  # commands of the README that need more than this machine, and the tests that have it
+    "photinus run --nnodes 2 --master-addr node1 train.py": "two hosts: tests/dist/test_run_hosts.py",
+    "photinus run --hostfile hosts --include node1:0,1@node2 train.py": "two hosts: tests/dist/test_hosts_over_ssh.py",
+    "srun --ntasks-per-node=1 photinus run train.py": "Slurm: tests/schedulers/test_slurm.py",
+    "photinus doctor --hosts node1,node2": "two hosts: tests/dist/test_hosts_over_ssh.py",
+}
+SHOWN = {  # what some of the others say at their end; the exit code is looked at for all
+    "python train.py runs/one": r"epoch 15/15  .*accuracy 0\.9\d",
+    "photinus run --nproc-per-node 4 train.py runs/four": r"4 ranks on 1 host(?s:.*)epoch 15/15  .*accuracy 0\.9\d",
+    "torchrun --nproc-per-node 2 train.py runs/two": r"2 ranks on 1 host(?s:.*)epoch 15/15  .*accuracy 0\.9\d",
+    "make demo": r"epoch 15/15  .*accuracy 0\.9\d(?s:.*)results in runs/digits",
+    "photinus doctor": r"photinus\s+works: (?s:.*)\n(All well|\d+ of \d+ )",
+    "photinus bench": r"Choose \w+: ",
+    "photinus top runs/four": r"four  finished  4 ranks",
+    "photinus again runs/four": r"finished already",
+    "photinus run --kubernetes --image me/train:1 --nnodes 2 train.py": r"kind: PyTorchJob",
+}
+ENGINE_ALONE = "pip install --no-deps . && pip install numpy"
+
+
+class Stranger:
+    """Somebody who types commands in a folder, with an environment of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        subprocess.run([sys.executable, "-m", "venv", folder.parent / f"{folder.name}-venv"], check=True)
+        home = folder.parent / "home"
+        home.mkdir(exist_ok=True)
+        self.environ = {
+            **{name: os.environ[name] for name in os.environ if name.startswith(("PIP_", "SSL_", "HTTP", "LANG"))},
+            "PIP_CONSTRAINT": str(REPOSITORY / "constraints.txt"),
+            "PATH": f"{folder.parent / f'{folder.name}-venv' / 'bin'}:/usr/local/bin:/usr/bin:/bin",
+            "HOME": str(home),
+            "TERM": "xterm",
+        }
+
+    def type(self, command: str, *codes: int, timeout_s: float = 600.0) -> str:
+        """What a command shows, both streams; AssertionError with it unless it ends with one of the codes (0)."""
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=self.folder,
+            env=self.environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout_s,
+        )
+        assert done.returncode in (codes or (0,)), f"$ {command}\nexit code {done.returncode}\n{done.stdout}"
+        return done.stdout
+
+
+def checkout(folder: Path) -> Path:
+    """What a clone would have, with changes that are not committed yet."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        check=True,
+    ).stdout.split(b"\0")
+    for name in filter(None, (each.decode() for each in listed)):
+        if (REPOSITORY / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPOSITORY / name, folder / name)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_the_readme_is_followed_to_the_letter(tmp_path: Path) -> None:
+    stranger = Stranger(checkout(tmp_path / "photinus"))
+    first, *_ = (block for block in blocks("README.md") if block.language == "python")
+    (stranger.folder / "train.py").write_text(first.text)
+    for command in commands("README.md"):
+        if command in NOT_HERE:
+            continue
+        # On a busy machine `doctor` may find nothing wrong and yet not judge everything.
+        shown = stranger.type(command, *([0, 1] if command == "photinus doctor" else []))
+        assert re.search(SHOWN.get(command, ""), shown), f"$ {command}\n{shown}"
+    runs = {name: read_rows(stranger.folder / "runs" / name / "losses.csv") for name in ("one", "two", "four")}
+    for other in ("two", "four"):  # the same loss curve at every number of processes
+        pairs = list(zip(runs["one"], runs[other], strict=True))
+        assert max(abs(a["loss"] - b["loss"]) / b["loss"] for a, b in pairs[:63]) < 1e-4
+    assert (stranger.folder / "compared.html").stat().st_size > 10_000
+    assert "sklearn" not in stranger.type("pip list")
+    assert (stranger.folder / "project/train.py").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_engine_alone_needs_numpy_and_nothing_else(tmp_path: Path) -> None:
+    assert ENGINE_ALONE in (REPOSITORY / "README.md").read_text()
+    stranger = Stranger(checkout(tmp_path / "photinus"))
+    stranger.type(ENGINE_ALONE)
+    (program,) = (block for block in blocks("docs/engine.md") if block.language == "python")
+    (stranger.folder / "ranks.py").write_text(program.text)
+    assert "0 3.0 " in stranger.type("python ranks.py")
+    installed = {line.split()[0].lower() for line in stranger.type("pip list").splitlines()[2:]}
+    assert installed <= {"photinus", "numpy", "pip", "setuptools"}
+    said = stranger.type("python -c 'import photinus; photinus.init()'", 1)
+    assert "photinus.init needs torch, which " in said.splitlines()[-1]
+
+
+def test_no_reason_outlives_its_command_and_each_names_a_test_that_is_there() -> None:
+    typed = commands("README.md")
+    assert {*NOT_HERE, *SHOWN} <= set(typed)
+    assert len(NOT_HERE) < len(typed) / 3
+    assert [why for why in NOT_HERE.values() if not (REPOSITORY / why.split(": ")[1]).is_file()] == []
