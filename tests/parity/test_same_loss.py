@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 import photinus
 from photinus.runlog.tables import read_rows
 from photinus.trainer.sampler import GlobalBatches
+from tests import small_run
 from tests.ranks import run_ranks
 
 DIGITS = Path(__file__).resolve().parent.parent.parent / "examples" / "digits"
@@ -85,3 +86,20 @@ def test_the_loss_of_each_step_is_that_of_one_process(
         assert len(found) == len(expected)
         assert max(abs(a - b) / b for a, b in zip(found, expected, strict=True)) < 1e-4
     assert len(plain["uneven"]) == 15  # 14 times 8 samples, then 7
+
+
+def train_with_dropout(rank: int, world_size: int, seed: int) -> list[float]:
+    return [
+        row["loss"] for row in small_run.train(None, epochs=6, noisy=False, backend="photinus", seed=seed)["history"]
+    ]
+
+
+def test_with_dropout_the_losses_differ_between_numbers_of_ranks_as_they_do_between_seeds() -> None:
+    """What the README says of layers that draw random numbers."""
+    where = "tests.parity.test_same_loss:train_with_dropout"
+    runs = [
+        run_ranks(where, world_size=world_size, arguments={"seed": seed})[0].value
+        for world_size, seed in ((1, 7), (2, 7), (1, 8))
+    ]
+    apart = [max(abs(a - b) / b for a, b in zip(other, runs[0], strict=True)) for other in runs[1:]]
+    assert all(1e-2 < each < 0.5 for each in apart), apart

@@ -60,6 +60,12 @@ def gathered(tensor: torch.Tensor) -> list[list[float]]:
     return [each.flatten().tolist() for each in found]
 
 
+ddp.reducer.sync_grad = False  # the reducer's own switch, which no_sync() turns for a block
+loss_fn(ddp(torch.full((2, FEATURES), 1.0 + rank)), torch.tensor([0, 1])).backward()
+switched_off = gathered(model[0].bias.grad)
+ddp.reducer.sync_grad = True
+optimizer.zero_grad()
+
 local = together = None
 for epoch in range(2):
     sampler.set_epoch(epoch)
@@ -83,6 +89,7 @@ facts = {
     "world_size": dist.get_world_size(),
     "refused": refused,
     "first": gathered(first),
+    "switched_off": switched_off,
     "local": local,
     "together": together,
     "weights": gathered(model[3].weight),
