@@ -1,6 +1,7 @@
 # make demo      sets .venv up, trains the digits example on 2 processes, says where the results lie
 # make test      sets up what tests need too, then runs all fast tests and checks
 # make test-all  the slow ones too, and a soak of the engine of 20 minutes
+# make gpu       all tests and benchmarks that need a GPU, with the python3 that is there; FAKE=1: on CPU tensors
 # make bench     the benchmarks (benchmarks/README.md)
 # make clean     removes what these made
 PYTHON ?= python3
@@ -14,7 +15,7 @@ BUILD_DIR := $(if $(TORCH),--config-settings=build-dir=build/torch$(TORCH))
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all setup check native sanitized soak python bench format clean
+.PHONY: demo test test-all setup check native sanitized soak python gpu bench format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/photinus run --nproc-per-node 2 examples/digits/train.py --backend photinus --out runs/digits
@@ -25,6 +26,7 @@ test: $(if $(TORCH),,setup check native sanitized) python
 test-all: setup check native sanitized soak
 	$(INSTALL) '.[test,interop]'
 	$(BIN)/python -m pytest -m "slow or not slow" tests
+	$(MAKE) gpu FAKE=1 PYTHON=$(BIN)/python
 
 setup: $(VENV)/.installed
 
@@ -78,6 +80,10 @@ soak: native sanitized
 TESTS ?= tests
 python: setup
 	$(BIN)/python -m pytest $(TESTS)
+
+# On a machine with a GPU there may be no network and no virtual environment: its own Python has all that is needed.
+gpu:
+	$(PYTHON) tools/gpu.py $(if $(FAKE),--fake)
 
 bench: setup
 	$(BIN)/python benchmarks/all_reduce.py

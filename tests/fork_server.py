@@ -74,8 +74,22 @@ def fork_python(
     stdin: int | IO[Any] | None = None,
     stdout: int | IO[Any],
     stderr: int | IO[Any],
-) -> ForkedProcess:
-    """Starts `module:function(*words)` in the repository's folder, in this environment and with these streams."""
+) -> ForkedProcess | subprocess.Popen[bytes]:
+    """Starts `module:function(*words)` in the repository's folder, in this environment and with these streams.
+
+    With FRESH_PYTHON=1, as beside a GPU, by an interpreter of its own: CUDA survives no fork.
+    """
+    if os.environ.get("FRESH_PYTHON") == "1":
+        script = "import importlib, sys; m, f = sys.argv[1].split(':'); "
+        script += "getattr(importlib.import_module(m), f)(*sys.argv[2:])"
+        return subprocess.Popen(
+            [sys.executable, "-c", script, call, *words],
+            cwd=REPOSITORY,
+            env={**environ, "PYTHONPATH": _python_path(environ)},
+            stdin=subprocess.DEVNULL if stdin is None else stdin,
+            stdout=stdout,
+            stderr=stderr,
+        )
     with _lock:
         server = _servers.get(os.getpid())
         if server is None:

@@ -102,7 +102,7 @@ def train(
     **options: Any,
 ) -> dict[str, Any]:
     """One process's life: trains until the end, or until the body of step `cut_at_step`, after its optimizer step."""
-    with photinus.init(backend, "cpu", seed=seed) as world:
+    with photinus.init(backend, os.environ.get("DEVICE_OF_TEST", "cpu"), seed=seed) as world:
         plain = Net(dropout)
         model, optimizer = photinus.wrap(plain, torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9))
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)

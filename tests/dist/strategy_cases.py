@@ -21,6 +21,7 @@ from photinus.parallel.split_states import is_split
 from photinus.trainer.states import load_into, state_of
 
 TOKENS, WIDTH, BATCH = 11, 6, 12
+DEVICE = os.environ.get("DEVICE_OF_TEST", "cpu")
 SHARDED = ("zero2", "zero3")
 SHARING = ("ddp", "zero1", "zero2", "zero3")  # strategies for several processes, besides torch-ddp
 
@@ -60,6 +61,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     """Tokens int64 [12, 3] and targets int64 [12]."""
     generator = torch.Generator().manual_seed(100 + step)
     tokens = torch.randint(TOKENS, (BATCH, 3), generator=generator)
+    tokens = tokens.to(DEVICE)
     return tokens, tokens.sum(dim=1) % TOKENS
 
 
@@ -114,7 +116,7 @@ class Training:
         pieces = list(zip(tokens.chunk(parts), targets.chunk(parts), strict=True))
         for part, (x, y) in enumerate(pieces):
             with self.verbs.no_sync(self.model) if part < parts - 1 else nullcontext():
-                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
                     loss = cross_entropy(self.model(x), y) / parts
                 self.verbs.backward(self.model, loss if scaler is None else scaler.scale(loss))
             told["loss"] += float(loss.detach())
@@ -165,7 +167,7 @@ class Cases:
         self.rank, self.world_size = rank, world_size
         store = dist.FileStore(os.environ["STORE_OF_TEST"], world_size)
         dist.init_process_group(os.environ["BACKEND_OF_TEST"], store=store, rank=rank, world_size=world_size)
-        self.session = photinus.init(device="cpu")
+        self.session = photinus.init(device=DEVICE)
 
     def __call__(self, command: dict[str, Any]) -> Any:
         rest = {name: value for name, value in command.items() if name != "do"}
@@ -256,7 +258,7 @@ class Cases:
         """A step with a GradScaler where one number of one gradient, in the last rank's part, is infinite: all ranks
         have to leave the step out."""
         training = Training(strategy, optimizer)
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+        scaler = torch.amp.GradScaler(DEVICE, init_scale=8.0, growth_interval=1)
         told = [training.step(0, scaler=scaler)]
         before = numbers(training.states())
 

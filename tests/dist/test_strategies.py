@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from tests.dist.strategy_cases import SHARDED, SHARING, Net, Training, numbers, plain_losses
 from tests.rank_pool import RankPool
@@ -84,6 +85,10 @@ def test_under_autocast_the_bits_are_those_of_ddp(two: RankPool) -> None:
         assert two.ask({**command, "strategy": strategy})[0] == ddp, strategy
 
 
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
+    reason="torch 2.13 is the first whose FSDP2 can",
+)
 def test_ranks_that_use_different_parameters_train_what_ddp_trains(two: RankPool) -> None:
     ddp = two.ask({"do": "different_parameters", "strategy": "ddp"})[0]
     for strategy in ZERO:

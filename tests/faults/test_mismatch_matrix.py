@@ -142,8 +142,8 @@ def _cases(rank: int, size: int) -> dict[str, tuple[Call, list[Any]]]:
             (lambda: dist.all_to_all(parts, [out3] * size), parts),
         ),
         "reduce_scatter and all_gather": either(
-            (lambda: dist.reduce_scatter_single(out3, wide), [out3]),
-            (lambda: dist.all_gather_single(wide, out3), [wide]),
+            (lambda: dist.reduce_scatter_tensor(out3, wide), [out3]),
+            (lambda: dist.all_gather_into_tensor(wide, out3), [wide]),
         ),
         "one barrier and another": either(
             (lambda: dist.barrier(), []),

@@ -154,7 +154,7 @@ def _reductions(checks: _Checks, rank: int, size: int, gloo: Any, torch: Any, di
                 naive = _naive(torch, name, _gathered(dist, mine, size, gloo))[rank * elems : (rank + 1) * elems]
                 relative = 0.03 if half else 0.0 if exact else 1e-5
                 got = torch.empty(elems, dtype=mine.dtype)
-                dist.reduce_scatter_single(got, mine, op)
+                dist.reduce_scatter_tensor(got, mine, op)
                 checks.same(f"reduce_scatter_single {name} of {elems} {dtype}", got, naive, relative)
                 got = torch.empty(elems, dtype=mine.dtype)
                 dist.reduce_scatter(got, list(mine.chunk(size)), op)
@@ -206,11 +206,11 @@ def _layouts(checks: _Checks, rank: int, size: int, gloo: Any, torch: Any, dist:
     dist.all_reduce(whole[::2])
     checks.same("what lies between the strides stays", whole[1::2], beside[1::2])
     strided = torch.zeros(size, 5, 2)[:, :, 0]
-    dist.all_gather_single(strided, torch.arange(10.0)[::2] + rank)
+    dist.all_gather_into_tensor(strided, torch.arange(10.0)[::2] + rank)
     expected = torch.stack([torch.arange(10.0)[::2] + i for i in range(size)])
     checks.same("all_gather_single, strided both ways", strided, expected)
     output = torch.zeros(6)[::2]
-    dist.reduce_scatter_single(output, torch.arange(6.0 * size)[::2])
+    dist.reduce_scatter_tensor(output, torch.arange(6.0 * size)[::2])
     expected = torch.arange(6.0 * size)[::2].view(size, 3)[rank] * size
     checks.same("reduce_scatter_single, strided both ways", output, expected)
 
@@ -222,7 +222,7 @@ def _movements(checks: _Checks, rank: int, size: int, gloo: Any, torch: Any, dis
         outputs = [torch.empty_like(mine) for _ in range(size)]
         dist.all_gather(outputs, mine)
         one = torch.empty(size * 33, dtype=mine.dtype)
-        dist.all_gather_single(one, mine)
+        dist.all_gather_into_tensor(one, mine)
         slices = list(torch.empty(size * 33, dtype=mine.dtype).chunk(size))
         dist.all_gather(slices, mine)
         for i, part in enumerate(parts):
@@ -293,14 +293,14 @@ def _coalesced(checks: _Checks, rank: int, size: int, gloo: Any, torch: Any, dis
         checks.same(f"coalesced all_reduce {i}", tensor, torch.full_like(tensor, total))
     outputs = [torch.zeros(size * 3), torch.zeros(size * 2, dtype=torch.int64)]
     with _coalescing_manager():
-        dist.all_gather_single(outputs[0], torch.full((3,), float(rank)))
-        dist.all_gather_single(outputs[1], torch.full((2,), rank))
+        dist.all_gather_into_tensor(outputs[0], torch.full((3,), float(rank)))
+        dist.all_gather_into_tensor(outputs[1], torch.full((2,), rank))
     checks.same("coalesced all_gather 0", outputs[0], torch.arange(float(size)).repeat_interleave(3))
     checks.same("coalesced all_gather 1", outputs[1], torch.arange(size).repeat_interleave(2))
     outputs = [torch.zeros(3), torch.zeros(2)]
     with _coalescing_manager():
-        dist.reduce_scatter_single(outputs[0], torch.arange(3.0 * size))
-        dist.reduce_scatter_single(outputs[1], torch.arange(2.0 * size))
+        dist.reduce_scatter_tensor(outputs[0], torch.arange(3.0 * size))
+        dist.reduce_scatter_tensor(outputs[1], torch.arange(2.0 * size))
     checks.same("coalesced reduce_scatter 0", outputs[0], torch.arange(3.0 * size).chunk(size)[rank] * size)
     checks.same("coalesced reduce_scatter 1", outputs[1], torch.arange(2.0 * size).chunk(size)[rank] * size)
     lists = [[torch.zeros(2), torch.zeros(3)] for _ in range(size)]

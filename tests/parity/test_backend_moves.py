@@ -70,7 +70,7 @@ def _moves(checks: _Checks, rank: int, size: int, torch: Any, dist: Any) -> None
             into = [empty() for _ in range(size)]
             dist.all_gather(into, mine)
             one = mine.new_zeros((size * 4, 3))
-            dist.all_gather_single(one, mine)
+            dist.all_gather_into_tensor(one, mine)
             gathered = [empty() for _ in range(size)] if rank == last else None
             dist.gather(mine, gathered, last)
             for r, of_rank in enumerate(of_ranks):
@@ -170,7 +170,7 @@ def _premultiplied(checks: _Checks, rank: int, size: int, torch: Any, dist: Any)
         if rank == 0:
             checks.same(f"premultiplied reduce of {dtype}", got, expected)
         part = torch.zeros(5, dtype=kind)
-        dist.reduce_scatter_single(part, torch.full((5 * size,), rank + 2.0).to(kind), op)
+        dist.reduce_scatter_tensor(part, torch.full((5 * size,), rank + 2.0).to(kind), op)
         checks.same(f"premultiplied reduce_scatter of {dtype}", part, expected)
 
 
@@ -224,7 +224,7 @@ def _refusals(checks: _Checks, rank: int, size: int, torch: Any, dist: Any) -> N
     cases = [
         (TypeError, "torch.uint16", lambda: dist.all_reduce(torch.ones(3, dtype=torch.uint16))),
         (TypeError, "torch.float8_e5m2", lambda: dist.reduce(number.to(torch.float8_e5m2), 0)),
-        (TypeError, "torch.uint64", lambda: dist.reduce_scatter_single(
+        (TypeError, "torch.uint64", lambda: dist.reduce_scatter_tensor(
             torch.zeros(1, dtype=torch.uint64), torch.zeros(size, dtype=torch.uint64))),
         (ValueError, "means nothing", lambda: dist.all_reduce(number, op.BAND)),
         (ValueError, "means nothing", lambda: dist.all_reduce(number.bool(), op.AVG)),

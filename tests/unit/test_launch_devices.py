@@ -11,6 +11,7 @@ from photinus.launcher.devices import (
     WorkerCount,
     check_devices,
     choose_worker_count,
+    gpu_names,
     usable_cores,
     visible_devices,
 )
@@ -104,3 +105,10 @@ def test_workers_share_gpus_only_on_purpose():
     assert choose("auto", gpus=0, ranks_per_gpu=2).count == 6
     with pytest.raises(DeviceError, match=r"asks for 5 workers.*each has room for 2\. Give --nproc-per-node 4"):
         choose(5, gpus=2, ranks_per_gpu=2)
+
+
+def test_each_worker_knows_its_gpu_by_the_number_that_nvidia_smi_shows():
+    assert gpu_names(2, 4, None, 1) == ("GPU 0", "GPU 1")
+    assert gpu_names(2, 2, "3, 5", 1) == ("GPU 3", "GPU 5")
+    assert gpu_names(3, 2, None, 2) == ("GPU 0", "GPU 0", "GPU 1")
+    assert gpu_names(4, 0, None, 1) == ()

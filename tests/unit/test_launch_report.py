@@ -278,3 +278,7 @@ class TestWhatAWorkerSaidLast:
         assert fatal == "Current thread\nphotinus: rank 1 (pid 4001) was killed by SIGSEGV\n"
         ended = last_words(death(0, -signal.SIGTERM, ended_by_us=True))
         assert ended == "photinus: rank 0 (pid 4000) was ended by the launcher, because another rank had failed\n"
+
+
+def test_a_rank_that_was_given_a_gpu_is_named_with_it():
+    assert "local rank 1 (GPU 5) of host vm" in tell([death(1, KILLED, gpu="GPU 5")])

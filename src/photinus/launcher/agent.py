@@ -131,7 +131,8 @@ class Agent(SimpleElasticAgent):
                 job_id=formation.job_id,
                 interface=formation.interface,
             )
-            starts.append(Start(worker.global_rank, worker.local_rank, _Environ(place, job)))
+            gpu = job.gpus[worker.local_rank] if job.gpus else ""
+            starts.append(Start(worker.global_rank, worker.local_rank, _Environ(place, job), gpu))
         self._output.begin_attempt(formation.attempt, formation.job_id)
         self._oom_before = oom_kills()
         self._processes = Processes(

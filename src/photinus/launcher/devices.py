@@ -16,6 +16,7 @@ __all__ = [
     "choose_worker_count",
     "count_gpus",
     "count_gpus_apart",
+    "gpu_names",
     "usable_cores",
     "visible_devices",
 ]
@@ -86,6 +87,21 @@ def check_devices(numbers: Sequence[int], present: int) -> None:
             f"--device {','.join(map(str, numbers))} names {len(numbers)} GPU{'s' * (len(numbers) > 1)}, but torch "
             f"sees {present} of them here. `photinus doctor` lists those that there are; --cpu trains without."
         )
+
+
+def gpu_names(workers: int, present: int, visible: str | None, ranks_per_gpu: int) -> tuple[str, ...]:
+    """What messages call each worker's GPU, by local rank: "GPU 3", as nvidia-smi numbers them; () without GPUs.
+
+    Args:
+        workers: on this host.
+        present: GPUs that torch sees.
+        visible: CUDA_VISIBLE_DEVICES, if set.
+        ranks_per_gpu: so many workers share each GPU.
+    """
+    if present * ranks_per_gpu < workers:
+        return ()
+    numbers = [name.strip() for name in visible.split(",")] if visible else list(map(str, range(present)))
+    return tuple(f"GPU {numbers[worker // ranks_per_gpu]}" for worker in range(workers))
 
 
 def choose_worker_count(

@@ -25,6 +25,7 @@ class Job:
         cpu_only: hide GPUs from the workers.
         environ: the launcher's environment, which the workers inherit.
         preempt_after_s: a trial: ask the workers to suspend after so long, once.
+        gpus: the name of each worker's GPU, by local rank; empty where there are none.
     """
 
     program: Program
@@ -37,3 +38,4 @@ class Job:
     cpu_only: bool
     environ: Mapping[str, str]
     preempt_after_s: float | None = None
+    gpus: tuple[str, ...] = ()

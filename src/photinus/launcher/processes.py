@@ -48,11 +48,15 @@ _RECORD_LIMIT_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Start:
-    """How to start one worker. `environ` makes the whole environment, given the path of the worker's error file."""
+    """How to start one worker. `environ` makes the whole environment, given the path of the worker's error file.
+
+    `gpu` is the name of the GPU that it is meant to use, empty for none.
+    """
 
     rank: int
     local_rank: int
     environ: Callable[[str], Mapping[str, str]]
+    gpu: str = ""
 
 
 @dataclass
@@ -258,6 +262,7 @@ class Processes:
                     local_rank=worker.start.local_rank,
                     pid=worker.process.pid,
                     host=host,
+                    gpu=worker.start.gpu,
                     status=-signal.SIGTERM if outright else worker.status,
                     seen_at_s=worker.seen_at_s,
                     lived_s=worker.seen_at_s - worker.started_at_s,

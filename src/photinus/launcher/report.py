@@ -130,6 +130,7 @@ class Death:
         overdue_s: it raised and then did not leave for so many seconds, until the launcher killed it.
         last_lines: what it wrote last, as far as that came through the launcher.
         log: path of the file with what it said, empty when there is none.
+        gpu: the name of the GPU that it was given, empty for none.
     """
 
     rank: int
@@ -145,6 +146,7 @@ class Death:
     overdue_s: float | None = None
     last_lines: tuple[str, ...] = ()
     log: str = ""
+    gpu: str = ""
 
     @property
     def consequence(self) -> bool:
@@ -214,7 +216,8 @@ def tell_failure(
         seen_before: the same failure was shown for the attempt before; leaves out its traceback.
     """
     cause = first_cause(deaths)
-    where = f"local rank {cause.local_rank} of host {cause.host}, attempt {attempt}"
+    on = f" ({cause.gpu})" if cause.gpu else ""
+    where = f"local rank {cause.local_rank}{on} of host {cause.host}, attempt {attempt}"
     lines = [_headline(cause), f"  {where}, {cause.lived_s:.1f} s after its start"]
     lines += [f"  {line}" for line in _details(cause, oom_before, oom_after)]
     trace = _stack(cause)

@@ -14,7 +14,15 @@ from .. import env
 from ..errors import LaunchError
 from ..torch_version import check_torch
 from .colleagues import LOOPBACK, Colleagues, JobEndedError, OneHost
-from .devices import VISIBLE, check_devices, choose_worker_count, count_gpus, usable_cores, visible_devices
+from .devices import (
+    VISIBLE,
+    check_devices,
+    choose_worker_count,
+    count_gpus,
+    gpu_names,
+    usable_cores,
+    visible_devices,
+)
 from .dry_run import told
 from .flags import RunFlags
 from .guard import guarding
@@ -62,11 +70,17 @@ def supervise(flags: RunFlags, program: Program) -> int:
             with interrupts.striking_at_once(), _quiet_torch(environ):
                 agent_class, signal_exception = _import_torch_parts()
                 environ[env.RANKS_PER_GPU.name] = str(flags.ranks_per_gpu)
+                counted: list[int] = []
+
+                def gpus() -> int:
+                    counted.append(count_gpus())
+                    return counted[-1]
+
                 wanted = flags.nproc_per_node
                 if flags.devices is not None:
                     wanted = len(flags.devices) * flags.ranks_per_gpu
                 chosen = choose_worker_count(
-                    wanted, cpu_only=flags.cpu, gpus=count_gpus, cores=usable_cores, ranks_per_gpu=flags.ranks_per_gpu
+                    wanted, cpu_only=flags.cpu, gpus=gpus, cores=usable_cores, ranks_per_gpu=flags.ranks_per_gpu
                 )
                 if flags.devices is not None:
                     check_devices(flags.devices, count_gpus())
@@ -87,6 +101,7 @@ def supervise(flags: RunFlags, program: Program) -> int:
             cpu_only=flags.cpu,
             environ=environ,
             preempt_after_s=flags.preempt_after_s,
+            gpus=gpu_names(chosen.count, counted[-1] if counted else 0, environ.get(VISIBLE), flags.ranks_per_gpu),
         )
         logs = plan_logs(flags.logs)
         logs.check(job.local_world_size)

@@ -31,4 +31,4 @@ def check_gpus(device: torch.device, backend: str) -> None:
     keys = [f"photinus/gpu/{_checks}/{rank}" for rank in range(dist.get_world_size())]
     store.set(keys[dist.get_rank()], gpu_identity(device))
     store.wait(keys, timedelta(seconds=env.TIMEOUT_S.get()))
-    refuse_shared_gpus([each.decode() for each in store.multi_get(keys)], backend, env.RANKS_PER_GPU.get())
+    refuse_shared_gpus([store.get(key).decode() for key in keys], backend, env.RANKS_PER_GPU.get())

@@ -133,7 +133,8 @@ class Trainer:
         if precision not in _PRECISIONS:
             raise ValueError(
                 f"precision={precision!r}: needs {' or '.join(map(repr, _PRECISIONS))} (float16 would need a loss "
-                f"scaler, which the Trainer has not: keep a Loop of your own, with state={{'scaler': scaler}})"
+                f"scaler, which the Trainer has not: keep a Loop of your own, with state={{'scaler': scaler}} and "
+                f"loop.backward(loss, scaler=scaler))"
             )
         if clip_norm is not None and not clip_norm > 0:
             raise ValueError(f"clip_norm={clip_norm}: needs a number above 0, or None")

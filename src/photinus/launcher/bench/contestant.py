@@ -31,9 +31,10 @@ class Contestant:
         ranks: number of processes.
         dtype: of the tensors.
         timeout_s: for each command.
+        device: where the tensors lie, "cpu" or "cuda"; nccl's always on GPUs.
     """
 
-    def __init__(self, backend: str, ranks: int, dtype: str, timeout_s: float) -> None:
+    def __init__(self, backend: str, ranks: int, dtype: str, timeout_s: float, device: str = "cpu") -> None:
         self.backend = backend
         self._timeout_s = timeout_s
         self._folder = tempfile.TemporaryDirectory(prefix="photinus-bench-")
@@ -43,7 +44,7 @@ class Contestant:
             environ.pop(name, None)  # of a job inside of which this may run
         self._processes = [
             subprocess.Popen(
-                [sys.executable, str(_RANK), backend, str(rank), str(ranks), self._folder.name, dtype],
+                [sys.executable, str(_RANK), backend, str(rank), str(ranks), self._folder.name, dtype, device],
                 env=environ,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

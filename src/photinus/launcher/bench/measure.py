@@ -43,13 +43,17 @@ def main(arguments: Sequence[str]) -> int:
     if torch.facts is None:
         raise LaunchError(f"photinus bench needs PyTorch: {torch.error}")
     ranks = options.ranks or _ranks(torch.facts)
-    wanted = options.backends or _working(torch.facts, ranks)
+    if options.device == "cuda" and not torch.facts["gpus"]:
+        raise LaunchError("photinus bench --device cuda: torch sees no GPU here. `photinus doctor` says why.")
+    wanted = options.backends or _working(torch.facts, ranks, options.device)
     results, absent = _measure(options, wanted, ranks)
     backends = [name for name in wanted if name not in absent]
     if not backends or not results:
         raise LaunchError("; ".join(f"{name} failed: {reason}" for name, reason in absent.items()))
     best, reason = choose(results, backends)
     title = f"{ranks} ranks, {options.dtype}, {usable_cores()} usable cores"
+    if options.device == "cuda":
+        title += f", tensors on {len(torch.facts['gpus'])} x {torch.facts['gpus'][0]['name']}"
     if options.as_json:
         print(json.dumps(_as_json(results, title, absent, best, reason, torch.facts), indent=1))
     else:
@@ -67,11 +71,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _ranks(facts: dict[str, Any]) -> int:
-    return len(facts["gpus"]) or max(2, min(8, usable_cores()))
+    return max(2, len(facts["gpus"]) or min(8, usable_cores()))
 
 
-def _working(facts: dict[str, Any], ranks: int) -> tuple[str, ...]:
+def _working(facts: dict[str, Any], ranks: int, device: str) -> tuple[str, ...]:
     nccl = facts["available"]["nccl"] and len(facts["gpus"]) >= ranks
+    if device == "cuda":
+        return ("gloo", *(("nccl",) if nccl else ()))
     return ("photinus", "gloo", *(("nccl",) if nccl else ()), *(("ucc",) if facts["available"]["ucc"] else ()))
 
 
@@ -81,7 +87,7 @@ def _measure(options: Options, backends: Sequence[str], ranks: int) -> tuple[lis
     absent: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
         everybody = {
-            name: stack.enter_context(Contestant(name, ranks, options.dtype, options.timeout_s))
+            name: stack.enter_context(Contestant(name, ranks, options.dtype, options.timeout_s, options.device))
             for name in (*backends, COPY)
         }
 

@@ -24,7 +24,11 @@ turns in one run, beside what the ranks reach when they only copy memory. Says
 what limits each, and which one to choose.
 
 flags (lists are separated by commas):
-  --nproc-per-node N  ranks. default: one per GPU, or per usable core (2 to 8)
+  --nproc-per-node N  ranks. default: one per GPU, or per usable core (2 to 8);
+                      at least 2
+  --device cpu|cuda   where the tensors lie. cuda: photinus does not take part
+                      yet; ranks share GPUs where there are fewer, nccl then
+                      does not. default: cpu, but nccl's on GPUs
   --ops LIST          of all_reduce, reduce_scatter, all_gather, broadcast,
                       all_to_all. default: all_reduce
   --sizes LIST        like 4K,1M,64M. default: 4K to 64M in steps of 4
@@ -56,6 +60,7 @@ class Options:
 
     Attributes:
         ranks: number of processes.
+        device: "cpu" or "cuda".
         operations, sizes_bytes, dtype: what is measured.
         backends: which take part.
         seconds: that a measurement lasts, about.
@@ -65,6 +70,7 @@ class Options:
     """
 
     ranks: int | None = None
+    device: str = "cpu"
     operations: tuple[str, ...] = ("all_reduce",)
     sizes_bytes: tuple[int, ...] = _DEFAULT_SIZES
     dtype: str = "float32"
@@ -109,6 +115,7 @@ def parse_bench(arguments: Sequence[str]) -> Options | None:
     sizes = tuple(_size(text) for text in _listed(given.get("--sizes", ""))) or _DEFAULT_SIZES
     return Options(
         ranks=int(_number("--nproc-per-node", given["--nproc-per-node"], 1)) if "--nproc-per-node" in given else None,
+        device=_chosen("--device", given.get("--device", "cpu"), ("cpu", "cuda"))[0],
         operations=_chosen("--ops", given.get("--ops", "all_reduce"), OPERATIONS),
         sizes_bytes=sizes,
         dtype=_chosen("--dtype", dtype, tuple(DTYPES))[0],
@@ -120,7 +127,17 @@ def parse_bench(arguments: Sequence[str]) -> Options | None:
     )
 
 
-VALUED = ("--nproc-per-node", "--ops", "--sizes", "--dtype", "--backends", "--seconds", "--plot", "--timeout")
+VALUED = (
+    "--nproc-per-node",
+    "--device",
+    "--ops",
+    "--sizes",
+    "--dtype",
+    "--backends",
+    "--seconds",
+    "--plot",
+    "--timeout",
+)
 """The flags that take a value."""
 
 

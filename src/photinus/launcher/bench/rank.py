@@ -1,4 +1,4 @@
-"""A rank of one backend: rank.py BACKEND RANK WORLD_SIZE FOLDER DTYPE
+"""A rank of one backend: rank.py BACKEND RANK WORLD_SIZE FOLDER DTYPE DEVICE
 
 Reads commands from standard input and answers each with a line of JSON; asleep in it while others have their turn:
 
@@ -51,16 +51,18 @@ def operation(name: str, elems: int, dtype: torch.dtype, device: torch.device, w
         given, got = zeros(elems), zeros(elems)
         return lambda: dist.all_to_all_single(got, given)
     assert name == "copy", name
-    source, target = torch.zeros(elems, dtype=dtype), torch.zeros(elems, dtype=dtype)
+    source, target = (torch.zeros(elems, dtype=dtype, device=device) for _ in range(2))
     return lambda: target.copy_(source)
 
 
-def main(backend: str, rank: int, world_size: int, folder: str, dtype_name: str) -> None:
+def main(backend: str, rank: int, world_size: int, folder: str, dtype_name: str, device_type: str) -> None:
     """Answers until `quit` or the end of the input."""
     torch.set_num_threads(1)
     dtype: torch.dtype = getattr(torch, dtype_name)
-    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
-    if device.type == "cuda":
+    device = torch.device("cpu")
+    if backend == "nccl" or device_type == "cuda":
+        # nccl takes one rank per GPU, and says so where there are fewer; others share.
+        device = torch.device("cuda", rank if backend == "nccl" else rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     store = dist.FileStore(f"{folder}/store", world_size)  # type: ignore[attr-defined]
     dist.init_process_group(
@@ -103,4 +105,4 @@ def main(backend: str, rank: int, world_size: int, folder: str, dtype_name: str)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5], sys.argv[6])

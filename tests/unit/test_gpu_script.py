@@ -1,0 +1,170 @@
+"""tools/gpu.py spends a loan of a GPU: a fault in one stage shows in its summary, and in nothing else."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.fork_server import REPOSITORY
+
+
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpu_script", REPOSITORY / "tools" / "gpu.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gpu_script"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+GPU = script()
+
+TESTS = """
+import os, signal, time
+import pytest
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+@pytest.fixture
+def quick(): yield
+
+def test_well(record_property):
+    record_property("figure", 42)
+
+def test_raises():
+    if FAULT == "exception":
+        raise RuntimeError("planted words")
+
+def test_ends():
+    if FAULT == "crash":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if FAULT == "rank":
+        from tests.rank_pool import RankPool
+        with RankPool("tests.unit.test_gpu_script:Crashing", world_size=2) as pool:
+            pool.ask({})
+    while FAULT == "timeout":
+        time.sleep(0.1)
+
+def test_after():
+    pass
+"""
+
+
+class Crashing:
+    """A rank of which the second ends in its first command."""
+
+    def __init__(self, rank: int, world_size: int, address: str) -> None:
+        self.rank = rank
+
+    def __call__(self, command: object) -> int:
+        if self.rank == 1:
+            os._exit(7)
+        return self.rank
+
+
+def stages(folder: Path, fault: str) -> list[object]:
+    """Three stages of tests like those of tests/gpu; the second has the fault."""
+    conftest = (REPOSITORY / "tests" / "gpu" / "conftest.py").read_text(encoding="utf-8")
+    made = []
+    for number, planted in enumerate(("", fault, "")):
+        tests = folder / f"tree{number}" / "tests" / "gpu"
+        tests.mkdir(parents=True)
+        (tests / "conftest.py").write_text(conftest)
+        (tests / "test_planted.py").write_text(TESTS.replace("FAULT", repr(planted)))
+        words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tests.parents[1]), "-c", os.devnull)
+        made.append(GPU.Stage(f"stage{number}", 8.0, (sys.executable, *words, str(tests / "test_planted.py"))))
+    return made
+
+
+def rows(summary: str) -> dict[tuple[str, str], tuple[str, str]]:
+    found = re.findall(r"^\| (\S+) \| (\S+|\(the stage\)) \| (\w+) \| \S* \| (.*) \|$", summary, re.MULTILINE)
+    return {(stage, check): (outcome, words) for stage, check, outcome, words in found}
+
+
+@pytest.mark.parametrize(
+    ("fault", "misses", "told"),
+    [
+        ("exception", {"test_raises"}, "planted words"),
+        pytest.param("rank", {"test_ends"}, "rank 1 ended", marks=pytest.mark.slow),
+        pytest.param("crash", {"test_ends", "test_after", "(the stage)"}, "SIGKILL", marks=pytest.mark.slow),
+        pytest.param("timeout", {"test_ends", "test_after", "(the stage)"}, "not done within", marks=pytest.mark.slow),
+    ],
+)
+def test_a_fault_shows_in_the_summary_and_in_nothing_else(
+    tmp_path: Path, fault: str, misses: set[str], told: str
+) -> None:
+    out = tmp_path / "out"
+    results = GPU.Results(out)
+    planned = stages(tmp_path, fault)
+    began = time.monotonic()
+    # Python starts slowly on a busy machine: 8 s are for that, and --fake gives four times as many.
+    assert not GPU.run(planned, results, fake=True)
+    assert time.monotonic() - began < 3 * 4 * 8 + 10
+    found = rows((out / "summary.md").read_text(encoding="utf-8"))
+    assert {
+        check for (stage, check), (outcome, _) in found.items() if stage == "stage1" and outcome == "miss"
+    } == misses
+    assert any(told in words for (stage, _), (outcome, words) in found.items() if outcome == "miss"), found
+    for stage in ("stage0", "stage2"):
+        outcomes = {check: outcome for (each, check), (outcome, _) in found.items() if each == stage}
+        expected = ("test_well", "test_raises", "test_ends", "test_after", "(the stage)")
+        assert outcomes == dict.fromkeys(expected, "pass"), stage
+    assert found["stage1", "test_well"] == ("pass", "figure 42")
+    assert sorted(path.name for path in out.iterdir()) == ["log.txt", "results.jsonl", "summary.md"]
+    assert not list(tmp_path.glob(".out-*"))
+
+
+def test_no_stage_begins_when_the_time_is_over_and_what_could_not_start_is_told(tmp_path: Path) -> None:
+    results = GPU.Results(tmp_path / "out")
+    planned = [GPU.Stage("absent", 5.0, (str(tmp_path / "nothing"),)), GPU.Stage("late", 5.0, (sys.executable, "-V"))]
+    assert not GPU.run(planned[:1], results, fake=False)
+    assert GPU.run(planned[1:], results, fake=False, total_s=1.0) is False, "the miss before still counts"
+    found = rows((tmp_path / "out" / "summary.md").read_text(encoding="utf-8"))
+    assert found["absent", "(the stage)"][0] == "miss"
+    assert "could not be started" in found["absent", "(the stage)"][1]
+    assert found["late", "(the stage)"] == ("skip", "no time was left for it")
+
+
+def test_what_a_stage_started_does_not_outlive_it(tmp_path: Path) -> None:
+    pids = tmp_path / "pid"
+    child = (
+        f"import subprocess, sys; p = subprocess.Popen(['sleep', '600']); open({str(pids)!r}, 'w').write(str(p.pid))"
+    )
+    GPU.run([GPU.Stage("parent", 10.0, (sys.executable, "-c", child))], GPU.Results(tmp_path / "out"), fake=True)
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and _runs(int(pids.read_text())):
+        time.sleep(0.05)
+    assert not _runs(int(pids.read_text()))
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_the_limits_of_all_stages_fit_into_a_short_loan() -> None:
+    planned = GPU.stages(fake=False)
+    assert [stage.name for stage in planned][:3] == ["machine", "build", "engine"]
+    assert GPU.TOTAL_S < 9 * 60
+    # Whatever takes its whole limit, the benchmarks keep a minute of the whole.
+    assert sum(stage.limit_s for stage in planned[:-1]) + 55 <= GPU.TOTAL_S
+
+
+def test_a_git_repository_is_not_needed() -> None:
+    words = (REPOSITORY / "tools" / "gpu.py").read_text() + (REPOSITORY / "CMakeLists.txt").read_text()
+    assert not re.search(r"\bgit (rev|describe|log)", words)
+    shown = subprocess.run(
+        ["make", "-n", "gpu", "FAKE=1", "PYTHON=python3"], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert shown.stdout.strip() == "python3 tools/gpu.py --fake"
