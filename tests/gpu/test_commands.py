@@ -45,7 +45,7 @@ def photinus(*words: str, timeout_s: float = TIMEOUT_S, **environ: str) -> subpr
     inherited = {name: value for name, value in os.environ.items() if name not in _CLEAN}
     inherited["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     return subprocess.run(
-        [sys.executable, "-m", "photinus.launcher.cli", *words],
+        [sys.executable, "-m", "photinus", *words],
         capture_output=True,
         text=True,
         timeout=timeout_s,
