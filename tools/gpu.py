@@ -62,7 +62,7 @@ def stages(fake: bool) -> list[Stage]:
         tests("two_ranks", 80),
         tests("training", 80),
         tests("commands", 90),
-        Stage("bench", 150, (python, "benchmarks/gpu_steps.py", *(("--fake",) if fake else ()))),
+        Stage("bench", 240, (python, "benchmarks/gpu_steps.py", *(("--fake",) if fake else ()))),
     ]
 
 

@@ -161,8 +161,11 @@ class Payload:
 class Cases:
     """What each rank of the pool does, by the command's "do"."""
 
+    strict = True
+
     def __init__(self, rank: int, world_size: int, address: str) -> None:
-        warnings.simplefilter("error", UserWarning)  # a scheduler that believes it came before the optimizer
+        if self.strict:
+            warnings.simplefilter("error", UserWarning)  # a scheduler that believes it came before the optimizer
         torch.set_num_threads(1)
         self.rank, self.world_size = rank, world_size
         store = dist.FileStore(os.environ["STORE_OF_TEST"], world_size)

@@ -70,7 +70,7 @@ def test_a_loop_learns_in_float16_with_a_scaler() -> None:
             model, optimizer, data_of(), batch_size=64, epochs=6, state={"scaler": scaler}, progress=False
         )
         for x, y in loop:
-            with torch.autocast(NAME, torch.float16 if HAS_GPU else torch.bfloat16):
+            with torch.autocast(NAME, torch.float16):
                 loss = F.cross_entropy(model(x).float(), y)
             loop.backward(loss, scaler=scaler)
             scaler.unscale_(optimizer)
@@ -157,17 +157,27 @@ def test_a_runs_folder_has_the_phases_and_the_memory_of_the_device(tmp_path: Pat
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     out = tmp_path / "run"
     photinus.Trainer(
-        model, optimizer, F.cross_entropy, epochs=2, batch_size=256, device=NAME, out=out, progress=False, curves=False
+        model,
+        optimizer,
+        F.cross_entropy,
+        epochs=60 if HAS_GPU else 2,
+        batch_size=256,
+        device=NAME,
+        out=out,
+        save_every_epochs=100,
+        progress=False,
+        curves=False,
     ).fit(data_of(4096))
     windows = [found for line in (out / "ranks.jsonl").read_text().splitlines() if (found := read_window(line))]
-    phases = {name: sum(window.phases[name][0] for window in windows) for name in PHASES}
+    # The first step waits for libraries to wake up.
+    phases = {name: sum(window.phases[name][0] for window in windows[1:] or windows) for name in PHASES}
     record_property("phases, s per step", {name: round(seconds, 5) for name, seconds in phases.items()})
     assert phases["forward"] > 0
     assert phases["backward"] > phases["data"]
     memory = windows[-1].memory
     record_property("memory, MiB", {name: value[0] >> 20 for name, value in memory.items()})
     if HAS_GPU:
-        assert phases["backward"] > 1.5 * phases["forward"], "a backward has twice the products of a forward"
+        assert phases["backward"] > 1.2 * phases["forward"], "a backward has twice the products of a forward"
         assert 0 < memory["cuda"][0] <= memory["cuda_peak"][0] <= torch.cuda.get_device_properties(DEVICE).total_memory
         assert memory["cuda_peak"][0] > 4 * width * width
 
@@ -195,8 +205,6 @@ def test_a_trace_lasts_as_long_as_the_device_does(tmp_path: Path, skip: int, rec
         assert shares.backward > shares.forward > 0
         assert shares.exchange > 0
         if HAS_GPU:
-            seconds = 8 * 4 * size**3 / shares.backward  # flop of the backward per second
-            record_property("backward, TFLOP/s", round(seconds / 1e12 * 2, 1))
             assert shares.backward > 1.3 * shares.forward
     finally:
         dist.destroy_process_group()

@@ -58,3 +58,25 @@ def test_builds_and_prereleases_count_as_their_release() -> None:
 def test_the_declared_range_begins_with_the_oldest_tested_release() -> None:
     text = (REPOSITORY / "pyproject.toml").read_text()
     assert re.findall(r'"torch>=([\d.]+)"', text) == [".".join(map(str, OLDEST))]
+
+
+def test_the_oldest_and_the_newest_declared_torch_are_tested_by_continuous_integration() -> None:
+    oldest = ".".join(map(str, OLDEST))
+    declared = re.search(r'"torch>=([\d.]+)"', (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+    assert declared is not None
+    assert declared[1] == oldest
+    tested = re.search(r"for version in (.+); do", (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8"))
+    assert tested is not None
+    versions = [tuple(map(int, version.split("."))) for version in tested[1].split()]
+    pinned = re.search(r"^torch==([\d.]+)", (REPOSITORY / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    assert pinned is not None
+    assert min(versions)[:2] == OLDEST
+    assert max(versions) > tuple(map(int, pinned[1].split(".")))
+
+
+def test_another_torch_has_an_environment_of_its_own() -> None:
+    words = ["make", "-n", "test", "TORCH=2.11.0", "TESTS=tests/parity"]
+    shown = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True).stdout
+    assert ".venv-torch2.11.0/bin/python -m pytest tests/parity" in shown
+    assert ".venv/" not in shown
+    assert "mypy" not in shown
