@@ -16,16 +16,19 @@ from photinus import World
 
 CONFIG = Path(__file__).resolve().with_name("config.ini")
 SWITCHES = ("--ddp", "--tensorboard")  # yes or no in the config file
-NEEDED = ("epochs", "lr", "batch_size", "out")
+NEEDED = ("lr", "batch_size", "out")
 OLD_NAMES = """\
 dashes or underscores; old names are understood as well: --epoch and --num-epochs, --learning-rate,
 --log-path for --out, --data for --dataset, --dist-backend"""
 
 
-def options(description: str | None, words: list[str] | None = None) -> argparse.Namespace:
+def options(
+    description: str | None, words: list[str] | None = None, *, counts_steps: bool = False
+) -> argparse.Namespace:
     """What this run was asked for: the command line, else the config file. `words` stand in for the command line.
 
-    Besides the options there is `model`, the numbers of the config's section [model].
+    Besides the options there is `model`, the numbers of the config's section [model]. Of `epochs` and `steps` one is
+    None; only with `counts_steps` are there steps.
     """
     parser = argparse.ArgumentParser(
         description=description,
@@ -45,6 +48,8 @@ def options(description: str | None, words: list[str] | None = None) -> argparse
 
     add("--dataset", "--data", metavar="PATH", help="the data; default: what is on this machine")
     add("--epochs", "--epoch", "--num-epochs", type=int, metavar="N", help="default %(default)s")
+    if counts_steps:
+        add("--steps", "--max-steps", type=int, metavar="N", help="batches, in place of epochs")
     add("--lr", "--learning-rate", type=float, metavar="RATE", help="learning rate; default %(default)s")
     add("--batch-size", type=int, metavar="N", help="samples of a step over all processes; default %(default)s")
     add("--out", "--log-path", metavar="DIR", help="folder for results; default %(default)s")
@@ -72,8 +77,16 @@ def options(description: str | None, words: list[str] | None = None) -> argparse
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config", type=Path, default=CONFIG)
     config, model = _read(first.parse_known_args(words)[0].config, parser)
+    length = {name: config.get(name) for name in ("epochs", "steps")}
+    if counts_steps:  # what the command line says of either stands in place of what the file says
+        config |= dict.fromkeys(length)
     parser.set_defaults(**config)
     args = parser.parse_args(words)
+    args.steps = getattr(args, "steps", None)
+    if args.epochs is None and args.steps is None:
+        args.epochs, args.steps = length["epochs"], length["steps"]
+    if (args.epochs is None) == (args.steps is None):
+        parser.error(f"--epochs {args.epochs} and --steps {args.steps}: one of both says how long the run is")
 
     if args.path is not None and args.dataset is not None and args.path != config["dataset"]:
         parser.error(f"two data sets are given: {args.path} and --dataset {args.dataset}")

@@ -1,4 +1,4 @@
-"""The data: a text, as numbers of its characters, cut into windows.
+"""The data: a text, as numbers of its pieces (frequent words, else characters), cut into windows.
 
 Without a file of yours it is Python's own standard library, which lies on every machine that can run this.
 """
@@ -6,13 +6,17 @@ Without a file of yours it is Python's own standard library, which lies on every
 from __future__ import annotations
 
 import os
+import re
+from collections import Counter
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-CHARACTERS_AT_MOST = 400_000  # of the standard library; a text of yours is taken whole
+CHARACTERS_AT_MOST = 1_500_000  # of the standard library; a text of yours is taken whole
+WORDS = 1500  # that are one piece each; all others are spelt
+PIECE = re.compile(r" ?[^\W\d_]+|\n+ *|.", re.DOTALL)  # a word with its space, line ends with what indents, a character
 
 
 def read_text(path: str | None = None) -> str:
@@ -53,30 +57,36 @@ def _standard_library() -> str:
 
 
 class Alphabet:
-    """The characters of a text, and their numbers: its place in their order."""
+    """The pieces of a text, and their numbers: all its characters, and its most frequent words."""
 
-    def __init__(self, text: str) -> None:
-        self.characters = sorted(set(text))
-        self._numbers = {character: number for number, character in enumerate(self.characters)}
+    def __init__(self, text: str, words: int = WORDS) -> None:
+        counts = Counter(PIECE.findall(text))
+        frequent = [piece for piece, count in counts.most_common(words) if len(piece) > 1 and count > 1]
+        self.pieces = [*sorted(set(text)), *frequent]
+        self._numbers = {piece: number for number, piece in enumerate(self.pieces)}
 
     def __len__(self) -> int:
-        return len(self.characters)
+        return len(self.pieces)
 
     def encode(self, text: str) -> Tensor:
-        """The numbers of the text's characters, int32 [len(text)]."""
-        return torch.tensor([self._numbers[character] for character in text], dtype=torch.int32)
+        """The numbers of the text's pieces, int32 [n]."""
+        numbers: list[int] = []
+        for piece in PIECE.findall(text):
+            known = self._numbers.get(piece)
+            numbers += [self._numbers[character] for character in piece] if known is None else [known]
+        return torch.tensor(numbers, dtype=torch.int32)
 
     def decode(self, numbers: Tensor) -> str:
         """The text of these numbers [n]."""
-        return "".join(self.characters[number] for number in numbers.tolist())
+        return "".join(self.pieces[number] for number in numbers.tolist())
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Pieces of a text that lie side by side: (characters, the characters that follow them), each int64 [length]."""
+    """Parts of a text that lie side by side: (its pieces, the pieces that follow them), each int64 [length]."""
 
     def __init__(self, numbers: Tensor, length: int) -> None:
         if len(numbers) <= length:
-            raise ValueError(f"a text of {len(numbers)} characters is too short for windows of {length}")
+            raise ValueError(f"a text of {len(numbers)} pieces is too short for windows of {length}")
         self.numbers, self.length = numbers, length
 
     def __len__(self) -> int:

@@ -50,10 +50,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Characters [n, length], int64, to scores of the characters that follow, [n, length, alphabet].
+    """Pieces of text [n, length], int64, to scores of the pieces that follow, [n, length, alphabet].
 
     Args:
-        alphabet: number of characters.
+        alphabet: number of different pieces.
         context: longest length.
         width: of each place's vector.
         layers: number of blocks.
@@ -73,7 +73,7 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         self.context = context
-        self.characters = nn.Embedding(alphabet, width)
+        self.pieces = nn.Embedding(alphabet, width)
         self.places = nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
@@ -82,9 +82,9 @@ class GPT(nn.Module):
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=0.05)
 
-    def forward(self, characters: Tensor) -> Tensor:
+    def forward(self, pieces: Tensor) -> Tensor:
         """The scores."""
-        x = self.characters(characters) + self.places(torch.arange(characters.shape[1], device=characters.device))
+        x = self.pieces(pieces) + self.places(torch.arange(pieces.shape[1], device=pieces.device))
         for block in self.blocks:
             x = block(x)
         scores: Tensor = self.scores(self.norm(x))
@@ -92,24 +92,24 @@ class GPT(nn.Module):
 
 
 @torch.no_grad()
-def write(model: GPT, characters: Tensor, count: int, *, seed: int = 0, temperature: float = 0.8) -> Tensor:
+def write(model: GPT, pieces: Tensor, count: int, *, seed: int = 0, temperature: float = 0.6) -> Tensor:
     """Lets the model go on with a text.
 
     Draws from a generator of its own, so that training is not disturbed. Where the model is split over processes, all
     of them call this, and get the same.
 
     Args:
-        characters: the beginning, int64 [n] with n >= 1.
-        count: how many characters to add.
+        pieces: the beginning, int64 [n] with n >= 1.
+        count: how many pieces to add.
         seed: of the draws.
-        temperature: below 1 the likely characters are preferred.
+        temperature: below 1 the likely pieces are preferred.
 
     Returns:
         int64 [n + count], on the CPU.
     """
     training, device = model.training, next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
-    text = characters.cpu()
+    text = pieces.cpu()
     model.eval()
     for _ in range(count):
         scores = model(text[-model.context :].unsqueeze(0).to(device))[0, -1]
@@ -120,10 +120,10 @@ def write(model: GPT, characters: Tensor, count: int, *, seed: int = 0, temperat
 
 
 def loss_function(scores: Tensor, targets: Tensor) -> Tensor:
-    """The mean loss of a character, in nats: scores [n, length, alphabet], targets [n, length] -> []."""
+    """The mean loss of a piece, in nats: scores [n, length, alphabet], targets [n, length] -> []."""
     return cross_entropy(scores.flatten(0, 1), targets.flatten())
 
 
 def accuracy(scores: Tensor, targets: Tensor) -> Tensor:
-    """The share of each window's characters that were guessed right -> [n]."""
+    """The share of each window's pieces that were guessed right -> [n]."""
     return (scores.argmax(dim=-1) == targets).float().mean(dim=1)

@@ -1,9 +1,9 @@
-"""Trains a small GPT to write text, character by character: the same script for one process or many.
+"""Trains a small GPT to write text: the same script for one process or many.
 
     python train.py                                  learns Python from Python's own standard library
     python train.py --dataset shakespeare.txt
     photinus run train.py                            one process per GPU, or per core
-    torchrun --nproc-per-node 2 train.py --epochs 8
+    torchrun --nproc-per-node 2 train.py --steps 5000
 
 Started again, it goes on where it was cut off, or says that it is finished and writes once more.
 """
@@ -25,19 +25,20 @@ WARM_UP_STEPS = 20
 
 def main() -> None:
     """Trains as the command line says, and writes a few lines."""
-    args = options(__doc__)
+    args = options(__doc__, counts_steps=True)
     text = read_text(args.dataset)
     alphabet = Alphabet(text)
     with photinus.init(args.backend, args.device, seed=args.seed):
         model = GPT(len(alphabet), **args.model)
         train_set, valid_set = windows(text, alphabet, model.context)
         optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.99))
-        steps = args.epochs * (len(train_set) // args.batch_size)
+        steps = args.steps or args.epochs * (len(train_set) // args.batch_size)
         trainer = photinus.Trainer(
             model,
             optimizer,
             loss_function,
             epochs=args.epochs,
+            steps=args.steps,
             batch_size=args.batch_size,
             metrics={"accuracy": accuracy},
             scheduler=LambdaLR(optimizer, lambda step: rate(step, steps)),
