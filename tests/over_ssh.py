@@ -110,10 +110,10 @@ def reports(ended: Ended) -> dict[int, dict]:
     return found
 
 
-def start_staying(place: Place, text: str = STAY) -> tuple[subprocess.Popen[str], list[int]]:
+def start_staying(place: Place, text: str = STAY, *flags: str) -> tuple[subprocess.Popen[str], list[int]]:
     """A running job of one rank on each host, and the pids of ranks and their children."""
     hosts = place.hostfile("host-0 slots=1\nhost-1 slots=1\n")
-    process = place.start("--hostfile", hosts, "--max-restarts", "0", script(place.folder, text), place.folder)
+    process = place.start("--hostfile", hosts, "--max-restarts", "0", *flags, script(place.folder, text), place.folder)
     files = [place.folder / f"pids-{rank}" for rank in range(2)]
     deadline = time.monotonic() + DEADLINE_S
     while not all(file.exists() and file.stat().st_size for file in files):

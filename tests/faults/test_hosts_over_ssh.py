@@ -83,7 +83,7 @@ def test_a_conductor_killed_at_any_moment_leaves_nothing(place):
 def test_a_host_that_is_cut_off_ends_the_job_within_ten_seconds(tmp_path):
     alive_checks = "ClientAliveInterval 3\nClientAliveCountMax 2"  # so that the server there notices as well
     with two_hosts(tmp_path, alive_checks) as place:
-        process, pids = start_staying(place)
+        process, pids = start_staying(place, STAY, "--rdzv-conf", "heartbeat_timeout=6")
         place.second.cut_off()
         begun = time.monotonic()
         ended = finish(process)

@@ -25,12 +25,15 @@ TRAIN = (
     + """
 import torch, torch.distributed as dist
 dist.init_process_group("photinus")
+groups = [None, dist.new_group(backend="gloo")]
 step = torch.zeros(1)
 while True:
-    total = torch.ones(1) * (dist.get_rank() + 1)
-    dist.all_reduce(total)
-    assert total.item() == sum(range(1, dist.get_world_size() + 1))
+    for group in groups:
+        total = torch.ones(1) * (dist.get_rank() + 1)
+        dist.all_reduce(total, group=group)
+        assert total.item() == sum(range(1, dist.get_world_size() + 1))
     step += 1
+    (folder / f"step-{os.environ['RANK']}").write_text(str(int(step)))
     stop = torch.tensor([float((folder / "stop").exists())])
     dist.all_reduce(stop, op=dist.ReduceOp.MAX)
     if step.item() == 3:
@@ -78,8 +81,17 @@ def hosts() -> Iterator[tuple[NetworkHost, ...]]:
         yield made
 
 
-def launch(hosts: Sequence[NetworkHost], index: int, folder: Path, *words: object, nnodes: str, **more: str) -> HostJob:
-    flags = ["--nnodes", nnodes, "--master-addr", hosts[0].name, "--nproc-per-node", 2, "--cpu", "--max-restarts", 0]
+def launch(
+    hosts: Sequence[NetworkHost],
+    index: int,
+    folder: Path,
+    *words: object,
+    nnodes: str,
+    restarts: int = 0,
+    **more: str,
+) -> HostJob:
+    flags = ["--nnodes", nnodes, "--master-addr", hosts[0].name, "--nproc-per-node", 2, "--cpu"]
+    flags += ["--max-restarts", restarts]
     return HostJob(hosts[index], folder, [*flags, *words], **more)
 
 
@@ -90,6 +102,13 @@ def wait_until(jobs: Sequence[HostJob], *files: Path, within_s: float = DEADLINE
         shown = "\n".join(f"----- {job.host.name}\n{job.text}" for job in jobs)
         assert time.monotonic() < deadline, f"{missing} awaited in vain\n{shown}"
         time.sleep(0.02)
+
+
+def wait_for(job: HostJob, said: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while said not in job.text:
+        assert time.monotonic() < deadline, f"{said!r} awaited in vain on {job.host.name}\n{job.text}"
+        time.sleep(0.05)
 
 
 def trains(folder: Path, world_size: int, attempt: int) -> list[Path]:
@@ -160,7 +179,8 @@ def test_a_host_may_join_and_leave_a_job_that_says_so(hosts, tmp_path):
 @pytest.mark.parametrize("how", ["killed", "cut off"])
 def test_a_lost_host_ends_a_job_of_a_fixed_number_within_ten_seconds(hosts, tmp_path, how):
     path = script(tmp_path, TRAIN)
-    jobs = [launch(hosts, index, tmp_path, path, tmp_path, nnodes="2") for index in (0, 1)]
+    conf = ["--rdzv-conf", "heartbeat_timeout=5"]
+    jobs = [launch(hosts, index, tmp_path, *conf, path, tmp_path, nnodes="2") for index in (0, 1)]
     wait_until(jobs, *trains(tmp_path, 4, 0))
     begun = time.monotonic()
     if how == "killed":
@@ -174,14 +194,14 @@ def test_a_lost_host_ends_a_job_of_a_fixed_number_within_ten_seconds(hosts, tmp_
     if how == "cut off":
         other = jobs[1].end()
         assert time.monotonic() - begun < 12, other.out
-        assert "the host that leads the job (host-0 port 29500) was lost: nothing was heard of it for 7 s" in other.err
+        assert "the host that leads the job (host-0 port 29500) was lost: nothing was heard of it for 5 s" in other.err
     assert not any(alive(int(note["pid"])) for note in notes(tmp_path))
 
 
 @pytest.mark.parametrize("how", ["killed", "cut off"])
 def test_a_lost_host_is_gone_on_without_where_hosts_may_go(hosts, tmp_path, how):
     path = script(tmp_path, TRAIN)
-    conf = ["--rdzv-conf", "last_call_timeout=20"]
+    conf = ["--rdzv-conf", "last_call_timeout=20,heartbeat_timeout=5"]
     jobs = [launch(hosts, index, tmp_path, *conf, path, tmp_path, nnodes="1:2") for index in (0, 1)]
     wait_until(jobs, *trains(tmp_path, 4, 0))
     begun = time.monotonic()
@@ -194,10 +214,56 @@ def test_a_lost_host_is_gone_on_without_where_hosts_may_go(hosts, tmp_path, how)
     assert took_s < 10, jobs[0].text
     wait_until(jobs[:1], *trains(tmp_path, 2, 1))
     assert "host host-1 (192.168.78.2) was lost: " in jobs[0].text
-    (tmp_path / "stop").write_text("now")
-    assert_ended_well(jobs[0])
+    left = jobs[:1]
     if how == "cut off":
-        assert jobs[1].end().code == 1
+        hosts[1].connect()
+        wait_until(jobs, *trains(tmp_path, 4, 2))
+        assert "host host-1 (192.168.78.2) has come" in jobs[0].text
+        left = jobs
+    (tmp_path / "stop").write_text("now")
+    assert_ended_well(*left)
+
+
+def test_a_host_that_was_cut_off_too_long_costs_one_restart_and_comes_back(hosts, tmp_path):
+    path = script(tmp_path, TRAIN)
+    words = ["--rdzv-conf", "heartbeat_timeout=5", path, tmp_path]
+    jobs = [launch(hosts, index, tmp_path, *words, nnodes="2", restarts=1) for index in (0, 1)]
+    wait_until(jobs, *trains(tmp_path, 4, 0))
+    hosts[1].cut_off()
+    for job, said in zip(
+        jobs,
+        ("was lost: nothing was heard of it for 5 s (restart 1 of 1)", "this host's workers end, and it comes back"),
+        strict=True,
+    ):
+        wait_for(job, said)
+    hosts[1].connect()
+    wait_until(jobs, *trains(tmp_path, 4, 1))
+    kill_host(jobs[1])
+    end = jobs[0].end()
+    assert end.code == 1
+    assert "the job ended: host host-1 (192.168.78.2) was lost: its launcher ended without a word" in end.err
+    assert not any(alive(int(note["pid"])) for note in notes(tmp_path, attempt=1))
+
+
+def test_a_link_that_is_cut_for_some_seconds_is_told_and_costs_nothing(hosts, tmp_path):
+    path = script(tmp_path, TRAIN)
+    jobs = [launch(hosts, index, tmp_path, path, tmp_path, nnodes="2") for index in (0, 1)]
+    wait_until(jobs, *trains(tmp_path, 4, 0))
+    for cut, seconds in zip(hosts, (5, 10), strict=True):
+        cut.cut_off()
+        time.sleep(seconds)
+        cut.connect()
+        begun, step = time.monotonic(), int((tmp_path / "step-3").read_text())
+        while int((tmp_path / "step-3").read_text() or 0) <= step + 5:
+            assert all(job.process.poll() is None for job in jobs), [job.text for job in jobs]
+            assert time.monotonic() - begun < DEADLINE_S
+            time.sleep(0.1)
+    (tmp_path / "stop").write_text("now")
+    assert_ended_well(*jobs)
+    for job, other in zip(jobs, ("host host-1 (192.168.78.2)", "the host that leads the job"), strict=True):
+        assert job.text.count(f"nothing was heard of {other} for 3 s; it counts as lost after 30 s") == 2, job.text
+        assert job.text.count(f"{other} is back after ") == 2, job.text
+    assert not notes(tmp_path, attempt=1)
 
 
 def test_a_killed_leading_host_ends_the_other_within_ten_seconds_and_is_named(hosts, tmp_path):

@@ -150,8 +150,11 @@ def test_torchruns_flags_for_several_hosts():
     assert parsed(words).hosts == HostFlags(nnodes=(2, 2), node_rank=1, leader="10.0.0.1", port=29501, job_id="job")
     words = "--nnodes 1:4 --rdzv-backend c10d --rdzv_endpoint h:7 --rdzv_conf timeout=9,read_timeout=3 x.py"
     assert parsed(words).hosts == HostFlags(nnodes=(1, 4), leader="h", port=7, join_timeout_s=9.0)
-    words = "--rdzv-endpoint [fd00::1]:7 --rdzv-conf last_call_timeout=2,is_host=1 --local-addr fd00::2 x.py"
-    expected = HostFlags(leader="fd00::1", port=7, last_call_s=2.0, leads=True, local_address="fd00::2")
+    conf = "last_call_timeout=2,heartbeat_timeout=9,is_host=1"
+    words = f"--rdzv-endpoint [fd00::1]:7 --rdzv-conf {conf} --local-addr fd00::2 x.py"
+    expected = HostFlags(
+        leader="fd00::1", port=7, last_call_s=2.0, heartbeat_timeout_s=9.0, leads=True, local_address="fd00::2"
+    )
     assert parsed(words).hosts == expected
 
 
@@ -225,7 +228,7 @@ def test_contradictory_flags_are_refused_with_both_named(words, told):
         ("--master-port 70000", "--master-port 70000: needs a port, 1 to 65535"),
         ("--rdzv-endpoint a:b", "--rdzv-endpoint a:b: needs HOST or HOST:PORT"),
         ("--rdzv-backend etcd", "--rdzv-backend etcd: photinus has a rendezvous of its own"),
-        ("--rdzv-conf colour=red", "--rdzv-conf colour=red: the options are is_host, join_timeout"),
+        ("--rdzv-conf colour=red", "--rdzv-conf colour=red: the options are heartbeat_timeout, is_host"),
         ("--rdzv-conf timeout=long", "--rdzv-conf timeout long: needs a number of seconds"),
         ("--tee 4", "--tee 4: needs 0 (nothing), 1 (stdout), 2 (stderr) or 3 (both)"),
         ("--redirects 1,0:2", "--redirects 1,0:2: needs 0 (nothing)"),

@@ -40,7 +40,7 @@ class Host:
 async def host(port: int, name: str, *, leads: bool = False, **more: Any) -> Host:
     made = Host(*await dial("127.0.0.1", port, KEY, "host"))
     hello = {"version": __version__, "torch": "2", "host": name, "workers": 2, "node_rank": None, "nnodes": [2, 2]}
-    made.say("hello", **{**hello, "leads": leads, **more})
+    made.say("hello", **{**hello, "launcher": name, "leads": leads, **more})
     made.say("ready")
     return made
 
@@ -153,6 +153,24 @@ def test_a_host_that_sends_nonsense_is_lost_and_the_other_is_told():
         assert end["exit_code"] == 1
         assert "host b (127.0.0.1) sent what is no message: no JSON" in end["reason"]
         for each in (first, second):
+            each.writer.close()
+
+    with_leader(test)
+
+
+def test_a_host_that_comes_back_before_it_was_missed_takes_its_own_place_and_costs_a_restart():
+    async def test(port: int) -> None:
+        first, second = await host(port, "a", leads=True), await host(port, "b")
+        await first.hear("form")
+        back = await host(port, "b")
+        assert (await first.hear("regroup"))["reason"] == "host b (127.0.0.1) was lost, and comes back (restart 1 of 1)"
+        first.say("ready")
+        assert (await first.hear("form"))["attempt"] == 1
+        third = await host(port, "b")
+        end = await third.hear("end")
+        assert (end["reason"], end["exit_code"]) == ("this host cannot take part: the job has just ended", 2)
+        assert (await first.hear("end"))["reason"] == "host b (127.0.0.1) was lost, and comes back"
+        for each in (first, second, back, third):
             each.writer.close()
 
     with_leader(test)

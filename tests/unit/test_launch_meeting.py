@@ -9,8 +9,13 @@ from photinus.launcher.hosts.messages import Report
 from photinus.launcher.report import Death, Raised
 
 
-def meeting(least: int = 2, most: int | None = None, *, join_timeout_s: float = 600.0) -> Meeting:
-    return Meeting(least, most or least, join_timeout_s=join_timeout_s, last_call_s=5.0)
+def meeting(
+    least: int = 2, most: int | None = None, *, join_timeout_s: float = 600.0, restarts: tuple[str, ...] = ()
+) -> Meeting:
+    left = iter(restarts)
+    rules = Meeting(least, most or least, join_timeout_s=join_timeout_s, last_call_s=5.0)
+    rules.spend_restart = lambda: next(left, "")
+    return rules
 
 
 def guest(key: int, *, workers: int = 2, node_rank: int | None = None, leads: bool = False) -> Guest:
@@ -138,6 +143,63 @@ def test_a_lost_host_ends_a_job_of_a_fixed_number():
     rules = meeting(2)
     come(rules, 0, 1)
     assert rules.gone(1, "was lost: cut off", 9.0) == [End("host b (10.0.0.2) was lost: cut off", 1)]
+
+
+def test_a_lost_host_costs_a_job_of_a_fixed_number_a_restart_and_is_waited_for():
+    rules = meeting(2, restarts=("restart 1 of 1",))
+    come(rules, 0, 1)
+    assert rules.gone(1, "was lost: cut off", 40.0, lost=True) == [
+        Regroup((0,), "host b (10.0.0.2) was lost: cut off (restart 1 of 1)")
+    ]
+    assert rules.ready(0, 41.0) == []
+    assert rules.tick(44.0) == [Say("waiting for 2 hosts, 596 s more at most; here: a (10.0.0.1)")]
+    (form,) = come(rules, 2, at_s=100.0)
+    assert form == Form((guest(0, leads=True), guest(2)), attempt=1)
+    assert rules.gone(2, "was lost: cut off", 200.0, lost=True) == [End("host c (10.0.0.3) was lost: cut off", 1)]
+
+
+def test_a_lost_host_that_does_not_come_back_ends_the_job_when_the_time_is_over():
+    rules = meeting(2, restarts=("restart 1 of 3",), join_timeout_s=30.0)
+    come(rules, 0, 1)
+    rules.gone(1, "was lost", 40.0, lost=True)
+    rules.ready(0, 41.0)
+    assert rules.tick(71.0) == [End("only 1 of 2 hosts came within 30 s: a (10.0.0.1)", 1)]
+
+
+def test_a_host_that_leaves_ends_a_job_of_a_fixed_number_whatever_restarts_are_left():
+    rules = meeting(2, restarts=("restart 1 of 3",))
+    come(rules, 0, 1)
+    assert rules.gone(1, "left, ended by SIGINT", 9.0) == [End("host b (10.0.0.2) left, ended by SIGINT", 1)]
+
+
+def test_a_host_lost_while_the_others_settle_may_come_back_before_they_have():
+    rules = meeting(3, restarts=("restart 1 of 3",))
+    come(rules, 0, 1, 2)
+    rules.failed(0, report("peer lost"), 35.0)
+    assert rules.gone(2, "was lost", 36.0, lost=True) == []
+    assert come(rules, 3, at_s=36.5) == []
+    (regroup,) = rules.failed(1, report("peer lost"), 37.0)
+    assert regroup == Regroup((0, 1), "host c (10.0.0.3) was lost (restart 1 of 3)")
+    rules.ready(0, 38.0)
+    (form,) = rules.ready(1, 38.0)
+    assert [each.key for each in form.guests] == [0, 1, 3]
+
+
+def test_what_a_host_says_late_of_an_attempt_without_it_has_no_effect():
+    rules = meeting(1, 2)
+    come(rules, 0, 1)
+    rules.gone(1, "was lost", 40.0, lost=True)
+    rules.ready(0, 41.0)
+    rules.tick(42.0)
+    rules.come(guest(2), 50.0)
+    assert rules.failed(2, report("peer lost"), 50.0) == []
+    assert rules.state == "running"
+    assert rules.ready(0, 50.0) == []  # said twice
+    (regroup,) = rules.ready(2, 51.0)
+    assert isinstance(regroup, Regroup)
+    assert rules.tick(90.0) == []  # its workers have not ended yet
+    (form,) = rules.ready(0, 91.0)
+    assert form.attempt == 2
 
 
 def test_a_lost_host_makes_the_others_go_on_where_hosts_may_go():

@@ -70,7 +70,8 @@ _GROUPS = {
             "KEY=VALUE,...",
             (
                 "join_timeout: seconds to wait for the other hosts (600);",
-                "last_call_timeout: to wait for more than the least (5)",
+                "last_call_timeout: to wait for more than the least (5);",
+                "heartbeat_timeout: until a silent host counts as lost (30)",
             ),
         ),
         Flag("--local-addr", "ADDRESS", ("of this host, to listen on and be reached at",)),

@@ -31,10 +31,9 @@ _ENDPOINT = re.compile(
 )
 _STREAMS = {0: frozenset[str](), 1: frozenset({"out"}), 2: frozenset({"err"}), 3: frozenset({"out", "err"})}
 # torch elastic's options that mean something here, and those that have nothing to set here.
-_RENDEZVOUS_OPTIONS = {"join_timeout", "timeout", "last_call_timeout", "is_host"}
+_RENDEZVOUS_OPTIONS = {"join_timeout", "timeout", "last_call_timeout", "heartbeat_timeout", "is_host"}
 _RENDEZVOUS_IDLE = {
     "close_timeout",
-    "heartbeat_timeout",
     "keep_alive_interval",
     "keep_alive_max_attempt",
     "rank",

@@ -45,6 +45,7 @@ class HostFlags:
         local_address: what this host listens on and is reached at.
         join_timeout_s: seconds to wait for the least number of hosts.
         last_call_s: seconds to wait for more hosts than the least.
+        heartbeat_timeout_s: seconds of silence after which a host counts as lost.
     """
 
     nnodes: tuple[int, int] | None = None
@@ -56,6 +57,7 @@ class HostFlags:
     local_address: str | None = None
     join_timeout_s: float = 600.0
     last_call_s: float = 5.0
+    heartbeat_timeout_s: float = 30.0
 
 
 @dataclass(frozen=True)
@@ -257,6 +259,7 @@ def _host_flags(given: _Given) -> HostFlags:
         local_address=read_host(*given["--local-addr"]) if "--local-addr" in given else None,
         join_timeout_s=float(conf.get("join_timeout", HostFlags.join_timeout_s)),
         last_call_s=float(conf.get("last_call_timeout", HostFlags.last_call_s)),
+        heartbeat_timeout_s=float(conf.get("heartbeat_timeout", HostFlags.heartbeat_timeout_s)),
     )
 
 

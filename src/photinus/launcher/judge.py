@@ -104,6 +104,13 @@ class Judge:
         """Number of restarts ordered so far."""
         return self._restarts
 
+    def spend_restart(self) -> str:
+        """Takes one of the restarts for a host that was lost: "restart 1 of 3", or "" when none is left."""
+        if self._restarts >= self._max_restarts:
+            return ""
+        self._restarts += 1
+        return f"restart {self._restarts} of {self._max_restarts}"
+
     def judge(
         self,
         reports: Sequence[Report],

@@ -92,9 +92,17 @@ def joining(
                 )
             if address in _ANY:
                 address = "127.0.0.1" if address == "0.0.0.0" else "::1"
-            rules = Meeting(*flags.nnodes, join_timeout_s=flags.join_timeout_s, last_call_s=flags.last_call_s)
+            rules = Meeting(*flags.nnodes, flags.join_timeout_s, flags.last_call_s, flags.heartbeat_timeout_s)
             stack.enter_context(leading(listener, key, rules, max_restarts=max_restarts, job_id=job_id))
-        member = Member(address, port, key, join_timeout_s=flags.join_timeout_s, say=say)
+        member = Member(
+            address,
+            port,
+            key,
+            join_timeout_s=flags.join_timeout_s,
+            heartbeat_timeout_s=flags.heartbeat_timeout_s,
+            comes_back=max_restarts > 0 or flags.nnodes[0] < flags.nnodes[1],
+            say=say,
+        )
         stack.callback(member.close)
         yield Joined(member, leads)
 

@@ -24,11 +24,8 @@ from . import meeting, messages
 from .background import splice
 from .handshake import Caller, answer
 
-__all__ = ["BEAT_S", "SILENCE_S", "Leader"]
+__all__ = ["Leader"]
 
-BEAT_S = 1.0
-SILENCE_S = 7.0
-"""Seconds after which a host that sends nothing counts as lost. Each sends a sign of life every BEAT_S."""
 _TICK_S = 0.1
 _HANDSHAKE_S = 5.0
 _GOODBYE_S = 2.0
@@ -48,11 +45,13 @@ class Leader:
         self._key = key
         self._rules = rules
         self._judge = Judge(max_restarts)
+        rules.spend_restart = self._judge.spend_restart
         self._job_id = job_id
         self._keys = itertools.count()
         self._connected: set[asyncio.StreamWriter] = set()  # proved themselves; introduced or not yet
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._own: int | None = None  # key of the leader's own host
+        self._launchers: dict[str, int] = {}  # keys by the name that each launcher gave itself
         self._torch: str | None = None
         self._token = ""
         self._store_port: int | None = None
@@ -79,7 +78,7 @@ class Leader:
         while True:
             now_s = time.monotonic()
             await self._carry_out(self._rules.tick(now_s))
-            if now_s - beat_s >= BEAT_S:
+            if now_s - beat_s >= messages.BEAT_S:
                 beat_s = now_s
                 for writer in self._connected:
                     messages.write(writer, {"type": "beat"})
@@ -124,6 +123,7 @@ class Leader:
 
     async def _serve_host(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._connected.add(writer)
+        messages.retry_soon(writer, self._rules.heartbeat_timeout_s)
         try:
             await self._host(reader, writer)
         finally:
@@ -132,8 +132,14 @@ class Leader:
     async def _host(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         hello: dict[str, Any] = {"type": "beat"}
         while hello["type"] == "beat":
-            hello = await asyncio.wait_for(messages.read(reader), SILENCE_S)
+            hello = await asyncio.wait_for(messages.read(reader), self._rules.heartbeat_timeout_s)
         key = next(self._keys)
+        before = self._launchers.get(str(hello["launcher"]))
+        self._launchers[str(hello["launcher"])] = key
+        if before is not None and before in self._writers:  # lost to that host, and not yet to us
+            self._writers.pop(before).close()
+            why = "was lost, and comes back"
+            await self._carry_out(self._rules.gone(before, why, time.monotonic(), lost=True))
         try:
             guest = self._guest(key, hello, writer)
             acts = self._rules.come(guest, time.monotonic())
@@ -145,30 +151,31 @@ class Leader:
         self._writers[key] = writer
         if guest.leads:
             self._own = key
-        why = "was lost: its launcher ended without a word"
+        grace_s = self._rules.heartbeat_timeout_s
+        why, lost = "was lost: its launcher ended without a word", True
         try:
             await self._carry_out(acts)
             while True:
-                message = await asyncio.wait_for(messages.read(reader), SILENCE_S)
+                message = await messages.hear(reader, f"host {guest.name}", grace_s, self._tell)
                 if message["type"] == "leave":
-                    why = str(message["reason"])
+                    why, lost = str(message["reason"]), False
                     if guest.leads:
                         await self._carry_out(self._rules.end(f"host {guest.name} {why}", int(message["exit_code"])))
                     return
                 await self._heard(key, message)
         except asyncio.TimeoutError:
-            why = f"was lost: nothing was heard of it for {SILENCE_S:g} s"
+            why = f"was lost: nothing was heard of it for {grace_s:g} s"
         except OSError as error:
             why = f"was lost: {error.strerror or error}"
         except (messages.MessageError, KeyError, TypeError, ValueError) as error:
-            why = f"sent what is no message: {error}"
+            why, lost = f"sent what is no message: {error}", False
         except asyncio.IncompleteReadError:
             pass
         finally:
-            del self._writers[key]
+            self._writers.pop(key, None)
             if guest.leads:  # it has the store, and its launcher ends this process
                 await self._carry_out(self._rules.end(f"host {guest.name}, which leads, {why}", 1))
-            await self._carry_out(self._rules.gone(key, why, time.monotonic()))
+            await self._carry_out(self._rules.gone(key, why, time.monotonic(), lost=lost))
 
     def _guest(self, key: int, hello: dict[str, Any], writer: asyncio.StreamWriter) -> meeting.Guest:
         version, hosts, torch = str(hello["version"]), tuple(hello["nnodes"]), str(hello["torch"])

@@ -36,6 +36,7 @@ def leading(listener: socket.socket, key: bytes, rules: Meeting, *, max_restarts
         "most": rules.most,
         "join_timeout_s": rules.join_timeout_s,
         "last_call_s": rules.last_call_s,
+        "heartbeat_timeout_s": rules.heartbeat_timeout_s,
         "max_restarts": max_restarts,
         "job_id": job_id,
     }
@@ -72,7 +73,8 @@ async def _lead() -> None:
             return  # the launcher ended before it had said what to do
         line += part
     words = json.loads(line)
-    rules = Meeting(words["least"], words["most"], words["join_timeout_s"], words["last_call_s"])
+    names = ("least", "most", "join_timeout_s", "last_call_s", "heartbeat_timeout_s")
+    rules = Meeting(*(words[name] for name in names))
     leader = Leader(bytes.fromhex(words["key"]), rules, max_restarts=words["max_restarts"], job_id=words["job_id"])
     await leader.open(socket.socket(fileno=words["fd"]))
     over = asyncio.Event()

@@ -5,7 +5,7 @@ The leader feeds in what happens, with the time, and carries out the acts that c
     gathering   hosts come in and say that they are ready. A fixed number of hosts starts when all are; a job whose
                 hosts come and go starts when the least are and no more came for a while (the last call), or all
     running     a host that comes (and may) or goes makes the others gather anew; with a fixed number of hosts, one
-                that goes ends the job
+                that leaves ends the job, and one that is lost costs a restart, for which it has to come back
     settling    a worker failed: all hosts end their workers and report; then there is a verdict on all of them
     ended       for good
 
@@ -14,7 +14,7 @@ A host that is lost while the others settle is the cause of what they saw.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from .messages import Report
@@ -117,12 +117,16 @@ class Meeting:
         least, most: number of hosts.
         join_timeout_s: how long the least number may take to come.
         last_call_s: how long more are waited for when the least are there.
+        heartbeat_timeout_s: how long a host may be silent before it counts as lost.
+        spend_restart: takes one of the restarts that are left and says which, or nothing when none is.
     """
 
     least: int
     most: int
     join_timeout_s: float
     last_call_s: float
+    heartbeat_timeout_s: float = 30.0
+    spend_restart: Callable[[], str] = lambda: ""
     state: str = "gathering"
     attempt: int = -1
     _guests: dict[int, Guest] = field(default_factory=dict)
@@ -132,6 +136,7 @@ class Meeting:
     _finished: set[int] = field(default_factory=set)
     _reports: dict[int, Report] = field(default_factory=dict)
     _lost: list[str] = field(default_factory=list)
+    _left: bool = False  # one of those went by itself, and does not come back
     _since_s: float | None = None  # gathering began
     _enough_since_s: float | None = None
     _said_s: float | None = None
@@ -150,7 +155,7 @@ class Meeting:
         here = ", ".join(self._guests[key].name for key in self._order)
         if self.state == "ended":
             raise NotWelcomeError("the job has just ended")
-        if len(self._guests) >= self.most or (self.fixed and self.state != "gathering"):
+        if len(self._guests) >= self.most or (self.fixed and self.state == "running"):
             raise NotWelcomeError(
                 f"the job has its {self.most} host{'s' * (self.most > 1)} already: {here}. Is --nnodes right, or was "
                 f"the command typed twice on one of them?"
@@ -170,16 +175,19 @@ class Meeting:
 
     def ready(self, key: int, now_s: float) -> list[Act]:
         """A host has no workers running (any more), and waits for the next attempt."""
+        runs = any(guest.key == key for guest in self._running)
+        if self.state == "running" and runs:
+            return []  # said twice
         self._ready.add(key)
         if self.state == "gathering":
             return self.tick(now_s)
-        if self.state == "running" and not any(guest.key == key for guest in self._running):
+        if self.state == "running":
             return self._regroup(f"host {self._guests[key].name} has come", now_s, unharmed=not self._finished)
         return []
 
     def failed(self, key: int, report: Report, now_s: float) -> list[Act]:
         """A worker of this host failed, or it was asked to stop and report: how its workers ended."""
-        if self.state not in ("running", "settling"):
+        if self.state not in ("running", "settling") or not any(guest.key == key for guest in self._running):
             return []
         first = self.state == "running"
         self.state = "settling"
@@ -195,8 +203,8 @@ class Meeting:
             return self._end("", 0)
         return []
 
-    def gone(self, key: int, why: str, now_s: float) -> list[Act]:
-        """A host is no longer there: `why` is like "was lost: ..." or "left: ..."."""
+    def gone(self, key: int, why: str, now_s: float, *, lost: bool = False) -> list[Act]:
+        """A host is no longer there: `why` is like "was lost: ..." or "left: ..."; one that was lost may come back."""
         guest = self._guests.pop(key, None)
         if guest is None:
             return []
@@ -206,16 +214,15 @@ class Meeting:
         if self.state == "ended":
             return []
         if self.state == "running" and was_running and key not in self._finished:
-            if self.fixed:
-                return self._end(f"host {guest.name} {why}", _FAILED)
-            return self._regroup(f"host {guest.name} {why}", now_s)
+            return self._go_on_without(f"host {guest.name} {why}", now_s, left=not lost)
         if self.state == "running" and was_running:
             return self.finished(key, now_s)
         if self.state == "settling" and was_running:
             self._reports.pop(key, None)
             self._lost.append(f"host {guest.name} {why}")
+            self._left |= not lost
             return self._settle(now_s)
-        if self.state == "gathering" and self.fixed and self.attempt >= 0:
+        if self.state == "gathering" and self.fixed and self.attempt >= 0 and not lost:
             return self._end(f"host {guest.name} {why}", _FAILED)
         self._said_s = None
         return [Say(f"host {guest.name} {why}"), *self.tick(now_s)]
@@ -260,6 +267,7 @@ class Meeting:
         self._finished.clear()
         self._reports.clear()
         self._lost.clear()
+        self._left = False
         return [Form(self._running, self.attempt)]
 
     def _gather(self, now_s: float) -> list[Act]:
@@ -276,16 +284,19 @@ class Meeting:
         # Those that have nothing running any more need not be asked twice.
         return [Regroup(keys, reason, unharmed), *self.tick(now_s)]
 
+    def _go_on_without(self, reason: str, now_s: float, *, left: bool) -> list[Act]:
+        """Hosts went while they were needed: hosts that may come and go meet anew, others if a restart is left."""
+        if not self.fixed:
+            return self._regroup(reason, now_s)
+        restart = "" if left else self.spend_restart()
+        return self._regroup(f"{reason} ({restart})", now_s) if restart else self._end(reason, _FAILED)
+
     def _settle(self, now_s: float) -> list[Act]:
         there = [guest for guest in self._running if guest.key in self._guests]
         if any(guest.key not in self._reports for guest in there):
             return []
         if self._lost:
-            reason = "; ".join(self._lost)
-            if self.fixed:
-                return self._end(reason, _FAILED)
-            self._gather(now_s)
-            return [Regroup(tuple(guest.key for guest in there), reason)]
+            return self._go_on_without("; ".join(self._lost), now_s, left=self._left)
         reports = tuple(self._reports[guest.key] for guest in there)
         keys = tuple(guest.key for guest in there)
         return [Judge(reports, keys, sum(guest.workers for guest in self._running), self.attempt)]

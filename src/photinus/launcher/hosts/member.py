@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 import queue
+import secrets
 import select
 import socket
 import time
@@ -25,7 +26,6 @@ from ..judge import Verdict
 from . import messages
 from .background import Background
 from .dialling import dial
-from .leader import BEAT_S, SILENCE_S
 from .relay import Relay
 
 if TYPE_CHECKING:
@@ -56,22 +56,35 @@ class Member:
         address, port: of the leader.
         key: of the job's proofs.
         join_timeout_s: how long the leader may take to be there.
+        heartbeat_timeout_s: how long it may be silent before it counts as lost.
+        comes_back: whether the job may go on with this host after that.
         say: prints words on the terminal.
     """
 
     def __init__(
-        self, address: str, port: int, key: bytes, *, join_timeout_s: float, say: Callable[[str, bool], None]
+        self,
+        address: str,
+        port: int,
+        key: bytes,
+        *,
+        join_timeout_s: float,
+        heartbeat_timeout_s: float,
+        comes_back: bool,
+        say: Callable[[str, bool], None],
     ) -> None:
         self._address = address
         self._port = port
         self._key = key
         self._join_timeout_s = join_timeout_s
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._comes_back = comes_back
         self._say = say
         self._leads = False
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._came: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
         self._outgoing: asyncio.Queue[Mapping[str, Any]] = asyncio.Queue()
         self._relay: Relay | None = None
+        self._hello: Mapping[str, Any] = {}
         self._speaking: asyncio.Future[None] | None = None
         self._own_address = ""
         self._over: JobEndedError | None = None
@@ -91,10 +104,10 @@ class Member:
         from torch import __version__ as torch_version
 
         self._leads = me.leads
+        hello = {"type": "hello", "version": __version__, "torch": str(torch_version), "host": socket.gethostname()}
+        self._hello = {**hello, "launcher": secrets.token_hex(8), **asdict(me)}
         self._background = Background("photinus-member")
         self._background.start(self._live())
-        hello = {"type": "hello", "version": __version__, "torch": str(torch_version), "host": socket.gethostname()}
-        self._send({**hello, **asdict(me)})
 
     def meet(self, check: Callable[[], None]) -> Formation:
         """Says that this host is ready and waits for the next attempt (see `Colleagues.meet`)."""
@@ -104,6 +117,8 @@ class Member:
             message = self._next(check)
             if message["type"] == "form":
                 return self._formation(message)
+            if message["type"] == "regroup":  # the leader was lost, and did not hear that this host is ready
+                self._send({"type": "ready"})
 
     def order(self) -> Order | None:
         """The leader's next order, None when none has come (see `Colleagues.order`)."""
@@ -138,6 +153,7 @@ class Member:
 
     def leave(self, reason: str, exit_code: int) -> None:
         """Tells the leader that this host goes, and with which exit code the job ends if this is the leader's."""
+        self._comes_back = False
         self._send({"type": "leave", "reason": reason, "exit_code": exit_code})
 
     def close(self) -> None:
@@ -202,38 +218,70 @@ class Member:
         self._background.call(lambda: self._outgoing.put_nowait(message))
 
     async def _live(self) -> None:
-        """The connection, from the first attempt to dial until either side ends it."""
-        leader = f"the host that leads the job ({self._address} port {self._port})"
+        """The connection, and others after it when it is lost, from the first attempt to dial until the job ends."""
         try:
-            reader, writer = await self._dial()
+            connection = await self._dial()
+            while (lost := await self._talk(*connection)) is not None:
+                connection = await self._come_back(*lost)
         except LaunchError as error:
             self._arrived({"type": "end", "reason": str(error), "exit_code": error.exit_code})
-            return
+
+    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[str, bool] | None:
+        """Until the job ends, or the leader is lost: why, and whether that was by silence."""
         self._own_address = str(writer.get_extra_info("sockname")[0])
+        messages.write(writer, self._hello)
         self._speaking = asyncio.ensure_future(self._speak(writer))
+        grace_s = self._heartbeat_timeout_s
+        messages.retry_soon(writer, grace_s)
         try:
             while True:
-                message = await asyncio.wait_for(messages.read(reader), SILENCE_S)
+                message = await messages.hear(reader, "the host that leads the job", grace_s, self._tell)
                 if message.get("type") != "beat":
                     self._arrived(message)
                 if message.get("type") == "end":
-                    return
+                    return None
         except asyncio.TimeoutError:
-            why = f"nothing was heard of it for {SILENCE_S:g} s"
+            return f"nothing was heard of it for {grace_s:g} s", True
         except asyncio.IncompleteReadError:
-            why = "its launcher ended without a word"
+            return "its launcher ended without a word", False
         except (OSError, messages.MessageError) as error:
-            why = str(error)
+            return str(error), False
         finally:
+            self._speaking.cancel()
             writer.close()
-        self._arrived({"type": "end", "reason": f"{leader} was lost: {why}", "exit_code": 1})
+
+    async def _come_back(self, why: str, silent: bool) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Another connection to a leader that was lost: its workers have met without ours by then, or wait for them.
+
+        Raises:
+            LaunchError: it closed the connection because it has ended, or does not come back.
+        """
+        lost = f"the host that leads the job ({self._address} port {self._port}) was lost: {why}"
+        if self._leads or not self._comes_back:
+            raise LaunchError(lost, exit_code=1)
+        if silent:
+            self._forget(lost)
+            return await self._dial(again=True)
+        try:  # it may have lost us first
+            connection = await dial(self._address, self._port, self._key, "host")
+        except (OSError, asyncio.TimeoutError, LaunchError):
+            raise LaunchError(lost, exit_code=1) from None
+        self._forget(lost)
+        return connection
+
+    def _forget(self, lost: str) -> None:
+        """Drops what was to be said to a leader that is no longer there, and has this host's agent meet anew."""
+        while not self._outgoing.empty():
+            self._outgoing.get_nowait()
+        self._tell(f"{lost}; this host's workers end, and it comes back")
+        self._arrived({"type": "regroup", "reason": lost})
 
     async def _speak(self, writer: asyncio.StreamWriter) -> None:
         """Sends what is to be sent, and a sign of life when there is nothing."""
-        with contextlib.suppress(OSError):  # `_live` reads of it
+        with contextlib.suppress(OSError):  # `_talk` reads of it
             while True:
                 try:
-                    message = await asyncio.wait_for(self._outgoing.get(), BEAT_S)
+                    message = await asyncio.wait_for(self._outgoing.get(), messages.BEAT_S)
                 except asyncio.TimeoutError:
                     message = {"type": "beat"}
                 messages.write(writer, message)
@@ -241,8 +289,8 @@ class Member:
                 if message["type"] == "leave":
                     return
 
-    async def _dial(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A proved connection to the leader, which may still have to be started.
+    async def _dial(self, *, again: bool = False) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A proved connection to the leader, which may still have to be started (`again`: which was there before).
 
         Raises:
             LaunchError: it was not there in time, or something else is.
@@ -257,6 +305,10 @@ class Member:
                 why = "no answer"
             except OSError as error:  # refused, unreachable, or a name that does not resolve (yet)
                 why = (os.strerror(error.errno) if error.errno is not None and error.errno > 0 else str(error)).lower()
+                if again and isinstance(error, ConnectionRefusedError):
+                    raise LaunchError(
+                        f"the host that leads the job has ended it: {where}: {why}", exit_code=1
+                    ) from None
             waited_s = time.monotonic() - begun_s
             if waited_s > self._join_timeout_s:
                 raise LaunchError(
@@ -283,6 +335,10 @@ class Member:
             await self._relay.close()
         self._relay = Relay(self._address, self._port, self._key, token)
         return await self._relay.open()
+
+    def _tell(self, text: str) -> None:
+        if not self._leads:  # there the leader's process does
+            self._say(f"photinus: {text}\n", False)
 
     def _arrived(self, message: Mapping[str, Any]) -> None:
         self._came.put(message)

@@ -1,21 +1,38 @@
 """What the hosts of a job say to each other: JSON objects, each behind its length. Nothing here can run code.
 
-Times travel as ages: the clocks of two hosts may differ by hours, and each reckons with its own alone.
+Times travel as ages: the clocks of two hosts may differ by hours, and each reckons with its own alone. Each side sends
+a sign of life every BEAT_S, so silence tells of a link that is cut.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..cgroup import OomKills
 from ..report import Death, Raised
 
-__all__ = ["MessageError", "Report", "read", "report_from_json", "report_to_json", "write"]
+__all__ = [
+    "BEAT_S",
+    "MessageError",
+    "Report",
+    "hear",
+    "read",
+    "report_from_json",
+    "report_to_json",
+    "retry_soon",
+    "write",
+]
+
+BEAT_S = 1.0
+_SAY_AFTER_S = 3.0
+_RTO_MAX_MS, _SOON_MS = 44, 1000  # TCP_RTO_MAX_MS, since Linux 6.15; Python has no name for it yet
 
 _LENGTH_BYTES = 4
 _LIMIT_BYTES = 16 << 20  # the tracebacks of a host's ranks
@@ -67,6 +84,35 @@ async def read(reader: asyncio.StreamReader) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise MessageError("no JSON object")
     return message
+
+
+async def hear(reader: asyncio.StreamReader, who: str, grace_s: float, say: Callable[[str], None]) -> dict[str, Any]:
+    """The next message, like `read`; silence is told after some seconds, and when it ends.
+
+    Raises:
+        asyncio.TimeoutError: nothing came for `grace_s` seconds.
+        asyncio.IncompleteReadError, MessageError: see `read`.
+    """
+    begun_s, say_after_s = time.monotonic(), min(_SAY_AFTER_S, grace_s)
+    coming = asyncio.ensure_future(read(reader))
+    try:
+        if not (await asyncio.wait({coming}, timeout=say_after_s))[0]:
+            say(f"nothing was heard of {who} for {say_after_s:g} s; it counts as lost after {grace_s:g} s")
+            if not (await asyncio.wait({coming}, timeout=grace_s - say_after_s))[0]:
+                raise asyncio.TimeoutError
+            await coming
+            say(f"{who} is back after {time.monotonic() - begun_s:.0f} s")
+        return await coming
+    finally:
+        coming.cancel()
+
+
+def retry_soon(writer: asyncio.StreamWriter, grace_s: float) -> None:
+    """Lets TCP try a cut link each second, beyond `grace_s`: its own pauses grow to as long as the cut."""
+    connection = writer.get_extra_info("socket")
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * grace_s))
+    with contextlib.suppress(OSError):  # an older kernel
+        connection.setsockopt(socket.IPPROTO_TCP, _RTO_MAX_MS, _SOON_MS)
 
 
 def report_to_json(report: Report) -> dict[str, Any]:

@@ -83,6 +83,8 @@ def _rendezvous(hosts: HostFlags) -> list[str]:
         options.append(f"join_timeout={hosts.join_timeout_s!r}")
     if hosts.last_call_s != plain.last_call_s:
         options.append(f"last_call_timeout={hosts.last_call_s!r}")
+    if hosts.heartbeat_timeout_s != plain.heartbeat_timeout_s:
+        options.append(f"heartbeat_timeout={hosts.heartbeat_timeout_s!r}")
     return [*words, "--rdzv-conf", ",".join(options)] if options else words
 
 
