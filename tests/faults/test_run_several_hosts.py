@@ -241,7 +241,7 @@ def test_a_host_that_was_cut_off_too_long_costs_one_restart_and_comes_back(hosts
     kill_host(jobs[1])
     end = jobs[0].end()
     assert end.code == 1
-    assert "the job ended: host host-1 (192.168.78.2) was lost: its launcher ended without a word" in end.err
+    assert "the job ended: host host-1 (192.168.78.2) was lost: " in end.err  # no restart is left
     assert not any(alive(int(note["pid"])) for note in notes(tmp_path, attempt=1))
 
 
