@@ -31,8 +31,9 @@ def python(project: Path, code: str, *words: str) -> subprocess.CompletedProcess
 
 def parsed(project: Path, *lines: list[str]) -> list[dict[str, object]]:
     """What the project's options.py makes of each of these command lines."""
+    steps = "steps = " in (project / "config.ini").read_text()
     code = "import json, sys; from options import options; " + (
-        "print(json.dumps([vars(options(None, words)) for words in json.loads(sys.argv[1])]))"
+        f"print(json.dumps([vars(options(None, words, counts_steps={steps})) for words in json.loads(sys.argv[1])]))"
     )
     done = python(project, code, json.dumps(lines))
     assert done.returncode == 0, done.stderr
@@ -87,12 +88,24 @@ def test_rank_is_the_gpu_of_a_process_that_is_alone(cuda: str, device: str, tmp_
 def test_help_tells_the_options_with_the_config_files_values(template: str, tmp_path: Path) -> None:
     project = made(tmp_path / "project", template)
     config = project / "config.ini"
-    config.write_text(config.read_text().replace("epochs = ", "epochs = 70"))
-    told = python(project, "from options import options; options('Trains.')", "--help").stdout
+    text = config.read_text()
+    steps = "steps = " in text
+    config.write_text(text.replace("epochs = ", "epochs = 70").replace("steps = ", "steps = 70"))
+    code = f"from options import options; options('Trains.', counts_steps={steps})"
+    told = python(project, code, "--help").stdout
     assert "Trains." in told
-    assert "--epochs N            default 70" in told
+    assert ("--steps N             batches; default 70" if steps else "--epochs N            default 70") in told
     for option in ("--dataset PATH", "--resume PATH", "--backend {auto,photinus,nccl,gloo,mpi}", "--ddp", "--port N"):
         assert option in told
+
+
+def test_epochs_or_steps_on_the_command_line_stand_in_place_of_the_config_files(tmp_path: Path) -> None:
+    project = made(tmp_path / "project", "gpt")
+    found = parsed(project, [], ["--steps", "5"], ["--epochs", "2"])
+    assert [(each["epochs"], each["steps"]) for each in found] == [(None, 1200), (None, 5), (2, None)]
+    code = "from options import options; options(None, counts_steps=True)"
+    told = python(project, code, "--epochs", "2", "--steps", "5").stderr
+    assert "--epochs 2 and --steps 5: one of both says how long the run is" in told
 
 
 def test_the_config_file_says_what_the_command_line_does_not(tmp_path: Path) -> None:

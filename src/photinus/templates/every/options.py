@@ -47,9 +47,10 @@ def options(
             parser.add_argument(*others, dest=dest, **{**about, "help": argparse.SUPPRESS})
 
     add("--dataset", "--data", metavar="PATH", help="the data; default: what is on this machine")
-    add("--epochs", "--epoch", "--num-epochs", type=int, metavar="N", help="default %(default)s")
+    epochs = "in place of steps" if counts_steps else "default %(default)s"
+    add("--epochs", "--epoch", "--num-epochs", type=int, metavar="N", help=epochs)
     if counts_steps:
-        add("--steps", "--max-steps", type=int, metavar="N", help="batches, in place of epochs")
+        add("--steps", "--max-steps", type=int, metavar="N", help="batches; default %(default)s")
     add("--lr", "--learning-rate", type=float, metavar="RATE", help="learning rate; default %(default)s")
     add("--batch-size", type=int, metavar="N", help="samples of a step over all processes; default %(default)s")
     add("--out", "--log-path", metavar="DIR", help="folder for results; default %(default)s")
@@ -77,14 +78,12 @@ def options(
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config", type=Path, default=CONFIG)
     config, model = _read(first.parse_known_args(words)[0].config, parser)
-    length = {name: config.get(name) for name in ("epochs", "steps")}
-    if counts_steps:  # what the command line says of either stands in place of what the file says
-        config |= dict.fromkeys(length)
     parser.set_defaults(**config)
     args = parser.parse_args(words)
+    typed, _ = parser.parse_known_args(words, argparse.Namespace(epochs=None, steps=None))
     args.steps = getattr(args, "steps", None)
-    if args.epochs is None and args.steps is None:
-        args.epochs, args.steps = length["epochs"], length["steps"]
+    if typed.epochs is not None or typed.steps is not None:  # of either, in place of what the file says
+        args.epochs, args.steps = typed.epochs, typed.steps
     if (args.epochs is None) == (args.steps is None):
         parser.error(f"--epochs {args.epochs} and --steps {args.steps}: one of both says how long the run is")
 
