@@ -16,6 +16,7 @@ SCRIPTS = REPOSITORY / "examples" / "interop"
 LAUNCHERS = {
     "torchrun": ["-m", "torch.distributed.run", "--standalone"],
     "photinus run": ["-m", "photinus", "run", "--max-restarts", "0"],
+    "photinus run --cpu": ["-m", "photinus", "run", "--max-restarts", "0", "--cpu"],
 }
 
 Numbers = list[tuple[str, float]]
