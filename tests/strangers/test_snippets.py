@@ -55,6 +55,9 @@ LEFT = ["runs/one/metrics.csv", "last.pt", "runs/x/tensorboard"]
 
 ELSEWHERE = {  # Python blocks and commands that do not run here, and why
     "docs/launching.md: import photinus.ray": "needs a Ray cluster: tests/schedulers/test_ray.py",
+    'examples/interop/README.md: torch.distributed.init_process_group("photinus")': (
+        "needs the extra interop: tests/interop/test_scripts.py"
+    ),
     "examples/interop/README.md: # Accelerate: evaluation_mode means that it is not wrapped once more; accumulate, "
     "no_sync, unwrap_model, save_state work": "needs the extra interop: tests/interop/test_our_ddp.py",
     "kill -USR1 $!": "needs the job before it: tests/faults/test_preemption.py",
