@@ -15,6 +15,7 @@ from photinus.launcher.devices import (
     usable_cores,
     visible_devices,
 )
+from photinus.launcher.usage import UsageError
 
 
 def choose(wanted, *, gpus, cores=6, cpu_only=False, ranks_per_gpu=1):
@@ -112,3 +113,16 @@ def test_each_worker_knows_its_gpu_by_the_number_that_nvidia_smi_shows():
     assert gpu_names(2, 2, "3, 5", 1) == ("GPU 3", "GPU 5")
     assert gpu_names(3, 2, None, 2) == ("GPU 0", "GPU 0", "GPU 1")
     assert gpu_names(4, 0, None, 1) == ()
+
+
+def test_a_slip_in_the_number_of_workers_is_refused_and_the_flag_that_allows_it_named():
+    with pytest.raises(
+        UsageError, match=r"asks for 200000 workers, but this host has 6 usable cores .*24 here.*--oversub"
+    ):
+        choose(200_000, gpus=0)
+    assert choose(24, gpus=0).count == 24
+    assert choose(25, gpus=25).count == 25
+    with pytest.raises(UsageError):
+        choose(25, gpus=25, cpu_only=True)
+    many = choose_worker_count(25, cpu_only=True, gpus=int, cores=lambda: 6, oversubscribe=True)
+    assert many.count == 25

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ..errors import DeviceError
 from .cgroup import cpu_quota_cores
+from .usage import UsageError
 
 __all__ = [
     "VISIBLE",
@@ -22,6 +23,7 @@ __all__ = [
 ]
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+_MOST_PER_CORE = 4
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ def choose_worker_count(
     gpus: Callable[[], int],
     cores: Callable[[], int],
     ranks_per_gpu: int = 1,
+    oversubscribe: bool = False,
 ) -> WorkerCount:
     """Turns `--nproc-per-node` into a number of workers for this host.
 
@@ -120,8 +123,10 @@ def choose_worker_count(
         gpus: number of GPUs; asked only when it matters, since it needs torch.
         cores: number of usable cores.
         ranks_per_gpu: so many workers share each GPU.
+        oversubscribe: without GPUs, any number of workers may share the cores.
 
     Raises:
+        UsageError: a number that must be a slip: too many for the cores.
         DeviceError: GPUs were asked for and there is none, or there are fewer than workers.
     """
     if isinstance(wanted, int):
@@ -132,6 +137,12 @@ def choose_worker_count(
                 f"--nproc-per-node {wanted} asks for {wanted} workers, but this host has {present} "
                 f"GPU{'s' if present > 1 else ''}, and {room}. Give --nproc-per-node {present * ranks_per_gpu}, or "
                 f"--cpu to train on the CPU. (--ranks-per-gpu {-(-wanted // present)} lets them share, to try a job.)"
+            )
+        if present == 0 and wanted > _MOST_PER_CORE * cores() and not oversubscribe:
+            raise UsageError(
+                f"--nproc-per-node {wanted} asks for {wanted} workers, but this host has {cores()} usable "
+                f"core{'s' * (cores() > 1)} for them and no GPU. More than {_MOST_PER_CORE} on a core "
+                f"({_MOST_PER_CORE * cores()} here) only take turns: if they are meant, add --oversubscribe."
             )
         return WorkerCount(wanted)
     if wanted == "gpu":

@@ -31,6 +31,7 @@ _GROUPS = {
         ),
         Flag("--cpu", "", ("train on the CPU: the workers see no GPU",)),
         Flag("--device", "0,3", ("the workers see these GPUs only, one each",)),
+        Flag("--oversubscribe", "", ("more than 4 workers on a core are meant",)),
         Flag("--ranks-per-gpu", "N", ("so many workers share each GPU, over gloo; to try a job",)),
         Flag("--num-gpus", "N", ("so many workers on a host, each with a GPU",)),
         Flag(

@@ -120,6 +120,7 @@ class RunFlags:
         cpu: hide the GPUs from the workers.
         devices: the GPUs that the workers see, by number; None: all.
         ranks_per_gpu: workers that share a GPU.
+        oversubscribe: more workers than the cores are good for are meant.
         dry_run: only say what would be started.
         stop_grace_s: seconds between SIGTERM and SIGKILL for a worker that is asked to leave.
         use_env: do not give --local_rank to scripts that take it.
@@ -132,6 +133,7 @@ class RunFlags:
     cpu: bool = False
     devices: tuple[int, ...] | None = None
     ranks_per_gpu: int = 1
+    oversubscribe: bool = False
     dry_run: bool = False
     stop_grace_s: float = 30.0
     use_env: bool = False
@@ -187,6 +189,7 @@ def parse_run(arguments: Sequence[str]) -> RunFlags:
         max_restarts=3 if (restarts := given.number("--max-restarts", least=0)) is None else restarts,
         cpu="--cpu" in given,
         devices=read_devices(*given["--device"]) if "--device" in given else None,
+        oversubscribe="--oversubscribe" in given,
         ranks_per_gpu=given.number("--ranks-per-gpu", least=1) or env.RANKS_PER_GPU.get(),
         dry_run="--dry-run" in given,
         stop_grace_s=read_seconds(*given["--stop-grace"]) if "--stop-grace" in given else RunFlags.stop_grace_s,

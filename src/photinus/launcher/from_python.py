@@ -42,6 +42,7 @@ def launch(
     kwargs: Mapping[str, Any] | None = None,
     max_restarts: int = 0,
     cpu: bool = False,
+    oversubscribe: bool = False,
 ) -> list[T]:
     """Calls `main(*args, **kwargs)` in several processes of one job and returns what each rank returned, in rank order.
 
@@ -61,6 +62,7 @@ def launch(
         args, kwargs: its arguments, the same on every rank.
         max_restarts: how often all ranks are started anew when one fails.
         cpu: the processes see no GPU.
+        oversubscribe: more than 4 processes on a core, without GPUs, are meant.
 
     Raises:
         TypeError: main is not callable.
@@ -83,6 +85,7 @@ def launch(
         (folder / function.CALL).write_bytes(call)
         command = [sys.executable, "-m", "photinus", "run", "--standalone", "--nproc-per-node", str(nprocs)]
         command += ["--max-restarts", str(max_restarts), *(["--cpu"] if cpu else [])]
+        command += ["--oversubscribe"] if oversubscribe else []
         command += ["-m", "photinus.launcher.function", str(folder)]
         code = _run(command, held)
         if code != 0:

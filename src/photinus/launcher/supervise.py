@@ -80,7 +80,12 @@ def supervise(flags: RunFlags, program: Program) -> int:
                 if flags.devices is not None:
                     wanted = len(flags.devices) * flags.ranks_per_gpu
                 chosen = choose_worker_count(
-                    wanted, cpu_only=flags.cpu, gpus=gpus, cores=usable_cores, ranks_per_gpu=flags.ranks_per_gpu
+                    wanted,
+                    cpu_only=flags.cpu,
+                    gpus=gpus,
+                    cores=usable_cores,
+                    ranks_per_gpu=flags.ranks_per_gpu,
+                    oversubscribe=flags.oversubscribe,
                 )
                 if flags.devices is not None:
                     check_devices(flags.devices, count_gpus())

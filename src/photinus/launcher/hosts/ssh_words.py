@@ -29,6 +29,8 @@ def words_for(
     plain = RunFlags(None)
     if flags.cpu:
         words.append("--cpu")
+    if flags.oversubscribe:
+        words.append("--oversubscribe")
     if flags.ranks_per_gpu != plain.ranks_per_gpu:
         words += ["--ranks-per-gpu", str(flags.ranks_per_gpu)]
     if flags.max_restarts != plain.max_restarts:

@@ -28,6 +28,8 @@ def run_words(flags: RunFlags) -> list[str]:
         words.append("--cpu")
     if flags.devices is not None:
         words += ["--device", ",".join(map(str, flags.devices))]
+    if flags.oversubscribe:
+        words.append("--oversubscribe")
     if flags.ranks_per_gpu != RunFlags.ranks_per_gpu:
         words += ["--ranks-per-gpu", str(flags.ranks_per_gpu)]
     if selection.num_gpus is not None:
