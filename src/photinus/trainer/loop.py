@@ -231,8 +231,8 @@ class Loop:
             nonlocal source
             if self.out is not None:
                 with telling_no_space(self.out, self._least_bytes):
-                    self._lock = RunLock(self.out)
-                session.at_end(lambda _: self._release())
+                    self._lock = lock = RunLock(self.out)
+                session.at_end(lambda _: lock.close())
             source = choose_source(self.out, resume)
             return source.checkpoint
 
