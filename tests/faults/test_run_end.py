@@ -113,6 +113,38 @@ def test_a_killed_launcher_leaves_no_worker_no_child_and_no_guard(tmp_path):
     assert job.end().code == -signal.SIGKILL
 
 
+LOADS = """
+import os, sys, tempfile, time
+from pathlib import Path
+import torch
+loader = torch.utils.data.DataLoader([torch.zeros(4)] * 10_000, num_workers=1)
+batches = iter(loader)
+next(batches)
+Path(sys.argv[1], "pid").write_text(f"{os.getpid()} {tempfile.gettempdir()}")
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("victim", ["worker", "launcher"])
+def test_a_data_loader_leaves_nothing_in_the_temporary_folder_when_it_is_killed(tmp_path_factory, victim):
+    tmp_path = tmp_path_factory.mktemp("loader")  # a short name, as sockets' paths must be
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    path = script(tmp_path, LOADS)
+    job = RunningJob(["--cpu", "--nproc-per-node", "1", "--max-restarts", "0", path, tmp_path], TMPDIR=str(temporary))
+    job.wait_for(tmp_path / "pid")
+    pid, seen = (tmp_path / "pid").read_text().split()
+    assert seen == str(temporary)  # the script's own things go where they always went
+    assert [each.name[:9] for each in temporary.iterdir()] == ["photinus-"]
+    assert list(temporary.glob("photinus-*/listener-*"))
+    os.kill(job.process.pid if victim == "launcher" else int(pid), signal.SIGKILL)
+    job.end()
+    deadline = time.monotonic() + 10.0
+    while left := list(temporary.iterdir()):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.01)
+
+
 def test_workers_die_with_the_launcher_even_when_the_guard_is_killed_with_it(tmp_path):
     job, pids = start_family(tmp_path, world_size=1)
     worker, child = pids

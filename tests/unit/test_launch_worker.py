@@ -46,7 +46,7 @@ def folder(tmp_path, monkeypatch):
 
 def bootstrap(kind: str, target: str, *arguments: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, WORKER, str(os.getpid()), os.devnull, kind, target, *arguments],
+        [sys.executable, WORKER, str(os.getpid()), os.devnull, "", kind, target, *arguments],
         capture_output=True,
         text=True,
         timeout=60,
@@ -190,7 +190,7 @@ def test_a_fatal_signal_leaves_the_stack_in_the_fault_file(folder):
     (folder / "script.py").write_text("import os\ndef inner():\n    os.abort()\ninner()\n")
     faults = folder / "faults"
     faults.touch()
-    command = [sys.executable, WORKER, str(os.getpid()), str(faults), "script", "script.py"]
+    command = [sys.executable, WORKER, str(os.getpid()), str(faults), "", "script", "script.py"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=folder)
     assert (ended.returncode, ended.stderr) == (-6, "")
     assert 'script.py", line 3 in inner' in faults.read_text()
@@ -207,7 +207,7 @@ def test_a_line_of_several_words_is_written_in_one_piece(folder, unbuffered):
         "    assert os.read(int(sys.argv[1]), 100) == b'kept'\n"
     )
     reading, writing = os.pipe()
-    command = [sys.executable, WORKER, str(os.getpid()), os.devnull, "script", "script.py", str(reading)]
+    command = [sys.executable, WORKER, str(os.getpid()), os.devnull, "", "script", "script.py", str(reading)]
     environ = {**os.environ, "PYTHONUNBUFFERED": unbuffered, "TORCHELASTIC_ERROR_FILE": ""}
     ended = subprocess.run(
         command, stdout=writing, stderr=writing, pass_fds=[reading], cwd=folder, env=environ, timeout=60
@@ -224,6 +224,6 @@ def test_lines_reach_a_pipe_before_a_kill(folder):
 
 
 def test_a_worker_whose_launcher_is_gone_already_does_not_run_the_script(folder):
-    command = [sys.executable, WORKER, "1", os.devnull, "script", "script.py"]
+    command = [sys.executable, WORKER, "1", os.devnull, "", "script", "script.py"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=folder)
     assert (ended.returncode, ended.stdout) == (137, "")

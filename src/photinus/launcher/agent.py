@@ -136,7 +136,12 @@ class Agent(SimpleElasticAgent):
         self._output.begin_attempt(formation.attempt, formation.job_id)
         self._oom_before = oom_kills()
         self._processes = Processes(
-            job.program, guard=self._guard, output=self._output, interrupts=self._interrupts, orders=self._colleagues.fd
+            job.program,
+            guard=self._guard,
+            output=self._output,
+            interrupts=self._interrupts,
+            orders=self._colleagues.fd,
+            temporary=job.temporary,
         )
         try:
             self._processes.start(starts)

@@ -3,13 +3,15 @@
 A worker asks the kernel to die with its launcher (see `worker`), but its children (data loaders, compilers) do not.
 The guard is a process forked from the launcher before torch and its threads are there: small, in a session of its
 own, deaf to Ctrl-C. It reads a pipe whose other end only the launcher holds. The launcher writes down each worker's
-process group; when the pipe ends without a good-bye, the launcher was killed, and the guard kills those groups.
+process group; when the pipe ends without a good-bye, the launcher was killed, and the guard kills those groups, and
+removes the folders that it was told of.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -18,6 +20,7 @@ __all__ = ["Guard", "guarding"]
 
 _GOODBYE = b"goodbye\n"
 _LEAVE_S = 2.0
+_DYING_S = 5.0
 
 
 class Guard:
@@ -34,6 +37,10 @@ class Guard:
     def release(self, process_group: int) -> None:
         """The group has ended (its number may soon be another's)."""
         self._write(b"release %d\n" % process_group)
+
+    def remove(self, folder: str) -> None:
+        """When the launcher has been killed, this folder goes, too; else the launcher removes it."""
+        self._write(b"remove %s\n" % os.fsencode(folder).hex().encode())
 
     def close(self) -> None:
         """The launcher leaves in good order: the guard has nothing to do and ends."""
@@ -93,17 +100,20 @@ def _stand_guard(reading: int) -> None:
         name.write("photinus-guard")
 
     groups: set[int] = set()
+    folders: list[bytes] = []
     text = b""
     while True:
         piece = os.read(reading, 4096)
         text += piece
         *lines, text = text.split(b"\n")
         for line in lines:
-            word, _, number_text = line.partition(b" ")
+            word, _, value = line.partition(b" ")
             if word == b"protect":
-                groups.add(int(number_text))
+                groups.add(int(value))
             elif word == b"release":
-                groups.discard(int(number_text))
+                groups.discard(int(value))
+            elif word == b"remove":
+                folders.append(bytes.fromhex(value.decode()))
             else:
                 return
         if not piece:
@@ -111,3 +121,9 @@ def _stand_guard(reading: int) -> None:
     for group in groups:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
+    deadline = time.monotonic() + _DYING_S
+    while folders and time.monotonic() < deadline:  # those just killed may still write
+        folders = [folder for folder in folders if os.path.lexists(folder)]
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.05)

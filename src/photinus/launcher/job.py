@@ -26,6 +26,7 @@ class Job:
         environ: the launcher's environment, which the workers inherit.
         preempt_after_s: a trial: ask the workers to suspend after so long, once.
         gpus: the name of each worker's GPU, by local rank; empty where there are none.
+        temporary: folder of the job, see `worker.use_folder`; empty where there is none.
     """
 
     program: Program
@@ -39,3 +40,4 @@ class Job:
     environ: Mapping[str, str]
     preempt_after_s: float | None = None
     gpus: tuple[str, ...] = ()
+    temporary: str = ""

@@ -106,13 +106,22 @@ class _Worker:
 class Processes:
     """The workers of one attempt. Made, started, watched and stopped by one thread.
 
-    `orders` is a file descriptor that also ends a `wait` when it is readable.
+    `orders` is a file descriptor that also ends a `wait` when it is readable; `temporary` a folder, see
+    `worker.use_folder`.
     """
 
     def __init__(
-        self, program: Program, *, guard: Guard, output: Output, interrupts: Interrupts, orders: int | None = None
+        self,
+        program: Program,
+        *,
+        guard: Guard,
+        output: Output,
+        interrupts: Interrupts,
+        orders: int | None = None,
+        temporary: str = "",
     ) -> None:
         self._program = program
+        self._temporary = temporary
         self._guard = guard
         self._output = output
         self._interrupts = interrupts
@@ -302,7 +311,7 @@ class Processes:
         fault_file = os.memfd_create(f"photinus-fault-{start.rank}")
         status_file = os.memfd_create(f"photinus-status-{start.rank}")
         here = f"/proc/{os.getpid()}/fd"
-        command = [sys.executable, _WORKER_FILE, str(os.getpid()), f"{here}/{fault_file}"]
+        command = [sys.executable, _WORKER_FILE, str(os.getpid()), f"{here}/{fault_file}", self._temporary]
         command += [self._program.kind, self._program.target, *self._program.arguments_of(start.local_rank)]
         stdout, stderr = self._output.ends_for(start.rank, start.local_rank)
         try:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -25,7 +27,7 @@ from .devices import (
 )
 from .dry_run import told
 from .flags import RunFlags
-from .guard import guarding
+from .guard import Guard, guarding
 from .hosts.joining import Joined, joining
 from .hosts.member import Me
 from .hosts.ports import listen
@@ -43,6 +45,7 @@ __all__ = ["supervise"]
 
 _INTERRUPT_GRACE_S = 1.5
 _SIGNAL_TO_ALL_S = 0.3
+_LONGEST_FOLDER_BYTES = 107 - len("/listener-12345678")
 
 
 def supervise(flags: RunFlags, program: Program) -> int:
@@ -61,6 +64,7 @@ def supervise(flags: RunFlags, program: Program) -> int:
         guarding() as guard,
         taking_interrupts() as interrupts,
         _output() as output,
+        _temporary_folder(guard) as temporary,
         # Before torch too: a port that is taken is told at once, and other hosts find this one while it imports.
         _joining(flags, job_id, environ, output, interrupts) as joined,
     ):
@@ -107,6 +111,7 @@ def supervise(flags: RunFlags, program: Program) -> int:
             environ=environ,
             preempt_after_s=flags.preempt_after_s,
             gpus=gpu_names(chosen.count, counted[-1] if counted else 0, environ.get(VISIBLE), flags.ranks_per_gpu),
+            temporary=temporary,
         )
         logs = plan_logs(flags.logs)
         logs.check(job.local_world_size)
@@ -214,6 +219,22 @@ def _output() -> Iterator[Output]:
         yield output
     finally:
         output.close()
+
+
+@contextmanager
+def _temporary_folder(guard: Guard) -> Iterator[str]:
+    """A folder for the workers' sockets, gone when the launcher is; empty where there can be none."""
+    try:
+        folder = tempfile.mkdtemp(prefix="photinus-")
+    except OSError:  # a full disk, or read-only: a job that makes no sockets runs all the same
+        yield ""
+        return
+    guard.remove(folder)
+    try:
+        # A socket's path has 107 bytes at most, 18 of them behind ours; multiprocessing's own may be shorter.
+        yield folder if len(os.fsencode(folder)) <= _LONGEST_FOLDER_BYTES else ""
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

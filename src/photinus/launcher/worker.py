@@ -1,6 +1,6 @@
 """Runs in each worker before the user's script: ties the worker to its launcher, then runs the script as Python would.
 
-    python photinus/launcher/worker.py LAUNCHER_PID FAULT_FILE script|module|program TARGET ARGUMENTS...
+    python photinus/launcher/worker.py LAUNCHER_PID FAULT_FILE FOLDER script|module|program TARGET ARGUMENTS...
 
 Started by its path and importing nothing of Photinus (nor torch), so that neither the working directory nor Photinus
 can hide a module that the script imports, and the script finds sys.path, sys.argv and __main__ just as under
@@ -11,6 +11,7 @@ What it adds:
   2. An uncaught exception is written to TORCHELASTIC_ERROR_FILE, in torch elastic's format with a few fields more,
      without the frames of this file. The launcher shows it, once, so it is not printed here too.
   3. A fatal signal (SIGSEGV, SIGABRT, ...) leaves the Python stack in FAULT_FILE, for the launcher as well.
+  4. The sockets of multiprocessing lie in FOLDER, which the launcher removes.
 A program that is not Python takes this process's place, and gets the first of these only.
 """
 
@@ -50,6 +51,18 @@ def die_with_launcher(launcher_pid: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != launcher_pid:  # it died before the request was in force
         os._exit(128 + signal.SIGKILL)
+
+
+def use_folder(folder: str) -> None:
+    """Lets multiprocessing make its sockets in `folder`, and not in one of its own that it leaves there when killed.
+
+    (A data loader's workers hand tensors over through them.) TMPDIR itself stays as it is: what a script keeps there
+    shall be found after the job (torch's tutorials save to it) and before (batch jobs put their data there), and
+    torch.compile's cache in it serves the next job.
+    """
+    from multiprocessing import process
+
+    process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
 
 
 def describe(error: BaseException, traceback_text: str, exit_code: int, raised_at_s: float) -> dict[str, Any]:
@@ -192,7 +205,7 @@ def run(kind: str, target: str, arguments: list[str]) -> None:
 
 def main() -> None:
     """Reads the launcher's words and runs the program."""
-    launcher_pid, fault_file, kind, target, *arguments = sys.argv[1:]
+    launcher_pid, fault_file, folder, kind, target, *arguments = sys.argv[1:]
     die_with_launcher(int(launcher_pid))
     for stream in (sys.stdout, sys.stderr):
         # Whole lines, and as soon as they are printed: several ranks share a terminal, and a SIGKILL may follow. Also
@@ -213,6 +226,8 @@ def main() -> None:
             os.execvp(target, [target, *arguments])
         except OSError as error:
             _fail(error)
+    if folder:
+        use_folder(folder)
     sys.excepthook = _silent_hook
     run(kind, target, arguments)
 
