@@ -12,7 +12,7 @@ import pytest
 
 from photinus.errors import PhotinusError
 from photinus.trainer.run_lock import RunLock
-from tests.ranks import REPOSITORY
+from tests.fork_server import REPOSITORY
 from tests.small_run import train
 
 HOLDS = """
