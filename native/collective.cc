@@ -163,7 +163,7 @@ void Collective::agree_and_plan() {
       throw Error(ErrorKind::mismatch,
                   message +
                       " (The calls look alike, but all ranks have called from each of these lines together "
-                      "before: the ranks are out of step.)");
+                      "before, or have just swapped them: the ranks are out of step.)");
     if (group_->rank() == 0) say(suspicion_text(group_->options.name, sequence_, calls));
   }
   const Seat seat{group_->rank(), ranks};

@@ -36,6 +36,13 @@ std::vector<std::vector<uint32_t>> alike(const std::vector<PostedCall>& calls) {
   return sets;
 }
 
+// The same whoever called from which of them.
+uint64_t set_of_sites(const std::vector<CallDescriptor>& calls) {
+  uint64_t sites = 0;
+  for (const CallDescriptor& call : calls) sites += call.site * 0x9e3779b97f4a7c15;
+  return sites;
+}
+
 }  // namespace
 
 std::string describe(const PostedCall& posted) {
@@ -70,30 +77,45 @@ std::string suspicion_text(const std::string& group, uint64_t sequence,
   for (const auto& ranks : alike(calls))
     out += ", " + list_of(ranks) + " called " + describe(calls[ranks[0]]);
   return out +
-         ". All ranks have called from each of these lines together before. If this program does not mean "
-         "that, a call "
-         "was skipped or swapped, and results are wrong; PHOTINUS_STRICT_SITES=1 makes it an error. Said "
-         "once.";
+         ". All ranks have called from each of these lines together before, or have just swapped them. If "
+         "this "
+         "program does not mean that, a call was skipped or swapped, and results are wrong; "
+         "PHOTINUS_STRICT_SITES=1 makes it an error. Said once.";
 }
 
 bool SiteHistory::look_out_of_step(const std::vector<CallDescriptor>& calls, bool every_time) {
   const uint32_t first = calls[0].site;
-  bool equal = true;
+  bool equal = true, silent = false;
   for (const CallDescriptor& call : calls) {
-    if (call.site == 0) return false;  // says nothing
+    silent |= call.site == 0;  // says nothing
     equal &= call.site == first;
   }
-  if (equal) {
+  if (equal || silent) {
+    if (!apart_.empty()) apart_.clear();
+    if (silent) return false;
     if (first != last_ && together_.size() < kKept) together_.insert(first);
     last_ = first;
     return false;
   }
-  uint64_t sites = 0;
-  for (const CallDescriptor& call : calls) {
-    if (!together_.count(call.site)) return false;
-    sites += call.site * 0x9e3779b97f4a7c15;  // whoever called from which of them
-  }
-  return every_time || (told_.size() < kKept && told_.insert(sites).second);
+  const bool suspicious = all_together_before(calls) || swapped_since_last(calls);
+  apart_ = calls;
+  if (!suspicious) return false;
+  return every_time || (told_.size() < kKept && told_.insert(set_of_sites(calls)).second);
+}
+
+bool SiteHistory::all_together_before(const std::vector<CallDescriptor>& calls) const {
+  return std::all_of(calls.begin(), calls.end(),
+                     [&](const CallDescriptor& call) { return together_.count(call.site) > 0; });
+}
+
+// A rank that is the root often has a line of its own, and the next root too: that is no swap.
+bool SiteHistory::swapped_since_last(const std::vector<CallDescriptor>& calls) const {
+  if (apart_.empty() || apart_[0].operation != calls[0].operation || apart_[0].root != calls[0].root ||
+      set_of_sites(apart_) != set_of_sites(calls))
+    return false;
+  for (size_t rank = 0; rank < calls.size(); ++rank)
+    if (apart_[rank].site == calls[rank].site) return false;
+  return true;
 }
 
 }  // namespace photinus

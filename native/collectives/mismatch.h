@@ -30,21 +30,25 @@ std::string mismatch_text(const std::string& group, uint64_t sequence, const std
 // The warning's text for calls that agree, but look as if the ranks were out of step.
 std::string suspicion_text(const std::string& group, uint64_t sequence, const std::vector<PostedCall>& calls);
 
-// Remembers the places in the user's program from which all ranks called together. Ranks that come from
-// different places, each of which is known as one where all came together before, may be out of step although
-// their calls look alike: one has skipped or added a call, or two calls on tensors of equal size are swapped.
-// Or the program has branches that each rank takes for itself: it is no proof.
+// Remembers the places in the user's program from which ranks called. Two patterns look as if ranks were out
+// of step although their calls look alike: ranks come from different places, each of which is known as one
+// where all came together before (one has skipped or added a call); or two calls in a row come from the same
+// places, each rank from another one than before (two calls on tensors of equal size are swapped). It is no
+// proof: a program may have branches that each rank takes for itself.
 class SiteHistory {
  public:
-  // Whether the calls' sites look like that: every time, or once for each set of sites. Learns them
-  // otherwise.
+  // Whether the calls' sites look like that: every time, or once for each set of sites. Learns them.
   bool look_out_of_step(const std::vector<CallDescriptor>& calls, bool every_time);
 
  private:
+  bool all_together_before(const std::vector<CallDescriptor>& calls) const;
+  bool swapped_since_last(const std::vector<CallDescriptor>& calls) const;
+
   static constexpr size_t kKept = 4096;
   std::unordered_set<uint32_t> together_;
   std::unordered_set<uint64_t> told_;  // sets of sites
   uint32_t last_ = 0;
+  std::vector<CallDescriptor> apart_;  // the call before, when it came from different places
 };
 
 }  // namespace photinus

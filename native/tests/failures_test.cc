@@ -147,6 +147,43 @@ TEST(different_calls_are_refused_on_every_rank_and_the_group_stays_usable) {
   });
 }
 
+TEST(lines_of_equal_calls_tell_swapped_ones_from_branches_that_ranks_take_for_themselves) {
+  auto posted = [](std::vector<uint32_t> sites, Operation operation = Operation::all_reduce,
+                   uint32_t root = 0) {
+    std::vector<CallDescriptor> calls(sites.size());
+    for (size_t rank = 0; rank < sites.size(); ++rank) {
+      calls[rank].operation = operation;
+      calls[rank].root = root;
+      calls[rank].site = sites[rank];
+    }
+    return calls;
+  };
+  SiteHistory swapped;
+  CHECK(!swapped.look_out_of_step(posted({1, 1, 2}), false));
+  CHECK(!swapped.look_out_of_step(posted({2, 2, 1}), false));  // other places: two of 2, one of 1
+  SiteHistory crossed;
+  CHECK(!crossed.look_out_of_step(posted({1, 2}), false));
+  CHECK(crossed.look_out_of_step(posted({2, 1}), false));
+  CHECK(!crossed.look_out_of_step(posted({1, 2}), false));  // said once
+  CHECK(crossed.look_out_of_step(posted({2, 1}), true));
+  SiteHistory branch;
+  for (int step = 0; step < 3; ++step) CHECK(!branch.look_out_of_step(posted({1, 2}), true));
+  CHECK(!branch.look_out_of_step(posted({3, 3}), true));
+  CHECK(!branch.look_out_of_step(posted({2, 1}), true));  // nothing says that the two belong together
+  SiteHistory roots;                                      // each rank in turn has the line of the root
+  CHECK(!roots.look_out_of_step(posted({1, 2}, Operation::broadcast, 0), true));
+  CHECK(!roots.look_out_of_step(posted({2, 1}, Operation::broadcast, 1), true));
+  SiteHistory skipped;
+  CHECK(!skipped.look_out_of_step(posted({1, 1}), false));
+  CHECK(!skipped.look_out_of_step(posted({2, 2}), false));
+  CHECK(skipped.look_out_of_step(posted({1, 2}), false));
+  CHECK(!skipped.look_out_of_step(posted({2, 1}), false));
+  SiteHistory silent;  // calls without a vote come from wherever there was time
+  CHECK(!silent.look_out_of_step(posted({1, 2}), true));
+  CHECK(!silent.look_out_of_step(posted({0, 2}), true));
+  CHECK(!silent.look_out_of_step(posted({2, 1}), true));
+}
+
 TEST(abort_wakes_the_own_waiter_and_every_peer) {
   run_ranks(3, [](Communicator& communicator) {
     float x = 1;
