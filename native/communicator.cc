@@ -182,6 +182,11 @@ std::shared_ptr<Work> Communicator::submit(const MessageCall& call) {
   return work;
 }
 
+std::unique_ptr<OutsideWait> Communicator::wait_outside(const std::string& key, double timeout_s) {
+  check_open("waiting for " + key);
+  return std::make_unique<OutsideWait>(group_, lookout_, key, timeout_s);
+}
+
 std::string Communicator::explain(const Call& call, bool in_arena) const {
   if (takes_parts(call.operation))
     return std::string(photinus::name(call.operation)) +

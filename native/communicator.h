@@ -20,6 +20,7 @@
 #include "group.h"
 #include "lookout.h"
 #include "message.h"
+#include "outside_wait.h"
 #include "progress/progress.h"
 #include "progress/work.h"
 
@@ -51,6 +52,9 @@ class Communicator {
 
   // Starts a message. A send ends when the receiver has all of it.
   std::shared_ptr<Work> submit(const MessageCall& call);
+
+  // Begins a wait for ranks of this group that does not go through one of its operations.
+  std::unique_ptr<OutsideWait> wait_outside(const std::string& key, double timeout_s);
 
   // Ends everything here and, at once, at the peers that wait for this rank. Later calls raise.
   void abort(const std::string& reason) {

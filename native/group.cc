@@ -53,7 +53,7 @@ Group::Group(const GroupOptions& given) : options(checked(given)), owner(getpid(
   const Layout layout{mailbox_bytes + channel_bytes + slot_bytes,
                       (sizes.flat_bytes * 1000003 + sizes.chunk_bytes) * 1000003 + sizes.chunks};
   local = join_local_group(rank(), ranks(), options.address, options.name, layout, arena,
-                           Deadline::in(options.limits.timeout_s));
+                           Deadline::in(options.limits.timeout_s), options.limits.waiting_s);
   id = id_of(options.address, arena->page().id.load());
   std::vector<Bell*> bells;
   for (uint32_t r = 0; r < ranks(); ++r) bells.push_back(&page(r).bell);
@@ -61,7 +61,10 @@ Group::Group(const GroupOptions& given) : options(checked(given)), owner(getpid(
   channels = std::make_unique<Channels>(local.shared->base() + mailbox_bytes, ranks());
   memory.sizes = options.sizes;
   memory.slots = local.shared->base() + mailbox_bytes + channel_bytes;
-  for (const Peer& peer : local.peers) memory.arena_bases.push_back(peer.arena->base());
+  for (const Peer& peer : local.peers) {
+    memory.arena_bases.push_back(peer.arena->base());
+    options.progress->processes().add(peer.arena, who(peer.rank));
+  }
   mailbox->own().presence.store(Presence::active, std::memory_order_release);
   if (ranks() > 1)
     watch = std::make_unique<PeerWatch>(local.peers, *mailbox, arena->page().heartbeat,
@@ -111,8 +114,8 @@ void Group::ended_with(const std::exception_ptr& error) {
     std::rethrow_exception(error);
   } catch (const PeerLost& lost) {
     fail(error, lost.what(), lost.rank);
-  } catch (const WaitingInCircles& stuck) {
-    mailbox->own().in_circle.store(true, std::memory_order_release);
+  } catch (const Deadlock& stuck) {
+    mailbox->own().in_deadlock.store(true, std::memory_order_release);
     fail(error, stuck.what());
   } catch (const Error& other) {
     // Ranks that disagree about one call are still in step; everything else leaves them apart.

@@ -54,8 +54,8 @@ struct PeerLost : Error {
 
 // A wait that cannot end, because the ranks in it wait for each other in different operations. The group is
 // then of no more use: its ranks are out of step.
-struct WaitingInCircles : Error {
-  explicit WaitingInCircles(const std::string& message) : Error(ErrorKind::mismatch, message) {}
+struct Deadlock : Error {
+  explicit Deadlock(const std::string& message) : Error(ErrorKind::mismatch, message) {}
 };
 
 class Group {

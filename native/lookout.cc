@@ -3,7 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <map>
+#include <set>
 
 #include "base/error.h"
 #include "base/log.h"
@@ -17,9 +17,9 @@ namespace {
 constexpr double kOwnPause_s = 1.5;
 // A rank that gave up because of another one is quoted only after its own cause had time to show up here.
 constexpr double kRootCausePatience_s = 0.1;
-// A circle must stand for so long before it counts; and who has decided waits so long for the others to see
-// it.
-constexpr double kCircleStands_s = 0.02, kCircleLinger_s = 0.05;
+// A circle must stand for so long before it counts.
+constexpr double kCircleStands_s = 0.02;
+constexpr size_t kRanksTold = 4;
 
 std::string brackets(const std::vector<uint32_t>& ranks) {
   std::string out = "[";
@@ -50,13 +50,13 @@ double Lookout::look(Vigil& vigil, const std::function<std::vector<uint32_t>()>&
   look_for_life(missing, description, now);
   if (!vigil.spoke && vigil.deadline.elapsed_s() >= group_.options.limits.waiting_s) {
     vigil.spoke = true;
-    say(text("rank %u of %u has been waiting for %.0f s for ranks %s in %s; it gives up in %.0f s",
+    say(text("rank %u of %u has been waiting for %.0f s for ranks %s in %s; it gives up in %.0f s.%s",
              group_.rank(), group_.ranks(), vigil.deadline.elapsed_s(), brackets(missing).c_str(),
-             description.c_str(), vigil.deadline.left_s()));
+             description.c_str(), vigil.deadline.left_s(), what_they_do(missing).c_str()));
   }
   double nap_s = std::min(kSleepSlice_s, std::max(vigil.deadline.left_s(), 0.001));
   if (vigil.consequence_since_s > 0) nap_s = std::min(nap_s, 0.01);
-  if (caller_waits) nap_s = std::min(nap_s, look_for_circles(vigil, missing, description, lane, now));
+  if (caller_waits) nap_s = std::min(nap_s, look_for_deadlock(vigil, missing, description, lane, now));
   if (vigil.deadline.passed()) {
     std::string message =
         text("%s: rank %u of %u waited %.1f s for %s, which ", description.c_str(), group_.rank(),
@@ -71,9 +71,20 @@ double Lookout::look(Vigil& vigil, const std::function<std::vector<uint32_t>()>&
         ErrorKind::timeout,
         message +
             " a longer step there, a missing call, or a hang. Raise the timeout if the step may take so "
-            "long.");
+            "long." +
+            what_they_do(missing));
   }
   return nap_s;
+}
+
+// What ranks that have not come wait for themselves, as far as they show it.
+std::string Lookout::what_they_do(const std::vector<uint32_t>& missing) const {
+  std::string out;
+  for (size_t i = 0; i < missing.size() && i < kRanksTold; ++i) {
+    const auto facts = group_.page(missing[i]).stuck.read();
+    if (facts && !is_lost(missing[i])) out += " " + group_.who(missing[i]) + " waits in " + facts->text + ".";
+  }
+  return out;
 }
 
 // --- ranks that will not come
@@ -133,9 +144,10 @@ bool Lookout::look_for_ends(Vigil& vigil, const std::function<std::vector<uint32
   }
   // A rank that did its part and then went is not missed: what it wrote last came before its end.
   if (presence(gone) != Presence::failed && missing_now() != missing) return false;
-  if (group_.mailbox->block(gone).in_circle.load(std::memory_order_acquire))
-    throw WaitingInCircles(group_.mailbox->reason(gone) + " " + group_.who(group_.rank()) +
-                           " waited for them in " + situation + ".");
+  if (group_.mailbox->block(gone).in_deadlock.load(std::memory_order_acquire))
+    throw Deadlock(group_.mailbox->reason(gone) + " " + group_.who(group_.rank()) + " waited for them in " +
+                   situation + ".");
+  learn_of_deadlock(vigil);
   throw PeerLost(
       gone, text("%s. Rank %u of %u waited %.2f s for %s in %s. Its own output says more; restart the job "
                  "to go on from the last checkpoint.",
@@ -180,47 +192,45 @@ void Lookout::look_for_life(const std::vector<uint32_t>& missing, const std::str
 // --- ranks that wait for each other
 
 // Processes publish what their only calling thread is stuck in. A path of such waits that leads back here
-// cannot end: somebody called another group, another order, or a receive that nobody answers. A record may be
-// stale, of a process that could go on but was not given a core yet; so a circle counts only when each
-// process in it has looked again since it was seen, and found itself still stuck: those that are stuck cannot
-// free each other.
-double Lookout::look_for_circles(Vigil& vigil, const std::vector<uint32_t>& missing,
-                                 const std::string& description, uint64_t lane, double now) {
+// cannot end: somebody called another group, another order, or a receive that nobody answers. It may lead
+// through any process that this one has met, whatever the group. A record may be stale, of a process that
+// could go on but was not given a core yet; so a circle counts only when each process in it has looked again
+// since it was seen, and found itself still stuck: those that are stuck cannot free each other.
+double Lookout::look_for_deadlock(Vigil& vigil, const std::vector<uint32_t>& missing,
+                                  const std::string& description, uint64_t lane, double now) {
   ProcessPage& mine = group_.page(group_.rank());
   mine.stuck.affirm();
+  std::vector<uint64_t> waits_for;
+  for (uint32_t rank : missing) waits_for.push_back(group_.page(rank).id.load());
   if (vigil.published != missing || vigil.published_version != mine.stuck.version()) {
-    Stuck::Facts facts;
-    facts.lane = lane;
-    facts.text = description;
-    for (uint32_t rank : missing) facts.waits_for.push_back(group_.page(rank).id.load());
-    vigil.published_version = mine.stuck.write(facts);
+    vigil.published_version = mine.stuck.write({lane, waits_for, description});
     vigil.published = missing;
     for (uint32_t rank : missing) ring(group_.page(rank).bell);  // so that both sides see the circle
   }
-  // Walk from here along the waits, through processes of this group.
-  std::map<uint64_t, uint32_t> ranks;
-  for (uint32_t rank = 0; rank < group_.ranks(); ++rank) ranks[group_.page(rank).id.load()] = rank;
   struct Stop {
-    uint32_t rank;
+    Processes::Process process;
     Stuck::Facts facts;
     size_t came_from;
   };
-  std::vector<Stop> stops;
-  std::vector<bool> seen(group_.ranks());
-  auto visit = [&](uint32_t rank, size_t came_from) {
-    if (seen[rank]) return;
-    seen[rank] = true;
-    if (auto facts = group_.page(rank).stuck.read()) stops.push_back({rank, *facts, came_from});
-  };
-  for (uint32_t rank : missing) visit(rank, SIZE_MAX);
+  const Processes& processes = group_.options.progress->processes();
   const uint64_t own_id = mine.id.load();
+  learn_of_deadlock(vigil);
+  std::vector<Stop> stops;
+  std::set<uint64_t> seen;
+  auto visit = [&](uint64_t id, size_t came_from) {
+    if (!seen.insert(id).second) return;
+    auto process = processes.find(id);
+    if (!process) return;
+    if (auto facts = process->page().stuck.read()) stops.push_back({*process, *facts, came_from});
+  };
+  for (uint64_t id : waits_for) visit(id, SIZE_MAX);
   size_t last = SIZE_MAX;
   for (size_t i = 0; i < stops.size() && last == SIZE_MAX; ++i) {
-    for (uint64_t process : std::vector<uint64_t>(stops[i].facts.waits_for)) {
-      if (process == own_id)
+    for (uint64_t id : std::vector<uint64_t>(stops[i].facts.waits_for)) {
+      if (id == own_id)
         last = i;
-      else if (auto found = ranks.find(process); found != ranks.end())
-        visit(found->second, i);
+      else
+        visit(id, i);
     }
   }
   if (last == SIZE_MAX) {
@@ -228,50 +238,65 @@ double Lookout::look_for_circles(Vigil& vigil, const std::vector<uint32_t>& miss
     return kSleepSlice_s;
   }
   uint64_t fingerprint = 1;
-  bool decided = false, one_lane = true;
-  std::vector<size_t> circle;
+  bool one_lane = true;
+  std::vector<Stop> circle;
   std::vector<uint64_t> affirmed;
   for (size_t i = last; i != SIZE_MAX; i = stops[i].came_from) {
     const Stuck::Facts& facts = stops[i].facts;
-    circle.push_back(i);
+    circle.push_back(stops[i]);
     affirmed.push_back(facts.affirmed);
-    fingerprint = fingerprint * 31 + facts.version * 1000003 + stops[i].rank;
-    decided |= facts.verdict;
+    fingerprint = (fingerprint * 31 + facts.version) * 1000003 + stops[i].process.page().id.load();
     one_lane &= facts.lane == lane;
   }
   if (one_lane) return kSleepSlice_s;  // ranks at different points of the same sequence: somebody will move
+  auto ring_all = [&] {
+    for (const Stop& stop : circle) ring(stop.process.page().bell);
+  };
   if (vigil.circle != fingerprint) {
     vigil.circle = fingerprint;
     vigil.circle_since_s = now;
     vigil.affirmed = affirmed;
-    for (size_t i : circle) ring(group_.page(stops[i].rank).bell);
+    ring_all();
   }
-  if (!decided) {
-    bool all_looked_again = true;
-    for (size_t i = 0; i < circle.size(); ++i) all_looked_again &= affirmed[i] > vigil.affirmed[i] + 1;
-    if (!all_looked_again || now - vigil.circle_since_s < kCircleStands_s) {
-      for (size_t i : circle) ring(group_.page(stops[i].rank).bell);
-      return 0.005;
-    }
+  bool all_looked_again = true;
+  for (size_t i = 0; i < circle.size(); ++i) all_looked_again &= affirmed[i] > vigil.affirmed[i] + 1;
+  if (!all_looked_again || now - vigil.circle_since_s < kCircleStands_s) {
+    ring_all();
+    return 0.005;
   }
-  mine.stuck.decide();
-  for (size_t i : circle) ring(group_.page(stops[i].rank).bell);
-  const Deadline linger = Deadline::in(kCircleLinger_s);
-  for (size_t i : circle) {  // the others must still see this end of the circle
-    while (!linger.passed()) {
-      auto facts = group_.page(stops[i].rank).stuck.read();
-      if (!facts || facts->verdict) break;
-      usleep(500);
-    }
-  }
+  auto named = [&](uint64_t id) {
+    auto process = processes.find(id);
+    return process ? process->name : group_.who(group_.rank());
+  };
   std::string message =
-      "ranks wait for each other and can never go on: " + group_.who(group_.rank()) + " in " + description;
-  for (auto i = circle.rbegin(); i != circle.rend(); ++i)
-    message += "; " + group_.who(stops[*i].rank) + " in " + stops[*i].facts.text;
-  message += ". Every rank must call the operations of its groups in the same order.";
-  // Ranks outside of the circle wait in other groups for ranks in it.
+      "deadlock: ranks wait for each other and can never go on: " + named(own_id) + " in " + description;
+  for (auto stop = circle.rbegin(); stop != circle.rend(); ++stop)
+    message += "; " + stop->process.name + " in " + stop->facts.text;
+  message += ". Every rank must make its groups, and call their operations, in the same order.";
+  std::vector<Stuck::Wait> waits;  // first of the one that waits for this rank, and will look here
+  for (const Stop& stop : circle) waits.push_back({stop.process.page().id.load(), stop.facts.version});
+  waits.push_back({own_id, vigil.published_version});
+  end_deadlock(waits, message);
+}
+
+// Whoever this rank waits for may have found the deadlock before, and gone on or away.
+void Lookout::learn_of_deadlock(const Vigil& vigil) {
+  const Stuck::Wait own{group_.page(group_.rank()).id.load(), vigil.published_version};
+  for (uint32_t rank : vigil.published) {
+    const std::vector<Stuck::Wait> condemned = group_.page(rank).stuck.condemned();
+    if (std::count(condemned.begin(), condemned.end(), own))
+      end_deadlock(condemned, group_.page(rank).last_words.read());
+  }
+}
+
+void Lookout::end_deadlock(const std::vector<Stuck::Wait>& waits, const std::string& message) {
+  ProcessPage& mine = group_.page(group_.rank());
+  // Ranks outside of the circle, which wait in other groups for ranks in it, read this too.
   mine.last_words.write(message);
-  throw WaitingInCircles(message);
+  mine.stuck.condemn(waits);
+  for (const Stuck::Wait& wait : waits)
+    if (auto process = group_.options.progress->processes().find(wait.process)) ring(process->page().bell);
+  throw Deadlock(message);
 }
 
 }  // namespace photinus

@@ -50,11 +50,14 @@ class Lookout {
   };
 
   std::string what_became_of(uint32_t rank) const;
+  std::string what_they_do(const std::vector<uint32_t>& missing) const;
   bool look_for_ends(Vigil& vigil, const std::function<std::vector<uint32_t>()>& missing,
                      const std::string& situation);
   void look_for_life(const std::vector<uint32_t>& missing, const std::string& description, double now);
-  double look_for_circles(Vigil& vigil, const std::vector<uint32_t>& missing, const std::string& description,
-                          uint64_t lane, double now);
+  double look_for_deadlock(Vigil& vigil, const std::vector<uint32_t>& missing, const std::string& description,
+                           uint64_t lane, double now);
+  void learn_of_deadlock(const Vigil& vigil);
+  [[noreturn]] void end_deadlock(const std::vector<Stuck::Wait>& waits, const std::string& message);
   bool is_lost(uint32_t rank) const;
 
   Group& group_;

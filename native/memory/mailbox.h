@@ -84,7 +84,7 @@ struct RankBlock {
   alignas(64) std::atomic<uint32_t> asleep{0};
   alignas(64) std::atomic<Presence> presence{Presence::absent};
   std::atomic<uint32_t> culprit{kOwnFault};  // the rank because of which this one has failed
-  std::atomic<bool> in_circle{false};        // it failed because ranks wait for each other
+  std::atomic<bool> in_deadlock{false};      // it failed because ranks wait for each other
   SharedText<1024> reason;
 };
 

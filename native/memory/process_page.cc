@@ -4,7 +4,6 @@ namespace photinus {
 
 uint64_t Stuck::write(const Facts& facts) {
   version_.fetch_add(1, std::memory_order_seq_cst);
-  verdict_.store(false, std::memory_order_seq_cst);
   lane_.store(facts.lane, std::memory_order_seq_cst);
   for (size_t i = 0; i < kProcesses; ++i)
     waits_for_[i].store(i < facts.waits_for.size() ? facts.waits_for[i] : 0, std::memory_order_seq_cst);
@@ -19,12 +18,31 @@ void Stuck::clear() {
   version_.fetch_add(1, std::memory_order_seq_cst);
 }
 
+void Stuck::condemn(const std::vector<Wait>& waits) {
+  for (size_t i = 0; i < kProcesses; ++i) {
+    condemned_[i].version.store(0, std::memory_order_seq_cst);
+    if (i >= waits.size()) continue;
+    condemned_[i].process.store(waits[i].process, std::memory_order_seq_cst);
+    condemned_[i].version.store(waits[i].version, std::memory_order_seq_cst);
+  }
+}
+
+std::vector<Stuck::Wait> Stuck::condemned() const {
+  std::vector<Wait> waits;
+  for (const Condemned& entry : condemned_) {
+    const Wait wait{entry.process.load(std::memory_order_seq_cst),
+                    entry.version.load(std::memory_order_seq_cst)};
+    if (wait.version != 0 && entry.process.load(std::memory_order_seq_cst) == wait.process)
+      waits.push_back(wait);
+  }
+  return waits;
+}
+
 std::optional<Stuck::Facts> Stuck::read() const {
   Facts facts;
   facts.version = version_.load(std::memory_order_seq_cst);
   facts.lane = lane_.load(std::memory_order_seq_cst);
   facts.affirmed = affirmed_.load(std::memory_order_seq_cst);
-  facts.verdict = verdict_.load(std::memory_order_seq_cst);
   if (facts.version % 2 || facts.lane == 0) return std::nullopt;
   for (const auto& process : waits_for_)
     if (uint64_t id = process.load(std::memory_order_seq_cst)) facts.waits_for.push_back(id);

@@ -25,7 +25,11 @@ class Stuck {
     std::string text;                 // "all_reduce #3 of float32[8] (sum) in group a called at train.py:10"
     uint64_t version = 0;             // changes whenever the process moved
     uint64_t affirmed = 0;            // how often it has looked again and found itself still stuck
-    bool verdict = false;             // it has decided that it will never move
+  };
+  // A wait of a process: its record, by its version.
+  struct Wait {
+    uint64_t process = 0, version = 0;
+    bool operator==(const Wait&) const = default;
   };
   static constexpr size_t kProcesses = 8, kTextBytes = 320;
 
@@ -33,14 +37,20 @@ class Stuck {
   void clear();
   void affirm() { affirmed_.fetch_add(1, std::memory_order_seq_cst); }
   uint64_t version() const { return version_.load(std::memory_order_seq_cst); }
-  void decide() { verdict_.store(true, std::memory_order_seq_cst); }
+  // The waits of the newest deadlock that this process has found itself in (at most kProcesses are kept).
+  // They stay when it goes on: whoever is in one of these waits can never go on either.
+  void condemn(const std::vector<Wait>& waits);
+  std::vector<Wait> condemned() const;
   std::optional<Facts> read() const;  // nothing when it is not stuck, or moved while it was read
 
  private:
   std::atomic<uint64_t> version_{0};  // odd while it is written
   std::atomic<uint64_t> lane_{0};     // 0: not stuck
   std::atomic<uint64_t> affirmed_{0};
-  std::atomic<bool> verdict_{false};
+  struct Condemned {
+    std::atomic<uint64_t> process{0}, version{0};  // version 0: none, or being written
+  };
+  std::array<Condemned, kProcesses> condemned_{};
   std::array<std::atomic<uint64_t>, kProcesses> waits_for_{};
   SharedText<kTextBytes> text_;
 };

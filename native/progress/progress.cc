@@ -141,10 +141,25 @@ double Progress::look_at(Lane& lane, bool caller_waits) {
 // Whether this thread, waiting for a lane, is all that could move the process: all calls come from it, and
 // nothing is in flight but this lane.
 bool Progress::is_stuck(Lane& lane) const {
-  if (several_callers_.load(std::memory_order_relaxed) || caller_.load() != std::this_thread::get_id())
-    return false;
+  if (!is_only_caller()) return false;
   std::lock_guard lock(lane.mutex_);
   return in_flight_.load() == lane.queue_.size();
+}
+
+bool Progress::is_idle_but_for_this_thread() {
+  note_caller();
+  return is_only_caller() && in_flight_.load() == 0;
+}
+
+bool Progress::is_only_caller() const {
+  return !several_callers_.load(std::memory_order_relaxed) && caller_.load() == std::this_thread::get_id();
+}
+
+void Progress::note_caller() {
+  const std::thread::id me = std::this_thread::get_id();
+  if (caller_.load(std::memory_order_relaxed) == me) return;
+  std::thread::id nobody{};
+  if (!caller_.compare_exchange_strong(nobody, me)) several_callers_.store(true, std::memory_order_relaxed);
 }
 
 // --- the process's
@@ -177,11 +192,7 @@ std::shared_ptr<Progress> Progress::of_this_process() {
 
 void Progress::submit(const std::shared_ptr<Lane>& lane, const std::shared_ptr<Work>& work,
                       bool asynchronous) {
-  const std::thread::id me = std::this_thread::get_id();
-  if (caller_.load(std::memory_order_relaxed) != me) {
-    std::thread::id nobody{};
-    if (!caller_.compare_exchange_strong(nobody, me)) several_callers_.store(true, std::memory_order_relaxed);
-  }
+  note_caller();
   work->progress_ = shared_from_this();
   work->lane_ = lane;
   {

@@ -23,6 +23,7 @@
 #include "memory/arena.h"
 #include "memory/bell.h"
 #include "memory/mailbox.h"
+#include "memory/processes.h"
 #include "progress/work.h"
 
 namespace photinus {
@@ -55,12 +56,17 @@ class Progress : public std::enable_shared_from_this<Progress> {
   static std::shared_ptr<Progress> of_this_process();
 
   const std::shared_ptr<Arena>& arena() const { return arena_; }
+  // The peers of all groups whose operations it drives, and this process.
+  Processes& processes() { return processes_; }
 
   // Puts a work at the end of a lane. With `asynchronous` it runs by itself, without it when somebody waits
   // for it.
   void submit(const std::shared_ptr<Lane>& lane, const std::shared_ptr<Work>& work, bool asynchronous);
   // Drives a lane until it is empty; its works must be about to end (the group was aborted).
   void drain(const std::shared_ptr<Lane>& lane);
+  // Whether this thread, which waits for something else than an operation, is all that could move the
+  // process.
+  bool is_idle_but_for_this_thread();
 
  private:
   friend class Work;
@@ -69,6 +75,8 @@ class Progress : public std::enable_shared_from_this<Progress> {
   enum class Drive : uint8_t { locked, blocked, moved, empty };
   Drive drive(Lane& lane, bool as_progress_thread);
   double look_at(Lane& lane, bool caller_waits);
+  void note_caller();
+  bool is_only_caller() const;
   bool is_stuck(Lane& lane) const;
   void end(Lane& lane, const std::shared_ptr<Work>& work, std::exception_ptr error);
   void wake_own_threads();
@@ -77,6 +85,7 @@ class Progress : public std::enable_shared_from_this<Progress> {
   void forget_empty_lanes();
 
   std::shared_ptr<Arena> arena_;
+  Processes processes_;
   const pid_t owner_ = getpid();
   std::mutex mutex_;  // guards what follows; never held while a lane is driven
   std::condition_variable called_;

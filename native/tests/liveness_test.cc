@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
+#include <thread>
 
 #include "base/log.h"
 #include "processes.h"
@@ -145,11 +146,97 @@ TEST(ranks_that_wait_for_each_other_in_different_groups_are_told_at_once) {
       const std::string& text = reports[rank].text;
       CHECK_CONTAINS(text, "after 0.");
       // Those outside of the circle that is found first are told by those in it.
-      CHECK_CONTAINS(text, "ranks wait for each other and can never go on");
+      CHECK_CONTAINS(text, "deadlock: ranks wait for each other and can never go on");
       CHECK_CONTAINS(text, "in all_reduce #1 of float32[1] (sum) in group second");
       CHECK_CONTAINS(text, "in all_reduce #2 of float32[1] (sum) in group world");
     }
   }
+}
+
+namespace {
+
+// Groups of two neighbours each, as in a ring; gives this rank's with the next and with the previous rank.
+struct Pairs {
+  std::shared_ptr<Communicator> next, previous;
+};
+Pairs pairs_of(Communicator& world, const std::vector<std::string>& addresses) {
+  Pairs pairs;
+  const uint32_t ranks = world.world_size();
+  for (uint32_t g = 0; g < ranks; ++g) {
+    const uint32_t other = (g + 1) % ranks;
+    if (world.rank() != g && world.rank() != other) continue;
+    Communicator::Options options;
+    options.rank = world.rank() == g ? 0 : 1;
+    options.world_size = 2;
+    options.address = addresses[g];
+    options.name = text("pair %u", g);
+    options.limits.timeout_s = 20;
+    options.progress = world.progress();
+    (world.rank() == g ? pairs.next : pairs.previous) = Communicator::create(options);
+  }
+  return pairs;
+}
+
+std::vector<std::string> new_addresses(uint32_t count) {
+  std::vector<std::string> addresses(count);
+  for (std::string& address : addresses) address = new_address();
+  return addresses;
+}
+
+}  // namespace
+
+TEST(a_circle_over_groups_that_share_no_rank_is_told_to_every_rank_of_it) {
+  for (uint32_t world : {3u, 4u}) {
+    const auto addresses = new_addresses(world);
+    auto reports = run_processes(world, [&](Communicator& all) -> std::string {
+      Pairs pairs = pairs_of(all, addresses);
+      float x = 1;
+      all.submit(sum_of(1), &x, &x)->wait();
+      // Each waits for the next, which waits for the one after it.
+      return error_text([&] { pairs.next->submit(sum_of(1), &x, &x)->wait(); });
+    });
+    for (uint32_t rank = 0; rank < world; ++rank) {
+      const std::string& text = reports[rank].text;
+      CHECK_CONTAINS(text, photinus::text("kind %d after ", static_cast<int>(ErrorKind::mismatch)));
+      CHECK_CONTAINS(text, "deadlock: ranks wait for each other");
+      for (uint32_t each = 0; each < world; ++each) {
+        CHECK_CONTAINS(text, photinus::text("rank %u (pid ", each));  // named as in the group of all
+        CHECK_CONTAINS(text, photinus::text("in all_reduce #1 of float32[1] (sum) in group pair %u", each));
+      }
+    }
+  }
+}
+
+TEST(a_circle_that_another_thread_or_an_asynchronous_operation_opens_is_no_deadlock) {
+  const auto addresses = new_addresses(4);
+  auto reports = run_processes(4, [&](Communicator& all) -> std::string {
+    Pairs pairs = pairs_of(all, addresses);
+    float x = 1, y = 1, z = 1;
+    std::shared_ptr<Work> answer;
+    std::thread other;
+    if (all.rank() == 2) {
+      // It waits for rank 3 like the rest, but its other thread will answer rank 1.
+      all.submit(sum_of(1), &x, &x)->wait();
+      other = std::thread([&] {
+        all.submit(sum_of(1), &z, &z)->wait();
+        usleep(300000);
+        pairs.previous->submit(sum_of(1), &y, &y)->wait();
+      });
+    } else {
+      for (int i = 0; i < 2; ++i) all.submit(sum_of(1), &x, &x)->wait();
+      // Rank 3 will have answered rank 2 already: in order, but not in the order in which it waits.
+      if (all.rank() == 3) answer = pairs.previous->submit(sum_of(1), &y, &y);
+    }
+    if (all.rank() == 2) usleep(50000);
+    auto mine = pairs.next->submit(sum_of(1), &x, &x);
+    mine->wait();
+    if (all.rank() == 2)
+      other.join();
+    else
+      (answer ? answer : pairs.previous->submit(sum_of(1), &y, &y))->wait();
+    return "fine";
+  });
+  for (const Report& report : reports) CHECK(report.text == "fine");
 }
 
 TEST(a_receive_that_nobody_answers_is_told_when_the_other_waits_in_a_collective) {

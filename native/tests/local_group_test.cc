@@ -1,9 +1,12 @@
 #include <fcntl.h>
 #include <sys/socket.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstring>
+#include <mutex>
 
+#include "base/log.h"
 #include "check.h"
 #include "transport/unix_socket.h"
 
@@ -16,6 +19,7 @@ std::shared_ptr<Communicator> join(uint32_t rank, uint32_t world_size, const std
                                    double timeout_s) {
   Communicator::Options options{rank, world_size, address, "club", {}, {}, {}};
   options.limits.timeout_s = timeout_s;
+  options.limits.waiting_s = 0.3;
   options.progress = std::make_shared<Progress>(std::make_shared<Arena>(size_t{1} << 20));
   return Communicator::create(options);
 }
@@ -52,6 +56,49 @@ TEST(those_who_came_are_told_who_did_not) {
   auto [kind, message] = error_of([&] { join(1, 3, address, 5); });
   CHECK_CONTAINS(message, "ranks [2] of 3 did not join");
   host.join();
+}
+
+TEST(a_rank_that_ends_while_others_are_missing_ends_it_for_all_at_once) {
+  const std::string address = new_address();
+  const double start = now_s();
+  const pid_t pid = fork();
+  if (pid == 0) {
+    alarm(1);  // ends it while it waits
+    join(2, 4, address, 20);
+    _exit(0);
+  }
+  std::thread host([&] {
+    auto [kind, message] = error_of([&] { join(0, 4, address, 20); });
+    CHECK(kind == ErrorKind::peer_lost);
+    CHECK_CONTAINS(message, text("rank 2 (pid %d on ", pid));
+    CHECK_CONTAINS(message, "was killed by SIGALRM while group club was formed");
+  });
+  auto [kind, message] = error_of([&] { join(1, 4, address, 20); });
+  CHECK(kind == ErrorKind::peer_lost);
+  CHECK_CONTAINS(message, text("rank 2 (pid %d on ", pid));
+  host.join();
+  CHECK(now_s() - start < 10);
+  CHECK(waitpid(pid, nullptr, 0) == pid);
+}
+
+TEST(who_waits_for_others_to_join_says_for_whom) {
+  std::mutex mutex;
+  std::string said;
+  set_listener([&](const std::string& line) {
+    std::lock_guard lock(mutex);
+    said += line + "\n";
+  });
+  const std::string address = new_address();
+  std::thread host([&] { CHECK(error_of([&] { join(0, 3, address, 1); }).first == ErrorKind::timeout); });
+  CHECK(error_of([&] { join(1, 3, address, 5); }).first == ErrorKind::timeout);
+  host.join();
+  CHECK(error_of([&] { join(1, 2, new_address(), 0.6); }).first == ErrorKind::timeout);
+  set_listener({});
+  CHECK_CONTAINS(said, text("for ranks [2] to join group club; came: rank 1 (pid %d on ", getpid()));
+  CHECK_CONTAINS(
+      said, "rank 1 of 3 has been waiting for 0 s for rank 0, which waits for others, to join group club");
+  CHECK_CONTAINS(
+      said, "rank 1 of 2 has been waiting for 0 s for rank 0, which does not listen yet, to join group club");
 }
 
 TEST(a_second_claimant_of_a_rank_is_refused_and_the_job_goes_on) {

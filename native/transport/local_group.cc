@@ -14,6 +14,7 @@
 #include <type_traits>
 
 #include "base/error.h"
+#include "base/log.h"
 #include "base/process.h"
 #include "transport/unix_socket.h"
 
@@ -21,7 +22,7 @@ namespace photinus {
 namespace {
 
 constexpr uint64_t kMagic = 0x70686f74696e7573;  // "photinus"
-constexpr uint32_t kProtocol = 2;
+constexpr uint32_t kProtocol = 3;
 constexpr const char* kPrefix = "photinus2:";
 constexpr double kHelloLimit_s = 2;  // a connection that says nothing for so long is dropped
 
@@ -43,7 +44,7 @@ struct Hello {
 };
 
 struct Verdict {
-  uint32_t accepted, is_late;  // refused because others did not come in time
+  uint32_t accepted, why_not;  // an ErrorKind
   char reason[504];
 };
 
@@ -124,9 +125,10 @@ struct Guest {
   Deadline hello_by;
 };
 
-void refuse(const FileDescriptor& connection, const std::string& reason, bool is_late = false) {
+void refuse(const FileDescriptor& connection, const std::string& reason,
+            ErrorKind why = ErrorKind::invalid_argument) {
   Verdict verdict{};
-  verdict.is_late = is_late;
+  verdict.why_not = static_cast<uint32_t>(why);
   put(verdict.reason, reason);
   send_message(connection, &verdict, sizeof verdict);
 }
@@ -149,20 +151,25 @@ class Host {
     peers_[0].arena = arena->segment();
   }
 
-  LocalGroup gather(const Deadline& deadline) {
+  LocalGroup gather(const Deadline& deadline, double waiting_s) {
     std::list<Guest> guests;
+    bool spoke = false;
     while (!missing().empty()) {
       std::vector<pollfd> entries{{listener_.get(), POLLIN, 0}};
       for (const Guest& guest : guests) entries.push_back({guest.connection.get(), POLLIN, 0});
+      const size_t come = entries.size();  // where those who are in begin: they say nothing until they go
+      for (const FileDescriptor& connection : connections_) entries.push_back({connection.get(), POLLIN, 0});
       double wait_s = std::min(deadline.left_s(), 0.1);
       if (poll(entries.data(), entries.size(), static_cast<int>(std::ceil(wait_s * 1000))) < 0 &&
           errno != EINTR)
         throw_errno("waiting for ranks to join");
+      for (uint32_t rank = 1; rank < world_size_; ++rank)
+        if (entries[come + rank].revents != 0) end_without(rank);
       size_t i = 1;
       for (auto guest = guests.begin(); guest != guests.end(); ++i) {
-        bool spoke = (entries[i].revents & (POLLIN | POLLHUP | POLLERR)) != 0;
-        if (spoke) welcome(std::move(guest->connection));
-        guest = spoke || guest->hello_by.passed() ? guests.erase(guest) : std::next(guest);
+        bool has_spoken = (entries[i].revents & (POLLIN | POLLHUP | POLLERR)) != 0;
+        if (has_spoken) welcome(std::move(guest->connection));
+        guest = has_spoken || guest->hello_by.passed() ? guests.erase(guest) : std::next(guest);
       }
       if (entries[0].revents & POLLIN) {
         FileDescriptor connection(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
@@ -174,6 +181,14 @@ class Host {
         if (connection.valid()) guests.push_back({std::move(connection), Deadline::in(kHelloLimit_s)});
       }
       if (deadline.passed() && !missing().empty()) give_up(deadline);
+      if (!spoke && deadline.elapsed_s() >= waiting_s && !missing().empty()) {
+        spoke = true;
+        say(
+            text("rank 0 of %u has been waiting for %.0f s for ranks %s to join group %s%s; it gives up in "
+                 "%.0f s",
+                 world_size_, deadline.elapsed_s(), list_of(missing()).c_str(), name_.c_str(),
+                 come_so_far().c_str(), deadline.left_s()));
+      }
     }
     return hand_out();
   }
@@ -186,15 +201,40 @@ class Host {
     return ranks;
   }
 
+  std::string come_so_far() const {
+    std::string out;
+    for (uint32_t rank = 1; rank < world_size_ && out.size() < kRefusalsTold; ++rank)
+      if (connections_[rank].valid()) out += (out.empty() ? "; came: " : ", ") + who(rank);
+    return out;
+  }
+
+  std::string who(uint32_t rank) const {
+    return text("rank %u (pid %d on %s)", rank, peers_[rank].pid, peers_[rank].host.c_str());
+  }
+
+  [[noreturn]] void end(ErrorKind kind, const std::string& reason) {
+    for (uint32_t rank = 1; rank < world_size_; ++rank)
+      if (connections_[rank].valid()) refuse(connections_[rank], reason, kind);
+    throw Error(kind, reason);
+  }
+
+  [[noreturn]] void end_without(uint32_t rank) {
+    connections_[rank].reset();
+    const double patience_s = 0.05;
+    const std::string how = has_ended(peers_[rank].process, patience_s)
+                                ? how_it_ended(peers_[rank].process, peers_[rank].pid, patience_s)
+                                : "went away";
+    end(ErrorKind::peer_lost,
+        who(rank) + " " + how + " while group " + name_ + " was formed. Its own output says more.");
+  }
+
   [[noreturn]] void give_up(const Deadline& deadline) {
     std::string reason = text(
         "group %s: ranks %s of %u did not join within %.1f s. Were all %u processes started, on this host? "
         "Their own output says more.%s",
         name_.c_str(), list_of(missing()).c_str(), world_size_, deadline.limit_s(), world_size_,
         refused_.c_str());
-    for (uint32_t rank = 1; rank < world_size_; ++rank)
-      if (connections_[rank].valid()) refuse(connections_[rank], reason, true);
-    throw Error(ErrorKind::timeout, reason);
+    end(ErrorKind::timeout, reason);
   }
 
   // Tells a rank why it cannot take part, and remembers it for whoever waits for that rank.
@@ -260,9 +300,7 @@ class Host {
         if (process.valid()) files.push_back(process.get());
         ok = send_message(connections_[a], &facts, sizeof facts, files);
       }
-      if (!ok)
-        throw Error(ErrorKind::peer_lost, text("rank %u (pid %d on %s) went away while group %s was formed",
-                                               a, peers_[a].pid, peers_[a].host.c_str(), name_.c_str()));
+      if (!ok) end_without(a);
     }
     peers_[0].lifeline.reset();
     group.own_lifeline = std::move(own_.kept);
@@ -282,8 +320,8 @@ class Host {
 };
 
 LocalGroup join_as_guest(uint32_t rank, uint32_t world_size, const Address& address, const std::string& name,
-                         const Layout& layout, const std::shared_ptr<Arena>& arena,
-                         const Deadline& deadline) {
+                         const Layout& layout, const std::shared_ptr<Arena>& arena, const Deadline& deadline,
+                         double waiting_s) {
   auto lost = [&](const char* when) {
     return Error(
         deadline.passed() ? ErrorKind::timeout : ErrorKind::peer_lost,
@@ -291,7 +329,17 @@ LocalGroup join_as_guest(uint32_t rank, uint32_t world_size, const Address& addr
              "says more.",
              name.c_str(), rank, world_size, when, deadline.elapsed_s()));
   };
-  std::optional<FileDescriptor> connection = connect_to(address.socket_name, deadline);
+  auto say_that_it_waits = [&](const char* what) {
+    say(text(
+        "rank %u of %u has been waiting for %.0f s for rank 0%s, to join group %s; it gives up in %.0f s",
+        rank, world_size, deadline.elapsed_s(), what, name.c_str(), deadline.left_s()));
+  };
+  auto connection =
+      connect_to(address.socket_name, Deadline::in(std::clamp(deadline.left_s(), 1e-3, waiting_s)));
+  if (!connection && !deadline.passed()) {
+    say_that_it_waits(", which does not listen yet");
+    connection = connect_to(address.socket_name, deadline);
+  }
   if (!connection) throw lost("could not reach rank 0, which did not begin to listen");
   Hello hello{};
   hello.magic = kMagic;
@@ -307,11 +355,15 @@ LocalGroup join_as_guest(uint32_t rank, uint32_t world_size, const Address& addr
   if (!send_message(*connection, &hello, sizeof hello, {arena->segment()->file(), own.seen.get()}))
     throw lost("was dropped by rank 0 before it could introduce itself");
 
+  const double until_spoken_s = std::min(waiting_s - deadline.elapsed_s(), deadline.left_s());
+  pollfd entry{connection->get(), POLLIN, 0};
+  if (until_spoken_s > 0 && poll(&entry, 1, static_cast<int>(until_spoken_s * 1000)) == 0 &&
+      !deadline.passed())
+    say_that_it_waits(", which waits for others");
   std::optional<Message> answer = receive_message(*connection, sizeof(Verdict), deadline);
   std::optional<Verdict> verdict = answer ? as<Verdict>(*answer) : std::nullopt;
   if (!verdict) throw lost("got no answer from rank 0, which waits for other ranks or has ended");
-  if (!verdict->accepted)
-    throw Error(verdict->is_late ? ErrorKind::timeout : ErrorKind::invalid_argument, get(verdict->reason));
+  if (!verdict->accepted) throw Error(static_cast<ErrorKind>(verdict->why_not), get(verdict->reason));
   LocalGroup group;
   group.shared = Segment::map(std::move(answer->files.at(0)), layout.bytes);
   group.peers.resize(world_size);
@@ -347,13 +399,15 @@ std::string new_address() {
 
 LocalGroup join_local_group(uint32_t rank, uint32_t world_size, const std::string& address,
                             const std::string& name, const Layout& layout,
-                            const std::shared_ptr<Arena>& arena, const Deadline& deadline) {
+                            const std::shared_ptr<Arena>& arena, const Deadline& deadline, double waiting_s) {
   // For each peer its arena, its process and its lifeline; rank 0 has a connection to each besides.
   if (world_size > 1)
     need_descriptors((rank == 0 ? 4 : 3) * world_size + kOwnDescriptors,
                      text("group %s of %u ranks", name.c_str(), world_size));
-  if (rank != 0) return join_as_guest(rank, world_size, parse(address), name, layout, arena, deadline);
-  if (world_size > 1) return Host(world_size, parse(address), name, layout, arena).gather(deadline);
+  if (rank != 0)
+    return join_as_guest(rank, world_size, parse(address), name, layout, arena, deadline, waiting_s);
+  if (world_size > 1)
+    return Host(world_size, parse(address), name, layout, arena).gather(deadline, waiting_s);
   LocalGroup alone;
   alone.shared = Segment::create("photinus-group", layout.bytes);
   alone.peers.push_back(Peer{0, getpid(), host_name(), arena->segment(), {}, {}});
