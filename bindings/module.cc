@@ -6,6 +6,7 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
 
@@ -195,6 +196,12 @@ std::shared_ptr<Work> message(Communicator& communicator, uint8_t operation, uin
   return run(communicator.submit(call), asynchronous);
 }
 
+// Where in the user's program this call stands; empty when no frame of it is known.
+std::string site_text() {
+  const CallSite* site = call_site();
+  return site ? site->text : "";
+}
+
 }  // namespace
 }  // namespace photinus
 
@@ -218,6 +225,7 @@ NB_MODULE(_native, m) {
   m.def("new_address", &new_address);
   m.def("set_label", &set_label, "label"_a);
   m.def("set_library_folders", &set_library_folders, "folders"_a);
+  m.def("call_site", &site_text);
   m.def("usable_cores", &usable_cores);
   m.def("instruction_set", [] { return std::string(name(best_instruction_set())); });
   m.def("arena_used_bytes", [] { return Arena::of_this_process()->used_bytes(); });
@@ -250,6 +258,9 @@ NB_MODULE(_native, m) {
       .def_prop_ro("source_rank", &Work::source_rank)
       .def_prop_ro("description", &Work::description);
 
+  nb::class_<OutsideWait>(m, "OutsideWait")
+      .def("look", &OutsideWait::look, "missing"_a, "description"_a, nb::call_guard<Unlocked>());
+
   nb::class_<Communicator>(m, "Communicator")
       .def_static("connect", &connect, "rank"_a, "world_size"_a, "address"_a, "name"_a, "timeout_s"_a,
                   "grace_s"_a, "waiting_s"_a, "chunk_bytes"_a, "strict_sites"_a)
@@ -261,6 +272,7 @@ NB_MODULE(_native, m) {
            "asynchronous"_a, "label"_a = "", "updates"_a = 0)
       .def("message", &message, "operation"_a, "address"_a, "elems"_a, "dtype"_a, "peer"_a, "tag"_a,
            "timeout_s"_a, "asynchronous"_a)
+      .def("wait_outside", &Communicator::wait_outside, "key"_a, "timeout_s"_a)
       .def("abort", &Communicator::abort, "reason"_a, nb::call_guard<Unlocked>())
       .def("set_reason", &Communicator::set_reason, "reason"_a)
       .def("close", &Communicator::close, nb::call_guard<Unlocked>())

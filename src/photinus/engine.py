@@ -28,6 +28,7 @@ __all__ = [
     "Part",
     "Work",
     "allocate",
+    "call_site",
     "host_id",
     "label",
     "new_address",
@@ -88,6 +89,12 @@ def allocate(nbytes: int) -> memoryview:
     if nbytes < 0:
         raise ValueError(f"allocate({nbytes}): needs a number of bytes of at least 0")
     return memoryview(_native.ArenaBuffer(nbytes))
+
+
+def call_site() -> str:
+    """Where in the user's program this runs, as messages quote it ("train.py:41"); empty when that is not known."""
+    site: str = _native.call_site()
+    return site
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from . import _native, env
-from ._native import Work
+from ._native import OutsideWait, Work
 from .arrays import DTYPES
 
 __all__ = ["ANY_RANK", "OPERATIONS", "REDUCTIONS", "Group", "Part", "Work"]
@@ -205,6 +205,18 @@ class Group:
             in_flight.append((work, keep))
             while in_flight and in_flight[0][0].is_completed():
                 in_flight.popleft()
+
+    def wait_outside(self, key: str, timeout_s: float) -> OutsideWait:
+        """Begins a wait for ranks of this group by other means than an operation, as for ranks that join a further one.
+
+        Whoever waits calls `look(missing, description)` now and then: it says after a while for whom it waits, and
+        raises when one of these ranks has gone, the ranks wait for each other, or the deadline has passed.
+
+        Args:
+            key: what is waited for, the same text on all ranks that wait for the same.
+            timeout_s: deadline in seconds.
+        """
+        return self._native.wait_outside(key, timeout_s)
 
     def explain(self, operation: str, elems: int, dtype: str = "float32", *, in_arena: bool = True) -> str:
         """How a call would run, and why, for people."""

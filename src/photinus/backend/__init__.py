@@ -9,8 +9,9 @@ loaded before the first group is made.
 
 Floors inside: tensors (memory that the engine or gloo can take) < work, completer (handles of operations in flight)
 < process_group (what torch sees of every group) < engine_group, engine_reductions, engine_moves, messages, sparse and
-through_engine (the group of one host), beside through_gloo (the group of several) < hosts (who shares memory with
-whom), device_map (other devices' backends beside ours), making (which of them a new group is).
+through_engine (the group of one host), beside through_gloo (the group of several) < joining (the wait for a new
+group's ranks) < hosts (who shares memory with whom), device_map (other devices' backends beside ours), making (which
+of them a new group is).
 """
 
 from __future__ import annotations

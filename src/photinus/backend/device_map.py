@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOptions
 
+from .. import engine
 from . import NAME
 from .outside_dynamo import outside_dynamo
 from .process_group import ProcessGroup
@@ -164,6 +165,11 @@ class ByDevice(ProcessGroup):
     def uses_engine(self) -> bool:
         """Whether the engine serves CPU tensors."""
         return self._cpu.uses_engine
+
+    @property
+    def communicator(self) -> engine.Communicator | None:
+        """The engine's, which serves CPU tensors."""
+        return self._cpu.communicator
 
     def _serving(self, device: torch.device | None) -> Any:
         """The group for a device."""

@@ -78,6 +78,11 @@ class EngineGroup(ProcessGroup):
         """Whether the engine serves this group; if not, it was destroyed."""
         return self._communicator is not None
 
+    @property
+    def communicator(self) -> engine.Communicator | None:
+        """The engine's; None for one rank alone."""
+        return self._communicator if isinstance(self._communicator, engine.Communicator) else None
+
     def _run(
         self,
         given: Any,

@@ -5,7 +5,8 @@ several times, so keys from before may lie in it. Nothing here trusts a key that
 
 1. Each rank r writes hello/r = a nonce of its own.
 2. Rank 0 answers each nonce: welcome/<nonce> = session, a nonce of rank 0. Rank r now knows that rank 0 is alive.
-3. Rank r writes session/<session>/r = its host and pid. Rank 0 now knows that rank r is alive.
+3. Rank r writes session/<session>/r = its host and pid, and which group it means. Rank 0 now knows that rank r is
+   alive, and whether it means the same. While ranks are missing, rank 0 writes which: session/<session>/missing.
 4. Rank 0, when all have done so, writes session/<session>/plan = the hosts and, if there is only one, the address of
    the engine's rendezvous; all read it. When the group stands, rank 0 deletes the keys (the address holds a secret),
    but not hello/r, which may be the next group's already.
@@ -22,19 +23,20 @@ import json
 import os
 import secrets
 import socket
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any, NoReturn
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from .. import engine
-from ..errors import CollectiveTimeoutError, PeerLostError
+from ..errors import CollectiveError, MismatchError, PeerLostError
 from ..world.own_address import is_loopback, reaches_from
+from .joining import Joining, named
 
 __all__ = ["Meeting", "Member", "meet", "tidy"]
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
+_SHOWN = 8  # ranks with their pids in a message
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,16 @@ class Meeting:
         )
 
 
-def meet(store: Store, rank: int, world_size: int, *, timeout_s: float, name: str) -> Meeting:
+def meet(
+    store: Store,
+    rank: int,
+    world_size: int,
+    *,
+    timeout_s: float,
+    name: str,
+    members: Sequence[int] | None = None,
+    world: engine.Communicator | None = None,
+) -> Meeting:
     """Waits until all ranks of the group are here and tells where they are. Called by every rank.
 
     Args:
@@ -103,24 +114,29 @@ def meet(store: Store, rank: int, world_size: int, *, timeout_s: float, name: st
         rank, world_size: in this group.
         timeout_s: how long to wait for the others.
         name: of the group, for messages.
+        members, world: see Joining.
 
     Raises:
         CollectiveTimeoutError: not all came in time; names those that did not.
-        PeerLostError: the store's server is gone.
+        PeerLostError: one of them has ended, or the store's server is gone.
+        MismatchError: ranks make different groups under one name, or wait for each other in different calls.
     """
     me = Member(engine.host_id(), socket.gethostname(), os.getpid(), _address_towards(store))
     if world_size == 1:
         return Meeting(secrets.token_hex(8), (me,), None)
-    waiting = _Waiting(PrefixStore("photinus", store), rank, world_size, timeout_s, name)
+    joining = Joining(store, rank, world_size, timeout_s=timeout_s, name=name, members=members, world=world)
+    store = PrefixStore("photinus", store)
     try:
-        return _lead(waiting, me) if rank == 0 else _follow(waiting, me)
+        return _lead(store, joining, me) if rank == 0 else _follow(store, joining, me)
     except RuntimeError as error:
-        if isinstance(error, CollectiveTimeoutError):
+        if isinstance(error, CollectiveError):
             raise
         raise PeerLostError(
-            f"{waiting.who}: the rendezvous store failed ({type(error).__name__}: {str(error).splitlines()[0]}); "
+            f"{joining.who}: the rendezvous store failed ({type(error).__name__}: {str(error).splitlines()[0]}); "
             f"the process that serves it, mostly rank 0 or the launcher's, may have ended"
         ) from error
+    finally:
+        joining.close()
 
 
 def _address_towards(store: Store) -> str | None:
@@ -135,60 +151,45 @@ def _address_towards(store: Store) -> str | None:
 def tidy(store: Store, meeting: Meeting) -> None:
     """Deletes the meeting's keys. For rank 0, after something that every rank took part in after `meet`."""
     store = PrefixStore("photinus", store)
-    for part in ("plan", *range(1, len(meeting.members))):
+    for part in ("plan", "missing", *range(1, len(meeting.members))):
         store.delete_key(f"session/{meeting.session}/{part}")
 
 
-@dataclass
-class _Waiting:
-    store: Store
-    rank: int
-    world_size: int
-    timeout_s: float
-    name: str
-
-    def __post_init__(self) -> None:
-        self.deadline = time.monotonic() + self.timeout_s
-
-    @property
-    def who(self) -> str:
-        return f"[rank {self.rank} of {self.world_size}, group {self.name}]"
-
-    def read(self, key: str) -> str | None:
-        return self.store.get(key).decode() if self.store.check([key]) else None
-
-    def until(self, done: Callable[[], bool], missing: Callable[[], str]) -> None:
-        pause_s = _FIRST_PAUSE_S
-        while not done():
-            if time.monotonic() > self.deadline:
-                raise CollectiveTimeoutError(
-                    f"{self.who}: the group was not complete within {self.timeout_s:g} s: {missing()}. Start every "
-                    f"rank with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE (or init_method), "
-                    f"or raise the timeout."
-                )
-            time.sleep(pause_s)
-            pause_s = min(_LONGEST_PAUSE_S, pause_s * 1.5)
-
-
-def _lead(waiting: _Waiting, me: Member) -> Meeting:
-    store, session = waiting.store, secrets.token_hex(8)
-    members: dict[int, Member] = {0: me}
+def _lead(store: Store, joining: Joining, me: Member) -> Meeting:
+    session, size = secrets.token_hex(8), joining.world_size
+    here: dict[int, Member] = {0: me}
     welcomed: set[str] = set()
+    told: list[int] = []
     store.set("hello/0", session)
 
     def all_here() -> bool:
-        for rank in range(1, waiting.world_size):
-            if rank in members:
+        for rank in range(1, size):
+            if rank in here:
                 continue
-            if (text := waiting.read(f"session/{session}/{rank}")) is not None:
-                members[rank] = Member(**json.loads(text))
-            elif (nonce := waiting.read(f"hello/{rank}")) is not None and nonce not in welcomed:
+            if (reply := _read(store, f"session/{session}/{rank}")) is not None:
+                came = json.loads(reply)
+                if came["group"] != joining.members:
+                    _refuse(store, session, joining, rank, came)
+                here[rank] = Member(**came["member"])
+            elif (nonce := _read(store, f"hello/{rank}")) is not None and nonce not in welcomed:
                 welcomed.add(nonce)
                 store.set(f"welcome/{nonce}", session)
-        return len(members) == waiting.world_size
+        return len(here) == size
 
-    waiting.until(all_here, lambda: _named(sorted(set(range(waiting.world_size)) - members.keys()), "did not come"))
-    meeting = Meeting(session, tuple(members[rank] for rank in range(waiting.world_size)), None)
+    def missing() -> list[int]:
+        nonlocal told
+        ranks = sorted(set(range(size)) - here.keys())
+        if ranks != told:  # for the others, who cannot know
+            told = ranks
+            store.set(f"session/{session}/missing", json.dumps(told))
+        return ranks
+
+    def came() -> str:
+        shown = [f"{rank} (pid {here[rank].pid} on {here[rank].host_name})" for rank in sorted(here)]
+        return named(shown if size <= _SHOWN else sorted(here), "came")
+
+    joining.until(all_here, missing, came)
+    meeting = Meeting(session, tuple(here[rank] for rank in range(size)), None)
     if meeting.one_host:
         meeting = Meeting(session, meeting.members, engine.new_address())
     store.set(f"session/{session}/plan", json.dumps(asdict(meeting)))
@@ -197,21 +198,37 @@ def _lead(waiting: _Waiting, me: Member) -> Meeting:
     return meeting
 
 
-def _follow(waiting: _Waiting, me: Member) -> Meeting:
-    store, nonce = waiting.store, secrets.token_hex(8)
-    store.set(f"hello/{waiting.rank}", nonce)
+def _refuse(store: Store, session: str, joining: Joining, rank: int, came: dict[str, Any]) -> NoReturn:
+    """Ends it for all who have come: somebody means another group by this name."""
+    text = (
+        f"the ranks make different groups under one name: rank {joining.members[0]} makes group {joining.name} of "
+        f"ranks {joining.members} ({joining.call}), but another rank, its rank {rank}, one of ranks {came['group']} "
+        f"({came['call']}). Every rank must make the same groups in the same order, those that it is not in too."
+    )
+    store.set(f"session/{session}/plan", json.dumps({"refused": text}))
+    for other in range(1, len(came["group"])):  # those who only belong to the other group would wait for an answer
+        if (nonce := _read(store, f"hello/{other}")) is not None:
+            store.set(f"welcome/{nonce}", session)
+    raise MismatchError(f"{joining.who}: {text}")
 
-    def missing() -> str:
-        others = [rank for rank in range(waiting.world_size) if not store.check([f"hello/{rank}"])]
-        return _named(others, "did not come") if others else "rank 0 does not answer"
 
-    waiting.until(lambda: store.check([f"welcome/{nonce}"]), missing)
+def _follow(store: Store, joining: Joining, me: Member) -> Meeting:
+    nonce = secrets.token_hex(8)
+    store.set(f"hello/{joining.rank}", nonce)
+    joining.until(lambda: store.check([f"welcome/{nonce}"]), lambda: [0], lambda: "")
     session = store.get(f"welcome/{nonce}").decode()
-    store.set(f"session/{session}/{waiting.rank}", json.dumps(asdict(me)))
-    waiting.until(lambda: store.check([f"session/{session}/plan"]), missing)
+    reply = {"member": asdict(me), "group": joining.members, "call": joining.call}
+    store.set(f"session/{session}/{joining.rank}", json.dumps(reply))
+
+    def missing() -> list[int]:
+        return json.loads(_read(store, f"session/{session}/missing") or "[]") or [0]
+
+    joining.until(lambda: store.check([f"session/{session}/plan"]), missing, lambda: "")
     plan = json.loads(store.get(f"session/{session}/plan"))
+    if "refused" in plan:
+        raise MismatchError(f"{joining.who}: {plan['refused']}")
     return Meeting(plan["session"], tuple(Member(**member) for member in plan["members"]), plan["address"])
 
 
-def _named(ranks: list[int], what: str) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} {what}"
+def _read(store: Store, key: str) -> str | None:
+    return store.get(key).decode() if store.check([key]) else None

@@ -40,6 +40,7 @@ def make(given: _DistributedBackendOptions, wanted: device_map.Asked | None = No
         ValueError: the device map holds a backend that cannot share a group with ours.
         WorldSizeError: the default group is not as large as the launcher means.
         CollectiveTimeoutError: ranks are missing; names them.
+        PeerLostError, MismatchError: a missing rank has ended, or makes another group.
     """
     if wanted is None or not wanted.devices:
         return _make_for_cpu(given)
@@ -59,8 +60,11 @@ def _make_for_cpu(given: _DistributedBackendOptions) -> ThroughEngine | ThroughG
     if not members:  # the default group
         _check_world_size(size)
     label = "world" if not members else f"{given.group_id} (ranks {_short(members)} of the world)"
-    limit = Limit(_timeout_s(given.timeout))
-    meeting = hosts.meet(store, rank, size, timeout_s=limit.timeout_s, name=label)
+    world = _default_group() if members else None
+    limit = Limit(_timeout_s(given.timeout, world))
+    meeting = hosts.meet(
+        store, rank, size, timeout_s=limit.timeout_s, name=label, members=members, world=world and world.communicator
+    )
     communicator: engine.Communicator | Alone | None = None
     if size == 1:
         communicator = Alone()
@@ -103,11 +107,22 @@ def _check_world_size(size: int) -> None:
         )
 
 
-def _timeout_s(given: timedelta) -> float:
-    """torch's default of half an hour gives way to PHOTINUS_TIMEOUT_S; any other timeout was somebody's wish."""
-    if given == dist.default_pg_timeout and os.environ.get(env.TIMEOUT_S.name):
-        return env.TIMEOUT_S.get()
-    return given.total_seconds()
+def _default_group() -> ProcessGroup | None:
+    """The default group, where it is one of ours."""
+    world = dist.group.WORLD
+    return world if isinstance(world, ProcessGroup) else None
+
+
+def _timeout_s(given: timedelta, world: ProcessGroup | None) -> float:
+    """torch's default of half an hour gives way to the default group's, or to PHOTINUS_TIMEOUT_S.
+
+    Any other timeout was somebody's wish. (torch does not say whether its default was given or filled in.)
+    """
+    if given != dist.default_pg_timeout:
+        return given.total_seconds()
+    if world is not None:
+        return world.timeout_s
+    return env.TIMEOUT_S.get() if os.environ.get(env.TIMEOUT_S.name) else given.total_seconds()
 
 
 def _short(ranks: list[int]) -> str:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOptions
 
+from .. import engine
 from ..errors import AbortedError
 from . import NAME, options, process_exit
 from .inner_gloo import InnerGloo, Limit
@@ -75,6 +76,16 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
     def uses_engine(self) -> bool:
         """Whether the engine serves this group; if not, its ranks sit on several hosts, or it was destroyed."""
         return False
+
+    @property
+    def communicator(self) -> engine.Communicator | None:
+        """The engine's, where it serves this group of several ranks."""
+        return None
+
+    @property
+    def timeout_s(self) -> float:
+        """Of operations that are given none."""
+        return self._limit.timeout_s
 
     # --- who we are ------------------------------------------------------------------------------------------------
 

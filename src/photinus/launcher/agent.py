@@ -11,8 +11,10 @@ from __future__ import annotations
 import signal
 import socket
 import time
+from datetime import timedelta
 from typing import Any, TypeVar
 
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
@@ -25,8 +27,9 @@ from torch.distributed.elastic.events.api import Event, EventSource
 from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalException
 
 from ..errors import LaunchError
+from ..world.ended import tell_ended
 from .cgroup import OomKills, oom_kills
-from .colleagues import Colleagues, Order
+from .colleagues import LOOPBACK, Colleagues, Order
 from .environment import Place, worker_environ
 from .guard import Guard
 from .hosts.messages import Report
@@ -46,6 +49,7 @@ __all__ = ["Agent"]
 _MONITOR_STEP_S = 0.5
 _SETTLE_S = 0.3
 _CULPRIT_S = 3.0
+_STORE_PATIENCE = timedelta(seconds=3)
 
 
 class Agent(SimpleElasticAgent):
@@ -81,6 +85,7 @@ class Agent(SimpleElasticAgent):
         self._restarts = 0
         self._delay_s = 0.0
         self._told_finished = False
+        self._told_ended: set[int] = set()
         self._began_s: float | None = None
         self._tried = False  # --preempt-after
         self._told_waiting = False
@@ -113,6 +118,7 @@ class Agent(SimpleElasticAgent):
         self._wait_out(self._delay_s)
         self._delay_s = 0.0
         self._told_finished = False
+        self._told_ended = set()
         job, spec = self._job, worker_group.spec
         formation = _known(self._rendezvous_handler.formation)
         starts = []
@@ -159,6 +165,7 @@ class Agent(SimpleElasticAgent):
         self._raise_if_interrupted()
         self._pass_on_suspension(processes)
         processes.kill_overdue(self._job.stop_grace_s)
+        self._tell_ended(processes)
         order = self._colleagues.order()
         if order is None and not processes.running() and not processes.failed() and not self._told_finished:
             self._told_finished = True
@@ -178,6 +185,18 @@ class Agent(SimpleElasticAgent):
             self._end(signal.SIGTERM, 0.0)
             return RunResult(WorkerState.SUCCEEDED, return_values={w.global_rank: None for w in worker_group.workers})
         return RunResult(WorkerState.HEALTHY)
+
+    def _tell_ended(self, processes: Processes) -> None:
+        """Lets workers know which others have ended well: they may wait for them to join a group."""
+        ended = set(processes.finished()) - self._told_ended
+        if not ended or not processes.running():
+            return
+        self._told_ended |= ended
+        port = _known(self._rendezvous_handler.formation).store_port
+        try:
+            tell_ended(TCPStore(LOOPBACK, port, wait_for_workers=False, timeout=_STORE_PATIENCE), ended)
+        except RuntimeError as error:  # the leading host may be gone; then the colleagues say so
+            self._output.say(f"photinus: ranks {sorted(ended)} have ended; the others could not be told: {error}\n")
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._end(signal.SIGTERM, self._job.stop_grace_s)

@@ -7,6 +7,7 @@
     rendezvous   the address and port at which the ranks find each other
     hydra        which run of MPICH's mpiexec a process belongs to
     own_address  the address by which other hosts know this one
+    ended        the ranks whose launcher saw them end well, for those that wait for them
     company      refuses a process that would train alone though others were started beside it
 
 Torch-free. Reads the environment it is given, and refuses contradictions instead of guessing.

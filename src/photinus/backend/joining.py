@@ -1,0 +1,130 @@
+"""A rank's wait for the others of a group that is being made: what it says meanwhile, and what ends it.
+
+Where the engine serves the default group, it watches all ranks of it, so the wait is one like any other: a line after
+some seconds, an error at once when a missing rank has ended or waits for this one elsewhere, and a deadline. Else (the
+default group itself, several hosts) all that is known is what stands in the store, and what the launcher writes there.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from .. import engine, env
+from ..errors import CollectiveTimeoutError, PeerLostError
+from ..world.ended import ended
+
+__all__ = ["Joining", "named"]
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
+_LOOK_EVERY_S = 0.1
+
+
+class Joining:
+    """See the module.
+
+    Args:
+        store: of the group; no prefix of it is looked through, as the launcher knows none.
+        rank, world_size: in the group.
+        timeout_s: deadline of the whole.
+        name: of the group, for messages.
+        members: the group's ranks in the default group.
+        world: the default group, where it is there already and the engine serves it.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        timeout_s: float,
+        name: str,
+        members: Sequence[int] | None = None,
+        world: engine.Communicator | None = None,
+    ) -> None:
+        self.rank, self.world_size, self.name = rank, world_size, name
+        self.members = list(members or range(world_size))
+        call, site = "new_group" if members else "init_process_group", engine.call_site()
+        self.call = f"{call} called at {site}" if site else call
+        self._store = _without_prefix(store)
+        self._timeout_s = timeout_s
+        self._began_s = self._look_at_s = time.monotonic()
+        self._look_at_s += _LOOK_EVERY_S
+        self._has_spoken = False
+        self._outside = None
+        if world is not None:
+            self._outside = world.wait_outside(f"{name} {self.members}", timeout_s)
+
+    def close(self) -> None:
+        """The wait is over: peers no longer see it."""
+        self._outside = None
+
+    @property
+    def who(self) -> str:
+        """This rank, for messages."""
+        return f"[rank {self.rank} of {self.world_size}, group {self.name}]"
+
+    def until(self, done: Callable[[], bool], missing: Callable[[], list[int]], came: Callable[[], str]) -> None:
+        """Polls until it is done.
+
+        Args:
+            missing: the ranks of the group that are waited for; asked now and then.
+            came: words on those that are there.
+
+        Raises:
+            CollectiveTimeoutError: the deadline has passed; names the missing ranks.
+            PeerLostError: one of them has ended.
+            MismatchError: one of them waits for this rank in something else.
+        """
+        pause_s = _FIRST_PAUSE_S
+        while not done():
+            now = time.monotonic()
+            if now >= self._look_at_s or now - self._began_s >= self._timeout_s:
+                self._look_at_s = now + _LOOK_EVERY_S
+                self._look(missing(), came(), now - self._began_s)
+            time.sleep(pause_s)
+            pause_s = min(_LONGEST_PAUSE_S, pause_s * 1.5)
+
+    def _look(self, missing: list[int], came: str, waited_s: float) -> None:
+        there = f"; {came}" if came else ""
+        if self._outside is not None:
+            described = f"making group {self.name}{there}; {self.call}"
+            self._outside.look([self.members[rank] for rank in missing], described)
+            return
+        gone = [rank for rank in missing if self.members[rank] in ended(self._store)]
+        if gone:
+            raise PeerLostError(
+                f"{self.who}: {named(gone, 'ended with exit code 0')} before joining the group, which waited for "
+                f"{'it' if len(gone) == 1 else 'them'} {waited_s:.1f} s in {self.call}. Every rank has to come; did "
+                f"the script leave early there (sys.exit, a branch that returns)?"
+            )
+        if waited_s >= self._timeout_s:
+            raise CollectiveTimeoutError(
+                f"{self.who}: the group was not complete within {self._timeout_s:g} s: {named(missing, 'did not come')}"
+                f"{there}. Waited in {self.call}. Start every rank with the same MASTER_ADDR, MASTER_PORT and "
+                f"WORLD_SIZE (or init_method), make the same groups in the same order on every rank, or raise the "
+                f"timeout."
+            )
+        if waited_s >= env.WAITING_S.get() and not self._has_spoken:
+            self._has_spoken = True
+            line = (
+                f"photinus: rank {self.rank} of {self.world_size} has been waiting for {waited_s:.0f} s for "
+                f"{named(missing, 'to join')} group {self.name}{there}; {self.call}; it gives up in "
+                f"{self._timeout_s - waited_s:.0f} s"
+            )
+            print(line, file=sys.stderr, flush=True)
+
+
+def named(ranks: Sequence[object], what: str) -> str:
+    """ "ranks 1, 2 did not come"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} {what}"
+
+
+def _without_prefix(store: Store) -> Store:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
