@@ -58,10 +58,10 @@ def stages(fake: bool) -> list[Stage]:
         Stage("machine", 40, (python, __file__, "--machine")),
         Stage("build", 100, (python, *build, ".")),
         Stage("engine", 15, (python, "-S", "-c", loads)),
-        tests("one_rank", 60),
-        tests("two_ranks", 80),
+        tests("one_rank", 50),
+        tests("two_ranks", 70),
         tests("training", 80),
-        tests("commands", 90),
+        tests("commands", 110),
         Stage("bench", 240, (python, "benchmarks/gpu_steps.py", *(("--fake",) if fake else ()))),
     ]
 
