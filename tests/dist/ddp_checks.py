@@ -48,6 +48,7 @@ CHECKED_MODULES = (
     "tests.dist.test_ddp_hooks",
     "tests.dist.test_ddp_join",
     "tests.dist.test_ddp_options",
+    "tests.dist.test_ddp_ranks_apart",
     "tests.dist.test_sync_batch_norm",
     "tests.parity.test_ddp",
 )

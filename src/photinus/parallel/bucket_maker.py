@@ -11,6 +11,7 @@ import torch.distributed as dist
 from .buckets import ALIGNMENT_BYTES, BucketPlan, ParameterSpec, assign_buckets
 from .exchange import Average, allocate
 from .gradient_memory import Bucket, Slot
+from .rank_facts import ELEMS_PER_RANK
 from .reducer_options import ReducerOptions
 
 __all__ = ["BucketMaker"]
@@ -71,15 +72,15 @@ class BucketMaker:
         buckets: list[Bucket] = []
         plans = self.plans(padded=carries_tail)
         for number, plan in enumerate(plans):
-            # The last bucket carries one element per rank: not zero where that rank's backward went wrong. All ranks
-            # so fail together, at no extra exchange. On a GPU reading it would make the host wait for the device.
-            carries_status = (
+            # The last bucket carries what the ranks say of themselves, so that all fail together, at no extra exchange.
+            # On a GPU reading it would make the host wait for the device.
+            carries_facts = (
                 number == len(plans) - 1
                 and self._device.type == "cpu"
-                and not self._options.find_unused_parameters
+                and not self._options.skip_unused
                 and carries_tail
             )
-            tail = self._average.world_size if carries_status else 0
+            tail = ELEMS_PER_RANK * self._average.world_size if carries_facts else 0
             slots = [self._slots[i] for i in plan.parameters]
             # Batched PowerSGD lets a bucket grow to a square. Memory that a group offers cannot grow.
             room = 0 if carries_tail else math.ceil(math.sqrt(plan.elems)) ** 2 - plan.elems

@@ -84,6 +84,11 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
             ranks evaluate and save the same model; forwards exchange none. (See `photinus.parallel.buffer_sync`.)
         nan_guard: when a gradient is not finite, every rank raises an error at the end of backward, which names the
             first rank and parameter. Costs one read of the gradients.
+        check_ranks: the ranks tell each other, along with the gradients, how many optimizer steps they have made, and
+            after every fourth a digest of the next part of the parameters. Ranks that are out of step are an error with
+            the next exchange, other weights with the first one (all differ) to after 128 steps (one element does); on
+            GPUs, with skip_all_reduce_unused_params and under communication hooks (these: steps only) with every 64th
+            exchange. Seen are steps of torch.optim optimizers. False: for weights that differ on purpose.
 
     Attributes:
         module: the model.
@@ -99,6 +104,8 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
     Raises:
         NotInitializedError: there is no process group.
         ModelMismatchError: (a ValueError, on every rank) models or options differ between ranks.
+        MismatchError: (by backward, on every rank) the ranks are out of step, see check_ranks. Weights that differ are
+            a ModelMismatchError, too.
         DeviceError: two ranks have their models on one GPU, and PHOTINUS_RANKS_PER_GPU does not allow it.
         UnsuitableModelError: (a ValueError) the model or the arguments do not fit; the message says why.
     """
@@ -132,6 +139,7 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
         forward_sync_buffers: bool | None = None,
         *,
         nan_guard: bool = False,
+        check_ranks: bool = True,
     ) -> None:
         super().__init__()
         UnevenInputs.__init__(self)
@@ -151,6 +159,7 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
         self.mixed_precision = mixed_precision
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.nan_guard = nan_guard
+        self.check_ranks = check_ranks
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self._divide_by_initial_world_size = True
@@ -204,7 +213,8 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
             f"options: bucket_cap_bytes={self.bucket_bytes_cap_list or self.bucket_bytes_cap} "
             f"forward_sync_buffers={self.forward_sync_buffers} find_unused_parameters={self.find_unused_parameters} "
             f"static_graph={self.static_graph} skip_all_reduce_unused_params={self.skip_all_reduce_unused_params} "
-            f"mixed_precision={self.mixed_precision} delayed={sorted(self._delayed[0])} nan_guard={self.nan_guard}"
+            f"mixed_precision={self.mixed_precision} delayed={sorted(self._delayed[0])} nan_guard={self.nan_guard} "
+            f"check_ranks={self.check_ranks}"
         ]
         lines += [describe("parameter", name, p) + (", sparse gradient" if name in sparse else "") for name, p in named]
         buffers = BufferSync(self.module, self.process_group, self.device, self.parameters_to_ignore).named()
@@ -236,6 +246,7 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
                 gradients_are_views=self.gradient_as_bucket_view,
                 late_errors=self.late_gradient_errors,
                 nan_guard=self.nan_guard,
+                check_ranks=self.check_ranks,
                 path=type(self.module).__name__,
             ),
         )

@@ -93,6 +93,7 @@ class DDPJoinHook(JoinHook):
         ddp.reducer.average.contributors = ddp.reducer.world_size
         ddp._authoritative_rank = common_rank(ddp, candidate=is_last_joiner)
         ddp._sync_module_states(ddp._authoritative_rank, buffers=ddp.forward_sync_buffers)
+        ddp.reducer.facts.restart()
 
 
 def tell_ranks(ddp: DistributedDataParallel, *, joined: bool) -> tuple[bool, int]:

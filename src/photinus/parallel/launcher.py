@@ -9,6 +9,7 @@ import torch
 from .bucket_exchange import BucketExchange
 from .gradient_memory import Bucket, Slot, bring_home
 from .nan_guard import NanGuard
+from .rank_facts import status_of
 from .reducer_options import ReducerOptions
 from .static_graph import StaticGraph
 from .timeline import Timeline
@@ -51,8 +52,8 @@ class BucketLauncher:
         self._waits_for_end = False
 
     @property
-    def status(self) -> torch.Tensor | None:
-        """An element per rank that travels with the last bucket; not zero where that rank's backward went wrong."""
+    def tail(self) -> torch.Tensor | None:
+        """What the ranks say of themselves, see `photinus.parallel.rank_facts`; travels with the last bucket."""
         return self.buckets[-1].tail if self.buckets else None
 
     @property
@@ -96,7 +97,7 @@ class BucketLauncher:
             bucket.arriving.clear()
         began = self._timeline.exchange_began()
         if self._guard is not None:
-            self._guard.watch(bucket, self.status if self.all_launched else None)
+            self._guard.watch(bucket, status_of(self.tail) if self.all_launched else None)
         bucket.work = self.exchange.start(bucket)
         self._timeline.bucket_launched(began, bucket)
 
@@ -109,5 +110,5 @@ class BucketLauncher:
             bucket.pending = len(bucket.slots) + bucket.also_waits
             bucket.work = None
             bucket.arriving.clear()
-        if self.status is not None:
-            self.status.zero_()
+        if self.tail is not None:
+            self.tail.zero_()

@@ -45,6 +45,7 @@ from .gradient_memory import Bucket, Slot, aliases, bring_home, slots_of
 from .graph import AveragedGradient, current_task, inside_custom_function, leaves_below
 from .launcher import BucketLauncher
 from .nan_guard import NanGuard
+from .rank_facts import RankFacts, status_of
 from .reducer_options import ReducerOptions
 from .round_errors import RoundErrors
 from .sparse import average_sparse
@@ -114,6 +115,8 @@ class Reducer(TorchReducerNames):
         self._sparse_slots = [slot for slot in self.slots if slot.name in options.sparse]
         sparse = [slot.index for slot in self._sparse_slots]
         dense = [slot for slot in self.slots if slot.index not in sparse]
+        checked = options.check_ranks and self.world_size > 1
+        self.facts = RankFacts(self.slots, self.average, checked=checked)
         self._maker = BucketMaker(dense, self.average, options, self.device)
         self._handles: list[Any] = []
         self._expected_unused: set[int] | None = None
@@ -208,6 +211,8 @@ class Reducer(TorchReducerNames):
             if missing:
                 raise self._errors.missing(missing)
         self._errors.raise_kept()
+        weights = self._launcher.exchange.carries_tail
+        self.facts.begin_forward(self.rounds, ride=self._launcher.tail is not None, weights=weights)
 
     def use_exchange(self, exchange: BucketExchange) -> None:
         """Buckets travel by `exchange` from now on. To be called on every rank, between two backwards."""
@@ -231,6 +236,8 @@ class Reducer(TorchReducerNames):
             [s.parameter for s in self._sparse_slots], [None for _ in self._sparse_slots], self.average
         )
         wait_all([*works, self.with_gradients()])
+        tail = shadows[-1].tail if shadows else None
+        facts = self.facts.exchange(self.rounds, silent=True) if tail is None else tail
         self.rounds += 1
         for slot, average in zip(self._sparse_slots, sparse, strict=True):
             slot.parameter.grad = average
@@ -238,14 +245,16 @@ class Reducer(TorchReducerNames):
         for slot in (slot for shadow in shadows for slot in shadow.slots):
             if not used_somewhere or used_somewhere[slot.index]:
                 slot.parameter.grad = slot.view
+        self.facts.check(facts)
         if self._guard is not None:
-            self._guard.check(self.slots, shadows[-1].tail if shadows else None)
+            self._guard.check(self.slots, status_of(tail))
 
     def stop(self) -> None:
         """Ends the exchange for good: later backwards leave local gradients. Not needed before exit. Idempotent."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self.facts.stop()
         self._reset()
         self.buckets.clear()
         self._sparse_slots.clear()
@@ -366,6 +375,7 @@ class Reducer(TorchReducerNames):
         if self._open and task not in self._tasks and task > self._tasks[0] and not inside_custom_function():
             # Not the enclosing backward (that would be older), not a nested one: a new one, after an exception.
             self._close(self._missing(), interrupted=True)
+        self.facts.begin_backward()
         if self.sync_grad and self.forward_syncs and task not in self._tasks:
             if not self._open:
                 self._open = True
@@ -375,6 +385,7 @@ class Reducer(TorchReducerNames):
                 if not self.options.gradients_are_views:
                     for bucket in self.buckets:
                         bucket.make_writable()
+                self.facts.say(self._launcher.tail)
                 self._count_unused()
             self._tasks.append(task)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._on_backward_end(task))
@@ -450,7 +461,8 @@ class Reducer(TorchReducerNames):
         try:
             for slot in missing:
                 self._count_absent(slot)
-            status = self._launcher.status
+            tail = self._launcher.tail
+            status = status_of(tail)
             if failed and status is not None and not self._launcher.all_launched:
                 status[self.rank] = 1
             self._launcher.launch_all()
@@ -470,6 +482,7 @@ class Reducer(TorchReducerNames):
                 future.wait()
             if used is not None:
                 self.used.finish(used)
+            facts = self.facts.exchange(self.rounds) if tail is None else tail
             if began:
                 waiting_time.end(began)
             self.timeline.exchange_ended(sum(not bucket.skipped for bucket in self.buckets))
@@ -480,6 +493,7 @@ class Reducer(TorchReducerNames):
                 if learning and self.static_graph is not None:
                     self.static_graph.learn(self.slots)
                 self._errors.check_others(status)
+                self.facts.check(facts)
             if self._guard is not None:
                 self._guard.check(self.slots, status)
         finally:

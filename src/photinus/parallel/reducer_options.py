@@ -25,6 +25,7 @@ class ReducerOptions:
         gradients_are_views: `param.grad` may be written to by the next backward even if it was kept elsewhere.
         late_errors: raise what went wrong with a backward at the next forward.
         nan_guard: see `photinus.parallel.nan_guard`.
+        check_ranks: see `photinus.parallel.rank_facts`.
         path: what messages call the model.
     """
 
@@ -41,4 +42,5 @@ class ReducerOptions:
     gradients_are_views: bool = False
     late_errors: bool = False
     nan_guard: bool = False
+    check_ranks: bool = True
     path: str = "the model"

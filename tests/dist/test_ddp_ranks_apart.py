@@ -1,0 +1,309 @@
+"""Ranks that go another way than the others: out of step, or with other weights. And those that may differ."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.utils.checkpoint import checkpoint
+
+from photinus.errors import MismatchError, ModelMismatchError
+from photinus.parallel import DistributedDataParallel
+from photinus.parallel.parameter_digest import compare_parameters
+from tests.dist.ddp_checks import (
+    KIB_IN_MIB,
+    SETTINGS,
+    SharedFrozenMixed,
+    assert_check,
+    assert_equal_on_all_ranks,
+    batch,
+    checks_of,
+    expect,
+    small_net,
+)
+
+LAST_STEP = 140
+
+
+def wrapped(group: dist.ProcessGroup, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(small_net(), process_group=group, bucket_cap_mb=KIB_IN_MIB, **options)
+
+
+def train(ddp: nn.Module, group: dist.ProcessGroup, optimizer: Any, steps: int, before: Any = None) -> None:
+    """Steps, and what is to be done `before(step)` each."""
+    for step in range(steps):
+        if before is not None:
+            before(step)
+        optimizer.zero_grad()
+        ddp(batch(group, step)).square().mean().backward()
+        optimizer.step()
+
+
+# ---- out of step
+
+
+def check_no_sync_on_one_rank_only_is_found_at_its_next_exchange(group: dist.ProcessGroup) -> None:
+    for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True}):
+        ddp, exchanges = wrapped(group, **options), 0
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        with expect(MismatchError, "rank 1: 3 optimizer steps", "2 optimizer steps", "no_sync()"):
+            for step in range(5):
+                ddp.require_backward_grad_sync = not (group.rank() == 1 and step == 2)
+                ddp(batch(group, step)).sum().backward()
+                exchanges += ddp.require_backward_grad_sync
+                optimizer.step()
+        assert exchanges == 2  # the third is the first that is wrong
+
+
+def check_an_extra_forward_and_backward_on_one_rank_is_found_at_once(group: dist.ProcessGroup) -> None:
+    ddp, exchanges = wrapped(group), 0
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    with expect(MismatchError, "rank 1: 3 optimizer steps", "4 optimizer steps", "one backward more"):
+        for step in range(6):
+            for _ in range(2 if group.rank() == 1 and step == 3 else 1):
+                ddp(batch(group, step)).sum().backward()
+                exchanges += 1
+            optimizer.step()
+    assert exchanges == 4
+
+
+def check_where_facts_cannot_ride_with_gradients_every_64th_exchange_brings_them(
+    group: dist.ProcessGroup,
+) -> None:
+    def out_of_step(ddp: DistributedDataParallel) -> None:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        with expect(MismatchError, "rank 1: 64 optimizer steps", "63 optimizer steps"):
+            for step in range(70):
+                ddp.require_backward_grad_sync = not (group.rank() == 1 and step == 5)
+                ddp(batch(group, step)).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    skipping = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+    out_of_step(wrapped(group, **skipping))
+    hooked = wrapped(group)
+    hooked.register_comm_hook(group, default_hooks.allreduce_hook)
+    out_of_step(hooked)
+    ddp = wrapped(group, **skipping)
+    with expect(ModelMismatchError, "parameter 0.weight"):
+        train(ddp, group, torch.optim.SGD(ddp.parameters(), lr=0.01 + 0.01 * group.rank()), 70)
+    hooked = wrapped(group)  # whose hook lets weights go apart
+    hooked.register_comm_hook(None, debugging_hooks.noop_hook)
+    train(hooked, group, torch.optim.SGD(hooked.parameters(), lr=0.01), 70)
+
+
+def check_an_optimizer_step_left_out_on_one_rank_is_found_at_once(group: dist.ProcessGroup) -> None:
+    ddp = wrapped(group)
+    optimizer = torch.optim.Adam(ddp.parameters())
+    with expect(MismatchError, "rank 1: 2 optimizer steps"):
+        for step in range(5):
+            ddp(batch(group, step)).sum().backward()
+            if group.rank() != 1 or step != 2:
+                optimizer.step()
+
+
+def check_in_half_precision_too(group: dist.ProcessGroup) -> None:
+    ddp = DistributedDataParallel(small_net().bfloat16(), process_group=group)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    with expect(MismatchError, "rank 1: 71 optimizer steps", "70 optimizer steps"):
+        for step in range(75):
+            ddp.require_backward_grad_sync = not (group.rank() == 1 and step == 70)
+            ddp(batch(group, step).bfloat16()).sum().backward()
+            optimizer.step()
+
+
+# ---- other weights
+
+
+def check_another_learning_rate_is_found_after_the_first_step(group: dist.ProcessGroup) -> None:
+    ddp, done = wrapped(group), []
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1 if group.rank() == 1 else 0.2)
+    others = "rank 0" if group.size() == 2 else "ranks 0, 2"
+    with expect(ModelMismatchError, f"rank 1 has other values than {others} in parameter 0.weight [40, 6] (and 5 more"):
+        train(ddp, group, optimizer, 5, done.append)
+    assert done == [0, 1]
+
+
+def check_another_optimizer_is_found(group: dist.ProcessGroup) -> None:
+    ddp = wrapped(group, find_unused_parameters=True)
+    kind = torch.optim.Adam if group.rank() == 1 else torch.optim.SGD
+    with expect(ModelMismatchError, "parameter 0.weight"):
+        train(ddp, group, kind(ddp.parameters(), lr=0.01), 5)
+
+
+class Norm(nn.Module):
+    """Parameters that are large, permuted, of an odd number of bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.large = nn.Parameter(torch.randn(300, 600))
+        self.permuted = nn.Parameter(torch.randn(3, 4, 5, dtype=torch.bfloat16).permute(1, 2, 0))
+        self.odd = nn.Parameter(torch.randn(7, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean() * sum(p.float().square().mean() for p in self.parameters())
+
+
+def check_one_element_that_was_changed_once_is_found(group: dist.ProcessGroup) -> None:
+    for name, place in (("large", (250, 1)), ("permuted", (3, 4, 2)), ("odd", (6,))):
+        ddp = DistributedDataParallel(Norm(), process_group=group)
+        changed = getattr(ddp.module, name)
+
+        def change(step: int, changed: nn.Parameter = changed, place: tuple[int, ...] = place) -> None:
+            if step == 3 and group.rank() == 1:
+                changed.data[place] += 1
+
+        with expect(ModelMismatchError, f"parameter {name}"):
+            train(ddp, group, torch.optim.SGD(ddp.parameters(), lr=1e-3), LAST_STEP, change)
+
+
+def check_all_parameters_can_be_compared_at_any_time(group: dist.ProcessGroup) -> None:
+    model = SharedFrozenMixed()
+    named = list(model.named_parameters())
+    compare_parameters(named, group)
+    if group.rank() == 1:
+        model.factors.data[3] += 1
+        model.strided.data[1, 1] += 1
+    with expect(ModelMismatchError, "in parameter factors [4]", "1 more of"):
+        compare_parameters(named, group)
+
+
+# ---- no false alarms
+
+
+def check_other_numbers_of_micro_batches_are_fine(group: dist.ProcessGroup) -> None:
+    ddp = wrapped(group)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    for step in range(6):
+        for _ in range((group.rank() + step) % 3):
+            with ddp.no_sync():
+                ddp(batch(group, step)).mean().backward()
+        ddp(batch(group, step)).mean().backward()
+        optimizer.step()
+    assert_equal_on_all_ranks(ddp.module[0].weight, group)
+
+
+def check_join_and_what_follows_it_is_fine(group: dist.ProcessGroup) -> None:
+    ddp = wrapped(group)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    for divide in (True, False):
+        with ddp.join(divide_by_initial_world_size=divide):
+            train(ddp, group, optimizer, 3 + 4 * group.rank())
+        train(ddp, group, optimizer, 6)
+    assert_equal_on_all_ranks(ddp.module[0].weight, group)
+
+
+def check_two_models_with_optimizers_of_their_own_are_fine(group: dist.ProcessGroup) -> None:
+    """As of a GAN: the second one's gradients pass through the first one, too."""
+    torch.manual_seed(0)
+    first, second = wrapped(group), DistributedDataParallel(nn.Linear(3, 6), process_group=group)
+    optimizers = [torch.optim.Adam(net.parameters(), lr=0.01) for net in (first, second)]
+    for step in range(6):
+        first(batch(group, step)).square().mean().backward()
+        first(second(batch(group, step)[:, :3]).detach()).mean().backward()
+        optimizers[0].step()
+        first(second(batch(group, step)[:, :3])).mean().backward()
+        optimizers[1].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if group.rank() == 0:  # a third of one rank's own
+            probe = nn.Linear(2, 2)
+            probe(torch.ones(2)).sum().backward()
+            torch.optim.SGD(probe.parameters(), lr=1.0).step()
+
+
+def check_weights_changed_for_a_while_are_fine(group: dist.ProcessGroup) -> None:
+    """SAM: each rank climbs by its own gradient, takes the averaged one there, and steps from where it was."""
+    ddp = wrapped(group)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    for step in range(8):
+        optimizer.zero_grad()
+        with ddp.no_sync():
+            ddp(batch(group, step)).square().mean().backward()
+        before = [p.detach().clone() for p in ddp.parameters()]
+        for p in ddp.parameters():
+            p.data = p.data + 0.01 * p.grad
+        optimizer.zero_grad()
+        ddp(batch(group, step)).square().mean().backward()
+        for p, old in zip(ddp.parameters(), before, strict=True):
+            p.data = old
+        optimizer.step()
+    assert_equal_on_all_ranks(ddp.module[0].weight, group)
+
+
+def check_optimizers_of_parts_zero_and_checkpointing_are_fine(group: dist.ProcessGroup) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = small_net()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net[2:](checkpoint(self.net[:2], x.requires_grad_(), use_reentrant=True))
+
+    def parts(parameters: list[nn.Parameter]) -> list[Any]:
+        return [torch.optim.SGD(parameters[:2], lr=0.1), torch.optim.Adam(parameters[2:], lr=0.01)]
+
+    def zero(parameters: list[nn.Parameter]) -> list[Any]:
+        return [ZeroRedundancyOptimizer(parameters, torch.optim.Adam, process_group=group, lr=0.01)]
+
+    makers: list[Callable[[list[nn.Parameter]], list[Any]]] = [parts, zero]
+    for make in makers:
+        ddp = DistributedDataParallel(Checkpointed(), process_group=group, bucket_cap_mb=KIB_IN_MIB)
+        optimizers = make(list(ddp.parameters()))
+        for step in range(8):
+            ddp(batch(group, step)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_equal_on_all_ranks(ddp.module.net[0].weight, group)
+
+
+def check_steps_that_a_scaler_skips_are_fine(group: dist.ProcessGroup) -> None:
+    ddp = wrapped(group)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    for step in range(8):
+        optimizer.zero_grad()
+        loss = ddp(batch(group, step)).square().mean()
+        if step in (2, 5) and group.rank() == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert_equal_on_all_ranks(ddp.module[0].weight, group)
+
+
+def check_weights_may_differ_where_it_was_asked_for(group: dist.ProcessGroup) -> None:
+    ddp = wrapped(group, check_ranks=False)
+    train(ddp, group, torch.optim.SGD(ddp.parameters(), lr=0.1 + group.rank()), 6)
+    ignored = small_net()
+    ignored._ddp_params_and_buffers_to_ignore = ["0.weight"]
+    ddp = DistributedDataParallel(ignored, process_group=group)
+    twin = copy.deepcopy(ignored)
+    train(ddp, group, torch.optim.SGD(ddp.parameters(), lr=0.1), 6)
+    assert not torch.equal(ignored[0].weight, twin[0].weight)
+
+
+def check_a_forward_of_one_rank_alone_is_fine(group: dist.ProcessGroup) -> None:
+    ddp = wrapped(group)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    for step in range(6):
+        if group.rank() == 0 and step > 1:
+            ddp(batch(group, step))  # a look at the outputs, with grad enabled
+        ddp(batch(group, step)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("backend", "world_size"), SETTINGS)
+@pytest.mark.parametrize("check", checks_of(globals()))
+def test_ddp_ranks_apart(check: str, backend: str, world_size: int) -> None:
+    assert_check(__name__, check, backend, world_size)
