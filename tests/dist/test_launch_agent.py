@@ -11,14 +11,16 @@ from tests.fork_server import REPOSITORY
 
 PLAY = """
 import os, sys
+from contextlib import closing
 from pathlib import Path
 from photinus.launcher.guard import guarding
 from photinus.launcher.interrupts import taking_interrupts
 from photinus.launcher.output import Output
 from photinus.launcher.processes import adopting_orphans
+from photinus.launcher.store import StoreProcess
 
 folder = Path(sys.argv[1])
-with guarding() as guard, taking_interrupts() as interrupts:
+with guarding() as guard, taking_interrupts() as interrupts, closing(StoreProcess()) as store:
     from photinus.launcher.agent import Agent
     from photinus.launcher.colleagues import OneHost, Order
     from photinus.launcher.job import Job
@@ -37,12 +39,12 @@ with guarding() as guard, taking_interrupts() as interrupts:
 
     output = Output()
     job = Job(Program("script", str(folder / "train.py")), "mine", 2, 0, 5.0, 1.5, 2, True, dict(os.environ))
-    leader = Leader("mine", 2, 0, lambda text, alarm: output.say(text))
+    leader = Leader("mine", 2, 0, lambda text, alarm: output.say(text), store=store)
     agent = Agent(job, leader, guard=guard, output=output, interrupts=interrupts)
     with adopting_orphans():
-        result = agent.run()
+        verdict = agent.run()
     output.close()
-    print("failed" if result.is_failed() else f"attempts {agent._rendezvous_handler.formation.attempt + 1}")
+    print("failed" if verdict is not None else f"attempts {agent.attempts}")
 """
 TRAIN = """
 import os, time

@@ -6,21 +6,15 @@ ended. With several hosts this is `hosts.member.Member`; here is the case of one
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from .hosts.messages import Report
 from .judge import Judge, Verdict
+from .store import StoreProcess
 
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-__all__ = ["LOOPBACK", "Colleagues", "Formation", "JobEndedError", "OneHost", "Order", "open_store"]
-
-LOOPBACK = "127.0.0.1"
-_STORE_TIMEOUT = timedelta(seconds=300)
+__all__ = ["Colleagues", "Formation", "JobEndedError", "OneHost", "Order"]
 
 
 class JobEndedError(Exception):
@@ -103,6 +97,9 @@ class Colleagues(Protocol):
             JobEndedError: the job is over.
         """
 
+    def ended(self, ranks: Sequence[int]) -> None:
+        """Says that these of this host's workers ended well while others run: they may be waited for in vain."""
+
     def finished(self) -> None:
         """Says that all workers of this host ended well; "done" will follow, or another order."""
 
@@ -116,30 +113,6 @@ class Colleagues(Protocol):
         """Says that this host goes, why, and with which exit code."""
 
 
-def open_store(port: int = 0) -> tuple[TCPStore, int]:
-    """A store on the loopback interface, and its port. (Port 0: one that nobody can take before the store has it.)
-
-    Torch's own rendezvous keeps one store for all attempts; after a restart, workers find the addresses of dead ones
-    in it and dial them (failures of that kind were 6 of 8 measured restarts). Here nothing of an attempt outlives
-    it. The store lives in a launcher, not in rank 0, so that rank 0 may die like any other.
-    """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    from .hosts.ports import listen
-
-    with listen(LOOPBACK, port) as listener:
-        bound: int = listener.getsockname()[1]
-        store = TCPStore(
-            LOOPBACK,
-            bound,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=_STORE_TIMEOUT,
-            master_listen_fd=listener.detach(),
-        )
-    return store, bound
-
-
 class OneHost:
     """No colleagues: meets at once, judges by itself, and is done when its workers are.
 
@@ -148,18 +121,26 @@ class OneHost:
         workers: number of this host's workers.
         max_restarts: attempts after the first.
         say: prints words on the terminal; with True an alarm.
+        store: for the workers.
         port: of the store; 0 for one that is free.
     """
 
     def __init__(
-        self, job_id: str, workers: int, max_restarts: int, say: Callable[[str, bool], None], port: int = 0
+        self,
+        job_id: str,
+        workers: int,
+        max_restarts: int,
+        say: Callable[[str, bool], None],
+        *,
+        store: StoreProcess,
+        port: int = 0,
     ) -> None:
         self._job_id = job_id
         self._workers = workers
         self._judge = Judge(max_restarts)
         self._say = say
         self._port = port
-        self._store: TCPStore | None = None
+        self._store = store
         self._attempt = -1
         self._finished = False
 
@@ -171,14 +152,17 @@ class OneHost:
     def meet(self, check: Callable[[], None]) -> Formation:
         """The next attempt, with a store of its own."""
         check()
-        self._store = None  # the last attempt's, with its port and all that was written to it
         self._attempt += 1
-        self._store, port = open_store(self._port)
-        return Formation((self._workers,), 0, self._attempt, self._job_id, port)
+        return Formation((self._workers,), 0, self._attempt, self._job_id, self._store.open(self._port))
 
     def order(self) -> Order | None:
         """Done, once the workers are."""
+        self._store.check()
         return Order("done") if self._finished else None
+
+    def ended(self, ranks: Sequence[int]) -> None:
+        """The other workers find it in their store."""
+        self._store.tell_ended(ranks)
 
     def finished(self) -> None:
         """All is done."""
@@ -191,4 +175,4 @@ class OneHost:
         return verdict
 
     def leave(self, reason: str, exit_code: int) -> None:
-        """Nobody is there to be told. The store stays as long as workers do, who look into it and would complain."""
+        """Nobody is there to be told."""

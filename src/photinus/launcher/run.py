@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from .. import env
 from ..errors import DeviceError
 from ..relaunch import Launch, notable
-from .devices import count_gpus_apart
+from .devices import count_gpus
 from .flags import HELP, RunFlags, SelectionFlags, parse_run
 from .local_rank import with_local_rank
 from .program import Program, check_program
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
         from .hosts.selection import for_this_host, typed
 
         try:
-            return _start(for_this_host(flags, count_gpus_apart), program)
+            return _start(for_this_host(flags, count_gpus), program)
         except DeviceError as error:
             raise DeviceError(f"{typed(flags.selection)} asks for GPUs: {error}") from None
     return _start(flags, program)

@@ -1,21 +1,21 @@
-"""One job on this host, from its start to its exit code: the guard, the signals, the output, and elastic's agent."""
+"""One job on this host, from its start to its exit code: the guard, the signals, the output, and the agent."""
 
 from __future__ import annotations
 
-import logging
+import importlib.util
 import os
 import shutil
 import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from contextlib import ExitStack, closing, contextmanager
 
 from .. import env
 from ..errors import LaunchError
 from ..torch_version import check_torch
-from .colleagues import LOOPBACK, Colleagues, JobEndedError, OneHost
+from .agent import Agent
+from .colleagues import Colleagues, JobEndedError, OneHost
 from .devices import (
     VISIBLE,
     check_devices,
@@ -37,9 +37,7 @@ from .logs import open_logs, plan_logs
 from .output import Output
 from .processes import adopting_orphans
 from .program import Program
-
-if TYPE_CHECKING:
-    from .agent import Agent
+from .store import LOOPBACK, StoreProcess
 
 __all__ = ["supervise"]
 
@@ -56,23 +54,28 @@ def supervise(flags: RunFlags, program: Program) -> int:
         LaunchError: workers could not be started, or one failed for good; carries the exit code.
         OldTorchError: torch is too old.
     """
+    if importlib.util.find_spec("torch") is None:
+        raise LaunchError(
+            f"photinus run needs PyTorch, which {sys.executable} does not have. Install it as pytorch.org says for "
+            f"your device, or start photinus with the Python that has it."
+        )
     check_torch()
     environ = dict(os.environ)
     job_id = flags.hosts.job_id or uuid.uuid4().hex
-    # The guard forks, so it comes before torch and its threads; and signals are taken before the slow import of torch.
+    # The guard forks, so it comes before all threads.
     with (
         guarding() as guard,
         taking_interrupts() as interrupts,
         _output() as output,
         _temporary_folder(guard) as temporary,
-        # Before torch too: a port that is taken is told at once, and other hosts find this one while it imports.
+        closing(StoreProcess()) as store,
+        # A port that is taken is told at once, and other hosts find this one while torch counts GPUs.
         _joining(flags, job_id, environ, output, interrupts) as joined,
     ):
         try:
             if flags.devices is not None:
                 environ[VISIBLE] = os.environ[VISIBLE] = visible_devices(flags.devices, environ.get(VISIBLE))
-            with interrupts.striking_at_once(), _quiet_torch(environ):
-                agent_class, signal_exception = _import_torch_parts()
+            with interrupts.striking_at_once():
                 environ[env.RANKS_PER_GPU.name] = str(flags.ranks_per_gpu)
                 counted: list[int] = []
 
@@ -119,13 +122,12 @@ def supervise(flags: RunFlags, program: Program) -> int:
             print(told(job, flags.hosts, logs))
             return 0
         output.log_to(open_logs(logs))
-        agent = agent_class(
-            job, _colleagues(flags, job, joined, output), guard=guard, output=output, interrupts=interrupts
-        )
+        colleagues = _colleagues(flags, job, joined, output, store)
+        agent = Agent(job, colleagues, guard=guard, output=output, interrupts=interrupts)
         try:
             with adopting_orphans():
-                result = agent.run()
-        except signal_exception:
+                verdict = agent.run()
+        except Interrupted:
             if agent.suspension is not None:
                 output.say(f"photinus: {agent.suspension}; the same command goes on from there\n")
             return _interrupted(interrupts, output, _ended(chosen.count))
@@ -134,10 +136,8 @@ def supervise(flags: RunFlags, program: Program) -> int:
             if interrupts.comes_within(_SIGNAL_TO_ALL_S if env.CONDUCTED_AS.get() is not None else 0.0):
                 return _interrupted(interrupts, output, _ended(chosen.count))
             raise LaunchError(f"the job ended: {ended}", exit_code=ended.exit_code) from None
-    if not result.is_failed():
+    if verdict is None:
         return 0
-    verdict = agent.failure
-    assert verdict is not None
     if joined is not None and not joined.leads and env.CONDUCTED_AS.get() is not None:
         return verdict.exit_code
     after = f" after {agent.restarts} restart{'s' if agent.restarts > 1 else ''}" if agent.restarts else ""
@@ -178,24 +178,17 @@ def _joining(
         yield joined
 
 
-def _colleagues(flags: RunFlags, job: Job, joined: Joined | None, output: Output) -> Colleagues:
+def _colleagues(flags: RunFlags, job: Job, joined: Joined | None, output: Output, store: StoreProcess) -> Colleagues:
     if joined is None:
 
         def say(text: str, alarm: bool) -> None:
             output.say(text, alarm=alarm)
 
-        return OneHost(job.job_id, job.local_world_size, job.max_restarts, say, flags.hosts.port or 0)
+        port = flags.hosts.port or 0
+        return OneHost(job.job_id, job.local_world_size, job.max_restarts, say, store=store, port=port)
     assert flags.hosts.nnodes is not None
     joined.member.introduce(Me(job.local_world_size, flags.hosts.node_rank, flags.hosts.nnodes, joined.leads))
     return joined.member
-
-
-def _import_torch_parts() -> tuple[type[Agent], type[Exception]]:
-    from torch.distributed.elastic.multiprocessing import SignalException
-
-    from .agent import Agent
-
-    return Agent, SignalException
 
 
 def _ended(workers: int) -> str:
@@ -235,31 +228,3 @@ def _temporary_folder(guard: Guard) -> Iterator[str]:
         yield folder if len(os.fsencode(folder)) <= _LONGEST_FOLDER_BYTES else ""
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _quiet_torch(environ: Mapping[str, str]) -> Iterator[None]:
-    """While torch is imported for the launcher's own use: no device backends, and no log lines of elastic.
-
-    Our report stands in place of elastic's warnings; who sets LOGLEVEL wants to see them.
-    """
-    name = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-    os.environ[name] = "0"
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise LaunchError(
-            f"photinus run needs PyTorch, which {sys.executable} does not have. Install it as pytorch.org says for "
-            f"your device, or start photinus with the Python that has it."
-        ) from None
-    finally:
-        if name in environ:
-            os.environ[name] = environ[name]
-        else:
-            del os.environ[name]
-    if "LOGLEVEL" not in environ:
-        elastic = logging.getLogger("torch.distributed.elastic")
-        elastic.addHandler(logging.NullHandler())
-        elastic.propagate = False

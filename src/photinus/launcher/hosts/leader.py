@@ -1,9 +1,8 @@
 """The leading host's end of a job on several hosts: one port, behind which the hosts meet and the store is found.
 
 Carries out what `meeting` decides. Runs in a small process of its own beside the leading launcher (`leading` starts
-it): a launcher that imports torch holds Python's lock for seconds, and would be taken for dead or for a stranger. The
-leader's own workers take part through a `Member` like those of every other host; that one also hosts the store, which
-needs torch, and prints what the leader has to say.
+it), so that hosts are answered whatever the leading launcher is busy with. The leader's own workers take part through a
+`Member` like those of every other host; that one also hosts the store, and prints what the leader has to say.
 """
 
 from __future__ import annotations
@@ -215,6 +214,9 @@ class Leader:
             for other, form in self._waiting_forms:
                 self._send((other,), form)
             self._waiting_forms.clear()
+        elif kind == "ended":
+            if self._own is not None:  # the store is there
+                self._send((self._own,), message)
         elif kind != "beat":
             raise messages.MessageError(f"unknown type {kind!r}")
 

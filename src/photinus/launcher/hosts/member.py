@@ -14,22 +14,21 @@ import secrets
 import select
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from importlib import metadata
+from typing import Any
 
 from ... import __version__, env
 from ...errors import LaunchError
 from ...world.own_address import interface_of
-from ..colleagues import Formation, JobEndedError, Order, open_store
+from ..colleagues import Formation, JobEndedError, Order
 from ..judge import Verdict
+from ..store import StoreProcess
 from . import messages
 from .background import Background
 from .dialling import dial
 from .relay import Relay
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 __all__ = ["Me", "Member"]
 
@@ -88,7 +87,7 @@ class Member:
         self._speaking: asyncio.Future[None] | None = None
         self._own_address = ""
         self._over: JobEndedError | None = None
-        self._store: TCPStore | None = None
+        self._store = StoreProcess()
         self._background: Background | None = None
 
     @property
@@ -97,21 +96,16 @@ class Member:
         return self._fd
 
     def introduce(self, me: Me) -> None:
-        """Dials the leader and says who this host is; before the first `meet`, and after torch was imported.
-
-        (An import holds Python's lock for seconds; a host that gives no sign of life meanwhile would count as lost.)
-        """
-        from torch import __version__ as torch_version
-
+        """Dials the leader and says who this host is; before the first `meet`."""
         self._leads = me.leads
-        hello = {"type": "hello", "version": __version__, "torch": str(torch_version), "host": socket.gethostname()}
-        self._hello = {**hello, "launcher": secrets.token_hex(8), **asdict(me)}
+        versions = {"version": __version__, "torch": metadata.version("torch")}
+        names = {"host": socket.gethostname(), "launcher": secrets.token_hex(8)}
+        self._hello = {"type": "hello", **versions, **names, **asdict(me)}
         self._background = Background("photinus-member")
         self._background.start(self._live())
 
     def meet(self, check: Callable[[], None]) -> Formation:
         """Says that this host is ready and waits for the next attempt (see `Colleagues.meet`)."""
-        self._store = None  # the last attempt's
         self._send({"type": "ready"})
         while True:
             message = self._next(check)
@@ -122,6 +116,7 @@ class Member:
 
     def order(self) -> Order | None:
         """The leader's next order, None when none has come (see `Colleagues.order`)."""
+        self._store.check()
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._fd)
         while True:
@@ -132,6 +127,13 @@ class Member:
             order = self._order(message)
             if order is not None:
                 return order
+
+    def ended(self, ranks: Sequence[int]) -> None:
+        """Lets the workers of all hosts know, by the store that the leader's host holds."""
+        if self._leads:
+            self._store.tell_ended(ranks)
+        else:
+            self._send({"type": "ended", "ranks": list(ranks)})
 
     def finished(self) -> None:
         """Tells the leader that all workers of this host ended well."""
@@ -158,7 +160,7 @@ class Member:
 
     def close(self) -> None:
         """Sends what is still to be said, and closes all that is open."""
-        self._store = None
+        self._store.close()
         if self._background is not None:
             with contextlib.suppress(TimeoutError):
                 self._background.do(self._close(), _GOODBYE_S)
@@ -167,7 +169,7 @@ class Member:
 
     def _formation(self, message: Mapping[str, Any]) -> Formation:
         if message["hosts_store"]:
-            self._store, port = open_store()
+            port = self._store.open()
             self._send({"type": "store", "port": port})
         else:
             assert self._background is not None
@@ -185,6 +187,8 @@ class Member:
         kind = message["type"]
         if kind == "say":
             self._say(str(message["text"]), bool(message["alarm"]))
+        if kind == "ended":
+            self._store.tell_ended(map(int, message["ranks"]))
         if kind in ("stop", "regroup"):
             return Order(kind, str(message["reason"]), unharmed=bool(message.get("unharmed")))
         if kind == "end":
