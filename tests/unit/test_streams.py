@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from photinus.parallel import launcher
 from photinus.parallel.ddp import DistributedDataParallel
 from photinus.parallel.gradient_memory import Bucket
 from photinus.parallel.streams import StreamWatch, sent_to, streams_of
@@ -46,8 +47,10 @@ class Launches:
     ],
 )
 def test_gradients_on_a_second_stream_are_launched_when_backward_is_over(
-    alone: None, streams: list[int], launched_at: list[int]
+    alone: None, streams: list[int], launched_at: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    kept: list[object] = []  # gradients whose memory is kept until this stream has read them
+    monkeypatch.setattr(launcher, "used_here", kept.append)
     model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(1)) for _ in range(4)])
     ddp = DistributedDataParallel(model, bucket_cap_mb=1 / (1 << 20))  # a bucket for each parameter
     launches = Launches()
@@ -72,6 +75,7 @@ def test_gradients_on_a_second_stream_are_launched_when_backward_is_over(
         total.backward()
         assert sorted(launches.at) == launched_at
         assert not ddp.reducer._open
+    assert bool(kept) == (len(set(streams)) > 1)
 
 
 def test_the_cpu_has_no_streams_to_watch() -> None:

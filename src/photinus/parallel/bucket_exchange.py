@@ -8,6 +8,7 @@ import torch
 
 from .exchange import Average, Pending
 from .gradient_memory import Bucket
+from .streams import used_here
 
 __all__ = ["AverageExchange", "BucketExchange", "CastExchange"]
 
@@ -65,6 +66,7 @@ class _CopyBack:
 
     def wait(self) -> object:
         self._work.wait()
+        used_here(self._result)  # made in a hook, on the stream of the gradients
         return self._home.copy_(self._result)
 
     def is_completed(self) -> bool:

@@ -12,6 +12,7 @@ from .nan_guard import NanGuard
 from .rank_facts import status_of
 from .reducer_options import ReducerOptions
 from .static_graph import StaticGraph
+from .streams import used_here
 from .timeline import Timeline
 
 __all__ = ["BucketLauncher"]
@@ -68,6 +69,9 @@ class BucketLauncher:
 
     def bring_home(self, slots: Sequence[Slot]) -> None:
         """Puts gradients of this round into their places."""
+        if self._waits_for_end:  # by another stream than made them
+            for slot in slots:
+                used_here(slot.parameter.grad)
         self.with_graph += bring_home(slots, as_views=self._options.gradients_are_views)
 
     def launch_complete(self) -> None:

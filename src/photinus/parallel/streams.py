@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["StreamWatch", "sent_to", "streams_of"]
+__all__ = ["StreamWatch", "sent_to", "streams_of", "used_here"]
 
 
 class StreamWatch:
@@ -56,6 +56,15 @@ def streams_of(device: torch.device) -> StreamWatch | None:
     # torch.cuda.current_stream makes an object, which for thousands of parameters is milliseconds in each step.
     current: Any = torch._C._cuda_getCurrentRawStream
     return StreamWatch(lambda: current(index))
+
+
+def used_here(tensor: torch.Tensor | None) -> None:
+    """The current stream reads a tensor that may have been made on another: its memory is kept until that is done.
+
+    The allocator gives freed memory to the stream that it was made on, at once, as if no other had to do with it.
+    """
+    if tensor is not None and tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def sent_to(device: torch.device, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
