@@ -15,7 +15,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 import photinus
-from photinus.trainer.replicas import _bits, _difference
+from photinus.parallel.parameter_digest import digest_of
+from photinus.trainer.replicas import _difference
 from tests.ranks import run_ranks, values
 
 STEPS = 12  # of an epoch
@@ -139,10 +140,10 @@ def test_the_digest_of_a_parameter_sees_every_element_wherever_it_lies(dtype: to
     for size in (1, 2, 3, 21):
         for offset in (0, 1):
             whole = torch.zeros(size + offset, dtype=dtype)
-            before = _bits(whole[offset:]).item()
+            before = digest_of(whole[offset:]).item()
             for place in range(offset, size + offset):
                 changed = whole.clone()
                 changed[place] = 1
-                assert _bits(changed[offset:]).item() != before
+                assert digest_of(changed[offset:]).item() != before
     strided = torch.arange(6.0).reshape(2, 3).t()
-    assert _bits(strided).item() == _bits(strided.contiguous()).item()
+    assert digest_of(strided).item() == digest_of(strided.contiguous()).item()

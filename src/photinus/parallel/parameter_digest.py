@@ -115,9 +115,10 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 def _digest(flat: torch.Tensor) -> torch.Tensor:
     """The digest of a tensor of one dimension without gaps."""
     data = flat.view(torch.uint8) if flat.numel() else flat.new_zeros(0, dtype=torch.uint8)
-    whole = data.numel() // _WORD_BYTES * _WORD_BYTES if data.storage_offset() % _WORD_BYTES == 0 else 0
-    rest = data[whole:].sum(dtype=torch.int64)
-    return data[:whole].view(torch.int64).sum() + rest if whole else rest
+    if data.storage_offset() % _WORD_BYTES:  # where it lies must not matter: it may lie elsewhere on another rank
+        data = data.clone()
+    whole = data.numel() // _WORD_BYTES * _WORD_BYTES
+    return data[:whole].view(torch.int64).sum() + data[whole:].sum(dtype=torch.int64)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -9,9 +9,8 @@ elsewhere. Two digests of 48 bits (whole numbers that float64 holds exactly) and
 | the optimizers' options | at each exchange | some microseconds per group of parameters |
 | all parameters | before each checkpoint, and as often as costs at most 0.5 % of the training | one read of them |
 
-Only where a digest differs do the ranks exchange more, to name what and where. A parameter's own digest is the sum of
-its bits as 64-bit integers: torch adds them at memory speed, on any device. It finds every change of one value, and
-misses values that have changed places.
+Only where a digest differs do the ranks exchange more, to name what and where. A parameter's own digest is that of
+photinus.parallel.parameter_digest, with which DDP by itself compares a part of the parameters every few steps.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from torch import nn
 
 from ..errors import ModelMismatchError
 from ..parallel import strategy_of, uncompiled
+from ..parallel.parameter_digest import digest_of
 from .agreement import check_alike, gather_per_rank
 from .manifest import JSON
 from .session import Session
@@ -139,7 +139,7 @@ class Replicas:
             ignored: set[str] = getattr(model, "parameters_to_ignore", set())
             for name, parameter in unwrap(model).named_parameters():
                 if name not in ignored:
-                    sums[f"state model {place}: {name}" if place else name] = _bits(parameter)
+                    sums[f"state model {place}: {name}" if place else name] = digest_of(parameter.detach())
         values = torch.stack([each.to(self._session.device) for each in sums.values()]).tolist() if sums else []
         return dict(zip(sums, values, strict=True))
 
@@ -147,17 +147,6 @@ class Replicas:
 def _is_replicated(model: nn.Module, world_size: int) -> bool:
     group = getattr(model, "process_group", None)
     return strategy_of(model).replicates and (group is None or group.size() == world_size)
-
-
-@torch.no_grad()
-def _bits(parameter: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor's bits as integers, modulo 2**64: int64 []."""
-    data = parameter.detach().reshape(-1)
-    if data.data_ptr() % 8 or data.storage_offset() * data.element_size() % 8:
-        data = data.clone()
-    data = data.view(torch.uint8)
-    whole = data.numel() // 8 * 8
-    return data[:whole].view(torch.int64).sum() + data[whole:].sum(dtype=torch.int64)
 
 
 def _digest(data: bytes) -> float:
@@ -182,7 +171,8 @@ def _difference(ranks: Sequence[Mapping[str, int]]) -> str:
     return (
         f"{told}. Every rank has to make the same changes: was a weight loaded or set, or an optimizer stepped, on one "
         f"rank only? No checkpoint of this was saved; go on from the last one. If ranks are to differ for a while "
-        f"(local SGD), or round differently because their processors do, give the loop compare_parameters=False."
+        f"(local SGD), or round differently because their processors do, give the loop compare_parameters=False, and "
+        f"photinus.wrap check_ranks=False."
     )
 
 
