@@ -5,8 +5,9 @@
 # make bench     the benchmarks (benchmarks/README.md)
 # make clean     removes what these made
 PYTHON ?= python3
-# TORCH=2.11.0 tests with that PyTorch (PyPI's build, gigabytes with its CUDA libraries) in an environment of its own.
-VENV := .venv$(if $(TORCH),-torch$(TORCH))
+# TORCH=2.11.0 tests with that PyTorch in an environment of its own, which is kept in the user's cache and serves all
+# checkouts, one at a time: PyPI's build has gigabytes of CUDA libraries with it.
+VENV := $(if $(TORCH),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/photinus/torch$(TORCH),.venv)
 BIN := $(VENV)/bin
 CMAKE := $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja
 NATIVE := $(shell find native bindings CMakeLists.txt -type f 2>/dev/null)
@@ -15,7 +16,7 @@ BUILD_DIR := $(if $(TORCH),--config-settings=build-dir=build/torch$(TORCH))
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all setup check native sanitized soak python gpu bench format clean
+.PHONY: always demo test test-all setup check native sanitized soak python gpu bench format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/photinus run --nproc-per-node 2 examples/digits/train.py --backend photinus --out runs/digits
@@ -44,7 +45,7 @@ $(VENV)/.demo: $(VENV)/.tools pyproject.toml $(NATIVE)
 	$(INSTALL) '.[demo]'
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.tools pyproject.toml $(NATIVE)
+$(VENV)/.installed: $(VENV)/.tools pyproject.toml $(NATIVE) $(if $(TORCH),always)
 	$(INSTALL) '.[test]'
 	@touch $(VENV)/.demo $@
 
@@ -94,4 +95,4 @@ format: setup
 	$(BIN)/clang-format -i $(filter %.h %.cc,$(NATIVE))
 
 clean:
-	rm -rf .venv .venv-torch* build
+	rm -rf .venv build
