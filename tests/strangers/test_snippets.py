@@ -122,7 +122,7 @@ def run_python(folder: Path, *words: str, given: str = "") -> str:
         capture_output=True,
         text=True,
         timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""},  # ranks print whole lines
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

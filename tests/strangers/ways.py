@@ -103,7 +103,9 @@ def start(
                 stream.seek(0)
             printed = out.read(), err.read()
     assert not any(codes), f"{way}, {script}: exit codes {codes}\n{printed[0]}\n{printed[1]}"
-    found = [json.loads(text) for text in re.findall(r"\{\".*\}$", printed[0], re.MULTILINE)]
+    # Ranks share the stream, and the ends of their lines may come late (PYTHONUNBUFFERED).
+    decode = json.JSONDecoder().raw_decode
+    found = [decode(printed[0], match.start())[0] for match in re.finditer(r'\{"rank"', printed[0])]
     facts = sorted(found, key=lambda each: each["rank"])
     places = [(each["rank"], each["world_size"]) for each in facts]
     assert places == [(rank, ranks) for rank in range(ranks)], f"{way}, {script}:\n{printed[0]}\n{printed[1]}"

@@ -90,9 +90,19 @@ def test_a_reader_that_goes_away_is_no_error():
     assert (ended.returncode, ended.stderr) == (141, "")
 
 
+WITHOUT_TORCH = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            raise ModuleNotFoundError("No module named 'torch'", name="torch")
+sys.meta_path.insert(0, Absent())
+"""
+
+
 def test_python_without_torch_is_told_what_to_do(tmp_path):
     (tmp_path / "train.py").write_text("")
-    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_TORCH)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     ended = photinus_command("run", str(tmp_path / "train.py"), PYTHONPATH=path)
     assert ended.returncode == 1

@@ -54,7 +54,7 @@ def supervise(flags: RunFlags, program: Program) -> int:
         LaunchError: workers could not be started, or one failed for good; carries the exit code.
         OldTorchError: torch is too old.
     """
-    if importlib.util.find_spec("torch") is None:
+    if not _has_torch():
         raise LaunchError(
             f"photinus run needs PyTorch, which {sys.executable} does not have. Install it as pytorch.org says for "
             f"your device, or start photinus with the Python that has it."
@@ -147,6 +147,13 @@ def supervise(flags: RunFlags, program: Program) -> int:
         f"(exit code {verdict.exit_code})",
         exit_code=verdict.exit_code,
     )
+
+
+def _has_torch() -> bool:
+    try:
+        return importlib.util.find_spec("torch") is not None
+    except ModuleNotFoundError:  # by a finder that hides it
+        return False
 
 
 @contextmanager
