@@ -81,6 +81,7 @@ def cases(rank: int, world_size: int, out: str) -> dict[str, str]:
         if odd and step == 5:
             optimizer.param_groups[0]["lr"] = 0.05
 
+    loop_alone = {"check_ranks": False}  # DDP looks by itself, and would often be the first to see it
     with photinus.init(device="cpu"):
         return {
             "rate": _error(lambda: _train(make=lambda p: torch.optim.SGD(p, lr=rate))),
@@ -89,15 +90,15 @@ def cases(rank: int, world_size: int, out: str) -> dict[str, str]:
             "class, late": _error(lambda: _train(make=other_class, late=True)),
             "groups": _error(lambda: _train(make=other_groups)),
             "strategy": _error(lambda: _train(strategy="zero1" if odd else "ddp")),
-            "scheduler on one rank": _error(lambda: _train(change=change_rate)),
-            "weights": _error(lambda: _train(change=change_weights, out=Path(out, "weights"))),
+            "scheduler on one rank": _error(lambda: _train(change=change_rate, wrapping=loop_alone)),
+            "weights": _error(lambda: _train(change=change_weights, wrapping=loop_alone, out=Path(out, "weights"))),
             "weights, torch-ddp": _error(
                 lambda: _train(change=change_weights, strategy="torch-ddp", out=Path(out, "torch"))
             ),
             "weights, on purpose": _error(
                 lambda: _train(
                     change=change_weights,
-                    wrapping={"check_ranks": False},
+                    wrapping=loop_alone,
                     compare_parameters=False,
                     out=Path(out, "on purpose"),
                 )
@@ -151,5 +152,3 @@ def test_the_digest_of_a_parameter_sees_every_element_wherever_it_lies(dtype: to
                 changed = whole.clone()
                 changed[place] = 1
                 assert digest_of(changed[offset:]).item() != before
-    strided = torch.arange(6.0).reshape(2, 3).t()
-    assert digest_of(strided).item() == digest_of(strided.contiguous()).item()

@@ -23,7 +23,10 @@ _LEAST_ELEMS = 64 * 1024
 
 
 def digest_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The digest of a tensor of any shape and dtype: int64, no dimension, on its device. Equal bytes, equal digests."""
+    """The digest of a tensor of any shape and dtype: int64, no dimension, on its device. Equal bytes, equal digests.
+
+    Bytes in the order in which they lie: strides are equal on all ranks, which is compared when a model is wrapped.
+    """
     return _digest(_flat(tensor))
 
 
