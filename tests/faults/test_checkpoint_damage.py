@@ -197,7 +197,8 @@ def test_a_loop_on_a_full_disk_says_so_before_it_trains(small_disk: Path) -> Non
     model = torch.nn.Linear(100, 100)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = [(torch.ones(100), torch.ones(100))] * 8
-    with pytest.raises(
-        CheckpointError, match=r"no space left for a checkpoint in .*/run: it needs 40400 bytes .* free"
+    with (
+        photinus.init(device="cpu"),
+        pytest.raises(CheckpointError, match=r"no space left for a checkpoint in .*/run: it needs 40400 bytes .* free"),
     ):
         photinus.Loop(model, optimizer, data, batch_size=4, epochs=1, out=out)
