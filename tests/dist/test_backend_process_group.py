@@ -159,8 +159,10 @@ def _works(rank: int, world_size: int) -> dict[str, Any]:
             future_error = "none"
         except RuntimeError as error:
             future_error = str(error)
+        dist.distributed_c10d._get_default_store().set("aborted", "yes")
     else:
         waits, future_error = ["AbortedError"] * 2, "AbortedError"
+        dist.distributed_c10d._get_default_store().wait(["aborted"])  # a rank that leaves would be what is told
     return {
         "nested": nested,
         "many": many,

@@ -165,6 +165,10 @@ def test_a_git_repository_is_not_needed() -> None:
     words = (REPOSITORY / "tools" / "gpu.py").read_text() + (REPOSITORY / "CMakeLists.txt").read_text()
     assert not re.search(r"\bgit (rev|describe|log)", words)
     shown = subprocess.run(
-        ["make", "-n", "gpu", "FAKE=1", "PYTHON=python3"], cwd=REPOSITORY, capture_output=True, text=True
+        ["make", "-n", "gpu", "FAKE=1", "PYTHON=python3"],
+        cwd=REPOSITORY,
+        env={name: value for name, value in os.environ.items() if "MAKE" not in name},  # it may be make that runs this
+        capture_output=True,
+        text=True,
     )
     assert shown.stdout.strip() == "python3 tools/gpu.py --fake"

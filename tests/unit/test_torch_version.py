@@ -65,7 +65,7 @@ def test_the_oldest_and_the_newest_declared_torch_are_tested_by_continuous_integ
     declared = re.search(r'"torch>=([\d.]+)"', (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
     assert declared is not None
     assert declared[1] == oldest
-    tested = re.search(r"for version in (.+); do", (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8"))
+    tested = re.search(r"for version in (.+); do", (REPOSITORY / ".ci" / "versions").read_text(encoding="utf-8"))
     assert tested is not None
     versions = [tuple(map(int, version.split("."))) for version in tested[1].split()]
     pinned = re.search(r"^torch==([\d.]+)", (REPOSITORY / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
