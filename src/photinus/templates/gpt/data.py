@@ -18,6 +18,8 @@ from torch.utils.data import Dataset
 WORDS = 1500  # that are one piece each; all others are spelt
 PIECE = re.compile(r" ?[^\W\d_]+|\n+|.", re.DOTALL)  # a word with its space, line ends, a character
 
+SIGN = re.compile(r"[^\w\s.,]")
+
 
 def read_text(path: str | None = None) -> str:
     """The text to learn.
@@ -44,8 +46,10 @@ def read_text(path: str | None = None) -> str:
 
 
 def _python_reference() -> str:
-    text = "\n\n".join(topics[name].strip() for name in sorted(topics))
-    return re.sub(r"\n[ *]+", "\n", text)  # prose needs no indents
+    paragraphs = [re.sub(r"\s+", " ", each) for name in sorted(topics) for each in topics[name].split("\n\n")]
+    # Prose alone: grammars, tables and programs have more signs than this.
+    prose = [each.strip() for each in paragraphs if len(each) > 80 and len(SIGN.findall(each)) < len(each) / 20]
+    return "\n".join(prose) + "\n"
 
 
 class Alphabet:
