@@ -1,38 +1,36 @@
 """The data: a text, as numbers of its pieces (frequent words, else characters), cut into windows.
 
-Without a file of yours it is the reference of the Python language (what `help("topics")` shows), which lies on every
-machine that can run this.
+Without a file of yours it is Python's own standard library, which lies on every machine that can run this.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+CHARACTERS_AT_MOST = 1_500_000  # of the standard library; a text of yours is taken whole
 WORDS = 1500  # that are one piece each; all others are spelt
-PIECE = re.compile(r" ?[^\W\d_]+|\n+|.", re.DOTALL)  # a word with its space, line ends, a character
-
-SIGN = re.compile(r"[^\w\s.,]")
+PIECE = re.compile(r" ?[^\W\d_]+|\n+ *|.", re.DOTALL)  # a word with its space, line ends with what indents, a character
 
 
 def read_text(path: str | None = None) -> str:
     """The text to learn.
 
     Args:
-        path: a text file, or a folder whose *.txt files are taken in the order of their names; None: Python's
-            own reference, the same for every start of the same Python.
+        path: a text file, or a folder whose *.txt files are taken in the order of their names; None: the sources of
+            Python's standard library, the same for every start of the same Python.
 
     Raises:
         ValueError: nothing is there to read.
     """
     if path is None:
-        return _python_reference()
+        return _standard_library()
     place = Path(path).expanduser()
     if not place.exists():
         raise ValueError(
@@ -45,11 +43,17 @@ def read_text(path: str | None = None) -> str:
     return text
 
 
-def _python_reference() -> str:
-    paragraphs = [re.sub(r"\s+", " ", each) for name in sorted(topics) for each in topics[name].split("\n\n")]
-    # Prose alone: grammars, tables and programs have more signs than this.
-    prose = [each.strip() for each in paragraphs if len(each) > 80 and len(SIGN.findall(each)) < len(each) / 20]
-    return "\n".join(prose) + "\n"
+def _standard_library() -> str:
+    sources: list[str] = []
+    for file in sorted(Path(os.__file__).parent.glob("*.py")):
+        source = file.read_text(encoding="utf-8", errors="replace")
+        if source.isascii():
+            sources.append(source)
+        if sum(map(len, sources)) >= CHARACTERS_AT_MOST:
+            break
+    if not sources:
+        raise ValueError("Python's sources are not on this machine: give a text with --dataset FILE")
+    return "".join(sources)[:CHARACTERS_AT_MOST]
 
 
 class Alphabet:

@@ -1,6 +1,6 @@
 """Trains a small GPT to write text: the same script for one process or many.
 
-    python train.py                                  learns to write like Python's own reference
+    python train.py                                  learns Python from Python's own standard library
     python train.py --dataset shakespeare.txt
     photinus run train.py                            one process per GPU, or per core
     torchrun --nproc-per-node 2 train.py --steps 5000
