@@ -34,7 +34,9 @@ except KeyboardInterrupt:
 
 def start_family(folder: Path, *flags: str, world_size: int = 2) -> tuple[RunningJob, list[int]]:
     """A running job, and the pids of its workers and their children."""
-    job = RunningJob(["--nproc-per-node", str(world_size), *flags, script(folder, FAMILY), folder])
+    # Where launcher and guard are killed together, nobody is left to remove the job's folder.
+    words = ["--nproc-per-node", str(world_size), *flags, script(folder, FAMILY), folder]
+    job = RunningJob(words, TMPDIR=str(folder))
     files = [folder / f"pids-{rank}" for rank in range(world_size)]
     job.wait_for(*files)
     pids = []

@@ -1,7 +1,7 @@
 """Ends everything when the launcher itself is killed.
 
 A worker asks the kernel to die with its launcher (see `worker`), but its children (data loaders, compilers) do not.
-The guard is a process forked from the launcher before torch and its threads are there: small, in a session of its
+The guard is a process forked from the launcher before any threads are there: small, in a session of its
 own, deaf to Ctrl-C. It reads a pipe whose other end only the launcher holds. The launcher writes down each worker's
 process group; when the pipe ends without a good-bye, the launcher was killed, and the guard kills those groups, and
 removes the folders that it was told of.

@@ -2,7 +2,7 @@
 
 An exception thrown from a signal handler could strike between the start of a process and the note of its pid. So the
 handlers only write the signal down; a byte in a pipe wakes whoever waits. Only as long as nothing has been started
-(the import of torch takes a second or more) does a signal strike at once, as `Interrupted`.
+(a child process may count GPUs for seconds) does a signal strike at once, as `Interrupted`.
 """
 
 from __future__ import annotations
