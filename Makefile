@@ -10,6 +10,8 @@ PYTHON ?= python3
 VENV := $(if $(TORCH),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/photinus/torch$(TORCH),.venv)
 BIN := $(VENV)/bin
 CMAKE := $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja
+# An editable install knows each Python file by its place, so it is made anew when files come or go.
+PLACES = $(VENV)/.places-$(shell find src/photinus -name '*.py' | sort | cksum | cut -d ' ' -f 1)
 NATIVE := $(shell find native bindings CMakeLists.txt -type f 2>/dev/null)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt
 BUILD_DIR := $(if $(TORCH),--config-settings=build-dir=build/torch$(TORCH))
@@ -38,14 +40,18 @@ $(VENV)/.tools: constraints.txt
 	$(PIP) scikit-build-core nanobind cmake ninja
 	@touch $@
 
+$(VENV)/.places-%: $(VENV)/.tools
+	@rm -f $(VENV)/.places-*
+	@touch $@
+
 # Editable installs: Python files are used where they lie, the native module is rebuilt when its sources change.
 INSTALL := $(PIP) --no-build-isolation $(BUILD_DIR) --editable
 
-$(VENV)/.demo: $(VENV)/.tools pyproject.toml $(NATIVE)
+$(VENV)/.demo: $(VENV)/.tools pyproject.toml $(NATIVE) $(PLACES)
 	$(INSTALL) '.[demo]'
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.tools pyproject.toml $(NATIVE) $(if $(TORCH),always)
+$(VENV)/.installed: $(VENV)/.tools pyproject.toml $(NATIVE) $(PLACES) $(if $(TORCH),always)
 	$(INSTALL) '.[test]'
 	@touch $(VENV)/.demo $@
 

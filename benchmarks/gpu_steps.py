@@ -29,7 +29,7 @@ from torch import nn
 
 import photinus
 from benchmarks.ranks import models
-from photinus.parallel.bucket_exchange import AverageExchange
+from photinus.parallel.reducer.bucket_exchange import AverageExchange
 from tests.gpu.device import DEVICE, FAKE, HAS_GPU, settle
 from tests.rank_pool import RankError, RankPool
 

@@ -21,7 +21,7 @@ def no_job_is_left() -> Iterator[None]:
 def no_session_is_left() -> Iterator[None]:
     """The next test would find a session, or a group of another size than it means."""
     yield
-    module = sys.modules.get("photinus.trainer.session")
+    module = sys.modules.get("photinus.trainer.session.session")
     assert module is None or module.current_session() is None, "the test leaves a session open"
     module = sys.modules.get("torch.distributed")
     assert module is None or not module.is_initialized(), "the test leaves a process group"

@@ -11,6 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .compat.deepspeed import deepspeed_config as deepspeed_config
     from .launcher.from_python import launch as launch
     from .parallel import DistributedDataParallel as DistributedDataParallel
     from .parallel import SyncBatchNorm as SyncBatchNorm
@@ -18,17 +19,16 @@ if TYPE_CHECKING:
     from .trainer import Loop as Loop
     from .trainer import Trainer as Trainer
     from .trainer import backward as backward
-    from .trainer import deepspeed_config as deepspeed_config
     from .trainer import evaluate as evaluate
     from .trainer import init as init
     from .trainer import load as load
     from .trainer import loader as loader
-    from .trainer import preemption as preemption
     from .trainer import save as save
     from .trainer import wrap as wrap
+    from .trainer.session import preemption as preemption
     from .world import World as World
 
-__version__ = "0.1.0"
+from .version import __version__
 
 _HOMES = {
     "DistributedDataParallel": "photinus.parallel",
@@ -36,7 +36,7 @@ _HOMES = {
     "Loop": "photinus.trainer",
     "Trainer": "photinus.trainer",
     "backward": "photinus.trainer",
-    "deepspeed_config": "photinus.trainer",
+    "deepspeed_config": "photinus.compat.deepspeed",
     "evaluate": "photinus.trainer",
     "launch": "photinus.launcher.from_python",
     "init": "photinus.trainer",

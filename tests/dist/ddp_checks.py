@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from photinus.parallel import broadcast_model
-from photinus.parallel.exchange import Average
+from photinus.parallel.exchange.collectives import Average
 from tests.ranks import RanksFailedError, run_ranks, values
 
 KIB_IN_MIB = 1 / 1024

@@ -17,8 +17,8 @@ from torch.utils.data import TensorDataset
 
 import photinus
 from photinus.parallel import STRATEGIES, strategy_of
-from photinus.parallel.split_states import is_split
-from photinus.trainer.states import load_into, state_of
+from photinus.parallel.zero.split_states import is_split
+from photinus.trainer.checkpoint.states import load_into, state_of
 
 TOKENS, WIDTH, BATCH = 11, 6, 12
 DEVICE = os.environ.get("DEVICE_OF_TEST", "cpu")

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from photinus.trainer.data import loader
+from photinus.trainer.data.loader import loader
 from tests.fork_server import REPOSITORY
 from tests.ranks import run_ranks, values
 

@@ -13,15 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from photinus.errors import (
-    DeviceError,
-    MissingGradientError,
-    ModelMismatchError,
-    PhotinusError,
-    UnsuitableModelError,
-)
+from photinus.errors import DeviceError, MissingGradientError, ModelMismatchError, PhotinusError, UnsuitableModelError
 from photinus.parallel import DistributedDataParallel, average_gradients
-from photinus.parallel.verify import verify_same_model
+from photinus.parallel.exchange.verify_models import verify_same_model
 from tests.dist.ddp_checks import (
     KIB_IN_MIB,
     SETTINGS,
@@ -64,7 +58,7 @@ def check_parameters_and_buffers_become_those_of_rank_0(group: dist.ProcessGroup
 
 
 def check_large_models_are_broadcast_in_pieces(group: dist.ProcessGroup) -> None:
-    from photinus.parallel.broadcast import broadcast_tensors
+    from photinus.parallel.exchange.broadcast import broadcast_tensors
 
     torch.manual_seed(group.rank())
     tensors = [torch.randn(1000), torch.randn(3, 5).t(), torch.randn(50, 40).t(), torch.zeros(0), torch.ones(7).bool()]

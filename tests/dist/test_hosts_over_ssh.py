@@ -187,7 +187,7 @@ def test_unknown_and_refused_keys_are_told_apart(place):
 
 
 def test_ssh_to_this_machine_and_a_shell_that_prints(tmp_path):
-    greeting = f"ForceCommand echo Welcome; exec {sys.executable} -m photinus.launcher.hosts.far"
+    greeting = f"ForceCommand echo Welcome; exec {sys.executable} -m photinus.launcher.ssh.remote"
     with ssh_server(tmp_path, more=greeting) as server:
         (tmp_path / "hosts").write_text("localhost slots=1\nroot@127.0.0.1 slots=1\n")
         words = ["--ssh", server.ssh, "--hostfile", tmp_path / "hosts", "--master-port", "0"]
@@ -215,7 +215,7 @@ sys.stdin.read()
 @pytest.mark.parametrize(
     ("answers", "told"),
     [
-        ("/nowhere/python -m photinus.launcher.hosts.far", "there is no /"),
+        ("/nowhere/python -m photinus.launcher.ssh.remote", "there is no /"),
         (f"{sys.executable} -c 'import photinus.nothing_of_the_kind'", "no Photinus"),
         (f"{sys.executable} OLD_FAR_SIDE", "it has Photinus 0.0.1, and here is"),
     ],

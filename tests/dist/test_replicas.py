@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 import photinus
-from photinus.parallel.parameter_digest import digest_of
-from photinus.trainer.replicas import _difference
+from photinus.parallel.exchange.parameter_digest import digest_of
+from photinus.trainer.session.replicas import _difference
 from tests.ranks import run_ranks, values
 
 STEPS = 12  # of an epoch

@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from photinus.errors import NotInitializedError
-from photinus.trainer import rendezvous
-from photinus.trainer.rendezvous import open_store
+from photinus.trainer.session import rank_store
+from photinus.trainer.session.rank_store import open_store
 from photinus.world import Rendezvous, World
 
 
@@ -95,7 +95,7 @@ def squatter(port: int, answer: bytes | None) -> Iterator[None]:
 def test_something_else_at_the_port_is_told_from_rank_0(
     port: int, answer: bytes | None, shown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendezvous, "_ANSWER_S", 0.5)
+    monkeypatch.setattr(rank_store, "_ANSWER_S", 0.5)
     with squatter(port, answer):
         said, took_s = refused(1, 2, Rendezvous("127.0.0.1", port, "job"))
     assert f"something else than rank 0 at 127.0.0.1:{port}" in said

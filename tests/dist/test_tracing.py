@@ -13,7 +13,7 @@ from torch import nn
 
 import photinus
 from photinus.parallel import DistributedDataParallel
-from photinus.parallel.recording import EXCHANGE
+from photinus.parallel.tracing.recording import EXCHANGE
 from tests.ranks import run_ranks
 
 BUCKETS = 4

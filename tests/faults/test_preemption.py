@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from photinus.runlog.events import read_events
-from photinus.trainer import preemption
+from photinus.trainer.session import preemption
 from tests.dist.test_run import RunningJob
 from tests.dist.test_run_hosts import free_port, launch
 from tests.faults.test_run_end import alive

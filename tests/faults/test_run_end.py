@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from photinus.launcher.judge import backoff_s
+from photinus.launcher.hosts.restart_policy import backoff_s
 from tests.dist.test_run import DEADLINE_S, RunningJob, script
 
 # Each rank starts a child that does not listen to SIGTERM (as a data loader that hangs), and notes both.
@@ -151,7 +151,9 @@ def test_workers_die_with_the_launcher_even_when_the_guard_is_killed_with_it(tmp
     job, pids = start_family(tmp_path, world_size=1)
     worker, child = pids
     others = [pid for pid in descendants(job.process.pid) if pid != worker]
-    [guard] = [pid for pid in others if b"photinus.launcher.store" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    [guard] = [
+        pid for pid in others if b"photinus.launcher.workers.store" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
     os.kill(guard, signal.SIGKILL)
     job.send(signal.SIGKILL)
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from photinus.errors import PhotinusError
-from photinus.trainer.run_lock import RunLock
+from photinus.trainer.record.run_lock import RunLock
 from tests.fork_server import REPOSITORY
 from tests.small_run import train
 
@@ -51,7 +51,9 @@ def test_a_second_job_is_refused_until_the_first_is_killed(tmp_path: Path) -> No
 
 
 def locked_for_others(folder: Path) -> bool:
-    tries = "import pathlib, sys; from photinus.trainer.run_lock import RunLock; RunLock(pathlib.Path(sys.argv[1]))"
+    tries = (
+        "import pathlib, sys; from photinus.trainer.record.run_lock import RunLock; RunLock(pathlib.Path(sys.argv[1]))"
+    )
     return subprocess.run([sys.executable, "-c", tries, folder], stderr=subprocess.DEVNULL, check=False).returncode != 0
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import photinus
-from photinus.parallel.bucket_exchange import AverageExchange
+from photinus.parallel.reducer.bucket_exchange import AverageExchange
 from tests.dist import strategy_cases
 from tests.gpu.device import DEVICE, HAS_GPU, settle
 

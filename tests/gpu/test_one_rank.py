@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from photinus.errors import DeviceError
-from photinus.parallel.gpu_sharing import gpu_identity
-from photinus.trainer.placement import choose_backend, choose_device
+from photinus.parallel.exchange.gpu_sharing import gpu_identity
+from photinus.trainer.session.placement import choose_backend, choose_device
 from photinus.world import World
 from tests.gpu.device import DEVICE, HAS_GPU, NAME, TIMEOUT_S
 from tests.rank_pool import RankPool

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import photinus
 from photinus.runlog.windows import PHASES, read_window
-from photinus.trainer.data import loader
+from photinus.trainer.data.loader import loader
 from tests.gpu.device import DEVICE, HAS_GPU, NAME, settle
 from tests.small_run import CutOffError, train
 

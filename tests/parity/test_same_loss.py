@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import photinus
 from photinus.runlog.tables import read_rows
-from photinus.trainer.sampler import GlobalBatches
+from photinus.trainer.data.sampler import GlobalBatches
 from tests import small_run
 from tests.ranks import run_ranks
 

@@ -1,4 +1,4 @@
-"""`photinus.ray.launch` on a real Ray, started by the tests on this machine."""
+"""`photinus.compat.ray.launch` on a real Ray, started by the tests on this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-import photinus.ray
+import photinus.compat.ray
 from photinus.errors import LaunchError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -54,7 +54,7 @@ def tell(factor: float, *, offset: float = 0.0) -> dict[str, Any]:
 
 
 def test_a_function_is_called_on_every_rank_and_what_each_returns_comes_back_in_order(cluster: None):
-    found = photinus.ray.launch(tell, num_workers=2, args=(2.0,), kwargs={"offset": 1.0})
+    found = photinus.compat.ray.launch(tell, num_workers=2, args=(2.0,), kwargs={"offset": 1.0})
     assert [(each["rank"], each["local_rank"], each["local_world_size"]) for each in found] == [(0, 0, 2), (1, 1, 2)]
     assert [(each["sum"], each["meant"]) for each in found] == [(4.0, "2")] * 2
     for each in found:
@@ -76,7 +76,7 @@ def test_the_rank_that_failed_first_is_named_with_its_error(cluster: None):
     with pytest.raises(
         LaunchError, match=r"rank 1 of 2 \(pid \d+ on \S+\) failed with ValueError: no good data"
     ) as error:
-        photinus.ray.launch(fail_on_rank_1, num_workers=2)
+        photinus.compat.ray.launch(fail_on_rank_1, num_workers=2)
     assert 'raise ValueError("no good data")' in str(error.value)
     assert "Ranks [0] failed after it." in str(error.value)
 
@@ -94,12 +94,12 @@ def die_on_rank_0() -> None:
 
 def test_a_rank_whose_process_is_killed_is_named(cluster: None):
     with pytest.raises(LaunchError, match=r"rank 0 of 2 \(pid \d+ on \S+\) failed with ActorDiedError"):
-        photinus.ray.launch(die_on_rank_0, num_workers=2)
+        photinus.compat.ray.launch(die_on_rank_0, num_workers=2)
 
 
 def test_a_cluster_without_room_says_what_was_asked_and_what_there_is(cluster: None):
     with pytest.raises(LaunchError, match=r"in 1 s for 9 workers of 1 CPU each \(strategy SPREAD\): it has 3 CPU"):
-        photinus.ray.launch(tell, num_workers=9, args=(1.0,), strategy="SPREAD", start_timeout_s=1.0)
+        photinus.compat.ray.launch(tell, num_workers=9, args=(1.0,), strategy="SPREAD", start_timeout_s=1.0)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_cluster_without_room_says_what_was_asked_and_what_there_is(cluster: N
 )
 def test_arguments_that_cannot_be_right_are_refused_before_any_work(options: dict[str, Any], complaint: str):
     with pytest.raises(ValueError, match=complaint):
-        photinus.ray.launch(tell, **options)
+        photinus.compat.ray.launch(tell, **options)
 
 
 def gone_within(pid: int, limit_s: float) -> None:

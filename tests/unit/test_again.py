@@ -14,7 +14,7 @@ import pytest
 import photinus
 from photinus.launcher.again import plan
 from photinus.launcher.cli import main
-from photinus.launcher.usage import UsageError
+from photinus.launcher.command_line.usage import UsageError
 from photinus.relaunch import Launch, notable
 
 RUN = ("-m", "photinus", "run")

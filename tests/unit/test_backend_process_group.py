@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from photinus.backend.making import _check_world_size, _short, _timeout_s
+from photinus.backend.make_group import _check_world_size, _short, _timeout_s
 from photinus.errors import WorldSizeError
 
 

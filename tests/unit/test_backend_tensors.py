@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from photinus import engine
 from photinus.backend import options
-from photinus.backend.alone import Alone
 from photinus.backend.device_map import ByDevice
 from photinus.backend.engine_reductions import _one_behind_the_other
+from photinus.backend.single_rank import Alone
 from photinus.backend.tensors import DTYPES, CopyBack, allocate, dense, is_dense, moved, reals
 from photinus.backend.through_engine import ThroughEngine
 from photinus.backend.through_gloo import ThroughGloo

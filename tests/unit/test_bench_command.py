@@ -16,7 +16,7 @@ from photinus.launcher.bench.explain import choose, limits
 from photinus.launcher.bench.options import Options, parse_bench, size_name
 from photinus.launcher.bench.result import COPY, Result, bus_factor, table
 from photinus.launcher.cli import main
-from photinus.launcher.usage import UsageError
+from photinus.launcher.command_line.usage import UsageError
 
 MIB = 1 << 20
 

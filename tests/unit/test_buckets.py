@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from photinus.parallel.buckets import ALIGNMENT_BYTES, BucketPlan, ParameterSpec, assign_buckets
+from photinus.parallel.reducer.buckets import ALIGNMENT_BYTES, BucketPlan, ParameterSpec, assign_buckets
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex128]
 

@@ -18,9 +18,9 @@ from torch import nn
 
 import photinus
 from photinus.errors import CheckpointError
-from photinus.trainer import digest, manifest
-from photinus.trainer.checkpoint import Checkpoint, CheckpointFolder
-from photinus.trainer.durable import locked
+from photinus.trainer.checkpoint import digest, manifest
+from photinus.trainer.checkpoint.durable import locked
+from photinus.trainer.checkpoint.folder import Checkpoint, CheckpointFolder
 
 
 def state(step: int, elems: int = 50) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def test_whatever_is_wrong_with_a_checkpoint_is_named(tmp_path: Path, harm: Any,
 
 def test_a_manifest_of_a_future_format_is_refused_by_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = CheckpointFolder(tmp_path)
-    monkeypatch.setattr("photinus.trainer.manifest._FORMAT", 2)
+    monkeypatch.setattr("photinus.trainer.checkpoint.manifest._FORMAT", 2)
     path = folder.save(1, state(1), description={})
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match=r"format 2, written by photinus .*; this one reads 1"):

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from photinus.errors import CheckpointError
-from photinus.trainer.checkpoint import load, save
-from photinus.trainer.states import PlainState, state_of, unwrap
+from photinus.trainer.checkpoint.folder import load, save
+from photinus.trainer.checkpoint.states import PlainState, state_of, unwrap
 
 
 class Net(nn.Module):

@@ -6,9 +6,16 @@ import re
 
 import pytest
 
-from photinus.launcher.flags import HostFlags, LogFlags, RunFlags, SchedulerFlags, SelectionFlags, parse_run
-from photinus.launcher.program import Program
-from photinus.launcher.usage import UsageError
+from photinus.launcher.command_line.flags import (
+    HostFlags,
+    LogFlags,
+    RunFlags,
+    SchedulerFlags,
+    SelectionFlags,
+    parse_run,
+)
+from photinus.launcher.command_line.program import Program
+from photinus.launcher.command_line.usage import UsageError
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 import photinus
 from photinus.trainer import dataset_folder
-from photinus.trainer.config import RunConfig, Start, user_options
+from photinus.trainer.record.config import RunConfig, Start, user_options
 
 
 def test_a_missing_data_folder_is_refused_with_its_full_path(tmp_path: Path) -> None:

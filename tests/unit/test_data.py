@@ -25,8 +25,8 @@ from torch.utils.data import (
     random_split,
 )
 
-from photinus.trainer.data import Batch, loader
-from photinus.trainer.devices import to_device
+from photinus.trainer.data.devices import to_device
+from photinus.trainer.data.loader import Batch, loader
 
 Pair = namedtuple("Pair", "x y")
 

@@ -13,10 +13,10 @@ from torch import nn
 
 from photinus.errors import NotInitializedError
 from photinus.parallel import DistributedDataParallel
-from photinus.parallel.checks import device_to_move_to
-from photinus.parallel.exchange import allocate
-from photinus.parallel.tensors import dense_strides, map_tensors, tensors_in
-from photinus.parallel.verify import describe
+from photinus.parallel.ddp.checks import device_to_move_to
+from photinus.parallel.exchange.collectives import allocate
+from photinus.parallel.exchange.tensors import dense_strides, map_tensors, tensors_in
+from photinus.parallel.exchange.verify_models import describe
 
 
 @pytest.fixture

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from photinus.errors import PhotinusError, UnsuitableModelError
-from photinus.parallel.buckets import ParameterSpec, assign_buckets
-from photinus.parallel.ddp_options import buffer_sync_options, capacities
-from photinus.parallel.gradient_memory import Bucket, Slot, bring_home
-from photinus.parallel.missing import missing_text
-from photinus.parallel.static_graph import StaticGraph
-from photinus.parallel.timeline import Timeline
-from photinus.parallel.waiting import wait_all
+from photinus.parallel.ddp.options import buffer_sync_options, capacities
+from photinus.parallel.exchange.works import wait_all
+from photinus.parallel.reducer.buckets import ParameterSpec, assign_buckets
+from photinus.parallel.reducer.gradient_memory import Bucket, Slot, bring_home
+from photinus.parallel.reducer.missing_gradients import missing_text
+from photinus.parallel.reducer.static_graph import StaticGraph
+from photinus.parallel.reducer.timeline import Timeline
 
 
 def specs(*elems: int) -> list[ParameterSpec]:

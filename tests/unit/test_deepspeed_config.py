@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import photinus
-from photinus.trainer.deepspeed_schedules import Schedule, make_schedule
+from photinus.compat.deepspeed_schedules import Schedule, make_schedule
 
 # As DeepSpeed's page on its configuration begins, with bf16 in place of fp16.
 DOCUMENTED = {

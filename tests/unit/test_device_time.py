@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from photinus.parallel.device_clock import DeviceClock
-from photinus.parallel.recording import MAIN, Recording, set_current_recording
-from photinus.parallel.timeline import Timeline
+from photinus.parallel.reducer.timeline import Timeline
+from photinus.parallel.tracing.device_clock import DeviceClock
+from photinus.parallel.tracing.recording import MAIN, Recording, set_current_recording
 from photinus.runlog.windows import PHASES
-from photinus.trainer.step_clock import StepClock
+from photinus.trainer.record.step_clock import StepClock
 from photinus.waiting_time import waiting_time
 
 

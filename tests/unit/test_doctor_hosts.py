@@ -9,7 +9,7 @@ import time
 import pytest
 
 from photinus.launcher.doctor.hosts import Pair, judge, matrix, rounds
-from photinus.launcher.hosts.far_probe import answer
+from photinus.launcher.ssh.remote_probe import answer
 
 FACTS = {"photinus": "1.0", "python": "3.11.2", "torch": "2.13.0+cpu", "cores": 2}
 

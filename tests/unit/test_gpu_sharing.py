@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from photinus.errors import DeviceError
-from photinus.parallel.gpu_sharing import gpu_identity, refuse_shared_gpus
-from photinus.trainer import gpu_sharing
-from photinus.trainer.gpu_sharing import check_gpus
-from photinus.trainer.placement import choose_backend, choose_device
+from photinus.parallel.exchange.gpu_sharing import gpu_identity, refuse_shared_gpus
+from photinus.trainer.session import gpu_sharing
+from photinus.trainer.session.gpu_sharing import check_gpus
+from photinus.trainer.session.placement import choose_backend, choose_device
 from photinus.world import World
 
 ONE, OTHER = "GPU one (H100) of host a", "GPU other (H100) of host a"

@@ -9,17 +9,17 @@ from dataclasses import fields
 
 import pytest
 
-from photinus.launcher.flags import HostFlags, LogFlags, RunFlags, SelectionFlags, parse_run
-from photinus.launcher.hosts.far_frames import MARK, FrameError, Frames, frame, message
-from photinus.launcher.hosts.hostfile import Host
-from photinus.launcher.hosts.selection import Share
-from photinus.launcher.hosts.ssh import conduct
-from photinus.launcher.hosts.ssh_command import far_command, is_here
-from photinus.launcher.hosts.ssh_environ import handed_over, variable_files
-from photinus.launcher.hosts.ssh_lines import HostLines, Screen
-from photinus.launcher.hosts.ssh_trouble import trouble
-from photinus.launcher.hosts.ssh_words import words_for
-from photinus.launcher.usage import UsageError
+from photinus.launcher.command_line.flags import HostFlags, LogFlags, RunFlags, SelectionFlags, parse_run
+from photinus.launcher.command_line.usage import UsageError
+from photinus.launcher.ssh.command import far_command, is_here
+from photinus.launcher.ssh.environ import handed_over, variable_files
+from photinus.launcher.ssh.hostfile import Host
+from photinus.launcher.ssh.lines import HostLines, Screen
+from photinus.launcher.ssh.remote_frames import MARK, FrameError, Frames, frame, message
+from photinus.launcher.ssh.selection import Share
+from photinus.launcher.ssh.start_hosts import conduct
+from photinus.launcher.ssh.trouble import trouble
+from photinus.launcher.ssh.words import words_for
 
 A = Host("a", 4, None, "hosts:1")
 
@@ -91,7 +91,7 @@ def test_workers_of_a_host(typed, share, words):
 )
 def test_flags_for_one_host_are_refused_and_not_passed_over(typed, told):
     with pytest.raises(UsageError) as caught:
-        conduct(parse_run([*typed.split(), "--hostfile", "hosts", "x.py"]))
+        conduct(parse_run([*typed.split(), "--hostfile", "hosts", "x.py"]), run_here=lambda words: 0)
     assert told in str(caught.value)
 
 
@@ -110,7 +110,7 @@ def test_neither_secret_nor_environment_stands_in_the_command():
     assert any(word.startswith("ConnectTimeout=") for word in command)
     assert command[-2] == "root@node1"
     assert command[-1].startswith("cd /; exec ")
-    assert command[-1].endswith(" -m photinus.launcher.hosts.far")
+    assert command[-1].endswith(" -m photinus.launcher.ssh.remote")
     assert "ssh" not in far_command(Host("localhost"), here=True)
 
 
@@ -180,7 +180,7 @@ def test_deepspeeds_files_of_variables_are_read(tmp_path):
         (255, "", ["ssh failed: it said nothing", "Try by hand: ssh -p 9 root@a true"]),
         (127, "bash: line 1: /env/bin/python: No such file or directory", ["there is no", "the Python that runs here"]),
         (126, "bash: /env/bin/python: Permission denied", ["may not be run by this user"]),
-        (1, "/env/bin/python: Error while finding module specification for 'photinus.launcher.hosts.far' "
+        (1, "/env/bin/python: Error while finding module specification for 'photinus.launcher.ssh.remote' "
          "(ModuleNotFoundError: No module named 'photinus')", ["has", "Photinus", "pip install"]),
         (1, "No module named photinus.launcher.hosts", ["an older version of Photinus"]),
         (3, "something else", ["ended with code 3 before it began: something else"]),
@@ -266,7 +266,7 @@ def test_a_question_of_rank_0_is_shown_and_others_start_a_line_of_their_own():
 
 def test_neither_side_imports_torch():
     code = (
-        "import sys, photinus.launcher.hosts.far, photinus.launcher.hosts.ssh\n"
+        "import sys, photinus.launcher.ssh.remote, photinus.launcher.ssh.start_hosts\n"
         "print([name for name in ('torch', 'numpy') if name in sys.modules])"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from photinus.launcher.cgroup import OomKills, cpu_quota_cores, oom_kills
+from photinus.launcher.workers.cgroup import OomKills, cpu_quota_cores, oom_kills
 
 
 def tree(root, files):

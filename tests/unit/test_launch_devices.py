@@ -7,7 +7,8 @@ import os
 import pytest
 
 from photinus.errors import DeviceError
-from photinus.launcher.devices import (
+from photinus.launcher.command_line.usage import UsageError
+from photinus.launcher.workers.devices import (
     WorkerCount,
     check_devices,
     choose_worker_count,
@@ -15,7 +16,6 @@ from photinus.launcher.devices import (
     usable_cores,
     visible_devices,
 )
-from photinus.launcher.usage import UsageError
 
 
 def choose(wanted, *, gpus, cores=6, cpu_only=False, ranks_per_gpu=1):

@@ -14,11 +14,11 @@ from collections.abc import Callable
 import pytest
 
 from photinus.errors import LaunchError
-from photinus.launcher.hosts import joining, messages
+from photinus.launcher.command_line.usage import UsageError
+from photinus.launcher.hosts import join, messages
 from photinus.launcher.hosts.handshake import HandshakeError, RefusedError, answer, key_of, prove
-from photinus.launcher.hosts.ports import PortTakenError, holder_of, listen, local_addresses_of
-from photinus.launcher.report import Death, Raised
-from photinus.launcher.usage import UsageError
+from photinus.launcher.workers.failures import Death, Raised
+from photinus.launcher.workers.ports import PortTakenError, holder_of, listen, local_addresses_of
 
 
 def test_a_taken_port_is_named_with_its_holder():
@@ -188,9 +188,9 @@ def leader_of(name: str, monkeypatch: pytest.MonkeyPatch, *, own: list[str], out
             raise OSError("no such name")
         return own
 
-    monkeypatch.setattr(joining, "local_addresses_of", local)
-    monkeypatch.setattr(joining, "outside_addresses", lambda: outside)
-    found = joining._own_addresses(name, must=True, wait_s=0.0, say=lambda text, alarm: said.append(text))
+    monkeypatch.setattr(join, "local_addresses_of", local)
+    monkeypatch.setattr(join, "outside_addresses", lambda: outside)
+    found = join._own_addresses(name, must=True, wait_s=0.0, say=lambda text, alarm: said.append(text))
     return found[0], "".join(said)
 
 
@@ -229,9 +229,9 @@ def test_a_leaders_name_that_does_not_resolve_is_told_when_the_time_is_over(monk
     def unknown(host: str) -> list[str]:
         raise socket.gaierror(-2, "Name or service not known")
 
-    monkeypatch.setattr(joining, "local_addresses_of", unknown)
+    monkeypatch.setattr(join, "local_addresses_of", unknown)
     with pytest.raises(
         UsageError, match="--master-addr node9 does not resolve on this host: Name or service not known"
     ):
-        joining._own_addresses("node9", must=True, wait_s=0.0, say=lambda text, alarm: None)
-    assert joining._own_addresses("node9", must=False, wait_s=0.0, say=lambda text, alarm: None) == []
+        join._own_addresses("node9", must=True, wait_s=0.0, say=lambda text, alarm: None)
+    assert join._own_addresses("node9", must=False, wait_s=0.0, say=lambda text, alarm: None) == []

@@ -7,8 +7,8 @@ import signal
 import pytest
 
 from photinus.launcher.hosts.messages import Report
-from photinus.launcher.judge import Attempt, Judge, why_not_again
-from photinus.launcher.report import Death, Raised
+from photinus.launcher.hosts.restart_policy import Attempt, Judge, why_not_again
+from photinus.launcher.workers.failures import Death, Raised
 from photinus.status import Status, read
 
 KILLED = -signal.SIGKILL

@@ -8,13 +8,13 @@ from typing import Any
 
 from photinus import __version__
 from photinus.launcher.hosts import messages
-from photinus.launcher.hosts.dialling import dial
+from photinus.launcher.hosts.connect import dial
 from photinus.launcher.hosts.handshake import key_of
 from photinus.launcher.hosts.leader import Leader
-from photinus.launcher.hosts.meeting import Meeting
-from photinus.launcher.hosts.ports import listen
+from photinus.launcher.hosts.membership import Meeting
 from photinus.launcher.hosts.relay import Relay
-from photinus.launcher.report import Death, Raised
+from photinus.launcher.workers.failures import Death, Raised
+from photinus.launcher.workers.ports import listen
 
 KEY = key_of("secret", "job")
 DEADLINE_S = 30.0

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from photinus.launcher.local_rank import with_local_rank
-from photinus.launcher.program import Program
+from photinus.launcher.command_line.local_rank import with_local_rank
+from photinus.launcher.command_line.program import Program
 
 UNDERSCORE = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--local_rank', type=int)\n"
 DASH = UNDERSCORE.replace("--local_rank", "--local-rank")

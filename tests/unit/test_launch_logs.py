@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from photinus.launcher.flags import LogFlags, parse_run
-from photinus.launcher.logs import BOTH, LogPlan, Logs, open_logs, plan_logs
-from photinus.launcher.output import Output
-from photinus.launcher.usage import UsageError
+from photinus.launcher.command_line.flags import LogFlags, parse_run
+from photinus.launcher.command_line.usage import UsageError
+from photinus.launcher.workers.logs import BOTH, LogPlan, Logs, open_logs, plan_logs
+from photinus.launcher.workers.output import Output
 
 OUT, ERR, NONE = frozenset({"out"}), frozenset({"err"}), frozenset[str]()
 

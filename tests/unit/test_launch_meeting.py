@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from photinus.launcher.hosts.meeting import End, Form, Guest, Judge, Meeting, NotWelcomeError, Regroup, Say, Stop
+from photinus.launcher.hosts.membership import End, Form, Guest, Judge, Meeting, NotWelcomeError, Regroup, Say, Stop
 from photinus.launcher.hosts.messages import Report
-from photinus.launcher.report import Death, Raised
+from photinus.launcher.workers.failures import Death, Raised
 
 
 def meeting(

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from photinus.launcher.output import Output
+from photinus.launcher.workers.output import Output
 
 
 class Pipes:

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from photinus.launcher.guard import Guard
-from photinus.launcher.interrupts import Interrupted, taking_interrupts
-from photinus.launcher.output import Output
-from photinus.launcher.processes import Processes, Start, adopting_orphans
-from photinus.launcher.program import Program
-from photinus.launcher.report import first_cause
-from photinus.launcher.suspension import words_of
+from photinus.launcher.command_line.program import Program
+from photinus.launcher.workers.failures import first_cause
+from photinus.launcher.workers.guard import Guard
+from photinus.launcher.workers.interrupts import Interrupted, taking_interrupts
+from photinus.launcher.workers.output import Output
+from photinus.launcher.workers.processes import Processes, Start, adopting_orphans
+from photinus.launcher.workers.suspension import words_of
 
 DEADLINE_S = 30.0
 
@@ -348,7 +348,7 @@ def test_the_guard_kills_protected_groups_only_when_the_launcher_did_not_take_le
 
 def test_a_guard_that_was_killed_does_not_disturb_its_launcher():
     code = (
-        "import os, signal\nfrom photinus.launcher.guard import guarding\n"
+        "import os, signal\nfrom photinus.launcher.workers.guard import guarding\n"
         "with guarding() as guard:\n"
         "    os.kill(guard.pid, signal.SIGKILL)\n"
         "    os.waitid(os.P_PID, guard.pid, os.WEXITED | os.WNOWAIT)\n"

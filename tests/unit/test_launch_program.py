@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from photinus.launcher.program import Program, check_program
-from photinus.launcher.usage import UsageError
+from photinus.launcher.command_line.program import Program, check_program
+from photinus.launcher.command_line.usage import UsageError
 
 
 @pytest.fixture(autouse=True)

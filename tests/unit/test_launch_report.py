@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-from photinus.launcher.cgroup import OomKills
-from photinus.launcher.report import (
+from photinus.launcher.workers.cgroup import OomKills
+from photinus.launcher.workers.failures import (
     Death,
     Raised,
     exit_code_of,

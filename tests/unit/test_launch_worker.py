@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-import photinus.launcher.worker as worker
-from photinus.launcher.report import Raised
+import photinus.launcher.workers.worker as worker
+from photinus.launcher.workers.failures import Raised
 
 WORKER = worker.__file__
 

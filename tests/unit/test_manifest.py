@@ -12,9 +12,9 @@ import jsonschema
 import pytest
 import yaml
 
-from photinus.launcher.flags import parse_run
+from photinus.launcher.command_line.flags import parse_run
+from photinus.launcher.command_line.usage import UsageError
 from photinus.launcher.schedulers.kubernetes import main, manifest
-from photinus.launcher.usage import UsageError
 
 SCHEMAS = Path(__file__).parents[1] / "schedulers" / "schemas"
 IMAGE = ["--image", "registry.example.org:5000/team/train:1"]

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from photinus.launcher.cli import main
-from photinus.launcher.page.chart import Chart, Series, ticks
-from photinus.launcher.page.figures import mean_windows
-from photinus.launcher.page.page import labels_of, page
-from photinus.launcher.page.style import DARK, LIGHT
-from photinus.launcher.top.view import view
+from photinus.launcher.viewing.page.chart import Chart, Series, ticks
+from photinus.launcher.viewing.page.figures import mean_windows
+from photinus.launcher.viewing.page.page import labels_of, page
+from photinus.launcher.viewing.page.style import DARK, LIGHT
+from photinus.launcher.viewing.top.view import view
 from photinus.runlog.curve import Curve
 from photinus.runlog.run import Run
 from photinus.runlog.tables import RunFiles, StepLoss

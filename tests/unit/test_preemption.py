@@ -13,10 +13,10 @@ from torch.nn.functional import cross_entropy
 
 import photinus
 from photinus.launcher.hosts.messages import Report
-from photinus.launcher.interrupts import taking_interrupts
-from photinus.launcher.judge import Judge
-from photinus.launcher.report import Death, Raised
-from photinus.trainer import preemption
+from photinus.launcher.hosts.restart_policy import Judge
+from photinus.launcher.workers.failures import Death, Raised
+from photinus.launcher.workers.interrupts import taking_interrupts
+from photinus.trainer.session import preemption
 from tests.small_run import Net, points, train
 
 RUN = {"epochs": 2, "batch_size": 12, "samples": 60}

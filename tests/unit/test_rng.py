@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from photinus.trainer import rng
+from photinus.trainer.data import rng
 
 
 def draws() -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from photinus.launcher.happened import describe_event
+from photinus.launcher.viewing.event_text import describe_event
 from photinus.runlog.curve import Curve
 from photinus.runlog.events import EVENTS, append_event, read_event, read_events
 from photinus.runlog.find import find_runs, newest_run

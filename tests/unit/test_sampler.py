@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from photinus.trainer.sampler import GlobalBatches, LocalBatch, ShardedOnce
+from photinus.trainer.data.sampler import GlobalBatches, LocalBatch, ShardedOnce
 
 
 def ranks(samples: int, batch_size: int, world_size: int, **options: object) -> list[GlobalBatches]:

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from photinus.runlog.windows import PHASES
-from photinus.trainer import rank_times, step_clock
-from photinus.trainer.memory import memory_bytes
-from photinus.trainer.rank_times import RankTimes
-from photinus.trainer.step_clock import StepClock
+from photinus.trainer.record import rank_times, step_clock
+from photinus.trainer.record.memory import memory_bytes
+from photinus.trainer.record.rank_times import RankTimes
+from photinus.trainer.record.step_clock import StepClock
 from photinus.waiting_time import WaitingTime, waiting_time
 
 

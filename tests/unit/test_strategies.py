@@ -15,16 +15,9 @@ from torch import nn
 
 import photinus
 from photinus.errors import NotInitializedError
-from photinus.parallel import (
-    STRATEGIES,
-    DistributedDataParallel,
-    SyncBatchNorm,
-    find_strategy,
-    strategy_of,
-    wrap_model,
-)
+from photinus.parallel import STRATEGIES, DistributedDataParallel, SyncBatchNorm, find_strategy, strategy_of, wrap_model
 from photinus.trainer import CheckpointFolder
-from photinus.trainer.states import load_into, state_of
+from photinus.trainer.checkpoint.states import load_into, state_of
 
 CPU = torch.device("cpu")
 

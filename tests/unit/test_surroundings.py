@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from photinus.errors import LaunchError
-from photinus.launcher.flags import parse_run
-from photinus.launcher.schedulers.surroundings import Surroundings, placed, surroundings
-from photinus.launcher.usage import UsageError
+from photinus.launcher.command_line.flags import parse_run
+from photinus.launcher.command_line.usage import UsageError
+from photinus.launcher.schedulers.detect_scheduler import Surroundings, placed, surroundings
 
 
 def srun(rank: int, per_host: str, hosts: str, tasks: int, **more: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from photinus.parallel import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
-from photinus.parallel.sync_batch_norm import _SynchronisedBatchNorm
+from photinus.parallel.ddp.sync_batch_norm import _SynchronisedBatchNorm
 
 
 class Alone:

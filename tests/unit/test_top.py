@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 
 from photinus.launcher.cli import main
-from photinus.launcher.top.marks import parts, progress_bar, sparkline
-from photinus.launcher.top.text import Piece, columns, cut, line, painted
-from photinus.launcher.top.view import view
+from photinus.launcher.viewing.top.marks import parts, progress_bar, sparkline
+from photinus.launcher.viewing.top.text import Piece, columns, cut, line, painted
+from photinus.launcher.viewing.top.view import view
 from photinus.runlog.run import Run
 from tests.made_run import BEGAN_S, write_run
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import photinus
-from photinus.parallel.recording import EXCHANGE, MAIN, Recording, Span, current_recording, recorded_span
-from photinus.parallel.tracing import RankTrace, chrome_events, enumerate_rows
+from photinus.parallel.tracing.recording import EXCHANGE, MAIN, Recording, Span, current_recording, recorded_span
+from photinus.parallel.tracing.trace import RankTrace, chrome_events, enumerate_rows
 
 
 def rank_trace(rank: int, spans: list[Span], *, clock: str = "a", meeting_ns: int = 0) -> RankTrace:

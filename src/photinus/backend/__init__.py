@@ -7,11 +7,30 @@ loaded before the first group is made.
     import torch.distributed as dist
     dist.init_process_group("photinus")
 
-Floors inside: tensors (memory that the engine or gloo can take) < work, completer (handles of operations in flight)
-< process_group (what torch sees of every group) < engine_group, engine_reductions, engine_moves, messages, sparse and
-through_engine (the group of one host), beside through_gloo (the group of several) < joining (the wait for a new
-group's ranks) < hosts (who shares memory with whom), device_map (other devices' backends beside ours), making (which
-of them a new group is).
+completer          completes the futures of a group's operations, from as many threads as its callbacks keep busy
+device_map         groups that serve several kinds of devices: "cpu:photinus,cuda:nccl"
+engine_group       how a group whose ranks share a host starts operations of the engine, and how it ends
+engine_moves       the collectives that compute nothing, through the engine
+engine_reductions  all_reduce, reduce and reduce_scatter through the engine
+hosts              how the ranks of a new group find one another in the store, and on which host each is
+inner_gloo         the gloo backend inside each group, for what the engine does not do
+joining            a rank's wait for the others of a group that is being made
+make_group         makes a process group with all its ranks: finds the hosts, and chooses engine or gloo
+messages           messages from one rank to another through the engine: send, recv, and recv from whoever sends first
+monitored          what a monitored barrier says when ranks are missing
+name               what `init_process_group` calls the backend
+options            the call forms of torch's process group methods, brought to one: (…, options object)
+outside_dynamo     keeps torch.compile out of code that hands addresses to native code
+process_exit       what a process with open groups leaves behind: a reason for its peers, and no thread in native code
+process_group      the face of a process group towards torch
+profiling          collectives in torch.profiler's timeline
+single_rank        the communicator of a group of one: every collective is at most a copy, done when it is called
+sparse             all_reduce of sparse tensors: every rank gathers all ranks' entries and adds them up in rank order
+tensors            which memory a collective works on: dense copies of tensors that are not dense, and the way back
+through_engine     the process group whose ranks share a host: every collective and message goes through the engine
+through_gloo       every collective over gloo: the group whose ranks sit on several hosts
+updates            how often the parameters that are reduced over a group were updated
+work               handles of operations in flight, as torch.distributed expects them
 """
 
 from __future__ import annotations
@@ -21,14 +40,14 @@ import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from .name import NAME
+
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import _DistributedBackendOptions
 
     from .process_group import ProcessGroup
 
 __all__ = ["NAME", "ProcessGroup", "register"]
-
-NAME = "photinus"
 
 _registered = False
 
@@ -67,7 +86,7 @@ def _create(options: _DistributedBackendOptions, backend_options: object) -> Pro
 
     from ..torch_version import check_torch
     from .device_map import asked
-    from .making import make
+    from .make_group import make
 
     check_torch(torch.__version__)
 

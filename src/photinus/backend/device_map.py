@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOptions
 
 from .. import engine
-from . import NAME
+from .name import NAME
 from .outside_dynamo import outside_dynamo
 from .process_group import ProcessGroup
 

@@ -18,11 +18,11 @@ from .. import engine
 from ..errors import AbortedError
 from ..waiting_time import waiting_time
 from . import options, profiling
-from .alone import Alone
 from .completer import Apart, Completer
 from .inner_gloo import InnerGloo, Limit
 from .outside_dynamo import outside_dynamo
 from .process_group import ProcessGroup
+from .single_rank import Alone
 from .tensors import CopyBack
 from .updates import Updates
 from .work import EngineWork, Handle, MessageWork

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import engine
 from ..errors import CollectiveTimeoutError, PeerLostError
-from ..heap import PER_GRADIENTS, keep_freed_memory
+from ..malloc import PER_GRADIENTS, keep_freed_memory
 from . import options
 from .engine_group import EngineGroup, Part, check_elems, check_same_dtype
 from .monitored import missing_ranks, monitored_text

@@ -22,8 +22,9 @@ from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOp
 
 from .. import engine
 from ..errors import AbortedError
-from . import NAME, options, process_exit
+from . import options, process_exit
 from .inner_gloo import InnerGloo, Limit
+from .name import NAME
 from .outside_dynamo import outside_dynamo
 from .tensors import allocate
 from .work import JoinedWork

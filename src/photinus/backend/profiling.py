@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
-from . import NAME
 from .completer import Apart, Completer
+from .name import NAME
 from .work import Handle
 
 __all__ = ["begin", "end_with"]

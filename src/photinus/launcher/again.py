@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..relaunch import Launch
-from .usage import UsageError, closest
+from .command_line.usage import UsageError, closest
 
 __all__ = ["FLAGS", "Again", "main", "plan"]
 

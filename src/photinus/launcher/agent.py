@@ -11,19 +11,19 @@ import time
 from collections.abc import Callable
 
 from ..errors import LaunchError
-from .cgroup import OomKills, oom_kills
-from .colleagues import Colleagues, Formation, Order
-from .environment import Place, worker_environ
-from .guard import Guard
 from .hosts.messages import Report
-from .interrupts import FROM_A_KEYBOARD, Interrupted, Interrupts
-from .job import Job
-from .judge import Verdict
-from .output import Output
-from .processes import Processes, Start
-from .report import last_words, tell_failure
-from .store import LOOPBACK
-from .suspension import words_of
+from .hosts.peer_hosts import Colleagues, Formation, Order
+from .hosts.restart_policy import Verdict
+from .workers.cgroup import OomKills, oom_kills
+from .workers.environment import Place, worker_environ
+from .workers.failures import last_words, tell_failure
+from .workers.guard import Guard
+from .workers.interrupts import FROM_A_KEYBOARD, Interrupted, Interrupts
+from .workers.job import Job
+from .workers.output import Output
+from .workers.processes import Processes, Start
+from .workers.store import LOOPBACK
+from .workers.suspension import words_of
 
 __all__ = ["Agent"]
 

@@ -12,10 +12,10 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from .. import __version__
 from ..env import CONDUCTED_AS
 from ..errors import LaunchError, PhotinusError
-from .usage import UsageError, closest
+from ..version import __version__
+from .command_line.usage import UsageError, closest
 
 __all__ = ["main"]
 
@@ -25,8 +25,8 @@ _COMMANDS = {
     "again": ("photinus.launcher.again", "start a run once more, as its config.json says"),
     "doctor": ("photinus.launcher.doctor.examine", "say what works on this machine, by trying it"),
     "bench": ("photinus.launcher.bench.measure", "measure collectives over each backend, and what limits them"),
-    "top": ("photinus.launcher.top.watch", "show a run while it trains: progress, loss, where the time goes"),
-    "report": ("photinus.launcher.page.make", "make one HTML page of a run, or of several to compare"),
+    "top": ("photinus.launcher.viewing.top.watch", "show a run while it trains: progress, loss, where the time goes"),
+    "report": ("photinus.launcher.viewing.page.make", "make one HTML page of a run, or of several to compare"),
     "completion": ("photinus.launcher.completion", "a script that completes these words in bash, zsh or fish"),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from .usage import UsageError, closest
+from .command_line.usage import UsageError, closest
 
 __all__ = ["main"]
 
@@ -63,12 +63,13 @@ def main(arguments: Sequence[str]) -> int:
 
 def _flags() -> Mapping[str, Mapping[str, Sequence[str]]]:
     """Command -> flag -> the words that may follow it ([] for none, or any)."""
-    from . import again, flags
+    from . import again
     from .bench.options import BACKENDS, DTYPES, OPERATIONS, VALUED
+    from .command_line import flags
     from .doctor import examine
     from .new import FLAGS, TEMPLATES
-    from .page import make
-    from .top import watch
+    from .viewing.page import make
+    from .viewing.top import watch
 
     known = {"--ops": OPERATIONS, "--backends": BACKENDS, "--dtype": tuple(DTYPES)}
     return {

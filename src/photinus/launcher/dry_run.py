@@ -7,10 +7,10 @@ import shlex
 import socket
 import sys
 
-from .environment import Place, worker_environ
-from .flags import HostFlags
-from .job import Job
-from .logs import LogPlan
+from .command_line.flags import HostFlags
+from .workers.environment import Place, worker_environ
+from .workers.job import Job
+from .workers.logs import LogPlan
 
 __all__ = ["told"]
 

@@ -24,8 +24,8 @@ from .. import env
 from ..errors import LaunchError
 from ..world.launchers import told_by_scheduler
 from . import function
-from .private_folder import private_folder
-from .report import Raised
+from .workers.failures import Raised
+from .workers.private_folder import private_folder
 
 __all__ = ["launch"]
 

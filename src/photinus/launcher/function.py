@@ -14,7 +14,7 @@ from pathlib import Path
 
 import cloudpickle
 
-from .worker import describe
+from .workers.worker import describe
 
 __all__ = ["CALL", "ERROR", "PATH", "RESULT"]
 

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from .. import env
 from ..errors import DeviceError
 from ..relaunch import Launch, notable
-from .devices import count_gpus
-from .flags import HELP, RunFlags, SelectionFlags, parse_run
-from .local_rank import with_local_rank
-from .program import Program, check_program
+from .command_line.flags import HELP, RunFlags, SelectionFlags, parse_run
+from .command_line.local_rank import with_local_rank
+from .command_line.program import Program, check_program
+from .workers.devices import count_gpus
 
 __all__ = ["main"]
 
@@ -46,11 +46,11 @@ def main(arguments: Sequence[str]) -> int:
         return sbatch.main(flags, program)
     _record(arguments, program)
     if flags.selection.hostfile is not None:
-        from .hosts.ssh import conduct
+        from .ssh.start_hosts import conduct
 
-        return conduct(flags)
+        return conduct(flags, main)
     if flags.selection != SelectionFlags():
-        from .hosts.selection import for_this_host, typed
+        from .ssh.selection import for_this_host, typed
 
         try:
             return _start(for_this_host(flags, count_gpus), program)
@@ -73,7 +73,7 @@ def _record(arguments: Sequence[str], program: Program) -> None:
 def _start(flags: RunFlags, program: Program) -> int:
     """Starts this host's part of the job."""
     if env.CONDUCTED_AS.get() is None:
-        from .schedulers.surroundings import placed
+        from .schedulers.detect_scheduler import placed
 
         flags = placed(flags)
     program = program if flags.use_env else with_local_rank(program)

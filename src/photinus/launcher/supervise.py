@@ -15,8 +15,13 @@ from .. import env
 from ..errors import LaunchError
 from ..torch_version import check_torch
 from .agent import Agent
-from .colleagues import Colleagues, JobEndedError, OneHost
-from .devices import (
+from .command_line.flags import RunFlags
+from .command_line.program import Program
+from .dry_run import told
+from .hosts.join import Joined, joining
+from .hosts.member import Me
+from .hosts.peer_hosts import Colleagues, JobEndedError, OneHost
+from .workers.devices import (
     VISIBLE,
     check_devices,
     choose_worker_count,
@@ -25,19 +30,14 @@ from .devices import (
     usable_cores,
     visible_devices,
 )
-from .dry_run import told
-from .flags import RunFlags
-from .guard import Guard, guarding
-from .hosts.joining import Joined, joining
-from .hosts.member import Me
-from .hosts.ports import listen
-from .interrupts import Interrupted, Interrupts, taking_interrupts
-from .job import Job
-from .logs import open_logs, plan_logs
-from .output import Output
-from .processes import adopting_orphans
-from .program import Program
-from .store import LOOPBACK, StoreProcess
+from .workers.guard import Guard, guarding
+from .workers.interrupts import Interrupted, Interrupts, taking_interrupts
+from .workers.job import Job
+from .workers.logs import open_logs, plan_logs
+from .workers.output import Output
+from .workers.ports import listen
+from .workers.processes import adopting_orphans
+from .workers.store import LOOPBACK, StoreProcess
 
 __all__ = ["supervise"]
 

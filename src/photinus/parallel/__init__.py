@@ -1,13 +1,21 @@
-"""Spreading one model over the ranks of a process group. Speaks plain torch.distributed, over any backend."""
+"""Spreading one model over the ranks of a process group. Speaks plain torch.distributed, over any backend.
+
+exchange/    what ranks tell and send each other beside gradients
+tracing/     when things happened, and the picture of it for all ranks
+reducer/     averages gradients while backward is still computing
+ddp/         DistributedDataParallel, and what it is made of above the reducer
+zero/        parameters, gradients and optimizer states split over ranks
+strategies/  ways of spreading a model, one class per file; chosen by name
+"""
 
 from __future__ import annotations
 
-from .ddp import DistributedDataParallel
-from .naive import average_gradients, broadcast_model
-from .strategies import STRATEGIES, find_strategy, strategy_of, uncompiled, wrap_model
-from .strategy import Strategy
-from .sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
-from .tracing import trace
+from .ddp.ddp import DistributedDataParallel
+from .ddp.naive import average_gradients, broadcast_model
+from .ddp.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
+from .strategies.choose import STRATEGIES, find_strategy, strategy_of, uncompiled, wrap_model
+from .strategies.strategy import Strategy
+from .tracing.trace import trace
 
 __all__ = [
     "STRATEGIES",

@@ -1,29 +1,37 @@
-"""Training on any number of ranks: session, data, loop, evaluation, checkpoints and the Trainer made of them."""
+"""Training on any number of ranks: session, data, loop, evaluation, checkpoints and the Trainer made of them.
+
+data/        from a data set to the batches of this rank
+checkpoint/  complete or absent, verified before use, without pickle
+session/     this process in its job: device, group, wrapped models, preemption
+record/      what a run measures and leaves in its folder
+backwards    which gradients a loop made: a step on others is an error
+saves        a loop's checkpoints: what goes into one, and how all ranks come back from it
+evaluation   validation on all ranks, every sample exactly once
+loop         one iterator over epochs and batches that owns position, checkpoint and resume
+trainer      the whole training in one call
+"""
 
 from __future__ import annotations
 
-from . import preemption
-from .checkpoint import CheckpointFolder, load, save
-from .config import dataset_folder
-from .data import loader
-from .deepspeed import DeepSpeedConfig, deepspeed_config
+from .checkpoint.folder import CheckpointFolder, load, save
+from .data.loader import loader
 from .evaluation import evaluate
 from .loop import Loop
-from .loss import backward
-from .session import Session, init
+from .record.config import dataset_folder
+from .session import preemption
+from .session.loss import backward
+from .session.session import Session, init
+from .session.wrapping import unwrap, wrap
 from .trainer import Result, Trainer
-from .wrapping import unwrap, wrap
 
 __all__ = [
     "CheckpointFolder",
-    "DeepSpeedConfig",
     "Loop",
     "Result",
     "Session",
     "Trainer",
     "backward",
     "dataset_folder",
-    "deepspeed_config",
     "evaluate",
     "init",
     "load",

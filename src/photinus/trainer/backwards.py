@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import PhotinusError
-from ..parallel.split_states import is_split
+from ..parallel.zero.split_states import is_split
 
 __all__ = ["Backwards"]
 

@@ -29,13 +29,13 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from ..errors import CollectiveError, PhotinusError
 from ..parallel import strategy_of
+from ..parallel.exchange.agreement import gather_per_rank
 from ..waiting_time import waiting_time
-from .agreement import gather_per_rank
-from .arguments import whole_number
-from .data import Batch, loader
-from .datasets import check_dataset, taken_apart
-from .session import Session, require_session
-from .wrapping import exchanges_gradients, unwrap
+from .data.arguments import whole_number
+from .data.datasets import check_dataset, taken_apart
+from .data.loader import Batch, loader
+from .session.session import Session, require_session
+from .session.wrapping import exchanges_gradients, unwrap
 
 __all__ = ["Metric", "evaluate"]
 

@@ -34,34 +34,34 @@ from torch.utils.data import DataLoader, Dataset
 from .. import env, status
 from ..errors import PhotinusError
 from ..parallel import strategy_of, uncompiled
-from ..parallel.recording import recorded_span
+from ..parallel.exchange.agreement import JSON, check_alike, from_rank_0, together
+from ..parallel.tracing.recording import recorded_span
 from ..runlog.tables import OWN_COLUMNS, Row
-from . import preemption, rng
-from .agreement import check_alike, from_rank_0, together
-from .arguments import whole_number
 from .backwards import Backwards
-from .checkpoint import Checkpoint, on_all_ranks
-from .config import RunConfig, Start, user_options
-from .data import Batch, loader
-from .durable import require_space, telling_no_space
-from .ending import Ending
-from .length import Length
-from .loss import check_loss
-from .manifest import JSON
-from .position import Position
-from .progress import Progress, say, show_metrics
-from .replicas import Replicas, described
-from .resume import Source, choose_source, job_name
-from .run_folder import RunFolder
-from .run_lock import RunLock
-from .run_numbers import RunNumbers
-from .sampler import GlobalBatches
+from .checkpoint.durable import require_space, telling_no_space
+from .checkpoint.folder import Checkpoint, on_all_ranks
+from .checkpoint.position import Position
+from .checkpoint.snapshot import Trained
+from .data import rng
+from .data.arguments import whole_number
+from .data.loader import Batch, loader
+from .data.sampler import GlobalBatches
+from .record.config import RunConfig, Start, user_options
+from .record.ending import Ending
+from .record.resume import Source, choose_source, job_name
+from .record.run_folder import RunFolder
+from .record.run_lock import RunLock
+from .record.run_numbers import RunNumbers
+from .record.step_clock import StepClock
+from .record.tensorboard import check_tensorboard
 from .saves import Saves
-from .session import require_session
-from .snapshot import Trained
-from .step_clock import StepClock
-from .tensorboard import check_tensorboard
-from .wrapping import check_exchanges_gradients, check_optimizer
+from .session import preemption
+from .session.length import Length
+from .session.loss import check_loss
+from .session.progress import Progress, say, show_metrics
+from .session.replicas import Replicas, described
+from .session.session import require_session
+from .session.wrapping import check_exchanges_gradients, check_optimizer
 
 __all__ = ["Loop"]
 

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import rng
-from .agreement import from_rank_0, gather_per_rank, together
-from .checkpoint import Checkpoint
-from .length import Length
-from .position import Position
-from .progress import say
-from .resume import check_fits
-from .run_folder import RunFolder
-from .session import Session
-from .snapshot import Trained, check_is_snapshot
+from ..parallel.exchange.agreement import from_rank_0, gather_per_rank, together
+from .checkpoint.folder import Checkpoint
+from .checkpoint.position import Position
+from .checkpoint.snapshot import Trained, check_is_snapshot
+from .data import rng
+from .record.resume import check_fits
+from .record.run_folder import RunFolder
+from .session.length import Length
+from .session.progress import say
+from .session.session import Session
 
 __all__ = ["Loaded", "Saves"]
 

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from ..parallel import strategy_of
-from ..parallel.strategy import Strategy
+from ..parallel.strategies.strategy import Strategy
 from ..runlog.tables import Row
-from .arguments import whole_number
-from .datasets import check_dataset, taken_apart
+from .data.arguments import whole_number
+from .data.datasets import check_dataset, taken_apart
 from .evaluation import Metric, evaluate
-from .length import Length
 from .loop import Loop
-from .progress import show_metrics
-from .session import current_session, init
-from .wrapping import unwrap, wrap
+from .session.length import Length
+from .session.progress import show_metrics
+from .session.session import current_session, init
+from .session.wrapping import unwrap, wrap
 
 __all__ = ["Result", "Trainer"]
 

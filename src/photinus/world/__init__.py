@@ -8,14 +8,14 @@
     hydra        which run of MPICH's mpiexec a process belongs to
     own_address  the address by which other hosts know this one
     ended        the ranks whose launcher saw them end well, for those that wait for them
-    company      refuses a process that would train alone though others were started beside it
+    check_world  refuses a process that would train alone though others were started beside it
 
 Torch-free. Reads the environment it is given, and refuses contradictions instead of guessing.
 """
 
 from __future__ import annotations
 
-from .company import check_company
+from .check_world import check_company
 from .ranks import World
 from .rendezvous import Rendezvous, find_rendezvous
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .. import env
 from ..errors import WorldSizeError
-from .company import check_participants
+from .check_world import check_participants
 from .launchers import Told, told_by_scheduler, told_by_torchrun
 
 __all__ = ["World"]

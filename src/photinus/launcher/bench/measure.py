@@ -11,10 +11,10 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from ... import __version__
 from ...errors import LaunchError
-from ..devices import usable_cores
+from ...version import __version__
 from ..doctor.software import ask_torch
+from ..workers.devices import usable_cores
 from .contestant import Contestant, ContestantError
 from .explain import choose, limits
 from .options import DTYPES, HELP, Options, parse_bench

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..usage import UsageError, closest
+from ..command_line.usage import UsageError, closest
 
 __all__ = ["BACKENDS", "DTYPES", "HELP", "OPERATIONS", "VALUED", "Options", "parse_bench", "size_name"]
 

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..flag_values import read_port
-from ..usage import UsageError, closest
+from ..command_line.flag_values import read_port
+from ..command_line.usage import UsageError, closest
 from .backends import look_at_backends
 from .finding import Finding, as_json, exit_code, table
 from .host import look_at_host
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _examine_hosts(flags: _Flags, width: int, colour: bool) -> int:
-    from ..hosts.hostfile import parse_hostfile, read_hostfile
+    from ..ssh.hostfile import parse_hostfile, read_hostfile
     from .hosts import examine_hosts
 
     if flags.hosts is not None and flags.hostfile is not None:

@@ -7,8 +7,8 @@ import platform
 import resource
 from pathlib import Path
 
-from ..cgroup import cpu_quota_cores, memory_limit
-from ..devices import usable_cores
+from ..workers.cgroup import cpu_quota_cores, memory_limit
+from ..workers.devices import usable_cores
 from .finding import Finding
 
 __all__ = ["look_at_host"]

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..hosts.hostfile import Host
-from ..hosts.ssh_command import check_ssh, find_here
-from ..hosts.ssh_host import FarHost, address_towards, leave, pump, reach
-from ..interrupts import Interrupts, taking_interrupts
+from ..ssh.command import check_ssh, find_here
+from ..ssh.host import FarHost, address_towards, leave, pump, reach
+from ..ssh.hostfile import Host
+from ..workers.interrupts import Interrupts, taking_interrupts
 from .finding import Finding, as_json, exit_code, painted, table
 
 __all__ = ["Pair", "examine_hosts", "judge", "matrix", "rounds"]

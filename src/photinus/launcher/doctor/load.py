@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..devices import usable_cores
+from ..workers.devices import usable_cores
 from .finding import Finding
 
 __all__ = ["LATE", "Load", "look_at_load", "not_judged", "read_load"]

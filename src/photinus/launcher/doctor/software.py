@@ -14,8 +14,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from ... import __version__
 from ...torch_version import OLDEST, is_too_old
+from ...version import __version__
 from .finding import Finding
 from .load import LATE, not_judged
 

@@ -1,29 +1,15 @@
 """One job on several hosts: they find one another, agree on ranks, and learn of each other's failures.
 
-secret      the words that only hosts of one job know
-handshake   how both ends of a connection prove that they know them
-ports       listening, and who holds a port that is taken
-messages    what the hosts say to each other, as JSON
-meeting     the rules: who is there, when to start, stop, start again, end (no sockets, no clock)
-leader      carries the rules out for the host that leads
-relay       brings the workers of the other hosts to the leader's store
-member      one host's end of it
-joining     finds out who leads, and joins
-
-Started from one place, over ssh:
-
-hostfile     the file of hosts, as DeepSpeed and Open MPI have it
-selection    --include, --exclude, --num-nodes, --num-gpus: which hosts and devices a job gets
-ssh          the conductor: the process that the user typed, which starts `photinus run` on every host
-  ssh_host     one host, seen from there
-  ssh_command  how it is reached, and whether it is this one
-  ssh_words    the words of `photinus run` for it
-  ssh_environ  the environment variables that it is given
-  ssh_lines    the output of all hosts on one terminal
-  ssh_trouble  why a host could not be started, and what to do
-far          the far side: what is started on each host
-  far_frames   what travels between the two
-  far_job      the `photinus run` that it starts
-  far_listen   the port at which the other hosts meet the first
-  far_probe    its answers to `photinus doctor --hosts`
+background      an asyncio loop in a thread of its own: the sockets of a host, while its main thread watches processes
+connect         calling the host that leads: a connection that has been proved, or what is wrong with the port
+handshake       both ends of a connection prove that they know the job's secret
+join            who leads a job on several hosts, and this host's way into it
+leader          the leading host's end: one port, behind which the hosts meet and the store is found
+leader_process  the leader's process: started by the launcher that leads, and ended with it
+member          a host's end: dials the leader, proves itself, and speaks for this host's agent
+membership      the rules by which hosts start, stop, start again and end. No sockets, clock, processes
+messages        what the hosts say to each other: JSON objects, each behind its length
+peer_hosts      what an agent needs from the other hosts of its job, and what that comes to when there are none
+relay           brings this host's workers to the store on the leader's host
+restart_policy  after a failed attempt: what is said, and whether there is another
 """

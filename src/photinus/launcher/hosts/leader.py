@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ... import __version__
-from ..judge import Judge
-from . import meeting, messages
+from ...version import __version__
+from . import membership, messages
 from .background import splice
 from .handshake import Caller, answer
+from .restart_policy import Judge
 
 __all__ = ["Leader"]
 
@@ -40,7 +40,7 @@ class Leader:
         job_id: identity of the job.
     """
 
-    def __init__(self, key: bytes, rules: meeting.Meeting, *, max_restarts: int, job_id: str) -> None:
+    def __init__(self, key: bytes, rules: membership.Meeting, *, max_restarts: int, job_id: str) -> None:
         self._key = key
         self._rules = rules
         self._judge = Judge(max_restarts)
@@ -142,7 +142,7 @@ class Leader:
         try:
             guest = self._guest(key, hello, writer)
             acts = self._rules.come(guest, time.monotonic())
-        except meeting.NotWelcomeError as error:
+        except membership.NotWelcomeError as error:
             messages.write(writer, {"type": "end", "reason": f"this host cannot take part: {error}", "exit_code": 2})
             with contextlib.suppress(OSError, asyncio.TimeoutError):  # it reads that and closes; or it does not
                 await asyncio.wait_for(reader.read(), _GOODBYE_S)
@@ -176,23 +176,23 @@ class Leader:
                 await self._carry_out(self._rules.end(f"host {guest.name}, which leads, {why}", 1))
             await self._carry_out(self._rules.gone(key, why, time.monotonic(), lost=lost))
 
-    def _guest(self, key: int, hello: dict[str, Any], writer: asyncio.StreamWriter) -> meeting.Guest:
+    def _guest(self, key: int, hello: dict[str, Any], writer: asyncio.StreamWriter) -> membership.Guest:
         version, hosts, torch = str(hello["version"]), tuple(hello["nnodes"]), str(hello["torch"])
         host = str(hello["host"])
         if version != __version__:
-            raise meeting.NotWelcomeError(
+            raise membership.NotWelcomeError(
                 f"{host} has photinus {version}, the host that leads has {__version__}; install the same on all"
             )
         wanted = (self._rules.least, self._rules.most)
         if hosts != wanted:
-            raise meeting.NotWelcomeError(
+            raise membership.NotWelcomeError(
                 f"{host} was started with --nnodes {_shown(hosts)}, the host that leads with {_shown(wanted)}"
             )
         if self._torch is None:
             self._torch = torch
         elif self._torch != torch:
             self._tell(f"host {host} has torch {torch}, another has {self._torch}: results may differ, or fail")
-        return meeting.Guest(
+        return membership.Guest(
             key=key,
             host=host,
             address=str(writer.get_extra_info("peername")[0]),
@@ -220,23 +220,23 @@ class Leader:
         elif kind != "beat":
             raise messages.MessageError(f"unknown type {kind!r}")
 
-    async def _carry_out(self, acts: Sequence[meeting.Act]) -> None:
+    async def _carry_out(self, acts: Sequence[membership.Act]) -> None:
         for act in acts:
-            if isinstance(act, meeting.Say):
+            if isinstance(act, membership.Say):
                 self._tell(act.text)
-            elif isinstance(act, meeting.Form):
+            elif isinstance(act, membership.Form):
                 self._form(act)
-            elif isinstance(act, meeting.Stop):
+            elif isinstance(act, membership.Stop):
                 self._send(act.keys, {"type": "stop", "reason": act.reason})
-            elif isinstance(act, meeting.Regroup):
+            elif isinstance(act, membership.Regroup):
                 self._tell(f"{act.reason}: the other hosts stop their workers and meet anew")
                 self._send(act.keys, {"type": "regroup", "reason": act.reason, "unharmed": act.unharmed})
-            elif isinstance(act, meeting.Judge):
+            elif isinstance(act, membership.Judge):
                 await self._carry_out(self._judged(act))
-            elif isinstance(act, meeting.End):
+            elif isinstance(act, membership.End):
                 self._send(tuple(self._writers), {"type": "end", **asdict(act)})
 
-    def _form(self, act: meeting.Form) -> None:
+    def _form(self, act: membership.Form) -> None:
         for task in self._carried:
             task.cancel()
         self._store_port = None
@@ -268,7 +268,7 @@ class Leader:
             else:
                 self._waiting_forms.append((guest.key, form))
 
-    def _judged(self, act: meeting.Judge) -> list[meeting.Act]:
+    def _judged(self, act: membership.Judge) -> list[membership.Act]:
         verdict = self._judge.judge(act.reports, world_size=act.world_size, attempt=act.attempt)
         self._tell(verdict.text, alarm=not verdict.suspended)
         self._send(act.keys, {"type": "verdict", **asdict(verdict)})

@@ -19,16 +19,17 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
 
-from ... import __version__, env
+from ... import env
 from ...errors import LaunchError
+from ...version import __version__
 from ...world.own_address import interface_of
-from ..colleagues import Formation, JobEndedError, Order
-from ..judge import Verdict
-from ..store import StoreProcess
+from ..workers.store import StoreProcess
 from . import messages
 from .background import Background
-from .dialling import dial
+from .connect import dial
+from .peer_hosts import Formation, JobEndedError, Order
 from .relay import Relay
+from .restart_policy import Verdict
 
 __all__ = ["Me", "Member"]
 

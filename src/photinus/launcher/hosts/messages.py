@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..cgroup import OomKills
-from ..report import Death, Raised
+from ..workers.cgroup import OomKills
+from ..workers.failures import Death, Raised
 
 __all__ = [
     "BEAT_S",

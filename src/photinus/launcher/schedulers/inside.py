@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..flags import HostFlags, LogFlags, RunFlags
-from ..program import Program
-from ..usage import UsageError
+from ..command_line.flags import HostFlags, LogFlags, RunFlags
+from ..command_line.program import Program
+from ..command_line.usage import UsageError
 
 __all__ = ["asked_gpus", "program_words", "run_words"]
 

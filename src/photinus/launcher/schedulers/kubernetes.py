@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 import sys
 
-from ... import __version__
-from ..flags import RunFlags
-from ..program import Program
-from ..usage import UsageError
+from ...version import __version__
+from ..command_line.flags import RunFlags
+from ..command_line.program import Program
+from ..command_line.usage import UsageError
 from .job_set import job_set
 from .pods import job_parts, secret_object
 from .pytorch_job import pytorch_job

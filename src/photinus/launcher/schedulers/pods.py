@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ... import env
-from ..flags import RunFlags
-from ..program import Program
-from ..usage import UsageError
+from ..command_line.flags import RunFlags
+from ..command_line.program import Program
+from ..command_line.usage import UsageError
 from .inside import asked_gpus, program_words, run_words
 from .yaml_text import Plain
 

@@ -10,11 +10,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ... import __version__, env
+from ... import env
 from ...errors import LaunchError
-from ..flags import RunFlags
-from ..program import Program
-from ..usage import UsageError
+from ...version import __version__
+from ..command_line.flags import RunFlags
+from ..command_line.program import Program
+from ..command_line.usage import UsageError
 from .inside import asked_gpus, program_words, run_words
 from .written import write_text
 

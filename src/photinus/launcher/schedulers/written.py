@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ..usage import UsageError
+from ..command_line.usage import UsageError
 
 __all__ = ["write_text"]
 

@@ -1,0 +1,130 @@
+"""Makes a process group with all its ranks: finds the hosts, and chooses engine or gloo."""
+
+from __future__ import annotations
+
+import logging
+import os
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from .. import engine, env
+from ..errors import WorldSizeError
+from . import device_map, hosts
+from .inner_gloo import InnerGloo, Limit
+from .process_group import ProcessGroup
+from .single_rank import Alone
+from .through_engine import ThroughEngine
+from .through_gloo import ThroughGloo
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import _DistributedBackendOptions
+
+__all__ = ["make"]
+
+_log = logging.getLogger(__name__)
+
+_JOINING_S = 60.0  # for the engine's rendezvous, after all ranks have shown themselves in the store
+
+
+def make(given: _DistributedBackendOptions, wanted: device_map.Asked | None = None) -> ProcessGroup:
+    """Makes the group that torch describes; called by all its ranks.
+
+    Args:
+        given: what torch tells a backend's maker.
+        wanted: the rest of the group's device map, if there is any.
+
+    Raises:
+        ValueError: the device map holds a backend that cannot share a group with ours.
+        WorldSizeError: the default group is not as large as the launcher means.
+        CollectiveTimeoutError: ranks are missing; names them.
+        PeerLostError, MismatchError: a missing rank has ended, or makes another group.
+    """
+    if wanted is None or not wanted.devices:
+        return _make_for_cpu(given)
+    cpu = _make_for_cpu(given)
+    try:
+        group = device_map.ByDevice(cpu, *device_map.others(given, wanted), wanted.device)
+    except BaseException:
+        cpu.shutdown()
+        raise
+    group.made_by(lambda part, kept: make(part, wanted.for_a_part(kept)), given.global_ranks_in_group)
+    return group
+
+
+def _make_for_cpu(given: _DistributedBackendOptions) -> ThroughEngine | ThroughGloo:
+    rank, size, store = given.group_rank, given.group_size, given.store
+    members = list(given.global_ranks_in_group)
+    if not members:  # the default group
+        _check_world_size(size)
+    label = "world" if not members else f"{given.group_id} (ranks {_short(members)} of the world)"
+    world = _default_group() if members else None
+    limit = Limit(_timeout_s(given.timeout, world))
+    meeting = hosts.meet(
+        store, rank, size, timeout_s=limit.timeout_s, name=label, members=members, world=world and world.communicator
+    )
+    communicator: engine.Communicator | Alone | None = None
+    if size == 1:
+        communicator = Alone()
+    elif meeting.address is not None:
+        joining_s = min(limit.timeout_s, _JOINING_S)
+        communicator = engine.Communicator(rank, size, meeting.address, timeout_s=joining_s, name=label)
+    elif rank == 0:
+        _log.warning(
+            "photinus: group %s spans several hosts, %s; its collectives go through gloo, without the engine",
+            label,
+            meeting.hosts(),
+        )
+    try:
+        private = PrefixStore(f"photinus/{meeting.session}", store)
+        address = None if meeting.one_host else meeting.own_address(rank)
+        gloo = InnerGloo(private, rank, size, limit, one_host=meeting.one_host, address=address)
+        if rank == 0 and size > 1:
+            hosts.tidy(store, meeting)
+        group: ThroughEngine | ThroughGloo
+        if communicator is None:
+            group = ThroughGloo(gloo, store, limit, label)
+        else:
+            group = ThroughEngine(communicator, gloo, store, limit, label)
+    except BaseException:
+        if communicator is not None:
+            communicator.close()
+        raise
+    group.made_by(lambda part, _: _make_for_cpu(part), members)
+    return group
+
+
+def _check_world_size(size: int) -> None:
+    meant = env.EXPECTED_WORLD_SIZE.get()
+    if meant is not None and meant != size:
+        raise WorldSizeError(
+            f"the default process group has {size} rank{'s' if size > 1 else ''}, but the launcher means {meant} "
+            f"({env.EXPECTED_WORLD_SIZE.name}={meant}): each process would train for itself, or wait for ranks that do "
+            f"not exist. Leave rank and world_size to init_process_group, or start the script with "
+            f"`photinus run --nproc-per-node {size}`."
+        )
+
+
+def _default_group() -> ProcessGroup | None:
+    """The default group, where it is one of ours."""
+    world = dist.group.WORLD
+    return world if isinstance(world, ProcessGroup) else None
+
+
+def _timeout_s(given: timedelta, world: ProcessGroup | None) -> float:
+    """torch's default of half an hour gives way to the default group's, or to PHOTINUS_TIMEOUT_S.
+
+    Any other timeout was somebody's wish. (torch does not say whether its default was given or filled in.)
+    """
+    if given != dist.default_pg_timeout:
+        return given.total_seconds()
+    if world is not None:
+        return world.timeout_s
+    return env.TIMEOUT_S.get() if os.environ.get(env.TIMEOUT_S.name) else given.total_seconds()
+
+
+def _short(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown if len(ranks) <= 8 else f"{shown}, ... {len(ranks)} in all"

@@ -1,0 +1,178 @@
+"""Who leads a job on several hosts, and this host's way into it.
+
+The host that leads is the one to which --master-addr (or --rdzv-endpoint) belongs; with --node-rank, the one of rank
+0. It listens on that address only. When two launchers of one host could lead, the first to have the port does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from ... import env
+from ...errors import LaunchError
+from ...world.own_address import is_loopback, means_this_host, outside_addresses
+from ..command_line.flags import HostFlags
+from ..command_line.usage import UsageError
+from ..workers.ports import PortTakenError, listen, local_addresses_of
+from .connect import look
+from .handshake import key_of
+from .leader_process import leading
+from .member import Member
+from .membership import Meeting
+
+__all__ = ["DEFAULT_PORT", "Joined", "joining"]
+
+DEFAULT_PORT = 29500
+_ANY = ("0.0.0.0", "::")
+_NAME_S, _NAME_STEP_S = 60.0, 0.5
+
+
+@dataclass(frozen=True)
+class Joined:
+    """This host's connection to its job.
+
+    Attributes:
+        member: the other hosts, for the agent.
+        leads: whether this host leads.
+    """
+
+    member: Member
+    leads: bool
+
+
+@contextlib.contextmanager
+def joining(
+    flags: HostFlags,
+    *,
+    job_id: str,
+    max_restarts: int,
+    environ: Mapping[str, str],
+    say: Callable[[str, bool], None],
+) -> Iterator[Joined]:
+    """Takes part in the job for the duration of the block; leads it, if this is the host to do so.
+
+    Args:
+        flags: number of hosts, leader's address and port, this host's place.
+        job_id: the workers' name for this run, if this host leads.
+        max_restarts: attempts after the first.
+        environ: where the secret is looked for (PHOTINUS_JOB_SECRET).
+        say: prints words on the terminal; with True an alarm.
+
+    Raises:
+        UsageError: nobody said who leads, or the name does not resolve.
+        LaunchError: this host should lead and cannot listen there.
+    """
+    assert flags.nnodes is not None
+    if flags.leader is None:
+        least, most = flags.nnodes
+        raise UsageError(
+            f"--nnodes {least if least == most else f'{least}:{most}'} needs the host that leads: give --master-addr "
+            f"HOST, the same on every host (and --master-port, if {DEFAULT_PORT} is taken there)."
+        )
+    port = DEFAULT_PORT if flags.port is None else flags.port
+    key = key_of(env.JOB_SECRET.get(environ) or "", flags.job_id or "")
+    listener, address = _listener(flags, flags.leader, port, environ, say)
+    leads = listener is not None
+    with contextlib.ExitStack() as stack:
+        if listener is None:
+            asyncio.run(look(address, port, key))
+        else:
+            address, port = listener.getsockname()[:2]
+            secret = env.JOB_SECRET.get(environ)
+            if secret is None and not is_loopback(address):
+                say(
+                    f"photinus: leads at {address} port {port} without a secret: whoever reaches that port can take "
+                    f"part. Set {env.JOB_SECRET.name} to the same random words on every host.\n",
+                    False,
+                )
+            if address in _ANY:
+                address = "127.0.0.1" if address == "0.0.0.0" else "::1"
+            rules = Meeting(*flags.nnodes, flags.join_timeout_s, flags.last_call_s, flags.heartbeat_timeout_s)
+            stack.enter_context(leading(listener, key, rules, max_restarts=max_restarts, job_id=job_id))
+        member = Member(
+            address,
+            port,
+            key,
+            join_timeout_s=flags.join_timeout_s,
+            heartbeat_timeout_s=flags.heartbeat_timeout_s,
+            comes_back=max_restarts > 0 or flags.nnodes[0] < flags.nnodes[1],
+            say=say,
+        )
+        stack.callback(member.close)
+        yield Joined(member, leads)
+
+
+def _listener(
+    flags: HostFlags, leader: str, port: int, environ: Mapping[str, str], say: Callable[[str, bool], None]
+) -> tuple[socket.socket | None, str]:
+    """The leader's socket, None when another host (or another launcher of this one) leads; and the leader's address."""
+    number = env.LISTEN_FD.get(environ)
+    if number is not None:
+        return socket.socket(fileno=number), leader
+    must = bool(flags.leads) or flags.node_rank == 0
+    if flags.leads is False or (flags.node_rank is not None and flags.node_rank > 0):
+        return None, leader
+    own = _own_addresses(leader, must=must, wait_s=min(flags.join_timeout_s, _NAME_S), say=say)
+    if flags.local_address is not None and (own or must):
+        own = [flags.local_address]
+    if not own:
+        if must:
+            raise LaunchError(
+                f"this host is to lead, but --master-addr {leader} is no address of it. Give its own address, or with "
+                f"--local-addr what it is to listen on (0.0.0.0: all its addresses).",
+                exit_code=2,
+            )
+        return None, leader
+    if port == 0:
+        raise UsageError("--master-port 0 on several hosts: the others could not know the port. Give a number.")
+    try:
+        return listen(own[0], port), own[0]
+    except PortTakenError:
+        if must:
+            raise
+        # Perhaps by this job's leader: the member finds out, and names who it is otherwise.
+        return None, leader if own[0] in _ANY else own[0]
+
+
+def _own_addresses(leader: str, *, must: bool, wait_s: float, say: Callable[[str, bool], None]) -> list[str]:
+    """The addresses of this host behind the leader's name, empty when it is another host's.
+
+    Raises:
+        UsageError: this host must lead, and the name does not resolve for `wait_s` seconds (a cluster's name server may
+            learn of a new host late).
+    """
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            own = local_addresses_of(leader)
+            break
+        except OSError as error:
+            if leader == socket.gethostname():  # a host that does not know its own name
+                own = []
+                break
+            if not must:
+                return []  # the member goes on trying
+            if time.monotonic() > deadline:
+                raise UsageError(
+                    f"--master-addr {leader} does not resolve on this host: {error.strerror or error}."
+                ) from None
+        time.sleep(_NAME_STEP_S)
+    if not (means_this_host(leader, own) if own else leader == socket.gethostname()):
+        return own
+    # Debian's /etc/hosts has a host's own name at 127.0.1.1, where no other host reaches it; which of several networks
+    # the others mean by the name cannot be known here.
+    outside = outside_addresses()
+    if not outside:  # all launchers of this job are on this host
+        return own or ["127.0.0.1"]
+    where = outside[0] if len(outside) == 1 else f"all addresses ({', '.join(outside)})"
+    say(
+        f"photinus: {leader} is {own[0] if own else 'nothing'} to this host itself, where no other reaches it: the job "
+        f"is led at {where} (--local-addr names another address)\n",
+        False,
+    )
+    return outside if len(outside) == 1 else ["0.0.0.0"]

@@ -1,0 +1,167 @@
+"""After a failed attempt: what is said, and whether there is another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..workers.failures import Death, exit_code_of, first_cause, signature, tell_failure
+from ..workers.suspension import ended_suspended, tell_suspension
+from .messages import Report
+
+__all__ = ["Attempt", "Judge", "Verdict", "backoff_s", "why_not_again"]
+
+_QUICK_S = 10.0
+_BACKOFF_LIMIT_S = 5.0
+
+
+def backoff_s(quick_failures: int) -> float:
+    """Seconds to wait before the next attempt after so many in a row that failed soon: 0, 0, 1, 2, 4, then 5."""
+    return min(_BACKOFF_LIMIT_S, 2.0 ** (quick_failures - 2)) if quick_failures >= 2 else 0.0
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What is remembered of an attempt that has ended: its first cause, and the steps it told of (see status.py)."""
+
+    cause: Death
+    steps: int
+
+    @property
+    def error(self) -> tuple[str, str] | None:
+        """Type and place of the exception that ended it; None when something else did."""
+        raised = self.cause.raised
+        return None if raised is None else (raised.type_name, raised.place)
+
+
+def why_not_again(now: Attempt, earlier: Sequence[Attempt], *, unknown: bool = False) -> str | None:
+    """Why another attempt would fail as this one did; None when it may go better.
+
+    That is asked of exceptions only. A signal, a lost rank or host, and a process killed for want of memory have their
+    causes outside the program. An exception mostly has not:
+
+        before the first step of a run   it comes again: what it needs is as it was
+        later, for the first time        it may have been the moment's fault
+        at the same place again          only if the run got further than in the attempt before
+
+    Args:
+        now: the attempt that has just failed.
+        earlier: those before it, in order.
+        unknown: there were more, of which nobody knows how many steps they did.
+    """
+    raised, error = now.cause.raised, now.error
+    if raised is None or error is None or now.cause.consequence or raised.lost_a_child:
+        return None
+    name, place = (f"exit code {raised.exit_code}" if error[0] == "SystemExit" else error[0]), error[1]
+    if not unknown and not any(attempt.steps for attempt in (*earlier, now)):
+        return f"{name} before the first step of the training would come again"
+    further = bool(earlier) and now.steps > earlier[-1].steps
+    if not further and any(attempt.error == error for attempt in earlier):
+        return f"{name} came again{f' at {place}' if place else ''}, and training got no further than before"
+    return None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What follows from a failure.
+
+    Attributes:
+        restart: whether there is another attempt.
+        delay_s: seconds to wait before it.
+        rank, host: of the first cause.
+        exit_code: of the job, if this was the last attempt.
+        text: the whole block for the terminal.
+        short: the same in two lines, for the other hosts' terminals.
+        suspended: nothing failed: the workers saved and left, and are started again.
+    """
+
+    restart: bool
+    delay_s: float
+    rank: int
+    host: str
+    exit_code: int
+    text: str
+    short: str
+    suspended: bool = False
+
+
+class Judge:
+    """Knows the failures of a job so far.
+
+    Args:
+        max_restarts: attempts after the first.
+    """
+
+    def __init__(self, max_restarts: int) -> None:
+        self._max_restarts = max_restarts
+        self._restarts = 0
+        self._quick_failures = 0
+        self._quick_suspensions = 0
+        self._attempts: list[Attempt] = []
+
+    @property
+    def restarts(self) -> int:
+        """Number of restarts ordered so far."""
+        return self._restarts
+
+    def spend_restart(self) -> str:
+        """Takes one of the restarts for a host that was lost: "restart 1 of 3", or "" when none is left."""
+        if self._restarts >= self._max_restarts:
+            return ""
+        self._restarts += 1
+        return f"restart {self._restarts} of {self._max_restarts}"
+
+    def judge(
+        self,
+        reports: Sequence[Report],
+        *,
+        world_size: int,
+        attempt: int,
+    ) -> Verdict:
+        """Finds the first cause among the deaths that all hosts report (at least one) and decides."""
+        deaths = [death for report in reports for death in report.deaths]
+        cause = first_cause(deaths)
+        now, earlier = Attempt(cause, max(report.steps for report in reports)), tuple(self._attempts)
+        self._attempts.append(now)
+        if ended_suspended(deaths):
+            return self._suspended(cause, deaths, world_size)
+        self._quick_suspensions = 0
+        self._quick_failures = self._quick_failures + 1 if cause.lived_s < _QUICK_S else 0
+        # Attempts that ended because hosts came or went were judged by nobody.
+        why_not = why_not_again(now, earlier, unknown=attempt > len(earlier))
+        again = bool(earlier) and signature(cause) == signature(earlier[-1].cause)
+        restart = why_not is None and self._restarts < self._max_restarts
+        delay_s = backoff_s(self._quick_failures) if restart else 0.0
+        if restart:
+            self._restarts += 1
+            workers = f"all {world_size} workers" if world_size > 1 else "the worker"
+            saved = max(report.saved for report in reports)
+            place = f" from the checkpoint of step {saved}" if saved >= 0 else ""
+            count = f"(restart {self._restarts} of {self._max_restarts})"
+            next_step = f"restarting {workers}{place} {count}" + (f" in {delay_s:.0f} s" if delay_s else "")
+        elif why_not is not None:
+            next_step = f"not restarting: {why_not}"
+        elif self._max_restarts == 0:
+            next_step = "not restarting (--max-restarts 0)"
+        else:
+            next_step = f"no restart is left of {self._max_restarts}"
+        of_cause = next(report for report in reports if cause in report.deaths)
+        text = tell_failure(
+            deaths,
+            finished=sorted(rank for report in reports for rank in report.finished),
+            attempt=attempt,
+            next_step=next_step,
+            oom_before=of_cause.oom_before,
+            oom_after=of_cause.oom_after,
+            seen_before=again and restart,
+        )
+        head = next(line for line in text.splitlines() if line.startswith("photinus: "))
+        short = f"{head} (host {cause.host})\nphotinus: {next_step}\n"
+        return Verdict(restart, delay_s, cause.rank, cause.host, exit_code_of(cause), text, short)
+
+    def _suspended(self, cause: Death, deaths: Sequence[Death], world_size: int) -> Verdict:
+        """Another attempt, which costs none of the restarts; but workers that suspend at once again are slowed down."""
+        self._quick_suspensions = self._quick_suspensions + 1 if cause.lived_s < _QUICK_S else 0
+        delay_s = backoff_s(self._quick_suspensions)
+        text = tell_suspension(deaths, world_size=world_size, delay_s=delay_s)
+        return Verdict(True, delay_s, cause.rank, cause.host, exit_code_of(cause), text, text, suspended=True)

@@ -1,0 +1,100 @@
+"""How a host is reached: the command that starts the far side there, and whether a host is this one."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+from ..command_line.usage import UsageError
+from .hostfile import Host
+from .remote_job import safe_path
+
+__all__ = ["CONNECT_S", "check_ssh", "far_command", "find_here", "is_here"]
+
+CONNECT_S = 8
+_RESOLVE_S = 5.0
+_FAR = "photinus.launcher.ssh.remote"
+# After the user's own words: of an option that is given twice, ssh takes the first.
+_OPTIONS = (
+    "-T",  # no terminal: bytes pass as they are
+    "-x",
+    "-o",
+    "BatchMode=yes",  # nobody is there to type a password
+    "-o",
+    f"ConnectTimeout={CONNECT_S}",
+    "-o",
+    "ServerAliveInterval=10",
+    "-o",
+    "ServerAliveCountMax=3",
+    "-o",
+    "ControlMaster=no",  # an existing master is used, but this one does not become one: it may be killed
+    "-o",
+    "LogLevel=ERROR",  # no banners
+)
+
+
+def far_command(host: Host, *, here: bool, ssh: str = "ssh", ssh_port: int | None = None) -> list[str]:
+    """The command that starts the far side on a host, with the Python that runs here (same path on all hosts)."""
+    if here:
+        # -P: a folder named photinus in the working directory is not ours. (The far side's child does the same.)
+        return [sys.executable, *safe_path(), "-m", _FAR]
+    port = ["-p", str(ssh_port)] if ssh_port is not None else []
+    # A file in the home folder must not be taken for a module: Python looks in the working directory first.
+    there = f"cd /; exec {shlex.quote(sys.executable)} -m {_FAR}"
+    return [*shlex.split(ssh), *port, *_OPTIONS, host.destination, there]
+
+
+def check_ssh(ssh: str) -> None:
+    """Raises UsageError when the command of --ssh cannot be started."""
+    try:
+        words = shlex.split(ssh)
+    except ValueError as error:
+        raise UsageError(f"--ssh {ssh!r}: {error}.") from None
+    if not words:
+        raise UsageError("--ssh needs a command, like `ssh -i key`.")
+    if shutil.which(words[0]) is None:
+        more = " Install it (Debian: openssh-client), or name another with --ssh." if words[0] == "ssh" else ""
+        raise UsageError(f"--ssh: program {words[0]} was not found.{more}")
+
+
+def is_here(host: Host) -> bool:
+    """Whether a host is this one, so that no ssh is needed: by its name, or because its address can be bound here."""
+    if host.user is not None:  # another account, perhaps
+        return False
+    if host.name in ("localhost", "127.0.0.1", "::1", socket.gethostname()):
+        return True
+    try:
+        found = socket.getaddrinfo(host.name, None, type=socket.SOCK_STREAM)
+    except OSError:  # a name that only ssh knows
+        return False
+    return any(_can_be_bound(family, address) for family, _, _, _, address in found)
+
+
+def find_here(hosts: Sequence[Host]) -> list[bool]:
+    """Which of the hosts are this one. Names are looked up side by side, for name servers may be slow."""
+    found = [False] * len(hosts)
+
+    def look(index: int) -> None:
+        found[index] = is_here(hosts[index])
+
+    threads = [threading.Thread(target=look, args=(index,), daemon=True) for index in range(len(hosts))]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + _RESOLVE_S
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return list(found)
+
+
+def _can_be_bound(family: int, address: tuple[object, ...]) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as tried:
+            tried.bind((address[0], 0, *address[2:]))
+    except OSError:
+        return False
+    return True

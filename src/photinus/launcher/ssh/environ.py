@@ -1,0 +1,96 @@
+"""Which environment variables a host started over ssh is given.
+
+A login over ssh has an environment of its own. Handed over is what steers training (NCCL_*, OMP_*, HF_*, ...), what
+--export names, and what stands in DeepSpeed's files of variables. Left out is what describes one host: its devices
+(CUDA_VISIBLE_DEVICES), its identity, its place in a job. PATH stays the host's own, since it knows best where its
+programs are; the folder of the Python in use is put in front of it, as an activated virtual environment does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ..command_line.usage import UsageError
+
+__all__ = ["handed_over", "read_variables", "variable_files"]
+
+_FAMILIES = (
+    "NCCL_",
+    "GLOO_",
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "TORCH",
+    "PYTORCH_",
+    "PHOTINUS_",
+    "PYTHON",
+    "HF_",
+    "TRANSFORMERS_",
+    "WANDB_",
+    "CUDA_",
+    "UCX_",
+    "MLFLOW_",
+)
+_SINGLE = ("LD_LIBRARY_PATH", "LOGLEVEL", "NO_COLOR", "TERM", "COLORTERM")
+# Of one host, or of a job inside of which this may run.
+_NEVER = (
+    "CUDA_VISIBLE_DEVICES",
+    "PHOTINUS_CONDUCTED_AS",
+    "PHOTINUS_HOST_ID",
+    "PHOTINUS_JOB_SECRET",
+    "PHOTINUS_LISTEN_FD",
+    "PHOTINUS_WORLD_SIZE",
+)
+_NEVER_FAMILIES = ("TORCHELASTIC_",)
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_FILE = ".deepspeed_env"
+
+
+def handed_over(environ: Mapping[str, str], export: Sequence[str] = (), files: Sequence[Path] = ()) -> dict[str, str]:
+    """The variables for the other hosts. What --export names wins over the files, and these over the rest.
+
+    Raises:
+        UsageError: --export names a variable that is not set, or a line of a file is wrong.
+    """
+    chosen = {
+        name: value
+        for name, value in environ.items()
+        if (name.startswith(_FAMILIES) or name in _SINGLE)
+        and name not in _NEVER
+        and not name.startswith(_NEVER_FAMILIES)
+    }
+    for file in files:
+        chosen |= read_variables(file)
+    for name in export:
+        if name not in environ:
+            raise UsageError(f"--export {name}: {name} is not set here. Set it, or leave it out.")
+        chosen[name] = environ[name]
+    return chosen
+
+
+def variable_files(home: Path, here: Path) -> tuple[Path, ...]:
+    """DeepSpeed's files of variables that exist, the one that wins last: the home folder's, then this folder's."""
+    candidates = dict.fromkeys([(home / _FILE).resolve(), (here / _FILE).resolve()])
+    return tuple(file for file in candidates if file.is_file())
+
+
+def read_variables(file: Path) -> dict[str, str]:
+    """The variables of a file with lines NAME=VALUE; a pair of quotes around the value is not part of it.
+
+    Raises:
+        UsageError: a line is not of that form.
+    """
+    variables = {}
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        text = line.strip().removeprefix("export ").strip()
+        if not text or text.startswith("#"):
+            continue
+        name, equals, value = text.partition("=")
+        if not equals or not _NAME.fullmatch(name):
+            raise UsageError(f"{file}:{number}: {line.strip()!r} is not understood. A line reads NAME=VALUE.")
+        if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
+            value = value[1:-1]
+        variables[name] = value
+    return variables

@@ -1,0 +1,112 @@
+"""The file of hosts, as DeepSpeed and Open MPI have it: a host on each line, and how many workers it takes.
+
+# comment
+node1 slots=4
+root@node2 slots=4   # reached as another user
+node3                # as many as it has GPUs, or cores
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..command_line.usage import UsageError
+
+__all__ = ["Host", "parse_hostfile", "read_hostfile"]
+
+_NAME = re.compile(r"(?:(?P<user>[^\s@:=]+)@)?(?P<name>[^\s@=]+)")
+_MPICH = re.compile(r"([^:\s]+):\d+")
+_IGNORED = ("max-slots",)  # Open MPI's: how many it may be at most, were more asked for than there are slots
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host as its line in the file says it.
+
+    Attributes:
+        name: name or address, as typed.
+        slots: workers that it takes; None when the line does not say.
+        user: whose account is used there; None: ssh decides.
+        where: FILE:LINE, for messages.
+    """
+
+    name: str
+    slots: int | None = None
+    user: str | None = None
+    where: str = ""
+
+    @property
+    def destination(self) -> str:
+        """What ssh is given: NAME or USER@NAME."""
+        return self.name if self.user is None else f"{self.user}@{self.name}"
+
+
+def read_hostfile(path: str) -> tuple[Host, ...]:
+    """The hosts of a file, in its order.
+
+    Raises:
+        UsageError: there is no such file, a line is wrong, a host stands there twice, or there is none.
+    """
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"--hostfile {path} cannot be read: {error.strerror}. It has a line for each host, like `node1 slots=4`."
+        ) from None
+    except UnicodeDecodeError:
+        raise UsageError(
+            f"--hostfile {path} is no text file; it has a line for each host, like `node1 slots=4`."
+        ) from None
+    return parse_hostfile(text, path)
+
+
+def parse_hostfile(text: str, path: str = "hostfile") -> tuple[Host, ...]:
+    """The hosts that a text names, in its order. `path` stands in messages.
+
+    Raises:
+        UsageError: a line is wrong, a host stands there twice, or there is none.
+    """
+    hosts: dict[str, Host] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = re.sub(r"\s*=\s*", "=", line.partition("#")[0]).split()
+        if not words:
+            continue
+        host = _host(words, f"{path}:{number}")
+        if host.name in hosts:
+            raise UsageError(
+                f"{host.where}: {host.name} stands in {hosts[host.name].where} already. One line for each host: add "
+                f"up their slots."
+            )
+        hosts[host.name] = host
+    if not hosts:
+        raise UsageError(f"{path} names no host. It has a line for each, like `node1 slots=4`.")
+    return tuple(hosts.values())
+
+
+def _host(words: list[str], where: str) -> Host:
+    named = _NAME.fullmatch(words[0])
+    if named is None:
+        raise UsageError(f"{where}: {words[0]!r} is no host. A line reads `node1 slots=4`.")
+    mpich = _MPICH.fullmatch(words[0])
+    if mpich is not None:
+        count = words[0].rpartition(":")[2]
+        raise UsageError(f"{where}: {words[0]} is MPICH's spelling; write `{mpich[1]} slots={count}`.")
+    if named["name"].startswith("-"):  # ssh would take it for an option
+        raise UsageError(f"{where}: {words[0]!r} is no host: a name does not begin with a dash.")
+    slots: int | None = None
+    for word in words[1:]:
+        key, equals, value = word.partition("=")
+        key = key.replace("_", "-")
+        if not equals or key not in ("slots", *_IGNORED):
+            raise UsageError(f"{where}: {word!r} is not understood. After the host stands slots=N, and nothing else.")
+        if not value.isdigit() or (key == "slots" and int(value) < 1):
+            raise UsageError(
+                f"{where}: {word} needs a whole number, 1 or more (# in front of the line leaves the host out)."
+            )
+        if key == "slots":
+            if slots is not None:
+                raise UsageError(f"{where}: slots stands there twice, {slots} and {value}.")
+            slots = int(value)
+    return Host(named["name"], slots, named["user"], where)

@@ -1,0 +1,220 @@
+"""Which hosts and devices a job gets: --include, --exclude, --num-nodes and --num-gpus, with DeepSpeed's meaning.
+
+    --include a:0,2@b   devices 0 and 2 of a, all of b; nothing else
+    --exclude a:0@b     all but device 0 of a, and without b
+
+A device's number is its slot in the host file. Hosts keep the file's order, whatever the order in which they are
+named. Where DeepSpeed takes fewer hosts or more devices than asked for without a word, this refuses with both numbers.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ..command_line.usage import UsageError, closest
+from .hostfile import Host
+
+if TYPE_CHECKING:
+    from ..command_line.flags import RunFlags, SelectionFlags
+
+__all__ = ["Share", "for_this_host", "select", "typed"]
+
+_ITEM = re.compile(r"(?P<name>[^:@\s]+|\[[0-9a-fA-F:.%\w]+\])(?::(?P<slots>[\d,\s-]*))?")
+
+
+@dataclass(frozen=True)
+class Share:
+    """What the job gets of one host.
+
+    Attributes:
+        host: the host.
+        devices: the GPUs that were chosen by number, in that order; None: not chosen by number.
+        count: how many workers; None: as many as the host finds right.
+        gpus: each worker needs a GPU, because GPUs were asked for.
+    """
+
+    host: Host
+    devices: tuple[int, ...] | None = None
+    count: int | None = None
+    gpus: bool = False
+
+
+def select(hosts: Sequence[Host], selection: SelectionFlags) -> tuple[Share, ...]:
+    """What the job gets of each host; hosts of which it gets nothing are left out.
+
+    Raises:
+        UsageError: a host or slot that is not in the file, more hosts or devices than there are, flags that
+            contradict each other, or nothing left.
+    """
+    _refuse_contradictions(selection)
+    if selection.include is not None:
+        named = _named("--include", selection.include, hosts)
+        return tuple(_included(host, named[host.name]) for host in hosts if host.name in named)
+    if selection.exclude is not None:
+        named = _named("--exclude", selection.exclude, hosts)
+        shares = [_excluded(host, named.get(host.name)) for host in hosts]
+        kept = tuple(share for share in shares if share is not None)
+        if not kept:
+            raise UsageError(f"--exclude {selection.exclude} leaves no device of no host.")
+        return kept
+    if selection.num_nodes is not None:
+        if selection.num_nodes > len(hosts):
+            raise UsageError(
+                f"--num-nodes {selection.num_nodes} asks for {selection.num_nodes} hosts, but {selection.hostfile} "
+                f"names {len(hosts)}."
+            )
+        hosts = hosts[: selection.num_nodes]
+    if selection.num_gpus is None:
+        return tuple(Share(host, count=host.slots) for host in hosts)
+    for host in hosts:
+        if host.slots is not None and host.slots < selection.num_gpus:
+            raise UsageError(
+                f"--num-gpus {selection.num_gpus} asks for {selection.num_gpus} devices of each host, but {host.name} "
+                f"has slots={host.slots} ({host.where})."
+            )
+    return tuple(Share(host, count=selection.num_gpus, gpus=True) for host in hosts)
+
+
+def for_this_host(flags: RunFlags, count_gpus: Callable[[], int]) -> RunFlags:
+    """The same job with the selection of devices carried out, where there is no host file and so one host.
+
+    Args:
+        flags: with --include, --exclude or --num-gpus.
+        count_gpus: asked only for --exclude.
+
+    Raises:
+        UsageError: another host is named, or nothing is left.
+    """
+    selection = flags.selection
+    _refuse_contradictions(selection)
+    devices: tuple[int, ...] | None = None
+    if selection.num_gpus is not None:
+        devices = tuple(range(selection.num_gpus))
+    elif selection.include is not None:
+        devices = _local_slots("--include", selection.include)
+        devices = devices or None  # all
+    elif selection.exclude is not None:
+        excluded = _local_slots("--exclude", selection.exclude)
+        if not excluded:
+            raise UsageError(
+                f"--exclude {selection.exclude} leaves no host: without --hostfile there is only this one."
+            )
+        present = count_gpus()
+        devices = tuple(number for number in range(present) if number not in excluded)
+        beyond = [number for number in excluded if number >= present]
+        if beyond or not devices:
+            why = f"there is no GPU {beyond[0]}" if beyond else "none is left"
+            raise UsageError(f"--exclude {selection.exclude}: {why}; torch sees {present} GPUs here.")
+    plain = replace(flags, selection=type(selection)())
+    if devices is None:
+        return plain
+    if isinstance(flags.nproc_per_node, int) and flags.nproc_per_node != len(devices):
+        raise UsageError(
+            f"--include {selection.include} chooses {len(devices)} devices, but --nproc-per-node "
+            f"{flags.nproc_per_node} asks for {flags.nproc_per_node} workers: leave out one of the two."
+        )
+    if flags.cpu:
+        return replace(plain, nproc_per_node=len(devices))
+    return replace(plain, devices=devices)
+
+
+def typed(selection: SelectionFlags) -> str:
+    """What the user typed to choose hosts and devices, for messages."""
+    return " ".join(_typed(selection))
+
+
+def _typed(selection: SelectionFlags) -> list[str]:
+    flags = {
+        "--include": selection.include,
+        "--exclude": selection.exclude,
+        "--num-nodes": selection.num_nodes,
+        "--num-gpus": selection.num_gpus,
+    }
+    return [f"{flag} {value}" for flag, value in flags.items() if value is not None]
+
+
+def _refuse_contradictions(selection: SelectionFlags) -> None:
+    given = _typed(selection)
+    if len(given) > 1 and not given[0].startswith("--num-nodes"):
+        raise UsageError(f"{given[0]} and {given[1]} contradict each other: leave out one of them.")
+
+
+def _included(host: Host, slots: tuple[int, ...]) -> Share:
+    return Share(host, devices=slots, count=len(slots), gpus=True) if slots else Share(host, count=host.slots)
+
+
+def _excluded(host: Host, slots: tuple[int, ...] | None) -> Share | None:
+    if slots is None:
+        return Share(host, count=host.slots)
+    if not slots:  # the whole host
+        return None
+    if host.slots is None:
+        raise UsageError(
+            f"--exclude names devices of {host.name}, but {host.where} does not say how many it has: write "
+            f"`{host.destination} slots=N` there."
+        )
+    kept = tuple(slot for slot in range(host.slots) if slot not in slots)
+    return Share(host, devices=kept, count=len(kept), gpus=True) if kept else None
+
+
+def _named(flag: str, text: str, hosts: Sequence[Host]) -> Mapping[str, tuple[int, ...]]:
+    """Host -> the slots that stand behind it, each once, in the order typed; () for the whole host."""
+    known = {host.name: host for host in hosts}
+    named: dict[str, tuple[int, ...]] = {}
+    for name, slots in _items(flag, text):
+        if name not in known:
+            near = closest(name, known)
+            hint = f" Did you mean {near}?" if near else f" It names {', '.join(known)}."
+            raise UsageError(f"{flag} {text}: host {name} is not in the host file.{hint}")
+        present = known[name].slots
+        beyond = [slot for slot in slots if present is not None and slot >= present]
+        if beyond:
+            raise UsageError(
+                f"{flag} {text}: {name} has no slot {beyond[0]}; {known[name].where} says slots={present}, which are "
+                f"numbered 0 to {present - 1 if present else 0}."
+            )
+        whole = name in named and not named[name]
+        named[name] = () if whole or not slots else tuple(dict.fromkeys([*named.get(name, ()), *slots]))
+    return named
+
+
+def _local_slots(flag: str, text: str) -> tuple[int, ...]:
+    """The devices of this host; () for all."""
+    chosen: list[int] | None = []
+    for name, slots in _items(flag, text):
+        if name not in ("localhost", "127.0.0.1", "::1", socket.gethostname()):
+            raise UsageError(
+                f"{flag} {text}: there is no host file, so localhost is all there is. Name {name} in a file and give "
+                f"it with --hostfile."
+            )
+        chosen = None if chosen is None or not slots else [*chosen, *slots]
+    return tuple(dict.fromkeys(chosen or ()))
+
+
+def _items(flag: str, text: str) -> list[tuple[str, tuple[int, ...]]]:
+    items = []
+    for item in text.split("@"):
+        matched = _ITEM.fullmatch(item.strip())
+        if matched is None:
+            raise UsageError(
+                f"{flag} {text}: {item!r} is not understood. It takes hosts with or without devices, like a:0,1@b."
+            )
+        items.append((matched["name"].strip("[]"), _slots(flag, text, matched["slots"])))
+    return items
+
+
+def _slots(flag: str, text: str, listed: str | None) -> tuple[int, ...]:
+    if listed is None:
+        return ()
+    numbers: list[int] = []
+    for word in listed.split(","):
+        matched = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", word)
+        first, last = (int(matched[1]), int(matched[2] or matched[1])) if matched else (1, 0)
+        if first > last:
+            raise UsageError(f"{flag} {text}: {word!r} is no device. They are numbers from 0, like 0,2 or 0-3.")
+        numbers += range(first, last + 1)
+    return tuple(numbers)

@@ -1,0 +1,352 @@
+"""A job on several hosts, started from one place: `photinus run --hostfile FILE`.
+
+The process that the user typed runs no workers. On each host it starts a far side (see `far`): over ssh, or as a child
+where the host is this one. Then, in steps that each wait for all hosts, so that one message tells of all that is wrong:
+
+    hello     every host answers, with the same version
+    prepare   every host has the folder and the program; the first binds the port at which the others will meet it
+    run       every host starts `photinus run --nnodes N --node-rank R ...`, as if it had been typed there
+    watch     output comes here; signals go there; the first host that fails ends the job
+
+The job's secret is made here and goes to the hosts inside ssh, on stdin. When this process dies, however it dies, ssh
+closes the far sides' stdin, and they end their part.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ...errors import LaunchError
+from ..command_line.flags import RunFlags
+from ..command_line.program import Program
+from ..command_line.usage import UsageError
+from ..hosts.join import DEFAULT_PORT
+from ..workers.interrupts import FROM_A_KEYBOARD, SIGNALS, Interrupts, taking_interrupts
+from .command import check_ssh, find_here
+from .environ import handed_over, variable_files
+from .host import FarHost, address_towards, leave, pump, reach
+from .hostfile import read_hostfile
+from .lines import HostLines, Screen
+from .selection import Share, select
+from .words import words_for
+
+__all__ = ["conduct"]
+
+_STEP_S = 0.5
+_BEAT_S = 2.0
+# When a host has failed, one that has not been heard of for so long is not waited for: it is why, or gone with it.
+_SILENT_S = 5.0
+# All hosts shall have ended so long after Ctrl-C (the launcher there gives its workers 1.5 s), and after the second.
+_INTERRUPT_S, _IMPATIENT_S = 1.9, 0.7
+# For the commands that reach the hosts to end by themselves, when all is over.
+_PATIENCE_S, _HASTE_S = 1.0, 0.1
+# How long the others may take by themselves after a host has failed, on top of the grace of their workers.
+_FOLLOW_S = 4.0
+# Wrong use and a missing device are found before the hosts have met, so the others wait in vain.
+_NEVER_MET_CODE, _NEVER_MET_S = 2, 1.0
+_PREPARE_S = 20.0  # names are looked up, and file systems may be slow
+
+
+def conduct(flags: RunFlags, run_here: Callable[[list[str]], int]) -> int:
+    """Runs the job on the hosts of the host file, and returns its exit code.
+
+    Args:
+        flags: what was typed.
+        run_here: runs `photinus run` with other words in this process, where all hosts turn out to be this one.
+
+    Raises:
+        UsageError: host file, selection or flags are wrong.
+        LaunchError: a host could not be started or was lost, or the job failed; carries the exit code.
+    """
+    selection, program = flags.selection, flags.program
+    assert selection.hostfile is not None
+    assert program is not None
+    _refuse_what_is_of_one_host(flags)
+    shares = select(read_hostfile(selection.hostfile), selection)
+    for share in shares:
+        words_for(flags, share)  # finds fault before anything is started
+    here = find_here([share.host for share in shares])
+    if not all(here):
+        check_ssh(selection.ssh)
+    environ = handed_over(os.environ, selection.export, variable_files(Path.home(), Path.cwd()))
+    if len(shares) == 1 and here[0]:
+        os.environ.update(environ)
+        return run_here([*(["--dry-run"] if flags.dry_run else []), *words_for(flags, shares[0])])
+    if flags.dry_run:
+        print(_told(flags, shares, here, environ))
+        return 0
+    with taking_interrupts() as interrupts:
+        conductor = _Conductor(flags, program, shares, here, environ, interrupts)
+        try:
+            return conductor.run()
+        finally:
+            conductor.close()
+
+
+def _refuse_what_is_of_one_host(flags: RunFlags) -> None:
+    """Flags that mean something only when the command is typed on each host."""
+    file = f"--hostfile {flags.selection.hostfile}"
+    if flags.hosts.local_address is not None:
+        raise UsageError(
+            f"--local-addr {flags.hosts.local_address} and {file} contradict each other: each host has an address of "
+            f"its own. Name the hosts by their addresses in the file, or the first with --master-addr."
+        )
+    if flags.hosts.leads is not None:
+        raise UsageError(f"--rdzv-conf is_host and {file} contradict each other: the first host of the file leads.")
+
+
+class _Conductor:
+    def __init__(
+        self,
+        flags: RunFlags,
+        program: Program,
+        shares: Sequence[Share],
+        here: Sequence[bool],
+        environ: Mapping[str, str],
+        interrupts: Interrupts,
+    ) -> None:
+        self._flags = flags
+        self._program = program
+        self._shares = shares
+        self._environ = environ
+        self._interrupts = interrupts
+        self._signals_sent = 0
+        self._leave_at_s: float | None = None
+        self._follow_at_s: float | None = None
+        self._beat_at_s = time.monotonic() + _BEAT_S
+        self._failed: FarHost | None = None
+        self._silent: list[FarHost] = []
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._merged = os.path.sameopenfile(1, 2)
+        out = Screen(1)
+        screens = {b"o": out, b"e": out if self._merged else Screen(2)}
+        self._error_screen = screens[b"e"]
+        columns, rows = shutil.get_terminal_size()
+        self._outputs = {
+            "merged": self._merged,
+            "stdout": out.terminal,
+            "stderr": self._error_screen.terminal,
+            "rows": rows,
+            "columns": columns,
+        }
+        self._lines = [
+            {kind: HostLines(screen, first=number == 0) for kind, screen in screens.items()}
+            for number in range(len(shares))
+        ]
+        self._here = here
+        self._hosts: list[FarHost] = []
+
+    def run(self) -> int:
+        selection = self._flags.selection
+        for share, is_this in zip(self._shares, self._here, strict=True):
+            self._hosts.append(FarHost(share.host, here=is_this, ssh=selection.ssh, ssh_port=selection.ssh_port))
+        troubles = reach(self._hosts, self._interrupts)
+        if self._interrupts.received:
+            return self._interrupted("before the job was started")
+        self._refuse(troubles)
+        self._prepare()
+        if self._interrupts.received:
+            return self._interrupted("before the job was started")
+        self._start()
+        self._watch()
+        if self._interrupts.received:
+            return self._interrupted(f"the job on {len(self._hosts)} hosts was ended")
+        if self._failed is None:
+            return 0
+        if self._failed.trouble is not None:
+            raise LaunchError(f"{self._failed.trouble} The others were ended.")
+        code = self._failed.ended
+        assert code is not None
+        if self._silent:
+            names = ", ".join(far.name for far in self._silent)
+            raise LaunchError(f"nothing was heard of {names} for {_SILENT_S:.0f} s, and the job ended", exit_code=code)
+        told = code - 128 not in SIGNALS
+        if told and all(far.ended == code for far in self._hosts):
+            return code  # the host that leads has told what it was
+        raise LaunchError(
+            f"the job failed: host {self._failed.name} was the first to end, with exit code {code}; see above",
+            exit_code=code,
+        )
+
+    def close(self) -> None:
+        """Ends the lifelines of all hosts, and leaves none of the commands that reached them."""
+        leave(self._hosts, _HASTE_S if self._interrupts.received else _PATIENCE_S)
+
+    def _refuse(self, troubles: Sequence[str]) -> None:
+        if not troubles:
+            return
+        if len(troubles) == 1:
+            raise LaunchError(f"{troubles[0]} Nothing was started.")
+        listed = "".join(f"\n  {text}" for text in troubles)
+        raise LaunchError(f"{len(troubles)} of {len(self._hosts)} hosts cannot be used; nothing was started.{listed}")
+
+    def _prepare(self) -> None:
+        for number, far in enumerate(self._hosts):
+            far.send(
+                {
+                    "do": "prepare",
+                    "cwd": os.getcwd(),
+                    "program": asdict(self._program),
+                    "listen": self._meeting_place() if number == 0 and len(self._hosts) > 1 else None,
+                }
+            )
+        deadline = time.monotonic() + _PREPARE_S
+        while not self._interrupts.received and any(not far.answers and not far.done for far in self._hosts):
+            if time.monotonic() > deadline:
+                late = ", ".join(far.name for far in self._hosts if not far.answers)
+                raise LaunchError(
+                    f"no answer within {_PREPARE_S:.0f} s from {late}: its file system may hang, with the folder "
+                    f"{os.getcwd()}. Nothing was started."
+                )
+            self._pump(_STEP_S)
+        if not self._interrupts.received:
+            self._refuse([far.trouble for far in self._hosts if far.trouble is not None])
+
+    def _meeting_place(self) -> dict[str, Any]:
+        """What the first host shall listen on."""
+        hosts, first = self._flags.hosts, self._hosts[0]
+        assert first.hello is not None
+        own = first.hello["address"]
+        if first.here:
+            own = next((address_towards(far) for far in self._hosts if not far.on_this_machine), None)
+        return {
+            "name": hosts.leader if hosts.leader is not None else first.name,
+            "port": DEFAULT_PORT if hosts.port is None else hosts.port,
+            "or_another": hosts.port is None,
+            "otherwise": own if hosts.leader is None else None,
+            "alone": all(far.on_this_machine for far in self._hosts),
+        }
+
+    def _start(self) -> None:
+        place = self._hosts[0].answers.popleft()["prepared"]
+        secret = secrets.token_hex(32) if len(self._hosts) > 1 else None
+        wanted_port = self._flags.hosts.port
+        if place and wanted_port is None and place["port"] != DEFAULT_PORT:
+            self._say(f"port {DEFAULT_PORT} is taken on {self._hosts[0].name}; {place['port']} is used instead")
+        for number, (far, share) in enumerate(zip(self._hosts, self._shares, strict=True)):
+            far.answers.clear()
+            words = words_for(
+                self._flags,
+                share,
+                host_rank=number,
+                hosts=len(self._hosts),
+                leader=place.get("address", ""),
+                port=place.get("port", 0),
+            )
+            order = {
+                "do": "run",
+                "name": far.name,
+                "words": words,
+                "environ": dict(self._environ),
+                "secret": secret,
+                "grace_s": self._flags.stop_grace_s,
+                # Other hosts' lines are carried here as lines; only rank 0's host has the terminal to itself.
+                "outputs": self._outputs if number == 0 else {"merged": self._merged},
+            }
+            far.send(order)
+
+    def _watch(self) -> None:
+        while not all(far.done for far in self._hosts):
+            self._pump(min(_STEP_S, *self._waits()))
+            now = time.monotonic()
+            self._pass_signals_on(now)
+            if self._leave_at_s is not None and now > self._leave_at_s:
+                break
+            if now > self._beat_at_s:
+                self._beat_at_s = now + _BEAT_S
+                for far in self._hosts:
+                    far.send({"do": "beat"})
+            self._note_failure(now)
+        for lines in self._lines:
+            for stream in lines.values():
+                stream.show_rest()
+
+    def _waits(self) -> list[float]:
+        waits = [stream.overdue_in_s() for lines in self._lines for stream in lines.values()]
+        if self._leave_at_s is not None:
+            waits.append(max(0.0, self._leave_at_s - time.monotonic()))
+        return [wait for wait in waits if wait is not None] or [_STEP_S]
+
+    def _pass_signals_on(self, now: float) -> None:
+        for number in self._interrupts.received[self._signals_sent :]:
+            self._signals_sent += 1
+            within_s = _INTERRUPT_S if number in FROM_A_KEYBOARD else self._flags.stop_grace_s + _FOLLOW_S
+            self._leave_at_s = now + (within_s if self._signals_sent == 1 else _IMPATIENT_S)
+            self._send_signal(number)
+
+    def _note_failure(self, now: float) -> None:
+        """The first host that fails ends the job; the others may notice by themselves for a while."""
+        if self._interrupts.received:
+            return
+        if self._failed is None:
+            self._failed = next((far for far in self._hosts if far.trouble is not None or far.ended), None)
+            if self._failed is None:
+                return
+            if self._failed.trouble is not None:  # it does not come back, and the others need not wait for it
+                self._follow_at_s = now
+            else:
+                never_met = self._failed.ended == _NEVER_MET_CODE
+                self._follow_at_s = now + (_NEVER_MET_S if never_met else self._flags.stop_grace_s + _FOLLOW_S)
+        self._silent = [far for far in self._hosts if not far.done and now - far.heard_at_s > _SILENT_S]
+        if self._silent and all(far.done or far in self._silent for far in self._hosts):
+            self._leave_at_s = now
+        elif self._follow_at_s is not None and now >= self._follow_at_s:
+            self._follow_at_s = None
+            if not all(far.done for far in self._hosts):
+                self._send_signal(15)
+                self._leave_at_s = now + self._flags.stop_grace_s + _FOLLOW_S
+
+    def _send_signal(self, number: int) -> None:
+        for far in self._hosts:
+            far.send({"do": "signal", "number": int(number)})
+
+    def _pump(self, timeout_s: float) -> None:
+        pump(self._hosts, timeout_s, self._interrupts.fd)
+        self._interrupts.drain()
+        for far, lines in zip(self._hosts, self._lines, strict=True):
+            while far.output:
+                kind, data = far.output.popleft()
+                lines[kind].take(data)
+        for lines in self._lines:
+            for stream in lines.values():
+                if stream.overdue_in_s() == 0.0:
+                    stream.show_rest()
+
+    def _interrupted(self, what: str) -> int:
+        number = self._interrupts.received[0]
+        left = [far.name for far in self._hosts if not far.done] if self._signals_sent else []
+        silent = f"; {', '.join(left)} did not confirm it in time" if left else ""
+        self._say(f"ended by {number.name}: {what}{silent}")
+        return 128 + number
+
+    def _say(self, text: str) -> None:
+        self._error_screen.write_lines(f"photinus: {text}\n".encode())
+
+
+def _told(flags: RunFlags, shares: Sequence[Share], here: Sequence[bool], environ: Mapping[str, str]) -> str:
+    """What --dry-run says."""
+    lines = [f"{len(shares)} host{'s' * (len(shares) != 1)}, each in {os.getcwd()}:"]
+    leader = flags.hosts.leader or shares[0].host.name
+    port = DEFAULT_PORT if flags.hosts.port is None else flags.hosts.port
+    for number, (share, is_this) in enumerate(zip(shares, here, strict=True)):
+        way = (
+            flags.selection.ssh
+            if flags.selection.ssh_port is None
+            else f"{flags.selection.ssh} -p {flags.selection.ssh_port}"
+        )
+        how = "this host" if is_this else f"over {way} {share.host.destination}"
+        words = words_for(flags, share, host_rank=number, hosts=len(shares), leader=leader, port=port)
+        lines += ["", f"  {share.host.name} ({how})", f"    photinus run {shlex.join(words)}"]
+    lines += ["", "environment variables that the hosts are given:"]
+    lines += [f"  {name}={value}" for name, value in sorted(environ.items())] or ["  none"]
+    return "\n".join(lines)

@@ -1,7 +1,0 @@
-"""`photinus top`: a run as it goes on, in the terminal.
-
-watch      the command: flags, which run, when to look again
-terminal   the screen: keys, size, redrawing in place, leaving it as it was
-view       the picture: lines of a given width from a run; a pure function
-marks      sparklines and bars out of characters
-"""

@@ -1,0 +1,92 @@
+"""A run's events and state in words, for terminals and pages alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...runlog.events import Event, cause_of
+from ...runlog.run import Run, State
+from .units import count, duration, plural
+
+__all__ = ["describe_event", "describe_state", "hosts_in_words", "is_bad"]
+
+_STATES = {
+    "running": "running",
+    "finished": "finished",
+    "stopped": "stopped early",
+    "left": "left before its end",
+    "failed": "failed",
+    "died": "died: its process is gone and left no word",
+    "silent": "silent",
+    "empty": "not begun",
+}
+
+
+def is_bad(state: State) -> bool:
+    """Whether somebody should look after the run."""
+    return state.word in ("failed", "died", "silent")
+
+
+def describe_state(run: Run, state: State, now_s: float) -> str:
+    """Whether the run goes on, in a few words."""
+    if state.word == "silent":
+        return f"silent for {duration(run.heard_s(now_s))}"
+    return _STATES[state.word]
+
+
+def describe_event(event: Event) -> str:
+    """An event as a sentence without its time."""
+    facts = event.facts
+    tell = {
+        "start": _start,
+        "world_size": lambda e: f"world size {_plain(facts.get('before'))} -> {_plain(facts.get('now'))}",
+        "epoch": lambda e: f"epoch {_plain(facts.get('epoch'))} done" + _validation(facts.get("validation_s")),
+        "checkpoint": lambda e: f"checkpoint of step {count(e.step)}" + _took(facts.get("seconds")),
+        "warning": lambda e: f"warning: {_plain(facts.get('text'))} (step {count(e.step)})",
+        "stop": lambda e: f"told to stop at step {count(e.step)}",
+        "error": lambda e: f"failed at step {count(e.step)}: {_plain(cause_of(e))}",
+        "end": _end,
+    }.get(event.kind)
+    return tell(event) if tell is not None else f"{event.kind} at step {count(event.step)}"
+
+
+def hosts_in_words(hosts: object) -> str:
+    """The hosts of the ranks: `on a`, `on a and b`, `on 4 hosts (a, b, c, ...)`; "" for what is no list of hosts."""
+    names = list(dict.fromkeys(str(host) for host in hosts)) if isinstance(hosts, list) else []
+    if not names:
+        return ""
+    if len(names) <= 2:
+        return f"on {' and '.join(names)}"
+    return f"on {len(names)} hosts ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+
+
+def _start(event: Event) -> str:
+    facts = event.facts
+    world = facts.get("world_size")
+    who = f"{plural(world, 'rank')} {hosts_in_words(facts.get('hosts'))}".strip() if isinstance(world, int) else ""
+    attempt = facts.get("attempt")
+    again = f", restart {attempt} of the launcher" if isinstance(attempt, int) and attempt > 0 else ""
+    if facts.get("resumed_from"):
+        return f"resumed from step {count(event.step)}: {who}{again}"
+    return f"started: {who}{again}"
+
+
+def _end(event: Event) -> str:
+    how = str(event.facts.get("how", "finished"))
+    why = f" ({event.facts['text']})" if event.facts.get("text") else ""
+    if how == "finished":
+        return f"finished at step {count(event.step)}"
+    return f"{_STATES.get(how, how)} at step {count(event.step)}{why}"
+
+
+def _took(seconds: Any) -> str:
+    return f", {duration(seconds)}" if isinstance(seconds, (int, float)) and seconds >= 0.05 else ""
+
+
+def _validation(seconds: Any) -> str:
+    return f", validation {duration(seconds)}" if isinstance(seconds, (int, float)) and seconds >= 0.05 else ""
+
+
+def _plain(value: Any) -> str:
+    """On one line, and without control characters, which would move a terminal's cursor."""
+    return "".join(c if c.isprintable() else " " for c in " ".join(str(value).split()))

@@ -1,0 +1,320 @@
+"""The charts of one run, or of several over each other: what is drawn, and what a reader is told of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from ....runlog.curve import Bucket, Curve
+from ....runlog.run import Run
+from ....runlog.windows import PHASES, Window
+from ..units import number, plural, short_count, size, step_time
+from .chart import Chart, Layer, Series, Tip, plain_tick
+from .style import RUN_COLOURS, phase_colour, run_colour
+
+__all__ = ["charts", "mean_windows"]
+
+_POINTS = 240
+_TIPS = 60
+_LAYERED = 160
+_RANK_LINES = RUN_COLOURS
+
+
+def charts(runs: Sequence[Run], labels: Sequence[str]) -> list[Chart]:
+    """All charts for which there are numbers, the loss first. `labels` are the runs' names, no two alike."""
+    drawn = [_loss(runs, labels)]
+    for name in dict.fromkeys(name for run in runs for name in run.logged):
+        if not (len(runs) == 1 and "loss" in name):  # of one run they stand beside the training loss
+            drawn.append(_metric(runs, labels, name, name.replace("_", " ")))
+    drawn.append(_speed(runs, labels))
+    if len(runs) == 1:
+        drawn += [_phases(runs[0]), _waiting(runs[0]), _memory(runs[0])]
+    else:
+        drawn.append(_over_windows(runs, labels, "time of a step", lambda w: _mean_step_s(w) * 1e3, _milliseconds))
+    if any(len({row.get("learning_rate") for row in run.epochs}) > 1 for run in runs):
+        drawn.append(_metric(runs, labels, "learning_rate", "learning rate"))
+    until = max((float(run.step) for run in runs), default=0.0)
+    return [replace(chart, until=until) for chart in drawn if chart is not None]
+
+
+def mean_windows(windows: Sequence[Window], most: int) -> list[Window]:
+    """The windows, neighbours of one world size put together so that there are about `most`; each step counts alike."""
+    each = max(1, -(-len(windows) // most))
+    groups: list[list[Window]] = []
+    for window in windows:
+        last = groups[-1] if groups else None
+        if last is None or len(last) >= each or last[-1].world_size != window.world_size:
+            groups.append([window])
+        else:
+            last.append(window)
+    return [_together(group) for group in groups]
+
+
+def _together(group: Sequence[Window]) -> Window:
+    if len(group) == 1:
+        return group[0]
+    last, steps = group[-1], sum(window.steps for window in group)
+    ranks = range(last.world_size)
+    phases = {p: [sum(w.phases[p][r] * w.steps for w in group) / steps for r in ranks] for p in PHASES}
+    memory = {
+        kind: [max(w.memory.get(kind, [0] * last.world_size)[r] for w in group) for r in ranks] for kind in last.memory
+    }
+    samples = sum(window.samples for window in group)
+    return Window(last.time_s, last.step, last.epoch, last.start, steps, samples, phases, memory)
+
+
+# -- loss and metrics -------------------------------------------------------------------------------------------------
+
+
+def _loss(runs: Sequence[Run], labels: Sequence[str]) -> Chart | None:
+    series: list[Series] = []
+    told: list[str] = []
+    for index, run in enumerate(runs):
+        buckets = run.losses.buckets
+        epochs = [(row["step"], row.get("loss", math.nan)) for row in run.epochs]
+        if not buckets and not epochs:
+            continue
+        label = "training loss" if len(runs) == 1 else labels[index]
+        if buckets:
+            series.append(_curve_series(label, buckets, run_colour(index), band=len(runs) == 1))
+            told.append(_told(label, run.losses, run.last_loss))
+        else:
+            series.append(Series(label, epochs, run_colour(index), dots=len(epochs) <= 40))
+        if len(runs) == 1:
+            for other, name in enumerate((name for name in run.logged if "loss" in name), 1):
+                points = _of_epochs(run, name)
+                series.append(Series(name.replace("_", " "), points, run_colour(other), dots=len(points) <= 40))
+                told.append(_told_points(name.replace("_", " "), points))
+    if not series:
+        return None
+    tips = _tips(runs[0].losses.buckets, _loss_tip) if len(runs) == 1 else []
+    return Chart(
+        "loss",
+        " ".join(told),
+        series=series,
+        may_be_log=True,
+        starts=_starts(runs),
+        tips=tips,
+    )
+
+
+def _loss_tip(buckets: Sequence[Bucket]) -> str:
+    whole = buckets[0]
+    for bucket in buckets[1:]:
+        whole = whole.joined(bucket)
+    if whole.count == 1:
+        return f"step {whole.first:.0f}: loss {number(whole.mean)}"
+    text = f"steps {whole.first:.0f} to {whole.last:.0f}: loss {number(whole.mean)}"
+    text += f" ({number(whole.low)} to {number(whole.high)})"
+    return text + (f", {whole.missing} no number" if whole.missing else "")
+
+
+def _curve_series(label: str, buckets: Sequence[Bucket], colour: str, *, band: bool) -> Series:
+    points = [(bucket.middle, bucket.mean) for bucket in buckets]
+    edges = [(bucket.middle, bucket.low, bucket.high) for bucket in buckets] if band else []
+    if all(bucket.count == 1 for bucket in buckets):
+        edges = []
+    missing = _thinned([bucket.middle for bucket in buckets if bucket.missing])
+    return Series(label, points, colour, band=edges, missing=missing)
+
+
+def _thinned(places: Sequence[float], most: int = 40) -> list[float]:
+    return list(places[:: max(1, -(-len(places) // most))])
+
+
+def _metric(runs: Sequence[Run], labels: Sequence[str], name: str, title: str) -> Chart | None:
+    series, told = [], []
+    for index, run in enumerate(runs):
+        points = _of_epochs(run, name)
+        if points:
+            label = title if len(runs) == 1 else labels[index]
+            colour = run_colour(1 if len(runs) == 1 and name != "learning_rate" else index)
+            series.append(Series(label, points, colour, dots=len(points) <= 40, missing=_not_finite(points)))
+            told.append(_told_points(label, points))
+    if not series:
+        return None
+    tips = []
+    if len(runs) == 1:
+        for x, y in series[0].points[:: max(1, -(-len(series[0].points) // _TIPS))]:
+            tips.append(Tip(x, x, f"step {x:.0f}: {title} {number(y)}"))
+    return Chart(title, " ".join(told), series=series, starts=_starts(runs), tips=tips, may_be_log="loss" in name)
+
+
+def _of_epochs(run: Run, name: str) -> list[tuple[float, float]]:
+    points = [(row["step"], row[name]) for row in run.epochs if name in row]
+    if len(points) <= _POINTS:
+        return points
+    return [(bucket.middle, bucket.mean) for bucket in Curve(_POINTS, points).buckets]
+
+
+def _not_finite(points: Iterable[tuple[float, float]]) -> list[float]:
+    return _thinned([x for x, y in points if not math.isfinite(y)])
+
+
+def _told(label: str, curve: Curve, last: float) -> str:
+    first = curve.buckets[0]
+    text = (
+        f"{label}: {number(first.mean)} at step {first.first:.0f}, {number(last)} at step "
+        f"{curve.buckets[-1].last:.0f}, lowest {number(curve.low)}, highest {number(curve.high)}."
+    )
+    return text + (f" {plural(curve.missing, 'step')} without a finite loss." if curve.missing else "")
+
+
+def _told_points(label: str, points: Sequence[tuple[float, float]]) -> str:
+    if not points:
+        return ""
+    finite = [y for _, y in points if math.isfinite(y)]
+    between = f", between {number(min(finite))} and {number(max(finite))}" if len(finite) > 1 else ""
+    return f"{label}: {number(points[0][1])} at first, {number(points[-1][1])} at last{between}."
+
+
+# -- speed, phases, memory --------------------------------------------------------------------------------------------
+
+
+def _speed(runs: Sequence[Run], labels: Sequence[str]) -> Chart | None:
+    chart = _over_windows(runs, labels, "samples per second", lambda window: window.samples_per_s, short_count)
+    if chart is not None:
+        return chart
+    return _metric(runs, labels, "samples_per_s", "samples per second")
+
+
+def _over_windows(
+    runs: Sequence[Run],
+    labels: Sequence[str],
+    title: str,
+    value: Callable[[Window], float],
+    show: Callable[[float], str],
+) -> Chart | None:
+    series, told, tips = [], [], []
+    for index, run in enumerate(runs):
+        windows = mean_windows(run.windows, _LAYERED)
+        points = [(_middle(window), value(window)) for window in windows]
+        if not points:
+            continue
+        label = title if len(runs) == 1 else labels[index]
+        series.append(Series(label, points, run_colour(2 if len(runs) == 1 else index), dots=len(points) <= 3))
+        values = [y for _, y in points if math.isfinite(y)]
+        if values:
+            told.append(f"{label}: between {show(min(values))} and {show(max(values))}, at last {show(points[-1][1])}.")
+        if len(runs) == 1:
+            every = max(1, -(-len(points) // _TIPS))
+            tips = [Tip(x, x, f"step {x:.0f}: {show(y)}") for x, y in points[::every]]
+    if not series:
+        return None
+    return Chart(title, " ".join(told), series=series, from_zero=True, starts=_starts(runs), tips=tips, show=show)
+
+
+def _mean_step_s(window: Window) -> float:
+    return sum(sum(window.phases[phase]) for phase in PHASES) / window.world_size
+
+
+def _phases(run: Run) -> Chart | None:
+    windows = mean_windows(run.windows, _LAYERED)
+    if not windows:
+        return None
+    heights = {phase: [sum(w.phases[phase]) / w.world_size * 1e3 for w in windows] for phase in PHASES}
+    layers = [Layer(phase, heights[phase], phase_colour(phase)) for phase in PHASES]
+    steps = sum(window.steps for window in windows)
+    total = sum(_mean_step_s(window) * window.steps for window in windows) / steps
+    means = {p: sum(h * w.steps for h, w in zip(heights[p], windows, strict=True)) / steps / 1e3 for p in PHASES}
+    told = ", ".join(f"{phase} {step_time(means[phase])}" for phase in PHASES)
+    tips = []
+    for begin, window in zip(
+        [run.windows[0].step - run.windows[0].steps, *(w.step for w in windows)], windows, strict=False
+    ):
+        shares = ", ".join(f"{p} {step_time(sum(window.phases[p]) / window.world_size)}" for p in PHASES)
+        tips.append(Tip(float(begin), float(window.step), f"steps {begin + 1} to {window.step}: {shares}"))
+    return Chart(
+        "where the time of a step goes (mean of the ranks)",
+        f"A step took {step_time(total)} in the mean: {told}.",
+        layers=layers,
+        edges=[float(max(0, windows[0].step - windows[0].steps)), *(float(w.step) for w in windows)],
+        starts=_starts([run]),
+        tips=tips[:: max(1, -(-len(tips) // _TIPS))],
+        show=_milliseconds,
+    )
+
+
+def _waiting(run: Run) -> Chart | None:
+    """Each rank's own time: a straggler's line lies above the others'."""
+    windows = mean_windows([w for w in run.windows if w.world_size > 1], _LAYERED)
+    if not windows:
+        return None
+    ranks = max(window.world_size for window in windows)
+    chosen = _slowest(windows, ranks)
+    series = []
+    for index, rank in enumerate(chosen):
+        points = [(_middle(w), w.own_s(rank) * 1e3 if rank < w.world_size else math.nan) for w in windows]
+        series.append(Series(f"rank {rank}", points, run_colour(index), dots=len(points) <= 3))
+    means = {rank: _mean([y for _, y in each.points]) for rank, each in zip(chosen, series, strict=True)}
+    told = ", ".join(f"rank {rank} {step_time(mean / 1e3)}" for rank, mean in means.items())
+    title = "each rank's own time (a step without waiting)"
+    if ranks > len(chosen):
+        title = f"own time of the {len(chosen)} slowest of {ranks} ranks (a step without waiting)"
+    return Chart(
+        title, f"In the mean: {told}.", series=series, from_zero=True, starts=_starts([run]), show=_milliseconds
+    )
+
+
+def _slowest(windows: Sequence[Window], ranks: int) -> list[int]:
+    own = {rank: _mean([w.own_s(rank) for w in windows if rank < w.world_size]) for rank in range(ranks)}
+    return sorted(sorted(own, key=lambda rank: -own[rank])[:_RANK_LINES])
+
+
+def _memory(run: Run) -> Chart | None:
+    windows = mean_windows(run.windows, _LAYERED)
+    gpu = any(any(window.memory.get("cuda", ())) for window in windows)
+    kinds = ("cuda", "cuda_peak") if gpu else ("resident", "peak")
+    if not any(any(window.memory.get(kinds[0], ())) for window in windows):
+        return None
+    series = []
+    for index, (kind, label) in enumerate(zip(kinds, ("held", "most since the process began"), strict=True)):
+        points = [(_middle(w), max(w.memory[kind]) / 2**20) for w in windows if w.memory.get(kind)]
+        series.append(Series(label, points, run_colour(index), dots=len(points) <= 3))
+    held = [y for _, y in series[0].points]
+    where = "GPU memory" if gpu else "memory"
+    return Chart(
+        f"{where} of the rank that holds most",
+        f"Held: between {size(min(held) * 2**20)} and {size(max(held) * 2**20)}; at most "
+        f"{size(max(y for _, y in series[1].points) * 2**20)}.",
+        series=series,
+        from_zero=True,
+        starts=_starts([run]),
+        show=lambda value: f"{plain_tick(value)} MiB",
+    )
+
+
+def _middle(window: Window) -> float:
+    """Where on the axis of steps a window's mean belongs."""
+    return window.step - window.steps / 2
+
+
+def _milliseconds(value: float) -> str:
+    return f"{plain_tick(value)} ms"
+
+
+# -- small things -----------------------------------------------------------------------------------------------------
+
+
+def _starts(runs: Sequence[Run]) -> list[float]:
+    """Where a run was started again; only of one, for the lines of several would say nothing."""
+    if len(runs) != 1:
+        return []
+    run = runs[0]
+    starts = [float(event.step) for event in run.starts[1:]]
+    if not run.starts:  # of a version that wrote no events
+        steps = [start.get("resumed_step") for start in run.config_starts[1:]]
+        starts = [float(step) for step in steps if isinstance(step, int)]
+    return sorted({step for step in starts if step > 0})
+
+
+def _tips(buckets: Sequence[Bucket], text: Callable[[Sequence[Bucket]], str]) -> list[Tip]:
+    each = max(1, -(-len(buckets) // _TIPS))
+    groups = [buckets[i : i + each] for i in range(0, len(buckets), each)]
+    return [Tip(group[0].first, group[-1].last, text(group)) for group in groups]
+
+
+def _mean(values: Sequence[float]) -> float:
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else math.nan

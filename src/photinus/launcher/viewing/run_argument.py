@@ -1,0 +1,49 @@
+"""RUN on the command line: the folder of a run, something in it, a folder with runs in it, or nothing at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...runlog.find import DEPTH, newest_run
+from ...runlog.run import FILES, is_run
+from ..command_line.usage import UsageError, closest
+
+__all__ = ["run_folder"]
+
+
+def run_folder(command: str, given: str | None) -> Path:
+    """The folder of the run that is meant.
+
+    Args:
+        command: for messages: "top" or "report".
+        given: as typed; None means the newest run below the working directory.
+
+    Raises:
+        UsageError: there is none; says where it was looked for.
+    """
+    below = Path("." if given is None else given).expanduser()
+    if given is not None:
+        if not below.exists():
+            raise UsageError(f"photinus {command} {given}: there is no such folder.{_hint(below)}")
+        if below.is_file():
+            below = below.parent
+        if is_run(below):
+            return below
+        if below.name == "checkpoints" and is_run(below.parent):
+            return below.parent
+    found = newest_run(below)
+    if found is not None:
+        return found
+    where = "here" if given is None else f"in {given}"
+    raise UsageError(
+        f"photinus {command}: there is no run {where} ({below.resolve()}, and down to {DEPTH} folders below it). A "
+        f"run's folder is what the script gives as out=..., with {FILES[-1]} in it: photinus {command} FOLDER."
+    )
+
+
+def _hint(path: Path) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        return ""
+    near = closest(path.name, [each.name for each in folder.iterdir() if each.is_dir()])
+    return f" Did you mean {folder / near}?" if near else ""

@@ -1,0 +1,181 @@
+"""The workers' output in files: DIR/JOB/attempt_K/RANK/stdout.log and stderr.log, torchrun's layout.
+
+What goes where is decided per stream and local rank, with torchrun's flags:
+
+| flags | the terminal | the files |
+|---|---|---|
+| none | everything | nothing |
+| --log-dir DIR | everything | everything |
+| --redirects 3 | nothing | everything |
+| --tee 3 | everything | everything |
+| --redirects 1 --tee 2 | stderr | both |
+
+`--local-ranks-filter` takes ranks off the terminal and leaves their files. Torchrun alone writes nothing for a bare
+--log-dir; whoever gives a folder wants something in it. RANK is the rank in the job, not on its host, so that several
+hosts can share a folder. Files are appended to: nothing of an earlier job of the same name is lost.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..command_line.flags import LogFlags
+from ..command_line.usage import UsageError
+
+__all__ = ["BOTH", "LogFile", "LogPlan", "Logs", "open_logs", "plan_logs"]
+
+Streams = frozenset[str]
+BOTH: Streams = frozenset({"out", "err"})
+_FILE_NAMES = {"out": "stdout.log", "err": "stderr.log"}
+_PROBE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class LogPlan:
+    """What the flags say about the output of this host's workers.
+
+    Attributes:
+        folder: the user's DIR; None: a temporary one, if anything is written.
+        redirects, tee: streams ("out", "err") by local rank, under -1 those of all that are not named.
+        shown_local_ranks: who may write to the terminal; None: all.
+    """
+
+    folder: str | None = None
+    redirects: Mapping[int, Streams] = field(default_factory=dict)
+    tee: Mapping[int, Streams] = field(default_factory=dict)
+    shown_local_ranks: frozenset[int] | None = None
+
+    def filed(self, local_rank: int) -> Streams:
+        """The streams of a worker that are written to files."""
+        return _of(self.redirects, local_rank) | _of(self.tee, local_rank)
+
+    def shown(self, local_rank: int) -> Streams:
+        """The streams of a worker that are written to the terminal."""
+        if self.shown_local_ranks is not None and local_rank not in self.shown_local_ranks:
+            return frozenset()
+        return BOTH - (_of(self.redirects, local_rank) - _of(self.tee, local_rank))
+
+    @property
+    def writes(self) -> bool:
+        """Whether anything is written to files."""
+        return any(self.redirects.values()) or any(self.tee.values())
+
+    def check(self, local_world_size: int) -> None:
+        """Raises UsageError when a flag names a worker that this host does not have."""
+        shown = dict.fromkeys(self.shown_local_ranks or (), BOTH)
+        for flag, named in (("--redirects", self.redirects), ("--tee", self.tee), ("--local-ranks-filter", shown)):
+            absent = [rank for rank in named if rank >= local_world_size]
+            if absent:
+                there = "only local rank 0" if local_world_size == 1 else f"local ranks 0 to {local_world_size - 1}"
+                raise UsageError(f"{flag} names local rank {min(absent)}, but this host runs {there}.")
+
+    def told(self, folder: Path | None = None) -> str:
+        """In a line, for people."""
+        where = folder or self.folder or "a temporary folder"
+        everything = all(_of(self.tee, rank) == BOTH for rank in (-1, *self.tee))
+        return f"{'all output also' if everything else 'logs'} in {where}"
+
+
+def _of(streams: Mapping[int, Streams], local_rank: int) -> Streams:
+    return streams.get(local_rank, streams.get(-1, frozenset()))
+
+
+def plan_logs(flags: LogFlags) -> LogPlan:
+    """What the flags come to; makes nothing yet."""
+    redirects, tee = flags.redirects, flags.tee
+    if flags.log_dir is not None and redirects is None and tee is None:
+        tee = {-1: BOTH}
+    return LogPlan(flags.log_dir, redirects or {}, tee or {}, flags.shown_local_ranks)
+
+
+@dataclass(frozen=True)
+class Logs:
+    """The log files of this host's workers. Made by `open_logs`.
+
+    Attributes:
+        plan: what goes where.
+        base: DIR; None when nothing is written.
+    """
+
+    plan: LogPlan
+    base: Path | None
+
+    def folder(self, job_id: str) -> Path | None:
+        """DIR/JOB, the folder of a job; None when nothing is written."""
+        return None if self.base is None else self.base / (re.sub(r"[^\w.+-]", "_", job_id) or "job")
+
+    def files(self, job_id: str, attempt: int, rank: int, local_rank: int) -> dict[str, Path]:
+        """The file of each stream of a worker that has one."""
+        folder = self.folder(job_id)
+        if folder is None:
+            return {}
+        place = folder / f"attempt_{attempt}" / str(rank)
+        return {stream: place / _FILE_NAMES[stream] for stream in sorted(self.plan.filed(local_rank))}
+
+
+def open_logs(plan: LogPlan) -> Logs:
+    """Makes DIR and tries whether it can be written to: refused now rather than while training.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    if not plan.writes:
+        return Logs(plan, None)
+    base = plan.folder
+    try:
+        if base is None:
+            base = tempfile.mkdtemp(prefix="photinus-logs-")
+        Path(base).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=base, buffering=0) as probe:
+            if probe.write(bytes(_PROBE_BYTES)) < _PROBE_BYTES:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        raise UsageError(
+            f"--log-dir {base}: nothing can be written there: {error.strerror}. Give another folder, or leave the flag "
+            f"out."
+        ) from error
+    return Logs(plan, Path(base))
+
+
+class LogFile:
+    """One stream of a worker in a file. What goes wrong is told once, and is no reason to end the training.
+
+    Args:
+        path: of the file; its folder is made.
+        fail: called with path and error when the file cannot be made or written; nothing is written after.
+    """
+
+    def __init__(self, path: Path, fail: Callable[[Path, OSError], None]) -> None:
+        self.path = path
+        self._fail = fail
+        self._file: int | None = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            fail(path, error)
+
+    def write(self, data: bytes) -> bool:
+        """Adds bytes; False when they are not in the file."""
+        if self._file is None:
+            return False
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError as error:
+            self.close()
+            self._fail(self.path, error)
+            return False
+        return True
+
+    def close(self) -> None:
+        """No more is written. May be called again."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None

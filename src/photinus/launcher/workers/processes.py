@@ -1,0 +1,408 @@
+"""The worker processes of one attempt on this host: started, watched and ended.
+
+    start   each worker in a session and process group of its own, protected by the guard
+    wait    sleeps until a worker ends (pidfd), an interrupt comes or the time is over
+    settle  after the first failure: lets the others say what they saw
+    suspend asks them to save and leave, where they can
+    stop    a signal, a grace, then SIGKILL to whole groups, so that data loaders die as well
+
+A worker that has ended is left unreaped until `stop`: as long as it is there, its pid and process group cannot become
+another's, and a kill cannot strike a stranger.
+
+What a worker writes about its end (an exception, the stack at a fatal signal) goes into memory files of the launcher
+that the worker opens as /proc/LAUNCHER/fd/N. They have no name in any folder, so nothing can be left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ... import env
+from ...status import HEARD, ONLY_ASKED_BY_SIGTERM, Status, read
+from ..command_line.program import Program
+from .failures import Death, Raised
+from .guard import Guard
+from .interrupts import Interrupts
+from .output import Output
+
+__all__ = ["Processes", "Start", "adopting_orphans"]
+
+_WORKER_FILE = str(Path(__file__).with_name("worker.py"))
+_KILLED_DIES_WITHIN_S = 5.0
+_GROUP_DIES_WITHIN_S = 0.5
+_SETTLE_STEP_S = 0.01
+_PR_SET_CHILD_SUBREAPER = 36
+_RECORD_LIMIT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Start:
+    """How to start one worker. `environ` makes the whole environment, given the path of the worker's error file.
+
+    `gpu` is the name of the GPU that it is meant to use, empty for none.
+    """
+
+    rank: int
+    local_rank: int
+    environ: Callable[[str], Mapping[str, str]]
+    gpu: str = ""
+
+
+@dataclass
+class _Worker:
+    start: Start
+    process: subprocess.Popen[bytes]
+    pidfd: int
+    error_file: int  # memory files, see the module's docstring
+    fault_file: int
+    status_file: int
+    started_at_s: float
+    status: int | None = None  # exit code or minus the signal, once it has ended
+    seen_at_s: float = 0.0
+    recorded_at_s: float | None = None  # when the launcher first saw that it had raised
+    asked_to_leave: bool = False  # by the launcher, while it ran well
+    killed_by_us: bool = False
+    ended_outright: bool = False  # by SIGKILL where SIGTERM would only have asked it to save
+    overdue_s: float | None = None
+
+    def record(self) -> Raised | None:
+        """What it has written about its uncaught exception so far."""
+        return Raised.from_json(_content(self.error_file)) if os.fstat(self.error_file).st_size else None
+
+    def has_raised(self) -> bool:
+        """Whether it has come to its end by an exception. (A record of torch's `@record` may have been survived.)"""
+        record = self.record()
+        return record is not None and record.raised_at_s is not None
+
+    def hears(self, letters: str) -> bool:
+        """Whether the letter of its status is one of these (see status.py)."""
+        return self.told().letter in letters
+
+    def told(self) -> Status:
+        """What it has told of itself last."""
+        return read(_content(self.status_file))
+
+    def has_suspended(self) -> bool:
+        """Whether it has recorded that it saved its work and leaves."""
+        record = self.record()
+        return record is not None and record.suspended
+
+    def leaving(self) -> bool:
+        """Whether it has raised, its own hooks are done, and it only has to leave (see `worker._fail`)."""
+        return self.has_raised() and _content(self.error_file).endswith("\n")
+
+
+class Processes:
+    """The workers of one attempt. Made, started, watched and stopped by one thread.
+
+    `orders` is a file descriptor that also ends a `wait` when it is readable; `temporary` a folder, see
+    `worker.use_folder`.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        guard: Guard,
+        output: Output,
+        interrupts: Interrupts,
+        orders: int | None = None,
+        temporary: str = "",
+    ) -> None:
+        self._program = program
+        self._temporary = temporary
+        self._guard = guard
+        self._output = output
+        self._interrupts = interrupts
+        self._workers: list[_Worker] = []
+        self._poll = select.poll()
+        self._poll.register(interrupts.fd, select.POLLIN)
+        if orders is not None:
+            self._poll.register(orders, select.POLLIN)
+        self._asked_at_s: float | None = None  # when `suspend` did
+        self._stopped = False
+
+    def start(self, starts: Sequence[Start]) -> None:
+        """Starts one process for each; when one cannot be started, ends the others and raises OSError."""
+        try:
+            for start in starts:
+                self._workers.append(self._start(start))
+        except OSError:
+            self.stop(signal.SIGKILL, 0.0)
+            raise
+
+    def pids(self) -> dict[int, int]:
+        """Process ids by local rank."""
+        return {worker.start.local_rank: worker.process.pid for worker in self._workers}
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns when a worker has ended, an interrupt has come, or the time is over."""
+        events = self._poll.poll(max(0.0, timeout_s) * 1000)
+        self._interrupts.drain()
+        if events:
+            self._note_ends()
+
+    def failed(self) -> bool:
+        """Whether a worker has ended other than well."""
+        return any(worker.status not in (None, 0) for worker in self._workers)
+
+    def running(self) -> bool:
+        """Whether a worker has not ended."""
+        return any(worker.status is None for worker in self._workers)
+
+    def can_suspend(self) -> bool:
+        """Whether a running worker would hear a request to suspend."""
+        return not self._stopped and any(w.status is None and w.hears(HEARD) for w in self._workers)
+
+    def suspensions(self) -> list[Raised]:
+        """What the workers have recorded that saved and are leaving, or have left, because they were asked to."""
+        records = [worker.record() for worker in self._workers]
+        return [record for record in records if record is not None and record.suspended]
+
+    def ask_to_suspend(self) -> None:
+        """Sends SIGUSR1 to the workers that hear it; their ranks agree on a step, save and leave."""
+        for worker in self._workers:
+            if worker.status is None and worker.hears(HEARD):
+                signal.pidfd_send_signal(worker.pidfd, signal.SIGUSR1)
+
+    def suspend(self, grace_s: float) -> None:
+        """Sends SIGTERM to all workers and waits until they have saved and left; `stop` has to follow, with this grace.
+
+        Returns earlier when one ends otherwise, without which the rest cannot save, or the user is impatient.
+        """
+        self._asked_at_s = time.monotonic()
+        deadline = self._asked_at_s + grace_s
+        for worker in self._workers:
+            if worker.status is None:
+                worker.asked_to_leave = True
+                for number in (signal.SIGTERM, signal.SIGCONT):
+                    signal.pidfd_send_signal(worker.pidfd, number)
+        while self.running() and time.monotonic() < deadline and not self._interrupts.impatient:
+            self.wait(min(0.1, deadline - time.monotonic()))
+            if any(worker.status not in (None, 0) and not worker.has_suspended() for worker in self._workers):
+                return
+
+    def kill_overdue(self, grace_s: float) -> None:
+        """Kills workers that raised an exception but have not left: the others wait for them in vain.
+
+        A process can hang in its last moments (threads that are not daemons, a communicator's destructor).
+        """
+        now = time.monotonic()
+        for worker in self._workers:
+            if worker.status is not None or not worker.leaving():
+                continue
+            if worker.recorded_at_s is None:
+                worker.recorded_at_s = now
+            elif now - worker.recorded_at_s > grace_s and worker.overdue_s is None:
+                worker.overdue_s = now - worker.recorded_at_s
+                worker.killed_by_us = True
+                signal.pidfd_send_signal(worker.pidfd, signal.SIGKILL)
+
+    def settle(self, timeout_s: float, culprit_timeout_s: float) -> None:
+        """After the first failure, gives the other ranks a moment to fail by themselves and say why.
+
+        Ends early when each has ended or recorded an exception. While all that is known are consequences of a loss
+        (the kernel may take long to bury a process with much memory or a GPU), waits up to `culprit_timeout_s`.
+        """
+        begun_at_s = time.monotonic()
+        while not self._interrupts.received:
+            elapsed_s = time.monotonic() - begun_at_s
+            silent = [w for w in self._workers if w.status is None and not w.has_raised()]
+            culprit_known = any(not death.consequence for death in self.deaths())
+            if elapsed_s > (timeout_s if culprit_known or not silent else culprit_timeout_s):
+                return
+            if not silent and (culprit_known or not self.running()):
+                return
+            self.wait(_SETTLE_STEP_S)
+
+    def stop(self, ask: signal.Signals, grace_s: float) -> None:
+        """Ends all workers and what they started: `ask`, then SIGKILL after the grace. Idempotent.
+
+        Whom `suspend` has asked is not asked again, and has what is left of the grace. A second interrupt
+        cuts it short. A stopped process (SIGSTOP) is made to go on, so that it can leave.
+        """
+        if self._stopped:
+            return
+        self._stopped = True
+        self._note_ends()
+        deadline = (self._asked_at_s or time.monotonic()) + grace_s
+        for worker in self._workers:
+            if worker.status is None:
+                asked, worker.asked_to_leave = worker.asked_to_leave, not worker.has_raised()
+                # SIGINT would only make an interpreter that is still starting print where it was interrupted.
+                started = os.fstat(worker.fault_file).st_size > 0
+                ask_it = ask if started else signal.SIGTERM
+                if ask_it == signal.SIGTERM and worker.hears(ONLY_ASKED_BY_SIGTERM):
+                    worker.ended_outright = True
+                    ask_it = signal.SIGKILL
+                elif asked:
+                    continue
+                for number in (ask_it, signal.SIGCONT):
+                    signal.pidfd_send_signal(worker.pidfd, number)
+        while self.running() and time.monotonic() < deadline and not self._interrupts.impatient:
+            self.wait(min(0.1, deadline - time.monotonic()))
+        self._kill_groups()
+
+    def deaths(self) -> list[Death]:
+        """How the workers ended that did not end well, by local rank."""
+        host = socket.gethostname()
+        deaths = []
+        for worker in self._workers:
+            if worker.status in (None, 0):
+                continue
+            assert worker.status is not None
+            # A worker that was asked to leave has no failure of its own, unless somebody else killed it just then.
+            outright = worker.ended_outright and worker.status == -signal.SIGKILL
+            struck = worker.status == -signal.SIGKILL and not worker.killed_by_us and not outright
+            deaths.append(
+                Death(
+                    rank=worker.start.rank,
+                    local_rank=worker.start.local_rank,
+                    pid=worker.process.pid,
+                    host=host,
+                    gpu=worker.start.gpu,
+                    status=-signal.SIGTERM if outright else worker.status,
+                    seen_at_s=worker.seen_at_s,
+                    lived_s=worker.seen_at_s - worker.started_at_s,
+                    raised=worker.record(),
+                    ended_by_us=worker.asked_to_leave and not struck,
+                    fault_stack=_without_bootstrap(_content(worker.fault_file)),
+                    overdue_s=worker.overdue_s,
+                    last_lines=self._output.last_lines(worker.start.rank),
+                    log=str(self._output.log_of(worker.start.rank) or ""),
+                )
+            )
+        return deaths
+
+    def finished(self) -> list[int]:
+        """The ranks that ended with exit code 0."""
+        return [worker.start.rank for worker in self._workers if worker.status == 0]
+
+    def steps(self) -> int:
+        """How many steps of training the workers have told of."""
+        return max(worker.told().steps for worker in self._workers)
+
+    def saved(self) -> int:
+        """The step of the newest checkpoint that they have told of; -1 for none."""
+        return max(worker.told().saved for worker in self._workers)
+
+    def close(self) -> None:
+        """Lets go of the records of the ended workers."""
+        assert self._stopped
+        for worker in self._workers:
+            os.close(worker.error_file)
+            os.close(worker.fault_file)
+            os.close(worker.status_file)
+        self._workers.clear()
+
+    def _start(self, start: Start) -> _Worker:
+        error_file = os.memfd_create(f"photinus-error-{start.rank}")
+        fault_file = os.memfd_create(f"photinus-fault-{start.rank}")
+        status_file = os.memfd_create(f"photinus-status-{start.rank}")
+        here = f"/proc/{os.getpid()}/fd"
+        command = [sys.executable, _WORKER_FILE, str(os.getpid()), f"{here}/{fault_file}", self._temporary]
+        command += [self._program.kind, self._program.target, *self._program.arguments_of(start.local_rank)]
+        stdout, stderr = self._output.ends_for(start.rank, start.local_rank)
+        try:
+            process = subprocess.Popen(
+                command,
+                env={**start.environ(f"{here}/{error_file}"), env.STATUS_FILE.name: f"{here}/{status_file}"},
+                stdin=None if start.rank == 0 else subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+            )
+        except OSError:
+            os.close(error_file)
+            os.close(fault_file)
+            os.close(status_file)
+            raise
+        finally:
+            for end in (stdout, stderr):
+                if end is not None:
+                    os.close(end)
+        self._guard.protect(process.pid)
+        pidfd = os.pidfd_open(process.pid)
+        self._poll.register(pidfd, select.POLLIN)
+        return _Worker(start, process, pidfd, error_file, fault_file, status_file, time.monotonic())
+
+    def _note_ends(self) -> None:
+        now = time.monotonic()
+        for worker in self._workers:
+            if worker.status is not None:
+                continue
+            ended = os.waitid(os.P_PIDFD, worker.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None:
+                continue
+            worker.status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+            worker.seen_at_s = now
+            self._poll.unregister(worker.pidfd)
+
+    def _kill_groups(self) -> None:
+        for worker in self._workers:
+            worker.killed_by_us |= worker.status is None
+            # The group may be gone from a worker that never got to be its leader, or belong to no one we may signal.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(worker.process.pid, signal.SIGKILL)
+        deadline = time.monotonic() + _KILLED_DIES_WITHIN_S
+        while self.running() and time.monotonic() < deadline:
+            self.wait(min(0.1, deadline - time.monotonic()))
+        for worker in self._workers:
+            if worker.status is None:
+                self._output.say(
+                    f"photinus: rank {worker.start.rank} (pid {worker.process.pid}) does not die: it hangs in the "
+                    f"kernel (a device or network file system), and may hold its device until the host is restarted\n"
+                )
+                continue
+            worker.process.wait()
+            os.close(worker.pidfd)
+        # What the workers had started was killed too, and may be this process's to bury (see adopting_orphans).
+        deadline = time.monotonic() + _GROUP_DIES_WITHIN_S
+        for worker in self._workers:
+            while _bury_group(worker.process.pid) and time.monotonic() < deadline:
+                time.sleep(0.002)
+            self._guard.release(worker.process.pid)
+
+
+@contextlib.contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """During the block, orphans among this process's descendants become its children.
+
+    So the children of a killed worker can be waited for, instead of being left to process 1 (in a container often
+    a program that never buries anybody).
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # refused only by kernels before 3.4; then process 1 adopts
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def _bury_group(process_group: int) -> bool:
+    """Takes the dead of a group from the process table; whether some of it still lives as this process's child."""
+    try:
+        while os.waitpid(-process_group, os.WNOHANG)[0] != 0:
+            pass
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _without_bootstrap(stack: str) -> str:
+    return "\n".join(line for line in stack.splitlines() if _WORKER_FILE not in line)
+
+
+def _content(file: int) -> str:
+    return os.pread(file, _RECORD_LIMIT_BYTES, 0).decode("utf-8", "replace")

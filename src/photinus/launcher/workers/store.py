@@ -1,0 +1,154 @@
+"""The store of an attempt: torch's TCPStore on the loopback interface, in a child process of the launcher.
+
+    python -m photinus.launcher.workers.store FD
+
+Importing torch takes seconds and hundreds of MiB, so a launcher does without, and its store lies in a process of its
+own (not in rank 0, which may so die like any other). The launcher binds the port; workers that come before the store is
+there wait in the queue of the listening socket.
+
+Torch's own rendezvous keeps one store for all attempts; after a restart, workers find the addresses of dead ones in it
+and dial them (failures of that kind were 6 of 8 measured restarts). Here nothing of an attempt outlives it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable
+from datetime import timedelta
+
+from ...errors import LaunchError
+from ...world.ended import tell_ended
+from .ports import listen
+
+__all__ = ["LOOPBACK", "StoreProcess"]
+
+LOOPBACK = "127.0.0.1"
+_STORE_TIMEOUT = timedelta(seconds=300)
+_ANSWERS_WITHIN_S = 60.0
+_REQUEST_BYTES = 1 << 16
+_PR_SET_PDEATHSIG = 1
+
+
+class StoreProcess:
+    """The launcher's end. The process starts with the first store and serves all attempts, one after the other."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._listener: socket.socket | None = None
+        self._unanswered = 0
+
+    def open(self, port: int = 0) -> int:
+        """Opens a fresh store in place of the one before, if there was one, and returns its port.
+
+        Args:
+            port: 0 for one that is free, which nobody can take before the store has it.
+
+        Raises:
+            PortTakenError: another process has the port.
+        """
+        if self._process is not None and not self._close_store():
+            self.close()
+        # Kept open here too: who looks for the holder of the port finds the launcher, from the first moment on.
+        self._listener = listen(LOOPBACK, port)
+        if self._process is None:
+            self._start()
+        assert self._control is not None
+        socket.send_fds(self._control, [b"open"], [self._listener.fileno()])
+        self._unanswered += 1
+        bound: int = self._listener.getsockname()[1]
+        return bound
+
+    def tell_ended(self, ranks: Iterable[int]) -> None:
+        """Lets workers know which others have ended well: they may wait for them to join a group."""
+        if self._control is not None:
+            with contextlib.suppress(OSError):  # it ended: `check` says so
+                self._control.send(" ".join(map(str, ("ended", *ranks))).encode())
+                self._unanswered += 1
+
+    def check(self) -> None:
+        """Raises LaunchError when the process has ended: workers that need the store would wait for it in vain."""
+        if self._process is not None and self._process.poll() is not None:
+            raise LaunchError(
+                f"the process that holds the workers' store (pid {self._process.pid}) ended with exit code "
+                f"{self._process.returncode}: was it killed, or does `import torch` fail in {sys.executable}?",
+                exit_code=1,
+            )
+
+    def close(self) -> None:
+        """Ends the process; the store has nothing that is worth keeping."""
+        if self._process is None or self._control is None:
+            return
+        self._process.kill()
+        self._process.wait()
+        self._control.close()
+        if self._listener is not None:
+            self._listener.close()
+        self._process = self._control = None
+        self._unanswered = 0
+
+    def _start(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.settimeout(_ANSWERS_WITHIN_S)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "photinus.launcher.workers.store", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"},
+                start_new_session=True,  # Ctrl-C is the launcher's to pass on
+            )
+
+    def _close_store(self) -> bool:
+        """Whether the process has closed its store, and with it the port."""
+        assert self._control is not None
+        if self._listener is not None:
+            self._listener.close()
+        with contextlib.suppress(OSError):  # it ended, or does not answer
+            self._control.send(b"close")
+            self._unanswered += 1
+            while self._unanswered and self._control.recv(16):
+                self._unanswered -= 1
+        return not self._unanswered
+
+
+def _serve(control: socket.socket) -> None:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    store = None
+    while True:
+        request, fds, _, _ = socket.recv_fds(control, _REQUEST_BYTES, 1)
+        if not request:  # the launcher closed its end
+            return
+        word, *ranks = request.decode().split()
+        if word == "ended":
+            if store is not None:
+                tell_ended(store, map(int, ranks))
+        else:
+            store = None  # the last attempt's, with its port and all that was written to it
+        for fd in fds:
+            with socket.socket(fileno=os.dup(fd)) as listener:
+                port = listener.getsockname()[1]
+            store = TCPStore(
+                LOOPBACK,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=_STORE_TIMEOUT,
+                master_listen_fd=fd,
+            )
+        control.send(b"done")
+
+
+if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # the import of torch would go on for seconds
+    with contextlib.suppress(ConnectionError):  # the launcher is gone
+        _serve(socket.socket(fileno=int(sys.argv[1])))
+    os._exit(0)

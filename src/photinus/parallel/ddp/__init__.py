@@ -1,0 +1,15 @@
+"""The wrapper DistributedDataParallel and what it is made of, above the reducer.
+
+buffer_sync      the wrapped module's buffers (BatchNorm's running statistics, …): which ones are kept equal, and how
+checks           what can be wrapped, and on which device
+ddp              DistributedDataParallel: one model, a copy on every rank, gradients averaged while backward runs
+fused_optimizer  optimizers that step during the end of backward, bucket by bucket
+join             uneven inputs: ranks that have run out of batches take part in the others' exchanges with zeros
+logging_data     what `_get_ddp_logging_data` answers: how the wrapper was made, and where its time goes
+mixed_precision  forward and backward in low precision, parameters and gradients in full
+naive            the obvious data parallelism: after backward, one all-reduce per parameter
+options          what the wrapper's arguments mean where several of them, old and new names, say one thing
+sync_batch_norm  batch normalisation over the whole global batch, on CPU and GPU, over plain torch.distributed
+torch_surface    what torch's own tools ask of a wrapper beside its public interface
+wrapper          what these parts read and set of the whole
+"""

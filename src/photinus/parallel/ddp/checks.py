@@ -1,0 +1,163 @@
+"""What can be wrapped, and on which device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ...errors import UnsuitableModelError
+
+__all__ = [
+    "check_delayed",
+    "check_device_ids",
+    "device_to_move_to",
+    "one_device",
+    "sparse_parameters",
+]
+
+
+def one_device(named: Sequence[tuple[str, nn.Parameter]], module: nn.Module) -> torch.device:
+    """The device of all parameters. Refuses models that cannot be wrapped (see the class's `Raises`)."""
+    everything: list[tuple[str, torch.Tensor]] = [*named, *module.named_buffers()]
+    lazy = [n for n, t in everything if is_lazy(t)]
+    if lazy:
+        raise UnsuitableModelError(
+            f"{_few(lazy)} not initialised yet (lazy modules). Run one forward on sample data before wrapping."
+        )
+    if not any(p.requires_grad for _, p in named):
+        raise UnsuitableModelError(
+            f"{type(module).__name__} has no parameter that requires grad ({len(named)} parameters), so there is "
+            f"nothing to average. Use it unwrapped, or unfreeze what is to be trained."
+        )
+    devices: dict[torch.device, str] = {}
+    for name, parameter in named:
+        devices.setdefault(parameter.device, name)
+    if len(devices) > 1:
+        told = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise UnsuitableModelError(
+            f"all parameters must be on one device, but {told}. Move the model with .to(device) first."
+        )
+    device = next(iter(devices))
+    if device.type == "meta":
+        raise UnsuitableModelError(
+            "the parameters are on the meta device and hold nothing; materialise the model before wrapping"
+        )
+    return device
+
+
+def device_to_move_to(
+    device_ids: Sequence[int | str | torch.device] | None, module: nn.Module, gpus: int
+) -> torch.device | None:
+    """The GPU that a model on the CPU is to be moved to: the one that `device_ids` names, if there is such a GPU.
+
+    Args:
+        device_ids: of the wrapper.
+        gpus: how many CUDA devices this process sees.
+
+    Raises:
+        UnsuitableModelError: this process sees GPUs, but not that one.
+    """
+    if not device_ids or len(device_ids) > 1 or not gpus or any(p.device.type != "cpu" for p in module.parameters()):
+        return None
+    wanted = torch.device("cuda", device_ids[0]) if isinstance(device_ids[0], int) else torch.device(device_ids[0])
+    if wanted.type != "cuda":
+        return None
+    if (wanted.index or 0) >= gpus:
+        raise UnsuitableModelError(
+            f"device_ids={list(device_ids)}, but this process sees {gpus} GPU{'s' if gpus > 1 else ''}: start fewer "
+            f"processes on this host, or look at CUDA_VISIBLE_DEVICES"
+        )
+    return wanted
+
+
+def check_device_ids(
+    device_ids: Sequence[int | str | torch.device] | None,
+    output_device: int | str | torch.device | None,
+    device: torch.device,
+) -> list[torch.device] | None:
+    """The device to which inputs are moved, in a list; None where they are left alone.
+
+    Args:
+        device_ids: of the wrapper.
+        output_device: of the wrapper.
+        device: of the parameters.
+
+    Raises:
+        UnsuitableModelError: they name several devices, or another than that of the parameters.
+    """
+    if not device_ids:
+        if output_device is not None:
+            raise UnsuitableModelError(
+                f"output_device={output_device} needs device_ids to name the same device; leave both out"
+            )
+        return None
+    if len(device_ids) > 1:
+        raise UnsuitableModelError(
+            f"device_ids={list(device_ids)}: one process drives one device. Start a process per device "
+            f"(`photinus run --nproc-per-node {len(device_ids)} …`) and give each one id, or None."
+        )
+    if device.type == "cpu":
+        raise UnsuitableModelError(
+            f"device_ids={list(device_ids)}, but the model is on the CPU, and this process sees no such GPU to move it "
+            f"to: leave device_ids out where a script is to run on CPUs"
+        )
+    wanted = [
+        torch.device(device.type, d) if isinstance(d, int) else torch.device(d)
+        for d in (device_ids[0], device_ids[0] if output_device is None else output_device)
+    ]
+    for name, given in zip(("device_ids", "output_device"), wanted, strict=True):
+        if given.type != device.type or given.index not in (None, device.index):
+            raise UnsuitableModelError(
+                f"{name} says {given}, but the model is on {device}; they must be the same device"
+            )
+    return [device]
+
+
+def sparse_parameters(module: nn.Module) -> frozenset[str]:
+    """Names of the parameters whose gradients will be sparse."""
+    makers = {id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse}
+    return frozenset(name for name, parameter in module.named_parameters() if id(parameter) in makers)
+
+
+def _few(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return f"{shown} {'is' if len(names) == 1 else 'are'}"
+
+
+def check_delayed(
+    delayed: Iterable[tuple[str, nn.Parameter]] | None,
+    hooked: nn.Parameter | None,
+    named: Sequence[tuple[str, nn.Parameter]],
+) -> tuple[frozenset[str], int | None]:
+    """Which parameters are exchanged last (by name), and which one's gradient they wait for (index among trainable).
+
+    Args:
+        delayed: `delay_all_reduce_named_params`; found in the model by identity, however they are named.
+        hooked: `param_to_hook_all_reduce`.
+        named: the model's parameters.
+
+    Raises:
+        UnsuitableModelError: only one of the two is given, or a parameter that is not the model's.
+    """
+    if (delayed is None) != (hooked is None):
+        raise UnsuitableModelError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
+        )
+    if delayed is None or hooked is None:
+        return frozenset(), None
+    names = {id(parameter): name for name, parameter in named}
+    strangers = [name for name, parameter in delayed if id(parameter) not in names]
+    if strangers:
+        raise UnsuitableModelError(
+            f"delay_all_reduce_named_params: {_few(strangers)} not among the parameters of the model"
+        )
+    trainable = [id(parameter) for _, parameter in named if parameter.requires_grad]
+    if id(hooked) not in trainable:
+        raise UnsuitableModelError(
+            "param_to_hook_all_reduce is not among the parameters of the model that require grad, so its gradient "
+            "never comes"
+        )
+    return frozenset(names[id(parameter)] for _, parameter in delayed), trainable.index(id(hooked))

@@ -1,0 +1,527 @@
+"""DistributedDataParallel: one model, a copy on every rank, gradients averaged while backward runs.
+
+    model = photinus.DistributedDataParallel(model)
+    loss_fn(model(x), y).backward()        # each rank its own part of the batch
+    optimizer.step()                       # the same step on every rank
+
+It takes the place of `torch.nn.parallel.DistributedDataParallel`, speaks plain torch.distributed, and so runs over
+any backend; over "photinus" the gradients lie in the engine's arena and are reduced where they are.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._compile import _disable_dynamo
+from torch.distributed.algorithms.join import Join
+
+from ...errors import ModelMismatchError, NotInitializedError, PhotinusError
+from ..exchange.broadcast import broadcast_tensors
+from ..exchange.collectives import resolve_group
+from ..exchange.gpu_sharing import gpu_identity
+from ..exchange.tensors import map_tensors
+from ..exchange.verify_models import describe, verify_same_model
+from ..reducer.bucket_exchange import CastExchange
+from ..reducer.buckets import FIRST_BUCKET_BYTES
+from ..reducer.comm_hooks import CommHook, HookExchange, builtin_hook, check_hook
+from ..reducer.graph import current_task
+from ..reducer.options import ReducerOptions
+from ..reducer.reducer import Reducer
+from .buffer_sync import BufferSync
+from .checks import check_delayed, check_device_ids, device_to_move_to, one_device, sparse_parameters
+from .fused_optimizer import OptimizersInBackward
+from .join import UnevenInputs, common_rank, tell_ranks
+from .logging_data import logging_data
+from .mixed_precision import MixedPrecision, MixedPrecisionConfig
+from .options import buffer_sync_options, capacities, group_of
+from .sync_batch_norm import SyncBatchNorm
+from .torch_surface import TorchSurface
+
+__all__ = ["DistributedDataParallel"]
+
+
+class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
+    """Wraps a module whose gradients are averaged over the ranks of a process group, overlapped with backward.
+
+    Every rank makes it at the same point with the same model. Construction checks that the models are the same and
+    copies parameters and buffers of the group's rank 0 to all. `param.grad` holds, after `backward()`, the average
+    over the ranks. `isinstance(model, torch.nn.parallel.DistributedDataParallel)` holds.
+
+    Args:
+        module: the model; at least one parameter requires grad; all parameters on one device. Names in its attribute
+            `_ddp_params_and_buffers_to_ignore` are left alone.
+        device_ids: None, or one GPU: tensors among the inputs are then moved there, and so is a model on the CPU.
+        output_device: None or that same GPU.
+        dim: dimension of the batch; kept for callers of torch's class, one device per process never splits.
+        broadcast_buffers: older name of `forward_sync_buffers`; False leaves buffers alone at construction too.
+        init_sync: check and copy at construction. Without it the caller answers for equal models.
+        process_group: default: the default group.
+        bucket_cap_mb: cap of a bucket in MiB; None means 25. Results do not depend on it.
+        find_unused_parameters: some parameters may get no gradient, other ones on each rank. They count as zero; one
+            that got a gradient on no rank keeps `grad` as it was (None). Costs a walk through the graph per forward.
+        check_reduction: without effect, as in torch's class.
+        gradient_as_bucket_view: gradients are views of buckets that the next backward writes to, even where someone
+            kept one. False: a gradient that someone kept survives; buckets then change their memory instead. Neither
+            copies gradients back after the exchange.
+        static_graph: every step uses the same parameters in the same way. What is unused is learned in the first.
+        delay_all_reduce_named_params: (name, parameter) pairs that are exchanged behind all others …
+        param_to_hook_all_reduce: … and not before the gradient of this parameter has come.
+        mixed_precision: torch's `_MixedPrecision`, or an object with its attributes; see
+            `photinus.parallel.ddp.mixed_precision`. Not together with reentrant or other checkpoints inside the model.
+        device_mesh: a mesh of one dimension, whose group is taken; in place of process_group.
+        skip_all_reduce_unused_params: with find_unused_parameters, do not exchange buckets of which no parameter is
+            used. The same ones must be unused on every rank.
+        bucket_cap_mb_list: caps of the first, second, … bucket in place of bucket_cap_mb.
+        batched_grad_copy: without effect: gradients are copied once in any case.
+        forward_sync_buffers: at the end of each backward that is exchanged, buffers are set to rank 0's, so that all
+            ranks evaluate and save the same model; forwards exchange none. (See `photinus.parallel.ddp.buffer_sync`.)
+        nan_guard: when a gradient is not finite, every rank raises an error at the end of backward, which names the
+            first rank and parameter. Costs one read of the gradients.
+        check_ranks: the ranks tell each other, along with the gradients, how many optimizer steps they have made, and
+            after every fourth a digest of the next part of the parameters. Ranks that are out of step are an error with
+            the next exchange, other weights with the first one (all differ) to after 128 steps (one element does); on
+            GPUs, with skip_all_reduce_unused_params and under communication hooks (these: steps only) with every 64th
+            exchange. Seen are steps of torch.optim optimizers. False: for weights that differ on purpose.
+
+    Attributes:
+        module: the model.
+        reducer: exchanges the gradients; has `sync_grad`, `filter_unused_parameters(outputs)`, `stop()`.
+        require_backward_grad_sync: False inside `no_sync`.
+        require_forward_param_sync: whether the next backward broadcasts buffers (if forward_sync_buffers).
+        late_gradient_errors: (of the class) torch's class notices at the next forward that a gradient was missing,
+            after a step with gradients that are no averages. True: so do subclasses with this one.
+
+    On CPUs, making one lets malloc keep the memory that a step frees, unless the user has set malloc's own variables
+    (see `photinus.parallel.heap`): the pages are there for the next step, and do not go back to the system between.
+
+    Raises:
+        NotInitializedError: there is no process group.
+        ModelMismatchError: (a ValueError, on every rank) models or options differ between ranks.
+        MismatchError: (by backward, on every rank) the ranks are out of step, see check_ranks. Weights that differ are
+            a ModelMismatchError, too.
+        DeviceError: two ranks have their models on one GPU, and PHOTINUS_RANKS_PER_GPU does not allow it.
+        UnsuitableModelError: (a ValueError) the model or the arguments do not fit; the message says why.
+    """
+
+    late_gradient_errors: ClassVar[bool] = False
+
+    module: nn.Module
+    reducer: Reducer
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | str | torch.device] | None = None,
+        output_device: int | str | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: MixedPrecisionConfig | None = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        nan_guard: bool = False,
+        check_ranks: bool = True,
+    ) -> None:
+        super().__init__()
+        UnevenInputs.__init__(self)
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"DistributedDataParallel wraps a torch.nn.Module, got {type(module).__name__}")
+        self.process_group = group_of(process_group, device_mesh, module)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.module = module
+        self.dim = dim
+        self.forward_sync_buffers, init_sync_buffers = buffer_sync_options(broadcast_buffers, forward_sync_buffers)
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.batched_grad_copy = batched_grad_copy
+        self.static_graph = static_graph
+        self.mixed_precision = mixed_precision
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.nan_guard = nan_guard
+        self.check_ranks = check_ranks
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self._divide_by_initial_world_size = True
+        self._comm_hook: tuple[object, CommHook, str] | None = None
+        self._optimizers_taken_over = False
+        if check_reduction:
+            warnings.warn(
+                "`check_reduction` has no effect, here and in torch; leave it out", FutureWarning, stacklevel=2
+            )
+        named = self._named_parameters()
+        refusal: ValueError | None = None
+        try:
+            self.bucket_bytes_cap, self.bucket_bytes_cap_list = capacities(bucket_cap_mb, bucket_cap_mb_list)
+            self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
+            moved_to = device_to_move_to(device_ids, module, torch.cuda.device_count())
+            if moved_to is not None:
+                module.to(moved_to)
+            self.device = one_device(named, module)
+            self.device_type = self.device.type
+            self.device_ids = check_device_ids(device_ids, output_device, self.device)
+            self.output_device = self.device_ids[0] if self.device_ids else None
+            self._delayed = check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce, named)
+        except ValueError as error:
+            refusal = error  # told to the other ranks first: what one refuses, all refuse
+        exchanging = init_sync and self.process_group.size() > 1
+        if exchanging:
+            try:
+                if refusal is None:
+                    verify_same_model(self._describe(named), self.process_group, gpu_identity(self.device))
+                else:
+                    verify_same_model([str(refusal)], self.process_group)
+            except ModelMismatchError:
+                if refusal is None:
+                    raise  # it names the rank that refuses
+        if refusal is not None:
+            raise refusal
+        if exchanging:
+            self._sync_module_states(0, buffers=init_sync_buffers)
+        self._low_precision = (
+            None if mixed_precision is None else MixedPrecision(mixed_precision, module, self.parameters_to_ignore)
+        )
+        self._build()
+
+    def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [(n, p) for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
+
+    def _describe(self, named: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
+        """Everything that has to be equal on all ranks, in lines."""
+        sparse = sparse_parameters(self.module)
+        lines = [
+            f"options: bucket_cap_bytes={self.bucket_bytes_cap_list or self.bucket_bytes_cap} "
+            f"forward_sync_buffers={self.forward_sync_buffers} find_unused_parameters={self.find_unused_parameters} "
+            f"static_graph={self.static_graph} skip_all_reduce_unused_params={self.skip_all_reduce_unused_params} "
+            f"mixed_precision={self.mixed_precision} delayed={sorted(self._delayed[0])} nan_guard={self.nan_guard} "
+            f"check_ranks={self.check_ranks}"
+        ]
+        lines += [describe("parameter", name, p) + (", sparse gradient" if name in sparse else "") for name, p in named]
+        buffers = BufferSync(self.module, self.process_group, self.device, self.parameters_to_ignore).named()
+        lines += [describe("buffer", name, b) for name, b in buffers]
+        return lines
+
+    def _build(self) -> None:
+        """Makes what belongs to this process and is never saved: the reducer, and the synchroniser of buffers."""
+        named = self._named_parameters()
+        self._frozen = [(n, p) for n, p in named if not p.requires_grad]
+        # With SyncBatchNorm, ranks that use different parameters would launch buckets and statistics in different
+        # orders over one group. Launching at the end of backward keeps them apart.
+        statistics_in_backward = any(isinstance(m, (SyncBatchNorm, nn.SyncBatchNorm)) for m in self.module.modules())
+        delayed, delayed_after = self._delayed
+        self.reducer = Reducer(
+            [(n, p) for n, p in named if p.requires_grad],
+            self.process_group,
+            ReducerOptions(
+                bucket_cap_bytes=self.bucket_bytes_cap,
+                first_bucket_bytes=FIRST_BUCKET_BYTES,
+                caps_bytes=tuple(self.bucket_bytes_cap_list),
+                find_unused_parameters=self.find_unused_parameters and not self.static_graph,
+                skip_unused=self.skip_all_reduce_unused_params and self.find_unused_parameters,
+                sparse=sparse_parameters(self.module),
+                last=delayed,
+                last_after=delayed_after,
+                overlap=not (self.find_unused_parameters and statistics_in_backward),
+                static_graph=self.static_graph,
+                gradients_are_views=self.gradient_as_bucket_view,
+                late_errors=self.late_gradient_errors,
+                nan_guard=self.nan_guard,
+                check_ranks=self.check_ranks,
+                path=type(self.module).__name__,
+            ),
+        )
+        if self._low_precision is not None and self._low_precision.reduce_dtype is not None and self.reducer.active:
+            self.reducer.use_exchange(CastExchange(self.reducer.average, self._low_precision.reduce_dtype))
+        if self._comm_hook is not None:
+            self._use_hook(*self._comm_hook[:2])
+        self._buffers_in_sync = BufferSync(self.module, self.process_group, self.device, self.parameters_to_ignore)
+        self.reducer.with_gradients = self._buffers_in_sync.start
+        # The parameters' hooks hold the reducer. They go when this wrapper goes, so the model can be wrapped anew.
+        self._ending = weakref.finalize(self, self.reducer.stop)
+        self._ending.atexit = False
+
+    # ---- forward and backward
+
+    # The compiler leaves this frame alone and compiles the module that it calls, cut where buckets end.
+    @_disable_dynamo(recursive=False)
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's forward; see the class for what is exchanged before and after."""
+        with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
+            # A forward inside a backward is one that activation checkpointing repeats: all is exchanged already.
+            training = torch.is_grad_enabled() and current_task() == -1
+            if training:
+                self._before_forward()
+            if self.device_ids:
+                inputs, kwargs = map_tensors((inputs, kwargs), lambda tensor: tensor.to(self.device, non_blocking=True))
+            with self._inside_ddp_forward():
+                if self._low_precision is not None:
+                    output = self._low_precision(self.module, inputs, kwargs)
+                else:
+                    output = self.module(*inputs, **kwargs)
+            if training and self.require_backward_grad_sync:
+                self._after_forward(output)
+            return output
+
+    @_disable_dynamo
+    def _before_forward(self) -> None:
+        if not self._optimizers_taken_over:
+            self._take_over_optimizers()
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise ValueError(
+                    f"rank {self.reducer.rank}: parameter {name} was frozen when the model was wrapped and requires "
+                    f"grad now, so its gradient would not be averaged. Wrap the model again after unfreezing."
+                )
+        if self.reducer.active:
+            self.reducer.begin_forward()
+        if self._join_config.enable:
+            Join.notify_join_context(self)
+            _, contributors = tell_ranks(self, joined=False)
+            if not self._divide_by_initial_world_size:
+                self.reducer.average.contributors = contributors
+        # As in torch's class, a backward is exchanged or not by where its forward ran: inside no_sync or outside.
+        self.reducer.forward_syncs = self.require_backward_grad_sync
+        self.require_forward_param_sync = self.syncs
+        if self.syncs:
+            self.reducer.timeline.forward_began()
+            self.reducer.rebuild_buckets()
+            self._sync_buffers()
+
+    @_disable_dynamo
+    def _after_forward(self, output: object) -> None:
+        self.reducer.timeline.forward_ended(output)
+        if not self.reducer.active:
+            return
+        if self.static_graph:
+            self.reducer.watch_outputs(output)
+        elif self.find_unused_parameters:
+            self.reducer.filter_unused_parameters(output)
+        hook = self._buffers_in_sync.hook
+        if hook is not None and hook[2] and self.will_sync_module_buffers():
+            self.reducer.post_backward_futures += self._buffers_in_sync.run_hook()
+
+    def _sync_buffers(self, *, joined: bool = False) -> None:
+        """Before a forward: decides whose buffers all get with its gradients, or runs the hook.
+
+        With `joined`, this rank has no input.
+        """
+        hook = self._buffers_in_sync.hook
+        if not self.will_sync_module_buffers() or self.reducer.world_size == 1 or (hook is not None and hook[2]):
+            return
+        if hook is not None:
+            self.reducer.post_backward_futures += self._buffers_in_sync.run_hook()
+            return
+        # Rank 0 may have run out of input, and its buffers then are old.
+        source = common_rank(self, candidate=not joined) if self._join_config.enable else 0
+        self._buffers_in_sync.source = source
+
+    @property
+    def syncs(self) -> bool:
+        """Whether the backward of a forward now would be exchanged: outside `no_sync`, with `reducer.sync_grad`."""
+        return self.require_backward_grad_sync and self.reducer.sync_grad
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the backward of a forward now would synchronise buffers."""
+        return self.require_forward_param_sync and self.forward_sync_buffers and bool(self._buffers_in_sync.named())
+
+    def _sync_module_states(self, source: int, *, buffers: bool) -> None:
+        tensors = [p.detach() for _, p in self._named_parameters()]
+        if buffers:
+            synced = BufferSync(self.module, self.process_group, self.device, self.parameters_to_ignore)
+            tensors += [b for _, b in synced.named()]
+        broadcast_tensors(tensors, self.process_group, self.device, source=source)
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Older name of `forward_sync_buffers`."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, neither gradients nor buffers are exchanged: gradients accumulate on each rank.
+
+        The next backward outside averages the sums. The forward has to be inside too, as with torch's class. What was
+        in force before is restored on exit, exceptions included.
+        """
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    # ---- hooks and optimizers
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """From now on `hook(state, bucket)` takes the place of the average; once, before the first backward.
+
+        Args:
+            state: given to the hook; hooks keep their memory in it.
+            hook: takes a `torch.distributed.GradBucket`-like object as its parameter `bucket`, whose buffer holds this
+                rank's gradients, undivided; returns a `torch.futures.Future` of what it is to become. All hooks of
+                `torch.distributed.algorithms.ddp_comm_hooks` do.
+
+        Raises:
+            TypeError, ValueError: not such a function.
+            RuntimeError: there is one already.
+        """
+        try:
+            check_hook(hook)
+        except (TypeError, ValueError) as error:
+            self.reducer.timeline.error = str(error)
+            raise
+        self._set_hook(state, hook, getattr(hook, "__qualname__", type(hook).__name__))
+
+    def _register_builtin_comm_hook(self, comm_hook_type: object) -> None:
+        self._set_hook(self.process_group, builtin_hook(comm_hook_type), str(comm_hook_type))
+
+    def _set_hook(self, state: object, hook: CommHook, name: str) -> None:
+        if self._comm_hook is not None or self._low_precision is not None:
+            held = "mixed_precision" if self._comm_hook is None else self._comm_hook[2]
+            raise PhotinusError(
+                f"register_comm_hook or register_builtin_comm_hook can only be called once, and not with "
+                f"mixed_precision: {held} is in force. A hook that calls another hook combines two."
+            )
+        self._comm_hook = (state, hook, name)
+        self._use_hook(state, hook)
+
+    def _use_hook(self, state: object, hook: CommHook) -> None:
+        reducer = weakref.proxy(self.reducer)
+        self.reducer.use_exchange(HookExchange(state, hook, lambda: len(reducer.buckets)))
+
+    def _register_buffer_comm_hook(
+        self, state: object, hook: Callable[..., Any], comm_hook_location: Any = None
+    ) -> None:
+        """`hook(state, named_buffers)` takes the place of the broadcast of buffers, before or after the forward."""
+        from torch.nn.parallel.distributed import _BufferCommHookLocation
+
+        location = _BufferCommHookLocation.POST_FORWARD if comm_hook_location is None else comm_hook_location
+        self._buffers_in_sync.set_hook(state, hook, location)
+
+    def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
+        """Lets an optimizer of class `optim`, made with these arguments, step bucket by bucket as averages come.
+
+        Raises:
+            RuntimeError: torch has no functional form of this optimizer, or there is a communication hook.
+        """
+        from torch.distributed.algorithms._optimizer_overlap.optimizer_overlap import _as_overlapped_optim
+
+        try:
+            _as_overlapped_optim(optim, optim_params, *args, **kwargs).register_ddp(self)
+        except (NotImplementedError, ValueError) as error:
+            raise PhotinusError(f"{optim.__name__} cannot step inside backward: {error}") from error
+
+    def _take_over_optimizers(self) -> None:
+        self._optimizers_taken_over = True
+        if not self.reducer.active:
+            return  # nothing is averaged, so torch's own hooks step at the right moment
+        optimizers = OptimizersInBackward.take_over(self.reducer.slots)
+        if optimizers is not None:
+            self.reducer.after_exchange.append(optimizers)
+
+    def _set_static_graph(self) -> None:
+        """As if made with static_graph=True; to be called before the first forward, on every rank."""
+        if self.static_graph:
+            warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
+            return
+        if self.reducer.rounds:
+            self.reducer.timeline.error = "_set_static_graph() should be called before training loop starts"
+            raise PhotinusError(f"{self.reducer.timeline.error}: {self.reducer.rounds} backwards were exchanged before")
+        self.static_graph = True
+        self._rebuild()
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        """Goes on over another group; every rank of it calls this between two steps."""
+        self.process_group = resolve_group(new_process_group)
+        self._rebuild()
+
+    def _get_ddp_logging_data(self) -> dict[str, str | int]:
+        hook_name = None if self._comm_hook is None else self._comm_hook[2]
+        return logging_data(self, hook_name=hook_name, static_graph=self.static_graph)
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        if sample_rate < 1:
+            raise ValueError(f"sample_rate={sample_rate}: one in so many iterations is kept, so it is 1 or more")
+        self.reducer.timeline.sample_rate = sample_rate
+
+    # ---- being a module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is not None and not name.startswith("__") and hasattr(module, name):
+                raise AttributeError(
+                    f"DistributedDataParallel has no attribute {name!r}; the wrapped {type(module).__name__} has: "
+                    f"write .module.{name}"
+                ) from None
+            raise
+
+    def _apply(self, fn: Any, recurse: bool = True) -> DistributedDataParallel:
+        """Behind .to(), .half(), .cuda(), ...: buckets follow when parameters change dtype or device."""
+        before = [(p.dtype, p.device) for p in self.module.parameters()]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if [(p.dtype, p.device) for p in self.module.parameters()] != before:
+            self.device = one_device(self._named_parameters(), self.module)
+            self._rebuild()
+        return self
+
+    def _rebuild(self) -> None:
+        hook = self._buffers_in_sync.hook
+        self._ending()
+        self._build()
+        self._buffers_in_sync.hook = hook
+        self._optimizers_taken_over = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not dist.group.WORLD:
+            raise PhotinusError(
+                "a DistributedDataParallel over a process group of its own cannot be pickled or copied, because the "
+                "group cannot be named elsewhere. Pickle or copy `.module`, or save its state_dict()."
+            )
+        state = self.__dict__.copy()
+        for key in ("process_group", "reducer", "_ending", "_buffers_in_sync", "_frozen"):
+            del state[key]
+        state["_comm_hook"] = None  # its state belongs to this process, as with torch's class
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Joins the default group of this process. Nothing is exchanged: every rank loads, and loads the same."""
+        if not dist.is_initialized():
+            raise NotInitializedError(
+                "a pickled DistributedDataParallel needs the default process group; enter `with photinus.init():` first"
+            )
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.process_group = resolve_group(None)
+        self._build()
+
+
+# Code that asks isinstance(model, torch.nn.parallel.DistributedDataParallel), to unwrap it or to strip "module." from
+# names as torch.distributed.checkpoint does, is answered yes. Its metaclass has `register` for this; a real subclass
+# would inherit methods that look for the C++ reducer.
+nn.parallel.DistributedDataParallel.register(DistributedDataParallel)

@@ -1,0 +1,78 @@
+"""What the wrapper's arguments mean where several of them, old and new names, say one thing."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import nn
+
+from ...errors import UnsuitableModelError
+from ..exchange.collectives import resolve_group
+from ..reducer.buckets import DEFAULT_BUCKET_CAP_MB
+
+__all__ = ["buffer_sync_options", "capacities", "group_of"]
+
+_MIB = 1024 * 1024
+
+
+def group_of(process_group: dist.ProcessGroup | None, device_mesh: Any, module: nn.Module) -> dist.ProcessGroup:
+    """The group given, that of a mesh of one dimension, or the default group.
+
+    A mesh that is cut out of a larger one means that `module` is sharded along the others: torch's DTensor parameters
+    are then replaced by their local parts, as torch's class does.
+
+    Raises:
+        NotInitializedError: there is no default group.
+        UnsuitableModelError: both are given, or a mesh of several dimensions.
+        ValueError: this process is not a member of the group.
+    """
+    if device_mesh is None:
+        return resolve_group(process_group)
+    if process_group is not None:
+        raise UnsuitableModelError("Cannot specify both process_group and device_mesh arguments. Leave one out.")
+    if device_mesh.ndim != 1:
+        raise UnsuitableModelError(
+            f"Only 1D device mesh is supported, but got {device_mesh}. Pass the dimension along which the model is "
+            f"replicated: device_mesh[name]."
+        )
+    if device_mesh._get_root_mesh() != device_mesh:
+        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+        _pre_dp_module_transform(module)
+    return cast(dist.ProcessGroup, device_mesh.get_group(mesh_dim=0))
+
+
+def capacities(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> tuple[int, list[int]]:
+    """The cap of a bucket in bytes, and the list of caps, empty where there is none.
+
+    Raises:
+        UnsuitableModelError: a cap that is not above 0.
+    """
+    if cap_mb_list:
+        cap_mb = max(cap_mb_list)
+    elif cap_mb is None:
+        cap_mb = DEFAULT_BUCKET_CAP_MB
+    if not min([cap_mb, *(cap_mb_list or ())]) > 0:
+        raise UnsuitableModelError(
+            f"bucket_cap_mb={cap_mb}, bucket_cap_mb_list={cap_mb_list}: a bucket needs a size above 0 MiB"
+        )
+    return max(1, int(cap_mb * _MIB)), [max(1, int(cap * _MIB)) for cap in cap_mb_list or ()]
+
+
+def buffer_sync_options(broadcast: bool | None, forward_sync: bool | None) -> tuple[bool, bool]:
+    """Whether buffers are synchronised before forwards, and whether at construction."""
+    if broadcast is not None:
+        warnings.warn(
+            "`broadcast_buffers` is deprecated, as in torch 2.13: use `forward_sync_buffers`"
+            + (", which is given too and wins" if forward_sync is not None else "")
+            + ". (Only broadcast_buffers=False leaves buffers alone at construction too.)",
+            FutureWarning,
+            stacklevel=3,
+        )
+    if forward_sync is not None:
+        return forward_sync, True
+    synced = True if broadcast is None else broadcast
+    return synced, synced

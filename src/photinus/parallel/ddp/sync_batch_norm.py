@@ -1,0 +1,345 @@
+"""Batch normalisation over the whole global batch, on CPU and GPU, over plain torch.distributed.
+
+Forward. Each rank computes count n, mean and M2 = Σ(x - mean)² of its part of the batch, per channel. One exchange
+gives every rank those of all ranks, and each combines them in the order of the ranks (Chan, Golub & LeVeque,
+"Algorithms for computing the sample variance", 1983):
+
+    mean = Σ n_r mean_r / Σ n_r        M2 = Σ M2_r + Σ n_r (mean_r - mean)²
+
+No term is a difference of large squares, as E[x²] - E[x]² would be. The output is then (x - mean) / √(M2/n + eps).
+
+Backward. With x̂ = (x - mean) / √(var + eps), the derivative by x needs Σdy and Σdy·x̂ over the global batch, which
+one exchange adds up. Derivatives by weight and bias stay sums over the rank's own part: DistributedDataParallel
+averages them with all others.
+
+The ranks may have different numbers of samples, none included; each sample counts once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+
+from ...waiting_time import waiting_time
+
+__all__ = ["SyncBatchNorm", "convert_sync_batchnorm", "revert_sync_batchnorm"]
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch normalisation whose statistics in training are those of the global batch.
+
+    Input [N, C] or [N, C, ...]; output of the same shape and dtype. In evaluation, without a process group, or in a
+    group of one, it does exactly what `torch.nn.BatchNorm` does. Unlike `torch.nn.SyncBatchNorm` it works on the CPU.
+
+    Args:
+        num_features: C.
+        eps, momentum, affine, track_running_stats, device, dtype: as of `torch.nn.BatchNorm2d`.
+        process_group: the ranks that share a batch; default: the default group at the time of the forward.
+
+    Raises (from forward):
+        ValueError: an input of fewer than 2 dimensions, or a global batch of one value per channel in training.
+    """
+
+    process_group: dist.ProcessGroup | None
+    converted_from: type[_BatchNorm] | None
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        self.process_group = process_group
+        self.converted_from = None
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(
+                f"SyncBatchNorm needs an input [N, C, ...] of at least 2 dimensions, got {list(input.shape)}"
+            )
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalises `input`; in training also updates the running statistics, equally on all ranks."""
+        self._check_input_dim(input)
+        group = self._group()
+        if not self.training or group is None:
+            return self._forward_alone(input)
+        output, mean, variance, count = _SynchronisedBatchNorm.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, self.eps, _Exchange(group)
+        )
+        if count.device.type == "cpu" and count.item() <= 1:
+            raise ValueError(
+                f"expected more than 1 value per channel over all ranks in training, got {int(count.item())}"
+            )
+        if self.track_running_stats:
+            self._update_running(mean, variance, count)
+        return output  # type: ignore[no-any-return]
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        state["process_group"] = None  # a group cannot be pickled or copied; a copy uses the default group
+        return state
+
+    def _group(self) -> dist.ProcessGroup | None:
+        """The ranks that share the batch, or None when there is no other."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return None
+        group = self.process_group if self.process_group is not None else dist.group.WORLD
+        return group if group is not None and group.size() > 1 else None
+
+    def _forward_alone(self, input: torch.Tensor) -> torch.Tensor:
+        factor = 0.0
+        if self.training and self.track_running_stats:
+            factor = self._count_batch()
+        by_batch = self.training or self.running_mean is None
+        running = not self.training or self.track_running_stats
+        return F.batch_norm(
+            input,
+            self.running_mean if running else None,
+            self.running_var if running else None,
+            self.weight,
+            self.bias,
+            by_batch,
+            factor,
+            self.eps,
+        )
+
+    def _count_batch(self) -> float:
+        """Counts a batch; returns the weight of its statistics: momentum, or 1/batches (the cumulative average)."""
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                return 1.0 / float(self.num_batches_tracked)
+        return 0.0 if self.momentum is None else self.momentum
+
+    @torch.no_grad()
+    def _update_running(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
+        factor = self._count_batch()
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        unbiased = variance * (count / (count - 1))
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
+        """See the function of the same name."""
+        return convert_sync_batchnorm(module, process_group)
+
+    @classmethod
+    def revert_sync_batchnorm(cls, module: nn.Module) -> nn.Module:
+        """See the function of the same name."""
+        return revert_sync_batchnorm(module)
+
+
+class _AnyDimBatchNorm(_BatchNorm):
+    """What a SyncBatchNorm that was never another layer becomes: batch norm of an input of any dimensions."""
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"batch norm needs an input [N, C, ...] of at least 2 dimensions, got {list(input.shape)}")
+
+
+def convert_sync_batchnorm(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
+    """Turns every BatchNorm in `module` (torch's SyncBatchNorm too) into ours; returns the module.
+
+    The new layers hold the same parameter and buffer objects, hooks and settings, so that optimizers and tied layers
+    stay as they are. `module` itself is changed, unless it is a batch norm: then the new layer is returned.
+
+    Raises:
+        ValueError: a lazy batch norm that is not initialised yet.
+    """
+    return _replace(module, lambda layer: _to_sync(layer, process_group), {})
+
+
+def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
+    """The way back: every converted layer becomes what it was, with its present parameters and statistics."""
+    return _replace(module, _from_sync, {})
+
+
+def _replace(
+    module: nn.Module, change: Callable[[nn.Module], nn.Module], done: dict[nn.Module, nn.Module]
+) -> nn.Module:
+    """Applies `change` to a module and all below it; a module used in several places stays one module."""
+    if module in done:
+        return done[module]
+    changed = done[module] = change(module)
+    for name, child in changed.named_children():
+        replaced = _replace(child, change, done)
+        if replaced is not child:
+            setattr(changed, name, replaced)
+    # named_children tells each module once, but one module can be registered under several names
+    for name, registered in list(changed._modules.items()):
+        if registered is not None and registered in done:
+            changed._modules[name] = done[registered]
+    return changed
+
+
+def _to_sync(layer: nn.Module, process_group: dist.ProcessGroup | None) -> nn.Module:
+    if isinstance(layer, SyncBatchNorm) or not isinstance(layer, _BatchNorm):
+        return layer
+    if any(is_lazy(p) for p in [*layer.parameters(), *layer.buffers()]):
+        raise ValueError(
+            f"{type(layer).__name__} is not initialised yet. Run one forward on sample data before converting a model."
+        )
+    group = process_group if process_group is not None else getattr(layer, "process_group", None)
+    return _as_class(layer, SyncBatchNorm, process_group=group, converted_from=type(layer))
+
+
+def _from_sync(layer: nn.Module) -> nn.Module:
+    if not isinstance(layer, SyncBatchNorm):
+        return layer
+    original = layer.converted_from or _AnyDimBatchNorm
+    reverted = _as_class(layer, original)
+    if not issubclass(original, nn.SyncBatchNorm):
+        del reverted.__dict__["process_group"]
+    del reverted.__dict__["converted_from"]
+    return reverted
+
+
+def _as_class(layer: nn.Module, cls: type[_BatchNorm], **attributes: Any) -> _BatchNorm:
+    """A layer of another class with everything that this one carries: parameters, buffers, hooks, settings."""
+    new = cls.__new__(cls)
+    new.__dict__.update({k: v.copy() if isinstance(v, (dict, set)) else v for k, v in layer.__dict__.items()})
+    new.__dict__.update(attributes)
+    return new
+
+
+class _Exchange:
+    """Sums over the ranks of a group, and everyone's rows. Calling order is the same on all ranks."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank = group.rank()
+        self.world_size = group.size()
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        # A compiler that traces this has no use for clocks.
+        began = waiting_time.begin() if not torch.compiler.is_compiling() and waiting_time.on else 0
+        dist.all_reduce(tensor, group=self.group)
+        if began:
+            waiting_time.end(began)
+        return tensor
+
+    def rows(self, row: torch.Tensor) -> torch.Tensor:
+        """[K] of each rank -> [world_size, K]. By all_reduce, where x + 0 is exact: every backend has it everywhere."""
+        table = torch.zeros((self.world_size, row.numel()), dtype=row.dtype, device=row.device)
+        table[self.rank] = row
+        return self.sum(table)
+
+
+class _SynchronisedBatchNorm(torch.autograd.Function):
+    """x [N, C, ...] -> normalised x, and mean [C], biased variance [C] and count [] of the global batch."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        exchange: _Exchange,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        if not _is_channels_last(x):
+            x = x.contiguous()
+        count, mean, m2 = _local_statistics(x)
+        rows = exchange.rows(torch.cat([count.view(1), mean, m2]))  # [ranks, 1 + 2C]
+        counts, means, m2s = rows[:, :1], rows[:, 1 : 1 + mean.numel()], rows[:, 1 + mean.numel() :]
+        total = counts.sum()
+        mean = (counts * means).sum(0) / total
+        variance = (m2s.sum(0) + (counts * (means - mean).square()).sum(0)) / total
+        ctx.save_for_backward(x, weight, mean, torch.rsqrt(variance + eps), total)
+        ctx.exchange = exchange
+        ctx.mark_non_differentiable(mean, variance, total)
+        return _normalise(x, weight, bias, mean, variance, eps), mean, variance, total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+        x, weight, mean, invstd, total = ctx.saved_tensors
+        dy = dy.contiguous(memory_format=torch.channels_last) if _is_channels_last(x) else dy.contiguous()
+        sum_dy, sum_dy_xhat = _local_gradient_sums(dy, x, mean, invstd)
+        d_weight = sum_dy_xhat.to(weight.dtype) if weight is not None and ctx.needs_input_grad[1] else None
+        d_bias = sum_dy.to(weight.dtype) if weight is not None and ctx.needs_input_grad[2] else None
+        sums = ctx.exchange.sum(torch.stack([sum_dy, sum_dy_xhat]))  # also where dx is not needed: the others wait
+        d_x = None
+        if ctx.needs_input_grad[0]:
+            # dx = w·invstd · (dy - Σdy/n - x̂·Σdy·x̂/n), x̂ = (x - mean)·invstd
+            scale = invstd if weight is None else invstd * weight.to(invstd.dtype)
+            slope = -scale * invstd * sums[1] / total
+            d_x = torch.sub(_wide(x), _channels(mean, x)).mul_(_channels(slope, x))
+            d_x.addcmul_(_wide(dy) - _channels(sums[0] / total, x), _channels(scale, x))
+            d_x = d_x.to(x.dtype)
+        return d_x, d_weight, d_bias, None, None
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """`x` in the dtype of its statistics: float32 for half precision."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _channels(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """[C] so that it broadcasts over x [N, C, ...]."""
+    return values.view(1, -1, *([1] * (x.dim() - 2)))
+
+
+def _is_channels_last(x: torch.Tensor) -> bool:
+    return x.dim() == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+
+
+def _local_statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Count [], mean [C] and M2 [C] of this rank's part; zeros where it has no samples."""
+    channels = x.shape[1]
+    elems = x.numel() // channels if channels else 0
+    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    count = torch.full((), float(elems), dtype=wide, device=x.device)
+    if elems == 0:
+        zeros = torch.zeros(channels, dtype=wide, device=x.device)
+        return count, zeros, zeros
+    if x.is_cuda:
+        mean, deviation = torch.batch_norm_stats(x, 0.0)  # 1/√var in float32 or wider, whatever the input
+        return count, mean.to(wide), deviation.to(wide).pow(-2) * elems
+    mean, variance = torch.batch_norm_update_stats(_wide(x), None, None, 0.0)
+    return count, mean, variance * elems
+
+
+def _normalise(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor,
+    variance: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """(x - mean)/√(variance + eps)·weight + bias, by the kernel that evaluation uses."""
+    if x.numel() == 0:
+        return torch.empty_like(x)
+    weight = None if weight is None else weight.to(mean.dtype)
+    bias = None if bias is None else bias.to(mean.dtype)
+    return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps)
+
+
+def _local_gradient_sums(
+    dy: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, invstd: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Σdy [C] and Σdy·x̂ [C] over this rank's part."""
+    if x.numel() == 0:
+        return torch.zeros_like(mean), torch.zeros_like(mean)
+    # The derivative by weight is Σdy·x̂ and that by bias Σdy, for whatever mean and invstd the kernel is given.
+    _, sum_dy_xhat, sum_dy = torch.ops.aten.native_batch_norm_backward(
+        dy, x, torch.ones_like(mean), None, None, mean, invstd, True, 0.0, [False, True, True]
+    )
+    return sum_dy, sum_dy_xhat

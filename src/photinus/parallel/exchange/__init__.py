@@ -1,0 +1,12 @@
+"""What ranks tell and send each other beside gradients, over plain torch.distributed.
+
+agreement         small things that all ranks have to know alike, over plain torch.distributed and without pickle
+broadcast         tensors of one rank of a group, copied to all ranks in few large pieces
+collectives       the few things that this floor asks of a process group, the same for gloo, nccl, photinus and others
+gpu_sharing       which GPU a rank computes on, and whether others may, too
+parameter_digest  do all ranks hold the same weights? Digests, compared by one exchange
+state_exchange    what each rank remembers, brought to rank 0 without pickle
+tensors           tensors inside nested values, and how a tensor lies in memory
+verify_models     do all ranks hold the same model? One small exchange answers, before anything else is exchanged
+works             waiting for several exchanges
+"""

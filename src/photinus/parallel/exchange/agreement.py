@@ -1,0 +1,153 @@
+"""Small things that all ranks have to know alike, over plain torch.distributed and without pickle.
+
+Without an initialised process group everything here is a world of one.
+"""
+
+from __future__ import annotations
+
+import builtins
+import hashlib
+import io
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ... import errors
+from ...errors import CollectiveError, PhotinusError
+from .collectives import all_gather_bytes
+
+__all__ = ["JSON", "check_alike", "from_rank_0", "gather_per_rank", "place_in_group", "together"]
+
+JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
+T = TypeVar("T")
+
+_MOST_TEXT_BYTES = 16 << 10  # of an error that other ranks are told
+_MOST_DIFFERENCES = 4  # that a message lists
+
+
+def place_in_group() -> tuple[int, int]:
+    """(rank, world size) in torch.distributed's default group; (0, 1) without one."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def gather_per_rank(value: T) -> list[T]:
+    """Every rank's `value`, by rank, on every rank. For small things such as the state of random number generators.
+
+    What travels are torch files, read with weights_only=True: tensors, numbers, text, lists, tuples, dicts.
+
+    Args:
+        value: this rank's; tensors come back on the CPU.
+    """
+    if place_in_group()[1] == 1:
+        return [value]
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return [
+        torch.load(io.BytesIO(data), map_location="cpu", weights_only=True) for data in _all_gather(buffer.getvalue())
+    ]
+
+
+def from_rank_0(call: Callable[[], JSON], doing: str) -> Any:
+    """Calls `call` on rank 0; every rank gets what it returns, or an error when it raises one (see `together`)."""
+    rank, _ = place_in_group()
+    value: JSON = None
+    with together(doing):
+        if rank == 0:
+            value = call()
+    return json.loads(_all_gather(json.dumps(value).encode() if rank == 0 else b"")[0])
+
+
+def check_alike(options: Mapping[str, JSON], what: str, group: dist.ProcessGroup | None = None) -> None:
+    """Every rank must have been given the same: else they would train differently, or wait at different places.
+
+    Costs one exchange of 32 bytes; only where something differs, the values travel too.
+
+    Args:
+        options: this rank's, by name; what JSON can hold.
+        what: differs, for the message, as in "the ranks were given different loops".
+        group: the ranks; default: all.
+
+    Raises:
+        ValueError: they differ; on every rank, says which on which ranks, and both values.
+    """
+    if (place_in_group()[1] if group is None else group.size()) == 1:
+        return
+    text = json.dumps(options, sort_keys=True).encode()
+    if len(set(_all_gather(hashlib.sha256(text).digest(), group))) == 1:
+        return
+    everyone = [json.loads(data) for data in _all_gather(json.dumps(options).encode(), group)]
+    ranks = range(len(everyone)) if group is None else dist.get_process_group_ranks(group)
+    for rank, theirs in zip(ranks, everyone, strict=True):
+        differing = [name for name in {**everyone[0], **theirs} if theirs.get(name) != everyone[0].get(name)]
+        if differing:
+            told = [f"{n}={_shown(everyone[0], n)} on rank {ranks[0]}, {_shown(theirs, n)}" for n in differing]
+            more = f"; and {len(told) - _MOST_DIFFERENCES} more" if len(told) > _MOST_DIFFERENCES else ""
+            shown = "; ".join(f"{each} on rank {rank}" for each in told[:_MOST_DIFFERENCES])
+            raise ValueError(f"{what}: {shown}{more}. All need the same.")
+
+
+def _shown(options: Mapping[str, JSON], name: str) -> str:
+    return str(options[name]) if name in options else "absent"
+
+
+@contextmanager
+def together(doing: str) -> Iterator[None]:
+    """A block that succeeds on all ranks or raises on all of them. All ranks must enter it; it ends with an exchange.
+
+    A rank whose own block failed raises its own error. The others raise one of the first failing rank's class (one of
+    photinus.errors or a plain built-in one, PhotinusError otherwise) that names the ranks that failed and why. No rank
+    is left waiting in a collective for one that has given up.
+
+    Args:
+        doing: for the message, such as "saving runs/x/last.pt".
+    """
+    own: Exception | None = None
+    try:
+        yield
+    except CollectiveError:  # the group is broken: nothing more can be told over it
+        raise
+    except Exception as error:  # noqa: BLE001 - raised again below, once the other ranks know
+        own = error
+    where = f"host {socket.gethostname()}, pid {os.getpid()}"
+    # The class, a line break, and text for people.
+    mine = "" if own is None else f"{type(own).__name__}\n{where}: {type(own).__name__}: {own}"
+    told = [data.decode(errors="replace") for data in _all_gather(mine.encode()[:_MOST_TEXT_BYTES])]
+    if own is not None:
+        raise own
+    failed = {rank: text.split("\n", 1) for rank, text in enumerate(told) if text}
+    if failed:
+        ranks = [f"rank {rank} ({text})" for rank, (_, text) in failed.items()]
+        shown = "; ".join(ranks[:4]) + (f"; and {len(ranks) - 4} more ranks" if len(ranks) > 4 else "")
+        first_class, _ = next(iter(failed.values()))
+        raise _error_class(first_class)(
+            f"{doing} failed on {shown}. This rank ({place_in_group()[0]}) had no error of its own."
+        )
+
+
+def _error_class(name: str) -> type[Exception]:
+    """The class of a peer's error, if it is one of ours or a plain built-in one; PhotinusError otherwise."""
+    ours = getattr(errors, name, None)
+    if isinstance(ours, type) and issubclass(ours, PhotinusError):
+        return ours
+    built_in = getattr(builtins, name, None)
+    if built_in in (ValueError, TypeError, OSError, FileNotFoundError, PermissionError, RuntimeError):
+        return built_in  # type: ignore[no-any-return]
+    return PhotinusError
+
+
+def _all_gather(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
+    """Every rank's bytes, of any lengths."""
+    if group is None:
+        if place_in_group()[1] == 1:
+            return [data]
+        group = dist.group.WORLD
+    assert group is not None, "several ranks have a group"
+    return all_gather_bytes(data, group)

@@ -1,0 +1,148 @@
+"""The few things that this floor asks of a process group, the same for gloo, nccl, photinus and others."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+
+from ...errors import NotInitializedError
+
+__all__ = [
+    "Average",
+    "Pending",
+    "all_gather_bytes",
+    "allocate",
+    "backend_name",
+    "control_device",
+    "resolve_group",
+]
+
+_AVERAGING_BACKENDS = frozenset({"photinus", "nccl"})
+"""Backends whose ReduceOp.AVG we use. Gloo has it too, but it sums before it divides: 60000 + 60000 in float16 is
+infinite. Everywhere else each rank divides first and SUM follows, as torch's DDP does."""
+
+
+class Pending(Protocol):
+    """An operation in flight, as torch.distributed returns it."""
+
+    def wait(self) -> object:
+        """Blocks until the operation is done; raises what went wrong."""
+
+    def is_completed(self) -> bool:
+        """Whether waiting would return or raise at once."""
+
+
+def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group itself, or the default group for None.
+
+    Raises:
+        NotInitializedError: there is no default group.
+        ValueError: this process is not a member of the group.
+    """
+    if not dist.is_available():
+        raise NotInitializedError("this build of torch has no torch.distributed, which exchanging gradients needs")
+    if process_group is None:
+        if not dist.is_initialized():
+            raise NotInitializedError(
+                "there is no process group yet. Enter `with photinus.init():` (or call "
+                "torch.distributed.init_process_group) before wrapping a model; one process needs it too."
+            )
+        return cast(dist.ProcessGroup, dist.group.WORLD)
+    if not isinstance(process_group, dist.ProcessGroup) or dist.get_rank(process_group) < 0:
+        raise ValueError(
+            f"this process (rank {dist.get_rank() if dist.is_initialized() else '?'}) is not a member of the process "
+            f"group given ({process_group!r}). Pass what new_group returned, and only on the ranks that it lists."
+        )
+    return process_group
+
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Name of the backend that serves tensors of `device` in this group, in lower case."""
+    for entry in str(dist.get_backend_config(group)).lower().split(","):
+        device_type, _, backend = entry.partition(":")
+        if device_type == device.type and backend:
+            return backend
+    return str(dist.get_backend(group)).lower()
+
+
+def control_device(group: dist.ProcessGroup) -> torch.device:
+    """Where small messages between the ranks lie: the CPU, unless the group serves only GPUs (nccl)."""
+    config = str(dist.get_backend_config(group)).lower()
+    if "cpu:" in config or ":" not in config:
+        return torch.device("cpu")
+    return torch.device(config.partition(":")[0], torch.accelerator.current_device_index())
+
+
+def all_gather_bytes(data: bytes, group: dist.ProcessGroup, length: int | None = None) -> list[bytes]:
+    """Every rank's bytes, by rank, on every rank. Called by all ranks of the group.
+
+    Args:
+        data: this rank's.
+        group: the ranks.
+        length: of the data, where it is equal on all ranks; else lengths are exchanged first.
+    """
+    device, size = control_device(group), group.size()
+    if size == 1:
+        return [data]
+    if length is not None:
+        lengths = [length] * size
+    else:
+        mine = torch.tensor([len(data)], dtype=torch.int64, device=device)
+        told = [torch.empty_like(mine) for _ in range(size)]
+        dist.all_gather(told, mine, group=group)
+        lengths = [int(each) for each in told]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
+    if not padded.numel():
+        return [b""] * size
+    if data:
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    padded = padded.to(device)
+    gathered = [torch.empty_like(padded) for _ in range(size)]
+    dist.all_gather(gathered, padded, group=group)
+    return [part[:end].cpu().numpy().tobytes() for part, end in zip(gathered, lengths, strict=True)]
+
+
+class Average:
+    """Averages tensors over the ranks of a group, in place.
+
+    Where the backend averages by itself (photinus adds in the order of the ranks and divides once), that is used;
+    elsewhere each rank divides by the world size and the backend adds.
+
+    Attributes:
+        contributors: what the sum is divided by. The world size, unless ranks that ran out of input stand aside.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        self.world_size = group.size()
+        self.contributors = self.world_size
+        self.by_backend = backend_name(group, device) in _AVERAGING_BACKENDS
+
+    def start(self, tensor: torch.Tensor) -> Pending:
+        """Starts averaging `tensor` (any shape, contiguous); it must not be touched until the returned work is done."""
+        if self.by_backend and self.contributors == self.world_size:
+            work = dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self.group, async_op=True)
+        else:
+            tensor.mul_(1.0 / self.contributors)
+            work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.group, async_op=True)
+        return cast(Pending, work)
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        """Averages `tensor` and waits for it."""
+        self.start(tensor).wait()
+
+
+def allocate(group: dist.ProcessGroup, elems: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, shape [elems]: in the group's own memory where it offers some (`allocate_tensor`), ordinary ones else.
+
+    Tensors in the arena of backend photinus are reduced where they lie; others are staged.
+    """
+    offered: Any = getattr(group, "allocate_tensor", None) if device.type == "cpu" else None
+    if offered is None or elems == 0:
+        return torch.zeros(elems, dtype=dtype, device=device)
+    if dtype.is_complex:  # the group knows real numbers
+        real = cast(torch.Tensor, offered(2 * elems, dtype.to_real())).zero_()
+        return torch.view_as_complex(real.view(elems, 2))
+    return cast(torch.Tensor, offered(elems, dtype)).zero_()

@@ -1,0 +1,79 @@
+"""Do all ranks hold the same model? One small exchange answers, before anything else is exchanged.
+
+Each rank describes its model in lines of text: one per parameter and buffer, in order. The ranks exchange a digest
+of the text. Only where digests differ is the text itself exchanged, so that every rank can name the first line that
+differs, and both sides. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from ... import env
+from ...errors import ModelMismatchError
+from .collectives import all_gather_bytes
+from .gpu_sharing import refuse_shared_gpus
+from .tensors import dense_strides
+
+__all__ = ["describe", "verify_same_model"]
+
+_DIGEST_BYTES = 32
+_GPU_BYTES = 128
+
+
+def describe(kind: str, name: str, tensor: torch.Tensor) -> str:
+    """One line on a parameter or buffer: name, dtype, shape, and what else has to agree."""
+    line = f"{kind} {name}: {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    if kind == "buffer":
+        return line
+    strides = dense_strides(tensor)  # gradients lie in their bucket as the parameter does
+    if strides != torch.empty(tensor.shape, device="meta").stride():
+        line += f", strides {list(strides)}"
+    return line + (", requires grad" if tensor.requires_grad else ", frozen")
+
+
+def verify_same_model(lines: Iterable[str], group: dist.ProcessGroup, gpu: str = "") -> None:
+    """Compares the ranks' descriptions of their models; returns when all are equal.
+
+    Args:
+        lines: this rank's description, one line per parameter and buffer, in order.
+        group: the ranks; all of them call this.
+        gpu: the one that the model is on, see `photinus.parallel.exchange.gpu_sharing`.
+
+    Raises:
+        ModelMismatchError: on every rank, naming the first line that differs and what both sides have.
+        DeviceError: on every rank, if more ranks have the same GPU than PHOTINUS_RANKS_PER_GPU allows.
+    """
+    text = "\n".join(lines).encode()
+    mine = hashlib.sha256(text).digest() + gpu.encode()[:_GPU_BYTES].ljust(_GPU_BYTES, b"\0")
+    headers = all_gather_bytes(mine, group, len(mine))
+    if len({header[:_DIGEST_BYTES] for header in headers}) > 1:
+        texts = [other.decode() for other in all_gather_bytes(text, group)]
+        raise ModelMismatchError(_difference([other.split("\n") for other in texts], group.rank()))
+    gpus = [header[_DIGEST_BYTES:].rstrip(b"\0").decode(errors="replace") for header in headers]
+    refuse_shared_gpus(gpus, str(dist.get_backend(group)), env.RANKS_PER_GPU.get())
+
+
+def _difference(models: Sequence[Sequence[str]], rank: int) -> str:
+    """The first line in which the models differ, from the view of rank 0, told so that each rank finds itself in it."""
+    count = max(len(model) for model in models)
+    at = [[model[i] if i < len(model) else None for model in models] for i in range(count)]
+    line = next(i for i in range(count) if len(set(at[i])) > 1)
+    sides: dict[str | None, list[int]] = {}
+    for other, text in enumerate(at[line]):
+        sides.setdefault(text, []).append(other)
+    told = "; ".join(
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {'nothing more' if text is None else text}"
+        for text, ranks in sides.items()
+    )
+    counts = sorted({len(model) for model in models})
+    sizes = f" (the models have {' and '.join(map(str, counts))} lines)" if len(counts) > 1 else ""
+    return (
+        f"the ranks of this group hold different models; seen from rank {rank}, the first difference is line {line + 1}"
+        f"{sizes}: {told}. Build the same model on every rank, with the same options, before wrapping it; what depends "
+        f"on the rank (data, seeds, devices) must not change names, shapes, dtypes, order or requires_grad."
+    )

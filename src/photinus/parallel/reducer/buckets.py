@@ -1,0 +1,151 @@
+"""Which parameter's gradient lies where: the pure assignment of parameters to buckets.
+
+Gradients that are reduced together lie in one flat bucket, so that a model of thousands of small parameters costs
+dozens of collectives. The assignment is plain data, equal on all ranks because it depends on nothing but the
+parameters' order, sizes and dtypes; `photinus.parallel.reducer.reducer` gives it memory.
+
+The result of a reduction does not depend on the layout: every element is averaged over the ranks by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "DEFAULT_BUCKET_CAP_MB",
+    "FIRST_BUCKET_BYTES",
+    "BucketPlan",
+    "ParameterSpec",
+    "assign_buckets",
+]
+
+DEFAULT_BUCKET_CAP_MB = 25
+"""Cap of a bucket in MiB: large enough that bandwidth counts and not latency, small enough to overlap with backward."""
+
+FIRST_BUCKET_BYTES = 1024 * 1024
+"""Cap of the first bucket of each dtype: small, so that the exchange begins as soon as backward has begun."""
+
+ALIGNMENT_BYTES = 64
+"""Every gradient begins on a cache line: vector instructions and ranks that share memory do not meet inside one."""
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """What the assignment needs to know of one parameter: its name, element count and dtype."""
+
+    name: str
+    elems: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """One bucket.
+
+    Attributes:
+        dtype: of all its parameters.
+        parameters: indices into the sequence that `assign_buckets` was given, in the order in which they lie.
+        offsets: where each begins, in elements; a multiple of ALIGNMENT_BYTES.
+        elems: length of the bucket, padding included.
+    """
+
+    dtype: torch.dtype
+    parameters: tuple[int, ...]
+    offsets: tuple[int, ...]
+    elems: int
+
+    @property
+    def bytes(self) -> int:
+        """Length of the bucket in bytes."""
+        return self.elems * self.dtype.itemsize
+
+
+@dataclass
+class _OpenBucket:
+    """A bucket that still takes parameters."""
+
+    parameters: list[int]
+    offsets: list[int]
+    elems: int
+    last_position: int
+
+
+def assign_buckets(
+    parameters: Sequence[ParameterSpec],
+    *,
+    cap_bytes: int,
+    first_cap_bytes: int = FIRST_BUCKET_BYTES,
+    caps_bytes: Sequence[int] = (),
+    order: Sequence[int] | None = None,
+    last: frozenset[int] = frozenset(),
+    alignment_bytes: int = ALIGNMENT_BYTES,
+) -> list[BucketPlan]:
+    """Assigns each parameter to one bucket; returns the buckets in the order in which they will be complete.
+
+    Parameters are walked in the order in which their gradients are expected. A bucket holds one dtype and is closed
+    before the parameter that would lift it over its cap; a parameter above the cap has a bucket for itself. Buckets
+    are sorted by their last parameter, the one that completes them.
+
+    Args:
+        parameters: in registration order.
+        cap_bytes: cap of a bucket.
+        first_cap_bytes: cap of the first bucket of each dtype.
+        caps_bytes: caps of the first, second, … bucket of each dtype in place of the two above; the last one goes on.
+        order: indices in the order in which gradients are expected; default: reverse registration order.
+        last: parameters that have one bucket per dtype for themselves, behind all others and of any size.
+        alignment_bytes: where a gradient may begin; 1 packs them without gaps.
+
+    Raises:
+        ValueError: a cap below 1 byte, or an order that is not a permutation of the parameters.
+    """
+    if min(cap_bytes, first_cap_bytes, *caps_bytes) < 1:
+        raise ValueError(
+            f"a bucket needs room for at least 1 byte: cap_bytes={cap_bytes}, first_cap_bytes={first_cap_bytes}"
+            + (f", caps_bytes={list(caps_bytes)}" if caps_bytes else "")
+        )
+    walk = list(reversed(range(len(parameters)))) if order is None else list(order)
+    if sorted(walk) != list(range(len(parameters))):
+        raise ValueError(f"order must name each of the {len(parameters)} parameters once, got {walk}")
+
+    filling: dict[tuple[torch.dtype, bool], _OpenBucket] = {}
+    buckets_closed: dict[torch.dtype, int] = {}
+    closed: list[tuple[bool, int, BucketPlan]] = []
+
+    def cap_of(dtype: torch.dtype) -> int:
+        number = buckets_closed.get(dtype, 0)
+        if caps_bytes:
+            return caps_bytes[min(number, len(caps_bytes) - 1)]
+        return cap_bytes if number else min(first_cap_bytes, cap_bytes)
+
+    def close(key: tuple[torch.dtype, bool]) -> None:
+        bucket = filling.pop(key)
+        plan = BucketPlan(key[0], tuple(bucket.parameters), tuple(bucket.offsets), bucket.elems)
+        closed.append((key[1], bucket.last_position, plan))
+        buckets_closed[key[0]] = buckets_closed.get(key[0], 0) + 1
+
+    for position, index in enumerate(walk):
+        spec = parameters[index]
+        itemsize = spec.dtype.itemsize
+        room_elems = _round_up(spec.elems, max(1, alignment_bytes // itemsize))
+        key = (spec.dtype, index in last)
+        bucket = filling.get(key)
+        if bucket is not None and not key[1] and (bucket.elems + room_elems) * itemsize > cap_of(spec.dtype):
+            close(key)
+            bucket = None
+        if bucket is None:
+            bucket = filling[key] = _OpenBucket([], [], 0, position)
+        bucket.parameters.append(index)
+        bucket.offsets.append(bucket.elems)
+        bucket.elems += room_elems
+        bucket.last_position = position
+    for key in list(filling):
+        close(key)
+    return [plan for _, _, plan in sorted(closed, key=lambda entry: entry[:2])]
+
+
+def _round_up(elems: int, multiple: int) -> int:
+    return -(-elems // multiple) * multiple

@@ -1,0 +1,46 @@
+"""How a reducer works."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["ReducerOptions"]
+
+
+@dataclass(frozen=True)
+class ReducerOptions:
+    """How a Reducer works. Equal on all ranks.
+
+    Attributes:
+        bucket_cap_bytes, first_bucket_bytes, caps_bytes: see `photinus.parallel.reducer.buckets.assign_buckets`.
+        find_unused_parameters: a parameter without gradient counts as zero, or stays without when it got none on
+            any rank. Otherwise it is an error.
+        skip_unused: buckets of which no parameter is used are not exchanged; every rank must leave out the same.
+        sparse: names of the parameters whose gradients are expected to be sparse.
+        last: names of the parameters that are exchanged behind all others, in buckets of their own.
+        last_after: index of the parameter whose gradient they wait for too.
+        overlap: launch during backward. When False, everything is launched at its end: for models whose ranks use
+            different parameters and exchange other things in backward (SyncBatchNorm) over the same group.
+        static_graph: see `photinus.parallel.reducer.static_graph`.
+        gradients_are_views: `param.grad` may be written to by the next backward even if it was kept elsewhere.
+        late_errors: raise what went wrong with a backward at the next forward.
+        nan_guard: see `photinus.parallel.reducer.nan_guard`.
+        check_ranks: see `photinus.parallel.reducer.rank_facts`.
+        path: what messages call the model.
+    """
+
+    bucket_cap_bytes: int
+    first_bucket_bytes: int
+    caps_bytes: tuple[int, ...] = ()
+    find_unused_parameters: bool = False
+    skip_unused: bool = False
+    sparse: frozenset[str] = frozenset()
+    last: frozenset[str] = frozenset()
+    last_after: int | None = None
+    overlap: bool = True
+    static_graph: bool = False
+    gradients_are_views: bool = False
+    late_errors: bool = False
+    nan_guard: bool = False
+    check_ranks: bool = True
+    path: str = "the model"

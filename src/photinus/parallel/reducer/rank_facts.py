@@ -1,0 +1,177 @@
+"""What the ranks tell each other of themselves with each exchange of gradients, so that none goes another way unseen.
+
+Each rank has some elements behind the last bucket's gradients, zero on all others, so that their average tells every
+rank what each one said, at no exchange more:
+
+    status          not zero where this rank's backward went wrong
+    steps           optimizer steps so far: ranks that differ are out of step, and average gradients of different steps
+    digest (three)  of some of the parameters: ranks that differ hold other weights
+
+A *step* is a step of a torch optimizer that holds some of the parameters, after a backward that reached them. Only
+this tells: exchanges are as many on all ranks by nature, and forwards or backwards within a step may differ (a rank may
+accumulate more micro-batches than others). Digests are those at the first forward after a step: optimizers whose ranks
+each step a part of the model, or that change weights for a while (SAM), are done then.
+
+Where nothing can lie behind gradients (under communication hooks, or where buckets may be skipped), or reading it would
+make the host wait for the device each time (GPUs), every 64th exchange is followed by a small one of the facts. Hooks
+may let weights differ on purpose, so steps alone are compared then.
+
+Numbers below 62 survive the averaging in any floating dtype, half precision included. Zero says nothing: a rank that
+has run out of input, or whose optimizers tell nothing of their steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ...errors import MismatchError
+from ..exchange.collectives import Average, control_device
+from ..exchange.parameter_digest import ParameterPieces, compare_parameters
+from .gradient_memory import Slot
+
+__all__ = ["ELEMS_PER_RANK", "RankFacts", "status_of"]
+
+ELEMS_PER_RANK = 5
+_BASE = 61
+_STEPS_PER_DIGEST = 4
+_EXCHANGES_PER_OWN = 64
+
+
+def status_of(tail: torch.Tensor | None) -> torch.Tensor | None:
+    """Of all the ranks' elements, those that say whose backward went wrong: one per rank."""
+    return None if tail is None else tail.view(-1, ELEMS_PER_RANK)[:, 0]
+
+
+class RankFacts:
+    """Keeps this rank's facts, says them, and compares those of all.
+
+    Args:
+        slots: the parameters that are averaged.
+        average: of the group.
+        checked: whether anything is said and compared. If not, only the status is left.
+    """
+
+    def __init__(self, slots: Sequence[Slot], average: Average, *, checked: bool) -> None:
+        self._slots = slots
+        self._average = average
+        self._ids = {id(slot.parameter) for slot in slots}
+        self._pieces = ParameterPieces([slot.parameter for slot in slots]) if checked else None
+        self._handle: Any = register_optimizer_step_post_hook(self._on_step) if checked else None
+        self._sees_steps = False
+        self.restart()
+
+    def restart(self) -> None:
+        """All ranks are together anew, with the same weights, however many steps each has made."""
+        self._steps = 0
+        self._reached = False  # a backward reached the parameters since the last step
+        self._digest_due = False
+        self._digest: int | None = None
+
+    def stop(self) -> None:
+        """Looks at optimizers no more. Idempotent."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def begin_backward(self) -> None:
+        """A backward reaches the parameters, exchanged or not."""
+        self._reached = True
+
+    def begin_forward(self, rounds: int, *, ride: bool, weights: bool) -> None:
+        """Takes the digest that is due.
+
+        Args:
+            rounds: exchanged so far.
+            ride: whether facts travel behind gradients.
+            weights: whether these are to be equal.
+        """
+        if self._pieces is None or self._reached or not weights:
+            return
+        if ride and self._digest_due:
+            self._digest_due = False
+            self._digest = self._pieces.digest(self._steps // _STEPS_PER_DIGEST)
+        elif not ride and self._sees_steps and _followed(rounds):
+            self._digest = self._pieces.digest_of_all()
+
+    def exchange(self, rounds: int, *, silent: bool = False) -> torch.Tensor | None:
+        """Where facts do not ride: the ranks' elements by an exchange of their own, if this round has one.
+
+        With `silent`, this rank has no input, and says nothing.
+        """
+        if self._pieces is None or not _followed(rounds):
+            return None
+        device = control_device(self._average.group)
+        own = torch.zeros(ELEMS_PER_RANK * self._average.world_size, dtype=torch.float64, device=device)
+        if not silent:
+            self.say(own)
+        dist.all_reduce(own, group=self._average.group)
+        return own / self._average.contributors
+
+    def say(self, tail: torch.Tensor | None) -> None:
+        """Writes this rank's facts into its elements."""
+        if tail is None or not self._sees_steps:
+            return
+        begin = self._average.group.rank() * ELEMS_PER_RANK
+        tail[begin + 1] = 1 + self._steps % _BASE
+        if self._digest is not None:
+            for index in range(3):
+                tail[begin + 2 + index] = 1 + self._digest // _BASE**index % _BASE
+            self._digest = None
+
+    def check(self, tail: torch.Tensor | None) -> None:
+        """Compares what the ranks said; every rank calls it, ranks without input too.
+
+        Args:
+            tail: the ranks' elements after the exchange; None where they did not travel.
+
+        Raises:
+            MismatchError: ranks are out of step.
+            ModelMismatchError: ranks hold different weights; names the first parameter.
+        """
+        if tail is None:
+            return
+        words: list[float] = tail.tolist()
+        rows = [words[begin + 1 : begin + ELEMS_PER_RANK] for begin in range(0, len(words), ELEMS_PER_RANK)]
+        if all(row == rows[0] for row in rows):
+            return
+        said = [[round(word * self._average.contributors) for word in row] for row in rows]
+        if len({row[0] for row in said if row[0]}) > 1:
+            raise MismatchError(self._out_of_step_text([row[0] for row in said]))
+        if len({tuple(row[1:]) for row in said if row[1]}) > 1:
+            compare_parameters([(slot.name, slot.parameter) for slot in self._slots], self._average.group)
+
+    def _on_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        if torch.compiler.is_compiling() or not self._reached:
+            return  # (or another part of a step that is counted)
+        if any(id(parameter) in self._ids for group in optimizer.param_groups for parameter in group["params"]):
+            self._sees_steps, self._reached = True, False
+            self._steps += 1
+            self._digest_due = self._steps % _STEPS_PER_DIGEST == 1
+
+    def _out_of_step_text(self, said: Sequence[int]) -> str:
+        """`said` is 1 + steps modulo _BASE of each rank, 0 for those that said nothing."""
+        own = self._average.group.rank()
+        ranks: dict[int, list[int]] = {}
+        for rank, word in enumerate(said):
+            if word:
+                behind = (self._steps - (word - 1) + _BASE // 2) % _BASE - _BASE // 2
+                ranks.setdefault(self._steps - behind, []).append(rank)
+        told = "; ".join(
+            f"rank{'s' if len(those) > 1 else ''} {', '.join(map(str, those))}: {steps} optimizer steps"
+            for steps, those in sorted(ranks.items())
+        )
+        return (
+            f"the ranks are out of step, seen from rank {own}: the gradients averaged just now were computed after "
+            f"{told}. Some rank ran a backward inside no_sync() that others ran outside of it, or one backward more "
+            f"or less between two optimizer steps, or it left a step out. Let all ranks decide alike; for numbers of "
+            f"batches that differ, see join()."
+        )
+
+
+def _followed(rounds: int) -> bool:
+    return rounds % _EXCHANGES_PER_OWN == _EXCHANGES_PER_OWN - 1

@@ -1,0 +1,535 @@
+"""Averages gradients over the ranks while backward is still computing others.
+
+One backward, seen from here:
+
+1. Autograd adds a parameter's gradient to `param.grad` and calls the parameter's hook. The hook sees to it that the
+   gradient lies in its bucket (small ones all at once when the bucket is launched): a fresh one is copied there once
+   and `param.grad` becomes an alias of that place; one that lies there already (gradients zeroed in place, or
+   accumulated) stays where it is.
+2. When all gradients of a bucket have arrived, and all earlier buckets have been launched, its exchange starts. The
+   order of launches is therefore the same on all ranks, whatever the order of arrival.
+3. The first hook of a backward queues a callback that autograd runs when the whole backward is over. It deals with
+   gradients that did not come, waits for the exchanges, and leaves the averages in `param.grad`.
+
+Notes for readers:
+
+A *round* is steps 2 and 3 of one backward. It is opened by the first hook and closed by the callback. An exception in
+backward leaves it open: autograd drops the callback. Whoever comes next (the next forward, or a hook of the next
+backward) closes it by launching what remains, so that the sequence of collectives stays the same on all ranks.
+
+Reentrant activation checkpointing runs backwards inside a backward. Each has its own graph task and runs its own
+callbacks when it ends, so a callback may find the round incomplete because the enclosing backward still has
+gradients to bring; it then leaves the round to the next one.
+
+Buckets are cut along reverse registration order at first, and once more, after the first round, along the order in
+which rank 0's gradients really came. Each element is added over the ranks by itself, in the same order wherever it
+lies, so that changes no result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...malloc import PER_GRADIENTS, keep_freed_memory
+from ...waiting_time import waiting_time
+from ..exchange.collectives import Average, Pending
+from ..exchange.tensors import tensors_in
+from ..exchange.works import wait_all
+from ..tracing.device_clock import clock_of
+from .bucket_exchange import AverageExchange, BucketExchange
+from .bucket_launcher import BucketLauncher
+from .bucket_maker import BucketMaker
+from .buckets import BucketPlan
+from .gradient_memory import Bucket, Slot, aliases, bring_home, slots_of
+from .graph import AveragedGradient, current_task, inside_custom_function, leaves_below
+from .nan_guard import NanGuard
+from .options import ReducerOptions
+from .rank_facts import RankFacts, status_of
+from .round_errors import RoundErrors
+from .sparse_gradients import average_sparse
+from .static_graph import StaticGraph
+from .streams import streams_of
+from .timeline import Timeline
+from .torch_reducer import TorchReducerNames
+from .used_parameters import UsedParameters
+
+__all__ = ["Reducer"]
+
+_COPIED_TOGETHER_BYTES = 32 * 1024
+"""Smaller gradients are copied with their bucket's others by one call; larger ones at once, hot from being made."""
+
+_NO_TASK = -2  # autograd says -1 outside of a backward
+
+
+class Reducer(TorchReducerNames):
+    """Averages the gradients of some parameters over the ranks of a group during backward.
+
+    Args:
+        parameters: (name, parameter) pairs, all requiring grad, on one device, equal on all ranks.
+        group: the ranks.
+        options: see there.
+
+    Attributes:
+        sync_grad: the user's switch: False, and no backward is followed by an exchange until it is True again. The same
+            on every rank.
+        forward_syncs: whether the backward of the last forward is to be exchanged; a wrapper sets it at each forward.
+        rounds: backwards exchanged so far.
+        timeline: when forwards, backwards and exchanges began and ended.
+        after_exchange: called with each bucket when its averages have come, in order, during backward's end.
+        with_gradients: starts what travels beside the gradients in each round, on every rank; None where nothing does.
+        post_backward_futures: waited for, once, at the end of the next backward.
+
+    With one rank nothing is exchanged and gradients are left as autograd makes them, unless an exchange is set.
+    """
+
+    def __init__(
+        self, parameters: Sequence[tuple[str, torch.nn.Parameter]], group: dist.ProcessGroup, options: ReducerOptions
+    ) -> None:
+        self.options = options
+        self.sync_grad = True
+        self.forward_syncs = True
+        self.find_unused_parameters = options.find_unused_parameters
+        self.rank = group.rank()
+        self.world_size = group.size()
+        self.device = parameters[0][1].device
+        self.average = Average(group, self.device)
+        self.timeline = Timeline(device_clock=clock_of(self.device))
+        self._streams = streams_of(self.device)
+        self.after_exchange: list[Callable[[Bucket], None]] = []
+        self.with_gradients: Callable[[], Pending | None] = lambda: None
+        self.post_backward_futures: list[torch.futures.Future[Any]] = []
+        self.static_graph = StaticGraph(self.rank, self.timeline) if options.static_graph else None
+        self._guard = NanGuard(self.average) if options.nan_guard else None
+        self._launcher = BucketLauncher(
+            AverageExchange(self.average),
+            options,
+            guard=self._guard,
+            static_graph=self.static_graph,
+            timeline=self.timeline,
+        )
+        self.slots = slots_of(parameters)
+        self._sparse_slots = [slot for slot in self.slots if slot.name in options.sparse]
+        sparse = [slot.index for slot in self._sparse_slots]
+        dense = [slot for slot in self.slots if slot.index not in sparse]
+        checked = options.check_ranks and self.world_size > 1
+        self.facts = RankFacts(self.slots, self.average, checked=checked)
+        self._maker = BucketMaker(dense, self.average, options, self.device)
+        self._handles: list[Any] = []
+        self._expected_unused: set[int] | None = None
+        self.arrival_order: list[int] = []  # parameters as their gradients came in the first round
+        self.rounds = 0
+        self.used = UsedParameters(
+            self.average,
+            len(self.slots),
+            self.device,
+            asked=options.find_unused_parameters,
+            static_graph=self.static_graph,
+        )
+        self._errors = RoundErrors(self.rank, len(self.slots), options, self.timeline)
+
+        self._open = False  # a round is open
+        self._tasks: list[int] = []  # the graph tasks (backwards, nested ones too) of the open round
+        self._task = _NO_TASK  # the graph task that the last hook ran in
+        self._left_open = False  # a nested backward ended with the round incomplete
+
+        if self.world_size > 1:
+            self._start()
+
+    # ---- what others may call
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """In the order in which they are launched."""
+        return self._launcher.buckets
+
+    @property
+    def plans(self) -> list[BucketPlan]:
+        """The buckets' layout, in the order in which they are launched."""
+        return [bucket.plan for bucket in self.buckets]
+
+    @property
+    def active(self) -> bool:
+        """Whether gradients pass through here."""
+        return bool(self._handles)
+
+    @property
+    def has_rebuilt_buckets(self) -> bool:
+        """Whether the ranks have agreed on the order in which gradients really come."""
+        return self._maker.order is not None
+
+    def prepare_for_backward(self, outputs: object = ()) -> None:
+        """The next backward exchanges gradients, even after forwards that ran in `no_sync`.
+
+        `outputs`, where not empty, are the forward's: parameters that they do not depend on are not waited for.
+        """
+        self.forward_syncs = True
+        if tensors_in(outputs):
+            self.filter_unused_parameters(outputs)
+
+    def filter_unused_parameters(self, outputs: object) -> None:
+        """Finds the parameters that `outputs` do not depend on, so that the next backward does not wait for them.
+
+        Walks the graph from all tensors in `outputs` (nested lists, tuples, dicts, dataclasses). Buckets of unused
+        parameters can then be launched during backward. Several forwards before one backward: a parameter counts as
+        unused if none of them used it.
+
+        With find_unused_parameters the wrapper calls it at each forward. Without, it may be called by hand between
+        forward and backward, on any ranks: their missing gradients then are zeros and no MissingGradientError. (Whether
+        a parameter was used by no rank at all is not asked, so its `grad` is zeros, too, and not None.)
+        """
+        if not self.active or self.static_graph is not None:
+            return
+        with torch.autograd.profiler.record_function("search_unused_parameters"):
+            tensors = [t for t in tensors_in(outputs) if t.requires_grad]
+            used = leaves_below(tensors)
+            unused = {slot.index for slot in self.slots if slot.parameter not in used}
+            self._expected_unused = unused if self._expected_unused is None else self._expected_unused & unused
+        self.watch_outputs(tensors)
+
+    def watch_outputs(self, outputs: object) -> None:
+        """A backward that reaches one of `outputs` takes part in the exchange even if it reaches no parameter."""
+        tensor: Any
+        for tensor in tensors_in(outputs):
+            # A rank on which no parameter gets a gradient runs no hook of ours; its peers wait for it all the same.
+            if tensor.requires_grad:
+                tensor.register_hook(self._on_output_gradient)
+
+    def begin_forward(self) -> None:
+        """To be called before a forward: closes the round of a backward that was interrupted by an exception.
+
+        Raises:
+            MissingGradientError: the previous backward ended without an error being possible (reentrant
+                checkpointing around all layers) and some gradients never came.
+        """
+        if self._open:
+            missing = self._missing() if self._left_open or self.options.late_errors else []
+            self._close(self._missing(), interrupted=True)
+            if missing:
+                raise self._errors.missing(missing)
+        self._errors.raise_kept()
+        weights = self._launcher.exchange.carries_tail
+        self.facts.begin_forward(self.rounds, ride=self._launcher.tail is not None, weights=weights)
+
+    def use_exchange(self, exchange: BucketExchange) -> None:
+        """Buckets travel by `exchange` from now on. To be called on every rank, between two backwards."""
+        self._launcher.exchange = exchange
+        if self.buckets:
+            self._make_buckets()
+        elif not self._handles:
+            self._start()
+
+    def shadow_round(self) -> None:
+        """Takes part with zeros in the exchanges of a backward that the other ranks run and this one does not.
+
+        The averages become this rank's gradients, so that an optimizer whose ranks each step for a part of the
+        parameters (ZeRO) can go on.
+        """
+        shadows = [self._maker.shadow(bucket) for bucket in self.buckets]
+        works = [self._launcher.exchange.start(shadow) for shadow in shadows]
+        if self.used.due:
+            self.used.finish(self.used.start([False] * len(self.slots)))
+        sparse = average_sparse(
+            [s.parameter for s in self._sparse_slots], [None for _ in self._sparse_slots], self.average
+        )
+        wait_all([*works, self.with_gradients()])
+        tail = shadows[-1].tail if shadows else None
+        facts = self.facts.exchange(self.rounds, silent=True) if tail is None else tail
+        self.rounds += 1
+        for slot, average in zip(self._sparse_slots, sparse, strict=True):
+            slot.parameter.grad = average
+        used_somewhere = self.used.somewhere()
+        for slot in (slot for shadow in shadows for slot in shadow.slots):
+            if not used_somewhere or used_somewhere[slot.index]:
+                slot.parameter.grad = slot.view
+        self.facts.check(facts)
+        if self._guard is not None:
+            self._guard.check(self.slots, status_of(tail))
+
+    def stop(self) -> None:
+        """Ends the exchange for good: later backwards leave local gradients. Not needed before exit. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.facts.stop()
+        self._reset()
+        self.buckets.clear()
+        self._sparse_slots.clear()
+
+    def rebuild_buckets(self) -> bool:
+        """Once, after the first round: cuts the buckets anew, in rank 0's order of gradients. Every rank calls it.
+
+        Returns whether it did so now.
+        """
+        if self.rounds == 0 or self._maker.order is not None or self.find_unused_parameters or not self.active:
+            return False
+        everyone = list(reversed(range(len(self.slots))))
+        self._maker.agree_on_order([*self.arrival_order, *everyone])  # those that never came are expected last
+        plans = self._maker.plans(padded=self._launcher.exchange.carries_tail)
+        if [plan.parameters for plan in plans] != [plan.parameters for plan in self.plans]:
+            self._make_buckets()
+        return True
+
+    def unfinished(self) -> int:
+        """Gradients that a backward which has not ended, or was interrupted, still waits for."""
+        return len(self._missing()) if self._open else 0
+
+    # ---- memory
+
+    def _make_buckets(self) -> None:
+        self._launcher.buckets = self._maker.make(carries_tail=self._launcher.exchange.carries_tail)
+        self._reset()
+
+    def _start(self) -> None:
+        self._make_buckets()
+        if self.device.type == "cpu":
+            keep_freed_memory(PER_GRADIENTS * sum(s.parameter.nbytes for s in self.slots))
+        for slot in self.slots:
+            register: Any = slot.parameter.register_post_accumulate_grad_hook
+            self._handles.append(register(self._make_hook(slot)))
+
+    # ---- step 1 and 2: during backward
+
+    def _make_hook(self, slot: Slot) -> Callable[[torch.Tensor], None]:
+        """The parameter's hook. Runs once per parameter and backward: the one place here where microseconds count."""
+        if slot.bucket is None:
+            return lambda parameter: self._on_sparse_gradient(slot)
+        views = self.options.gradients_are_views
+        static = self.static_graph
+
+        simple = static is None and self.options.last_after != slot.index
+        small = slot.parameter.numel() * slot.parameter.element_size() <= _COPIED_TOGETHER_BYTES
+        streams = self._streams
+
+        def on_gradient(parameter: torch.Tensor) -> None:
+            if current_task() != self._task:
+                self._enter_task()
+            slot.touched = True
+            if streams is not None and self._open and streams.another():
+                self._launcher.wait_for_end()
+            if not self._open and not views:
+                return  # inside no_sync: the gradient stays as autograd made it
+            if slot.arrived:
+                self._arrived_again(slot)
+            if parameter.grad is None:
+                self._undefined(slot)
+                return
+            bucket = slot.bucket
+            if small and simple and bucket is not None and self._open:
+                bucket.arriving.append(slot)
+            elif self._open:
+                self._launcher.bring_home([slot])
+            else:
+                bring_home([slot], as_views=views)
+            if not self._open or slot.arrived or (static is not None and not static.completes(slot)):
+                return
+            if simple and bucket is not None and self.rounds:
+                slot.arrived = True
+                bucket.pending -= 1
+                if bucket.pending == 0:
+                    self._launcher.launch_complete()
+            else:
+                self._count(slot)
+
+        return on_gradient
+
+    def _undefined(self, slot: Slot) -> None:
+        """The hook ran, but some function in between had no gradient to pass on: the parameter counts as absent."""
+        slot.touched = False
+        if self._open and not slot.arrived:
+            self._count_absent(slot)
+            self._launcher.launch_complete()
+
+    def _count(self, slot: Slot) -> None:
+        """A gradient is complete: launches what is complete by it."""
+        slot.arrived = True
+        if self.rounds == 0:
+            self.arrival_order.append(slot.index)
+        if self.options.last_after == slot.index:
+            self._launcher.count_event()
+        assert slot.bucket is not None
+        slot.bucket.pending -= 1
+        if slot.bucket.pending == 0 or self.options.last_after == slot.index:
+            self._launcher.launch_complete()
+
+    def _on_sparse_gradient(self, slot: Slot) -> None:
+        if current_task() != self._task:
+            self._enter_task()
+        slot.touched = True
+        if self._open and self.rounds == 0 and not slot.arrived:
+            self.arrival_order.append(slot.index)
+        if self._open and self.static_graph is not None:
+            self.static_graph.completes(slot)
+        slot.arrived = self._open  # exchanged at the end of the round, so a second arrival does no harm
+
+    def _on_output_gradient(self, gradient: torch.Tensor) -> None:
+        if current_task() != self._task:
+            self._enter_task()
+
+    def _enter_task(self) -> None:
+        """The first hook of a backward, or the first after a nested one: opens a round unless one is open."""
+        task = current_task()
+        if self._open and task not in self._tasks and task > self._tasks[0] and not inside_custom_function():
+            # Not the enclosing backward (that would be older), not a nested one: a new one, after an exception.
+            self._close(self._missing(), interrupted=True)
+        self.facts.begin_backward()
+        if self.sync_grad and self.forward_syncs and task not in self._tasks:
+            if not self._open:
+                self._open = True
+                if waiting_time.on and self.device.type != "cpu":
+                    waiting_time.lend_thread()
+                self.timeline.backward_began()
+                if not self.options.gradients_are_views:
+                    for bucket in self.buckets:
+                        bucket.make_writable()
+                self.facts.say(self._launcher.tail)
+                self._count_unused()
+            self._tasks.append(task)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._on_backward_end(task))
+        self._task = task
+
+    def _count_unused(self) -> None:
+        """Counts the parameters that no forward used since the last backward, so that nobody waits for them."""
+        if self.static_graph is not None and self.static_graph.learned:
+            self._expected_unused = {slot.index for slot in self.slots if self.static_graph.never_used(slot)}
+        for index in sorted(self._expected_unused or ()):
+            self._count_absent(self.slots[index])
+        self._expected_unused = None
+        self._launcher.launch_complete()
+
+    def _count_absent(self, slot: Slot) -> None:
+        """Counts a parameter that gets no gradient in this round: what it has accumulated before, or zero."""
+        slot.arrived = slot.absent = True
+        if self.options.last_after == slot.index:
+            self._launcher.count_event()
+        if slot.bucket is None or slot.view is None:
+            return
+        gradient = slot.parameter.grad
+        if gradient is None:
+            slot.view.zero_()
+        elif not aliases(gradient, slot.view):
+            with torch.no_grad():
+                slot.view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+        slot.bucket.pending -= 1
+
+    def _arrived_again(self, slot: Slot) -> None:
+        """A second gradient in one round: fine as long as its bucket still waits for others."""
+        if self.static_graph is not None and self.static_graph.learned:
+            self.static_graph.completes(slot)  # raises: one more than there were
+        if slot.bucket is not None and slot.bucket.work is not None:
+            raise RuntimeError(
+                f"rank {self.rank}: parameter {slot.name} got a gradient after its bucket was sent to the other ranks. "
+                f"Either it was used inside several reentrant checkpoints (use torch.utils.checkpoint with "
+                f"use_reentrant=False, or pass static_graph=True), or, with find_unused_parameters=True, outside of "
+                f"the wrapped forward."
+            )
+        if self.static_graph is not None:
+            slot.arrivals += 1
+        slot.absent = False
+
+    # ---- step 3: the end of backward
+
+    def _on_backward_end(self, task: int) -> None:
+        if not self._open or task not in self._tasks:
+            return  # a nested backward brought the last gradient and closed the round
+        missing = self._missing()
+        learning = self.static_graph is not None and not self.static_graph.learned
+        if (missing or learning) and inside_custom_function():
+            self._left_open = True
+            return
+        tolerated = learning or self.find_unused_parameters
+        self._close(missing)
+        if missing and not tolerated:
+            self._errors.raise_or_keep(self._errors.missing(missing))
+
+    def _missing(self) -> list[Slot]:
+        return [slot for slot in self.slots if not slot.arrived]
+
+    def _close(self, missing: Sequence[Slot], *, interrupted: bool = False) -> None:
+        """Launches what remains, waits for everything and leaves averages in `param.grad`; the round is then over.
+
+        Raises:
+            MissingGradientError: another rank's backward went wrong.
+            Exception: what the backend raises when an exchange fails.
+        """
+        learning = self.static_graph is not None and not self.static_graph.learned
+        failed = interrupted or (bool(missing) and not (self.find_unused_parameters or learning))
+        self.timeline.backward_ended()
+        try:
+            for slot in missing:
+                self._count_absent(slot)
+            tail = self._launcher.tail
+            status = status_of(tail)
+            if failed and status is not None and not self._launcher.all_launched:
+                status[self.rank] = 1
+            self._launcher.launch_all()
+            used = self.used.start([s.touched for s in self.slots]) if self.used.due else None
+            sparse = average_sparse(
+                [slot.parameter for slot in self._sparse_slots],
+                [slot.parameter.grad for slot in self._sparse_slots],
+                self.average,
+            )
+            # With unused parameters, what is done with a bucket's averages waits for the word on who used what.
+            early = not failed and used is None and bool(self.after_exchange)
+            began = waiting_time.begin() if waiting_time.on else 0
+            works = [*(bucket.work for bucket in self.buckets), self.with_gradients()]
+            wait_all(works, self._run_after_exchange if early else None)
+            futures, self.post_backward_futures = self.post_backward_futures, []
+            for future in futures:
+                future.wait()
+            if used is not None:
+                self.used.finish(used)
+            facts = self.facts.exchange(self.rounds) if tail is None else tail
+            if began:
+                waiting_time.end(began)
+            self.timeline.exchange_ended(sum(not bucket.skipped for bucket in self.buckets))
+            if not failed:
+                self._deliver(sparse)
+                if used is not None:
+                    self._run_after_exchange()
+                if learning and self.static_graph is not None:
+                    self.static_graph.learn(self.slots)
+                self._errors.check_others(status)
+                self.facts.check(facts)
+            if self._guard is not None:
+                self._guard.check(self.slots, status)
+        finally:
+            self.used.note_unused(slot.index for slot in self.slots if slot.absent)
+            self.rounds += 1
+            self._reset()
+
+    def _run_after_exchange(self, index: int | None = None) -> None:
+        for act in self.after_exchange:
+            for bucket in self.buckets if index is None else self.buckets[index : index + 1]:
+                act(bucket)
+
+    def _deliver(self, sparse: Sequence[torch.Tensor | None]) -> None:
+        """Puts the averages into `param.grad` where they are not there already."""
+        for slot, average in zip(self._sparse_slots, sparse, strict=True):
+            slot.parameter.grad = average
+        for slot, local in self._launcher.with_graph:
+            assert slot.view is not None
+            with torch.enable_grad():
+                slot.parameter.grad = AveragedGradient.apply(  # type: ignore[no-untyped-call]
+                    local, slot.view, self.average
+                )
+        absent = [slot for slot in self.slots if slot.absent]
+        used_somewhere = self.used.somewhere() if absent else []
+        for slot in absent:
+            if slot.view is not None and (not used_somewhere or used_somewhere[slot.index]):
+                slot.parameter.grad = slot.view if self.options.gradients_are_views else slot.view.data
+
+    def _reset(self) -> None:
+        self._open = False
+        self._left_open = False
+        self._tasks.clear()
+        self._task = _NO_TASK
+        if self._streams is not None:
+            self._streams.forget()
+        self._launcher.reset()
+        for slot in self.slots:
+            slot.arrived = slot.touched = slot.absent = False
+            slot.arrivals = 0

@@ -1,0 +1,101 @@
+"""The strategies by name, and the one call that makes a model ready for them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..ddp.sync_batch_norm import convert_sync_batchnorm
+from .ddp import DDPStrategy
+from .dp import DPStrategy
+from .strategy import Strategy
+from .torch_ddp import TorchDDPStrategy
+from .zero1 import Zero1Strategy
+from .zero2 import Zero2Strategy
+from .zero3 import Zero3Strategy
+
+__all__ = ["STRATEGIES", "find_strategy", "strategy_of", "uncompiled", "wrap_model"]
+
+STRATEGIES: Mapping[str, type[Strategy]] = MappingProxyType(
+    {
+        strategy.name: strategy
+        for strategy in (DDPStrategy, TorchDDPStrategy, DPStrategy, Zero1Strategy, Zero2Strategy, Zero3Strategy)
+    }
+)
+"""Every strategy by the name that users write."""
+
+_LOOKED_AT = (Zero3Strategy, DDPStrategy, TorchDDPStrategy, Zero1Strategy, DPStrategy)
+"""In this order by `strategy_of`. "zero2" leaves what "zero3" leaves, and the verbs for both are the same."""
+
+
+def find_strategy(name: str) -> type[Strategy]:
+    """The strategy of that name.
+
+    Raises:
+        ValueError: there is none; the message lists those there are, and the closest.
+    """
+    found = STRATEGIES.get(name)
+    if found is not None:
+        return found
+    close = difflib.get_close_matches(str(name).lower().replace("_", "-"), STRATEGIES, n=1, cutoff=0.5)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    raise ValueError(f"unknown strategy {name!r}; there are {', '.join(map(repr, STRATEGIES))}.{hint}")
+
+
+def strategy_of(part: nn.Module | Optimizer) -> Strategy:
+    """The strategy whose verbs fit a wrapped model or an optimizer, told by what it is, whoever wrapped it.
+
+    A plain model or optimizer, and any wrapper that is not known, gets that of one process.
+    """
+    looked_at = uncompiled(part) if isinstance(part, nn.Module) else part
+    return next((cls() for cls in _LOOKED_AT if cls.made(looked_at)), DPStrategy())
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The model that torch.compile was called with, where it was called around a wrapped one; else the model itself."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def wrap_model(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer] = (),
+    *,
+    strategy: str = "ddp",
+    sync_batch_norm: bool = True,
+    device: torch.device,
+    **options: Any,
+) -> nn.Module:
+    """Moves a model to its device, converts its batch norms where asked, and wraps it. Called on every rank.
+
+    Args:
+        model: the plain model; it is changed in place.
+        optimizers: over the model's parameters; changed in place, where the strategy asks for it.
+        strategy: a name in STRATEGIES.
+        sync_batch_norm: whether batch norms use the statistics of the global batch (see `SyncBatchNorm`).
+        device: where the rank trains.
+        options: of the strategy (`process_group`, `find_unused_parameters`, ...).
+
+    Raises:
+        ValueError: unknown strategy, a model without parameters that require grad, or one that the strategy does not
+            suit.
+        TypeError: an option that the strategy does not have.
+        NotInitializedError: there is no process group.
+    """
+    chosen = find_strategy(strategy)(**options)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} has no parameter that requires grad, so there is nothing to train. Unfreeze some, "
+            f"or use the model unwrapped."
+        )
+    chosen.check(model, optimizers)
+    model = model.to(device)
+    if sync_batch_norm:
+        model = convert_sync_batchnorm(model, options.get("process_group"))
+    return chosen.wrap(model, device, optimizers)

@@ -1,0 +1,235 @@
+"""What strategies "zero2" and "zero3" share: parameters, gradients and optimizer states split over the ranks.
+
+On torch's FSDP2 (`fully_shard`). Every parameter is cut along its first dimension, one part for each rank. Units
+(blocks of layers) are gathered before they compute; during backward each unit's gradients are averaged and split by one
+reduce_scatter. The buffers of these exchanges lie in the group's own memory where the backend offers some.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from ..ddp.checks import one_device
+from ..exchange.broadcast import broadcast_tensors
+from ..exchange.collectives import resolve_group
+from ..exchange.verify_models import describe, verify_same_model
+from ..zero.shard_units import shard_units
+from ..zero.split_states import copied, is_split, split_as
+from ..zero.swap_parameters import check_repointable, repoint
+from .strategy import Strategy
+
+__all__ = ["FullyShardedStrategy"]
+
+_NEED_WHOLE = {
+    "Adafactor": "computes with whole rows and columns, which torch's DTensors refuse",
+    "Muon": "multiplies whole matrices, and steps differently from parts of them",
+    "Rprop": "writes through masks, which torch's DTensors refuse",
+    "SparseAdam": "wants sparse gradients",
+}
+"""Optimizers of torch.optim that do not step parts of parameters as they step whole ones, and why (all were tried)."""
+
+
+class FullyShardedStrategy(Strategy):
+    """FSDP2. The wrapped model is the model itself, whose parameters are DTensors while it does not compute.
+
+    Only `forward` gathers: other methods of a model that compute with parameters find parts of them, unless they are
+    registered with torch.distributed.fsdp.register_fsdp_forward_method. Buffers are whole on every rank, and not
+    exchanged: with batch norms that are not synchronised rank 0's statistics are saved and evaluated with.
+
+    Options:
+        shard: which submodules are units, a function or a list of classes; see `shard_units` for it and the default.
+        process_group: the ranks; default: all.
+        find_unused_parameters: the ranks may use different parameters; what one did not use counts as zero. Without
+            it all ranks have to use the same ones; those that none used get no gradient.
+        mp_policy: torch's MixedPrecisionPolicy, the dtypes in which units compute and gradients are averaged.
+    """
+
+    accepted: ClassVar[frozenset[str]] = frozenset({"shard", "process_group", "find_unused_parameters", "mp_policy"})
+    forward_exchanges: ClassVar[bool] = True
+    drops_after_forward: ClassVar[bool]
+
+    def check(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Refuses scalar parameters, lazy and meta ones, units of mixed dtypes, sparse gradients, odd optimizers."""
+        named = list(model.named_parameters())
+        one_device(named, model)
+        for name, parameter in named:
+            if parameter.dim() == 0:
+                raise ValueError(
+                    f"strategy {self.name!r} cuts parameters along their first dimension, but {name} has none (its "
+                    f"shape is []). Give it the shape [1]."
+                )
+        if self.options.get("find_unused_parameters") and not _can_miss_parameters():
+            raise ValueError(
+                f"strategy {self.name!r}: torch {torch.__version__} cannot average gradients of ranks that use "
+                f'different parameters (2.13 can); leave find_unused_parameters out, or take strategy="ddp"'
+            )
+        sparse = [name for name, module in model.named_modules() if getattr(module, "sparse", False) is True]
+        if sparse:
+            raise ValueError(
+                f"strategy {self.name!r} cannot split the sparse gradient of {sparse[0]}; set sparse=False there, or "
+                f'take strategy="ddp"'
+            )
+        claimed: set[nn.Parameter] = set()
+        for unit in [*shard_units(model, self.options.get("shard")), model]:
+            own = [p for p in unit.parameters() if p.requires_grad and p not in claimed]
+            claimed.update(own)
+            if len({parameter.dtype for parameter in own}) > 1:
+                told = " and ".join(sorted({str(p.dtype).removeprefix("torch.") for p in own}))
+                raise ValueError(
+                    f"strategy {self.name!r} averages the gradients of a unit together, but in one unit "
+                    f"({type(unit).__name__}) parameters are {told}. Put them into different units with shard=..., or "
+                    f"make them one dtype."
+                )
+        for optimizer in optimizers:
+            needs = next((why for kind, why in _NEED_WHOLE.items() if _is_a(optimizer, kind)), None)
+            if needs is not None:
+                raise TypeError(
+                    f"strategy {self.name!r} gives the optimizer a part of each parameter, but "
+                    f"{type(optimizer).__name__} {needs}. Take one that treats each element by itself (SGD, Adam, "
+                    f'AdamW ...), or strategy="zero1".'
+                )
+        check_repointable(optimizers, self.name)
+
+    def wrap(self, model: nn.Module, device: torch.device, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
+        """Splits the model, in place, and makes the optimizers step the parts. Returns the model."""
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import fully_shard
+
+        group = resolve_group(self.options.get("process_group"))
+        self._start_as_rank_0(model, group, device)
+        before = dict(model.named_parameters())
+        settings: dict[str, Any] = {
+            "mesh": DeviceMesh.from_group(group, device.type),
+            "reshard_after_forward": self.drops_after_forward,
+        }
+        if self.options.get("mp_policy") is not None:
+            settings["mp_policy"] = self.options["mp_policy"]
+        for unit in [*shard_units(model, self.options.get("shard")), model]:
+            fully_shard(unit, **settings)
+            use_group_memory = getattr(unit, "set_allocate_memory_from_process_group_for_comm", None)
+            if use_group_memory is not None and device.type == "cpu":
+                use_group_memory(True)
+        if self.options.get("find_unused_parameters"):
+            cast(Any, model).set_reduce_scatter_unused_params(True)
+        model.register_forward_hook(_drop_without_backward)
+        after = dict(model.named_parameters())
+        new_of: dict[torch.Tensor, torch.Tensor] = {old: after[name] for name, old in before.items()}
+        for optimizer in optimizers:
+            repoint(optimizer, new_of, split_as)
+            optimizer.register_step_pre_hook(lambda *_: _drop_gathered(model))
+        return model
+
+    def unwrap(self, wrapped: nn.Module) -> nn.Module:
+        """The model itself."""
+        return wrapped
+
+    @contextmanager
+    def _without_exchange(self, wrapped: nn.Module) -> Iterator[None]:
+        units = [cast(Any, unit) for unit in wrapped.modules() if hasattr(unit, "set_requires_gradient_sync")]
+        inside = vars(wrapped).get("inside_no_sync", False)  # torch cannot be asked what is in force
+        try:
+            for unit in units:
+                unit.set_requires_gradient_sync(False, recurse=False)
+            vars(wrapped)["inside_no_sync"] = True
+            yield
+        finally:
+            vars(wrapped)["inside_no_sync"] = inside
+            for unit in units:
+                unit.set_requires_gradient_sync(not inside, recurse=False)
+
+    def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[None]:
+        """See `Strategy.no_sync`. Inside, each rank holds whole gradients."""
+        self._require_made(wrapped)
+        return self._without_exchange(wrapped)
+
+    def clip(self, wrapped: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """See `Strategy.clip`. The ranks add up the norms of their parts."""
+        _drop_gathered(wrapped)  # else the whole parameters are listed, which have no gradients
+        norm = super().clip(wrapped, max_norm, norm_type)
+        return cast(torch.Tensor, cast(Any, norm).full_tensor()) if is_split(norm) else norm
+
+    def load(self, part: nn.Module | Optimizer, state: Mapping[str, Any]) -> None:
+        """See `Strategy.load`. Each rank copies its part; nothing is exchanged."""
+        if isinstance(part, nn.Module):
+            own, parts = (
+                part.state_dict(),
+                cast("dict[str, Any]", copy.copy(state)),
+            )  # with the versions that torch noted
+            for name, value in state.items():
+                parts[name] = _split(value, own.get(name))
+            part.load_state_dict(parts)
+            return
+        parameters = [parameter for group in part.param_groups for parameter in group["params"]]
+        states = {
+            index: {
+                name: _split(value, parameters[index])
+                if isinstance(value, torch.Tensor) and value.dim()
+                else copied(value)
+                for name, value in remembered.items()
+            }
+            if isinstance(index, int) and index < len(parameters)  # too high: torch says so
+            else remembered
+            for index, remembered in state["state"].items()
+        }
+        part.load_state_dict({**copied({k: v for k, v in state.items() if k != "state"}), "state": states})
+
+    def splits(self, part: nn.Module | Optimizer) -> bool:
+        """Models and optimizers are split."""
+        return self.made(part)
+
+    @classmethod
+    def made(cls, part: nn.Module | Optimizer) -> bool:
+        """Whether FSDP2 split it: a model whose root or any part it is, or an optimizer over such parameters."""
+        if isinstance(part, nn.Module):
+            return any(hasattr(module, "set_requires_gradient_sync") for module in part.modules())
+        groups = getattr(part, "param_groups", [])
+        return any(is_split(parameter) for group in groups for parameter in group["params"])
+
+    def _start_as_rank_0(self, model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
+        named, buffers = list(model.named_parameters()), list(model.named_buffers())
+        if group.size() == 1:
+            return
+        lines = [f"strategy: {self.name}, options: {', '.join(sorted(self.options)) or 'none'}"]
+        lines += [describe("parameter", name, parameter) for name, parameter in named]
+        lines += [describe("buffer", name, buffer) for name, buffer in buffers]
+        verify_same_model(lines, group)
+        broadcast_tensors([*(p.detach() for _, p in named), *(b for _, b in buffers)], group, device)
+
+
+def _can_miss_parameters() -> bool:
+    from torch.distributed.fsdp import FSDPModule
+
+    return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+
+
+def _is_a(optimizer: Optimizer, kind: str) -> bool:
+    cls = getattr(torch.optim, kind, None)  # older versions of torch do not have all
+    return cls is not None and isinstance(optimizer, cls)
+
+
+def _drop_gathered(model: nn.Module) -> None:
+    """Drops gathered parameters wherever a forward left some: they would not see what changes the parts now."""
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            cast(Any, module).reshard()
+
+
+def _drop_without_backward(model: nn.Module, *_: Any) -> None:
+    """After a forward: no backward comes without gradients, so nothing else would drop what is kept for it."""
+    if not torch.is_grad_enabled():
+        _drop_gathered(model)
+
+
+def _split(value: Any, like: Any) -> Any:
+    """A copy of this rank's part of a whole tensor where the target is split; a copy of what is split already."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return split_as(value, like) if is_split(like) and not is_split(value) else copied(value)

@@ -1,0 +1,153 @@
+"""What every way of spreading a model over ranks has in common: a small set of verbs.
+
+A trainer knows these verbs and two rules, and nothing else. Every verb is called by all ranks, in the same order, for
+any of them may exchange. And what it trains is the module that `wrap` returned, by the optimizers that were given to
+`wrap`, which stay the objects that they were. Where parameters, gradients and optimizer states lie meanwhile, when
+gradients are averaged and over what, is the strategy's own affair, so that it may change without any trainer noticing.
+"""
+
+from __future__ import annotations
+
+import difflib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..zero.split_states import copied, gathered
+
+__all__ = ["Strategy"]
+
+
+class Strategy(ABC):
+    """One way of spreading a model over the ranks, with verbs that trainers and loops call.
+
+    A strategy holds options, not models: one object can wrap several models, and the verbs find all they need in the
+    model or optimizer that they are given. Each strategy lives in a file of its own and is entered in
+    `photinus.parallel.STRATEGIES`.
+
+    Args:
+        options: see each strategy.
+
+    Raises:
+        TypeError: an option that this strategy does not have; the message lists those it has.
+
+    Attributes:
+        name: what users write.
+        accepted: names of the options.
+        forward_exchanges: whether a forward, in evaluation too, exchanges with the other ranks, so that all ranks have
+            to make the same number of them.
+        replicates: whether every rank holds all parameters, equal on all ranks between two steps.
+    """
+
+    name: ClassVar[str]
+    accepted: ClassVar[frozenset[str]] = frozenset()
+    forward_exchanges: ClassVar[bool] = False
+    replicates: ClassVar[bool] = False
+
+    def __init__(self, **options: Any) -> None:
+        for option in options:
+            if option not in self.accepted:
+                close = difflib.get_close_matches(option, self.accepted, n=1)
+                hint = f" Did you mean {close[0]!r}?" if close else ""
+                there = f"there are {', '.join(sorted(self.accepted))}" if self.accepted else "there are none"
+                raise TypeError(f"strategy {self.name!r} has no option {option!r}; {there}.{hint}")
+        self.options = options
+
+    # -- setting up --------------------------------------------------------------------------------------------------
+
+    def check(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:  # noqa: B027 - most have no wishes
+        """Refuses, before anything is changed or exchanged, what `wrap` could not do. Raises ValueError, TypeError."""
+
+    @abstractmethod
+    def wrap(self, model: nn.Module, device: torch.device, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
+        """The module to train instead of `model`, which is on `device` already; every rank's starts as rank 0's.
+
+        Args:
+            model: the plain model; changed in place.
+            device: where this rank computes.
+            optimizers: over the model's parameters. They are changed in place, so that they step the parameters that
+                the returned module has: object, class, defaults, groups and hooks stay, and so do schedulers made over
+                them, before or after.
+        """
+
+    @abstractmethod
+    def unwrap(self, wrapped: nn.Module) -> nn.Module:
+        """The user's model, with plain names; its parameters may be this rank's parts (see `save`)."""
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[None]:
+        """A context in which forward and backward accumulate gradients without averaging them.
+
+        The next backward outside averages the sums. Raises TypeError when this strategy did not wrap the model.
+        """
+
+    def backward(self, wrapped: nn.Module, loss: torch.Tensor) -> None:
+        """Gradients of a scalar loss, the mean over this rank's samples; what arrives is the mean over the ranks."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def clip(self, wrapped: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scales all gradients down so that their norm, over all parameters of the whole model, is at most `max_norm`.
+
+        Called after the last backward before a step; with a GradScaler, after its `unscale_`.
+
+        Returns:
+            The norm before, shape [], equal on all ranks.
+        """
+        return torch.nn.utils.clip_grad_norm_(self.unwrap(wrapped).parameters(), max_norm, norm_type)
+
+    def step(self, optimizer: Optimizer, scaler: Any = None) -> None:
+        """One optimizer step, through a `torch.amp.GradScaler` where one is given (its `update` is the caller's)."""
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+
+    # -- states ------------------------------------------------------------------------------------------------------
+
+    def save(self, part: nn.Module | Optimizer) -> dict[str, Any]:
+        """The state of a wrapped model or of an optimizer, whole and plain, on rank 0. Called by all ranks.
+
+        It is what `state_dict` of the plain model, or of a plain optimizer over the plain model, would return: full
+        tensors, the user's names, parameters numbered in the order of the groups. So it loads under every strategy,
+        at every world size, and in plain torch. What other ranks get is of no use.
+        """
+        return cast("dict[str, Any]", gathered(self.local_state(part)))
+
+    def load(self, part: nn.Module | Optimizer, state: Mapping[str, Any]) -> None:
+        """Puts back what `save` returned, the same whole state on every rank, or this rank's `local_state`.
+
+        Raises what `load_state_dict` raises; then a part of it may have been loaded (see `keep`).
+        """
+        target = self.unwrap(part) if isinstance(part, nn.Module) else part
+        target.load_state_dict(copied(state) if isinstance(part, Optimizer) else cast("dict[str, Any]", state))
+
+    def local_state(self, part: nn.Module | Optimizer) -> dict[str, Any]:
+        """What this rank holds of a state, without an exchange and without a copy."""
+        return (self.unwrap(part) if isinstance(part, nn.Module) else part).state_dict()
+
+    def keep(self, part: nn.Module | Optimizer) -> Callable[[], None]:
+        """Copies what this rank holds (to the CPU); calling what it returns puts that back. Exchanges nothing."""
+        kept = copied(self.local_state(part), device=torch.device("cpu"))
+        return lambda: self.load(part, kept)
+
+    def splits(self, part: nn.Module | Optimizer) -> bool:
+        """Whether this rank holds only a part of this state, so that `save` needs all ranks."""
+        return False
+
+    # -- recognising -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    @abstractmethod
+    def made(cls, part: nn.Module | Optimizer) -> bool:
+        """Whether a model or optimizer looks as this strategy's `wrap` leaves them, whoever did it."""
+
+    def _require_made(self, wrapped: nn.Module) -> None:
+        if not self.made(wrapped):
+            raise TypeError(f"strategy {self.name!r} did not wrap this {type(wrapped).__name__}")

@@ -1,0 +1,45 @@
+"""Strategy "torch-ddp": torch's own DistributedDataParallel, the oracle that ours is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import ClassVar, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..exchange.collectives import resolve_group
+from .ddp import options_of
+from .strategy import Strategy
+
+__all__ = ["TorchDDPStrategy"]
+
+
+class TorchDDPStrategy(Strategy):
+    """torch.nn.parallel.DistributedDataParallel. Options: those of that class."""
+
+    name: ClassVar[str] = "torch-ddp"
+    accepted: ClassVar[frozenset[str]] = options_of(nn.parallel.DistributedDataParallel)
+    replicates: ClassVar[bool] = True
+
+    def wrap(self, model: nn.Module, device: torch.device, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
+        """Wraps in torch's class; optimizers stay as they are."""
+        resolve_group(self.options.get("process_group"))
+        device_ids = None if device.type == "cpu" else [device]
+        return nn.parallel.DistributedDataParallel(model, device_ids=device_ids, **self.options)
+
+    def unwrap(self, wrapped: nn.Module) -> nn.Module:
+        """The model inside."""
+        return cast(nn.Module, wrapped.module) if self.made(wrapped) else wrapped
+
+    def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[None]:
+        """See `torch.nn.parallel.DistributedDataParallel.no_sync`."""
+        self._require_made(wrapped)
+        return cast("AbstractContextManager[None]", wrapped.no_sync())  # type: ignore[operator]
+
+    @classmethod
+    def made(cls, part: nn.Module | Optimizer) -> bool:
+        """Whether it is torch's class itself. (Ours says that it is an instance too, for libraries that ask.)"""
+        return nn.parallel.DistributedDataParallel in type(part).__mro__

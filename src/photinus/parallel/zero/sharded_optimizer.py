@@ -1,0 +1,167 @@
+"""ZeRO stage 1: an optimizer that remembers and steps only this rank's part of the parameters.
+
+The user's optimizer object stays the face: its groups list all parameters, as schedulers and `zero_grad` want them, and
+its class becomes a subclass of what it was. Behind it stands torch's ZeroRedundancyOptimizer, which decides which rank
+steps which parameters, lets a twin of the optimizer do it, and broadcasts the results.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from ..exchange.state_exchange import gather_states
+
+__all__ = ["check_shardable", "consolidated_state", "is_sharded", "shard_optimizer"]
+
+
+def is_sharded(optimizer: object) -> bool:
+    """Whether `shard_optimizer` was here."""
+    return isinstance(optimizer, _Sharded)
+
+
+def check_shardable(optimizers: Sequence[Optimizer]) -> None:
+    """Refuses what torch's class cannot split. Raises ValueError."""
+    for optimizer in optimizers:
+        if is_sharded(optimizer):
+            raise ValueError(
+                f"the optimizer ({type(optimizer).__name__}) is split over the ranks already; give strategy 'zero1' a "
+                f"plain one"
+            )
+        dtypes = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}
+        if len(dtypes) > 1:
+            told = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+            raise ValueError(
+                f"strategy 'zero1' needs parameters of one dtype per optimizer, but {type(optimizer).__name__} steps "
+                f'{told}. Make an optimizer for each dtype, or take strategy="ddp".'
+            )
+
+
+def shard_optimizer(optimizer: Optimizer, group: dist.ProcessGroup) -> None:
+    """Splits an optimizer over the ranks of a group, in place. What it remembers for other ranks' parts is forgotten.
+
+    Args:
+        optimizer: over the same parameters in the same order on every rank; it passed `check_shardable`.
+        group: the ranks.
+    """
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def twin(param_groups: list[dict[str, Any]], **_: Any) -> Optimizer:
+        return _twin_of(optimizer, param_groups)
+
+    zero = ZeroRedundancyOptimizer(
+        [{"params": list(group["params"])} for group in optimizer.param_groups],
+        optimizer_class=cast(Any, twin),
+        process_group=group,
+    )
+    own = {parameter for groups in zero.optim.param_groups for parameter in groups["params"]}
+    remembered = {parameter: state for parameter, state in optimizer.state.items() if parameter in own}
+    patched = "step" in vars(optimizer)  # by a scheduler that was made before: it has the old class's step inside
+    optimizer.__class__ = _sharded_class(type(optimizer))  # type: ignore[arg-type]
+    optimizer._zero = zero  # type: ignore[attr-defined]
+    # Where it is true (fused=True), GradScaler would leave unscaling to an optimizer that steps nothing itself.
+    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    _link(optimizer, remembered)
+    if patched:
+        optimizer.step = _told_to_schedulers(optimizer)  # type: ignore[method-assign]
+
+
+def consolidated_state(optimizer: Optimizer) -> dict[str, Any]:
+    """The state_dict of the whole optimizer, on the CPU, on rank 0; no use elsewhere. Called by all ranks of its group.
+
+    (torch's class can do that, too, but unpickles what the other ranks send.)
+
+    Raises:
+        TypeError: it remembers something else than tensors, numbers, text, lists and dicts; on all ranks.
+    """
+    whole = optimizer.state_dict()
+    parts = gather_states(whole["state"], cast(_Sharded, optimizer)._zero.process_group)
+    remembered = {key: state for part in parts for key, state in part.items()}
+    order = sorted(remembered, key=lambda key: (isinstance(key, str), key))
+    return {**whole, "state": {key: remembered[key] for key in order}}
+
+
+class _Sharded(Optimizer):
+    """What is different in an optimizer that is a face. Comes before its own class in the order of methods."""
+
+    _zero: Any
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Steps this rank's part, and brings everyone's to everyone."""
+        return cast("float | None", self._zero.step(closure))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the state of a whole optimizer, or that of this rank's part; keeps this rank's part."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        own = _own(self._zero)
+        part = {
+            index: state
+            for index, state in state_dict["state"].items()
+            if index >= len(parameters) or parameters[index] in own  # too high: torch says so
+        }
+        super().load_state_dict({**state_dict, "state": part})
+        _link(self, dict(self.state))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, part of which this rank steps. Called on all ranks alike."""
+        for name, default in self.defaults.items():
+            param_group.setdefault(name, default)
+        self._zero.add_param_group(param_group)
+        self._zero._all_params = [p for group in self._zero.param_groups for p in group["params"]]
+        self._zero._is_trainable_mask = self._zero._get_is_trainable_mask()
+
+
+@functools.cache
+def _sharded_class(cls: type[Optimizer]) -> type[Optimizer]:
+    """The subclass that faces of this class have."""
+    step = Optimizer.profile_hook_step(_Sharded.step)
+    step.hooked = True  # type: ignore[attr-defined]
+    body = {"step": step, "__module__": __name__, "__doc__": cls.__doc__}
+    return type(f"Sharded{cls.__name__}", (_Sharded, cls), body)
+
+
+def _twin_of(optimizer: Optimizer, param_groups: list[dict[str, Any]]) -> Optimizer:
+    """An optimizer like this one, attribute by attribute, over other groups, with nothing remembered yet."""
+    cls = type(optimizer)
+    twin = cls.__new__(cls)
+    hooks: dict[str, Any] = {
+        name: OrderedDict() for name in vars(optimizer) if name.endswith("_hooks")
+    }  # the face runs them
+    vars(twin).update({name: value for name, value in vars(optimizer).items() if name != "step"} | hooks)
+    options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    twin.param_groups = [{**of, "params": new["params"]} for of, new in zip(options, param_groups, strict=True)]
+    twin.state = defaultdict(dict)
+    return twin
+
+
+def _own(zero: Any) -> set[torch.Tensor]:
+    return {parameter for group in zero.optim.param_groups for parameter in group["params"]}
+
+
+def _link(face: Any, remembered: Mapping[Any, Any]) -> None:
+    """Lets the face, torch's class and the twin share what they must agree on: groups, and this rank's state."""
+    face._zero.param_groups = face.param_groups
+    face.state = face._zero.optim.state = defaultdict(dict, remembered)
+    face._zero._sync_param_groups(face.param_groups, face._zero.optim.param_groups)
+
+
+def _told_to_schedulers(optimizer: Optimizer) -> Callable[..., Any]:
+    """A `step` as a scheduler leaves it, which notes that it was called: else schedulers warn of a wrong order."""
+    reference = weakref.ref(optimizer)
+
+    @functools.wraps(type(optimizer).step)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        face = reference()
+        assert face is not None, "the optimizer holds this function"
+        face._opt_called = True  # type: ignore[attr-defined]
+        return type(face).step(face, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return step

@@ -1,0 +1,227 @@
+"""Writing files so that after a kill, a full disk or a power cut there is the old or the new, and never a mixture.
+
+The steps, in the order that matters: write under a temporary name, fsync the file, fsync its folder, rename, fsync the
+parent. Only then may anything older be deleted, and that by renaming it away first.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import glob
+import os
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from ...errors import CheckpointError
+from .digest import BlockDigest
+
+__all__ = [
+    "NO_LOCKS",
+    "DurableFile",
+    "discard",
+    "is_no_space",
+    "locked",
+    "no_space",
+    "remove_dead_files",
+    "remove_debris",
+    "require_space",
+    "sync_folder",
+    "telling_no_space",
+    "temporary",
+]
+
+_TEMPORARY = ".tmp-"
+_LOCK = ".writer.lock"
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.EBADF)  # what file systems without locks answer
+
+_File = TypeVar("_File", bound="DurableFile")
+
+
+class DurableFile:
+    """A new file to write from start to end, as torch.save wants it; knows the digest of what was written.
+
+    An error of the operating system while writing is kept and raised by `close`: torch's writer is C++ that would turn
+    it into "unexpected pos 67109824 vs 67109776" on the way.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.digest = BlockDigest()
+        self._error: OSError | None = None
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # see remove_dead_files
+        except OSError as error:
+            if error.errno not in NO_LOCKS and not isinstance(error, BlockingIOError):
+                os.close(self._descriptor)
+                raise
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Writes all of `data`; returns its length, even after an error."""
+        view = memoryview(data).cast("B")
+        if self._error is None:
+            try:
+                self._write(view)
+            except OSError as error:
+                self._error = error
+        return len(view)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def close(self) -> None:
+        """Makes what was written durable. Raises the first OSError of all the writing."""
+        if self._descriptor < 0:
+            return
+        descriptor, self._descriptor = self._descriptor, -1
+        try:
+            if self._error is None:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        if self._error is not None:
+            raise self._error
+
+    def __enter__(self: _File) -> _File:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is None:
+            self.close()
+        elif self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _write(self, view: memoryview) -> None:
+        self.digest.update(view)
+        while len(view):
+            view = view[os.write(self._descriptor, view) :]
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def temporary(path: Path) -> Path:
+    """A fresh name beside `path` for what will be renamed to it; `remove_debris` knows such names."""
+    return path.with_name(f"{_TEMPORARY}{path.name}-{secrets.token_hex(4)}")
+
+
+def discard(path: Path) -> None:
+    """Deletes a file or folder, whole or not at all as seen from outside. Raises OSError."""
+    if path.is_dir() and not path.is_symlink():
+        doomed = temporary(path)
+        os.rename(path, doomed)
+        shutil.rmtree(doomed)
+    else:
+        path.unlink()
+
+
+def remove_debris(folder: Path) -> None:
+    """Removes what writers that died have left in `folder`; call it holding the folder's lock."""
+    for path in folder.glob(f"{_TEMPORARY}*"):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)  # what cannot be deleted now is tried again at the next save
+        else:
+            path.unlink(missing_ok=True)
+
+
+def remove_dead_files(path: Path) -> None:
+    """Removes unfinished files for `path` whose writer is gone: a DurableFile is locked for as long as it is open."""
+    for unfinished in path.parent.glob(f"{_TEMPORARY}{glob.escape(path.name)}-*"):
+        try:
+            descriptor = os.open(unfinished, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:  # gone meanwhile, or a folder: not one of ours
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            unfinished.unlink(missing_ok=True)
+        except OSError:  # its writer lives, or there are no locks to tell by
+            continue
+        finally:
+            os.close(descriptor)
+
+
+def require_space(folder: Path, needed_bytes: int) -> None:
+    """Raises CheckpointError unless `folder`'s file system has `needed_bytes` free."""
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < needed_bytes:
+        raise no_space(folder, needed_bytes, free_bytes)
+
+
+def no_space(folder: Path, needed_bytes: int, free_bytes: int | None = None) -> CheckpointError:
+    """The error for a full disk or quota: path, needed and free bytes, what to do."""
+    free_bytes = shutil.disk_usage(folder).free if free_bytes is None else free_bytes
+    return CheckpointError(
+        f"no space left for a checkpoint in {folder}: it needs {needed_bytes} bytes ({needed_bytes / 2**20:.1f} MiB) "
+        f"and {free_bytes} ({free_bytes / 2**20:.1f} MiB) are free. Checkpoints written before are untouched. Free "
+        f"some space (or raise the quota), or keep fewer checkpoints."
+    )
+
+
+@contextmanager
+def telling_no_space(folder: Path, needed_bytes: int) -> Iterator[None]:
+    """A block that writes into `folder`, or makes it: a full disk in it is told as `no_space` does."""
+    try:
+        yield
+    except OSError as error:
+        if not is_no_space(error):
+            raise
+        there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+        raise no_space(folder, needed_bytes, shutil.disk_usage(there).free) from error
+
+
+def is_no_space(error: OSError) -> bool:
+    """Whether the disk, or this user's part of it, is full."""
+    return error.errno in _NO_SPACE
+
+
+@contextmanager
+def locked(folder: Path, timeout_s: float = 60.0) -> Iterator[bool]:
+    """Holds the folder against other writers; the kernel lets go of it when this process dies.
+
+    Yields whether the file system has locks at all. Where it has none, debris cannot be told from work in progress.
+
+    Raises:
+        CheckpointError: another process has held it for `timeout_s` seconds.
+    """
+    path = folder / _LOCK
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                has_locks = True
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+                    raise CheckpointError(
+                        f"{holder} has been writing into {folder} for more than {timeout_s:.0f} s: two jobs must not "
+                        f"save into the same folder. Give one of them another, or wait."
+                    ) from None
+                time.sleep(0.02)
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+                has_locks = False
+                break
+        if has_locks:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on host {socket.gethostname()}\n".encode(), 0)
+        yield has_locks
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,392 @@
+"""A folder of checkpoints: written whole or not at all, verified before they are used, kept as long as needed.
+
+    folder/
+      step-00000100/  manifest.json  model.pt  optimizer.pt ...     see manifest.py
+      step-00000200/
+      .tmp-step-00000300-1f2e3d4c/   a writer at work, or one that died; the next writer removes it
+      .writer.lock                   held by the writer, if there is one
+
+Nothing stores which checkpoint is the newest: it is read from the manifests each time, so it cannot be wrong. A
+checkpoint is renamed into place when all of it is on disk, and older ones are deleted only after that; whatever moment
+a process is killed at, there is a complete one. If the newest was damaged later, the one before is used, with a
+warning that says what was wrong.
+
+`CheckpointFolder` is for one process (rank 0 writes); `on_all_ranks`, `save`, `load` and `gather_per_rank` are the
+parts that know of other ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ...errors import CheckpointError
+from ...parallel.exchange.agreement import JSON, from_rank_0, gather_per_rank, together
+from ..data.arguments import whole_number
+from .durable import (
+    DurableFile,
+    discard,
+    is_no_space,
+    locked,
+    no_space,
+    remove_debris,
+    require_space,
+    sync_folder,
+    temporary,
+)
+from .manifest import ENTRY, NAME, FileRecord, Manifest, check_files, file_name, read_manifest, write_manifest
+from .statefile import load, save
+from .states import PlainState, require_whole, state_of
+
+__all__ = ["Checkpoint", "CheckpointFolder", "gather_per_rank", "load", "on_all_ranks", "save"]
+
+_STEP = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # the second number: saved again at the same step
+_MANIFEST_BYTES = 64 << 10  # allowance for it and the folder, when space is looked for
+
+
+class Checkpoint:
+    """One complete, verified checkpoint. Made by CheckpointFolder.
+
+    Attributes:
+        path: its folder.
+        step, description, metric: as they were given to `CheckpointFolder.save`.
+        serial: how many checkpoints the folder had seen before: later ones have higher numbers.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Reads and verifies the checkpoint at `path`. Raises CheckpointError when it is not complete and good."""
+        self.path = path
+        self._manifest = read_manifest(path)
+        if _STEP.fullmatch(path.name) and _step_in(path.name) != self._manifest.step:
+            raise CheckpointError(f"{path} holds step {self._manifest.step}: it was renamed, or mixed from two")
+        self.step, self.serial, self.metric = self._manifest.step, self._manifest.serial, self._manifest.metric
+        self.description: dict[str, Any] = self._manifest.description
+        self._verified: list[tuple[int, ...]] = []
+        self.verify()
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self.path)!r}, step={self.step})"
+
+    @property
+    def entries(self) -> list[str]:
+        """Names of the entries of the state."""
+        return list(self._manifest.files)
+
+    def verify(self) -> None:
+        """Reads all files and compares sizes and digests. Raises CheckpointError at the first difference."""
+        before = self._fingerprints()
+        check_files(self.path, self._manifest)
+        self._verified = before
+
+    def load(
+        self, map_location: Any = "cpu", *, only: Collection[str] | None = None, mapped: Collection[str] = ()
+    ) -> dict[str, Any]:
+        """The state, by entry; read with weights_only=True, so that no code from the file runs.
+
+        Args:
+            map_location: as torch.load's; default: tensors come to the CPU.
+            only: these entries; default: all.
+            mapped: of these entries, tensors are mapped from the file instead of read (copy what is to last). Ranks of
+                a host then share that memory, and pages that a rank does not need are not read.
+
+        Raises:
+            CheckpointError: damaged since it was verified, or one of `only` is not in it. Nothing is returned then.
+        """
+        unknown = [entry for entry in only or () if entry not in self._manifest.files]
+        if unknown:
+            raise CheckpointError(f"{self.path} has no entry {unknown[0]!r}; it has {', '.join(self.entries)}")
+        if self._fingerprints() != self._verified:  # touched since
+            self.verify()
+        state = {}
+        for entry in self.entries if only is None else only:
+            path = self.path / file_name(entry)
+            try:
+                state[entry] = torch.load(path, map_location=map_location, weights_only=True, mmap=entry in mapped)
+            except Exception as error:
+                raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+        return state
+
+    def _fingerprints(self) -> list[tuple[int, ...]]:
+        """By which a file that was changed is recognised without reading it; an absent one fits no other."""
+        prints: list[tuple[int, ...]] = []
+        for entry in self._manifest.files:
+            try:
+                status = (self.path / file_name(entry)).stat()
+                prints.append((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+            except OSError:
+                prints.append(())
+        return prints
+
+
+class CheckpointFolder:
+    """The checkpoints of one run.
+
+    Args:
+        folder: where they are; made by the first save.
+        keep_last: how many of those written last are kept, at least 1.
+        keep_best: how many of those with the best metric are kept besides.
+        best_is: whether a "highest" or "lowest" metric is best.
+
+    Raises:
+        TypeError, ValueError: an argument is not such a number.
+        CheckpointError: `folder` exists and is no folder.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        *,
+        keep_last: int = 2,
+        keep_best: int = 1,
+        best_is: Literal["highest", "lowest"] = "highest",
+    ) -> None:
+        self.folder = Path(folder)
+        self.keep_last = whole_number("keep_last", keep_last, least=1)
+        self.keep_best = whole_number("keep_best", keep_best)
+        if best_is not in ("highest", "lowest"):
+            raise ValueError(f"best_is={best_is!r}: it needs to be 'highest' or 'lowest'")
+        self.best_is = best_is
+        if self.folder.exists() and not self.folder.is_dir():
+            raise CheckpointError(f"{self.folder} is a file; checkpoints need a folder")
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        description: Mapping[str, JSON],
+        metric: float | None = None,
+    ) -> Path:
+        """Writes a checkpoint, then deletes those that need no longer be kept. One process at a time, normally rank 0.
+
+        When it returns, the checkpoint is complete and on disk. When it raises, all those from before are as they were
+        and nothing half-written is left.
+
+        Args:
+            step: of the training; names the folder. Saving a step again replaces what was saved for it.
+            state: by entry (letters, digits, `_`, `.`, `-`): objects with state_dict, or plain states.
+            description: what a reader wants to know without loading: JSON.
+            metric: how good it is, for `best`; None and NaN: never the best.
+
+        Raises:
+            TypeError, ValueError: an argument cannot be saved.
+            CheckpointError: no space (path, needed and free bytes), no permission, or another job writes here.
+        """
+        step = whole_number("step", step)
+        metric = None if metric is None or math.isnan(metric) else float(metric)
+        described = json.loads(json.dumps(dict(description)))  # raises before anything is written
+        wrong = [entry for entry in state if not ENTRY.fullmatch(entry)]
+        if wrong or not state:
+            told = (
+                f"entry {wrong[0]!r} cannot name a file: use letters, digits, '_', '.' and '-'" if wrong else "no state"
+            )
+            raise ValueError(f"cannot save step {step}: {told}")
+        for entry, value in state.items():
+            require_whole(value, entry)
+        plain = {entry: PlainState(state_of(value), entry) for entry, value in state.items()}
+        needed_bytes = sum(part.needed_bytes for part in plain.values()) + _MANIFEST_BYTES
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with locked(self.folder) as has_locks:
+                if has_locks:
+                    remove_debris(self.folder)
+                path = self._write(step, plain, needed_bytes, described, metric)
+                self._delete_old()
+        except OSError as error:
+            if is_no_space(error):
+                raise no_space(self.folder, needed_bytes) from error
+            raise CheckpointError(
+                f"step {step} could not be saved in {self.folder}: {error}. Checkpoints written before are untouched."
+            ) from error
+        return path
+
+    def newest(self) -> Checkpoint | None:
+        """The checkpoint written last that is complete and good; None when there is none at all.
+
+        Each that is newer but damaged is reported by a RuntimeWarning that names file and reason.
+
+        Raises:
+            CheckpointError: there are checkpoints, but all are damaged. Beginning from nothing would then hide a loss.
+        """
+        return self._first_good(self._paths(newest_first=True))
+
+    def best(self) -> Checkpoint | None:
+        """The complete and good checkpoint with the best metric (of equals the newest); None when none has one.
+
+        Warns and raises as `newest` does.
+        """
+        return self._first_good([path for path, _ in self._by_metric()])
+
+    def open(self, path: Path | str) -> Checkpoint:
+        """The checkpoint at `path`: its own folder (its name is enough for one in here), or the newest of a folder.
+
+        Raises:
+            CheckpointError: nothing usable there; names the file, expected and actual digest.
+        """
+        path = Path(path)
+        if not path.exists() and (self.folder / path).exists():
+            path = self.folder / path
+        if not path.exists():
+            there = ", ".join(found.name for found in self._paths()) or "no checkpoint"
+            raise CheckpointError(f"there is no {path} (seen from {Path.cwd()}); {self.folder} holds {there}")
+        if path.is_file():
+            raise CheckpointError(f"{path} is a file: load what photinus.save or torch.save wrote with photinus.load")
+        inside = CheckpointFolder(path)
+        if not (path / NAME).exists() and inside._paths():
+            found = inside.newest()
+            assert found is not None, "there are paths, so newest() returns one or raises"
+            return found
+        return Checkpoint(path)
+
+    def _write(
+        self, step: int, plain: Mapping[str, PlainState], needed_bytes: int, description: Any, metric: float | None
+    ) -> Path:
+        require_space(self.folder, needed_bytes)
+        path = self._free_path(step)
+        unfinished = temporary(path)
+        try:
+            unfinished.mkdir()
+            files = {}
+            for entry, part in plain.items():
+                with DurableFile(unfinished / file_name(entry)) as file:
+                    torch.save(part.value, file)  # type: ignore[arg-type]
+                files[entry] = FileRecord(file.digest.bytes, file.digest.hexdigest())
+            serial = 1 + max((manifest.serial for _, manifest in self._readable()), default=0)
+            write_manifest(unfinished, Manifest(step, serial, files, description, metric))
+            sync_folder(unfinished)
+            os.rename(unfinished, path)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+        sync_folder(self.folder)
+        return path
+
+    def _free_path(self, step: int) -> Path:
+        path, again = self.folder / f"step-{step:08d}", 1
+        while path.exists():
+            again += 1
+            path = self.folder / f"step-{step:08d}-{again}"
+        return path
+
+    def _delete_old(self) -> None:
+        """Deletes what need not be kept. What was just written is complete and the newest, so it always stays."""
+        complete = []
+        for path, manifest in self._readable():
+            try:
+                check_files(path, manifest, digests=False)
+                complete.append((path, manifest))
+            except CheckpointError:  # a damaged one does not count as one of the last; newest() reports it
+                continue
+        steps: set[int] = set()
+        current = []  # of those saved twice at one step the later
+        for path, manifest in sorted(complete, key=lambda found: -found[1].serial):
+            if manifest.step not in steps:
+                steps.add(manifest.step)
+                current.append((path, manifest))
+        keep = {path for path, _ in current[: self.keep_last]}
+        keep |= {path for path, _ in self._by_metric(current)[: self.keep_best]}
+        for path in self._paths():
+            if path not in keep and (path / NAME).exists():  # without a manifest it is not ours to delete
+                try:
+                    discard(path)
+                except OSError as error:
+                    warnings.warn(f"{path} is no longer needed but cannot be deleted: {error}", RuntimeWarning, 3)
+
+    def _paths(self, *, newest_first: bool = False) -> list[Path]:
+        """Whatever looks like a checkpoint by its name, good or not."""
+        try:
+            paths = [path for path in self.folder.iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]
+        except FileNotFoundError:
+            return []
+        if newest_first:
+            serials = {path: manifest.serial for path, manifest in self._readable(paths)}
+            # A manifest that cannot be read might be the newest: it is tried, and reported, first.
+            paths.sort(key=lambda path: (serials.get(path, math.inf), _step_in(path.name)), reverse=True)
+        return paths
+
+    def _readable(self, paths: Collection[Path] | None = None) -> Iterator[tuple[Path, Manifest]]:
+        for path in self._paths() if paths is None else paths:
+            try:
+                yield path, read_manifest(path)
+            except CheckpointError:  # reported by newest(), which tries it
+                continue
+
+    def _by_metric(self, found: Collection[tuple[Path, Manifest]] | None = None) -> list[tuple[Path, Manifest]]:
+        """Those that have a metric, the best first."""
+        sign = 1.0 if self.best_is == "highest" else -1.0
+        measured = [
+            (sign * manifest.metric, manifest.serial, path, manifest)
+            for path, manifest in (self._readable() if found is None else found)
+            if manifest.metric is not None
+        ]
+        return [(path, manifest) for *_, path, manifest in sorted(measured, key=lambda one: one[:2], reverse=True)]
+
+    def _first_good(self, paths: list[Path]) -> Checkpoint | None:
+        refused = []
+        for path in paths:
+            try:
+                found = Checkpoint(path)
+            except CheckpointError as error:
+                refused.append(str(error))
+                continue
+            for reason in refused:
+                warnings.warn(
+                    f"a checkpoint was passed over, {found.path} is used instead: {reason}", RuntimeWarning, 3
+                )
+            return found
+        if refused:
+            raise CheckpointError(
+                f"no checkpoint in {self.folder} can be used: {'; '.join(refused)}. To begin anew, delete them or take "
+                f"another folder."
+            )
+        return None
+
+
+def on_all_ranks(choose: Callable[[], Checkpoint | None]) -> Checkpoint | None:
+    """The checkpoint that `choose` finds on rank 0, opened and verified on every rank. Called by all ranks.
+
+        checkpoint = on_all_ranks(folder.newest)
+        checkpoint = on_all_ranks(lambda: folder.open(args.resume))
+
+    Raises:
+        CheckpointError: on all ranks, when `choose` raises on rank 0, a rank does not see that checkpoint, finds it
+            damaged, or finds another one in its place.
+    """
+    chosen: list[Checkpoint | None] = []
+
+    def path_on_rank_0() -> JSON:
+        chosen.append(choose())
+        return str(chosen[0].path.absolute()) if chosen[0] is not None else None
+
+    path = from_rank_0(path_on_rank_0, "choosing a checkpoint")
+    if path is None:
+        return None
+    with together(f"opening {path}"):
+        checkpoint = chosen[0] if chosen and chosen[0] is not None else Checkpoint(Path(path))
+    told = [one["digests"] for one in gather_per_rank({"digests": _digests(checkpoint)})]
+    differing = [rank for rank, digests in enumerate(told) if digests != told[0]]
+    if differing:
+        raise CheckpointError(
+            f"ranks {differing} find another checkpoint at {path} than rank 0: the folder is not shared between hosts"
+        )
+    return checkpoint
+
+
+def _digests(checkpoint: Checkpoint) -> str:
+    records = checkpoint._manifest.files
+    return " ".join(f"{entry}={record.digest}" for entry, record in records.items())
+
+
+def _step_in(name: str) -> int:
+    match = _STEP.fullmatch(name)
+    assert match is not None, "only names that match are looked at"
+    return int(match[1])

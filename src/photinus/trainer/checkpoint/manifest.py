@@ -1,0 +1,144 @@
+"""manifest.json: what a checkpoint consists of, so that a damaged one can be told from a good one.
+
+    step-00000123/
+      model.pt  optimizer.pt  ...     one torch file per entry of the state
+      manifest.json                   written last: format, versions, step, files with bytes and digest, description
+
+The last line of the manifest is the CRC-32 of everything before it, so that no bit of it can change unnoticed either.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import CheckpointError
+from ...parallel.exchange.agreement import JSON
+from ...version import __version__
+from .digest import file_digest
+from .durable import DurableFile
+
+__all__ = ["ENTRY", "JSON", "FileRecord", "Manifest", "check_files", "read_manifest", "write_manifest"]
+
+
+NAME = "manifest.json"
+ENTRY = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,99}")
+"""Names that an entry may have: none of them leads out of the folder."""
+_FORMAT = 1
+_MOST_BYTES = 64 << 20  # a manifest has some kilobytes; what is larger is something else
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file of a checkpoint: its size, and its digest (see digest.py)."""
+
+    bytes: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One checkpoint.
+
+    Attributes:
+        step: of the training.
+        serial: how many checkpoints this folder had seen; orders them by when they were written.
+        files: by name of the state's entry; the file is `<entry>.pt`.
+        description: the caller's own JSON.
+        metric: the caller's measure of how good this one is, or None.
+        photinus, torch: versions that wrote it.
+    """
+
+    step: int
+    serial: int
+    files: dict[str, FileRecord]
+    description: dict[str, JSON] = field(default_factory=dict)
+    metric: float | None = None
+    photinus: str = __version__
+    torch: str = str(torch.__version__)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Writes the manifest, durably. Raises OSError; ValueError or TypeError when the description is not JSON."""
+    text = json.dumps({"format": _FORMAT, **asdict(manifest)}, indent=1)
+    head = text.removesuffix("\n}").encode()
+    with DurableFile(folder / NAME) as file:
+        file.write(head + _seal(head))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint folder; its files are not looked at.
+
+    Raises:
+        CheckpointError: absent, damaged, or of a format that this version does not know.
+    """
+    path = folder / NAME
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise CheckpointError(f"{path} is not a manifest: it has {path.stat().st_size} bytes")
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} has no {NAME}: not a checkpoint, or one that was never completed") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    length = len(_seal(b""))
+    head, seal = raw[:-length], raw[-length:]
+    if seal != _seal(head):
+        shown = seal.decode(errors="replace").replace("\n", "").strip()
+        raise CheckpointError(f"{path} is damaged: its last line should read {_digits(head)!r} and is {shown!r}")
+    try:
+        return _parsed(json.loads(raw))
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not a manifest of photinus ({type(error).__name__}: {error})") from error
+
+
+def check_files(folder: Path, manifest: Manifest, *, digests: bool = True) -> None:
+    """Raises CheckpointError unless every file is there with its size and (unless `digests=False`) its digest."""
+    for entry, wanted in manifest.files.items():
+        path = folder / file_name(entry)
+        try:
+            size = path.stat().st_size
+            if size != wanted.bytes:
+                raise CheckpointError(f"{path} is damaged: it has {size} bytes instead of {wanted.bytes}")
+            digest = file_digest(path)[1] if digests else wanted.digest
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing, though the manifest of the checkpoint lists it") from None
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        if digest != wanted.digest:
+            raise CheckpointError(f"{path} is damaged: digest expected {wanted.digest}, actual {digest}")
+
+
+def file_name(entry: str) -> str:
+    """The file that holds an entry of the state."""
+    return f"{entry}.pt"
+
+
+def _parsed(data: Mapping[str, Any]) -> Manifest:
+    if data["format"] != _FORMAT:
+        raise ValueError(
+            f"format {data['format']}, written by photinus {data.get('photinus')}; this one reads {_FORMAT}"
+        )
+    wrong = [entry for entry in data["files"] if not ENTRY.fullmatch(entry)]
+    if wrong:
+        raise ValueError(f"it lists {wrong[0]!r}, which cannot be an entry of a checkpoint")
+    if not isinstance(data["description"], dict) or not isinstance(data["metric"], int | float | None):
+        raise TypeError("its description is no object, or its metric no number")
+    files = {entry: FileRecord(int(record["bytes"]), str(record["digest"])) for entry, record in data["files"].items()}
+    names = ("description", "metric", "photinus", "torch")
+    return Manifest(int(data["step"]), int(data["serial"]), files, **{name: data[name] for name in names})
+
+
+def _digits(head: bytes) -> str:
+    return f'"crc32": "{zlib.crc32(head):08x}"'
+
+
+def _seal(head: bytes) -> bytes:
+    return f",\n {_digits(head)}\n}}\n".encode()

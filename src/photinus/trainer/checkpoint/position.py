@@ -1,0 +1,127 @@
+"""How far a run has come: what a checkpoint has to know beside weights and random numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...errors import CheckpointError
+from ...parallel.exchange.agreement import JSON
+from ...runlog.tables import Row, StepLoss
+
+__all__ = ["Position"]
+
+
+@dataclass
+class Position:
+    """The place between two bodies of a loop. Saved but for the fields below the line.
+
+    Attributes:
+        epochs_done: epochs finished.
+        batches_done: batches of the running epoch that are done; 0 between two epochs.
+        step: batches done over the whole run.
+        start: which start of the run this is, from 1.
+        stopped_of: when the run was stopped early, the number of epochs (or steps) it was to have; else 0.
+        loss_sum, loss_samples: of the running epoch, for its mean.
+        elapsed_s: seconds of training (validation left out) of all starts, up to the last end of an epoch.
+        logged: what the body logged in the running epoch.
+        history: the finished epochs' rows.
+    """
+
+    epochs_done: int = 0
+    batches_done: int = 0
+    step: int = 0
+    start: int = 1
+    stopped_of: int = 0
+    loss_sum: float = 0.0
+    loss_samples: int = 0
+    elapsed_s: float = 0.0
+    logged: dict[str, float] = field(default_factory=dict)
+    history: list[Row] = field(default_factory=list)
+    # -- of this start only ------------------------------------------------------------------------------------------
+    part_began: float = 0.0  # clock at which this start began to work on the epoch
+    samples_in_part: int = 0  # samples of the epoch that this start has trained on, over all ranks
+    newest: Row = field(default_factory=dict)  # for the progress bar
+    told_not_finite: bool = False
+
+    _SAVED = (
+        "epochs_done",
+        "batches_done",
+        "step",
+        "start",
+        "stopped_of",
+        "loss_sum",
+        "loss_samples",
+        "elapsed_s",
+        "logged",
+        "history",
+    )
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as plain numbers, lists and dicts."""
+        saved = {name: getattr(self, name) for name in self._SAVED}
+        return {**saved, "logged": dict(self.logged), "history": [dict(row) for row in self.history]}
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> Position:
+        """The position that `to_dict` described. Raises CheckpointError when something of it is missing."""
+        missing = [name for name in cls._SAVED if name not in saved]
+        if missing:
+            raise CheckpointError(
+                f"the checkpoint does not say {', '.join(missing)}: another version of Photinus wrote it"
+            )
+        return cls(**{name: saved[name] for name in cls._SAVED})
+
+    def begin_epoch_part(self, clock_s: float) -> None:
+        """This start begins the epoch, or goes on inside it."""
+        self.part_began, self.samples_in_part = clock_s, 0
+
+    def add_loss(self, step_loss: StepLoss) -> None:
+        """Adds a step's loss to the running epoch's mean."""
+        self.loss_sum += step_loss.loss * step_loss.samples
+        self.loss_samples += step_loss.samples
+        self.newest = {**self.newest, "loss": step_loss.loss}
+
+    def end_epoch(self, clock_s: float, learning_rate: float, *, whole: bool = True) -> Row:
+        """Closes the epoch and returns its row, which is also the last of the history.
+
+        Args:
+            clock_s: the clock now.
+            learning_rate: now.
+            whole: False where the run ends inside the epoch: the row is a provisional one then, of what is done of it.
+        """
+        seconds = max(clock_s - self.part_began, 1e-9)
+        self.elapsed_s += seconds
+        row: Row = {
+            "epoch": self.epochs_done + 1,
+            "step": self.step,
+            "loss": self.loss_sum / self.loss_samples if self.loss_samples else math.nan,
+            "learning_rate": learning_rate,
+            **self.logged,
+            "samples_per_s": self.samples_in_part / seconds,
+            "elapsed_s": self.elapsed_s,
+            "start": self.start,
+        }
+        self.history.append(row)
+        self.newest = dict(self.logged)
+        if whole:
+            self.epochs_done += 1
+            self.batches_done, self.loss_sum, self.loss_samples, self.logged = 0, 0.0, 0, {}
+        return row
+
+    def go_on(self) -> None:
+        """The run goes on where it had ended: inside an epoch, the row of that one was provisional."""
+        if self.history and self.history[-1]["epoch"] > self.epochs_done:
+            self.history.pop()
+
+    def description(self, place: str) -> dict[str, JSON]:
+        """The place, in words and numbers, for a checkpoint's manifest, to be read without loading it."""
+        last = self.history[-1] if self.history else {}
+        return {
+            "place": place,
+            "epochs_done": self.epochs_done,
+            "batches_done": self.batches_done,
+            "last_epoch": dict(last),
+        }

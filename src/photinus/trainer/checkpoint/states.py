@@ -1,0 +1,286 @@
+"""From objects to plain states that a file can hold, and back, all or none.
+
+A state is made of tensors and Python's own numbers, text and containers: what `torch.load(weights_only=True)` reads,
+which never runs code from a file. Names are those of the user's own model, without the prefixes of wrappers, so a
+checkpoint of any strategy loads in any other and in plain torch.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ...errors import CheckpointError
+from ...parallel import strategy_of
+from ...parallel.exchange.agreement import place_in_group
+from ...parallel.zero.split_states import copied, gathered
+
+__all__ = [
+    "PlainState",
+    "apply_states",
+    "check_states",
+    "load_into",
+    "plain_names",
+    "require_whole",
+    "state_of",
+    "unwrap",
+]
+
+_CPU = torch.device("cpu")
+_BYTES_PER_TENSOR = 1024  # in a file, beside its data: name, headers, alignment; generously
+_BYTES_PER_ITEM = 64
+_BYTES_PER_FILE = 4096
+_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
+_AS_THEY_ARE = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The user's own module inside wrappers: DistributedDataParallel (torch's, ours), DataParallel, torch.compile's."""
+    while True:
+        inner = getattr(module, "_orig_mod", None)  # torch.compile's OptimizedModule
+        if not isinstance(inner, nn.Module):
+            # A wrapper holds one child called `module`; a model of the user's may do so as well, but has no `no_sync`.
+            is_wrapper = hasattr(type(module), "no_sync") or isinstance(module, nn.DataParallel)
+            inner = getattr(module, "module", None) if is_wrapper else None
+        if not isinstance(inner, nn.Module):
+            return module
+        module = inner
+
+
+def state_of(value: Any) -> Any:
+    """The whole state of an object that has one (`state_dict`; a wrapped model's own), else the value itself.
+
+    Called by all ranks, for what strategies split over the ranks is gathered: on rank 0, what others get is of no use.
+    """
+    if isinstance(value, (nn.Module, torch.optim.Optimizer)):
+        part = unwrap(value) if isinstance(value, nn.Module) else value
+        return strategy_of(part).save(part)
+    if _has_state(value):
+        return gathered(value.state_dict())  # such as an average of a split model's weights
+    return value
+
+
+def require_whole(value: Any, name: str) -> None:
+    """Refuses an object of which this rank holds but a part, where the other ranks are not asked for theirs.
+
+    Raises:
+        TypeError: it is split; says what to do.
+    """
+    is_part = isinstance(value, (nn.Module, torch.optim.Optimizer)) and strategy_of(value).splits(value)
+    if is_part and place_in_group()[1] > 1:
+        raise TypeError(
+            f"{name} ({type(value).__name__}) is split over the ranks, and one rank alone cannot save it: use "
+            f"photinus.save or photinus.Loop, which all ranks call"
+        )
+
+
+def _has_state(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and not isinstance(value, type)
+
+
+class PlainState:
+    """`value` as a file should hold it, and how many bytes that needs at most.
+
+    Tensors become CPU tensors without gradient that own just their elements (a view of a large buffer is not written
+    with the whole buffer); what was one tensor under two names stays one. Subclasses of numbers and text, and numpy's
+    numbers, become plain ones.
+
+    Args:
+        value: nested dict, list, tuple, set, tensors, numbers, text, None.
+        name: of the state's entry, for messages.
+
+    Raises:
+        TypeError: something in it could not be read back safely; names the place and what to do.
+    """
+
+    def __init__(self, value: Any, name: str) -> None:
+        self.needed_bytes = _BYTES_PER_FILE
+        self._seen: dict[tuple[Any, ...], torch.Tensor] = {}
+        self.value = self._plain(value, name)
+
+    def _plain(self, value: Any, where: str) -> Any:
+        self.needed_bytes += _BYTES_PER_ITEM
+        kind = type(value)
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, where)
+        if kind in _AS_THEY_ARE:
+            self.needed_bytes += 4 * len(value) if isinstance(value, (str, bytes)) else 0
+            return value
+        if kind in (dict, OrderedDict, defaultdict):
+            items = {self._key(key, where): self._plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+            if kind is not OrderedDict:
+                return items
+            ordered = OrderedDict(items)
+            vars(ordered).update({k: self._plain(v, f"{where}.{k}") for k, v in vars(value).items()})  # _metadata
+            return ordered
+        if kind is Counter:
+            return Counter(value)
+        if kind in (list, tuple, set):
+            return kind(self._plain(item, f"{where}[{index}]") for index, item in enumerate(value))
+        return self._number_or_text(value, where)
+
+    def _number_or_text(self, value: Any, where: str) -> Any:
+        if not isinstance(value, Enum):
+            for kind in (int, float, str):  # numpy.float64 and torch.__version__ are such subclasses
+                if isinstance(value, kind):
+                    return kind(value)
+            if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () and hasattr(value, "item"):
+                return self._plain(value.item(), where)
+        if type(value).__module__ == "numpy":
+            advice = "Make it a tensor (torch.from_numpy) or a list"
+        else:
+            advice = "Give it a state_dict() of tensors, numbers, text, lists and dicts, or leave it out"
+        raise TypeError(
+            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be saved: loading it "
+            f"again would have to run code from the file. {advice}."
+        )
+
+    def _key(self, key: Any, where: str) -> Any:
+        if isinstance(key, torch.Tensor):
+            raise TypeError(f"{where} has a tensor as a key, which cannot be saved")
+        return self._plain(key, f"{where}, key {key!r}")
+
+    def _tensor(self, tensor: torch.Tensor, where: str) -> torch.Tensor:
+        if type(tensor) not in _TENSORS:
+            raise TypeError(
+                f"{where} is a {type(tensor).__qualname__}, not a plain tensor: make it one first "
+                f"(a DTensor by .full_tensor())"
+            )
+        if tensor.is_meta or is_lazy(tensor):
+            raise TypeError(f"{where} has no values yet (it is {'lazy' if is_lazy(tensor) else 'on the meta device'})")
+        tensor = tensor.detach()
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            return tensor.cpu()
+        storage = tensor.untyped_storage().data_ptr()
+        shape = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        identity = (tensor.device, storage, shape, tensor.is_conj(), tensor.is_neg())
+        if identity not in self._seen:
+            host = tensor.cpu().resolve_conj().resolve_neg()
+            if host.untyped_storage().nbytes() != host.numel() * host.element_size():
+                host = host.clone()
+            self.needed_bytes += host.untyped_storage().nbytes() + _BYTES_PER_TENSOR
+            self._seen[identity] = host
+        return self._seen[identity]
+
+
+def plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's state without the `module.` or `_orig_mod.` that a wrapper put before every name; a copy, not deep."""
+    for prefix in ("module.", "_orig_mod."):
+        if state and all(str(name).startswith(prefix) for name in state):
+            return plain_names({str(name).removeprefix(prefix): value for name, value in state.items()})
+    return copy.copy(state) if isinstance(state, dict) else dict(state)  # with the versions that torch noted
+
+
+def check_states(objects: Mapping[str, Any], states: Mapping[str, Any], source: str) -> None:
+    """Raises unless each object can take its state, as far as can be told without changing it.
+
+    Raises:
+        TypeError: an object has no load_state_dict.
+        CheckpointError: there is no state for it, or a model's names or shapes differ.
+    """
+    for name, target in objects.items():
+        if not callable(getattr(target, "load_state_dict", None)):
+            raise TypeError(
+                f"{name} is a {type(target).__name__} without load_state_dict, so nothing can be loaded into it. Plain "
+                f"values are returned: saved = photinus.load(...); {name} = saved[{name!r}]"
+            )
+        if name not in states:
+            raise CheckpointError(f"{source} holds no {name!r}; it holds {', '.join(map(repr, states)) or 'nothing'}")
+        if isinstance(target, nn.Module):
+            _check_module(name, unwrap(target), states[name], source)
+
+
+def apply_states(objects: Mapping[str, Any], states: Mapping[str, Any], source: str) -> _Undo:
+    """Loads each object's state into it; when one fails, all get back what they had, and the error is raised.
+
+    Args:
+        objects: by name: models (wrapped or not), optimizers, anything with state_dict and load_state_dict.
+        states: at least the same names.
+        source: where the states come from, for messages.
+
+    Returns:
+        A function that takes it all back, for when another rank has failed.
+    """
+    check_states(objects, states, source)
+    undo = _Undo()
+    for name, target in objects.items():
+        undo.remember(name, target)
+        try:
+            load_into(target, states[name])
+        except Exception as error:
+            outcome = undo()
+            raise CheckpointError(
+                f"{name} ({type(target).__name__}) does not take its state from {source}: {type(error).__name__}: "
+                f"{error}. {outcome}"
+            ) from error
+    return undo
+
+
+class _Undo:
+    """What objects held on this rank, as copies; called, it puts them back and says how that went."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[str, Callable[[], None]]] = []
+
+    def remember(self, name: str, target: Any) -> None:
+        if isinstance(target, (nn.Module, torch.optim.Optimizer)):
+            part = unwrap(target) if isinstance(target, nn.Module) else target
+            self._before.append((name, strategy_of(part).keep(part)))
+        elif _has_state(target):
+            self._before.append((name, partial(target.load_state_dict, copied(target.state_dict(), _CPU))))
+
+    def __call__(self) -> str:
+        stuck = []
+        for name, put_back in reversed(self._before):
+            try:
+                put_back()
+            except Exception as error:  # noqa: BLE001 - the others have to be put back all the same; it is told
+                stuck.append(f"{name} ({type(error).__name__}: {error})")
+        self._before.clear()
+        if stuck:
+            return f"What it had before could not be put back in {', '.join(stuck)}; all else was."
+        return "Nothing was changed."
+
+
+def load_into(target: Any, state: Any) -> None:
+    """Gives an object a whole state; every rank keeps its part. Nothing of `state` is shared with the object then."""
+    if isinstance(target, nn.Module):
+        module = unwrap(target)
+        strategy_of(module).load(module, plain_names(state))
+    elif isinstance(target, torch.optim.Optimizer):
+        strategy_of(target).load(target, state)
+    else:
+        target.load_state_dict(copied(state))
+
+
+def _check_module(name: str, module: nn.Module, state: Any, source: str) -> None:
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"{name} in {source} is a {type(state).__name__}, not the state of a model")
+    found, wanted = plain_names(state), module.state_dict()
+    told = []
+    missing = [key for key in wanted if key not in found]
+    unexpected = [key for key in found if key not in wanted]
+    if missing:
+        told.append(f"it lacks {_some(missing)}")
+    if unexpected:
+        told.append(f"the model has no {_some(unexpected)}")
+    for key in wanted:
+        ours, theirs = wanted[key], found.get(key)
+        if not (isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor)) or is_lazy(ours):
+            continue
+        if ours.shape != theirs.shape:
+            told.append(f"{key} has shape {list(theirs.shape)} and the model's {list(ours.shape)}")
+    if told:
+        raise CheckpointError(f"{name} in {source} is of another model: {'; '.join(told[:6])}. Nothing was loaded.")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

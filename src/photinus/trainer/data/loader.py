@@ -1,0 +1,347 @@
+"""Batches of a dataset for this rank: shuffled, resumable, the same at every world size.
+
+`loader` makes a Loader; `photinus.Loop` and the Trainer use one. In a loop of your own:
+
+    batches = photinus.loader(train_set, batch_size=64, num_workers=4)
+    for epoch in range(15):
+        for x, y in batches:            # a new order each epoch; nothing to call in between
+            ...
+
+torch's DataLoader does the fetching (worker processes, pinned memory); which samples, in which order, with which
+random seeds and from which batch on is decided here and in sampler.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import default_collate as torch_collate
+
+from ... import env
+from ...world import World
+from .arguments import place, whole_number
+from .datasets import check_dataset, indexable, taken_apart
+from .devices import pinned, to_device
+from .rng import check_seed
+from .sampler import GlobalBatches, LocalBatch, ShardedOnce
+from .workers import Fetch, Request, WorkerStart, identity
+
+__all__ = ["Batch", "Loader", "loader"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One local batch and its place in the global one.
+
+    Attributes:
+        data: what the collate function made, on the loader's device.
+        weight: by which this rank's mean loss has to be multiplied so that its mean over ranks is that over all
+            samples of the global batch (1.0 unless the batch is split unevenly).
+        samples: of this rank.
+        global_samples: of all ranks.
+        index: of the global batch within its epoch.
+    """
+
+    data: Any
+    weight: float
+    samples: int
+    global_samples: int
+    index: int
+
+
+def loader(
+    dataset: Dataset[Any] | Sequence[Any] | DataLoader[Any],
+    *,
+    batch_size: int | None = None,
+    train: bool = True,
+    shuffle: bool | None = None,
+    seed: int = 0,
+    drop_last: bool | None = None,
+    num_workers: int | None = None,
+    pin_memory: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    device: torch.device | str | None = None,
+    persistent_workers: bool | None = None,
+    prefetch_factor: int | None = None,
+    worker_init_fn: Callable[[int], None] | None = None,
+    multiprocessing_context: str | None = None,
+    timeout_s: float | None = None,
+) -> Loader:
+    """This rank's share of a map-style dataset, in batches.
+
+    Args:
+        dataset: anything with __len__ and __getitem__ (or __getitems__); or torch's DataLoader over such a one, which
+            is taken apart: what is None here is what it was given. Its batch size counts as that over all ranks, but
+            under a DistributedSampler as that of each.
+        batch_size: samples per step over all ranks. For training a multiple of the world size.
+        train: False is for validation: the dataset's order, every sample exactly once over all ranks, no padding;
+            ranks may then differ by one in their number of batches. `shuffle` and `drop_last` do not apply.
+        shuffle: a new order in each epoch, a function of (seed, epoch) alone. Default: as `train`.
+        seed: of the order, and of the generators (Python's, numpy's and torch's global ones) that __getitem__ and the
+            collate function draw from: each sample has its own seed, a function of (seed, epoch, sample), at a cost
+            of about 15 us. With __getitems__ there is one for the batch.
+        drop_last: leave out an epoch's last, short batch; default: True. False splits it unevenly; see `Batch.weight`.
+        num_workers: worker processes that fetch; default: none. A TensorDataset (or a Subset of one) is indexed in this
+            process instead, which is faster, unless there is a collate function.
+        pin_memory: default: when the device is a GPU.
+        collate_fn: default: torch's default_collate.
+        rank, world_size: default: those of torch.distributed when it is initialised, else those that the launcher
+            set in the environment. Give both or none.
+        device: where the batches' tensors go; None leaves them where they are.
+        persistent_workers: keep the workers from epoch to epoch, with their copy of the dataset; default: False.
+        prefetch_factor: batches that each worker prepares ahead; default: torch's (2).
+        worker_init_fn: called in each worker with its number; torch's get_worker_info().dataset.dataset is yours.
+        multiprocessing_context: how workers start ("fork", "forkserver", "spawn"); default: Python's.
+        timeout_s: how long to wait for a worker's batch; default: PHOTINUS_TIMEOUT_S (300 s), 0: without end.
+
+    Raises:
+        TypeError: the dataset is iterable-style or no dataset at all, an argument has the wrong type, or the batch size
+            is missing.
+        ValueError: batch size, world size and dataset do not fit each other.
+        FileNotFoundError: `dataset` is a path at which there is nothing.
+    """
+    if isinstance(dataset, DataLoader):
+        given = {
+            "batch_size": batch_size,
+            "shuffle": shuffle,
+            "drop_last": drop_last,
+            "num_workers": num_workers,
+            "pin_memory": pin_memory,
+            "collate_fn": collate_fn,
+            "persistent_workers": persistent_workers,
+            "prefetch_factor": prefetch_factor,
+            "worker_init_fn": worker_init_fn,
+            "multiprocessing_context": multiprocessing_context,
+            "timeout_s": timeout_s,
+        }
+        inner, found = taken_apart(dataset)
+        chosen: dict[str, Any] = found | {name: value for name, value in given.items() if value is not None}
+        if not train:
+            chosen |= {"shuffle": None}
+        return loader(inner, train=train, seed=seed, rank=rank, world_size=world_size, device=device, **chosen)
+    check_dataset(dataset)
+    if batch_size is None:
+        raise TypeError("batch_size is missing: the samples of one step over all ranks")
+    drop_last = True if drop_last is None else drop_last
+    if (rank is None) != (world_size is None):
+        raise ValueError(f"give both rank and world_size or neither; got rank={rank}, world_size={world_size}")
+    if rank is None or world_size is None:
+        rank, world_size = _place()
+    rank, world_size = place(rank, world_size)
+    batch_size, seed = whole_number("batch_size", batch_size, least=1), check_seed(seed)
+    num_workers = whole_number("num_workers", num_workers or 0)
+    device = None if device is None else torch.device(device)
+    if collate_fn is not None and not callable(collate_fn):
+        raise TypeError(f"collate_fn needs a function that takes a list of samples, not {collate_fn!r}")
+    if not train and shuffle:
+        raise ValueError("shuffle=True with train=False: validation counts each sample once, in the dataset's order")
+    samples = len(dataset)  # type: ignore[arg-type]
+    shares: GlobalBatches | ShardedOnce
+    if train:
+        shuffle = True if shuffle is None else shuffle
+        shares = GlobalBatches(
+            samples, batch_size, rank=rank, world_size=world_size, shuffle=shuffle, seed=seed, drop_last=drop_last
+        )
+    else:
+        shares = ShardedOnce(samples, rank=rank, world_size=world_size)
+    for_gpu = device is not None and device.type == "cuda"
+    pin = (for_gpu if pin_memory is None else pin_memory) and torch.cuda.is_available()
+    options: dict[str, Any] = {}
+    if num_workers:
+        options = {
+            "persistent_workers": bool(persistent_workers),
+            "worker_init_fn": worker_init_fn,
+            "multiprocessing_context": multiprocessing_context,
+            "timeout": env.TIMEOUT_S.get() if timeout_s is None else timeout_s,
+        }
+        if prefetch_factor is not None:
+            options["prefetch_factor"] = whole_number("prefetch_factor", prefetch_factor, least=1)
+    return Loader(dataset, shares, batch_size, seed, collate_fn, num_workers, pin, device, options)
+
+
+class Loader:
+    """This rank's batches of a dataset; made by `loader`.
+
+    `for data in loader` is one pass: it counts its own epochs. `epoch(k, start=i)` is for those who count themselves:
+    any batch of any epoch, without loading what comes before.
+
+    Attributes:
+        dataset: the user's.
+        batch_size: samples per step over all ranks.
+        samples: size of the dataset.
+        shares: which samples are this rank's.
+        device: where the tensors go, or None.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        shares: GlobalBatches | ShardedOnce,
+        batch_size: int,
+        seed: int,
+        collate_fn: Callable[[list[Any]], Any] | None,
+        num_workers: int,
+        pin_memory: bool,
+        device: torch.device | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.dataset, self.shares, self.batch_size, self.seed, self.device = dataset, shares, batch_size, seed, device
+        self.samples = shares.samples
+        self._pin_memory = pin_memory
+        self._tensors = indexable(dataset) if collate_fn is None else None
+        self._fetch = Fetch(dataset, collate_fn or torch_collate, seed)
+        self._num_workers, self._options = num_workers, dict(options)
+        self._workers: DataLoader[Any] | None = None  # kept from pass to pass when the workers are persistent
+        self._requests = _Requests()
+        self._passes = 0
+        self._next = (0, 0)  # epoch and first batch of the next plain pass
+        self._position = (0, 0)  # the batch that a plain pass hands out next
+
+    def __len__(self) -> int:
+        """Batches of one epoch on this rank; for training the same number on every rank."""
+        return len(self.shares) if isinstance(self.shares, GlobalBatches) else self.shares.batches(self.batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        """One pass over the next epoch: the collated data alone. Each call is a new epoch, finished or not."""
+        epoch, start = self._next
+        self._next = (epoch + 1, 0)
+        self._position = (epoch, start)
+        return self._plain(epoch, start)
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """The batches of `epoch` (0, 1, ...) from batch `start` on; nothing before it is loaded.
+
+        Raises:
+            TypeError, ValueError: not whole numbers, below 0, or `start` beyond the epoch's end (the end itself gives
+                no batches).
+        """
+        epoch, start = whole_number("epoch", epoch), whole_number("start", start)
+        if start > len(self):
+            raise ValueError(f"start={start} is beyond the end of the epoch, which has {len(self)} batches")
+        return self._indexed(epoch, start) if self._tensors is not None else self._fetched(epoch, start)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the plain pass stands, for `photinus.save`: epoch, next batch, and what that depends on."""
+        return {"epoch": self._position[0], "batch": self._position[1], **self._identity()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Lets the next plain pass go on where `state` stands, inside the epoch.
+
+        Raises:
+            ValueError: `state` stands inside an epoch of another dataset size, batch size, order or seed.
+        """
+        wanted, found = self._identity(), {name: state[name] for name in self._identity()}
+        epoch, batch = whole_number("epoch", state["epoch"]), whole_number("batch", state["batch"])
+        if batch and wanted != found:
+            names = [name for name in wanted if wanted[name] != found[name]]
+            told = ", ".join(f"{name} was {found[name]} and is {wanted[name]}" for name in names)
+            raise ValueError(
+                f"the saved run stopped at batch {batch} of epoch {epoch}, which cannot be found again: {told}"
+            )
+        self._next = self._position = (epoch, batch) if batch < len(self) else (epoch + 1, 0)
+
+    def _identity(self) -> dict[str, Any]:
+        shuffle = isinstance(self.shares, GlobalBatches) and self.shares.shuffle
+        return {"samples": self.samples, "batch_size": self.batch_size, "seed": self.seed, "shuffle": shuffle}
+
+    def _plain(self, epoch: int, start: int) -> Iterator[Any]:
+        for batch in self.epoch(epoch, start):
+            self._position = (epoch, batch.index + 1)
+            yield batch.data
+        self._position = (epoch + 1, 0)
+
+    def _local(self, epoch: int, index: int) -> LocalBatch:
+        if isinstance(self.shares, GlobalBatches):
+            return self.shares.batch(epoch, index)
+        return self.shares.batch(self.batch_size, index)
+
+    def _batch(self, data: Any, local: LocalBatch, index: int) -> Batch:
+        return Batch(to_device(data, self.device), local.weight, len(local.indices), local.global_samples, index)
+
+    def _indexed(self, epoch: int, start: int) -> Iterator[Batch]:
+        """Whole batches out of tensors in memory: the same values as sample by sample, without the loop."""
+        assert self._tensors is not None
+        for index in range(start, len(self)):
+            local = self._local(epoch, index)
+            data = self._tensors(local.indices)
+            yield self._batch(pinned(data) if self._pin_memory else data, local, index)
+
+    def _fetched(self, epoch: int, start: int) -> Iterator[Batch]:
+        asked: deque[LocalBatch] = deque()
+
+        def requests() -> Iterator[Request]:
+            for index in range(start, len(self)):
+                asked.append(self._local(epoch, index))
+                yield Request(epoch, asked[-1].indices)
+
+        self._passes += 1
+        this_pass = self._passes
+        self._requests.plan = requests()
+        fetched = iter(self._data_loader())  # takes the plan
+        for index in range(start, len(self)):
+            if self._workers is not None and this_pass != self._passes:
+                raise RuntimeError(
+                    "another pass over this loader began before this one ended: persistent workers serve one pass at a "
+                    "time. Make two loaders, or use persistent_workers=False."
+                )
+            try:
+                data = next(fetched)
+            except RuntimeError as error:
+                if "timed out" in str(error) and self._num_workers:
+                    raise TimeoutError(
+                        f"no batch came from the {self._num_workers} loader workers within "
+                        f"{self._options['timeout']} s (rank {self.shares.rank}, epoch {epoch}, batch {index}): a "
+                        f"sample takes too long or a worker is stuck. Give loader(timeout_s=...) more time, or "
+                        f"num_workers=0 to see where it waits."
+                    ) from error
+                raise
+            yield self._batch(data, asked.popleft(), index)
+
+    def _data_loader(self) -> DataLoader[Any]:
+        if self._workers is not None:
+            return self._workers
+        options = dict(self._options)
+        if self._num_workers:
+            # The kernel watches the thread that starts the workers, not the process: only the main one lasts.
+            in_main_thread = threading.current_thread() is threading.main_thread()
+            options["worker_init_fn"] = WorkerStart(in_main_thread, options["worker_init_fn"])
+        data_loader: DataLoader[Any] = DataLoader(
+            self._fetch,  # type: ignore[arg-type]
+            batch_size=None,  # a request is already a batch
+            sampler=self._requests,
+            collate_fn=identity,
+            num_workers=self._num_workers,
+            pin_memory=self._pin_memory,
+            # Without a generator of its own it would draw from torch's global one and shift dropout after a resume.
+            generator=torch.Generator(device="cpu").manual_seed(self.seed),
+            **options,
+        )
+        if options.get("persistent_workers"):
+            self._workers = data_loader
+        return data_loader
+
+
+class _Requests:
+    """The sampler that a DataLoader reads: whatever plan the present pass has put here."""
+
+    def __init__(self) -> None:
+        self.plan: Iterator[Request] = iter(())
+
+    def __iter__(self) -> Iterator[Request]:
+        return self.plan
+
+
+def _place() -> tuple[int, int]:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    world = World.from_env()
+    return world.rank, world.world_size

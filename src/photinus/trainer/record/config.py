@@ -1,0 +1,204 @@
+"""`config.json`: everything that says how a run came about, saved beside its results.
+
+Also the check of a data folder, which belongs before any work starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ... import env
+from ...relaunch import Launch, notable
+from ...runlog.run import CONFIG
+from ...runlog.tables import write_atomically
+from ..session.session import Session
+from .machine import describe_machine
+
+__all__ = ["RunConfig", "Start", "dataset_folder"]
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a run: the first, or one that went on from a checkpoint."""
+
+    time: str  # ISO 8601, with the offset from UTC
+    command: list[str]
+    folder: str  # working directory
+    resumed_from: str | None  # path of the checkpoint, None for a fresh start
+    resumed_step: int
+    job: str  # equal for all attempts of one job
+    launcher: str
+    attempt: int  # how often the launcher had restarted the workers
+    world_size: int
+    hosts: list[str]  # by rank
+    device: str
+    backend: str
+    versions: dict[str, str | None]
+    environ: dict[str, str]  # variables that may change how it runs; the launcher's, when there is `launch`
+    launch: dict[str, Any] | None  # what `photinus run` was asked, see relaunch; None for another launcher
+    git: dict[str, Any] | None  # commit and whether files differed from it; None outside a repository
+    machine: dict[str, Any] = field(default_factory=dict)  # of rank 0's host, see machine.py
+
+    @classmethod
+    def now(cls, session: Session, *, resumed_from: str | None, resumed_step: int, job: str) -> Start:
+        """Describes the start that is happening."""
+        launch = _launch()
+        return cls(
+            time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            command=_command(),
+            folder=os.getcwd(),
+            resumed_from=resumed_from,
+            resumed_step=resumed_step,
+            job=job,
+            launcher=session.launcher,
+            attempt=env.ATTEMPT.get(),
+            world_size=session.world_size,
+            hosts=list(session.hosts),
+            device=str(session.device),
+            backend=session.backend,
+            versions=_versions(),
+            environ=notable(os.environ) if launch is None else dict(launch.environ),
+            launch=None if launch is None else asdict(launch),
+            git=_git_state(Path(sys.argv[0]).resolve().parent if sys.argv and sys.argv[0] else Path.cwd()),
+            machine=describe_machine(session.device),
+        )
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The options of a run and all its starts, the newest last.
+
+    Attributes:
+        options: what decides the run: batch size, epochs, seed, samples, strategy ...
+        user: the script's own options (its parsed arguments), as far as JSON can carry them.
+        starts: every start of the run.
+    """
+
+    options: dict[str, Any]
+    user: dict[str, Any] = field(default_factory=dict)
+    starts: list[Start] = field(default_factory=list)
+
+    def save(self, folder: Path, *, go_on: bool) -> None:
+        """Writes `config.json` into the folder; with `go_on` the starts that it lists already are kept."""
+        earlier = self.read(folder).get("starts", []) if go_on else []
+        content = {
+            "options": _plain(self.options),
+            "user": _plain(self.user),
+            "starts": [*earlier, *(asdict(start) for start in self.starts)],
+        }
+        write_atomically(folder / CONFIG, json.dumps(content, indent=2) + "\n")
+
+    @staticmethod
+    def read(folder: Path) -> dict[str, Any]:
+        """The content of the folder's `config.json`; empty when there is none.
+
+        Raises:
+            ValueError: the file is no JSON object.
+        """
+        path = folder / CONFIG
+        if not path.exists():
+            return {}
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is not valid JSON ({error}); mend it or move it away") from error
+        if not isinstance(content, dict):
+            raise ValueError(f"{path} holds a {type(content).__name__}, but a run's config is an object")
+        return content
+
+
+def user_options(options: Mapping[str, Any] | argparse.Namespace | None) -> dict[str, Any]:
+    """A script's options as a dict: of an argparse.Namespace, a mapping or nothing."""
+    if options is None:
+        return {}
+    return dict(vars(options) if isinstance(options, argparse.Namespace) else options)
+
+
+def dataset_folder(path: str | os.PathLike[str]) -> Path:
+    """The folder of a data set, checked before any work starts.
+
+    Raises:
+        ValueError: there is no such folder, it is a file, or nothing is in it.
+    """
+    folder = Path(path).expanduser()
+    where = f"{str(path)!r} ({folder.resolve()})"
+    if not folder.exists():
+        raise ValueError(f"the data set's folder {where} does not exist; give the folder that holds the data")
+    if not folder.is_dir():
+        raise ValueError(f"the data set's folder {where} is a file; give the folder that holds it")
+    if next(folder.iterdir(), None) is None:
+        raise ValueError(f"the data set's folder {where} is empty")
+    return folder
+
+
+def _command() -> list[str]:
+    """What Python was started with: a script and its arguments, or -m and a module's name."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    if spec is None or spec.name == "__main__":  # a script, or a folder with __main__.py
+        return [sys.executable, *sys.argv]
+    return [sys.executable, "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
+
+
+def _launch() -> Launch | None:
+    """The words of `photinus run`, unless somebody else started this process or wrote there."""
+    text = env.LAUNCH.get()
+    try:
+        return None if text is None else Launch.from_text(text)
+    except ValueError:
+        return None
+
+
+def _versions() -> dict[str, str | None]:
+    from ...version import __version__
+
+    numpy = sys.modules.get("numpy")
+    return {
+        "photinus": __version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda,
+        "numpy": None if numpy is None else str(numpy.__version__),
+        "platform": platform.platform(),
+    }
+
+
+def _git_state(folder: Path) -> dict[str, Any] | None:
+    """The commit of the script's repository; None where there is no repository or no git."""
+
+    def ask(*words: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=5, check=True
+            )
+        except (OSError, subprocess.SubprocessError):
+            return None  # no git, no repository, no commit yet, or a repository too slow to wait for
+        return done.stdout.strip()
+
+    commit = ask("rev-parse", "HEAD")
+    if commit is None:
+        return None
+    changes = ask("status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "changed": None if changes is None else bool(changes)}
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON can carry it; what it cannot is written as its text."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(item) for item in value]
+    return str(value)

@@ -1,0 +1,109 @@
+"""Brings every rank's times and memory to rank 0, without an exchange of their own.
+
+They ride along with the loop's exchange of losses, an all-reduce that sums: each rank fills its own place of a vector
+that is zero elsewhere, so the sum holds everyone's. So they come to the run's folder from hosts that share no disk,
+and rank 0 alone writes. What it costs is ten float64 values per rank in an exchange that takes place anyway.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from ...runlog.windows import MEMORY, PHASES, Window
+from ..session.session import Session
+from .memory import memory_bytes
+from .step_clock import StepClock
+
+__all__ = ["RankTimes"]
+
+_PHASES, _MEMORY = len(PHASES), len(MEMORY)
+_WIDTH = _PHASES + _MEMORY
+_MOST_STEPS = 16
+_PAUSE_S = 1.0
+_WRITTEN_AT_FIRST = 2000  # windows; from then on they get longer, so that a run of days does not fill the disk
+_RANKS_WRITTEN_AT_ONCE = 32
+
+
+class RankTimes:
+    """The times of all ranks between two exchanges, and on rank 0 the windows to write.
+
+    Args:
+        session: of this rank.
+        clock: of this rank's steps.
+
+    Attributes:
+        steps_to_next: after how many steps the ranks exchange next: about one second's worth, at most 16, equal on
+            all ranks. So what is shown of a run is never older than a step or a second, whichever is longer.
+    """
+
+    def __init__(self, session: Session, clock: StepClock) -> None:
+        self.steps_to_next = 1
+        self._session = session
+        self._clock = clock
+        self._began_s = self._written_s = time.perf_counter()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._steps = self._samples = 0
+        self._seconds = [[0.0] * self._session.world_size for _ in PHASES]
+
+    def mine(self) -> list[float]:
+        """This rank's times since the last exchange and its memory, with zeros in the other ranks' places.
+
+        Its length is 10 * world size; the ranks' vectors are to be summed.
+        """
+        vector = [0.0] * (_WIDTH * self._session.world_size)
+        own = [*self._clock.take(), *map(float, memory_bytes(self._session.device))]
+        vector[_WIDTH * self._session.rank : _WIDTH * (self._session.rank + 1)] = own
+        return vector
+
+    def add(self, everyone: Sequence[float], *, steps: int, samples: int) -> float:
+        """Takes the ranks' summed vectors of some steps. Every rank calls it.
+
+        Args:
+            everyone: the sum of what `mine` returned.
+            steps: since the last exchange.
+            samples: of all ranks in them.
+
+        Returns:
+            The seconds that these steps took the slowest rank, equal on all ranks.
+        """
+        places = range(0, len(everyone), _WIDTH)
+        for phase, seconds in enumerate(self._seconds):
+            for rank, place in enumerate(places):
+                seconds[rank] += everyone[place + phase]
+        self._memory = [[int(everyone[place + _PHASES + kind]) for place in places] for kind in range(_MEMORY)]
+        self._steps += steps
+        self._samples += samples
+        total_s = max(sum(everyone[place : place + _PHASES]) for place in places)
+        if steps:
+            longest_s = total_s / steps
+            self.steps_to_next = max(1, min(_MOST_STEPS, int(_PAUSE_S / longest_s))) if longest_s > 0 else _MOST_STEPS
+        return total_s
+
+    def window(self, *, step: int, epoch: int, start: int, at_once: bool) -> Window | None:
+        """What to write now, if it is time: at least a second after the last one, and later ever more seldom.
+
+        Args:
+            step, epoch, start: where the run is.
+            at_once: do not wait longer (the run ends).
+        """
+        now_s = time.perf_counter()
+        pause_s = max(_PAUSE_S, (now_s - self._began_s) / _WRITTEN_AT_FIRST)
+        pause_s *= max(1.0, self._session.world_size / _RANKS_WRITTEN_AT_ONCE)
+        if not self._steps or (now_s - self._written_s < pause_s and not at_once):
+            return None
+        self._written_s = now_s
+        window = Window(
+            time_s=time.time(),
+            step=step,
+            epoch=epoch,
+            start=start,
+            steps=self._steps,
+            samples=self._samples,
+            phases={p: [s / self._steps for s in self._seconds[i]] for i, p in enumerate(PHASES)},
+            memory=dict(zip(MEMORY, self._memory, strict=True)),
+        )
+        self._forget()
+        return window

@@ -1,0 +1,174 @@
+"""Where a run goes on: which checkpoint it starts from, and whether that checkpoint fits the run.
+
+Decided by rank 0 in one place. `resume` means, for the run's folder `out`:
+
+| resume | first attempt | after the launcher restarted the workers |
+|---|---|---|
+| "auto" | the newest complete checkpoint, else from the start | the same |
+| "never", None | from the start; what lies there is moved to `earlier-N/` | the newest of this job |
+| a path | that checkpoint (or the newest of that run's folder) | the newest of this job, else the path |
+
+So a job that was started with "never" does not begin anew at each restart of its workers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...env import ATTEMPT
+from ...errors import CheckpointError
+from ...runlog.run import FILES
+from ..checkpoint.folder import Checkpoint, CheckpointFolder
+from .config import RunConfig
+from .tensorboard import FOLDER as TENSORBOARD
+
+__all__ = ["Source", "check_fits", "choose_source", "job_name"]
+
+CHECKPOINTS = "checkpoints"
+_OF_A_RUN = (CHECKPOINTS, *FILES, TENSORBOARD, "curves.png", "report.html")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a run starts from, as rank 0 found it."""
+
+    checkpoint: Checkpoint | None  # None: from the very start
+    goes_on: bool  # whether the files in `out` belong to the same run and stay
+    note: str | None = None  # to tell the user
+
+
+def job_name(environ: Mapping[str, str] | None = None) -> str:
+    """What stays the same over a job's restarts: the launcher's run id, else the parent process that starts workers."""
+    environ = os.environ if environ is None else environ
+    run_id = environ.get("TORCHELASTIC_RUN_ID", "")
+    return run_id if run_id not in ("", "none") else f"parent {os.getppid()}"
+
+
+def choose_source(out: Path | None, resume: str | os.PathLike[str] | None) -> Source:
+    """Finds what to start from, and moves away what does not belong to the run. For rank 0.
+
+    Raises:
+        CheckpointError: the path holds no complete checkpoint, or does not exist.
+    """
+    own = None if out is None else CheckpointFolder(out / CHECKPOINTS)
+    newest = None
+    # Only an earlier attempt of this very job may overrule "never" or a path.
+    if own is not None and (resume == "auto" or (ATTEMPT.get() > 0 and _job_of(own.folder.parent) == job_name())):
+        newest = own.newest()
+    if newest is not None or resume == "auto":
+        return Source(newest, goes_on=newest is not None)
+    if resume is None or resume == "never":
+        return Source(None, goes_on=False, note=None if out is None else _set_aside(out, "resume='never'"))
+    checkpoint = find_checkpoint(Path(resume))
+    if out is None or own is None:
+        return Source(checkpoint, goes_on=False)
+    newest = own.newest()
+    if newest is not None and newest.path.resolve() == checkpoint.path.resolve():
+        return Source(checkpoint, goes_on=True)
+    # The folder holds other work: later checkpoints of this run, or another run. It must not be taken for what
+    # follows from the path, and is not ours to delete.
+    return _start_from_elsewhere(out, checkpoint)
+
+
+def find_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint at a path: itself, or the newest of a run's folder.
+
+    Raises:
+        CheckpointError: nothing is there, or nothing complete.
+    """
+    if not path.exists():
+        raise CheckpointError(
+            f"resume={str(path)!r}: nothing is there ({path.resolve()}). Give a checkpoint, a run's folder, "
+            f'"auto" (the newest of this run) or "never".'
+        )
+    inside = path / CHECKPOINTS
+    if not inside.is_dir():
+        return CheckpointFolder(path.parent).open(path)
+    newest = CheckpointFolder(inside).newest()
+    if newest is None:
+        raise CheckpointError(f"resume={str(path)!r}: {inside} holds no checkpoint")
+    return newest
+
+
+def check_fits(saved: Mapping[str, Any], now: Mapping[str, Any], samples_done: int) -> list[str]:
+    """Compares what decides the order of the samples at the checkpoint and now; returns warnings.
+
+    Between epochs a change is allowed and told. Inside one it would repeat or skip samples.
+
+    Args:
+        saved: "batch_size", "seed", "samples", "shuffle" as they were.
+        now: the same as they are.
+        samples_done: samples of the running epoch that the checkpoint has seen, 0 between epochs.
+
+    Raises:
+        ValueError: inside an epoch, and the rest of it could not be the same.
+    """
+    words = {"batch_size": "batch_size", "seed": "seed", "samples": "length of the data set", "shuffle": "shuffle"}
+    warnings = []
+    for name, word in words.items():
+        if saved.get(name) == now[name]:
+            continue
+        change = f"{word} was {saved.get(name)} when the checkpoint was saved and is {now[name]} now"
+        if name == "batch_size" and samples_done % now[name] == 0:
+            warnings.append(f"{change}; steps and learning rate mean something else from here on")
+        elif samples_done == 0:
+            warnings.append(f"{change}; allowed, since the checkpoint lies between two epochs")
+        else:
+            raise ValueError(
+                f"cannot go on inside an epoch: {change}, and {samples_done} samples of the epoch are done, so the "
+                f"rest of it would repeat or skip samples. Set it back to {saved.get(name)}, resume from a checkpoint "
+                f'at the end of an epoch, or start anew with resume="never".'
+            )
+    return warnings
+
+
+def _job_of(out: Path) -> str | None:
+    starts: list[dict[str, Any]] = RunConfig.read(out).get("starts") or [{}]
+    job: str | None = starts[-1].get("job")
+    return job
+
+
+def _set_aside(out: Path, why: str) -> str | None:
+    """Moves the files of an earlier run into `earlier-N/`; returns what to tell, None when there were none."""
+    present = [name for name in _OF_A_RUN if (out / name).exists()]
+    if not present:
+        return None
+    earlier = _next_earlier(out)
+    for name in present:
+        os.replace(out / name, earlier / name)
+    return f"{why}: the earlier run in {out} was moved to {earlier}"
+
+
+def _start_from_elsewhere(out: Path, checkpoint: Checkpoint) -> Source:
+    """Moves what lies in `out` away. If the checkpoint lay there it stays, as do the losses of the steps up to it."""
+    folder = (out / CHECKPOINTS).resolve()
+    inside = folder in checkpoint.path.resolve().parents
+    losses = checkpoint.path.parent.parent / "losses.csv"
+    text = losses.read_bytes() if losses.exists() else None
+    note = _set_aside(out, f"resume={str(checkpoint.path)!r}")
+    if inside:
+        name = checkpoint.path.name
+        moved = max(out.glob("earlier-*"), key=_number) / CHECKPOINTS / name
+        folder.mkdir()
+        os.rename(moved, folder / name)
+        checkpoint = Checkpoint(folder / name)
+    if text is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "losses.csv").write_bytes(text)  # the loop drops the rows after the checkpoint
+    return Source(checkpoint, goes_on=True, note=note)
+
+
+def _next_earlier(out: Path) -> Path:
+    taken = [_number(path) for path in out.glob("earlier-*")]
+    earlier = out / f"earlier-{max(taken, default=0) + 1}"
+    earlier.mkdir()
+    return earlier
+
+
+def _number(path: Path) -> int:
+    text = path.name.removeprefix("earlier-")
+    return int(text) if text.isdigit() else 0

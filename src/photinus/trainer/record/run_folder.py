@@ -1,0 +1,186 @@
+"""The folder of a run on disk: checkpoints, numbers, config and picture. Rank 0's affair.
+
+out/
+  checkpoints/    see checkpoint.py
+  metrics.csv     a row per epoch
+  losses.csv      a row per step
+  ranks.jsonl     where the time of some steps went on each rank, and their memory
+  events.jsonl    starts, checkpoints, errors, the end
+  config.json     options, versions, commit, world, each start
+  tensorboard/    event files, where they were asked for
+  curves.png      drawn at the end
+  earlier-1/      what lay here before a run that began anew
+  .run.lock       held by the job that runs, see run_lock.py
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ...runlog.events import append_event, read_events
+from ...runlog.process import this_process
+from ...runlog.run import CONFIG
+from ...runlog.tables import Row, RunFiles, StepLoss
+from ...runlog.windows import RANKS, Window, drop_windows_after
+from ..checkpoint.folder import CheckpointFolder
+from ..checkpoint.position import Position
+from .config import RunConfig
+from .resume import CHECKPOINTS
+from .tensorboard import TensorBoard
+
+__all__ = ["RunFolder"]
+
+_PICTURE = "curves.png"
+
+
+class RunFolder:
+    """Writes what a run leaves.
+
+    Args:
+        path: the folder; made when it is not there.
+        keep_last: how many of the newest checkpoints stay.
+        best: name of a metric; the checkpoint of the epoch where it was highest stays ("-" before the name: lowest).
+        tensorboard: whether to write event files too.
+    """
+
+    def __init__(self, path: Path, *, keep_last: int, best: str | None, tensorboard: bool = False) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self.error: OSError | None = None  # the first in writing numbers, for all ranks to raise together
+        self._best = None if best is None else best.removeprefix("-")
+        self._wants_tensorboard = tensorboard
+        self._tensorboard: TensorBoard | None = None
+        self._files = RunFiles(path)
+        self._checkpoints = CheckpointFolder(
+            path / CHECKPOINTS,
+            keep_last=keep_last,
+            keep_best=1 if best else 0,
+            best_is="lowest" if best and best.startswith("-") else "highest",
+        )
+
+    def begin(self, position: Position, config: RunConfig, length: Mapping[str, int], *, goes_on: bool) -> None:
+        """Drops the numbers after the position, and records this start: in config.json, and as an event.
+
+        Args:
+            position: where the run begins or goes on.
+            config: with this start as its last.
+            length: of the run, for the event: epochs, steps, steps_per_epoch, batch_size.
+            goes_on: whether the files in the folder are of the same run.
+
+        Raises:
+            OSError: something could not be written.
+        """
+        self._files.go_on_from(position.step, position.history)
+        drop_windows_after(self.path, position.step)
+        config.save(self.path, go_on=goes_on)
+        if self._wants_tensorboard:
+            self._tensorboard = TensorBoard(self.path, position.step, {**config.options, **config.user})
+        start = config.starts[-1]
+        place = {name: getattr(start, name) for name in ("launcher", "attempt", "hosts", "backend", "device")}
+        facts = {"start": position.start, "resumed_from": start.resumed_from, **length, **place, **this_process()}
+        self._tell_start(position.step, world_size=start.world_size, **facts)
+
+    def append_losses(self, losses: Sequence[StepLoss], start: int) -> None:
+        """Adds rows to losses.csv. An error is kept in `error`."""
+        with self._keeping_error():
+            self._files.append_losses(losses, start)
+            if self._tensorboard is not None:
+                self._tensorboard.add_losses(losses)
+
+    def append_window(self, window: Window) -> None:
+        """Adds a line to ranks.jsonl. An error is kept in `error`."""
+        with self._keeping_error():
+            with open(self.path / RANKS, "a", encoding="utf-8") as file:
+                file.write(window.to_line())
+            if self._tensorboard is not None:
+                self._tensorboard.add_window(window)
+
+    def end_epoch(self, history: Sequence[Row], aside_s: float) -> None:
+        """Writes metrics.csv, and tells of the epoch's end; `aside_s` went into validation. An error is kept."""
+        row = history[-1]
+        with self._keeping_error():
+            self._files.write_metrics(history)
+            if self._tensorboard is not None:
+                self._tensorboard.add_epoch(row)
+        self.tell("epoch", int(row["step"]), epoch=int(row["epoch"]), validation_s=round(aside_s, 6))
+
+    def tell(self, kind: str, step: int, **facts: Any) -> None:
+        """Adds an event that happens now. An error is kept in `error`."""
+        with self._keeping_error():
+            append_event(self.path, kind, step, **facts)
+
+    def _tell_start(self, step: int, *, world_size: int, **facts: Any) -> None:
+        """Tells that a start happens now, and before that of a world that has changed since the last one."""
+        starts = [event for event in read_events(self.path) if event.kind == "start"]
+        before = starts[-1].facts.get("world_size") if starts else None
+        if step and before is not None and before != world_size:
+            append_event(self.path, "world_size", step, before=before, now=world_size)
+        append_event(self.path, "start", step, world_size=world_size, **facts)
+
+    @contextmanager
+    def _keeping_error(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.error = self.error or error
+
+    def save(
+        self, step: int, content: Mapping[str, Any], description: Mapping[str, Any], epoch_row: Row | None
+    ) -> Path:
+        """Saves a checkpoint, after the numbers up to it are durable; returns its path.
+
+        Args:
+            step: of the run.
+            content: by entry.
+            description: what is in its manifest.
+            epoch_row: the row of the epoch that it ends, None inside an epoch.
+
+        Raises:
+            OSError: an earlier one in writing numbers.
+            ValueError: `best` names what the row has not.
+            CheckpointError: see CheckpointFolder.save.
+        """
+        if self.error is not None:
+            raise self.error
+        metric = None
+        if self._best is not None and epoch_row is not None:
+            if self._best not in epoch_row:
+                there = ", ".join(sorted(epoch_row))
+                raise ValueError(f"best={self._best!r}: nothing of that name was logged; there is {there}")
+            metric = epoch_row[self._best]
+        self._files.make_durable()
+        if self._tensorboard is not None:
+            self._tensorboard.flush()
+        began = time.perf_counter()
+        path = self._checkpoints.save(step, content, description=description, metric=metric)
+        self.tell("checkpoint", step, name=path.name, seconds=round(time.perf_counter() - began, 6))
+        return path
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def draw(self) -> None:
+        """Draws curves.png. What goes wrong is a warning: the training is done and saved."""
+        from .curves import draw_curves
+
+        try:
+            draw_curves(self.path, self.path / _PICTURE)
+        except Exception as error:  # noqa: BLE001 - told, and no reason to fail a run that is done
+            warnings.warn(f"{_PICTURE} was not drawn: {type(error).__name__}: {error}", stacklevel=2)
+
+    def has_picture(self) -> bool:
+        """Whether curves.png is there."""
+        return (self.path / _PICTURE).exists()
+
+    def describe(self) -> str:
+        """Where the results lie, in a line."""
+        names = (self._files.metrics.name, self._files.losses.name, _PICTURE, CONFIG)
+        present = [name for name in names if (self.path / name).exists()]
+        return f"results in {self.path}: {', '.join([*present, CHECKPOINTS + '/'])}"

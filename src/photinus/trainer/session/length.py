@@ -1,0 +1,81 @@
+"""How long a run is: so many epochs, or so many steps, counted from its very start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..checkpoint.position import Position
+from ..data.arguments import whole_number
+
+__all__ = ["Length"]
+
+
+@dataclass(frozen=True)
+class Length:
+    """After how many epochs, or after how many steps, a run ends: one of both is None.
+
+    Raises:
+        TypeError: both or none of them are given, or one is no whole number.
+        ValueError: below 1.
+    """
+
+    epochs: int | None
+    steps: int | None
+
+    def __post_init__(self) -> None:
+        if (self.epochs is None) == (self.steps is None):
+            raise TypeError(
+                f"epochs={self.epochs} and steps={self.steps} are given, but exactly one of both is needed: it says "
+                f"when the run ends"
+            )
+        whole_number("steps" if self.epochs is None else "epochs", self.wanted, least=1)
+
+    @property
+    def wanted(self) -> int:
+        """The number, of whatever it counts."""
+        wanted = self.steps if self.epochs is None else self.epochs
+        assert wanted is not None, "one of both is given"
+        return wanted
+
+    @property
+    def unit(self) -> str:
+        """What it counts."""
+        return "steps" if self.epochs is None else "epochs"
+
+    def reached(self, position: Position) -> bool:
+        """Whether the run is done, or was stopped early."""
+        done = position.step if self.epochs is None else position.epochs_done
+        return done >= self.wanted or position.stopped_of >= self.wanted
+
+    def epoch_ends(self, position: Position, steps_per_epoch: int) -> bool:
+        """Whether the epoch ends with the next step: with its last batch, or because the run does."""
+        return position.batches_done + 1 == steps_per_epoch or position.step + 1 == self.steps
+
+    def epochs_of(self, steps_per_epoch: int) -> int:
+        """How many epochs the run has, the last of them perhaps in part."""
+        return -(-self.wanted // steps_per_epoch) if self.epochs is None else self.epochs
+
+    def steps_of(self, steps_per_epoch: int) -> int:
+        """How many steps the run has."""
+        return self.wanted if self.epochs is None else self.epochs * steps_per_epoch
+
+    def describe(self, position: Position) -> str:
+        """The place in words: `epoch 3 of 15, 12 batches done, step 56`."""
+        if self.epochs is None:
+            return f"step {position.step} of {self.steps}, in epoch {position.epochs_done + 1}"
+        if position.batches_done:
+            where = f"epoch {position.epochs_done + 1} of {self.epochs}"
+            return f"{where}, {position.batches_done} batches done, step {position.step}"
+        return f"{position.epochs_done} of {self.epochs} epochs done, step {position.step}"
+
+    def describe_end(self, position: Position) -> str:
+        """How the run ended, in words, or where it stands."""
+        if position.stopped_of or not self.reached(position):
+            return f"stopped: {self.describe(position)}"
+        return f"finished: {position.epochs_done} epochs, {position.step} steps"
+
+    def describe_nothing_to_do(self, position: Position) -> tuple[str, str]:
+        """Why a run that is resumed is over, and what to do about it."""
+        done = "the run was stopped early" if position.stopped_of else f"all {self.wanted} {self.unit} are done"
+        more = max(self.wanted, position.step if self.epochs is None else position.epochs_done)
+        return done, f"use --{self.unit} N with N above {more}, or resume='never' to begin anew"

@@ -1,0 +1,266 @@
+"""How ranks that srun or mpirun started find each other, without a launcher of ours that would keep a store for them.
+
+Rank 0 listens at the agreed port (see `photinus.world.rendezvous`) on the one interface that the ranks use, and starts
+torch's store at a port of its own choice. Each other rank says which job and rank it is, in one line, and is told the
+store's port:
+
+    rank r -> rank 0    photinus-rank IDENTITY RANK WORLD_SIZE HOST PID
+    rank 0 -> rank r    photinus-store PORT, or photinus-refused REASON
+
+So whatever else listens at the port (another job, a web server, something that stays silent) is told from rank 0
+within seconds and by name, and nothing but that line is ever read there. Torch's store by itself would hang on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import selectors
+import socket
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+
+from ... import env
+from ...errors import NotInitializedError
+from ...world import Rendezvous, World
+from ...world.own_address import own_address
+from ...world.slurm import reachable_address
+from .progress import say
+
+__all__ = ["open_store"]
+
+_LINE_LIMIT_BYTES = 1024
+_ANSWER_S = 5.0  # within which whoever accepted a connection has to answer like a rank 0, or to ask like a rank
+_SAY_AFTER_S = 5.0
+_SAY_EVERY_S = 30.0
+_RETRY_S = 0.1
+
+
+def open_store(world: World, rendezvous: Rendezvous, timeout_s: float) -> Store:
+    """Joins all ranks of the job at one store; returns when this rank is connected (rank 0: when all are).
+
+    Args:
+        world: this rank's place; more than one rank.
+        rendezvous: where to meet, with the job's identity.
+        timeout_s: how long ranks may be apart in coming, in seconds; the store's own timeout, too.
+
+    Raises:
+        NotInitializedError: the port is taken or somebody else's, rank 0's host cannot be found, or ranks did not come
+            in time; names port, host and ranks.
+    """
+    address = reachable_address(rendezvous.address)
+    if world.host_rank == 0:
+        try:
+            address = own_address(address, rendezvous.hosts[1:2])
+        except OSError as error:
+            raise NotInitializedError(_unknown(address, rendezvous, error)) from error
+    identity = _identity(rendezvous.job)
+    deadline = time.monotonic() + timeout_s
+    if world.rank == 0:
+        return _Host(world, rendezvous, address, identity).gather(deadline, timeout_s)
+    port = _ask(world, rendezvous, address, identity, deadline)
+    return _store(address, port, timeout_s)
+
+
+def _identity(job: str) -> str:
+    # Where a user has set a secret, strangers do not get in by knowing the job's number.
+    secret = env.JOB_SECRET.get() or ""
+    return hmac.new(secret.encode(), job.encode(), hashlib.sha256).hexdigest()
+
+
+def _store(address: str, port: int, timeout_s: float, listener: int | None = None) -> Store:
+    """A client of the store at this address or, with a listening socket (descriptor), the store itself."""
+    return TCPStore(
+        address,
+        port,
+        is_master=listener is not None,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener,
+    )
+
+
+@dataclass
+class _Caller:
+    """A connection to rank 0 that has not been answered yet."""
+
+    connection: socket.socket
+    since_s: float
+    text: bytes = b""
+
+
+@dataclass
+class _Host:
+    """Rank 0: listens, tells each rank the store's port once, and goes on when all have it."""
+
+    world: World
+    rendezvous: Rendezvous
+    address: str
+    identity: str
+    present: dict[int, str] = field(default_factory=dict)  # rank -> who it is
+
+    def gather(self, deadline: float, timeout_s: float) -> Store:
+        """The store, when all ranks know where it is; it listens on the same address only."""
+        here = self.address
+        with self._listen(here, self.rendezvous.port) as listener, self._listen(here, 0) as behind:
+            port: int = behind.getsockname()[1]
+            store = _store(here, port, timeout_s, behind.detach())
+            self._tell_all(listener, port, deadline, f"{here}:{self.rendezvous.port}")
+        return store
+
+    def _tell_all(self, listener: socket.socket, port: int, deadline: float, where: str) -> None:
+        begun = time.monotonic()
+        say_at = begun + _SAY_AFTER_S
+        callers: dict[socket.socket, _Caller] = {}
+        with contextlib.ExitStack() as stack:
+            selector = stack.enter_context(selectors.DefaultSelector())
+            stack.callback(_close_all, callers)
+            selector.register(listener, selectors.EVENT_READ)
+            while len(self.present) < self.world.world_size - 1:
+                now = time.monotonic()
+                if now >= deadline:
+                    raise NotInitializedError(
+                        f"rank 0 waited {now - begun:.0f} s at {where}, but {self._missing()} did not come. Look at "
+                        f"what they printed; a firewall between the hosts has the same effect."
+                    )
+                if now >= say_at:
+                    say(f"photinus: rank 0 waits for {self._missing()} at {where}")
+                    say_at = now + _SAY_EVERY_S
+                done = []
+                for key, _ in selector.select(min(1.0, deadline - now)):
+                    if key.fileobj is not listener:
+                        done += [key.data] if self._hear(key.data, port) else []
+                        continue
+                    with contextlib.suppress(OSError):  # it has gone again
+                        connection, _ = listener.accept()
+                        connection.setblocking(False)
+                        callers[connection] = _Caller(connection, time.monotonic())
+                        selector.register(connection, selectors.EVENT_READ, callers[connection])
+                # Who says nothing is no rank of ours.
+                silent = [each for each in callers.values() if time.monotonic() - each.since_s > _ANSWER_S]
+                for caller in {id(each): each for each in done + silent}.values():
+                    selector.unregister(caller.connection)
+                    callers.pop(caller.connection).connection.close()
+
+    def _listen(self, address: str, port: int) -> socket.socket:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((address, port))
+            listener.listen(min(4096, self.world.world_size + 16))
+        except OSError as error:
+            listener.close()
+            raise NotInitializedError(
+                f"rank 0 cannot listen at {address}:{port}, the port that {self.rendezvous.source} lead to: "
+                f"{error.strerror}. If another program holds it (`ss -ltnp` says which), set MASTER_PORT to a free "
+                f"one for all ranks; if this is not the address of rank 0's host, set MASTER_ADDR."
+            ) from error
+        return listener
+
+    def _hear(self, caller: _Caller, port: int) -> bool:
+        """Reads what a caller has sent; whether it is done with."""
+        try:
+            piece = caller.connection.recv(_LINE_LIMIT_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        caller.text += piece
+        if b"\n" not in caller.text:
+            return not piece or len(caller.text) >= _LINE_LIMIT_BYTES
+        words = caller.text.split(b"\n")[0].decode("utf-8", "replace").split()
+        answer = self._answer(words)
+        with contextlib.suppress(OSError):
+            caller.connection.send(
+                (f"photinus-refused {answer}" if answer else f"photinus-store {port}").encode() + b"\n"
+            )
+        return True
+
+    def _answer(self, words: list[str]) -> str:
+        """Why this caller is refused; empty when it is a rank of ours."""
+        if len(words) != 6 or words[0] != "photinus-rank" or not hmac.compare_digest(words[1], self.identity):
+            return "this port belongs to another job"
+        rank, world_size, who = words[2], words[3], f"pid {words[5]} on {words[4]}"
+        if world_size != str(self.world.world_size):
+            return f"rank 0 is one of {self.world.world_size}, but {who} is one of {world_size}"
+        if not rank.isdigit() or not 0 < int(rank) < self.world.world_size:
+            return f"{who} says that it is rank {rank} of {world_size}"
+        if self.present.get(int(rank), who) != who:
+            return f"rank {rank} is {self.present[int(rank)]} already, and {who} says that it is the same"
+        self.present[int(rank)] = who
+        return ""
+
+    def _missing(self) -> str:
+        missing = [rank for rank in range(1, self.world.world_size) if rank not in self.present]
+        shown = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        return f"rank{'s' * (len(missing) > 1)} {shown} of {self.world.world_size}"
+
+
+def _close_all(callers: dict[socket.socket, _Caller]) -> None:
+    for connection in callers:
+        connection.close()
+
+
+def _ask(world: World, rendezvous: Rendezvous, address: str, identity: str, deadline: float) -> int:
+    """The port of rank 0's store, as rank 0 tells it. Rank 0 may come later than this rank."""
+    begun = time.monotonic()
+    say_at = begun + _SAY_AFTER_S
+    where = f"{address}:{rendezvous.port}"
+    hello = f"photinus-rank {identity} {world.rank} {world.world_size} {socket.gethostname()} {os.getpid()}\n"
+    while True:
+        try:
+            with socket.create_connection((address, rendezvous.port), timeout=_ANSWER_S) as connection:
+                answer = _exchange(connection, hello.encode())
+        except socket.gaierror as error:
+            raise NotInitializedError(_unknown(address, rendezvous, error)) from error
+        except OSError as error:
+            now = time.monotonic()
+            if now >= deadline:
+                raise NotInitializedError(
+                    f"rank {world.rank} waited {now - begun:.0f} s for rank 0 at {where}: {error}. Look at what rank 0 "
+                    f"printed; a firewall between the hosts has the same effect."
+                ) from error
+            if now >= say_at:
+                say(f"photinus: rank {world.rank} waits for rank 0 at {where}: {error}")
+                say_at = now + _SAY_EVERY_S
+            time.sleep(_RETRY_S)
+            continue
+        word, _, rest = answer.partition(" ")
+        if word == "photinus-store" and rest.isdigit():
+            return int(rest)
+        if word == "photinus-refused":
+            raise NotInitializedError(f"rank {world.rank} was turned away at {where}: {rest}")
+        raise NotInitializedError(
+            f"rank {world.rank} found something else than rank 0 at {where}, the port that {rendezvous.source} lead "
+            f"to: it {f'said {answer[:80]!r}' if answer else 'said nothing'}. Set MASTER_PORT to a free port for all "
+            f"ranks."
+        )
+
+
+def _exchange(connection: socket.socket, hello: bytes) -> str:
+    """Sends the line and returns the answer's first line; empty when none came. What is refused later is no answer."""
+    text = b""
+    try:
+        connection.sendall(hello)
+        deadline = time.monotonic() + _ANSWER_S
+        while b"\n" not in text and len(text) < _LINE_LIMIT_BYTES and time.monotonic() < deadline:
+            piece = connection.recv(_LINE_LIMIT_BYTES)
+            if not piece:
+                break
+            text += piece
+    except OSError:
+        pass
+    return text.split(b"\n")[0].decode("utf-8", "replace").strip()
+
+
+def _unknown(address: str, rendezvous: Rendezvous, error: OSError) -> str:
+    return (
+        f"rank 0's host {address}, to which {rendezvous.source} lead, is not known to {socket.gethostname()}: "
+        f"{error.strerror or error}. Export MASTER_ADDR, an address that every host knows, before starting."
+    )

@@ -1,0 +1,338 @@
+"""A session: this process's place in the job, its device, and the process group that joins the ranks.
+
+    with photinus.init() as world:
+        ...                              # world.rank, world.device, ...
+
+One process without a launcher is a world of one: the same code, a process group of size 1 and no port. Several
+processes come from a launcher (`photinus run`, torchrun, Slurm, Open MPI), which says rank and world size.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import os
+import socket
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from ... import env, tracebacks
+from ...errors import CollectiveError, NotInitializedError, WorldSizeError
+from ...parallel.exchange.agreement import gather_per_rank
+from ...world import World, check_company, find_rendezvous
+from ...world.own_address import interface_of, own_address, reaches_from
+from ..data.rng import seed_everything
+from . import preemption
+from .gpu_sharing import check_gpus
+from .placement import choose_backend, choose_device
+from .progress import say
+from .rank_store import open_store
+
+__all__ = ["Session", "current_session", "init", "require_session"]
+
+
+@dataclass(frozen=True)
+class _Member:
+    """What each rank tells the others when they meet."""
+
+    rank: int
+    host: str
+    pid: int
+
+
+class Session:
+    """One process's view of the job, from `photinus.init()` until its end. Made by `init`, not by hand.
+
+    Attributes:
+        rank: this process, 0 <= rank < world_size.
+        world_size: number of processes that met.
+        local_rank: index of this process on its host.
+        local_world_size: number of the job's processes on this host.
+        device: where this process computes.
+        backend: name of the torch.distributed backend in use.
+        host: name of this host.
+        hosts: each rank's host name, by rank.
+        launcher: who started the processes, "none" for a plain `python script.py`.
+        seed: what the random generators were seeded with, None when they were not.
+        aside_s: seconds spent in work beside training (validation), left out of the throughput.
+    """
+
+    def __init__(
+        self, place: World, device: torch.device, backend: str, *, hosts: tuple[str, ...], seed: int | None, owned: bool
+    ) -> None:
+        self.rank = place.rank
+        self.world_size = place.world_size
+        self.local_rank = place.local_rank
+        self.local_world_size = place.local_world_size
+        self.device = device
+        self.backend = backend
+        self.hosts = hosts
+        self.host = hosts[place.rank]
+        self.launcher = place.launcher
+        self.seed = seed
+        self.aside_s = 0.0
+        self._owned = owned
+        self._open = True
+        self._outer: Session | None = None
+        self._at_end: list[Callable[[BaseException | None], None]] = []
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, the one that logs and saves."""
+        return self.rank == 0
+
+    @property
+    def exchange_device(self) -> torch.device:
+        """Where small tensors for exchanges live: the host, or this rank's device for nccl, which knows no other."""
+        return self.device if self.backend == "nccl" else torch.device("cpu")
+
+    def at_end(self, tell: Callable[[BaseException | None], None]) -> None:
+        """Calls `tell` once when the session ends, with the error that ended it, None for a good end."""
+        self._at_end.append(tell)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and self._owned:
+            _tell_peers(error)
+        self._tell_end(error)
+        try:
+            self.close()
+        except Exception as second:
+            if error is None:
+                raise
+            # The first error is the one that counts; the second must not hide it, nor be lost.
+            warnings.warn(f"rank {self.rank}: closing the process group failed too: {second}", stacklevel=2)
+
+    def close(self) -> None:
+        """Ends the session and destroys the process group if `init` made it. May be called again."""
+        global _current
+        if not self._open:
+            return
+        self._open = False
+        self._tell_end(None)
+        if _current is self:
+            _current = self._outer
+        preemption.close()
+        if self._owned and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def close_at_exit(self) -> None:
+        """As `close`, when the interpreter leaves, perhaps because of an error that nobody caught."""
+        self._tell_end(getattr(sys, "last_value", None))
+        self.close()
+
+    def _tell_end(self, error: BaseException | None) -> None:
+        tells, self._at_end = self._at_end, []
+        for tell in tells:
+            tell(error)
+
+    def __repr__(self) -> str:
+        return f"Session(rank={self.rank}, world_size={self.world_size}, device={self.device}, backend={self.backend})"
+
+
+_current: Session | None = None
+_forks_are_safe = False
+
+
+def init(
+    backend: str = "auto",
+    device: str | torch.device = "auto",
+    seed: int | None = None,
+    timeout_s: float | None = None,
+) -> Session:
+    """Joins the ranks of the job and returns this process's session, a context manager.
+
+    Args:
+        backend: "auto" or any torch.distributed backend: "photinus", "gloo", "nccl". "auto" takes PHOTINUS_BACKEND if
+            that is set, else nccl for CUDA devices and photinus for CPUs (gloo where the engine is not built), and
+            rank 0 says so in one line. A process group that is there already is kept, and left open at the end.
+        device: "auto" (cuda:local_rank where CUDA is there, else cpu), "cpu", "cuda" (cuda:local_rank) or "cuda:i".
+        seed: seeds Python's, numpy's and torch's generators, alike on all ranks, so that models and splits of the
+            data made next are equal; a Loop then gives each rank numbers of its own. None leaves them alone.
+        timeout_s: deadline in seconds of each collective; default PHOTINUS_TIMEOUT_S (300).
+
+    Raises:
+        DeviceError: CUDA was asked for and is absent, this host runs more ranks than it has devices, or several ranks
+            share one, which `photinus run --ranks-per-gpu` allows, though not with nccl.
+        WorldSizeError: the processes that met are not the world that the launcher meant, or this one would train
+            alone although others were started beside it.
+        NotInitializedError: the launcher's variables do not say where the ranks meet, or they could not meet there.
+        ValueError: the backend is unknown, or the timeout is not above 0.
+    """
+    global _current
+    tracebacks.install()
+    _make_forks_safe()
+    place = World.from_env()
+    chosen_device, device_reason = choose_device(device, place)
+    if timeout_s is not None and not timeout_s > 0:
+        raise ValueError(f"timeout_s={timeout_s}: needs a number of seconds above 0")
+    owned = not dist.is_initialized()
+    if owned:
+        if place.launcher == "none":
+            check_company(os.environ)
+        chosen_backend, backend_reason = choose_backend(backend, chosen_device)
+        _share_cores(place)
+        if chosen_device.type == "cuda":
+            torch.cuda.set_device(chosen_device)  # first: a group may ask which device is this process's
+        _make_group(place, chosen_backend, timedelta(seconds=timeout_s or env.TIMEOUT_S.get()))
+    else:
+        chosen_backend, backend_reason = str(dist.get_backend()), "the process group was there already"
+    try:
+        if not owned and chosen_device.type == "cuda" and place.launcher != "none":
+            torch.cuda.set_device(chosen_device)
+        if chosen_device.type == "cuda" and dist.get_world_size() > 1:
+            check_gpus(chosen_device, chosen_backend)
+        place, members = _meet(place)
+        if not owned and place.launcher == "none":
+            # Without a launcher only the ranks that met say which device is whose.
+            chosen_device, device_reason = choose_device(device, place)
+            if chosen_device.type == "cuda":
+                torch.cuda.set_device(chosen_device)
+        session = Session(
+            place,
+            chosen_device,
+            chosen_backend,
+            hosts=tuple(member.host for member in members),
+            seed=seed,
+            owned=owned,
+        )
+    except BaseException:
+        if owned:
+            dist.destroy_process_group()
+        raise
+    if seed is not None:
+        seed_everything(seed)
+    session._outer, _current = _current, session
+    if session.is_main:
+        ranks = f"{session.world_size} rank{'s' if session.world_size > 1 else ''}"
+        hosts = len(set(session.hosts))
+        say(
+            f"photinus: {ranks} on {hosts} host{'s' if hosts > 1 else ''}, device {chosen_device.type} "
+            f"({device_reason}), backend {chosen_backend} ({backend_reason})"
+        )
+    return session
+
+
+def current_session() -> Session | None:
+    """The session that is open, or None."""
+    return _current
+
+
+def require_session(what: str) -> Session:
+    """The session in force; opens one for a process that is alone.
+
+    An existing process group is adopted. A process that no launcher started is a world of one, and gets a session
+    that lives until the process ends.
+
+    Raises:
+        NotInitializedError: a launcher started several processes and `photinus.init()` was not called.
+    """
+    if _current is not None:
+        return _current
+    if not dist.is_initialized():
+        place = World.from_env()
+        if place.world_size > 1:
+            raise NotInitializedError(
+                f"{what} was used before photinus.init(): {place.launcher} started {place.world_size} processes "
+                f"(this is rank {place.rank}) and they have not met yet. Put the work inside "
+                f"`with photinus.init() as world:`."
+            )
+    session = init()
+    atexit.register(session.close_at_exit)
+    return session
+
+
+def _make_forks_safe() -> None:
+    """Keeps the garbage collector of forked children (a data loader's workers) off what they inherit.
+
+    A wrapped model or process group that is no longer used, but not yet collected, has threads that the child does not
+    have: collecting it there ends in a segmentation fault (seen with gloo and torch 2.13).
+    """
+    global _forks_are_safe
+    if not _forks_are_safe:
+        _forks_are_safe = True
+        os.register_at_fork(after_in_child=gc.freeze)
+
+
+def _make_group(place: World, backend: str, timeout: timedelta) -> None:
+    if place.world_size == 1:
+        # Nobody to meet: a store in this process, so no port can be taken and no address is needed.
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        return
+    rendezvous = find_rendezvous(place, os.environ)
+    if rendezvous.given:
+        if "gloo" in backend and place.local_world_size < place.world_size:
+            _name_interface_for_gloo(rendezvous.address)
+        dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, timeout=timeout)
+        return
+    if rendezvous.address == "127.0.0.1":
+        # gloo would look for the interface of the host's name, which may not resolve, and listen for the network.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    joined = open_store(place, rendezvous, timeout.total_seconds())
+    dist.init_process_group(backend, store=joined, rank=place.rank, world_size=place.world_size, timeout=timeout)
+
+
+def _name_interface_for_gloo(meeting_place: str) -> None:
+    """Without it gloo takes the address of the host's own name, which is often 127.0.1.1, or none."""
+    with contextlib.suppress(OSError):  # no such name: torch's store says so
+        interface = interface_of(reaches_from(own_address(meeting_place)))
+        if interface not in (None, "lo"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def _meet(place: World) -> tuple[World, list[_Member]]:
+    """Lets every rank tell the others who it is, and checks that they are the world that the launcher meant."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if place.launcher != "none" and (place.rank, place.world_size) != (rank, world_size):
+        raise WorldSizeError(
+            f"{place.launcher} means rank {place.rank} of {place.world_size} processes, but the process group has "
+            f"this process as rank {rank} of {world_size}. Do not set rank or world size by hand; give the launcher "
+            f"the number you want."
+        )
+    mine = _Member(rank, socket.gethostname(), os.getpid())
+    members = [_Member(**each) for each in gather_per_rank(asdict(mine))]
+    met = {(member.host, member.pid) for member in members}
+    if [member.rank for member in members] != list(range(world_size)) or len(met) != world_size:
+        raise WorldSizeError(f"{world_size} ranks should have met, but these did: {members}")
+    if place.launcher == "none" and world_size > 1:
+        # The group was made by the script itself (mp.spawn and the like): the place on the host is counted.
+        local = [member.rank for member in members if member.host == mine.host]
+        place = World(rank, world_size, local.index(rank), len(local), launcher="none")
+    return place, members
+
+
+def _tell_peers(error: BaseException) -> None:
+    """Lets the peers read why this rank goes away, where the backend can say so (photinus)."""
+    fail = getattr(dist.group.WORLD, "fail", None) if dist.is_initialized() else None
+    # A collective's error is known to the peers, with its cause; leaving by sys.exit(0) or suspended is no error.
+    if (
+        fail is None
+        or isinstance(error, (CollectiveError, preemption.Suspended))
+        or (isinstance(error, SystemExit) and not error.code)
+    ):
+        return
+    lines = str(error).splitlines()
+    fail(f"raised {type(error).__name__}" + (f": {lines[0]}" if lines else ""))
+
+
+def _share_cores(place: World) -> None:
+    """Gives each rank of a host its share of the cores, unless the user said how many threads to use.
+
+    torch starts a thread per core in every process; several ranks on one host then fight for the cores.
+    """
+    if place.local_world_size > 1 and not os.environ.get("OMP_NUM_THREADS"):
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // place.local_world_size))

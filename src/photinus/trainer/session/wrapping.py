@@ -1,0 +1,166 @@
+"""From a plain model to one that trains in unison, and back."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import nn
+
+from ...parallel import strategy_of, wrap_model
+from ...parallel.exchange.agreement import check_alike
+from ...parallel.exchange.collectives import resolve_group
+from ..checkpoint.states import unwrap
+from .replicas import described, plain
+from .session import require_session
+
+__all__ = ["check_exchanges_gradients", "check_optimizer", "unwrap", "wrap"]
+
+OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
+
+
+@overload
+def wrap(model: nn.Module, *, strategy: str = ..., sync_batch_norm: bool = ..., **options: Any) -> nn.Module: ...
+
+
+@overload
+def wrap(
+    model: nn.Module, optimizer: OptimizerT, *, strategy: str = ..., sync_batch_norm: bool = ..., **options: Any
+) -> tuple[nn.Module, OptimizerT]: ...
+
+
+@overload
+def wrap(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    second: torch.optim.Optimizer,
+    *more: torch.optim.Optimizer,
+    strategy: str = ...,
+    sync_batch_norm: bool = ...,
+    **options: Any,
+) -> tuple[Any, ...]: ...
+
+
+def wrap(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *more: torch.optim.Optimizer,
+    strategy: str = "ddp",
+    sync_batch_norm: bool = True,
+    **options: Any,
+) -> nn.Module | tuple[Any, ...]:
+    """Moves the model to this rank's device and makes the ranks train it together.
+
+        model, optimizer = photinus.wrap(model, optimizer, strategy="zero3")
+
+    | strategy | each rank holds | over |
+    |---|---|---|
+    | "ddp" | everything | `photinus.DistributedDataParallel` |
+    | "torch-ddp" | everything | torch's DistributedDataParallel |
+    | "zero1" | parameters, gradients, its part of the optimizer's state | ours, and torch's ZeroRedundancyOptimizer |
+    | "zero2" | its part; from forward to backward all parameters | torch's FSDP2 |
+    | "zero3" | its part; a unit's parameters while it computes | torch's FSDP2 |
+    | "dp" | everything: one process with several devices | torch's DataParallel |
+
+    All train the same model, and their checkpoints load in each other. Use what is returned, and only `forward` of it:
+    under "zero2" and "zero3" that is the model itself, whose parameters are now others (this rank's parts), and all
+    ranks have to call it equally often. Optimizers stay the objects that they were, so schedulers and hooks made over
+    them stay right; but other references to the old parameters, and optimizers not given here, do not.
+
+    Args:
+        model: a plain module; every rank's starts with rank 0's parameters and buffers.
+        optimizer, more: optimizers over the model's parameters. What they remember of earlier steps moves to the
+            device, and is split, with the parameters. Optional, but "zero1" wants them, and under "zero2" and "zero3"
+            one that is not given has to be made after, from the wrapped model's parameters.
+        strategy: a name of `photinus.parallel.STRATEGIES`.
+        sync_batch_norm: whether BatchNorm uses the statistics of the global batch instead of each rank's part.
+        options: of the strategy; "ddp" and "zero1" have those of DistributedDataParallel, such as `bucket_cap_mb` and
+            `find_unused_parameters`; "zero2" and "zero3" have `shard`, the submodules that are gathered and dropped as
+            units (a function or a list of classes; default: the blocks in outermost ModuleLists and Sequentials).
+
+    Returns:
+        The wrapped model; with optimizers a tuple of it and them.
+
+    Raises:
+        ValueError: an unknown strategy, a model without parameters that require gradients, a model that is wrapped
+            already, an optimizer that steps other parameters than the model's, something that the strategy does not
+            suit, such as "dp" in several processes, or optimizers or options that differ between the ranks.
+        TypeError: an option that the strategy does not have, or an optimizer that cannot be split.
+        NotInitializedError: a launcher started several processes and `photinus.init()` was not called.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, but wrap needs a torch.nn.Module")
+    if (unwrap(model) is not model and exchanges_gradients(model)) or strategy_of(model).splits(model):
+        raise ValueError(f"the model is wrapped already ({type(model).__name__}); give the plain model to wrap")
+    optimizers = [each for each in (optimizer, *more) if each is not None]
+    for each in optimizers:
+        check_optimizer(model, each)
+    session = require_session("photinus.wrap")
+    group = resolve_group(options.get("process_group"))
+    given = {"strategy": strategy, "sync_batch_norm": sync_batch_norm, **{n: plain(v) for n, v in options.items()}}
+    alike = {**given, **described([model], optimizers)}
+    check_alike(alike, "the ranks were given different things to wrap", group)
+    wrapped = wrap_model(
+        model, optimizers, strategy=strategy, sync_batch_norm=sync_batch_norm, device=session.device, **options
+    )
+    for each in optimizers:
+        assert not _foreign_parameters(wrapped, each), f"strategy {strategy!r} lost parameters of an optimizer"
+        _move_state(each)
+    return (wrapped, *optimizers) if optimizers else wrapped
+
+
+def exchanges_gradients(model: nn.Module) -> bool:
+    """Whether backward through this module exchanges gradients between ranks (DDP of any make, FSDP)."""
+    model = getattr(model, "_orig_mod", model)
+    return hasattr(model, "no_sync") or hasattr(model, "set_requires_gradient_sync")
+
+
+def check_exchanges_gradients(model: nn.Module, world_size: int) -> None:
+    """Refuses a plain model in a world of several ranks, which would train as many different models.
+
+    Raises:
+        ValueError: the model is not wrapped, or has nothing to train.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"the model ({type(unwrap(model)).__name__}) has no parameter that requires a gradient, so there is "
+            f"nothing to train"
+        )
+    if world_size > 1 and not exchanges_gradients(model):
+        raise ValueError(
+            f"the model ({type(model).__name__}) is not wrapped, so {world_size} ranks would train {world_size} "
+            f"different models. Call `model, optimizer = photinus.wrap(model, optimizer)` first."
+        )
+
+
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuses an optimizer that does not step this model's parameters.
+
+    Raises:
+        ValueError: some of the optimizer's parameters are not the model's.
+        TypeError: not an optimizer.
+    """
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}, but a torch.optim.Optimizer is needed")
+    foreign = _foreign_parameters(model, optimizer)
+    if foreign:
+        total = sum(len(group["params"]) for group in optimizer.param_groups)
+        raise ValueError(
+            f"the optimizer ({type(optimizer).__name__}) steps {total} parameters, of which {foreign} are not "
+            f"parameters of the model ({type(unwrap(model)).__name__}): they would never be averaged between the "
+            f"ranks. Create the optimizer from this model's parameters, after any change of the model."
+        )
+
+
+def _foreign_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    known = {id(parameter) for parameter in model.parameters()}
+    return sum(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _move_state(optimizer: torch.optim.Optimizer) -> None:
+    """Moves what the optimizer remembers (momentum and so on) to where its parameters are now."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            # A step counter of dimension 0 lives on the host on purpose, unless the optimizer is capturable.
+            if isinstance(value, torch.Tensor) and value.dim() > 0 and value.device != parameter.device:
+                state[name] = value.to(parameter.device)
