@@ -205,7 +205,7 @@ def test_ssh_to_this_machine_and_a_shell_that_prints(tmp_path):
 
 OLD_FAR_SIDE = """
 import sys
-from photinus.launcher.hosts.far_frames import MARK, message
+from photinus.launcher.ssh.remote_frames import MARK, message
 sys.stdout.buffer.write(MARK + message({"hello": {"photinus": "0.0.1", "address": None, "seen": None}}))
 sys.stdout.flush()
 sys.stdin.read()

@@ -13,18 +13,18 @@ PLAY = """
 import os, sys
 from contextlib import closing
 from pathlib import Path
-from photinus.launcher.guard import guarding
-from photinus.launcher.interrupts import taking_interrupts
-from photinus.launcher.output import Output
-from photinus.launcher.processes import adopting_orphans
-from photinus.launcher.store import StoreProcess
+from photinus.launcher.workers.guard import guarding
+from photinus.launcher.workers.interrupts import taking_interrupts
+from photinus.launcher.workers.output import Output
+from photinus.launcher.workers.processes import adopting_orphans
+from photinus.launcher.workers.store import StoreProcess
 
 folder = Path(sys.argv[1])
 with guarding() as guard, taking_interrupts() as interrupts, closing(StoreProcess()) as store:
     from photinus.launcher.agent import Agent
-    from photinus.launcher.colleagues import OneHost, Order
-    from photinus.launcher.job import Job
-    from photinus.launcher.program import Program
+    from photinus.launcher.hosts.peer_hosts import OneHost, Order
+    from photinus.launcher.workers.job import Job
+    from photinus.launcher.command_line.program import Program
 
     class Leader(OneHost):
         '''Orders to meet anew in the very moment in which the agent sees the failure.'''

@@ -18,7 +18,7 @@ from tests.small_run import train
 HOLDS = """
 import multiprocessing, sys, time
 from pathlib import Path
-from photinus.trainer.run_lock import RunLock
+from photinus.trainer.record.run_lock import RunLock
 lock = RunLock(Path(sys.argv[1]))
 # As a data loader's worker:
 child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)

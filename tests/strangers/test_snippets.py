@@ -89,7 +89,7 @@ ELSEWHERE_FROM = {  # the same, by how a command begins
 RUNNER = """
 import json, os, sys, torch, torch.distributed as dist
 import photinus
-from photinus.trainer.session import current_session
+from photinus.trainer.session.session import current_session
 ended, environ = {}, dict(os.environ)
 for name, given, text in json.load(sys.stdin):
     torch.manual_seed(0)

@@ -249,7 +249,7 @@ def test_two_jobs_in_one_folder_are_told_who_the_other_is(tmp_path: Path, monkey
     holder = subprocess.Popen(
         [sys.executable, "-c", f"""
 from pathlib import Path
-from photinus.trainer.durable import locked
+from photinus.trainer.checkpoint.durable import locked
 with locked(Path({str(tmp_path)!r})):
     print("locked", flush=True)
     input()

@@ -310,7 +310,7 @@ def test_a_worker_that_cannot_be_started_ends_the_others(tmp_path):
 
 LAUNCHER = """
 import os, subprocess, sys, time
-from photinus.launcher.guard import guarding
+from photinus.launcher.workers.guard import guarding
 with guarding() as guard:
     kid = subprocess.Popen(["sleep", "100"], start_new_session=True)
     gone = subprocess.Popen(["sleep", "100"], start_new_session=True)

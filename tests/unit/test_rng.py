@@ -121,7 +121,7 @@ def test_numpys_generator_is_seeded_and_restored_before_its_first_use(tmp_path: 
     torch.save(rng.capture(), tmp_path / "rng.pt")
     script = f"""
 import numpy, torch
-from photinus.trainer import rng
+from photinus.trainer.data import rng
 rng.seed_everything(5)
 print(numpy.random.rand())
 rng.restore(torch.load({str(tmp_path / "rng.pt")!r}, weights_only=True))

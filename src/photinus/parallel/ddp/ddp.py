@@ -99,7 +99,7 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
             after a step with gradients that are no averages. True: so do subclasses with this one.
 
     On CPUs, making one lets malloc keep the memory that a step frees, unless the user has set malloc's own variables
-    (see `photinus.parallel.heap`): the pages are there for the next step, and do not go back to the system between.
+    (see `photinus.malloc`): the pages are there for the next step, and do not go back to the system between.
 
     Raises:
         NotInitializedError: there is no process group.

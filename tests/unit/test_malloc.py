@@ -10,7 +10,7 @@ import pytest
 
 CODE = """
 import resource, sys, torch
-from photinus import heap
+from photinus import malloc
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -22,9 +22,9 @@ def wrap_in_torchs_ddp():
     import torch.distributed as dist
     dist.init_process_group("photinus", store=dist.HashStore(), rank=0, world_size=1)
     torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4096, 4096, bias=False))  # 64 MiB
-    return heap._kept_bytes == 256 << 20
+    return malloc._kept_bytes == 256 << 20
 
-kept = {"leave": bool, "keep": lambda: heap.keep_freed_memory(256 << 20), "ddp": wrap_in_torchs_ddp}[sys.argv[1]]()
+kept = {"leave": bool, "keep": lambda: malloc.keep_freed_memory(256 << 20), "ddp": wrap_in_torchs_ddp}[sys.argv[1]]()
 for _ in range(3):
     faults()
 print(kept, min(faults() for _ in range(3)))
