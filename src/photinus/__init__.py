@@ -12,11 +12,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .compat.deepspeed import deepspeed_config as deepspeed_config
+    from .errors import AbortedError as AbortedError
+    from .errors import CheckpointError as CheckpointError
+    from .errors import CollectiveError as CollectiveError
+    from .errors import CollectiveTimeoutError as CollectiveTimeoutError
+    from .errors import DeviceError as DeviceError
+    from .errors import LaunchError as LaunchError
+    from .errors import MismatchError as MismatchError
+    from .errors import MissingGradientError as MissingGradientError
+    from .errors import MissingLibraryError as MissingLibraryError
+    from .errors import ModelMismatchError as ModelMismatchError
+    from .errors import NonFiniteGradientError as NonFiniteGradientError
+    from .errors import NotInitializedError as NotInitializedError
+    from .errors import OldTorchError as OldTorchError
+    from .errors import PeerLostError as PeerLostError
+    from .errors import PhotinusError as PhotinusError
+    from .errors import UnsuitableModelError as UnsuitableModelError
+    from .errors import WorldSizeError as WorldSizeError
     from .launcher.from_python import launch as launch
     from .parallel import DistributedDataParallel as DistributedDataParallel
     from .parallel import SyncBatchNorm as SyncBatchNorm
     from .parallel import trace as trace
     from .trainer import Loop as Loop
+    from .trainer import Suspended as Suspended
     from .trainer import Trainer as Trainer
     from .trainer import backward as backward
     from .trainer import evaluate as evaluate
@@ -24,8 +42,10 @@ if TYPE_CHECKING:
     from .trainer import load as load
     from .trainer import loader as loader
     from .trainer import save as save
+    from .trainer import suspend as suspend
+    from .trainer import suspend_requested as suspend_requested
+    from .trainer import unwrap as unwrap
     from .trainer import wrap as wrap
-    from .trainer.session import preemption as preemption
     from .world import World as World
 
 from .version import __version__
@@ -42,11 +62,36 @@ _HOMES = {
     "init": "photinus.trainer",
     "load": "photinus.trainer",
     "loader": "photinus.trainer",
-    "preemption": "photinus.trainer",
     "save": "photinus.trainer",
     "trace": "photinus.parallel",
+    "Suspended": "photinus.trainer",
+    "suspend": "photinus.trainer",
+    "suspend_requested": "photinus.trainer",
+    "unwrap": "photinus.trainer",
     "wrap": "photinus.trainer",
     "World": "photinus.world",
+    **dict.fromkeys(
+        (
+            "AbortedError",
+            "CheckpointError",
+            "CollectiveError",
+            "CollectiveTimeoutError",
+            "DeviceError",
+            "LaunchError",
+            "MismatchError",
+            "MissingGradientError",
+            "MissingLibraryError",
+            "ModelMismatchError",
+            "NonFiniteGradientError",
+            "NotInitializedError",
+            "OldTorchError",
+            "PeerLostError",
+            "PhotinusError",
+            "UnsuitableModelError",
+            "WorldSizeError",
+        ),
+        "photinus.errors",
+    ),
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]
@@ -61,7 +106,8 @@ def __getattr__(name: str) -> Any:
     from .errors import MissingLibraryError
     from .torch_version import check_torch
 
-    check_torch()
+    if home != "photinus.errors":
+        check_torch()
     try:
         value = getattr(importlib.import_module(home), name)
     except ModuleNotFoundError as error:

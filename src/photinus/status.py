@@ -6,7 +6,7 @@
                  s  the worker is saving
                  -  it would not be heard
     steps    how far training is: the run's step where a Loop says it, else the steps of torch's optimizers in this
-             process, or its calls of `preemption.requested`; 0 before the first
+             process, or its calls of `suspend_requested`; 0 before the first
     saved    the run's step at its newest checkpoint, of this process or resumed from; -1 for none
 
 The launcher reads it when the worker is dead, too: a restart makes sense only if there is something to go on with.

@@ -129,15 +129,15 @@ def test_a_child_of_the_rank_still_dies_of_sigterm(tmp_path):
 
 def test_requested_is_false_until_asked_and_leave_says_what_was_saved():
     try:
-        assert not preemption.requested()
+        assert not preemption.suspend_requested()
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert preemption.requested()
-        assert photinus.preemption.requested()
+        assert preemption.suspend_requested()
+        assert photinus.suspend_requested()
         with pytest.raises(SystemExit, match="step 7, on the tape"):
-            preemption.leave("step 7, on the tape")
+            preemption.suspend("step 7, on the tape")
     finally:
         preemption.close()
-    assert not preemption.requested()
+    assert not preemption.suspend_requested()
 
 
 def test_a_simulated_preemption_comes_at_its_step_and_not_in_a_later_attempt(tmp_path, monkeypatch):

@@ -273,5 +273,5 @@ class Agent:
             self._told_waiting = True
             self._output.say(
                 "photinus: asked to suspend; no worker is inside a loop that saves (photinus.Loop with `out`, or "
-                "photinus.preemption) yet: waiting for one\n"
+                "photinus.suspend_requested) yet: waiting for one\n"
             )

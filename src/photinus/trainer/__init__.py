@@ -18,8 +18,8 @@ from .data.loader import loader
 from .evaluation import evaluate
 from .loop import Loop
 from .record.config import dataset_folder
-from .session import preemption
 from .session.loss import backward
+from .session.preemption import Suspended, suspend, suspend_requested
 from .session.session import Session, init
 from .session.wrapping import unwrap, wrap
 from .trainer import Result, Trainer
@@ -29,6 +29,7 @@ __all__ = [
     "Loop",
     "Result",
     "Session",
+    "Suspended",
     "Trainer",
     "backward",
     "dataset_folder",
@@ -36,8 +37,9 @@ __all__ = [
     "init",
     "load",
     "loader",
-    "preemption",
     "save",
+    "suspend",
+    "suspend_requested",
     "unwrap",
     "wrap",
 ]

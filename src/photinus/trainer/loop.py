@@ -502,7 +502,7 @@ class Loop:
         self._progress.close()
         if self._session.is_main and env.STATUS_FILE.get() is None:  # else the launcher says it
             say(f"suspended at {words}: start the same again, and it goes on from there")
-        preemption.leave(words)
+        preemption.suspend(words)
 
     def _finish(self) -> None:
         if self._saved_step != self._position.step:

@@ -99,7 +99,7 @@ class Raised:
 
     @property
     def suspended(self) -> bool:
-        """Whether it is no failure: the worker saved its work and left (`photinus.preemption.Suspended`)."""
+        """Whether it is no failure: the worker saved its work and left (`photinus.Suspended`)."""
         return self.type_name == "Suspended"
 
     @property

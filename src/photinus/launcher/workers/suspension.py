@@ -1,7 +1,7 @@
 """Workers that suspend themselves: what one tells its launcher about that, and the words for those that did.
 
-A worker whose loop takes SIGTERM and SIGUSR1 (`photinus.Loop`, `photinus.preemption`) finishes its step, saves, and
-leaves by the exception `Suspended`, recorded like any other. That it would, it has told before (see status.py).
+A worker whose loop takes SIGTERM and SIGUSR1 (`photinus.Loop`, `photinus.suspend_requested`) finishes its step, saves,
+and leaves by the exception `Suspended`, recorded like any other. That it would, it has told before (see status.py).
 """
 
 from __future__ import annotations

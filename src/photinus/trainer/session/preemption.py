@@ -4,13 +4,13 @@ A `Loop` does it by itself. In a loop of one's own:
 
     for step, batch in enumerate(batches):
         train(batch)
-        if photinus.preemption.requested():  # the same answer on all ranks
+        if photinus.suspend_requested():  # the same answer on all ranks
             photinus.save(state, path)
-            photinus.preemption.leave(f"step {step + 1}, saved in {path}")
+            photinus.suspend(f"step {step + 1}, saved in {path}")
 
 One signal at one rank is enough, on whichever host. How all agree on a step, without an exchange in each:
 
-    1. Each rank counts its calls of `requested`. A thread beside it looks into the job's store a few times a second.
+    1. Each rank counts its calls of `suspend_requested`. A thread looks into the job's store a few times a second.
     2. A rank that was asked writes so into the store.
     3. A thread that sees it holds its rank at the next call, and writes how many calls the rank has made.
     4. When all have, rank 0's thread writes the highest number plus one: the call that answers True. Ranks that are
@@ -37,7 +37,7 @@ from ... import env, status
 from ...errors import CollectiveTimeoutError, PhotinusError
 from ...parallel.exchange.agreement import place_in_group
 
-__all__ = ["EXIT_CODE", "Suspended", "Watch", "close", "leave", "requested"]
+__all__ = ["EXIT_CODE", "Suspended", "Watch", "close", "suspend", "suspend_requested"]
 
 EXIT_CODE = 75
 """What a process that has suspended itself leaves with: EX_TEMPFAIL of sysexits.h, "try again later"."""
@@ -53,7 +53,7 @@ _watches: list[Watch] = []  # those that take signals now, the newest last
 _before: dict[signal.Signals, Any] = {}  # handlers that ours stand in front of
 _owner_pid = 0
 _made = 0  # watches made by this process; equal on all ranks at equal places of the program
-_own: Watch | None = None  # of `requested`
+_own: Watch | None = None  # of `suspend_requested`
 
 
 class Suspended(SystemExit):
@@ -71,11 +71,11 @@ class Suspended(SystemExit):
         return self.words
 
 
-def requested() -> bool:
+def suspend_requested() -> bool:
     """Whether the job was asked to suspend: call it once after each step, on all ranks; all get the same answer.
 
     The first call begins to take SIGTERM and SIGUSR1, until the session closes; handlers that a script has set for
-    them are still called, and an ignored signal stays ignored. After True it stays True: save, then `leave`.
+    them are still called, and an ignored signal stays ignored. After True it stays True: save, then `suspend`.
 
     Raises:
         CollectiveTimeoutError: the job was asked to suspend, and a rank did not answer within PHOTINUS_TIMEOUT_S.
@@ -88,7 +88,7 @@ def requested() -> bool:
     return _own.requested()
 
 
-def leave(words: str = "") -> NoReturn:
+def suspend(words: str = "") -> NoReturn:
     """Ends this process so that the launcher starts it again, if it still runs, without counting a failure.
 
     Args:
@@ -101,7 +101,7 @@ def leave(words: str = "") -> NoReturn:
 
 
 def close() -> None:
-    """Ends what `requested` began. Called when the session closes."""
+    """Ends what `suspend_requested` began. Called when the session closes."""
     global _own, _asked
     if _own is not None:
         _own.close()
@@ -202,7 +202,7 @@ class Watch:
             if not self._condition.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
                 raise CollectiveTimeoutError(
                     f"rank {self._rank} was asked to suspend and waited {limit_s:g} s for rank{self._missing()} to say "
-                    f"at which step it is. All ranks have to call photinus.preemption.requested() (or run the same "
+                    f"at which step it is. All ranks have to call photinus.suspend_requested() (or run the same "
                     f"Loop)."
                 )
 
