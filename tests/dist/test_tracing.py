@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,32 @@ def test_a_trace_shows_every_rank_step_and_bucket(backend: str, tmp_path: Path) 
             assert names == sorted(per_step), (rank, step)
     assert {e["args"]["bytes"] for e in events if e["name"] == "bucket 1"} == {128 * 128 * 4}
     assert all(e["dur"] >= 0 for e in events)
+
+
+class HostName(str):
+    """A host's name that runs code where it is unpickled: it makes a file of this name."""
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path(self),))
+
+
+def traced_with_odd_host_name(rank: int, world_size: int, folder: str) -> list[str]:
+    if rank == 1:
+        socket.gethostname = lambda: HostName(Path(folder, "unpickled"))
+    with photinus.trace(Path(folder, "trace.json")) as trace:
+        DistributedDataParallel(net())(torch.ones(8, 128)).sum().backward()
+    return [str(each.host) for each in trace.ranks]
+
+
+def test_what_other_ranks_tell_is_not_unpickled(tmp_path: Path) -> None:
+    results = run_ranks(
+        "tests.dist.test_tracing:traced_with_odd_host_name",
+        world_size=2,
+        backend="photinus",
+        arguments={"folder": str(tmp_path)},
+    )
+    assert not (tmp_path / "unpickled").exists()
+    assert results[0].value[1] == str(tmp_path / "unpickled")
 
 
 @pytest.mark.parametrize("backend", ["photinus", "gloo"])
