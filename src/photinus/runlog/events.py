@@ -5,6 +5,7 @@
 | start | which start it is, world size, hosts, the launcher's attempt, the run's length, rank 0's process |
 | world_size | the world was "before" and is "now" |
 | epoch | an epoch ended; how many seconds validation took |
+| validation | the same, of a run that validates by steps, in place of "epoch" |
 | checkpoint | its name, and how many seconds saving took |
 | warning | something to look at, in "text": a loss that is not finite |
 | stop | the run was told to stop early |
@@ -24,9 +25,11 @@ from typing import Any
 
 from .tail import Tail
 
-__all__ = ["EVENTS", "Event", "append_event", "cause_of", "read_event", "read_events"]
+__all__ = ["EVENTS", "OF_A_ROW", "Event", "append_event", "cause_of", "read_event", "read_events"]
 
 EVENTS = "events.jsonl"
+OF_A_ROW = ("epoch", "validation")
+"""The kinds that come with a row of metrics.csv: as many as there are numbers."""
 _MOST_TEXT = 2000  # characters of a value: an error may quote a whole tensor
 
 

@@ -1,4 +1,4 @@
-"""The two CSV files of a run: `losses.csv`, a row per step, and `metrics.csv`, a row per epoch.
+"""The two CSV files of a run: `losses.csv`, a row per step, and `metrics.csv`, a row per epoch or per validation.
 
 The files survive restarts: what a killed process wrote after its last checkpoint is dropped when the run goes on, so no
 row comes twice and none is missing.

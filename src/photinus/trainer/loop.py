@@ -85,11 +85,13 @@ class Loop:
         scheduler: learning-rate scheduler, saved and restored; stepping it is the body's affair.
         state: more objects with state_dict and load_state_dict to save and restore, by name (a GradScaler, an average
             of the weights, a second optimizer). Must be equal on all ranks.
+        validate_every_steps: `validation_due` is true, and a row of metrics.csv ends, after every so many steps
+            (counted over the whole run) and at the run's end; None: at ends of epochs.
         save_every_steps: also save after every so many steps; None only at ends of epochs.
         save_every_epochs: save at every so-manieth end of an epoch; the last one is always saved.
         keep_last: how many of the newest checkpoints stay.
-        best: name of a logged metric; the checkpoint of the epoch where it was highest (with "-" before the name:
-            lowest) stays too.
+        best: name of a logged metric; the checkpoint of the row where it was highest (with "-" before the name:
+            lowest) stays too. With validate_every_steps, each row gets a checkpoint then.
         num_workers: processes that load data, per rank; default none.
         drop_last: leave the last, short batch of each epoch out (default); False splits it, rightly weighted.
         shuffle: a new order each epoch (default); False takes the data set's.
@@ -135,6 +137,7 @@ class Loop:
         seed: int | None = None,
         scheduler: Any = None,
         state: Mapping[str, Any] | None = None,
+        validate_every_steps: int | None = None,
         save_every_steps: int | None = None,
         save_every_epochs: int = 1,
         keep_last: int = 2,
@@ -177,7 +180,11 @@ class Loop:
             self._wrapped = uncompiled(model)  # what the strategy's verbs know
             check_optimizer(model, optimizer)
             self._length = length = Length(epochs, steps)
-            for name, value in (("save_every_steps", save_every_steps), ("save_every_epochs", save_every_epochs)):
+            for name, value in (
+                ("validate_every_steps", validate_every_steps),
+                ("save_every_steps", save_every_steps),
+                ("save_every_epochs", save_every_epochs),
+            ):
                 if value is not None:
                     whole_number(name, value, least=1)
             if tensorboard and out is None:
@@ -208,6 +215,7 @@ class Loop:
                 "samples": self._loader.samples,
                 "shuffle": shares.shuffle,
                 "drop_last": shares.drop_last,
+                "validate_every_steps": validate_every_steps,
                 "save_every_steps": save_every_steps,
                 "save_every_epochs": save_every_epochs,
                 "resume": None if resume is None else str(resume),
@@ -225,6 +233,7 @@ class Loop:
         self._least_bytes = sum(each.numel() * each.element_size() for each in model.parameters())  # of a checkpoint
         self.steps_per_epoch = len(self._loader)
         self.epochs, self.steps = length.epochs_of(self.steps_per_epoch), length.steps_of(self.steps_per_epoch)
+        self._validate_every_steps, self._saves_rows = validate_every_steps, best is not None
         self._save_every_steps, self._save_every_epochs = save_every_steps, save_every_epochs
         source = Source(None, goes_on=False)  # what rank 0 found; the other ranks need only the checkpoint
 
@@ -272,13 +281,23 @@ class Loop:
         return self._batch is not None and self._length.epoch_ends(self._position, self.steps_per_epoch)
 
     @property
+    def validation_due(self) -> bool:
+        """Whether to validate in this body: after it a row of metrics.csv ends.
+
+        That is where `epoch_ended` is; with validate_every_steps every so many steps, and in the run's last body.
+        """
+        if self._validate_every_steps is None:
+            return self.epoch_ended
+        return self._batch is not None and (self.step % self._validate_every_steps == 0 or self.step == self.steps)
+
+    @property
     def finished(self) -> bool:
         """Whether all epochs (or steps) are done, or the run was stopped."""
         return self._length.reached(self._position)
 
     @property
     def history(self) -> list[Row]:
-        """A row of numbers per epoch done, as in metrics.csv, those before a restart included."""
+        """A row of numbers per epoch done (or per validation), as in metrics.csv, those before a restart included."""
         return list(self._position.history)
 
     # -- what the body calls -----------------------------------------------------------------------------------------
@@ -364,7 +383,7 @@ class Loop:
         return norm
 
     def log(self, **metrics: float | Tensor) -> None:
-        """Adds numbers to the running epoch's row; of the same name the last one counts.
+        """Adds numbers to the running row of metrics.csv (the epoch's); of the same name the last one counts.
 
         They should be equal on all ranks, as those of `photinus.evaluate` are; rank 0's are written.
 
@@ -409,13 +428,14 @@ class Loop:
                     self._numbers.begin_step(position.step + 1, self.epoch, batch)
                     self._backwards.watched = True
                     yield batch.data
-                    ended, self._batch, self._backwards.watched = self.epoch_ended, None, False
+                    epoch_ended, row_ended = self.epoch_ended, self.validation_due
+                    self._batch, self._backwards.watched = None, False
                     position.step += 1
                     position.batches_done += 1
                     status.tell(steps=position.step)
                     self._suspending = self._suspending or watch.requested(position.step)
                     self._save_wanted |= self._suspending
-                    self._after_body(batch, ended)
+                    self._after_body(batch, row_ended=row_ended, epoch_ended=epoch_ended)
                     if self._suspending and self._saved_step == position.step and not self.finished:
                         self._leave_suspended()
                     if self._length.reached(position):
@@ -448,22 +468,26 @@ class Loop:
 
     def _begin_epoch(self) -> None:
         position = self._position
-        position.begin_epoch_part(time.perf_counter() - self._session.aside_s)
+        position.begin_epoch(time.perf_counter() - self._session.aside_s)
         self._progress.start_epoch(self.epoch, position.batches_done, position.step, self._loader.batch_size)
 
-    def _after_body(self, batch: Batch, epoch_ended: bool) -> None:
-        """What happens between two bodies, in this order: losses, the epoch's row, the checkpoint."""
+    def _after_body(self, batch: Batch, *, row_ended: bool, epoch_ended: bool) -> None:
+        """What happens between two bodies, in this order: losses, the row, the checkpoint."""
         position = self._position
         self._clock.other_ended()
         position.samples_in_part += batch.global_samples
         self._numbers.end_step(batch)
         every = self._save_every_steps
         self._save_wanted |= every is not None and position.step % every == 0
-        if epoch_ended or self._save_wanted or self._numbers.due:
+        self._save_wanted |= row_ended and self._saves_rows and self._validate_every_steps is not None
+        if row_ended or epoch_ended or self._save_wanted or self._numbers.due:
             self._exchange(epoch_ended)
         self._progress.step(batch.global_samples, position.newest)
+        if row_ended:
+            self._end_row(epoch_ended)
         if epoch_ended:
-            self._end_epoch()
+            if position.batches_done == self.steps_per_epoch:
+                position.end_epoch()
             self._save_wanted |= self.finished or position.epochs_done % self._save_every_epochs == 0
         # Gradients that were accumulated and not yet used are no part of a checkpoint: it waits for the next step.
         if self._save_wanted and (not self._backwards.unstepped or self.finished):
@@ -480,15 +504,16 @@ class Loop:
             if self._folder is not None:
                 self._folder.tell("stop", position.step, epoch=self.epoch)
 
-    def _end_epoch(self) -> None:
-        position = self._position
+    def _end_row(self, epoch_ended: bool) -> None:
+        position, every = self._position, self._validate_every_steps
         rate = self._optimizer.param_groups[0]["lr"] if self._optimizer.param_groups else math.nan
-        whole = position.batches_done == self.steps_per_epoch
-        row = position.end_epoch(time.perf_counter() - self._session.aside_s, float(rate), whole=whole)
+        whole = position.batches_done == self.steps_per_epoch if every is None else position.step % every == 0
+        row = position.end_row(time.perf_counter() - self._session.aside_s, float(rate), whole=whole)
         if self._folder is not None:
-            self._folder.end_epoch(position.history, self._session.aside_s - self._validated_s)
+            kind = "epoch" if every is None else "validation"
+            self._folder.end_row(kind, position.history, self._session.aside_s - self._validated_s)
         self._validated_s = self._session.aside_s
-        self._progress.end_epoch(row, _measured(row))
+        self._progress.end_row(row, _measured(row), epoch_ended=epoch_ended)
 
     def _save(self) -> None:
         self._save_wanted = False

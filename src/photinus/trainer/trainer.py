@@ -37,8 +37,8 @@ class Result:
     """What a training left.
 
     Attributes:
-        history: a row of numbers per epoch, those before a restart included.
-        metrics: of the last epoch: its training loss and what validation gave.
+        history: a row of numbers per epoch (or per validation), those before a restart included.
+        metrics: of the last row: its training loss and what validation gave.
         model: the trained plain module, on its device. Under "zero2" and "zero3" its parameters are this rank's parts;
             the checkpoint has the whole ones.
         out: folder of the run, None when nothing was written.
@@ -57,14 +57,16 @@ class Result:
 
     def __str__(self) -> str:
         where = "" if self.out is None else f"; results in {self.out}"
-        return f"{len(self.history)} epochs: {show_metrics(self.metrics)}{where}"
+        epochs = int(self.history[-1]["epoch"]) if self.history else 0
+        return f"{epochs} epochs: {show_metrics(self.metrics)}{where}"
 
 
 class Trainer:
     """Trains a model on all ranks: `Trainer(model, optimizer, loss_fn, ...).fit(train_set, valid_set)`.
 
     Each step is model(inputs), loss_fn(outputs, targets), backward, optimizer step. At each end of an epoch all ranks
-    validate, each sample exactly once, and the scheduler makes a step. Resume, checkpoints and reports are the Loop's.
+    validate (or every so many steps), each sample exactly once, and the scheduler makes a step. Resume, checkpoints and
+    reports are the Loop's.
 
     Args:
         model: a plain module; wrapped here.
@@ -89,9 +91,10 @@ class Trainer:
         seed: of everything random from `fit` on: default the session's, else 0. To have the model's first weights
             depend on it too, make the model inside `with photinus.init(seed=...):`.
         device, backend: as for `photinus.init`; used when no session is open.
+        validate_every_steps: validate after every so many batches and at the run's end, in place of at ends of epochs.
         valid_batch_size: samples of one validation forward on one rank; default 64, or a DataLoader's.
-        callbacks: called as callback(loop) at each end of an epoch, after validation; they may call
-            `loop.log(...)` and `loop.stop()`.
+        callbacks: called as callback(loop) whenever validation is due, after it; they may call `loop.log(...)` and
+            `loop.stop()`.
         strategy_options: handed to the strategy, such as {"bucket_cap_mb": 10}.
         loop_options: anything else that Loop takes: save_every_epochs, keep_last, best, num_workers, drop_last,
             collate_fn, progress, tensorboard, config ...
@@ -119,6 +122,7 @@ class Trainer:
         seed: int | None = None,
         device: str | torch.device = "auto",
         backend: str = "auto",
+        validate_every_steps: int | None = None,
         save_every_steps: int | None = None,
         valid_batch_size: int | None = None,
         callbacks: Sequence[Callback] = (),
@@ -156,6 +160,7 @@ class Trainer:
             "batch_size": batch_size,
             "out": out,
             "resume": resume,
+            "validate_every_steps": validate_every_steps,
             "save_every_steps": save_every_steps,
             "seed": seed,
             "scheduler": scheduler,
@@ -194,8 +199,14 @@ class Trainer:
                     loop.backward(loss, share=1 / self._accumulate)
                 if last:
                     self._step(loop, strategy, optimizer)
-                if loop.epoch_ended:
-                    self._end_epoch(loop, model, valid_set)
+                if loop.validation_due and valid_set is not None:
+                    with self._autocast():
+                        loop.log(**evaluate(model, valid_set, self._metrics, batch_size=self._valid_batch_size))
+                if loop.epoch_ended and self._scheduler is not None and self._scheduler_every == "epoch":
+                    self._scheduler.step()
+                if loop.validation_due:
+                    for callback in self._callbacks:
+                        callback(loop)
             return self._result(loop)
 
     def _step(self, loop: Loop, strategy: Strategy, optimizer: torch.optim.Optimizer) -> None:
@@ -220,15 +231,6 @@ class Trainer:
             sync_batch_norm=self._sync_batch_norm,
             **self._strategy_options,
         )
-
-    def _end_epoch(self, loop: Loop, model: nn.Module, valid_set: Dataset[Any] | DataLoader[Any] | None) -> None:
-        if valid_set is not None:
-            with self._autocast():
-                loop.log(**evaluate(model, valid_set, self._metrics, batch_size=self._valid_batch_size))
-        if self._scheduler is not None and self._scheduler_every == "epoch":
-            self._scheduler.step()
-        for callback in self._callbacks:
-            callback(loop)
 
     def _result(self, loop: Loop) -> Result:
         last = loop.history[-1] if loop.history else {}

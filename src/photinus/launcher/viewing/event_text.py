@@ -41,6 +41,7 @@ def describe_event(event: Event) -> str:
         "start": _start,
         "world_size": lambda e: f"world size {_plain(facts.get('before'))} -> {_plain(facts.get('now'))}",
         "epoch": lambda e: f"epoch {_plain(facts.get('epoch'))} done" + _validation(facts.get("validation_s")),
+        "validation": lambda e: f"validation at step {count(e.step)}" + _took(facts.get("validation_s")),
         "checkpoint": lambda e: f"checkpoint of step {count(e.step)}" + _took(facts.get("seconds")),
         "warning": lambda e: f"warning: {_plain(facts.get('text'))} (step {count(e.step)})",
         "stop": lambda e: f"told to stop at step {count(e.step)}",

@@ -24,10 +24,10 @@ class Position:
         step: batches done over the whole run.
         start: which start of the run this is, from 1.
         stopped_of: when the run was stopped early, the number of epochs (or steps) it was to have; else 0.
-        loss_sum, loss_samples: of the running epoch, for its mean.
-        elapsed_s: seconds of training (validation left out) of all starts, up to the last end of an epoch.
-        logged: what the body logged in the running epoch.
-        history: the finished epochs' rows.
+        loss_sum, loss_samples: since the last row, for its mean.
+        elapsed_s: seconds of training (validation left out) of all starts, up to the last row.
+        logged: what the body logged since the last row.
+        history: the rows of metrics.csv: one per epoch, or per validation.
     """
 
     epochs_done: int = 0
@@ -41,8 +41,8 @@ class Position:
     logged: dict[str, float] = field(default_factory=dict)
     history: list[Row] = field(default_factory=list)
     # -- of this start only ------------------------------------------------------------------------------------------
-    part_began: float = 0.0  # clock at which this start began to work on the epoch
-    samples_in_part: int = 0  # samples of the epoch that this start has trained on, over all ranks
+    part_began: float = 0.0  # clock at which this start began to work on the row
+    samples_in_part: int = 0  # samples of the row that this start has trained on, over all ranks
     newest: Row = field(default_factory=dict)  # for the progress bar
     told_not_finite: bool = False
 
@@ -74,23 +74,24 @@ class Position:
             )
         return cls(**{name: saved[name] for name in cls._SAVED})
 
-    def begin_epoch_part(self, clock_s: float) -> None:
-        """This start begins the epoch, or goes on inside it."""
-        self.part_began, self.samples_in_part = clock_s, 0
+    def begin_epoch(self, clock_s: float) -> None:
+        """An epoch begins, or goes on; a row, too, unless it goes on from the epoch before."""
+        if not self.samples_in_part:
+            self.part_began = clock_s
 
     def add_loss(self, step_loss: StepLoss) -> None:
-        """Adds a step's loss to the running epoch's mean."""
+        """Adds a step's loss to the running row's mean."""
         self.loss_sum += step_loss.loss * step_loss.samples
         self.loss_samples += step_loss.samples
         self.newest = {**self.newest, "loss": step_loss.loss}
 
-    def end_epoch(self, clock_s: float, learning_rate: float, *, whole: bool = True) -> Row:
-        """Closes the epoch and returns its row, which is also the last of the history.
+    def end_row(self, clock_s: float, learning_rate: float, *, whole: bool = True) -> Row:
+        """Closes the row and returns it; it is also the last of the history.
 
         Args:
             clock_s: the clock now.
             learning_rate: now.
-            whole: False where the run ends inside the epoch: the row is a provisional one then, of what is done of it.
+            whole: False where the run ends before the row would: it is a provisional one then, of what is done of it.
         """
         seconds = max(clock_s - self.part_began, 1e-9)
         self.elapsed_s += seconds
@@ -106,14 +107,19 @@ class Position:
         }
         self.history.append(row)
         self.newest = dict(self.logged)
+        self.part_began, self.samples_in_part = clock_s, 0
         if whole:
-            self.epochs_done += 1
-            self.batches_done, self.loss_sum, self.loss_samples, self.logged = 0, 0.0, 0, {}
+            self.loss_sum, self.loss_samples, self.logged = 0.0, 0, {}
         return row
 
+    def end_epoch(self) -> None:
+        """The running epoch is done, and the next one begins."""
+        self.epochs_done += 1
+        self.batches_done = 0
+
     def go_on(self) -> None:
-        """The run goes on where it had ended: inside an epoch, the row of that one was provisional."""
-        if self.history and self.history[-1]["epoch"] > self.epochs_done:
+        """The run goes on where it had ended. A last row whose losses are kept was provisional."""
+        if self.history and self.history[-1]["step"] == self.step and self.loss_samples:
             self.history.pop()
 
     def description(self, place: str) -> dict[str, JSON]:

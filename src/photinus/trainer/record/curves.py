@@ -25,7 +25,7 @@ def draw_curves(folder: Path, picture: Path | None = None) -> Path | None:
     """Draws a run: training loss (each step faint, each epoch's mean bold), what was logged, and the speed.
 
     Losses that were logged (names with "loss" in them) share the first panel. A dotted line marks each restart. The
-    axis is of epochs, or of steps, whichever the run was told to count.
+    axis is of epochs, or of steps, whichever the run was told to count or to validate after.
 
     Args:
         folder: the run's folder, with losses.csv and metrics.csv.
@@ -98,7 +98,8 @@ def _panels(epochs: Sequence[Row], others: Sequence[str]) -> list[tuple[str, lis
 
 def _counts_steps(folder: Path) -> bool:
     options = RunConfig.read(folder).get("options")
-    return isinstance(options, dict) and options.get("steps") is not None
+    counted = ("steps", "validate_every_steps")
+    return isinstance(options, dict) and any(options.get(name) is not None for name in counted)
 
 
 def _epochs_of(steps: Sequence[Row], epochs: Sequence[Row]) -> list[float]:

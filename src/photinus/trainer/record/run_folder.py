@@ -2,7 +2,7 @@
 
 out/
   checkpoints/    see checkpoint.py
-  metrics.csv     a row per epoch
+  metrics.csv     a row per epoch, or per validation
   losses.csv      a row per step
   ranks.jsonl     where the time of some steps went on each rank, and their memory
   events.jsonl    starts, checkpoints, errors, the end
@@ -100,14 +100,14 @@ class RunFolder:
             if self._tensorboard is not None:
                 self._tensorboard.add_window(window)
 
-    def end_epoch(self, history: Sequence[Row], aside_s: float) -> None:
-        """Writes metrics.csv, and tells of the epoch's end; `aside_s` went into validation. An error is kept."""
+    def end_row(self, kind: str, history: Sequence[Row], aside_s: float) -> None:
+        """Writes metrics.csv, and an event of this kind; `aside_s` went into validation. An error is kept."""
         row = history[-1]
         with self._keeping_error():
             self._files.write_metrics(history)
             if self._tensorboard is not None:
-                self._tensorboard.add_epoch(row)
-        self.tell("epoch", int(row["step"]), epoch=int(row["epoch"]), validation_s=round(aside_s, 6))
+                self._tensorboard.add_row(row)
+        self.tell(kind, int(row["step"]), epoch=int(row["epoch"]), validation_s=round(aside_s, 6))
 
     def tell(self, kind: str, step: int, **facts: Any) -> None:
         """Adds an event that happens now. An error is kept in `error`."""
@@ -129,16 +129,14 @@ class RunFolder:
         except OSError as error:
             self.error = self.error or error
 
-    def save(
-        self, step: int, content: Mapping[str, Any], description: Mapping[str, Any], epoch_row: Row | None
-    ) -> Path:
+    def save(self, step: int, content: Mapping[str, Any], description: Mapping[str, Any], row: Row | None) -> Path:
         """Saves a checkpoint, after the numbers up to it are durable; returns its path.
 
         Args:
             step: of the run.
             content: by entry.
             description: what is in its manifest.
-            epoch_row: the row of the epoch that it ends, None inside an epoch.
+            row: the row of metrics.csv that it ends, if it ends one.
 
         Raises:
             OSError: an earlier one in writing numbers.
@@ -148,11 +146,11 @@ class RunFolder:
         if self.error is not None:
             raise self.error
         metric = None
-        if self._best is not None and epoch_row is not None:
-            if self._best not in epoch_row:
-                there = ", ".join(sorted(epoch_row))
+        if self._best is not None and row is not None:
+            if self._best not in row:
+                there = ", ".join(sorted(row))
                 raise ValueError(f"best={self._best!r}: nothing of that name was logged; there is {there}")
-            metric = epoch_row[self._best]
+            metric = row[self._best]
         self._files.make_durable()
         if self._tensorboard is not None:
             self._tensorboard.flush()

@@ -72,8 +72,8 @@ class TensorBoard:
             self._writer.add_scalar(f"memory_mib/rank_{rank}", window.memory["resident"][rank] / 2**20, window.step)
             self._writer.add_scalar(f"waiting_ms/rank_{rank}", window.phases["waiting"][rank] * 1e3, window.step)
 
-    def add_epoch(self, row: Row) -> None:
-        """The row of an epoch that has ended."""
+    def add_row(self, row: Row) -> None:
+        """A row of metrics.csv."""
         step = int(row["step"])
         for name, value in row.items():
             if name == "loss":

@@ -84,12 +84,15 @@ class Progress:
                 _bar.set_postfix_str(show_metrics(newest), refresh=False)
             _bar.update(samples)
 
-    def end_epoch(self, row: Mapping[str, float], shown: Mapping[str, float]) -> None:
-        """Ends the bar and prints the epoch's line, with what is to be `shown` of its row."""
-        self.close()
+    def end_row(self, row: Mapping[str, float], shown: Mapping[str, float], *, epoch_ended: bool = True) -> None:
+        """Prints a line for a row of metrics.csv, with what is to be `shown` of it; an epoch's end ends the bar."""
+        if epoch_ended:
+            self.close()
         if self.shown:
             speed = f"{row['samples_per_s']:,.0f}".replace(",", " ")
             place = self._place(int(row["epoch"]), int(row["step"]))
+            if not epoch_ended and self._length.steps is None:
+                place += f", step {int(row['step'])}"
             say(f"{place}  {show_metrics(shown)}  {speed} samples/s  {row['elapsed_s']:.1f} s")
 
     def _place(self, epoch: int, step: int) -> str:

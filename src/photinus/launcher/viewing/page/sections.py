@@ -9,6 +9,7 @@ from html import escape
 from typing import Any
 
 from ....relaunch import Launch
+from ....runlog.events import OF_A_ROW
 from ....runlog.run import Run
 from ....runlog.stragglers import RankShare, shares, stragglers
 from ....runlog.tables import Row
@@ -160,7 +161,7 @@ def wall_clock(run: Run) -> str:
     if total <= 0:
         return ""
     training = sum(window.step_s(0) * window.steps for window in run.windows)
-    aside = [_seconds(event.facts.get("validation_s")) for event in run.events if event.kind == "epoch"]
+    aside = [_seconds(event.facts.get("validation_s")) for event in run.events if event.kind in OF_A_ROW]
     saving = [_seconds(event.facts.get("seconds")) for event in run.events if event.kind == "checkpoint"]
     parts = [("training steps", training), ("validation", sum(aside)), ("saving checkpoints", sum(saving))]
     rest = max(0.0, total - sum(seconds for _, seconds in parts))
@@ -207,7 +208,7 @@ def events_table(run: Run) -> str:
     events = run.events
     told = events
     if len(events) > _ALL_EVENTS:
-        told = [event for event in events if event.kind not in ("epoch", "checkpoint")]
+        told = [event for event in events if event.kind not in (*OF_A_ROW, "checkpoint")]
         told = sorted([*told[-_ROWS:], *[e for e in events if e.kind == "checkpoint"][-5:]], key=lambda e: e.time_s)
     if not told:
         return '<p class="soft">No events were recorded.</p>'

@@ -19,6 +19,7 @@ import textwrap
 from collections.abc import Sequence
 
 from ....runlog.curve import Curve
+from ....runlog.events import OF_A_ROW
 from ....runlog.run import Run
 from ....runlog.stragglers import RankShare, shares, stragglers
 from ....runlog.windows import PHASES, Window
@@ -292,7 +293,7 @@ def _memory(window: Window, rank: int, now: str, peak: str, *, with_peak: bool) 
 
 
 def _events(run: Run, width: int, most: int) -> list[Line]:
-    known = [event for event in run.events if event.kind != "epoch"]
+    known = [event for event in run.events if event.kind not in OF_A_ROW]
     # Of checkpoints in a row the last one is enough.
     alone = [a for a, b in itertools.pairwise(known) if {a.kind, b.kind} != {"checkpoint"}]
     told = [*alone, *known[-1:]]
