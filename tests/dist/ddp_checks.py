@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import datetime
 import importlib
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from photinus.parallel import broadcast_model
+from photinus.parallel import DistributedDataParallel, broadcast_model
 from photinus.parallel.exchange.collectives import Average
 from tests.ranks import RanksFailedError, run_ranks, values
 
@@ -85,6 +86,17 @@ def outcomes(backend: str, world_size: int) -> list[Outcome] | RanksFailedError:
         )
     except RanksFailedError as error:
         return error
+
+
+def tests_of(module: str) -> Callable[[str, str, int], None]:
+    """A test for each check that a module has, backend and world size: `test_this = tests_of(__name__)` at its end."""
+
+    @pytest.mark.parametrize(("backend", "world_size"), SETTINGS)
+    @pytest.mark.parametrize("check", checks_of(vars(sys.modules[module])))
+    def test(check: str, backend: str, world_size: int) -> None:
+        assert_check(module, check, backend, world_size)
+
+    return test
 
 
 def assert_check(module: str, name: str, backend: str, world_size: int) -> None:
@@ -160,6 +172,19 @@ def naive_twin(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     twin = copy.deepcopy(model)
     broadcast_model(twin, group)
     return twin
+
+
+def ddp_and_twin(
+    model: nn.Module, group: dist.ProcessGroup, **options: Any
+) -> tuple[DistributedDataParallel, nn.Module]:
+    """The model wrapped, and a copy of it that starts from the same weights and knows no DDP."""
+    twin = naive_twin(model, group)
+    return DistributedDataParallel(model, process_group=group, **options), twin
+
+
+def small_ddp(group: dist.ProcessGroup, **options: Any) -> DistributedDataParallel:
+    """A small network in many buckets."""
+    return DistributedDataParallel(small_net(), process_group=group, **{"bucket_cap_mb": KIB_IN_MIB, **options})
 
 
 def assert_same_gradients(model: nn.Module, reference: nn.Module, group: dist.ProcessGroup) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,17 +12,17 @@ from torch.utils.checkpoint import checkpoint
 from photinus.parallel import DistributedDataParallel, average_gradients, broadcast_model
 from tests.dist.ddp_checks import (
     KIB_IN_MIB,
-    SETTINGS,
     SharedFrozenMixed,
-    assert_check,
     assert_equal_on_all_ranks,
     assert_same_gradients,
     batch,
-    checks_of,
+    ddp_and_twin,
     expect,
     launches,
     naive_twin,
+    small_ddp,
     small_net,
+    tests_of,
 )
 
 # ---- gradients
@@ -31,8 +30,7 @@ from tests.dist.ddp_checks import (
 
 def check_gradients_are_those_of_the_naive_all_reduce(group: dist.ProcessGroup) -> None:
     model = small_net(seed=group.rank())  # other weights on each rank: construction has to make them equal
-    twin = naive_twin(model, group)
-    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=KIB_IN_MIB)
+    ddp, twin = ddp_and_twin(model, group, bucket_cap_mb=KIB_IN_MIB)
     assert len(ddp.reducer.plans) > 3
     for step in range(3):
         for net in (ddp, twin):
@@ -56,8 +54,7 @@ def check_bits_do_not_depend_on_the_bucket_layout(group: dist.ProcessGroup) -> N
 
 def check_gradients_are_views_of_their_buckets_however_they_are_zeroed(group: dist.ProcessGroup) -> None:
     model = small_net()
-    twin = naive_twin(model, group)
-    ddp = DistributedDataParallel(model, process_group=group)
+    ddp, twin = ddp_and_twin(model, group)
     bucket = ddp.reducer.buckets[0].flat
     memory = range(bucket.data_ptr(), bucket.data_ptr() + bucket.numel() * bucket.element_size())
     for step, set_to_none in enumerate((True, False, False, True, True)):
@@ -72,7 +69,7 @@ def check_gradients_are_views_of_their_buckets_however_they_are_zeroed(group: di
 
 
 def check_exchange_starts_before_backward_ends_in_the_first_iteration(group: dist.ProcessGroup) -> None:
-    ddp = DistributedDataParallel(small_net(), process_group=group, bucket_cap_mb=KIB_IN_MIB)
+    ddp = small_ddp(group)
     with launches() as started:
         before_last: list[int] = []
         first_layer = ddp.module[0].weight  # its gradient is the last
@@ -84,8 +81,7 @@ def check_exchange_starts_before_backward_ends_in_the_first_iteration(group: dis
 
 def check_no_sync_accumulates_and_the_next_backward_averages_the_sum(group: dist.ProcessGroup) -> None:
     model = small_net()
-    twin = naive_twin(model, group)
-    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=KIB_IN_MIB)
+    ddp, twin = ddp_and_twin(model, group, bucket_cap_mb=KIB_IN_MIB)
     for _ in range(2):
         ddp.zero_grad()
         twin.zero_grad()
@@ -118,8 +114,7 @@ def check_no_sync_is_left_by_exceptions_too_and_nests(group: dist.ProcessGroup) 
 
 def check_gradient_accumulation_without_no_sync_is_right_too(group: dist.ProcessGroup) -> None:
     model = small_net()
-    twin = naive_twin(model, group)
-    ddp = DistributedDataParallel(model, process_group=group)
+    ddp, twin = ddp_and_twin(model, group)
     for step in range(3):
         ddp(batch(group, step)).square().mean().backward()
         twin(batch(group, step)).square().mean().backward()
@@ -141,8 +136,7 @@ def check_several_forwards_before_one_backward(group: dist.ProcessGroup) -> None
 
 def check_a_second_backward_over_a_retained_graph(group: dist.ProcessGroup) -> None:
     model = small_net()
-    twin = naive_twin(model, group)
-    ddp = DistributedDataParallel(model, process_group=group)
+    ddp, twin = ddp_and_twin(model, group)
     loss = ddp(batch(group)).square().mean()
     loss.backward(retain_graph=True)
     (3 * loss).backward()
@@ -154,8 +148,7 @@ def check_a_second_backward_over_a_retained_graph(group: dist.ProcessGroup) -> N
 
 def check_shared_frozen_and_mixed_parameters(group: dist.ProcessGroup) -> None:
     model = SharedFrozenMixed()
-    twin = naive_twin(model, group)
-    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=KIB_IN_MIB)
+    ddp, twin = ddp_and_twin(model, group, bucket_cap_mb=KIB_IN_MIB)
     assert {plan.dtype for plan in ddp.reducer.plans} == {
         torch.float32,
         torch.float64,
@@ -215,8 +208,7 @@ def check_a_sparse_weight_tied_to_a_dense_layer(group: dist.ProcessGroup) -> Non
             return self.out(self.rows(indices)).square().mean()
 
     model = Tied()
-    twin = naive_twin(model, group)
-    ddp = DistributedDataParallel(model, process_group=group)
+    ddp, twin = ddp_and_twin(model, group)
     for net in (ddp, twin):
         net(torch.tensor([group.rank(), 3])).backward()
     average_gradients(twin, group)
@@ -247,8 +239,7 @@ def check_backward_through_averaged_gradients(group: dist.ProcessGroup) -> None:
 
 def check_a_graph_made_in_no_sync_is_left_alone_by_the_next_exchange(group: dist.ProcessGroup) -> None:
     model = small_net()
-    twin = naive_twin(model, group)
-    ddp = DistributedDataParallel(model, process_group=group)
+    ddp, twin = ddp_and_twin(model, group)
     with ddp.no_sync():
         ddp(batch(group, 0)).square().mean().backward(create_graph=True)
     assert all(p.grad.requires_grad for p in model.parameters())
@@ -262,8 +253,7 @@ def check_a_graph_made_in_no_sync_is_left_alone_by_the_next_exchange(group: dist
 
 def check_gradient_penalty_on_the_inputs(group: dist.ProcessGroup) -> None:
     model = small_net()
-    twin = naive_twin(model, group)
-    ddp = DistributedDataParallel(model, process_group=group)
+    ddp, twin = ddp_and_twin(model, group)
     for net in (ddp, twin):
         x = batch(group).requires_grad_()
         (slope,) = torch.autograd.grad(net(x).square().mean(), x, create_graph=True)
@@ -295,8 +285,7 @@ def check_activation_checkpointing_of_both_kinds(group: dist.ProcessGroup) -> No
             model = Checkpointed(reentrant)
             if out_in_checkpoint:
                 model.out.requires_grad_(False)  # then all gradients come from nested backwards
-            twin = naive_twin(model, group)
-            ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=KIB_IN_MIB / 16)
+            ddp, twin = ddp_and_twin(model, group, bucket_cap_mb=KIB_IN_MIB / 16)
             for step in range(2):
                 for net in (ddp, twin):
                     net.zero_grad()
@@ -310,8 +299,7 @@ def check_activation_checkpointing_of_the_wrapped_model_itself(group: dist.Proce
     for reentrant in (False, True):
         model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
         model.scale = nn.Parameter(torch.ones(2))  # used after the forward, so its gradient is the first
-        twin = naive_twin(model, group)
-        ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=KIB_IN_MIB / 16)
+        ddp, twin = ddp_and_twin(model, group, bucket_cap_mb=KIB_IN_MIB / 16)
         for step in range(2):
             for net in (ddp, twin):
                 net.zero_grad()
@@ -338,7 +326,4 @@ def check_a_group_of_some_ranks(group: dist.ProcessGroup) -> None:
     assert_same_gradients(model, twin, part)
 
 
-@pytest.mark.parametrize(("backend", "world_size"), SETTINGS)
-@pytest.mark.parametrize("check", checks_of(globals()))
-def test_ddp(check: str, backend: str, world_size: int) -> None:
-    assert_check(__name__, check, backend, world_size)
+test_ddp = tests_of(__name__)

@@ -8,7 +8,6 @@ import pickle
 import time
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,18 +17,18 @@ from photinus.parallel import DistributedDataParallel, average_gradients
 from photinus.parallel.exchange.verify_models import verify_same_model
 from tests.dist.ddp_checks import (
     KIB_IN_MIB,
-    SETTINGS,
     SharedFrozenMixed,
     TwoHeads,
-    assert_check,
     assert_equal_on_all_ranks,
     assert_same_gradients,
     batch,
-    checks_of,
+    ddp_and_twin,
     expect,
     launches,
     naive_twin,
+    small_ddp,
     small_net,
+    tests_of,
 )
 
 # ---- construction
@@ -251,8 +250,7 @@ def check_reducer_attributes_of_haiscale_and_accelerate(group: dist.ProcessGroup
 
 def check_sync_grad_holds_until_it_is_set_again(group: dist.ProcessGroup) -> None:
     model = small_net()
-    twin = naive_twin(model, group)
-    ddp = DistributedDataParallel(model, process_group=group)
+    ddp, twin = ddp_and_twin(model, group)
     ddp.reducer.sync_grad = False
     for step in range(2):
         for net in (ddp, twin):
@@ -269,8 +267,7 @@ def check_sync_grad_holds_until_it_is_set_again(group: dist.ProcessGroup) -> Non
 def check_filtering_by_hand_keeps_the_error_for_missing_gradients_away(group: dist.ProcessGroup) -> None:
     """On the ranks that use one head of two; others use both. The third is used by nobody."""
     model = TwoHeads()
-    twin = naive_twin(model, group)
-    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=KIB_IN_MIB / 8)
+    ddp, twin = ddp_and_twin(model, group, bucket_cap_mb=KIB_IN_MIB / 8)
     for step in range(3):
         for net in (ddp, twin):
             net.zero_grad()
@@ -327,14 +324,11 @@ def check_buckets_lie_in_the_groups_memory_where_it_offers_some(group: dist.Proc
             return offered[-1]
 
         group.allocate_tensor = recorded
-    ddp = DistributedDataParallel(small_net(), process_group=group, bucket_cap_mb=KIB_IN_MIB)
+    ddp = small_ddp(group)
     in_offered = {b.flat.data_ptr() for b in ddp.reducer.buckets} <= {tensor.data_ptr() for tensor in offered}
     assert in_offered == (dist.get_backend(group) == "photinus")
     ddp(batch(group)).sum().backward()
     assert_equal_on_all_ranks(next(ddp.parameters()).grad, group)
 
 
-@pytest.mark.parametrize(("backend", "world_size"), SETTINGS)
-@pytest.mark.parametrize("check", checks_of(globals()))
-def test_ddp_construction(check: str, backend: str, world_size: int) -> None:
-    assert_check(__name__, check, backend, world_size)
+test_ddp_construction = tests_of(__name__)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,16 +12,15 @@ from photinus.errors import MissingGradientError
 from photinus.parallel import DistributedDataParallel, average_gradients
 from tests.dist.ddp_checks import (
     KIB_IN_MIB,
-    SETTINGS,
     TwoHeads,
-    assert_check,
     assert_equal_on_all_ranks,
     assert_same_gradients,
     batch,
-    checks_of,
+    ddp_and_twin,
     expect,
-    naive_twin,
+    small_ddp,
     small_net,
+    tests_of,
 )
 
 # ---- unused parameters and errors
@@ -56,8 +54,7 @@ def check_a_parameter_without_gradient_on_one_rank_fails_all_together(group: dis
 
 def check_an_exception_in_backward_leaves_the_reducer_usable(group: dist.ProcessGroup) -> None:
     model = small_net()
-    twin = naive_twin(model, group)
-    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=KIB_IN_MIB)
+    ddp, twin = ddp_and_twin(model, group, bucket_cap_mb=KIB_IN_MIB)
 
     def explode(gradient: torch.Tensor) -> None:
         raise ZeroDivisionError("in the user's hook")
@@ -76,7 +73,7 @@ def check_an_exception_in_backward_leaves_the_reducer_usable(group: dist.Process
 
 
 def check_an_exception_on_one_rank_fails_the_others_and_all_can_go_on(group: dist.ProcessGroup) -> None:
-    ddp = DistributedDataParallel(small_net(), process_group=group, bucket_cap_mb=KIB_IN_MIB)
+    ddp = small_ddp(group)
 
     def explode(gradient: torch.Tensor) -> None:
         raise ZeroDivisionError("on rank 0 only")
@@ -96,8 +93,7 @@ def check_an_exception_on_one_rank_fails_the_others_and_all_can_go_on(group: dis
 
 def check_find_unused_parameters_averages_what_some_rank_used(group: dist.ProcessGroup) -> None:
     model = TwoHeads()
-    twin = naive_twin(model, group)
-    ddp = DistributedDataParallel(model, process_group=group, find_unused_parameters=True, bucket_cap_mb=KIB_IN_MIB / 8)
+    ddp, twin = ddp_and_twin(model, group, find_unused_parameters=True, bucket_cap_mb=KIB_IN_MIB / 8)
     for step in range(4):
         head = (group.rank() + step) % 2 if step < 3 else 0
         for net in (ddp, twin):
@@ -112,8 +108,7 @@ def check_find_unused_parameters_averages_what_some_rank_used(group: dist.Proces
 def check_find_unused_parameters_with_no_sync(group: dist.ProcessGroup) -> None:
     """A head used only inside no_sync has a gradient that the next exchange averages."""
     model = TwoHeads()
-    twin = naive_twin(model, group)
-    ddp = DistributedDataParallel(model, process_group=group, find_unused_parameters=True)
+    ddp, twin = ddp_and_twin(model, group, find_unused_parameters=True)
     with ddp.no_sync():
         ddp(batch(group), group.rank() % 2)["out"][0].sum().backward()
     ddp(batch(group), 0)["out"][0].sum().backward()
@@ -134,8 +129,7 @@ def check_a_rank_whose_loss_reaches_no_parameter_takes_part_with_zeros(group: di
             return self.layer(x) if use else x[:, :2]
 
     model = Gate()
-    twin = naive_twin(model, group)
-    ddp = DistributedDataParallel(model, process_group=group, find_unused_parameters=True)
+    ddp, twin = ddp_and_twin(model, group, find_unused_parameters=True)
     for net in (ddp, twin):
         x = batch(group).requires_grad_()
         net(x, group.rank() == 0).sum().backward()
@@ -145,8 +139,7 @@ def check_a_rank_whose_loss_reaches_no_parameter_takes_part_with_zeros(group: di
 
 def check_find_unused_parameters_over_several_forwards(group: dist.ProcessGroup) -> None:
     model = TwoHeads()
-    twin = naive_twin(model, group)
-    ddp = DistributedDataParallel(model, process_group=group, find_unused_parameters=True, bucket_cap_mb=KIB_IN_MIB / 8)
+    ddp, twin = ddp_and_twin(model, group, find_unused_parameters=True, bucket_cap_mb=KIB_IN_MIB / 8)
     for net in (ddp, twin):
         sum(net(batch(group, head), head)["out"][0].square().mean() for head in (0, 1)).backward()
     average_gradients(twin, group)
@@ -160,8 +153,7 @@ def check_an_output_left_out_of_the_loss_counts_as_zero_when_unused_is_allowed(g
             return self.heads[0](hidden), self.heads[1](hidden)
 
     model = Both()
-    twin = naive_twin(model, group)
-    ddp = DistributedDataParallel(model, process_group=group, find_unused_parameters=True)
+    ddp, twin = ddp_and_twin(model, group, find_unused_parameters=True)
     for net in (ddp, twin):
         net(batch(group), 0)[group.rank() % 2].square().sum().backward()
     average_gradients(twin, group)
@@ -197,7 +189,4 @@ def check_freezing_after_wrapping_is_named_in_the_error(group: dist.ProcessGroup
         ddp(batch(group)).sum().backward()
 
 
-@pytest.mark.parametrize(("backend", "world_size"), SETTINGS)
-@pytest.mark.parametrize("check", checks_of(globals()))
-def test_ddp_errors(check: str, backend: str, world_size: int) -> None:
-    assert_check(__name__, check, backend, world_size)
+test_ddp_errors = tests_of(__name__)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -22,20 +20,15 @@ from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in
 from photinus.parallel import DistributedDataParallel, average_gradients
 from tests.dist.ddp_checks import (
     KIB_IN_MIB,
-    SETTINGS,
-    assert_check,
     assert_equal_on_all_ranks,
     assert_same_gradients,
     batch,
-    checks_of,
     expect,
     naive_twin,
+    small_ddp,
     small_net,
+    tests_of,
 )
-
-
-def wrapped(group: dist.ProcessGroup, **options: Any) -> DistributedDataParallel:
-    return DistributedDataParallel(small_net(), process_group=group, bucket_cap_mb=KIB_IN_MIB, **options)
 
 
 def torch_wrapped(group: dist.ProcessGroup) -> nn.parallel.DistributedDataParallel:
@@ -52,7 +45,7 @@ def gradients_after(ddp: nn.Module, group: dist.ProcessGroup, steps: int = 3) ->
 
 
 def check_the_allreduce_hook_gives_the_average(group: dist.ProcessGroup) -> None:
-    ddp = wrapped(group)
+    ddp = small_ddp(group)
     ddp.register_comm_hook(group, default_hooks.allreduce_hook)
     twin = naive_twin(ddp.module, group)
     for step in range(3):
@@ -69,7 +62,7 @@ def check_compressing_hooks_give_what_they_give_in_torchs_class(group: dist.Proc
         default_hooks.fp16_compress_hook,
         default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),
     ):
-        ours, theirs = wrapped(group), torch_wrapped(group)
+        ours, theirs = small_ddp(group), torch_wrapped(group)
         for ddp in (ours, theirs):
             ddp.register_comm_hook(group, hook)
         for mine, other in zip(gradients_after(ours, group), gradients_after(theirs, group), strict=True):
@@ -82,7 +75,7 @@ def check_the_bf16_hook_that_torchs_class_refuses_on_cpus_runs(group: dist.Proce
         default_hooks.bf16_compress_hook,
         default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook),
     ):
-        ddp = wrapped(group)
+        ddp = small_ddp(group)
         ddp.register_comm_hook(group, hook)
         twin = naive_twin(ddp.module, group)
         for net in (ddp, twin):
@@ -129,7 +122,7 @@ def check_batched_power_sgd_which_resizes_buckets_gives_what_it_gives_in_torchs_
 
 def check_a_hook_may_put_a_buffer_of_another_size_in_place(group: dist.ProcessGroup) -> None:
     """A hook around another one pads the bucket, and returns it with the padding."""
-    ddp = wrapped(group)
+    ddp = small_ddp(group)
 
     def padded(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         gradients = [gradient.clone() for gradient in bucket.gradients()]
@@ -197,7 +190,7 @@ def check_noop_and_post_local_sgd_hooks_leave_gradients_local(group: dist.Proces
         (None, debugging_hooks.noop_hook),
         (state, post_localSGD_hook.post_localSGD_hook),
     ):
-        ddp = wrapped(group)
+        ddp = small_ddp(group)
         ddp.register_comm_hook(hook_state, hook)
         local = copy.deepcopy(ddp.module)
         for step in range(3):
@@ -209,7 +202,7 @@ def check_noop_and_post_local_sgd_hooks_leave_gradients_local(group: dist.Proces
 
 
 def check_a_hook_sees_every_gradient_once_and_no_padding(group: dist.ProcessGroup) -> None:
-    ddp = wrapped(group)
+    ddp = small_ddp(group)
     seen: list[tuple[int, bool, list[torch.Tensor], int]] = []
 
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -233,7 +226,7 @@ def check_a_hook_sees_every_gradient_once_and_no_padding(group: dist.ProcessGrou
 
 
 def check_what_is_not_a_hook_is_refused_and_a_second_one_too(group: dist.ProcessGroup) -> None:
-    ddp = wrapped(group)
+    ddp = small_ddp(group)
     with expect(TypeError, "must be callable"):
         ddp.register_comm_hook(None, 1)
     with expect(ValueError, "needs a parameter named `bucket`"):
@@ -242,7 +235,7 @@ def check_what_is_not_a_hook_is_refused_and_a_second_one_too(group: dist.Process
     with expect(RuntimeError, "can only be called once"):
         ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
     assert ddp._get_ddp_logging_data()["comm_hook"] == "allreduce_hook"
-    ddp = wrapped(group)
+    ddp = small_ddp(group)
     ddp.register_comm_hook(None, lambda state, bucket: bucket.buffer())
     with expect(TypeError, "returns a torch.futures.Future"):
         ddp(batch(group)).sum().backward()
@@ -250,7 +243,7 @@ def check_what_is_not_a_hook_is_refused_and_a_second_one_too(group: dist.Process
 
 def check_builtin_hooks(group: dist.ProcessGroup) -> None:
     for kind in (dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS):
-        ddp = wrapped(group)
+        ddp = small_ddp(group)
         ddp._register_builtin_comm_hook(kind)
         twin = naive_twin(ddp.module, group)
         for net in (ddp, twin):
@@ -261,9 +254,9 @@ def check_builtin_hooks(group: dist.ProcessGroup) -> None:
 
 
 def check_an_optimizer_inside_backward_steps_as_one_after_it(group: dist.ProcessGroup) -> None:
-    after = wrapped(group)
+    after = small_ddp(group)
     optimizer = torch.optim.SGD(after.parameters(), lr=0.1, momentum=0.9)
-    inside = wrapped(group)
+    inside = small_ddp(group)
     inside._register_fused_optim(torch.optim.SGD, 0.1, momentum=0.9)
     hanging_model = small_net()
     _apply_optimizer_in_backward(torch.optim.SGD, hanging_model.parameters(), {"lr": 0.1, "momentum": 0.9})
@@ -283,7 +276,7 @@ def check_an_optimizer_inside_backward_steps_as_one_after_it(group: dist.Process
 def check_the_hook_that_steps_an_optimizer_of_ones_own(group: dist.ProcessGroup) -> None:
     from torch.distributed.optim import as_functional_optim
 
-    ddp = wrapped(group)
+    ddp = small_ddp(group)
     state = optimizer_overlap_hooks._OptimizerHookState(as_functional_optim(torch.optim.SGD, 0.1))
     ddp.register_comm_hook(None, optimizer_overlap_hooks._hook_then_optimizer(default_hooks.allreduce_hook, state))
     before = [p.detach().clone() for p in ddp.parameters()]
@@ -294,7 +287,7 @@ def check_the_hook_that_steps_an_optimizer_of_ones_own(group: dist.ProcessGroup)
 
 
 def check_a_hook_goes_along_when_buckets_are_made_anew(group: dist.ProcessGroup) -> None:
-    ddp = wrapped(group)
+    ddp = small_ddp(group)
     ddp.register_comm_hook(group, default_hooks.allreduce_hook)
     ddp.double()
     ddp(batch(group).double()).sum().backward()
@@ -308,7 +301,4 @@ def check_a_hook_goes_along_when_buckets_are_made_anew(group: dist.ProcessGroup)
         assert_same_gradients(ddp.module, twin, group)
 
 
-@pytest.mark.parametrize(("backend", "world_size"), SETTINGS)
-@pytest.mark.parametrize("check", checks_of(globals()))
-def test_ddp_hooks(check: str, backend: str, world_size: int) -> None:
-    assert_check(__name__, check, backend, world_size)
+test_ddp_hooks = tests_of(__name__)

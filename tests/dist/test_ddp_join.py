@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,13 +12,11 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from photinus.parallel import DistributedDataParallel
 from tests.dist.ddp_checks import (
-    KIB_IN_MIB,
-    SETTINGS,
-    assert_check,
     assert_equal_on_all_ranks,
-    checks_of,
     expect,
+    small_ddp,
     small_net,
+    tests_of,
 )
 
 
@@ -47,7 +44,7 @@ def one_process(model: nn.Module, world_size: int, *, by_present: bool) -> nn.Mo
 def check_ranks_without_batches_count_as_zero_or_not_at_all(group: dist.ProcessGroup) -> None:
     for by_present in (False, True):
         for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}, {"nan_guard": True}):
-            ddp = DistributedDataParallel(small_net(), process_group=group, bucket_cap_mb=KIB_IN_MIB, **options)
+            ddp = small_ddp(group, **options)
             expected = one_process(ddp.module, group.size(), by_present=by_present)
             optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
             with ddp.join(divide_by_initial_world_size=not by_present):
@@ -61,7 +58,7 @@ def check_ranks_without_batches_count_as_zero_or_not_at_all(group: dist.ProcessG
 
 
 def check_a_rank_without_any_batch(group: dist.ProcessGroup) -> None:
-    ddp = DistributedDataParallel(small_net(), process_group=group, bucket_cap_mb=KIB_IN_MIB)
+    ddp = small_ddp(group)
     before = copy.deepcopy(ddp.module)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     with ddp.join():
@@ -90,7 +87,7 @@ def check_buffers_and_no_sync_inside_join(group: dist.ProcessGroup) -> None:
 
 
 def check_zero_redundancy_optimizer_in_the_same_join(group: dist.ProcessGroup) -> None:
-    ddp = DistributedDataParallel(small_net(), process_group=group, bucket_cap_mb=KIB_IN_MIB)
+    ddp = small_ddp(group)
     expected = one_process(ddp.module, group.size(), by_present=False)
     optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, process_group=group, lr=0.1)
     with Join([ddp, optimizer]):
@@ -119,7 +116,4 @@ def check_join_disabled_exchanges_nothing_more(group: dist.ProcessGroup) -> None
     assert_equal_on_all_ranks(ddp.module[0].weight.grad, group)
 
 
-@pytest.mark.parametrize(("backend", "world_size"), SETTINGS)
-@pytest.mark.parametrize("check", checks_of(globals()))
-def test_ddp_join(check: str, backend: str, world_size: int) -> None:
-    assert_check(__name__, check, backend, world_size)
+test_ddp_join = tests_of(__name__)

@@ -7,7 +7,6 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -19,17 +18,17 @@ from photinus.errors import MissingGradientError, NonFiniteGradientError, Photin
 from photinus.parallel import DistributedDataParallel, average_gradients
 from tests.dist.ddp_checks import (
     KIB_IN_MIB,
-    SETTINGS,
     TwoHeads,
-    assert_check,
     assert_equal_on_all_ranks,
     assert_same_gradients,
     batch,
-    checks_of,
+    ddp_and_twin,
     expect,
     launches,
     naive_twin,
+    small_ddp,
     small_net,
+    tests_of,
 )
 
 
@@ -50,7 +49,7 @@ def assert_averages_in_each_step(
 
 
 def check_a_gradient_that_was_kept_survives_the_next_backwards(group: dist.ProcessGroup) -> None:
-    ddp = DistributedDataParallel(small_net(), process_group=group, bucket_cap_mb=KIB_IN_MIB)
+    ddp = small_ddp(group)
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     for step in range(4):
         ddp.zero_grad()
@@ -64,7 +63,7 @@ def check_a_gradient_that_was_kept_survives_the_next_backwards(group: dist.Proce
 
 def check_buckets_keep_their_memory_when_nobody_keeps_gradients(group: dist.ProcessGroup) -> None:
     for set_to_none in (True, False):
-        ddp = DistributedDataParallel(small_net(), process_group=group, bucket_cap_mb=KIB_IN_MIB)
+        ddp = small_ddp(group)
         addresses = []
         for step in range(5):
             ddp(batch(group, step)).square().mean().backward()
@@ -85,8 +84,7 @@ def check_gradients_as_views_are_written_to_by_the_next_backward(group: dist.Pro
 
 def check_a_kept_gradient_while_others_are_accumulated(group: dist.ProcessGroup) -> None:
     model = small_net()
-    twin = naive_twin(model, group)
-    ddp = DistributedDataParallel(model, process_group=group)
+    ddp, twin = ddp_and_twin(model, group)
     for net in (ddp, twin):
         net(batch(group, 0)).square().mean().backward()
     average_gradients(twin, group)
@@ -426,7 +424,4 @@ def check_logging_data_and_the_surface_that_libraries_touch(group: dist.ProcessG
         ddp._set_ddp_runtime_logging_sample_rate(0)
 
 
-@pytest.mark.parametrize(("backend", "world_size"), SETTINGS)
-@pytest.mark.parametrize("check", checks_of(globals()))
-def test_ddp_options(check: str, backend: str, world_size: int) -> None:
-    assert_check(__name__, check, backend, world_size)
+test_ddp_options = tests_of(__name__)

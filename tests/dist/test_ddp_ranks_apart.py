@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -19,21 +18,16 @@ from photinus.parallel import DistributedDataParallel
 from photinus.parallel.exchange.parameter_digest import compare_parameters
 from tests.dist.ddp_checks import (
     KIB_IN_MIB,
-    SETTINGS,
     SharedFrozenMixed,
-    assert_check,
     assert_equal_on_all_ranks,
     batch,
-    checks_of,
     expect,
+    small_ddp,
     small_net,
+    tests_of,
 )
 
 LAST_STEP = 140
-
-
-def wrapped(group: dist.ProcessGroup, **options: Any) -> DistributedDataParallel:
-    return DistributedDataParallel(small_net(), process_group=group, bucket_cap_mb=KIB_IN_MIB, **options)
 
 
 def train(ddp: nn.Module, group: dist.ProcessGroup, optimizer: Any, steps: int, before: Any = None) -> None:
@@ -51,7 +45,7 @@ def train(ddp: nn.Module, group: dist.ProcessGroup, optimizer: Any, steps: int, 
 
 def check_no_sync_on_one_rank_only_is_found_at_its_next_exchange(group: dist.ProcessGroup) -> None:
     for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True}):
-        ddp, exchanges = wrapped(group, **options), 0
+        ddp, exchanges = small_ddp(group, **options), 0
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
         with expect(MismatchError, "rank 1: 3 optimizer steps", "2 optimizer steps", "no_sync()"):
             for step in range(5):
@@ -63,7 +57,7 @@ def check_no_sync_on_one_rank_only_is_found_at_its_next_exchange(group: dist.Pro
 
 
 def check_an_extra_forward_and_backward_on_one_rank_is_found_at_once(group: dist.ProcessGroup) -> None:
-    ddp, exchanges = wrapped(group), 0
+    ddp, exchanges = small_ddp(group), 0
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     with expect(MismatchError, "rank 1: 3 optimizer steps", "4 optimizer steps", "one backward more"):
         for step in range(6):
@@ -87,20 +81,20 @@ def check_where_facts_cannot_ride_with_gradients_every_64th_exchange_brings_them
                 optimizer.zero_grad()
 
     skipping = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
-    out_of_step(wrapped(group, **skipping))
-    hooked = wrapped(group)
+    out_of_step(small_ddp(group, **skipping))
+    hooked = small_ddp(group)
     hooked.register_comm_hook(group, default_hooks.allreduce_hook)
     out_of_step(hooked)
-    ddp = wrapped(group, **skipping)
+    ddp = small_ddp(group, **skipping)
     with expect(ModelMismatchError, "parameter 0.weight"):
         train(ddp, group, torch.optim.SGD(ddp.parameters(), lr=0.01 + 0.01 * group.rank()), 70)
-    hooked = wrapped(group)  # whose hook lets weights go apart
+    hooked = small_ddp(group)  # whose hook lets weights go apart
     hooked.register_comm_hook(None, debugging_hooks.noop_hook)
     train(hooked, group, torch.optim.SGD(hooked.parameters(), lr=0.01), 70)
 
 
 def check_an_optimizer_step_left_out_on_one_rank_is_found_at_once(group: dist.ProcessGroup) -> None:
-    ddp = wrapped(group)
+    ddp = small_ddp(group)
     optimizer = torch.optim.Adam(ddp.parameters())
     with expect(MismatchError, "rank 1: 2 optimizer steps"):
         for step in range(5):
@@ -123,7 +117,7 @@ def check_in_half_precision_too(group: dist.ProcessGroup) -> None:
 
 
 def check_another_learning_rate_is_found_after_the_first_step(group: dist.ProcessGroup) -> None:
-    ddp, done = wrapped(group), []
+    ddp, done = small_ddp(group), []
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1 if group.rank() == 1 else 0.2)
     others = "rank 0" if group.size() == 2 else "ranks 0, 2"
     with expect(ModelMismatchError, f"rank 1 has other values than {others} in parameter 0.weight [40, 6] (and 5 more"):
@@ -132,7 +126,7 @@ def check_another_learning_rate_is_found_after_the_first_step(group: dist.Proces
 
 
 def check_another_optimizer_is_found(group: dist.ProcessGroup) -> None:
-    ddp = wrapped(group, find_unused_parameters=True)
+    ddp = small_ddp(group, find_unused_parameters=True)
     kind = torch.optim.Adam if group.rank() == 1 else torch.optim.SGD
     with expect(ModelMismatchError, "parameter 0.weight"):
         train(ddp, group, kind(ddp.parameters(), lr=0.01), 5)
@@ -180,7 +174,7 @@ def check_all_parameters_can_be_compared_at_any_time(group: dist.ProcessGroup) -
 
 
 def check_other_numbers_of_micro_batches_are_fine(group: dist.ProcessGroup) -> None:
-    ddp = wrapped(group)
+    ddp = small_ddp(group)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     for step in range(6):
         for _ in range((group.rank() + step) % 3):
@@ -192,7 +186,7 @@ def check_other_numbers_of_micro_batches_are_fine(group: dist.ProcessGroup) -> N
 
 
 def check_join_and_what_follows_it_is_fine(group: dist.ProcessGroup) -> None:
-    ddp = wrapped(group)
+    ddp = small_ddp(group)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     for divide in (True, False):
         with ddp.join(divide_by_initial_world_size=divide):
@@ -204,7 +198,7 @@ def check_join_and_what_follows_it_is_fine(group: dist.ProcessGroup) -> None:
 def check_two_models_with_optimizers_of_their_own_are_fine(group: dist.ProcessGroup) -> None:
     """As of a GAN: the second one's gradients pass through the first one, too."""
     torch.manual_seed(0)
-    first, second = wrapped(group), DistributedDataParallel(nn.Linear(3, 6), process_group=group)
+    first, second = small_ddp(group), DistributedDataParallel(nn.Linear(3, 6), process_group=group)
     optimizers = [torch.optim.Adam(net.parameters(), lr=0.01) for net in (first, second)]
     for step in range(6):
         first(batch(group, step)).square().mean().backward()
@@ -222,7 +216,7 @@ def check_two_models_with_optimizers_of_their_own_are_fine(group: dist.ProcessGr
 
 def check_weights_changed_for_a_while_are_fine(group: dist.ProcessGroup) -> None:
     """SAM: each rank climbs by its own gradient, takes the averaged one there, and steps from where it was."""
-    ddp = wrapped(group)
+    ddp = small_ddp(group)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     for step in range(8):
         optimizer.zero_grad()
@@ -267,7 +261,7 @@ def check_optimizers_of_parts_zero_and_checkpointing_are_fine(group: dist.Proces
 
 
 def check_steps_that_a_scaler_skips_are_fine(group: dist.ProcessGroup) -> None:
-    ddp = wrapped(group)
+    ddp = small_ddp(group)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     for step in range(8):
@@ -282,7 +276,7 @@ def check_steps_that_a_scaler_skips_are_fine(group: dist.ProcessGroup) -> None:
 
 
 def check_weights_may_differ_where_it_was_asked_for(group: dist.ProcessGroup) -> None:
-    ddp = wrapped(group, check_ranks=False)
+    ddp = small_ddp(group, check_ranks=False)
     train(ddp, group, torch.optim.SGD(ddp.parameters(), lr=0.1 + group.rank()), 6)
     ignored = small_net()
     ignored._ddp_params_and_buffers_to_ignore = ["0.weight"]
@@ -293,7 +287,7 @@ def check_weights_may_differ_where_it_was_asked_for(group: dist.ProcessGroup) ->
 
 
 def check_a_forward_of_one_rank_alone_is_fine(group: dist.ProcessGroup) -> None:
-    ddp = wrapped(group)
+    ddp = small_ddp(group)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     for step in range(6):
         if group.rank() == 0 and step > 1:
@@ -303,7 +297,4 @@ def check_a_forward_of_one_rank_alone_is_fine(group: dist.ProcessGroup) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("backend", "world_size"), SETTINGS)
-@pytest.mark.parametrize("check", checks_of(globals()))
-def test_ddp_ranks_apart(check: str, backend: str, world_size: int) -> None:
-    assert_check(__name__, check, backend, world_size)
+test_ddp_ranks_apart = tests_of(__name__)

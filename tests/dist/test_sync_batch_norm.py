@@ -9,7 +9,6 @@ import copy
 from contextlib import nullcontext
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -22,7 +21,7 @@ from photinus.parallel import (
     revert_sync_batchnorm,
     wrap_model,
 )
-from tests.dist.test_ddp import SETTINGS, assert_check, assert_equal_on_all_ranks, checks_of, expect
+from tests.dist.ddp_checks import assert_equal_on_all_ranks, expect, tests_of
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
@@ -298,7 +297,4 @@ def check_unused_parameters_beside_synchronised_statistics(group: dist.ProcessGr
             assert_equal_on_all_ranks(parameter.grad, group)
 
 
-@pytest.mark.parametrize(("backend", "world_size"), SETTINGS)
-@pytest.mark.parametrize("check", checks_of(globals()))
-def test_sync_batch_norm(check: str, backend: str, world_size: int) -> None:
-    assert_check(__name__, check, backend, world_size)
+test_sync_batch_norm = tests_of(__name__)

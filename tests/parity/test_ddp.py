@@ -10,13 +10,12 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from photinus.parallel import DistributedDataParallel
-from tests.dist.ddp_checks import SETTINGS, TwoHeads, assert_check, assert_close_in, checks_of
+from tests.dist.ddp_checks import TwoHeads, assert_close_in, tests_of
 
 STEPS = 6
 
@@ -231,7 +230,4 @@ def check_validation_on_all_ranks_sees_what_it_sees_under_torchs_class(group: di
         ours.module.load_state_dict(theirs.module.state_dict() if group.size() > 2 else ours.module.state_dict())
 
 
-@pytest.mark.parametrize(("backend", "world_size"), SETTINGS)
-@pytest.mark.parametrize("check", checks_of(globals()))
-def test_training_as_under_torchs_class(check: str, backend: str, world_size: int) -> None:
-    assert_check(__name__, check, backend, world_size)
+test_training_as_under_torchs_class = tests_of(__name__)
