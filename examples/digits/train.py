@@ -10,7 +10,7 @@ Started again, it goes on where it was cut off, or says that it is finished.
 from __future__ import annotations
 
 import torch
-from dataset import digits
+from data import digits
 from model import DigitsNet, accuracy
 from options import options
 from torch.nn.functional import cross_entropy

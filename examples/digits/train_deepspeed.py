@@ -7,7 +7,7 @@ What stands as "auto" in the configuration comes from the options: --lr, and --b
 
 from __future__ import annotations
 
-from dataset import digits
+from data import digits
 from model import DigitsNet, accuracy
 from options import options
 from torch.nn.functional import cross_entropy

@@ -9,7 +9,7 @@ The loop owns the order of the samples, the random numbers, the position, the ch
 from __future__ import annotations
 
 import torch
-from dataset import digits
+from data import digits
 from model import DigitsNet, accuracy
 from options import options
 from torch.nn.functional import cross_entropy

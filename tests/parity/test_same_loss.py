@@ -25,7 +25,7 @@ STEPS, BATCH_SIZE = 20, 64
 def _digits() -> tuple[nn.Module, TensorDataset]:
     if str(DIGITS) not in sys.path:
         sys.path.insert(0, str(DIGITS))
-    from dataset import digits
+    from data import digits
     from model import DigitsNet
 
     torch.manual_seed(0)

@@ -66,7 +66,7 @@ def test_old_spellings_are_understood(script: str, tmp_path: Path) -> None:
 
 def test_a_missing_data_folder_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(DIGITS))
-    from dataset import digits
+    from data import digits
 
     with pytest.raises(ValueError, match=r"the data set's folder '/nowhere' \(/nowhere\) does not exist"):
         digits("/nowhere")
@@ -75,7 +75,7 @@ def test_a_missing_data_folder_is_told_before_anything_starts(monkeypatch: pytes
 def test_the_digits_are_cut_once_and_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(DIGITS))
     import torch
-    from dataset import digits
+    from data import digits
     from sklearn.datasets import load_digits
 
     train_set, valid_set = digits()

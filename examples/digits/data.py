@@ -1,0 +1,1 @@
+../../src/photinus/templates/digits/data.py
