@@ -1,5 +1,6 @@
 # make demo      sets .venv up, trains the digits example on 2 processes, says where the results lie
 # make test      sets up what tests need too, then runs all fast tests and checks
+# make quick     the checks, and the unit tests that take less than a second each
 # make test-all  the slow ones too, and a soak of the engine of 20 minutes
 # make gpu       all tests and benchmarks that need a GPU, with the python3 that is there; FAKE=1: on CPU tensors
 # make bench     the benchmarks (benchmarks/README.md)
@@ -14,21 +15,26 @@ CMAKE := $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja
 PLACES = $(VENV)/.places-$(shell find src/photinus -name '*.py' | sort | cksum | cut -d ' ' -f 1)
 NATIVE := $(shell find native bindings CMakeLists.txt -type f 2>/dev/null)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt
-BUILD_DIR := $(if $(TORCH),--config-settings=build-dir=build/torch$(TORCH))
+BUILD_DIR := build/$(if $(TORCH),torch$(TORCH),module)
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: always demo test test-all setup check native sanitized soak python gpu bench format clean
+.PHONY: always demo test quick test-all setup check native sanitized address thread soak python gpu bench format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/photinus run --nproc-per-node 2 examples/digits/train.py --backend photinus --out runs/digits
 
-# Another PyTorch changes nothing about the rest.
-test: $(if $(TORCH),,setup check native sanitized) python
+# Python tests wait for each other's processes much of the time, so two run at once, and compilers, which give way, take
+# what is left. Another PyTorch changes nothing about the rest.
+test: setup
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target python $(if $(TORCH),,check native sanitized)
+
+quick: setup
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target check python TESTS=tests/unit PYTEST='-m "not (slow or seconds)"'
 
 test-all: setup check native sanitized soak
 	$(INSTALL) '.[test,interop]'
-	$(BIN)/python -m pytest -m "slow or not slow" tests
+	$(BIN)/python -m pytest --numprocesses 2 -m "slow or not slow" tests
 	$(MAKE) gpu FAKE=1 PYTHON=$(BIN)/python
 
 setup: $(VENV)/.installed
@@ -45,7 +51,7 @@ $(VENV)/.places-%: $(VENV)/.tools
 	@touch $@
 
 # Editable installs: Python files are used where they lie, the native module is rebuilt when its sources change.
-INSTALL := $(PIP) --no-build-isolation $(BUILD_DIR) --editable
+INSTALL := $(PIP) --no-build-isolation --config-settings=build-dir=$(BUILD_DIR) --editable
 
 $(VENV)/.demo: $(VENV)/.tools pyproject.toml $(NATIVE) $(PLACES)
 	$(INSTALL) '.[demo]'
@@ -63,30 +69,27 @@ check: setup
 	$(BIN)/clang-format --dry-run --Werror $(filter %.h %.cc,$(NATIVE))
 
 native: setup
-	$(CMAKE) -S native -B build/native > build-native.log 2>&1 || { cat build-native.log; exit 1; }
-	@rm -f build-native.log
-	$(BIN)/ninja -C build/native --quiet
-	$(BIN)/ctest --test-dir build/native --output-on-failure --no-tests=error
+	nice $(BIN)/ninja -C $(BUILD_DIR) --quiet native/tests/all native/bench/all
+	$(BIN)/ctest --test-dir $(BUILD_DIR)/native --output-on-failure --no-tests=error
 
 # The same native tests with the address, undefined-behaviour and thread sanitizers.
-sanitized: setup
-	for sanitizer in address thread; do \
-	  $(CMAKE) -S native -B build/$$sanitizer -DPHOTINUS_SANITIZE=$$sanitizer > /dev/null && \
-	  $(BIN)/ninja -C build/$$sanitizer --quiet && \
-	  $(BIN)/ctest --test-dir build/$$sanitizer --output-on-failure --no-tests=error || exit 1; \
-	done
+sanitized: address thread
+address thread: setup
+	$(CMAKE) -S native -B build/$@ -DPHOTINUS_SANITIZE=$@ > /dev/null
+	nice $(BIN)/ninja -C build/$@ --quiet
+	$(BIN)/ctest --test-dir build/$@ --output-on-failure --no-tests=error
 
 # Twenty minutes of random use: SOAK_S seconds each as processes, as threads, and as threads under both sanitizers.
 SOAK_S ?= 300
 soak: native sanitized
-	build/native/tests/soak --processes $(SOAK_S) 4
-	build/native/tests/soak $(SOAK_S) 4
+	$(BUILD_DIR)/native/tests/soak --processes $(SOAK_S) 4
+	$(BUILD_DIR)/native/tests/soak $(SOAK_S) 4
 	build/address/tests/soak $(SOAK_S) 4
 	build/thread/tests/soak $(SOAK_S) 3
 
 TESTS ?= tests
 python: setup
-	$(BIN)/python -m pytest $(TESTS)
+	+$(BIN)/python -m pytest --numprocesses 2 $(PYTEST) $(TESTS)
 
 # On a machine with a GPU there may be no network and no virtual environment: its own Python has all that is needed.
 gpu:

@@ -1,11 +1,100 @@
-"""What holds for every test: no job of the command line outlives the test that started it, and no process group."""
+"""What holds for every test: no job outlives the test that started it, no process group, and a run leaves nothing."""
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests import fork_server
+
+_END_S = 5.0  # what ends by itself has so long
+# torch's cache of compiled code, and what its DataLoader leaves when a sample raises, as does every killed process.
+_TORCHS_OWN = ("torchinductor_", "pymp-")
+
+
+@pytest.hookimpl(optionalhook=True)  # where pytest-xdist is, as by `make test`
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files of tests go to the workers whole and in order, since many have fixtures that cost seconds."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    from tests.dist.ddp_checks import CHECKED_MODULES
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            # These share their ranks.
+            return "ddp_checks" if file.removesuffix(".py").replace("/", ".") in CHECKED_MODULES else file
+
+    config.option.loadscopereorder = False  # by the number of tests: the few that take a minute would come last
+    return ByFile(config, log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def folder_of_the_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """TMPDIR of all that is started here; nothing may be left in it, no process that has it, no shared memory.
+
+    Yields what has come into it: by name, the test after which it was first seen.
+    """
+    tmp_path_factory.getbasetemp()  # pytest's own folder stays where it was
+    seen: dict[str, str] = {}
+    shared = set(os.listdir("/dev/shm"))
+    with tempfile.TemporaryDirectory(prefix="photinus-tests-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        yield seen
+        fork_server.end_servers()
+        deadline = time.monotonic() + _END_S
+        while True:
+            files = [name for name in os.listdir(folder) if not name.startswith(_TORCHS_OWN)]
+            left = [f"{name} in TMPDIR, there since {seen.get(name, 'the end')}" for name in files]
+            left += [f"{name} in /dev/shm" for name in _unused(set(os.listdir("/dev/shm")) - shared)]
+            left += _processes_with(folder)
+            if not left or time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+    if left:
+        pytest.fail("the tests have left:\n" + "\n".join(left), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def what_comes_is_noted(folder_of_the_run: dict[str, str], request: pytest.FixtureRequest) -> Iterator[None]:
+    """So that what is left at the end of a run has a culprit."""
+    yield
+    for name in os.listdir(tempfile.gettempdir()):
+        folder_of_the_run.setdefault(name, request.node.nodeid)
+
+
+def _processes_with(folder: str) -> list[str]:
+    """Processes that were started with this TMPDIR, or speak of it in their command line."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (process / "cmdline").read_bytes().replace(b"\0", b" ")
+            if folder.encode() in (process / "environ").read_bytes() + command:
+                found.append(f"process {process.name}: {command[:200].decode(errors='replace')}")
+        except OSError:  # it has ended, or is another user's
+            continue
+    return found
+
+
+def _unused(names: set[str]) -> set[str]:
+    """Those of the names in /dev/shm that no process maps: other people's tests may run here too."""
+    if not names:
+        return names
+    mapped = ""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            mapped += (process / "maps").read_text()
+        except OSError:  # it has ended, or is another user's
+            continue
+    return {name for name in names if f"/dev/shm/{name}" not in mapped}
 
 
 @pytest.fixture(autouse=True)

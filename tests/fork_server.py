@@ -100,6 +100,14 @@ def fork_python(
         return server.start(call, words, environ, (stdin, stdout, stderr))
 
 
+def end_servers() -> None:
+    """Ends the server of this process, if there is one, and what it has forked."""
+    with _lock:
+        server = _servers.pop(os.getpid(), None)
+    if server is not None:
+        server.end()
+
+
 class _Server:
     """The side of the process that asks: requests go one way, pids and exit codes come the other."""
 
@@ -131,6 +139,10 @@ class _Server:
         assert self._has_started.acquire(timeout=60), "the server that forks ranks does not answer"
         assert self._started, f"the server that forks ranks ended with exit code {self._process.wait()}"
         return self._started.pop()
+
+    def end(self) -> None:
+        self._socket.shutdown(socket.SHUT_WR)
+        self._process.wait()
 
     def _read(self) -> None:
         while answer := self._socket.recv(_REQUEST_BYTES):
@@ -188,7 +200,9 @@ def _serve(control: socket.socket) -> dict[str, Any] | None:
 
 
 def _main(control_fd: int) -> None:
-    for module in ("numpy", "torch.distributed", "photinus.backend", "photinus.parallel", "photinus.trainer"):
+    # torch._dynamo: the first optimizer and torch's DDP import it, which takes as long as torch itself.
+    ours = ("photinus.backend", "photinus.parallel", "photinus.trainer")
+    for module in ("numpy", "torch.distributed", "torch._dynamo", *ours):
         importlib.import_module(module)
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"a process with {len(threads)} threads cannot be forked"

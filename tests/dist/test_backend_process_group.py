@@ -195,7 +195,8 @@ dist.destroy_process_group()
 def _torchrun(tmp_path: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     path = tmp_path / "script.py"
     path.write_text(script)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--log-dir", str(tmp_path / "logs"), str(path)]  # else it leaves a folder in TMPDIR
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120, env=environ)
 

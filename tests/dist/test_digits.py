@@ -47,7 +47,7 @@ def test_two_processes_reach_97_percent_and_leave_picture_and_numbers(tmp_path: 
 
 
 def test_every_launcher_trains_the_same_model(tmp_path: Path) -> None:
-    torchrun = [str(SCRIPTS / "torchrun"), "--standalone", "--nproc-per-node", "2"]
+    torchrun = [str(SCRIPTS / "torchrun"), "--standalone", "--nproc-per-node", "2", "--log-dir", str(tmp_path / "logs")]
     launched = {
         "1": [sys.executable, "examples/digits/train_loop.py"],
         "2": [*torchrun, "examples/digits/train_loop.py"],

@@ -70,5 +70,5 @@ def test_one_process_and_two_train_to_the_end_under_each_launcher(project: Path)
     assert reached["plain"] == pytest.approx(reached["photinus"], rel=0.03)
     again = run(project, *launchers["plain"], "train.py", "--out", "photinus")
     assert "finished already" in again
-    torchrun = [SCRIPTS / "torchrun", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [SCRIPTS / "torchrun", "--standalone", "--nproc-per-node", "2", "--log-dir", "logs"]
     assert "2 ranks on 1 host" in run(project, *torchrun, "train.py", "--out", "torchrun", "--epoch", "1")

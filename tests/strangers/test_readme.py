@@ -51,6 +51,7 @@ class Stranger:
             "PIP_CONSTRAINT": str(REPOSITORY / "constraints.txt"),
             "PATH": f"{folder.parent / f'{folder.name}-venv' / 'bin'}:/usr/local/bin:/usr/bin:/bin",
             "HOME": str(home),
+            "TMPDIR": str(home),
             "TERM": "xterm",
         }
 

@@ -67,7 +67,7 @@ def start(
         "python": [([], {})],
         "by hand": [([], {**by_hand, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(ranks)],
         "photinus run": [([str(_BIN / "photinus"), "run", "--cpu", *count, path], {})],
-        "torchrun": [([str(_BIN / "torchrun"), "--standalone", *count, path], {})],
+        "torchrun": [([str(_BIN / "torchrun"), "--standalone", "--log-dir", str(folder / "logs"), *count, path], {})],
         "torch.distributed.launch": [
             ([str(_BIN / "photinus"), "run", "--cpu", *hosts, "--node_rank", str(host), path], {})
             for host in range(ranks)

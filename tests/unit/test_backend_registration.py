@@ -31,6 +31,7 @@ def test_registering_again_changes_nothing() -> None:
     assert dist.Backend.default_device_backend_map["cpu"] == "gloo"  # scripts that name no backend keep theirs
 
 
+@pytest.mark.seconds
 def test_import_torch_registers_the_backend_without_loading_the_engine() -> None:
     script = """if True:
         import torch, sys, time
@@ -53,6 +54,7 @@ def test_every_order_of_imports_works() -> None:
         assert _run(script) == "photinus\n"
 
 
+@pytest.mark.seconds
 def test_a_registration_that_fails_warns_and_never_breaks_import_torch() -> None:
     script = """if True:
         import torch.distributed as dist, photinus.backend, warnings

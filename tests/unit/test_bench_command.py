@@ -137,6 +137,7 @@ def test_a_backend_alone_is_chosen_as_the_only_one() -> None:
 # ---- real runs
 
 
+@pytest.mark.seconds
 def test_a_run_measures_every_operation_over_every_backend(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ["bench", "--nproc-per-node", "2", "--sizes", "4K,64K", "--seconds", "0.03", "--json"]
     operations = "all_reduce,reduce_scatter,all_gather,broadcast,all_to_all"
@@ -167,6 +168,7 @@ def test_no_backend_at_all_is_an_error(capsys: pytest.CaptureFixture[str]) -> No
     assert "ucc failed: rank" in capsys.readouterr().err
 
 
+@pytest.mark.seconds
 def test_ranks_that_hang_are_ended_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rank.py").write_text("import time; time.sleep(300)")
     monkeypatch.setattr(contestant, "_RANK", tmp_path / "rank.py")

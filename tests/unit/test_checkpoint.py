@@ -245,6 +245,7 @@ def test_what_a_dead_writer_left_is_removed_and_a_live_ones_is_not(tmp_path: Pat
     assert sorted(os.listdir(tmp_path)) == [".writer.lock", "step-00000001", "step-00000002"]
 
 
+@pytest.mark.seconds
 def test_two_jobs_in_one_folder_are_told_who_the_other_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     holder = subprocess.Popen(
         [sys.executable, "-c", f"""

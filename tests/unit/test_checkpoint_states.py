@@ -264,6 +264,7 @@ def test_a_file_of_the_old_template_loads_with_its_prefix(tmp_path: Path) -> Non
     assert equal(load(tmp_path / "legacy.pt"), {"a": torch.ones(3)})
 
 
+@pytest.mark.seconds
 def test_every_flipped_bit_and_every_truncation_of_the_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     save(path, weight=torch.arange(40.0), epoch=3)

@@ -290,6 +290,7 @@ class Slow(Augmented):
         time.sleep(30)
 
 
+@pytest.mark.seconds
 def test_a_stuck_worker_is_told_after_the_deadline() -> None:
     began = time.monotonic()
     with pytest.raises(TimeoutError, match=r"no batch came from the 1 loader workers within 1\.5 s.*epoch 4, batch 0"):

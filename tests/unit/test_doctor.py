@@ -216,6 +216,7 @@ def test_a_child_that_hangs_is_given_up() -> None:
 # ---- backends
 
 
+@pytest.mark.seconds
 def test_each_backend_is_tried_in_two_processes() -> None:
     found = backends.look_at_backends(TORCH, 120)
     assert [(finding.name, finding.state) for finding in found] == [
@@ -229,6 +230,7 @@ def test_each_backend_is_tried_in_two_processes() -> None:
     assert found[0].facts["small_s"] > 0
 
 
+@pytest.mark.seconds
 def test_a_backend_that_fails_is_bad_with_its_last_words() -> None:
     finding = backends._tried("nonsense", 120)
     assert finding.state == "bad"
@@ -236,6 +238,7 @@ def test_a_backend_that_fails_is_bad_with_its_last_words() -> None:
     assert "nonsense" in finding.value
 
 
+@pytest.mark.seconds
 def test_a_backend_that_hangs_is_ended_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "trial.py").write_text("import time; time.sleep(300)")
     monkeypatch.setattr(backends, "_TRIAL", tmp_path / "trial.py")

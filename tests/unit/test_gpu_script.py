@@ -99,6 +99,7 @@ def rows(summary: str) -> dict[tuple[str, str], tuple[str, str]]:
         pytest.param("timeout", {"test_ends", "test_after", "(the stage)"}, "not done within", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.seconds
 def test_a_fault_shows_in_the_summary_and_in_nothing_else(
     tmp_path: Path, fault: str, misses: set[str], told: str
 ) -> None:

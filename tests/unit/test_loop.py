@@ -340,6 +340,7 @@ def test_a_resume_path_where_nothing_is_is_refused(world: Any, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.seconds
 def test_two_interruptions_in_one_epoch_change_no_bit(tmp_path: Path, workers: int) -> None:
     whole = train(None, num_workers=workers)
     for cut in (STEPS_PER_EPOCH + 3, STEPS_PER_EPOCH + 5):

@@ -46,6 +46,7 @@ def steps(how: str, **environ: str) -> tuple[bool, int]:
 @pytest.mark.skipif(
     not hasattr(os, "confstr") or "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""), reason="glibc"
 )
+@pytest.mark.seconds
 def test_pages_that_a_step_has_freed_are_the_next_steps() -> None:
     kept, count = steps("keep")
     assert kept
@@ -58,6 +59,7 @@ def test_pages_that_a_step_has_freed_are_the_next_steps() -> None:
 @pytest.mark.skipif(
     not hasattr(os, "confstr") or "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""), reason="glibc"
 )
+@pytest.mark.seconds
 def test_the_backend_keeps_them_for_torchs_ddp_too() -> None:
     kept, count = steps("ddp")
     assert kept
@@ -65,6 +67,7 @@ def test_the_backend_keeps_them_for_torchs_ddp_too() -> None:
 
 
 @pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"])
+@pytest.mark.seconds
 def test_a_users_own_setting_stands(name: str) -> None:
     kept, _ = steps("keep", **{name: "100000"})
     assert not kept

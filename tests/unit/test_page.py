@@ -115,6 +115,7 @@ def test_whatever_a_run_is_called_stays_text(tmp_path: Path) -> None:
     assert "a&amp;b&lt;i&gt;" in text
 
 
+@pytest.mark.seconds
 def test_100_000_steps_and_many_ranks_make_a_small_page_that_keeps_the_extremes(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "long", epochs=1, steps=10, ranks=16)
     losses = [StepLoss(i, 1, 99.0 if i == 54_321 else 1.0 + i % 7 / 10, 64) for i in range(1, 100_001)]

@@ -94,6 +94,7 @@ def test_numbers_come_back_from_the_files_as_they_went_in(tmp_path: Path) -> Non
     assert back == {name: value for name, value in row.items() if name != "none"}
 
 
+@pytest.mark.seconds
 def test_the_trainer_is_imported_without_the_heavy_packages() -> None:
     script = (
         "import sys, photinus.trainer; "

@@ -115,6 +115,7 @@ def test_half_a_state_changes_nothing() -> None:
         assert draws() == wanted
 
 
+@pytest.mark.seconds
 def test_numpys_generator_is_seeded_and_restored_before_its_first_use(tmp_path: Path) -> None:
     """numpy loads its random module lazily and would seed it from the clock."""
     np.random.seed(8)

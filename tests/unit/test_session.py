@@ -227,6 +227,7 @@ def test_a_forked_child_survives_the_garbage_of_earlier_runs() -> None:
 
 
 @pytest.mark.parametrize("end", ["", "raise SystemExit(0)"])
+@pytest.mark.seconds
 def test_nothing_is_said_at_exit(end: str) -> None:
     script = f"""
 import photinus, torch
@@ -238,6 +239,7 @@ with photinus.init("gloo", "cpu") as world:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.seconds
 def test_nothing_is_said_at_exit_of_a_session_that_opened_itself() -> None:
     script = """
 import photinus, torch

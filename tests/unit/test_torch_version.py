@@ -36,6 +36,7 @@ ENTRANCES = {
 
 
 @pytest.mark.parametrize("entrance", ENTRANCES)
+@pytest.mark.seconds
 def test_a_torch_that_is_too_old_is_told_in_one_line(entrance: str, tmp_path: Path) -> None:
     folder = tmp_path / "torch-2.7.1+cpu.dist-info"
     folder.mkdir()

@@ -50,6 +50,7 @@ def own_frames(text: str) -> int:
     return len(re.findall(r'File ".*/photinus/(?:trainer|parallel|backend|launcher)/', text))
 
 
+@pytest.mark.seconds
 def test_an_error_on_purpose_shows_the_users_line_and_the_sentence(tmp_path: Path) -> None:
     text = shown(tmp_path, ON_PURPOSE)
     assert "# the user's line" in text
@@ -58,6 +59,7 @@ def test_an_error_on_purpose_shows_the_users_line_and_the_sentence(tmp_path: Pat
     assert own_frames(shown(tmp_path, ON_PURPOSE, PHOTINUS_FULL_TRACEBACK="1")) > 0
 
 
+@pytest.mark.seconds
 def test_an_error_in_a_data_set_shows_the_users_lines_on_both_sides(tmp_path: Path) -> None:
     text = shown(tmp_path, IN_A_DATA_SET)
     assert text.index("# the user's line") < text.index("# the user's second line") < text.index("NameError")
@@ -65,6 +67,7 @@ def test_an_error_in_a_data_set_shows_the_users_lines_on_both_sides(tmp_path: Pa
     assert "dataloader.py" not in text  # torch's frames between ours
 
 
+@pytest.mark.seconds
 def test_what_nobody_meant_keeps_every_frame(tmp_path: Path) -> None:
     text = shown(tmp_path, UNEXPECTED)
     assert "TypeError" in text

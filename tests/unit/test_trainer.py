@@ -53,6 +53,7 @@ def test_the_trainer_is_the_loop_with_the_usual_body(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["torch-ddp", "dp", "zero1", "zero2", "zero3"])
+@pytest.mark.seconds
 def test_every_strategy_gives_the_same_curve_and_goes_on_with_any_others_checkpoint(
     tmp_path: Path, strategy: str
 ) -> None:

@@ -23,6 +23,7 @@ VALUES = st.recursive(
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(VALUES, min_size=1, max_size=3))
+@pytest.mark.seconds
 def test_any_plain_data_is_read_back_as_it_was(documents):
     assert list(yaml.safe_load_all(yaml_text(documents))) == documents
 
