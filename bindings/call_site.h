@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "collective.h"
+#include "engine/collective.h"
 
 namespace photinus {
 

@@ -16,9 +16,9 @@
 #include "base/cores.h"
 #include "base/error.h"
 #include "call_site.h"
-#include "communicator.h"
+#include "engine/communicator.h"
 #include "kernels/reduce.h"
-#include "transport/local_group.h"
+#include "shm/local_group.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -13,9 +13,9 @@
 #include <vector>
 
 #include "base/clock.h"
-#include "communicator.h"
 #include "driven.h"
-#include "transport/local_group.h"
+#include "engine/communicator.h"
+#include "shm/local_group.h"
 
 using namespace photinus;
 

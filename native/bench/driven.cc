@@ -15,10 +15,10 @@
 #include <vector>
 
 #include "base/clock.h"
-#include "communicator.h"
+#include "collectives/slices.h"
+#include "engine/communicator.h"
 #include "moving_loop.h"
-#include "topology/slices.h"
-#include "transport/local_group.h"
+#include "shm/local_group.h"
 
 namespace photinus::bench {
 namespace {

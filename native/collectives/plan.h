@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "base/dtype.h"
-#include "memory/mailbox.h"
+#include "shm/mailbox.h"
 
 namespace photinus {
 

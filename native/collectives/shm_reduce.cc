@@ -1,7 +1,7 @@
 #include <algorithm>
 
 #include "collectives/shm.h"
-#include "topology/slices.h"
+#include "collectives/slices.h"
 
 namespace photinus {
 namespace {

@@ -154,19 +154,19 @@ def _mutations() -> list[Case]:
     assertion, deadlock, cycle = Verdict.ASSERTION, Verdict.DEADLOCK, Verdict.CYCLE
     death = _ranks(3, "CALLS=1", "DEATH")
     return [
-        Case("bells looked at before the counter is written", "sleep", ("BUG_RING_BEFORE_STORE",), deadlock),
-        Case("no bell rung", "sleep", ("BUG_NO_RING",), deadlock),
+        Case("futexes looked at before the counter is written", "sleep", ("BUG_WAKE_BEFORE_STORE",), deadlock),
+        Case("no futex woken", "sleep", ("BUG_NO_WAKE",), deadlock),
         Case("no look between announcing and sleeping", "sleep", ("BUG_NO_RECHECK",), deadlock),
-        Case("bell read after the last look", "sleep", ("BUG_BELL_READ_LATE",), deadlock),
+        Case("futex read after the last look", "sleep", ("BUG_FUTEX_READ_LATE",), deadlock),
         Case("sleep announced after the last look", "sleep", ("BUG_ANNOUNCED_LATE",), deadlock),
-        Case("no ring after unlocking", "lane", ("BUG_NO_RING_AFTER_UNLOCK",), deadlock),
-        Case("no ring by who completes", "lane", ("BUG_NO_RING_AT_END",), deadlock),
-        Case("no ring by who submits", "lane", ("BUG_NO_RING_ON_SUBMIT",), deadlock),
-        Case("no ring by a waiter that gives up", "lane", ("BUG_NO_RING_ON_LEAVING",), deadlock),
-        Case("a ring wakes one thread", "lane", ("BUG_WAKE_ONE",), deadlock),
+        Case("no wake-up after unlocking", "lane", ("BUG_NO_WAKE_AFTER_UNLOCK",), deadlock),
+        Case("no wake-up by who completes", "lane", ("BUG_NO_WAKE_AT_END",), deadlock),
+        Case("no wake-up by who submits", "lane", ("BUG_NO_WAKE_ON_SUBMIT",), deadlock),
+        Case("no wake-up by a waiter that gives up", "lane", ("BUG_NO_WAKE_ON_LEAVING",), deadlock),
+        Case("a wake-up reaches one thread", "lane", ("BUG_WAKE_ONE",), deadlock),
         Case("waiters counted after trying the lock", "lane", ("BUG_COUNTED_LATE",), deadlock),
         Case("asleep is a flag, not a count", "lane", ("BUG_ASLEEP_IS_A_FLAG",), deadlock),
-        Case("a waiter that drove wakes itself for ever", "lane", ("BUG_WAITER_RINGS_ITSELF",), cycle, True),
+        Case("a waiter that drove wakes itself for ever", "lane", ("BUG_WAITER_WAKES_ITSELF",), cycle, True),
         Case("one flat slot", "meeting", ("BUG_ONE_FLAT_SLOT",), assertion),
         Case("one descriptor", "meeting", ("BUG_ONE_DESCRIPTOR",), assertion),
         Case("waiting for the very number", "meeting", ("BUG_EXACT_COUNTER",), deadlock),
@@ -190,7 +190,7 @@ def _mutations() -> list[Case]:
         Case("no second look at the counters", "failure", _ranks(2, "BUG_NO_SECOND_LOOK"), assertion),
         Case("presence read before the loss", "failure", (*death, "BUG_PRESENCE_BEFORE_LOSS"), assertion),
         Case("presence written before the reason", "failure", (*death, "BUG_PRESENCE_BEFORE_REASON"), assertion),
-        Case("a loss rings no bell", "failure", _ranks(2, "DEATH", "BUG_WATCH_DOES_NOT_RING"), deadlock),
+        Case("a loss wakes nobody", "failure", _ranks(2, "DEATH", "BUG_WATCH_DOES_NOT_WAKE"), deadlock),
         Case("more than promised: errors begin with the dead rank", "failure", (*death, "DEAD_RANK_FIRST"), assertion),
     ]  # fmt: skip
 

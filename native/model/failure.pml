@@ -1,5 +1,5 @@
-// Who fails, and whom the others name: Communicator::look, what_became_of, fail and close (native/communicator.cc) and
-// PeerWatch::run (native/transport/peer_watch.cc), with collectives that only meet (barriers).
+// Who fails, and whom the others name: Communicator::look, what_became_of, fail and close (native/engine/communicator.cc) and
+// PeerWatch::run (native/shm/peer_watch.cc), with collectives that only meet (barriers).
 //
 // RANKS ranks run CALLS barriers and then leave in order, at once and without waiting for each other. With -DDEATH
 // one of them, the last, may die at any moment. Checked:
@@ -10,7 +10,7 @@
 // With -DBUG_... the rules are broken; -DDEAD_RANK_FIRST asks for more than the code promises: that the error begins
 // with the dead rank, too. It does not where another rank saw the death first and gave up.
 //
-// Bells are modelled in sleep.pml; here a bell is a flag, raised together with what it announces. The reason's text is the rank that it names.
+// Futexes are modelled in sleep.pml; here a futex is a flag, raised together with what it announces. The reason's text is the rank that it names.
 
 #ifndef RANKS
 #define RANKS 3
@@ -26,7 +26,7 @@ mtype = { active_, left_, failed_ };
 byte posted[RANKS];
 mtype presence[RANKS] = active_;
 byte reason[RANKS] = NOBODY;
-bool rung[RANKS];
+bool woken[RANKS];
 bool over[RANKS];           // the process has ended, in whatever way
 bool dead;                  // the victim was killed
 bool lost[RANKS * RANKS];   // what the watch of a rank (first) knows of another
@@ -34,8 +34,8 @@ byte ended;
 
 #define LOST(by, r) lost[(by) * RANKS + (r)]
 
-inline ring_all() {
-  d_step { i = 0; do :: i < RANKS -> rung[i] = true; i++ :: else -> break od; i = 0 }
+inline wake_all() {
+  d_step { i = 0; do :: i < RANKS -> woken[i] = true; i++ :: else -> break od; i = 0 }
 }
 
 inline count_missing() {
@@ -104,11 +104,11 @@ inline look() {
 
 inline fail() {
 #ifdef BUG_PRESENCE_BEFORE_REASON
-  atomic { presence[me] = failed_; ring_all() };
+  atomic { presence[me] = failed_; wake_all() };
   reason[me] = cause
 #else
   reason[me] = cause;
-  atomic { presence[me] = failed_; ring_all() }
+  atomic { presence[me] = failed_; wake_all() }
 #endif
 }
 
@@ -120,10 +120,10 @@ active [RANKS] proctype Rank() {
     do
     :: s > CALLS -> break
     :: s <= CALLS ->
-      atomic { posted[me] = s; ring_all() };
+      atomic { posted[me] = s; wake_all() };
       do
       :: true ->
-        rung[me] = false;
+        woken[me] = false;
         count_missing();
         if :: missing == 0 -> break :: missing != 0 fi;
         look();
@@ -145,11 +145,11 @@ active [RANKS] proctype Rank() {
           goto out
         :: first == NOBODY
         fi;
-        rung[me]
+        woken[me]
       od;
       atomic { first = NOBODY; cause = NOBODY; missing = 0; s++ }
     od;
-    atomic { presence[me] = left_; ring_all() };
+    atomic { presence[me] = left_; wake_all() };
 out:
     atomic { over[me] = true; ended++ }
   } unless { me == VICTIM && dead && !over[me] };
@@ -159,18 +159,18 @@ out:
   fi
 }
 
-// The watching thread of each rank: the connection tells when a peer's process ends, and the bell is rung.
+// The watching thread of each rank: the connection tells when a peer's process ends, and its process is woken.
 #define SEES_THE_END_OF(r) \
   atomic { \
     r < RANKS && r != me && over[r % RANKS] && !over[me] && !LOST(me, r % RANKS) -> \
     LOST(me, r % RANKS) = true; \
-    RING \
+    WAKE \
   }
 
-#ifdef BUG_WATCH_DOES_NOT_RING
-#define RING skip
+#ifdef BUG_WATCH_DOES_NOT_WAKE
+#define WAKE skip
 #else
-#define RING rung[me] = true
+#define WAKE woken[me] = true
 #endif
 
 active [RANKS] proctype Watch() {

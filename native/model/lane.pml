@@ -1,24 +1,24 @@
-// No wake-up is lost inside a process: one bell for each process, and several threads that drive a collective.
+// No wake-up is lost inside a process: one futex for each process, and several threads that drive a collective.
 //
 // Process A has a progress thread and USERS threads that wait for one collective of a lane; process B advances the
-// counter that the collective needs, STEPS times. All threads of A sleep on A's one bell. Whoever drives takes the
+// counter that the collective needs, STEPS times. All threads of A sleep on A's one futex. Whoever drives takes the
 // lane's lock by trying; the progress thread leaves lanes with waiters alone. A waiting thread may lose patience.
 //
 // Rules (each has a mutation that breaks it):
-//  1. A waiter counts itself in `waiters`, announces itself in `asleep`, reads the bell, tries the lock and polls,
-//     and only then sleeps. `asleep` is a count, and a ring wakes all.
-//  2. A driver that will not poll again by itself (the progress thread: it now sees waiters) rings its own bell after
+//  1. A waiter counts itself in `waiters`, announces itself in `asleep`, reads the futex, tries the lock and polls,
+//     and only then sleeps. `asleep` is a count, and a wake-up reaches all.
+//  2. A driver that will not poll again by itself (the progress thread: it now sees waiters) wakes its own futex after
 //     it has unlocked a lane with waiters: one of them may have found the lock taken.
-//  3. A driver that is a waiter itself does not ring for that: it polls again before it sleeps if anything has
-//     happened since it read the bell. If it rang, it would wake itself for ever (BUG_WAITER_RINGS_ITSELF), and two
+//  3. A driver that is a waiter itself wakes nobody for that: it polls again before it sleeps if anything has
+//     happened since it read the futex. If it did, it would wake itself for ever (BUG_WAITER_WAKES_ITSELF), and two
 //     waiters would wake each other for ever.
-//  4. Whoever completes the collective rings; so does who submits it, and a waiter that leaves before the end (the
+//  4. Whoever completes the collective wakes; so does who submits it, and a waiter that leaves before the end (the
 //     progress thread has skipped the lane until then).
 //
 // `every_thread_ends` is checked WITHOUT fairness: as long as B does nothing, A must come to rest by itself. So it
 // also says that nobody spins.
 //
-// Sequential consistency is right here: waiters, asleep, bell, lock and counters are seq_cst atomics.
+// Sequential consistency is right here: waiters, asleep, futex, lock and counters are seq_cst atomics.
 
 #ifndef USERS
 #define USERS 1
@@ -33,12 +33,12 @@ byte counter;      // of process B
 byte step;         // of the state machine; guarded by the lock
 bool locked, submitted, done;
 byte waiters, asleep, ended;
-bool rung[THREADS], in_futex[THREADS];
+bool woken[THREADS], in_futex[THREADS];
 
-inline read_bell() { rung[me] = false }
+inline read_futex() { woken[me] = false }
 
-inline ring_a() {
-  d_step { i = 0; do :: i < THREADS -> rung[i] = true; i++ :: else -> break od; i = 0 };
+inline wake_a() {
+  d_step { i = 0; do :: i < THREADS -> woken[i] = true; i++ :: else -> break od; i = 0 };
 #ifdef BUG_WAKE_ONE
   // The kernel wakes the one that came first; which that was is left open.
   if
@@ -54,10 +54,10 @@ inline ring_a() {
 #endif
 }
 
-inline ring_a_if_asleep() { if :: asleep > 0 -> ring_a() :: asleep == 0 fi }
+inline wake_a_if_asleep() { if :: asleep > 0 -> wake_a() :: asleep == 0 fi }
 
 inline futex_wait() {
-  atomic { if :: !rung[me] -> in_futex[me] = true :: else fi };
+  atomic { if :: !woken[me] -> in_futex[me] = true :: else fi };
   !in_futex[me]
 }
 
@@ -85,20 +85,20 @@ inline drive() {
     locked = false;
     if
     :: completed ->
-#ifndef BUG_NO_RING_AT_END
-      ring_a_if_asleep()
+#ifndef BUG_NO_WAKE_AT_END
+      wake_a_if_asleep()
 #else
       skip
 #endif
     :: !completed ->
-#ifdef BUG_NO_RING_AFTER_UNLOCK
+#ifdef BUG_NO_WAKE_AFTER_UNLOCK
       skip
 #else
-#ifdef BUG_WAITER_RINGS_ITSELF
-      if :: waiters > 0 -> ring_a_if_asleep() :: waiters == 0 fi
+#ifdef BUG_WAITER_WAKES_ITSELF
+      if :: waiters > 0 -> wake_a_if_asleep() :: waiters == 0 fi
 #else
       if
-      :: me == PROGRESS && waiters > 0 -> ring_a_if_asleep()
+      :: me == PROGRESS && waiters > 0 -> wake_a_if_asleep()
       :: me != PROGRESS || waiters == 0
       fi
 #endif
@@ -113,8 +113,8 @@ active [USERS] proctype User() {
   if
   :: me == 0 ->
     submitted = true;
-#ifndef BUG_NO_RING_ON_SUBMIT
-    ring_a_if_asleep()
+#ifndef BUG_NO_WAKE_ON_SUBMIT
+    wake_a_if_asleep()
 #endif
   :: me != 0 -> submitted
   fi;
@@ -126,7 +126,7 @@ active [USERS] proctype User() {
   do
   :: true ->
     ANNOUNCE;
-    read_bell();
+    read_futex();
     if :: done -> AWAKE; break :: !done fi;
     drive();
     if :: done -> AWAKE; break :: !done fi;
@@ -143,8 +143,8 @@ active [USERS] proctype User() {
 #ifndef BUG_COUNTED_LATE
   waiters--;
 #endif
-#ifndef BUG_NO_RING_ON_LEAVING
-  if :: done :: !done -> ring_a_if_asleep() fi;
+#ifndef BUG_NO_WAKE_ON_LEAVING
+  if :: done :: !done -> wake_a_if_asleep() fi;
 #endif
 left:
   ended++
@@ -158,7 +158,7 @@ active proctype Progress() {
   :: !done ->
     if :: true :: waiters == 0 -> drive() fi;
     ANNOUNCE;
-    read_bell();
+    read_futex();
     if :: waiters == 0 -> drive() :: waiters > 0 fi;
     if :: done -> AWAKE; break :: !done fi;
     futex_wait();
@@ -171,7 +171,7 @@ active proctype B() {
   byte i;
   do
   :: counter == STEPS -> break
-  :: counter < STEPS -> counter++; ring_a_if_asleep()
+  :: counter < STEPS -> counter++; wake_a_if_asleep()
   od;
   ended++
 }

@@ -1,11 +1,11 @@
-// No wake-up is lost between ranks: Mailbox::advance and Mailbox::wait (native/memory/mailbox.cc).
+// No wake-up is lost between ranks: Mailbox::advance and Mailbox::wait (native/shm/mailbox.cc).
 //
 // Each rank advances its counter and then waits for all others, ROUNDS times. A lost wake-up leaves a rank asleep
 // for ever, which spin reports as an invalid end state: the sleeper's regular look around is left out on purpose.
 //
-// Sequential consistency is spin's memory model and the right one here: counters, bell, asleep and sleepers are
+// Sequential consistency is spin's memory model and the right one here: counters, futex, asleep and sleepers are
 // seq_cst atomics. The two orders that matter (store the counter, then load `asleep`; store `asleep`, then load the
-// counters) are the ones that anything weaker gives up; BUG_RING_BEFORE_STORE and BUG_ANNOUNCED_LATE are what a
+// counters) are the ones that anything weaker gives up; BUG_WAKE_BEFORE_STORE and BUG_ANNOUNCED_LATE are what a
 // store buffer would make of them.
 
 #ifndef RANKS
@@ -20,23 +20,23 @@ bool asleep[RANKS];
 byte sleepers;
 byte ended;
 
-// The bell is a number that grows; all that counts is whether it has changed since its owner read it.
-bool rung[RANKS];
+// The futex is a number that grows; all that counts is whether it has changed since its owner read it.
+bool woken[RANKS];
 bool in_futex[RANKS];
 
-inline read_bell() { rung[me] = false }
+inline read_futex() { woken[me] = false }
 
-inline ring(r) {
-  rung[r] = true;
+inline wake(r) {
+  woken[r] = true;
   in_futex[r] = false  // FUTEX_WAKE
 }
 
 inline futex_wait() {
-  atomic { if :: !rung[me] -> in_futex[me] = true :: else fi };
+  atomic { if :: !woken[me] -> in_futex[me] = true :: else fi };
   !in_futex[me]
 }
 
-inline ring_sleepers() {
+inline wake_sleepers() {
   if
   :: sleepers == 0 -> skip
   :: else ->
@@ -44,19 +44,19 @@ inline ring_sleepers() {
     do
     :: peer == RANKS -> break
     :: peer < RANKS && (peer == me || !asleep[peer]) -> peer++
-    :: peer < RANKS && peer != me && asleep[peer] -> ring(peer); peer++
+    :: peer < RANKS && peer != me && asleep[peer] -> wake(peer); peer++
     od
   fi
 }
 
 inline advance(to) {
-#ifdef BUG_RING_BEFORE_STORE
-  ring_sleepers();
+#ifdef BUG_WAKE_BEFORE_STORE
+  wake_sleepers();
   counter[me] = to
 #else
   counter[me] = to;
-#ifndef BUG_NO_RING
-  ring_sleepers()
+#ifndef BUG_NO_WAKE
+  wake_sleepers()
 #endif
 #endif
 }
@@ -83,11 +83,11 @@ inline wait(wanted) {
 #endif
     do
     :: true ->
-#ifdef BUG_BELL_READ_LATE
+#ifdef BUG_FUTEX_READ_LATE
       look_at_counters(wanted);
-      read_bell();
+      read_futex();
 #else
-      read_bell();
+      read_futex();
 #ifndef BUG_NO_RECHECK
       look_at_counters(wanted);
 #endif

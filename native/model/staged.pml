@@ -3,7 +3,7 @@
 //
 // CALLS collectives of CHUNKS chunks run one after the other, so that slots and counters meet those of the collective
 // before. Slots are divided into cache lines, LINES in a full chunk and TAIL in the last one, and slices as by slice_of
-// (native/topology/slices.h). Geometry matters: the slices of the short last chunk lie elsewhere, so it overwrites lines
+// (native/collectives/slices.h). Geometry matters: the slices of the short last chunk lie elsewhere, so it overwrites lines
 // of sums that a peer may still be copying out. (Were all chunks alike, the wait on `finished` would be superfluous:
 // -DBUG_NO_FINISH_WAIT -DTAIL=LINES survives.) A rank without a slice of the last chunk skips waits (`mine.elems > 0`,
 // `theirs.elems == 0`). A line's tag says collective, chunk, and whether it holds an input or the sum.

@@ -12,37 +12,37 @@ namespace {
 
 // Announces a thread that is about to sleep, to its own process; and to the peers of groups, so that they
 // ring.
-class Asleep {
+class SleepNotice {
  public:
-  explicit Asleep(Bell& own) : own_(own) { own_.asleep.fetch_add(1, std::memory_order_seq_cst); }
-  ~Asleep() {
-    silence();
+  explicit SleepNotice(Futex& own) : own_(own) { own_.asleep.fetch_add(1, std::memory_order_seq_cst); }
+  ~SleepNotice() {
+    withdraw();
     own_.asleep.fetch_sub(1, std::memory_order_seq_cst);
   }
-  Asleep(const Asleep&) = delete;
-  Asleep& operator=(const Asleep&) = delete;
+  SleepNotice(const SleepNotice&) = delete;
+  SleepNotice& operator=(const SleepNotice&) = delete;
 
   void announce_to(const std::shared_ptr<const Mailbox>& group) {
     group->announce_sleep();
     groups_.push_back(group);
   }
-  void silence() {
+  void withdraw() {
     for (const auto& group : groups_) group->end_sleep();
     groups_.clear();
   }
-  bool silent() const { return groups_.empty(); }
+  bool is_withdrawn() const { return groups_.empty(); }
 
  private:
-  Bell& own_;
+  Futex& own_;
   std::vector<std::shared_ptr<const Mailbox>> groups_;
 };
 
 // Shows a polling function that its thread is about to sleep, while it lives.
-struct Bedtime {
-  Asleep asleep;
-  Asleep*& shown;
-  Bedtime(Bell& own, Asleep*& to) : asleep(own), shown(to) { shown = &asleep; }
-  ~Bedtime() { shown = nullptr; }
+struct SleepScope {
+  SleepNotice asleep;
+  SleepNotice*& shown;
+  SleepScope(Futex& own, SleepNotice*& to) : asleep(own), shown(to) { shown = &asleep; }
+  ~SleepScope() { shown = nullptr; }
 };
 
 }  // namespace
@@ -120,8 +120,8 @@ void Progress::end(Lane& lane, const std::shared_ptr<Work>& work, std::exception
 }
 
 void Progress::wake_own_threads() {
-  Bell& bell = arena_->page().bell;
-  if (bell.asleep.load(std::memory_order_seq_cst)) ring(bell);
+  Futex& futex = arena_->page().futex;
+  if (futex.asleep.load(std::memory_order_seq_cst)) wake(futex);
 }
 
 // Lets the blocked head decide whether to wait on.
@@ -172,7 +172,7 @@ Progress::~Progress() {
     ending_.store(true);
     called_.notify_all();
   }
-  ring(arena_->page().bell);
+  wake(arena_->page().futex);
   if (thread_.joinable()) thread_.join();
 }
 
@@ -213,7 +213,7 @@ void Progress::call_thread(const std::shared_ptr<Lane>& lane) {
   work_to_do_ = true;
   if (!thread_.joinable()) thread_ = start_thread("photinus-run", [this] { run(); });
   called_.notify_one();
-  wake_own_threads();  // it may sleep on the bell for other lanes
+  wake_own_threads();  // it may sleep on the futex for other lanes
 }
 
 // A submission lists its lane after it has queued its work, so none is forgotten.
@@ -228,10 +228,10 @@ void Progress::forget_empty_lanes() {
 }
 
 void Progress::run() {
-  Bell& bell = arena_->page().bell;
+  Futex& futex = arena_->page().futex;
   std::vector<std::shared_ptr<Lane>> lanes;
   uint64_t seen = UINT64_MAX;
-  Asleep* asleep = nullptr;
+  SleepNotice* asleep = nullptr;
   auto poll = [&] {
     if (ending_.load()) return Poll::done;
     if (lanes_version_.load() != seen) {
@@ -240,7 +240,7 @@ void Progress::run() {
       lanes = lanes_;
     }
     bool moved = false, busy = false, empty = false;
-    if (asleep) asleep->silence();
+    if (asleep) asleep->withdraw();
     for (const auto& lane : lanes) {
       if (lane->waiters_.load(std::memory_order_seq_cst)) continue;  // who waits for it drives it
       if (asleep) asleep->announce_to(lane->mailbox_);
@@ -263,15 +263,15 @@ void Progress::run() {
     return nap_s;
   };
   while (true) {
-    Patience patience;  // where ranks exceed cores in one group, pauses are poison for all
+    SpinTimes times;  // where ranks exceed cores in one group, pauses are poison for all
     {
       std::unique_lock lock(mutex_);
       called_.wait(lock, [&] { return ending_.load() || work_to_do_; });
       if (ending_.load()) return;
       work_to_do_ = false;
-      for (const auto& lane : lanes_) patience.pause_s = std::min(patience.pause_s, lane->patience_.pause_s);
+      for (const auto& lane : lanes_) times.pause_s = std::min(times.pause_s, lane->spin_.pause_s);
     }
-    wait_on(bell, patience, poll, [&] { return Bedtime(bell, asleep); }, look);
+    wait_on(futex, times, poll, [&] { return SleepScope(futex, asleep); }, look);
     lanes.clear();
     seen = UINT64_MAX;
   }
@@ -297,7 +297,7 @@ void Progress::wait(Work& work, double timeout_s, const std::function<bool()>& i
         progress.wake_own_threads();
     }
   } waiting(*this, lane);
-  Asleep* asleep = nullptr;
+  SleepNotice* asleep = nullptr;
   bool looked = false;
   auto poll = [&] {
     auto done = [&] { return work.done_.load(std::memory_order_seq_cst); };
@@ -307,8 +307,8 @@ void Progress::wait(Work& work, double timeout_s, const std::function<bool()>& i
       // Peers ring for the thread that drives the lane, and no other: while another thread has it, that one
       // wakes this one when it lets go.
       if (now == Drive::locked) {
-        asleep->silence();
-      } else if (now == Drive::blocked && asleep->silent()) {
+        asleep->withdraw();
+      } else if (now == Drive::blocked && asleep->is_withdrawn()) {
         asleep->announce_to(lane->mailbox_);
         now = drive(*lane, false);
       }
@@ -340,8 +340,8 @@ void Progress::wait(Work& work, double timeout_s, const std::function<bool()>& i
       if (looked) work.moved_on();
     }
   } moved_on{work, looked};
-  Bell& bell = arena_->page().bell;
-  wait_on(bell, lane->patience_, poll, [&] { return Bedtime(bell, asleep); }, look);
+  Futex& futex = arena_->page().futex;
+  wait_on(futex, lane->spin_, poll, [&] { return SleepScope(futex, asleep); }, look);
 }
 
 void Progress::drain(const std::shared_ptr<Lane>& lane) {

@@ -20,19 +20,18 @@
 #include <thread>
 #include <vector>
 
-#include "memory/arena.h"
-#include "memory/bell.h"
-#include "memory/mailbox.h"
-#include "memory/processes.h"
 #include "progress/work.h"
+#include "shm/arena.h"
+#include "shm/mailbox.h"
+#include "shm/processes.h"
 
 namespace photinus {
 
 class Lane {
  public:
   // `mailbox`: of the group whose ranks this lane's operations wait for.
-  Lane(std::shared_ptr<const Mailbox> mailbox, const Patience& patience)
-      : mailbox_(std::move(mailbox)), patience_(patience) {}
+  Lane(std::shared_ptr<const Mailbox> mailbox, const SpinTimes& times)
+      : mailbox_(std::move(mailbox)), spin_(times) {}
   bool is_empty() { return !head(); }
 
  private:
@@ -40,7 +39,7 @@ class Lane {
   std::shared_ptr<Work> head();
 
   const std::shared_ptr<const Mailbox> mailbox_;
-  const Patience patience_;
+  const SpinTimes spin_;
   std::mutex mutex_;  // guards queue_
   std::deque<std::shared_ptr<Work>> queue_;
   std::mutex driving_;  // held while the head is driven

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "memory/bell.h"
+#include "progress/wait_loop.h"
 
 namespace photinus {
 

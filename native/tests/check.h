@@ -11,10 +11,10 @@
 #include <vector>
 
 #include "base/error.h"
-#include "communicator.h"
-#include "memory/arena.h"
+#include "engine/communicator.h"
 #include "progress/progress.h"
-#include "transport/local_group.h"
+#include "shm/arena.h"
+#include "shm/local_group.h"
 
 namespace photinus::test {
 

@@ -145,7 +145,7 @@ TEST(ranks_that_wait_for_each_other_in_different_groups_are_told_at_once) {
     for (uint32_t rank = 0; rank < world; ++rank) {
       const std::string& text = reports[rank].text;
       CHECK_CONTAINS(text, "after 0.");
-      // Those outside of the circle that is found first are told by those in it.
+      // Those outside of the cycle that is found first are told by those in it.
       CHECK_CONTAINS(text, "deadlock: ranks wait for each other and can never go on");
       CHECK_CONTAINS(text, "in all_reduce #1 of float32[1] (sum) in group second");
       CHECK_CONTAINS(text, "in all_reduce #2 of float32[1] (sum) in group world");
@@ -185,7 +185,7 @@ std::vector<std::string> new_addresses(uint32_t count) {
 
 }  // namespace
 
-TEST(a_circle_over_groups_that_share_no_rank_is_told_to_every_rank_of_it) {
+TEST(a_cycle_over_groups_that_share_no_rank_is_told_to_every_rank_of_it) {
   for (uint32_t world : {3u, 4u}) {
     const auto addresses = new_addresses(world);
     auto reports = run_processes(world, [&](Communicator& all) -> std::string {
@@ -207,7 +207,7 @@ TEST(a_circle_over_groups_that_share_no_rank_is_told_to_every_rank_of_it) {
   }
 }
 
-TEST(a_circle_that_another_thread_or_an_asynchronous_operation_opens_is_no_deadlock) {
+TEST(a_cycle_that_another_thread_or_an_asynchronous_operation_opens_is_no_deadlock) {
   const auto addresses = new_addresses(4);
   auto reports = run_processes(4, [&](Communicator& all) -> std::string {
     Pairs pairs = pairs_of(all, addresses);
@@ -258,7 +258,7 @@ TEST(a_receive_that_nobody_answers_is_told_when_the_other_waits_in_a_collective)
   }
 }
 
-TEST(a_rank_that_is_merely_slow_is_in_no_circle) {
+TEST(a_rank_that_is_merely_slow_is_in_no_cycle) {
   const std::string other = new_address();
   auto reports = run_processes(2, [&](Communicator& first) -> std::string {
     auto second = second_group(first, other, "second", first.progress());

@@ -8,7 +8,7 @@
 
 #include "base/log.h"
 #include "check.h"
-#include "transport/unix_socket.h"
+#include "shm/unix_socket.h"
 
 using namespace photinus;
 using namespace photinus::test;

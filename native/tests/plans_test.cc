@@ -8,9 +8,9 @@
 #include "check.h"
 #include "collectives/choose.h"
 #include "collectives/shm.h"
+#include "collectives/slices.h"
 #include "data.h"
 #include "kernels/reduce.h"
-#include "topology/slices.h"
 
 using namespace photinus;
 using namespace photinus::test;

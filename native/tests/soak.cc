@@ -20,9 +20,9 @@
 
 #include "base/clock.h"
 #include "collectives/naive.h"
-#include "communicator.h"
 #include "data.h"
-#include "transport/local_group.h"
+#include "engine/communicator.h"
+#include "shm/local_group.h"
 
 #if defined(__SANITIZE_ADDRESS__)
 // Freed memory is kept for a while to catch late uses; by default so much that it would look like growth.

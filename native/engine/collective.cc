@@ -1,0 +1,255 @@
+#include "engine/collective.h"
+
+#include <unistd.h>
+
+#include <cassert>
+#include <cstring>
+
+#include "base/log.h"
+#include "collectives/choose.h"
+#include "collectives/shm.h"
+
+namespace photinus {
+namespace {
+
+// Copying a gigabyte takes a tenth of this; a rank that takes longer is stopped.
+constexpr double kAwaitPeers_s = 1;
+
+uint32_t hash_of(const std::string& text) {
+  uint32_t hash = 0x811c9dc5;
+  for (char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x01000193;
+  return hash ? hash : 1;
+}
+
+void put(char (&field)[RankBlock::kTextBytes], const std::string& value) {
+  const size_t length = std::min(value.size(), sizeof field - 1);
+  std::memcpy(field, value.data(), length);
+  field[length] = '\0';
+}
+
+}  // namespace
+
+CallSite CallSite::of(const std::string& text) {
+  return {text, hash_of(text), true};
+}
+
+Collective::Collective(const std::shared_ptr<Group>& group, const std::shared_ptr<Watchdog>& watchdog,
+                       Submission submission, uint64_t sequence)
+    : group_(group),
+      watchdog_(watchdog),
+      given_(std::move(submission)),
+      sequence_(sequence),
+      executor_(*group->mailbox) {
+  // A list's all_gather sends the same to everybody: its size is worth telling.
+  if (has_parts() && given_.call.operation == Operation::all_gather)
+    given_.call.elems = given_.send_parts[0].elems;
+}
+
+std::string Collective::description() const {
+  std::string out = describe(given_.call, sequence_);
+  if (!given_.label.empty()) out += " labelled '" + given_.label + "'";
+  out += " in group " + group_->options.name;
+  if (given_.site) out += ", called at " + given_.site->text;
+  return out;
+}
+
+Poll Collective::advance() {
+  bool moved = false;
+  if (phase_ == Phase::queued) {
+    begin();
+    moved = true;
+  }
+  if (phase_ == Phase::meeting) {
+    if (!all_posted()) return moved ? Poll::moved : Poll::blocked;
+    agree_and_plan();
+    moved = true;
+  }
+  const size_t before = next_;
+  if (executor_.run(*steps_, next_, given_.call, group_->memory)) {
+    if (reads_peers_) check_peers();
+    return Poll::done;
+  }
+  return moved || next_ != before ? Poll::moved : Poll::blocked;
+}
+
+// Everything up to the meeting: nothing here waits.
+void Collective::begin() {
+  if (group_->is_over()) group_->check(description());
+  wait_.emplace(given_.timeout_s > 0 ? given_.timeout_s : group_->options.limits.timeout_s);
+  const Call& call = given_.call;
+  const Seat seat{group_->rank(), group_->ranks()};
+  Memory& memory = group_->memory;
+  memory.send = static_cast<std::byte*>(const_cast<void*>(given_.send));
+  memory.recv = static_cast<std::byte*>(given_.recv);
+  memory.sequence = sequence_;
+  size_t next = 0;
+  if (has_parts()) {
+    memory.send_parts.clear();
+    memory.recv_parts.clear();
+    exchange_ = {seat.ranks, size_bytes(call.dtype), std::vector<PostedPart>(seat.ranks * seat.ranks)};
+    for (uint32_t peer = 0; peer < seat.ranks; ++peer) {
+      const Part &out = given_.send_parts[peer], &in = given_.recv_parts[peer];
+      memory.send_parts.push_back(static_cast<std::byte*>(out.buffer));
+      memory.recv_parts.push_back(static_cast<std::byte*>(in.buffer));
+      PostedPart part{out.elems, in.elems, group_->place(out.buffer, out.elems * exchange_.item_bytes)};
+      group_->mailbox->parts(seat.rank, sequence_)[peer] = exchange_.parts[seat.rank * seat.ranks + peer] =
+          part;
+    }
+    executor_.run(exchange_before(exchange_, seat, memory.sizes), next, call, memory);
+  } else if (seat.ranks > 1 && is_flat(call, seat.ranks, memory.sizes)) {
+    executor_.run(group_->plan(call, Algorithm::flat).before, next, call, memory);
+  }
+  post();
+  phase_ = Phase::meeting;
+}
+
+void Collective::post() {
+  const Call& call = given_.call;
+  const uint64_t one = call.elems * size_bytes(call.dtype), all = one * group_->ranks();
+  RankBlock& own = group_->mailbox->own();
+  const size_t side = sequence_ % 2;
+  const uint32_t site = given_.site && given_.site->votes ? given_.site->hash : 0;
+  if (given_.site && (!site || own.calls[side].site != site)) put(own.sites[side], given_.site->text);
+  if (!given_.site) own.sites[side][0] = '\0';
+  if (!given_.label.empty() || own.labels[side][0]) put(own.labels[side], given_.label);
+  CallDescriptor& posted = own.calls[side];
+  posted = CallDescriptor{};
+  posted.sequence = sequence_;
+  posted.elems = call.elems;
+  posted.operation = call.operation;
+  posted.dtype = call.dtype;
+  posted.reduction = has_reduction(call.operation) ? call.reduction : Reduction::sum;
+  posted.has_parts = has_parts();
+  posted.root = has_root(call.operation) ? call.root : 0;
+  posted.send_offset = group_->place(given_.send, call.operation == Operation::reduce_scatter ? all : one);
+  posted.recv_offset = group_->place(given_.recv, call.operation == Operation::all_gather ? all : one);
+  posted.label = given_.label.empty() ? 0 : hash_of(given_.label);
+  posted.site = site;
+  posted.factor = given_.factor;
+  posted.updates = given_.updates;
+  group_->mailbox->advance(Counter::posted, sequence_);
+}
+
+bool Collective::all_posted() {
+  const Mailbox& mailbox = *group_->mailbox;
+  while (met_ < mailbox.ranks() && mailbox.value(met_, Counter::posted) >= sequence_) ++met_;
+  return met_ == mailbox.ranks();
+}
+
+void Collective::agree_and_plan() {
+  const Mailbox& mailbox = *group_->mailbox;
+  Memory& memory = group_->memory;
+  const uint32_t ranks = mailbox.ranks();
+  const size_t side = sequence_ % 2;
+  memory.descriptors.resize(ranks);
+  for (uint32_t rank = 0; rank < ranks; ++rank) memory.descriptors[rank] = mailbox.block(rank).calls[side];
+  const bool alike = agree(memory.descriptors);
+  const std::vector<int32_t> updates = group_->updates.unequal_updates(memory.descriptors);
+  if (alike && !updates.empty())
+    throw Error(ErrorKind::mismatch, updates_text(group_->options.name, sequence_,
+                                                  {memory.descriptors[0], mailbox.block(0).sites[side],
+                                                   mailbox.block(0).labels[side]},
+                                                  updates));
+  const bool suspicious =
+      alike && group_->sites.look_out_of_step(memory.descriptors, group_->options.strict_sites);
+  if (!alike || suspicious) {
+    std::vector<PostedCall> calls;
+    for (uint32_t rank = 0; rank < ranks; ++rank)
+      calls.push_back(
+          {memory.descriptors[rank], mailbox.block(rank).sites[side], mailbox.block(rank).labels[side]});
+    std::string message = mismatch_text(group_->options.name, sequence_, calls);
+    if (!alike) throw Error(ErrorKind::mismatch, message);
+    if (group_->options.strict_sites)
+      throw Error(ErrorKind::mismatch,
+                  message +
+                      " (The calls look alike, but all ranks have called from each of these lines together "
+                      "before, or have just swapped them: the ranks are out of step.)");
+    if (group_->rank() == 0) say(suspicion_text(group_->options.name, sequence_, calls));
+  }
+  const Seat seat{group_->rank(), ranks};
+  if (!has_parts()) {
+    memory.factors.clear();
+    for (const CallDescriptor& posted : memory.descriptors) memory.factors.push_back(posted.factor);
+    const Algorithm algorithm = choose(given_.call, memory.descriptors, memory.sizes).algorithm;
+    reads_peers_ = algorithm == Algorithm::arena;
+    if (reads_peers_) check_peers();
+    steps_ = &group_->plan(given_.call, algorithm).after;
+  } else {
+    for (uint32_t rank = 0; rank < ranks; ++rank)
+      std::memcpy(&exchange_.parts[rank * ranks], mailbox.parts(rank, sequence_), ranks * sizeof(PostedPart));
+    if (auto wrong = find_disagreement(exchange_)) {
+      auto at = [&](uint32_t rank) {
+        const char* site = mailbox.block(rank).sites[side];
+        return *site ? std::string(" at ") + site : std::string();
+      };
+      throw Error(
+          ErrorKind::mismatch,
+          text("%s: rank %u sends %llu elements to rank %u%s, which expects %llu%s; no output was written. "
+               "Sizes must be equal on both sides.",
+               describe(given_.call, sequence_).c_str(), wrong->from,
+               static_cast<unsigned long long>(wrong->sent), wrong->to, at(wrong->from).c_str(),
+               static_cast<unsigned long long>(wrong->expected), at(wrong->to).c_str()));
+    }
+    for (uint32_t rank = 0; rank < ranks; ++rank)
+      reads_peers_ |= exchange_.way_of(rank, memory.sizes) == Algorithm::arena;
+    if (reads_peers_) check_peers();
+    own_steps_ = exchange_after(exchange_, seat, memory.sizes);
+    steps_ = &own_steps_;
+  }
+  phase_ = Phase::working;
+}
+
+// Called before and after a rank touches others' tensors where they lie. A rank that gives up shows it before
+// its caller gets its tensors back. Afterwards: what was read may have been changed meanwhile. Before: with
+// `await_peers` no rank writes into a tensor that its owner has got back: who gives up shows it and then
+// looks who has posted, who comes posts and then looks who has given up, so at least one of the two sees the
+// other.
+void Collective::check_peers() const {
+  for (uint32_t rank = 0; rank < group_->ranks(); ++rank)
+    if (rank != group_->rank() &&
+        group_->mailbox->block(rank).presence.load(std::memory_order_seq_cst) == Presence::failed)
+      throw PeerLost(rank, group_->who(rank) + " gave up in the middle of " + description() + ": " +
+                               group_->mailbox->reason(rank));
+}
+
+// Waits a little for those who may be at work on this rank's tensors: all have posted, so they have begun.
+void Collective::await_peers() const {
+  const Mailbox& mailbox = *group_->mailbox;
+  const uint32_t ranks = mailbox.ranks();
+  for (uint32_t rank = 0; rank < ranks; ++rank)
+    if (mailbox.value(rank, Counter::posted) < sequence_) return;  // nobody has begun, and nobody will
+  auto is_through = [&](uint32_t rank) {
+    return rank == mailbox.rank() || mailbox.value(rank, Counter::finished) >= mark(sequence_, 1) ||
+           mailbox.value(rank, Counter::posted) > sequence_ ||
+           mailbox.block(rank).presence.load(std::memory_order_seq_cst) != Presence::active ||
+           (group_->watch && group_->watch->is_lost(rank));
+  };
+  const Deadline deadline = Deadline::in(kAwaitPeers_s);
+  for (uint32_t rank = 0; rank < ranks; ++rank)
+    while (!is_through(rank) && !deadline.passed()) usleep(200);
+}
+
+void Collective::failed(const std::exception_ptr& error) {
+  group_->ended_with(error);
+  if (phase_ == Phase::queued || !group_->failure()) return;
+  await_peers();
+  // Peers that are stopped may still write into tensors that lie in the arena, for ever: it is not used
+  // again.
+  const std::shared_ptr<Arena>& arena = group_->options.progress->arena();
+  arena->retire(given_.recv);
+  arena->retire(given_.send);
+}
+
+std::vector<uint32_t> Collective::missing() const {
+  if (phase_ == Phase::working) return executor_.missing((*steps_)[next_], sequence_);
+  std::vector<uint32_t> ranks;
+  for (uint32_t rank = met_; rank < group_->ranks(); ++rank)
+    if (group_->mailbox->value(rank, Counter::posted) < sequence_) ranks.push_back(rank);
+  return ranks;
+}
+
+double Collective::look(bool caller_waits) {
+  return watchdog_->look(*wait_, [this] { return missing(); }, description(), group_->id, caller_waits);
+}
+
+}  // namespace photinus

@@ -1,0 +1,83 @@
+// One collective as a state machine: it shows what it is about to do, meets the other ranks, compares, and
+// does its plan's steps.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "collectives/exchange.h"
+#include "engine/group.h"
+#include "engine/watchdog.h"
+#include "progress/work.h"
+
+namespace photinus {
+
+// A buffer of a rank for one of its peers.
+struct Part {
+  void* buffer = nullptr;
+  uint64_t elems = 0;
+};
+
+// Where in the user's program a call stands. Sites live as long as the process.
+struct CallSite {
+  std::string text;   // "train.py:41"
+  uint32_t hash = 0;  // of the text, never 0
+  bool votes = true;  // false where ranks come from different places by design: it is only shown
+  static CallSite of(const std::string& text);
+};
+
+// What a caller wants besides the call itself.
+struct Submission {
+  Call call;
+  const void* send = nullptr;
+  void* recv = nullptr;
+  std::vector<Part> send_parts, recv_parts;  // by rank; both empty, or one for each rank
+  double factor = 1;                         // of premul_sum: this rank's own
+  std::string label;                         // calls match only when their labels do
+  const CallSite* site = nullptr;
+  int32_t updates = 0;   // see CallDescriptor
+  double timeout_s = 0;  // 0: the group's
+  bool asynchronous = true;
+};
+
+class Collective final : public Work {
+ public:
+  Collective(const std::shared_ptr<Group>& group, const std::shared_ptr<Watchdog>& watchdog,
+             Submission submission, uint64_t sequence);
+
+  std::string description() const override;
+
+ private:
+  Poll advance() override;
+  double look(bool caller_waits) override;
+  void failed(const std::exception_ptr& error) override;
+  void abandon(const std::string& reason) override { group_->abort(reason); }
+  void moved_on() override { group_->page(group_->rank()).wait_record.clear(); }
+
+  bool has_parts() const { return !given_.send_parts.empty(); }
+  void begin();
+  void post();
+  bool all_posted();
+  void check_peers() const;
+  void await_peers() const;
+  void agree_and_plan();
+  std::vector<uint32_t> missing() const;
+
+  std::shared_ptr<Group> group_;
+  std::shared_ptr<Watchdog> watchdog_;
+  Submission given_;
+  uint64_t sequence_;
+  std::optional<WaitState> wait_;
+
+  enum class Phase : uint8_t { queued, meeting, working } phase_ = Phase::queued;
+  uint32_t met_ = 0;  // ranks below have posted
+  Exchange exchange_;
+  std::vector<Step> own_steps_;  // of calls with parts
+  const std::vector<Step>* steps_ = nullptr;
+  size_t next_ = 0;
+  bool reads_peers_ = false;  // or writes: their tensors, where they lie
+  Executor executor_;
+};
+
+}  // namespace photinus

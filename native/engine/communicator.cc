@@ -1,0 +1,202 @@
+#include "engine/communicator.h"
+
+#include <unistd.h>
+
+#include "base/error.h"
+#include "collectives/choose.h"
+#include "kernels/reduce.h"
+
+namespace photinus {
+namespace {
+
+constexpr size_t kIdleLanes = 64;
+
+}  // namespace
+
+std::shared_ptr<Communicator> Communicator::create(const Options& options) {
+  best_instruction_set();  // a wrong wish in the environment is found before anybody is met
+  return std::shared_ptr<Communicator>(new Communicator(options));
+}
+
+Communicator::Communicator(const Options& options)
+    : group_(std::make_shared<Group>(options)),
+      watchdog_(std::make_shared<Watchdog>(*group_)),
+      send_orders_(std::make_shared<SendOrders>()),
+      collectives_(std::make_shared<Lane>(group_->mailbox, SpinTimes::for_ranks(options.world_size))) {
+  send_orders_->orders.resize(options.world_size);
+}
+
+Communicator::~Communicator() {
+  if (is_own()) {
+    close();
+    return;
+  }
+  // A forked child has copies of everything but the threads; the parent's group is none of its business, and
+  // is leaked here, since its destructors would touch what peers see.
+  new std::shared_ptr<Group>(group_);
+}
+
+void Communicator::close() {
+  if (!is_own()) return;
+  std::vector<std::shared_ptr<Lane>> lanes{collectives_};
+  {
+    std::unique_lock lock(mutex_);
+    if (closing_) {
+      closed_changed_.wait(lock, [&] { return closed_; });
+      return;
+    }
+    closing_ = true;
+    for (const auto& [key, lane] : messages_) lanes.push_back(lane);
+  }
+  group_->leave("the communicator was closed on this rank");
+  for (const auto& lane : lanes) group_->options.progress->drain(lane);
+  if (group_->watch) group_->watch->stop();
+  // Closing the lifeline tells peers that are not looking at the shared memory.
+  group_->local.own_lifeline.reset();
+  for (Peer& peer : group_->local.peers) {
+    peer.lifeline.reset();
+    peer.process.reset();
+  }
+  std::lock_guard lock(mutex_);
+  closed_ = true;
+  closed_changed_.notify_all();
+}
+
+void Communicator::check_open(const std::string& what) const {
+  if (!is_own())
+    throw Error(ErrorKind::aborted, what + ": the communicator belongs to the process that forked this one");
+  if (closing_)
+    throw Error(ErrorKind::aborted,
+                what + " in group " + group_->options.name + ": the communicator is closed");
+}
+
+void Communicator::check(const Submission& given) const {
+  const Call& call = given.call;
+  const uint32_t ranks = group_->ranks();
+  auto invalid = [&](const std::string& what) {
+    return Error(ErrorKind::invalid_argument, describe(call) + ": " + what);
+  };
+  if (static_cast<uint8_t>(call.operation) >= kOperationCount ||
+      static_cast<uint8_t>(call.dtype) >= kDtypeCount ||
+      static_cast<uint8_t>(call.reduction) >= kReductionCount)
+    throw Error(ErrorKind::invalid_argument, "unknown operation, element type or reduction");
+  if (call.operation == Operation::send || call.operation == Operation::recv)
+    throw invalid("a message is no collective");
+  if (has_root(call.operation) && call.root >= ranks)
+    throw invalid(text("root %u is not a rank of this group of %u", call.root, ranks));
+  auto too_many = [&](uint64_t elems) { return elems > (uint64_t{1} << 48) / ranks; };
+  if (has_reduction(call.operation) && !find_reduce(call.dtype, call.reduction, InstructionSet::baseline))
+    throw invalid("this reduction means nothing on this element type");
+  const bool parts = !given.send_parts.empty() || !given.recv_parts.empty();
+  if (parts != takes_parts(call.operation) && !(parts && call.operation == Operation::all_gather))
+    throw invalid(parts ? "this collective takes no parts" : "this collective takes one part for each rank");
+  uint64_t bytes = call.elems;
+  if (call.operation == Operation::reduce_scatter || call.operation == Operation::all_gather) bytes *= ranks;
+  for (const Part& part : given.send_parts) bytes += part.elems;
+  bytes *= size_bytes(call.dtype);
+  if (bytes / group_->options.sizes.chunk_bytes > kMaxSteps / 2)
+    throw invalid(text("%llu bytes are too many for chunks of %llu; use larger chunks",
+                       static_cast<unsigned long long>(bytes),
+                       static_cast<unsigned long long>(group_->options.sizes.chunk_bytes)));
+  if (!parts) {
+    if (too_many(call.elems)) throw invalid("more elements than memory can hold");
+    const bool recvs = call.operation != Operation::reduce || call.root == group_->rank();
+    if (call.elems > 0 && call.operation != Operation::barrier && (!given.send || (recvs && !given.recv)))
+      throw invalid("a buffer is missing");
+    return;
+  }
+  if (given.send_parts.size() != ranks || given.recv_parts.size() != ranks)
+    throw invalid(text("%zu parts to send and %zu to receive, where the group has %u ranks",
+                       given.send_parts.size(), given.recv_parts.size(), ranks));
+  for (const auto* list : {&given.send_parts, &given.recv_parts})
+    for (uint32_t peer = 0; peer < ranks; ++peer) {
+      if (too_many((*list)[peer].elems)) throw invalid("more elements than memory can hold");
+      if ((*list)[peer].elems > 0 && !(*list)[peer].buffer)
+        throw invalid(text("the buffer for rank %u is missing", peer));
+    }
+}
+
+void Communicator::check(const MessageCall& call) const {
+  const uint32_t ranks = group_->ranks();
+  if (static_cast<uint8_t>(call.dtype) >= kDtypeCount ||
+      (call.operation != Operation::send && call.operation != Operation::recv))
+    throw Error(ErrorKind::invalid_argument, "unknown element type, or no message");
+  auto invalid = [&](const std::string& what) {
+    return Error(ErrorKind::invalid_argument, text("%s of %s[%llu]: ", name(call.operation), name(call.dtype),
+                                                   static_cast<unsigned long long>(call.elems)) +
+                                                  what);
+  };
+  if (call.peer == kAnyRank && call.operation == Operation::recv) {
+    if (ranks == 1) throw invalid("there is no other rank to receive from");
+  } else if (call.peer >= ranks) {
+    throw invalid(text("%u is not a rank of this group of %u", call.peer, ranks));
+  } else if (call.peer == group_->rank()) {
+    throw invalid(text("rank %u can't exchange messages with itself", call.peer));
+  }
+  if (call.elems > uint64_t{1} << 48) throw invalid("more elements than memory can hold");
+  if (call.elems > 0 && !call.buffer) throw invalid("the buffer is missing");
+}
+
+std::shared_ptr<Work> Communicator::submit(const Call& call, const void* send, void* recv, double timeout_s,
+                                           bool asynchronous) {
+  Submission given;
+  given.call = call;
+  given.send = send;
+  given.recv = recv;
+  given.timeout_s = timeout_s;
+  given.asynchronous = asynchronous;
+  return submit(std::move(given));
+}
+
+std::shared_ptr<Work> Communicator::submit(Submission given) {
+  check(given);
+  const bool asynchronous = given.asynchronous;
+  std::lock_guard lock(mutex_);
+  check_open(describe(given.call));
+  if (sequence_ >= kMaxSequence)
+    throw Error(ErrorKind::system,
+                text("group %s has used up its %llu sequence numbers; make a new one",
+                     group_->options.name.c_str(), static_cast<unsigned long long>(kMaxSequence)));
+  auto work = std::make_shared<Collective>(group_, watchdog_, std::move(given), ++sequence_);
+  group_->options.progress->submit(collectives_, work, asynchronous);
+  return work;
+}
+
+std::shared_ptr<Work> Communicator::submit(const MessageCall& call) {
+  check(call);
+  std::lock_guard lock(mutex_);
+  check_open(name(call.operation));
+  // Tags may be used once each: lanes that nobody uses any more go.
+  if (messages_.size() >= kIdleLanes)
+    std::erase_if(messages_, [](const auto& entry) {
+      return entry.second.use_count() == 1 && entry.second->is_empty();
+    });
+  std::shared_ptr<Lane>& lane = messages_[{call.operation, call.peer, call.tag}];
+  if (!lane) lane = std::make_shared<Lane>(group_->mailbox, SpinTimes::for_ranks(group_->ranks()));
+  std::shared_ptr<Work> work;
+  if (call.operation == Operation::send)
+    work = std::make_shared<Send>(group_, watchdog_, call, send_orders_);
+  else
+    work = std::make_shared<Receive>(group_, watchdog_, call);
+  group_->options.progress->submit(lane, work, call.asynchronous);
+  return work;
+}
+
+std::unique_ptr<OutsideWait> Communicator::wait_outside(const std::string& key, double timeout_s) {
+  check_open("waiting for " + key);
+  return std::make_unique<OutsideWait>(group_, watchdog_, key, timeout_s);
+}
+
+std::string Communicator::explain(const Call& call, bool in_arena) const {
+  if (takes_parts(call.operation))
+    return std::string(photinus::name(call.operation)) +
+           " by parts (small: through flat slots; from arenas where a sender's tensors lie there; chunk by "
+           "chunk else)";
+  std::vector<CallDescriptor> descriptors(world_size());
+  for (CallDescriptor& d : descriptors) d.send_offset = d.recv_offset = in_arena ? 0 : kNowhere;
+  Choice choice = choose(call, descriptors, group_->options.sizes);
+  return text("%s by algorithm %s with %s kernels (%s)", describe(call).c_str(),
+              photinus::name(choice.algorithm), photinus::name(best_instruction_set()), choice.reason);
+}
+
+}  // namespace photinus

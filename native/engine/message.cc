@@ -1,0 +1,241 @@
+#include "engine/message.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "device/host.h"
+
+namespace photinus {
+namespace {
+
+// Bytes through which a tensor of ordinary memory flows; half of it is filled while the other half is
+// drained.
+constexpr uint64_t kRingBytes = 512 << 10;
+constexpr uint64_t kPieceBytes = 128 << 10;
+
+std::string describe(Operation operation, Dtype dtype, uint64_t elems) {
+  return text("%s of %s[%llu]", name(operation), name(dtype), static_cast<unsigned long long>(elems));
+}
+
+void put(char (&field)[RankBlock::kTextBytes], const CallSite* site) {
+  const size_t length = site ? std::min(site->text.size(), sizeof field - 1) : 0;
+  if (site) std::memcpy(field, site->text.data(), length);
+  field[length] = '\0';
+}
+
+std::string at(const char* site) {
+  return *site ? std::string(" at ") + site : "";
+}
+
+Error mismatch(const Offer& offer, const std::string& sender, const std::string& receiver) {
+  return Error(ErrorKind::mismatch,
+               sender + " called " + describe(Operation::send, offer.dtype, offer.elems) +
+                   at(offer.send_site) + ", but " + receiver + " called " +
+                   describe(Operation::recv, offer.recv_dtype, offer.recv_elems) + at(offer.recv_site) +
+                   text(" (tag %lld)", static_cast<long long>(offer.tag.load())) +
+                   "; nothing was received. Both must name the same size and type.");
+}
+
+}  // namespace
+
+std::string MessageWork::description() const {
+  std::string out = describe(call_.operation, call_.dtype, call_.elems);
+  out += call_.operation == Operation::send ? " to " : " from ";
+  out += call_.peer == kAnyRank ? "any rank" : text("rank %u", call_.peer);
+  out += text(" (tag %lld) in group ", static_cast<long long>(call_.tag)) + group_->options.name;
+  if (call_.site) out += ", called at " + call_.site->text;
+  return out;
+}
+
+void MessageWork::begin() {
+  if (group_->is_over()) group_->check(description());
+  wait_.emplace(call_.timeout_s > 0 ? call_.timeout_s : group_->options.limits.timeout_s);
+  wait_->any_will_do = call_.peer == kAnyRank;
+  wait_->is_message = true;
+}
+
+double MessageWork::look(bool caller_waits) {
+  auto missing = [this] {
+    std::vector<uint32_t> ranks;
+    if (can_go_on()) return ranks;
+    for (uint32_t rank = 0; rank < group_->ranks(); ++rank)
+      if (call_.peer == kAnyRank ? rank != group_->rank() : rank == call_.peer) ranks.push_back(rank);
+    return ranks;
+  };
+  const uint64_t lane = group_->id * 31 +
+                        (call_.operation == Operation::send ? group_->rank() : call_.peer) * 1000003 +
+                        static_cast<uint64_t>(call_.tag) * 2 + 1;  // the sender's: both ends agree on it
+  // Any rank may still answer a receive from any rank, so no cycle of waits goes through it.
+  return watchdog_->look(*wait_, missing, description(), lane, caller_waits && call_.peer != kAnyRank);
+}
+
+// --- sending
+
+Send::~Send() {
+  // After a failure the receiver may still read it.
+  if (ring_ && !group_->failure()) group_->options.progress->arena()->free(ring_);
+}
+
+bool Send::make_offer() {
+  std::lock_guard lock(send_orders_->claiming);
+  Offer* all = offers(group_->rank(), call_.peer);
+  for (Offer* offer = all; offer < all + Channels::kOffers; ++offer) {
+    if (offer->look().state != OfferState::free) continue;
+    const std::shared_ptr<Arena>& arena = group_->options.progress->arena();
+    const uint64_t place = group_->place(call_.buffer, bytes());
+    if (place == kNowhere && bytes() > 0) ring_ = arena->allocate(std::min(bytes(), kRingBytes));
+    offer->dtype = call_.dtype;
+    offer->tag.store(call_.tag, std::memory_order_relaxed);
+    order_ = send_orders_->orders[call_.peer]++;
+    offer->elems = call_.elems;
+    offer->offset = ring_ ? *arena->offset(ring_, 1) : place;
+    offer->ring_bytes = ring_ ? std::min(bytes(), kRingBytes) : 0;
+    offer->filled.store(0, std::memory_order_relaxed);
+    offer->drained.store(0, std::memory_order_relaxed);
+    put(offer->send_site, call_.site);
+    offer_ = offer;
+    fill();
+    offer->set({order_, OfferState::offered});
+    group_->mailbox->wake(call_.peer);
+    return true;
+  }
+  return false;
+}
+
+// Lets more of the tensor flow into the ring; whether it moved anything.
+bool Send::fill() {
+  uint64_t filled = offer_->filled.load(std::memory_order_relaxed);
+  const uint64_t start = filled;
+  while (ring_ && filled < bytes()) {
+    const uint64_t free = offer_->ring_bytes - (filled - offer_->drained.load(std::memory_order_acquire));
+    const uint64_t at = filled % offer_->ring_bytes;
+    const uint64_t piece = std::min({free, offer_->ring_bytes - at, bytes() - filled, kPieceBytes});
+    if (piece == 0) break;
+    host::copy(ring_ + at, static_cast<std::byte*>(call_.buffer) + filled, piece);
+    filled += piece;
+    offer_->filled.store(filled, std::memory_order_seq_cst);
+    group_->mailbox->wake(call_.peer);
+  }
+  return filled != start;
+}
+
+bool Send::can_go_on() const {
+  if (!offer_) {
+    Offer* all = offers(group_->rank(), call_.peer);
+    return std::any_of(all, all + Channels::kOffers,
+                       [](const Offer& offer) { return offer.look().state == OfferState::free; });
+  }
+  const uint64_t filled = offer_->filled.load();
+  return offer_->look().state >= OfferState::done ||
+         (ring_ && filled < bytes() && filled - offer_->drained.load() < offer_->ring_bytes);
+}
+
+Poll Send::advance() {
+  bool moved = false;
+  if (!wait_) begin();
+  if (!offer_) {
+    if (!make_offer()) return Poll::blocked;
+    moved = true;
+  }
+  moved |= fill();
+  const OfferState state = offer_->look().state;
+  if (state == OfferState::done) {
+    offer_->set({order_, OfferState::free});
+    return Poll::done;
+  }
+  if (state == OfferState::refused) {
+    const Error error = mismatch(*offer_, group_->who(group_->rank()), group_->who(call_.peer));
+    offer_->set({order_, OfferState::free});
+    throw error;
+  }
+  return moved ? Poll::moved : Poll::blocked;
+}
+
+// --- receiving
+
+// The oldest offer with the tag that waits at a sender's; its word as it was seen.
+Offer* Receive::find_offer(uint32_t from, OfferWord& seen) const {
+  Offer* all = offers(from, group_->rank());
+  Offer* oldest = nullptr;
+  for (Offer* offer = all; offer < all + Channels::kOffers; ++offer) {
+    const OfferWord word = offer->look();
+    if (word.state != OfferState::offered || offer->tag.load(std::memory_order_relaxed) != call_.tag)
+      continue;
+    if (oldest && word.order > seen.order) continue;
+    oldest = offer;
+    seen = word;
+  }
+  return oldest;
+}
+
+bool Receive::take_offer() {
+  const bool any = call_.peer == kAnyRank;
+  for (uint32_t from = any ? 0 : call_.peer; from < (any ? group_->ranks() : call_.peer + 1); ++from) {
+    if (from == group_->rank()) continue;
+    OfferWord seen;
+    Offer* oldest = find_offer(from, seen);
+    if (!oldest) continue;
+    // A receive from any rank and one from this rank may both want it.
+    uint64_t expected = seen.packed();
+    order_ = seen.order;
+    if (!oldest->word.compare_exchange_strong(expected, OfferWord{order_, OfferState::taken}.packed()))
+      continue;
+    offer_ = oldest;
+    source_ = call_.peer = from;
+    return true;
+  }
+  return false;
+}
+
+bool Receive::can_go_on() const {
+  if (offer_) return offer_->filled.load() > offer_->drained.load();
+  for (uint32_t from = 0; from < group_->ranks(); ++from)
+    if (OfferWord seen; from != group_->rank() && (call_.peer == kAnyRank || call_.peer == from))
+      if (find_offer(from, seen)) return true;
+  return false;
+}
+
+Poll Receive::advance() {
+  bool moved = false;
+  if (!wait_) begin();
+  if (!offer_) {
+    if (!take_offer()) return Poll::blocked;
+    moved = true;
+    if (offer_->dtype != call_.dtype || offer_->elems != call_.elems) {
+      offer_->recv_dtype = call_.dtype;
+      offer_->recv_elems = call_.elems;
+      put(offer_->recv_site, call_.site);
+      const Error error = mismatch(*offer_, group_->who(source_), group_->who(group_->rank()));
+      offer_->set({order_, OfferState::refused});
+      group_->mailbox->wake(source_);
+      throw error;
+    }
+  }
+  auto* to = static_cast<std::byte*>(call_.buffer);
+  if (offer_->ring_bytes == 0) {
+    if (bytes() > 0) host::copy(to, group_->memory.arena_bases[source_] + offer_->offset, bytes());
+  } else {
+    const std::byte* from = group_->memory.arena_bases[source_] + offer_->offset;
+    uint64_t drained = offer_->drained.load(std::memory_order_relaxed);
+    while (drained < bytes()) {
+      const uint64_t at = drained % offer_->ring_bytes;
+      const uint64_t there = offer_->filled.load(std::memory_order_seq_cst) - drained;
+      const uint64_t piece = std::min({there, offer_->ring_bytes - at, kPieceBytes});
+      if (piece == 0) return moved ? Poll::moved : Poll::blocked;
+      host::copy(to + drained, from + at, piece);
+      drained += piece;
+      moved = true;
+      offer_->drained.store(drained, std::memory_order_seq_cst);
+      group_->mailbox->wake(source_);
+    }
+  }
+  // A sender that gave up may have changed its tensor meanwhile; it shows that before its caller has it back.
+  if (group_->mailbox->block(source_).presence.load(std::memory_order_seq_cst) == Presence::failed)
+    throw PeerLost(source_, group_->who(source_) + " gave up in the middle of " + description() + ": " +
+                                group_->mailbox->reason(source_));
+  offer_->set({order_, OfferState::done});
+  group_->mailbox->wake(source_);
+  return Poll::done;
+}
+
+}  // namespace photinus

@@ -1,0 +1,92 @@
+// A message from one rank to another (send, recv) as a state machine over a channel (shm/channels.h).
+#pragma once
+
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "engine/collective.h"
+#include "engine/group.h"
+#include "engine/watchdog.h"
+#include "progress/work.h"
+
+namespace photinus {
+
+inline constexpr uint32_t kAnyRank = UINT32_MAX;
+
+// What a caller wants of a message.
+struct MessageCall {
+  Operation operation = Operation::send;  // or recv
+  Dtype dtype = Dtype::float32;
+  uint64_t elems = 0;
+  void* buffer = nullptr;
+  uint32_t peer = 0;  // recv: may be kAnyRank
+  int64_t tag = 0;
+  const CallSite* site = nullptr;
+  double timeout_s = 0;
+  bool asynchronous = true;
+};
+
+// What the messages of a group share on this rank.
+struct SendOrders {
+  std::mutex claiming;           // held while a free offer is sought and claimed
+  std::vector<uint64_t> orders;  // offers made so far, by receiver
+};
+
+class MessageWork : public Work {
+ public:
+  MessageWork(const std::shared_ptr<Group>& group, const std::shared_ptr<Watchdog>& watchdog,
+              const MessageCall& call)
+      : group_(group), watchdog_(watchdog), call_(call) {}
+  std::string description() const override;
+
+ protected:
+  double look(bool caller_waits) override;
+  void failed(const std::exception_ptr& error) override { group_->ended_with(error); }
+  void abandon(const std::string& reason) override { group_->abort(reason); }
+  void moved_on() override { group_->page(group_->rank()).wait_record.clear(); }
+  virtual bool can_go_on() const = 0;  // whether advance() would find something to do
+  void begin();
+  Offer* offers(uint32_t from, uint32_t to) const { return group_->channels->offers(from, to); }
+  uint64_t bytes() const { return call_.elems * size_bytes(call_.dtype); }
+
+  std::shared_ptr<Group> group_;
+  std::shared_ptr<Watchdog> watchdog_;
+  MessageCall call_;
+  std::optional<WaitState> wait_;
+  Offer* offer_ = nullptr;
+  uint64_t order_ = 0;  // of the offer
+};
+
+class Send final : public MessageWork {
+ public:
+  Send(const std::shared_ptr<Group>& group, const std::shared_ptr<Watchdog>& watchdog,
+       const MessageCall& call, std::shared_ptr<SendOrders> orders)
+      : MessageWork(group, watchdog, call), send_orders_(std::move(orders)) {}
+  ~Send() override;
+
+ private:
+  Poll advance() override;
+  bool can_go_on() const override;
+  bool make_offer();
+  bool fill();
+
+  std::shared_ptr<SendOrders> send_orders_;
+  std::byte* ring_ = nullptr;  // in the arena, when the tensor does not lie there
+};
+
+class Receive final : public MessageWork {
+ public:
+  using MessageWork::MessageWork;
+  int source_rank() const override { return source_ == kAnyRank ? -1 : static_cast<int>(source_); }
+
+ private:
+  Poll advance() override;
+  bool can_go_on() const override;
+  Offer* find_offer(uint32_t from, OfferWord& seen) const;
+  bool take_offer();
+
+  uint32_t source_ = kAnyRank;
+};
+
+}  // namespace photinus

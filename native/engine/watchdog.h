@@ -1,0 +1,68 @@
+// Decides, for an operation that waits, whether it should wait on. Root cause first: a rank that died is
+// named rather than one that gave up because of it. Liveness (does the process run?) and progress (has it
+// come?) are kept apart, each with a limit at which it is spoken of and one at which it is fatal.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "engine/group.h"
+
+namespace photinus {
+
+// One operation's wait: what it waits for, and what it remembers from look to look.
+struct WaitState {
+  explicit WaitState(double timeout_s) : deadline(Deadline::in(timeout_s)) {}
+
+  Deadline deadline;
+  double last_look_s = 0;
+  bool any_will_do = false;         // one of the missing ranks suffices
+  bool is_message = false;          // a message has no place in the sequence of collectives
+  bool spoke = false;               // of the ranks that have not come
+  double consequence_since_s = 0;   // since when only the consequence of another rank's end is known
+  std::vector<uint32_t> published;  // the missing ranks that peers know of, as of
+  uint64_t published_version = 0;   // this version of the process's page
+  uint64_t cycle = 0;               // fingerprint of the cycle that was seen last
+  double cycle_since_s = 0;
+  std::vector<uint64_t> affirmed;  // by its processes, when it was first seen
+};
+
+class Watchdog {
+ public:
+  explicit Watchdog(Group& group) : group_(group), signs_(group.ranks()) {}
+
+  // `missing`: gives the ranks for which the operation waits now; none if it need not wait. `lane`: of the
+  // operation, the same on all ranks for operations that these do one after the other. `caller_waits`:
+  // nothing else will be called by this process meanwhile, and nothing else is in flight. Throws to end the
+  // wait; returns for how long it need not be called again.
+  double look(WaitState& wait, const std::function<std::vector<uint32_t>()>& missing,
+              const std::string& description, uint64_t lane, bool caller_waits);
+
+ private:
+  struct Sign {  // of life
+    uint64_t heartbeat = 0;
+    double since_s = 0;  // on the own clock, when it last changed
+    bool suspected = false;
+  };
+
+  std::string what_became_of(uint32_t rank) const;
+  std::string what_they_do(const std::vector<uint32_t>& missing) const;
+  bool look_for_ends(WaitState& wait, const std::function<std::vector<uint32_t>()>& missing,
+                     const std::string& situation);
+  void look_for_life(const std::vector<uint32_t>& missing, const std::string& description, double now);
+  double look_for_deadlock(WaitState& wait, const std::vector<uint32_t>& missing,
+                           const std::string& description, uint64_t lane, double now);
+  void learn_of_deadlock(const WaitState& wait);
+  [[noreturn]] void end_deadlock(const std::vector<WaitRecord::Wait>& waits, const std::string& message);
+  bool is_lost(uint32_t rank) const;
+
+  Group& group_;
+  std::mutex mutex_;  // guards signs_: the group's lanes look independently
+  std::vector<Sign> signs_;
+};
+
+}  // namespace photinus

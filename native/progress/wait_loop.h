@@ -1,0 +1,65 @@
+// How a thread waits: it spins, yields, then sleeps on the futex of its process (base/futex.h).
+#pragma once
+
+#include <cstdint>
+
+#include "base/clock.h"
+#include "base/futex.h"
+
+namespace photinus {
+
+inline constexpr double kSleepSlice_s = 0.1;  // a waiter looks around at least this often, whatever happens
+
+// One turn of spinning, and giving the core to whoever wants it.
+void pause_cpu();
+void yield_cpu();
+
+// How long to wait in which way before sleeping. Long pauses are poison when ranks exceed cores: a spinning
+// rank burns the time slice of the rank it waits for (measured: ten times slower), so the pause is then kept
+// to a microsecond.
+struct SpinTimes {
+  double pause_s = 20e-6;
+  double yield_s = 200e-6;
+  static SpinTimes for_ranks(uint32_t ranks_on_host);
+};
+
+enum class Poll : uint8_t { blocked, moved, done };
+
+// Waits until `poll()` says done: pauses, yields, then sleeps; starts anew whenever something moved.
+// `announce()` gives an object that lives from before the last poll ahead of a sleep to the end of the
+// sleeping. `look()` runs before each sleep, and now and then while things move; it says how long a sleep may
+// last, and ends the wait by throwing.
+template <class Poller, class Announce, class Look>
+void wait_on(Futex& futex, const SpinTimes& times, Poller&& poll, Announce&& announce, Look&& look) {
+  Poll last = poll();
+  double looked_s = now_s();
+  while (last != Poll::done) {
+    const double start = now_s();
+    if (start - looked_s > kSleepSlice_s) {  // something moves all the time, but perhaps not everything
+      looked_s = start;
+      look();
+    }
+    last = Poll::blocked;
+    for (double now = start; last == Poll::blocked && now - start < times.pause_s; now = now_s()) {
+      for (int i = 0; i < 16 && last == Poll::blocked; ++i) {
+        pause_cpu();
+        last = poll();
+      }
+    }
+    while (last == Poll::blocked && now_s() - start < times.yield_s) {
+      yield_cpu();
+      last = poll();
+    }
+    if (last != Poll::blocked) continue;
+    [[maybe_unused]] auto announced = announce();
+    while (last == Poll::blocked) {
+      const uint32_t word = futex.word.load(std::memory_order_seq_cst);
+      last = poll();
+      if (last != Poll::blocked) break;
+      looked_s = now_s();
+      sleep_on(futex, word, look());
+    }
+  }
+}
+
+}  // namespace photinus
