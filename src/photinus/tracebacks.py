@@ -45,11 +45,11 @@ def shorten(error: BaseException) -> None:
     link: BaseException | None = error
     while link is not None and id(link) not in seen and not env.FULL_TRACEBACK.get():
         seen.add(id(link))
-        link.__traceback__ = _shortened(link)
+        link.__traceback__ = _shorten(link)
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
 
-def _shortened(error: BaseException) -> TracebackType | None:
+def _shorten(error: BaseException) -> TracebackType | None:
     steps: list[TracebackType] = []
     step = error.__traceback__
     while step is not None:

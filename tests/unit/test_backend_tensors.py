@@ -13,7 +13,7 @@ from photinus.backend import options
 from photinus.backend.device_map import ByDevice
 from photinus.backend.engine_reductions import _one_behind_the_other
 from photinus.backend.single_rank import Alone
-from photinus.backend.tensors import DTYPES, CopyBack, allocate, dense, is_dense, moved, reals
+from photinus.backend.tensors import DTYPES, CopyBack, allocate, dense, is_dense, reals, transfer_type
 from photinus.backend.through_engine import ThroughEngine
 from photinus.backend.through_gloo import ThroughGloo
 from photinus.errors import AbortedError, MismatchError
@@ -61,12 +61,12 @@ def test_inputs_that_lie_one_behind_the_other_are_taken_as_one() -> None:
 
 
 def test_elements_of_any_type_can_be_moved_and_are_told_apart() -> None:
-    assert moved(torch.float32) == (DTYPES[torch.float32], "")
-    assert moved(torch.uint16) == (DTYPES[torch.int16], "uint16")
-    assert moved(torch.float8_e5m2) == (DTYPES[torch.uint8], "float8_e5m2")
-    assert moved(torch.complex64) == (DTYPES[torch.float32], "complex64")
+    assert transfer_type(torch.float32) == (DTYPES[torch.float32], "")
+    assert transfer_type(torch.uint16) == (DTYPES[torch.int16], "uint16")
+    assert transfer_type(torch.float8_e5m2) == (DTYPES[torch.uint8], "float8_e5m2")
+    assert transfer_type(torch.complex64) == (DTYPES[torch.float32], "complex64")
     with pytest.raises(TypeError, match="qint8"):
-        moved(torch.qint8)
+        transfer_type(torch.qint8)
     with pytest.raises(TypeError, match=r"dense tensors.*sparse_coo"):
         dense(torch.zeros(2).to_sparse())
 

@@ -19,7 +19,7 @@ from torch import nn
 import photinus
 from photinus.errors import CheckpointError
 from photinus.trainer.checkpoint import digest, manifest
-from photinus.trainer.checkpoint.durable import locked
+from photinus.trainer.checkpoint.durable import lock_folder
 from photinus.trainer.checkpoint.folder import Checkpoint, CheckpointFolder
 
 
@@ -250,8 +250,8 @@ def test_two_jobs_in_one_folder_are_told_who_the_other_is(tmp_path: Path, monkey
     holder = subprocess.Popen(
         [sys.executable, "-c", f"""
 from pathlib import Path
-from photinus.trainer.checkpoint.durable import locked
-with locked(Path({str(tmp_path)!r})):
+from photinus.trainer.checkpoint.durable import lock_folder
+with lock_folder(Path({str(tmp_path)!r})):
     print("locked", flush=True)
     input()
 """],
@@ -261,7 +261,7 @@ with locked(Path({str(tmp_path)!r})):
         assert holder.stdout is not None
         assert holder.stdout.readline() == "locked\n"
         with pytest.raises(CheckpointError, match=f"process {holder.pid} on host .* has been writing into"):
-            with locked(tmp_path, timeout_s=0.2):
+            with lock_folder(tmp_path, timeout_s=0.2):
                 pass
         holder.kill()  # the kernel lets go of the lock
         holder.wait()

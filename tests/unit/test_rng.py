@@ -83,7 +83,7 @@ def test_a_block_can_draw_without_leaving_a_trace() -> None:
     rng.seed_everything(1)
 
     def disturb() -> None:
-        with rng.preserved():
+        with rng.preserve():
             rng.seed_host_streams(77)
             draws()
             raise KeyError

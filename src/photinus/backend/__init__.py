@@ -85,12 +85,12 @@ def _create(options: _DistributedBackendOptions, backend_options: object) -> Pro
     import torch
 
     from ..torch_version import check_torch
-    from .device_map import asked
+    from .device_map import find_request
     from .make_group import make
 
     check_torch(torch.__version__)
 
-    return make(options, asked())
+    return make(options, find_request())
 
 
 def __getattr__(name: str) -> Any:

@@ -24,14 +24,14 @@ from .name import NAME
 from .outside_dynamo import outside_dynamo
 from .process_group import ProcessGroup
 
-__all__ = ["Asked", "ByDevice", "asked", "others"]
+__all__ = ["ByDevice", "Request", "find_request", "others"]
 
 _CPU = torch.device("cpu")
 _TYPES = dist.ProcessGroup.BackendType
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """What torch is about to make.
 
     Attributes:
@@ -50,14 +50,14 @@ class Asked:
     split_from: Any = None
     options: Any = None
 
-    def for_a_part(self, kept: Sequence[torch.device] | None) -> Asked:
+    def for_a_part(self, kept: Sequence[torch.device] | None) -> Request:
         """The same for a part of the group, on some of the devices (None: on all)."""
         types = None if kept is None else {device.type for device in kept}
         devices = {device: name for device, name in self.devices.items() if types is None or device in types}
-        return Asked(devices, device=self.device, options=self.options)
+        return Request(devices, device=self.device, options=self.options)
 
 
-def asked() -> Asked:
+def find_request() -> Request:
     """What torch is about to make, while it calls us to make our part.
 
     It tells a backend's maker everything but the map, so the map is read where torch itself has it: in the frame of the
@@ -68,15 +68,15 @@ def asked() -> Asked:
         frame = frame.f_back
     config = None if frame is None else frame.f_locals.get("backend_config")
     if frame is None or config is None:
-        return Asked()
+        return Request()
     devices = {device: str(name) for device, name in config.get_device_backend_map().items() if str(name) != NAME}
     local = frame.f_locals.get
-    return Asked(
+    return Request(
         devices, local("pg"), local("prefix_store"), local("device_id"), local("split_from"), local("backend_options")
     )
 
 
-def others(given: _DistributedBackendOptions, wanted: Asked) -> tuple[dist.ProcessGroup, dict[str, str]]:
+def others(given: _DistributedBackendOptions, wanted: Request) -> tuple[dist.ProcessGroup, dict[str, str]]:
     """A torch group with the backends of all other devices, and for those that cannot be had, why.
 
     Raises:
@@ -100,7 +100,7 @@ def others(given: _DistributedBackendOptions, wanted: Asked) -> tuple[dist.Proce
     return group, missing
 
 
-def _make(name: str, store: Store, given: _DistributedBackendOptions, wanted: Asked) -> tuple[Any, Any]:
+def _make(name: str, store: Store, given: _DistributedBackendOptions, wanted: Request) -> tuple[Any, Any]:
     """A backend as torch itself would make it, and its type."""
     rank, size = given.group_rank, given.group_size
     made: Any
@@ -171,7 +171,7 @@ class ByDevice(ProcessGroup):
         """The engine's, which serves CPU tensors."""
         return self._cpu.communicator
 
-    def _serving(self, device: torch.device | None) -> Any:
+    def _group_for(self, device: torch.device | None) -> Any:
         """The group for a device."""
         if device is None or device.type == "cpu":
             return self._cpu
@@ -187,19 +187,19 @@ class ByDevice(ProcessGroup):
         return [_CPU, *self._others._device_types]
 
     def _get_backend(self, device: torch.device) -> Any:
-        return self._serving(torch.device(device))._get_backend(device)
+        return self._group_for(torch.device(device))._get_backend(device)
 
     def _start_coalescing(self, device: torch.device | None = None) -> None:
-        self._serving(device)._start_coalescing(device)
+        self._group_for(device)._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device | None = None) -> dist.Work:
-        work: dist.Work = self._serving(device)._end_coalescing(device)
+        work: dist.Work = self._group_for(device)._end_coalescing(device)
         return work
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Done when every rank has called it. On the accelerator if the options say so, else on the CPU."""
         device = getattr(opts, "device", None)
-        work: dist.Work = self._serving(device).barrier(opts) if timeout is None else self._cpu.barrier(opts, timeout)
+        work: dist.Work = self._group_for(device).barrier(opts) if timeout is None else self._cpu.barrier(opts, timeout)
         return work
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
@@ -249,10 +249,10 @@ _FORWARDED = """
 """
 
 
-def _forwarded(name: str) -> Callable[..., dist.Work]:
+def _forward(name: str) -> Callable[..., dist.Work]:
     def method(self: ByDevice, *given: Any, **named: Any) -> dist.Work:
         device = _device(given) or _device(list(named.values()))
-        work: dist.Work = getattr(self._serving(device), name)(*given, **named)
+        work: dist.Work = getattr(self._group_for(device), name)(*given, **named)
         return work
 
     method.__name__ = name
@@ -261,7 +261,7 @@ def _forwarded(name: str) -> Callable[..., dist.Work]:
 
 
 for _name in _FORWARDED.split():
-    setattr(ByDevice, _name, _forwarded(_name))
+    setattr(ByDevice, _name, _forward(_name))
 outside_dynamo(ByDevice)
 
 

@@ -20,7 +20,7 @@ from . import options
 from .engine_group import EngineGroup, Part, check_elems, check_same_dtype
 from .monitored import missing_ranks, monitored_text
 from .outside_dynamo import outside_dynamo
-from .tensors import CopyBack, dense, moved
+from .tensors import CopyBack, dense, transfer_type
 from .updates import parameters_of_new_ddp
 from .work import EngineWork
 
@@ -46,7 +46,7 @@ class EngineMoves(EngineGroup):
         """Copies the root's tensor to all ranks' (opts.rootRank: rank in the group)."""
         given = options.broadcast(opts if root is None else root, timeout)
         tensor = options.one_tensor(tensors, "broadcast")
-        code, label = moved(tensor.dtype)
+        code, label = transfer_type(tensor.dtype)
         finish = CopyBack()
         values = finish.output(tensor, load=given.rootRank == self._rank)
         address, elems = _part(values)
@@ -69,7 +69,7 @@ class EngineMoves(EngineGroup):
         given = options.all_gather(opts)
         check_same_dtype("all_gather", [output, input])
         check_elems("all_gather", "the output", output.numel(), self._size * input.numel(), input)
-        code, label = moved(input.dtype)
+        code, label = transfer_type(input.dtype)
         finish = CopyBack()
         target, source = finish.output(output, load=False), dense(input)
         send, elems = _part(source)
@@ -154,7 +154,7 @@ class EngineMoves(EngineGroup):
         """
         given = options.all_to_all(opts, timeout)
         check_same_dtype("all_to_all_single", [output, input])
-        code, label = moved(input.dtype)
+        code, label = transfer_type(input.dtype)
         finish = CopyBack()
         target, source = finish.output(output, load=False), dense(input)
         recvs = self._rows("output", target, output, output_split_sizes)
@@ -202,7 +202,7 @@ class EngineMoves(EngineGroup):
         given_outputs = [tensor for tensor in outputs if tensor is not None]
         tensors = [*given_outputs, *(tensor for tensor in inputs if tensor is not None)]
         check_same_dtype(name, tensors)
-        code, label = moved(tensors[0].dtype)
+        code, label = transfer_type(tensors[0].dtype)
         finish = CopyBack()
         nothing: list[Tensor | None] = [None] * self._size
         # One input for all ranks (all_gather) is made dense once.

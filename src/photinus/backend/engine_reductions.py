@@ -62,7 +62,7 @@ class EngineReductions(EngineGroup):
         elif tensor.layout is not _strided:
             return sparse_all_reduce(self, tensor, given)
         else:
-            code = _computed("all_reduce", tensor)
+            code = _compute("all_reduce", tensor)
             finish = CopyBack()
             values = finish.output(reals(tensor, hash(given.reduceOp)), load=True)
         limit, address, asynchronous = given.timeout, values.data_ptr(), given.asyncOp
@@ -109,7 +109,7 @@ class EngineReductions(EngineGroup):
 
     def _reduce(self, given: Any, source: Tensor, output: Tensor, root: int) -> EngineWork:
         """Reduces the ranks' sources into the root's output, which may be its source; others' outputs stay."""
-        code = _computed("reduce", source)
+        code = _compute("reduce", source)
         finish = CopyBack()
         values = dense(reals(source, hash(given.reduceOp)))
         target = values
@@ -163,7 +163,7 @@ class EngineReductions(EngineGroup):
     _reduce_scatter_base = reduce_scatter_single  # its name before torch 2.13
 
     def _reduce_scatter(self, given: Any, output: Tensor, source: Tensor) -> EngineWork:
-        code = _computed("reduce_scatter", output)
+        code = _compute("reduce_scatter", output)
         finish = CopyBack()
         target = finish.output(reals(output, hash(given.reduceOp)), load=False)
         return self._run(
@@ -180,7 +180,7 @@ class EngineReductions(EngineGroup):
         )
 
 
-def _computed(operation: str, tensor: Tensor) -> int:
+def _compute(operation: str, tensor: Tensor) -> int:
     """The engine's code of the tensor's element type. Raises TypeError where there is none."""
     check_dense(tensor)
     code = _COMPUTED.get(tensor.dtype)

@@ -32,7 +32,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from .. import engine
 from ..errors import CollectiveError, MismatchError, PeerLostError
 from ..world.own_address import is_loopback, reaches_from
-from .joining import Joining, named
+from .joining import Joining, name_ranks
 
 __all__ = ["Meeting", "Member", "meet", "tidy"]
 
@@ -186,7 +186,7 @@ def _lead(store: Store, joining: Joining, me: Member) -> Meeting:
 
     def came() -> str:
         shown = [f"{rank} (pid {here[rank].pid} on {here[rank].host_name})" for rank in sorted(here)]
-        return named(shown if size <= _SHOWN else sorted(here), "came")
+        return name_ranks(shown if size <= _SHOWN else sorted(here), "came")
 
     joining.until(all_here, missing, came)
     meeting = Meeting(session, tuple(here[rank] for rank in range(size)), None)

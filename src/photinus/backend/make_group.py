@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 _JOINING_S = 60.0  # for the engine's rendezvous, after all ranks have shown themselves in the store
 
 
-def make(given: _DistributedBackendOptions, wanted: device_map.Asked | None = None) -> ProcessGroup:
+def make(given: _DistributedBackendOptions, wanted: device_map.Request | None = None) -> ProcessGroup:
     """Makes the group that torch describes; called by all its ranks.
 
     Args:

@@ -11,7 +11,7 @@ from .. import engine
 from . import options
 from .engine_group import EngineGroup
 from .outside_dynamo import outside_dynamo
-from .tensors import CopyBack, dense, moved
+from .tensors import CopyBack, dense, transfer_type
 
 __all__ = ["Messages"]
 
@@ -26,7 +26,7 @@ class Messages(EngineGroup):
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> dist.Work:  # noqa: N803
         """Sends a tensor to a rank of the group; done when that rank has it."""
         tensor = options.one_tensor(tensors, "send")
-        code, _ = moved(tensor.dtype)
+        code, _ = transfer_type(tensor.dtype)
         return self._run_message("send", _SEND, dense(tensor), code, dstRank, tag, tensor, None)
 
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> dist.Work:  # noqa: N803
@@ -38,7 +38,7 @@ class Messages(EngineGroup):
         return self._receive("recvAnySource", options.one_tensor(tensors, "recv"), engine.ANY_RANK, tag)
 
     def _receive(self, event_name: str, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        code, _ = moved(tensor.dtype)
+        code, _ = transfer_type(tensor.dtype)
         finish = CopyBack()
         values = finish.output(tensor, load=False)
         return self._run_message(event_name, _RECV, values, code, peer, tag, tensor, finish)

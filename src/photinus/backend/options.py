@@ -71,32 +71,32 @@ def reduce(given: Any = None, op: Any = None, timeout: timedelta | None = None) 
 
 def broadcast(given: Any = None, timeout: timedelta | None = None) -> BroadcastOptions:
     """Options from an options object or the root's group rank."""
-    return given if isinstance(given, BroadcastOptions) else _timed(_root(BroadcastOptions(), given), timeout)
+    return given if isinstance(given, BroadcastOptions) else _with_timeout(_root(BroadcastOptions(), given), timeout)
 
 
 def gather(given: Any = None, timeout: timedelta | None = None) -> GatherOptions:
     """Options from an options object or the root's group rank."""
-    return given if isinstance(given, GatherOptions) else _timed(_root(GatherOptions(), given), timeout)
+    return given if isinstance(given, GatherOptions) else _with_timeout(_root(GatherOptions(), given), timeout)
 
 
 def scatter(given: Any = None, timeout: timedelta | None = None) -> ScatterOptions:
     """Options from an options object or the root's group rank."""
-    return given if isinstance(given, ScatterOptions) else _timed(_root(ScatterOptions(), given), timeout)
+    return given if isinstance(given, ScatterOptions) else _with_timeout(_root(ScatterOptions(), given), timeout)
 
 
 def all_gather(given: Any = None, timeout: timedelta | None = None) -> AllgatherOptions:
     """Options from an options object, a timeout or nothing."""
-    return given if isinstance(given, AllgatherOptions) else _timed(AllgatherOptions(), given or timeout)
+    return given if isinstance(given, AllgatherOptions) else _with_timeout(AllgatherOptions(), given or timeout)
 
 
 def all_to_all(given: Any = None, timeout: timedelta | None = None) -> AllToAllOptions:
     """Options from an options object, a timeout or nothing."""
-    return given if isinstance(given, AllToAllOptions) else _timed(AllToAllOptions(), given or timeout)
+    return given if isinstance(given, AllToAllOptions) else _with_timeout(AllToAllOptions(), given or timeout)
 
 
 def barrier(given: Any = None, timeout: timedelta | None = None) -> BarrierOptions:
     """Options from an options object, a timeout or nothing."""
-    return given if isinstance(given, BarrierOptions) else _timed(BarrierOptions(), given or timeout)
+    return given if isinstance(given, BarrierOptions) else _with_timeout(BarrierOptions(), given or timeout)
 
 
 def factor(op: Any) -> float:
@@ -112,7 +112,7 @@ def factor(op: Any) -> float:
 def _reduction(options: Any, op: Any, timeout: timedelta | None) -> Any:
     if op is not None:
         options.reduceOp = op
-    return _timed(options, timeout)
+    return _with_timeout(options, timeout)
 
 
 def _root(options: Any, root: int | None) -> Any:
@@ -121,7 +121,7 @@ def _root(options: Any, root: int | None) -> Any:
     return options
 
 
-def _timed(options: Any, timeout: timedelta | None) -> Any:
+def _with_timeout(options: Any, timeout: timedelta | None) -> Any:
     if timeout is not None:
         options.timeout = timeout
     return options

@@ -22,11 +22,11 @@ def outside_dynamo(cls: Class) -> Class:
     """Marks all methods that the class itself defines."""
     for name, method in list(vars(cls).items()):
         if isinstance(method, FunctionType) and name != "__init__":
-            setattr(cls, name, _marked(method))
+            setattr(cls, name, _mark(method))
     return cls
 
 
-def _marked(method: FunctionType) -> Any:
+def _mark(method: FunctionType) -> Any:
     try:
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
     except ImportError:  # a torch without them: the wrapper it is

@@ -197,7 +197,7 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
             raise RuntimeError(f"process group {self._label} is coalescing already; end that first")
         works: list[dist.Work] = []
         for name in _STARTING:
-            setattr(self, name, _noting(getattr(self, name), works))
+            setattr(self, name, _record_works(getattr(self, name), works))
         self._together = works
 
     def _end_coalescing(self, device: torch.device | None = None) -> dist.Work:
@@ -276,7 +276,7 @@ _STARTING = [  # a work
 ]
 
 
-def _noting(start: Callable[..., dist.Work], works: list[dist.Work]) -> Callable[..., dist.Work]:
+def _record_works(start: Callable[..., dist.Work], works: list[dist.Work]) -> Callable[..., dist.Work]:
     def method(*given: Any, **named: Any) -> dist.Work:
         work = start(*given, **named)
         works.append(work)

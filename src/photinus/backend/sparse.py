@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import engine
 from .engine_group import EngineGroup
-from .tensors import DTYPES, dense, moved
+from .tensors import DTYPES, dense, transfer_type
 
 __all__ = ["sparse_all_reduce"]
 
@@ -79,7 +79,7 @@ def sparse_all_reduce(group: EngineGroup, tensor: Tensor, given: Any) -> dist.Wo
         _ALL_GATHER,
         [_part(values)] * size,
         [_part(part) for part in torch.split(flat_values, entries)],
-        moved(own.dtype)[0],
+        transfer_type(own.dtype)[0],
         (values, flat_values),
         [tensor],
         finish,

@@ -25,8 +25,8 @@ __all__ = [
     "check_dense",
     "dense",
     "is_dense",
-    "moved",
     "reals",
+    "transfer_type",
 ]
 
 DTYPES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in engine.DTYPES.items()}
@@ -58,7 +58,7 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.layout is _strided and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
-def moved(dtype: torch.dtype) -> tuple[int, str]:
+def transfer_type(dtype: torch.dtype) -> tuple[int, str]:
     """As what the engine moves elements of any dtype without computing: its code, and a label for all ranks to compare.
 
     Complex numbers go as pairs of reals, what the engine does not know as integers of the same size; the label keeps
@@ -147,7 +147,7 @@ class CopyBack:
             self._copies.append((tensor, stand_in))
         return torch.view_as_real(stand_in) if stand_in.is_complex() else stand_in
 
-    def joined(self, tensors: Sequence[Tensor]) -> Tensor:
+    def join(self, tensors: Sequence[Tensor]) -> Tensor:
         """One new flat tensor, cut into the outputs, which may differ in size, when the operation is done."""
         for tensor in tensors:
             check_dense(tensor)

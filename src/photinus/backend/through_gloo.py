@@ -40,7 +40,7 @@ class ThroughGloo(ProcessGroup):
             return self._gloo.allreduce([tensor], given)
         copies = CopyBack()
         values = copies.output(reals(tensor, hash(given.reduceOp)), load=True)
-        return self._reduced(values, values, given, copies, [tensor], self._gloo_all_reduce)
+        return self._reduce(values, values, given, copies, [tensor], self._gloo_all_reduce)
 
     def broadcast(
         self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int | None = None
@@ -49,7 +49,7 @@ class ThroughGloo(ProcessGroup):
         given = options.broadcast(opts if root is None else root, timeout)
         tensor = options.one_tensor(tensors, "broadcast")
         copies = CopyBack()
-        return self._done([tensor], copies, self._gloo.broadcast([_moved(copies.output(tensor, load=True))], given))
+        return self._done([tensor], copies, self._gloo.broadcast([_move(copies.output(tensor, load=True))], given))
 
     def allgather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: timedelta | None = None
@@ -59,15 +59,15 @@ class ThroughGloo(ProcessGroup):
         outputs = options.tensor_list(output_tensors, "all_gather")
         tensor = options.one_tensor(input_tensors, "all_gather")
         copies = CopyBack()
-        stand_ins = [_moved(copies.output(t, load=False)) for t in outputs]
-        return self._done(outputs, copies, self._gloo.allgather([stand_ins], [_moved(dense(tensor))], given))
+        stand_ins = [_move(copies.output(t, load=False)) for t in outputs]
+        return self._done(outputs, copies, self._gloo.allgather([stand_ins], [_move(dense(tensor))], given))
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         """Every rank's tensor in one tensor, by rank."""
         given = options.all_gather(opts)
         copies = CopyBack()
         stand_in, source = copies.output(output, load=False).view(-1), dense(input).view(-1)  # gloo knows one form
-        return self._done([output], copies, self._gloo._allgather_base(_moved(stand_in), _moved(source), given))
+        return self._done([output], copies, self._gloo._allgather_base(_move(stand_in), _move(source), given))
 
     def reduce_scatter(
         self,
@@ -90,7 +90,7 @@ class ThroughGloo(ProcessGroup):
         given = options.reduce_scatter(opts)
         copies = CopyBack()
         stand_in = copies.output(reals(output, hash(given.reduceOp)), load=False)
-        return self._reduced(dense(input), stand_in, given, copies, [output], self._gloo_reduce_scatter)
+        return self._reduce(dense(input), stand_in, given, copies, [output], self._gloo_reduce_scatter)
 
     def all_to_all_single(
         self,
@@ -104,8 +104,8 @@ class ThroughGloo(ProcessGroup):
         """Sends part r of the input to rank r; the output's parts come from the ranks. No sizes: equal parts."""
         given = options.all_to_all(opts, timeout)
         copies = CopyBack()
-        stand_in = _moved(copies.output(output, load=False), keep_rows=True)
-        source = _moved(dense(input), keep_rows=True)
+        stand_in = _move(copies.output(output, load=False), keep_rows=True)
+        source = _move(dense(input), keep_rows=True)
         work = self._gloo.alltoall_base(stand_in, source, output_split_sizes, input_split_sizes, given)
         return self._done([output], copies, work)
 
@@ -115,20 +115,20 @@ class ThroughGloo(ProcessGroup):
 
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> dist.Work:  # noqa: N803
         """Sends a tensor to a rank of the group."""
-        return self._gloo.send([_moved(dense(options.one_tensor(tensors, "send")))], dstRank, tag)
+        return self._gloo.send([_move(dense(options.one_tensor(tensors, "send")))], dstRank, tag)
 
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> dist.Work:  # noqa: N803
         """Receives a tensor from a rank of the group."""
         tensor = options.one_tensor(tensors, "recv")
         copies = CopyBack()
-        work = self._gloo.recv([_moved(copies.output(tensor, load=False))], srcRank, tag)
+        work = self._gloo.recv([_move(copies.output(tensor, load=False))], srcRank, tag)
         return self._done([tensor], copies, work)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
         """Receives a tensor from whichever rank sends first; the work's source_rank() tells which."""
         tensor = options.one_tensor(tensors, "recv")
         copies = CopyBack()
-        work = self._gloo.recv_anysource([_moved(copies.output(tensor, load=False))], tag)
+        work = self._gloo.recv_anysource([_move(copies.output(tensor, load=False))], tag)
         return self._done([tensor], copies, work)
 
     def reduce(
@@ -148,7 +148,7 @@ class ThroughGloo(ProcessGroup):
         copies = CopyBack()
         tensor = reals(tensor, hash(given.reduceOp))
         values = copies.output(tensor, load=True) if is_root else dense(tensor).clone()
-        return self._reduced(values, values, given, copies, [tensor], self._gloo_reduce)
+        return self._reduce(values, values, given, copies, [tensor], self._gloo_reduce)
 
     def gather(
         self,
@@ -164,10 +164,10 @@ class ThroughGloo(ProcessGroup):
         tensor = options.one_tensor(input_tensors, "gather")
         copies = CopyBack()
         if given.rootRank != self._rank:
-            return self._gloo.gather([], [_moved(dense(tensor))], given)
+            return self._gloo.gather([], [_move(dense(tensor))], given)
         outputs = options.tensor_list(output_tensors, "gather")
-        stand_ins = [_moved(copies.output(t, load=False)) for t in outputs]
-        return self._done(outputs, copies, self._gloo.gather([stand_ins], [_moved(dense(tensor))], given))
+        stand_ins = [_move(copies.output(t, load=False)) for t in outputs]
+        return self._done(outputs, copies, self._gloo.gather([stand_ins], [_move(dense(tensor))], given))
 
     def scatter(
         self,
@@ -182,10 +182,10 @@ class ThroughGloo(ProcessGroup):
         given = options.scatter(opts if root is None else root, timeout)
         output = options.one_tensor(output_tensors, "scatter")
         copies = CopyBack()
-        stand_in = _moved(copies.output(output, load=False))
+        stand_in = _move(copies.output(output, load=False))
         if given.rootRank != self._rank:
             return self._done([output], copies, self._gloo.scatter([stand_in], [], given))
-        parts = [_moved(dense(t)) for t in options.tensor_list(input_tensors, "scatter")]
+        parts = [_move(dense(t)) for t in options.tensor_list(input_tensors, "scatter")]
         return self._done([output], copies, self._gloo.scatter([stand_in], [parts], given))
 
     def alltoall(
@@ -194,8 +194,8 @@ class ThroughGloo(ProcessGroup):
         """Sends tensor r of the inputs to rank r; output r comes from rank r. Sizes may differ."""
         # gloo's own takes equal sizes only; its all_to_all_single takes any.
         copies = CopyBack()
-        target = _moved(copies.joined(output_tensors))
-        source = _moved(torch.cat([dense(tensor).view(-1) for tensor in input_tensors]))
+        target = _move(copies.join(output_tensors))
+        source = _move(torch.cat([dense(tensor).view(-1) for tensor in input_tensors]))
         outgoing, incoming = ([tensor.nbytes for tensor in tensors] for tensors in (input_tensors, output_tensors))
         item_bytes = source.element_size()
         work = self._gloo.alltoall_base(
@@ -232,7 +232,7 @@ class ThroughGloo(ProcessGroup):
     def _done(self, outputs: list[Tensor], copies: CopyBack, work: dist.Work) -> dist.Work:
         return GlooWork(work, outputs, copies) if copies else work
 
-    def _reduced(
+    def _reduce(
         self,
         source: Tensor,
         target: Tensor,
@@ -287,7 +287,7 @@ _GLOO_MOVES = frozenset(
 )
 
 
-def _moved(tensor: Tensor, *, keep_rows: bool = False) -> Tensor:
+def _move(tensor: Tensor, *, keep_rows: bool = False) -> Tensor:
     """A dense tensor as gloo can move it: dtypes that it does not know (int16, uint16, float8, ...) as bytes.
 
     keep_rows: the first dimension counts (all_to_all's split sizes), so a 1-dimensional tensor gets a second one.

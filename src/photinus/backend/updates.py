@@ -81,7 +81,7 @@ class Updates:
             return made
         return made if _caller().f_code.co_filename == _torch_ddp_file else -made
 
-    def stepped(self, optimizer: Optimizer) -> None:
+    def count_step(self, optimizer: Optimizer) -> None:
         """Counts a step of an optimizer."""
         if _thread() != self._training_thread or _graph_task() != -1:
             return
@@ -94,11 +94,11 @@ class Updates:
 
 @cache
 def _hook() -> None:
-    register_optimizer_step_post_hook(_stepped)
+    register_optimizer_step_post_hook(_count_step)
 
 
-def _stepped(optimizer: Optimizer, *_: Any) -> None:
+def _count_step(optimizer: Optimizer, *_: Any) -> None:
     if torch.compiler.is_compiling():  # steps that are compiled are counted on no rank
         return
     for updates in list(_all):
-        updates.stepped(optimizer)
+        updates.count_step(optimizer)

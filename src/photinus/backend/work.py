@@ -289,12 +289,12 @@ class JoinedWork(_Work):
         if made is None:
             outputs = list(self._outputs)
 
-            def all_ended(future: Future[Any]) -> list[Tensor]:
+            def wait_for_all(future: Future[Any]) -> list[Tensor]:
                 for each in future.value():
                     each.value()  # raises its error
                 return outputs
 
-            made = collect_all([work.get_future() for work in self._works]).then(all_ended)
+            made = collect_all([work.get_future() for work in self._works]).then(wait_for_all)
             with _making_future:
                 made = self._future = self._future or made
         return made

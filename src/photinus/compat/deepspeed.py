@@ -151,7 +151,7 @@ def deepspeed_config(
     session = current_session()
     if world_size is None:
         world_size = session.world_size if session is not None else World.from_env().world_size
-    filled = _filled(content, dict(auto or {}))
+    filled = _fill(content, dict(auto or {}))
     notes = sort_out(filled, "", read=READ, noted=NOTED, refused=REFUSED)
     strategy, strategy_options, zero_notes = _zero(filled.get("zero_optimization") or {})
     train, micro, accumulation = _batch_sizes(filled, world_size)
@@ -191,7 +191,7 @@ def _content(source: Any) -> dict[str, Any]:
 # -- "auto" ----------------------------------------------------------------------------------------------------------
 
 
-def _filled(content: Mapping[str, Any], auto: dict[str, Any]) -> dict[str, Any]:
+def _fill(content: Mapping[str, Any], auto: dict[str, Any]) -> dict[str, Any]:
     """The content without the word "auto"."""
     auto.setdefault("warmup_min_lr", 0.0)
     if "lr" in auto:

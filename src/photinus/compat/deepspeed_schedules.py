@@ -106,7 +106,7 @@ def make_schedule(optimizer: torch.optim.Optimizer, name: str, given: Mapping[st
     """The schedule of this name, for parameters that have been checked: known ones, with the needed ones there."""
     params = {**SCHEDULES[name], **given}
     if name == "OneCycle":
-        return Schedule(optimizer, _one_cycle(params), _cycled_momentum(params) if params["cycle_momentum"] else None)
+        return Schedule(optimizer, _one_cycle(params), _momentum_of_cycle(params) if params["cycle_momentum"] else None)
     return Schedule(
         optimizer, {"LRRangeTest": _range_test, "WarmupCosineLR": _warmup_cosine}.get(name, _warmup)(params)
     )
@@ -176,7 +176,7 @@ def _one_cycle(params: Mapping[str, Any]) -> Rate:
     return rate
 
 
-def _cycled_momentum(params: Mapping[str, Any]) -> Momentum:
+def _momentum_of_cycle(params: Mapping[str, Any]) -> Momentum:
     length, height = _cycle(params)
     least, most, decay = params["cycle_min_mom"], params["cycle_max_mom"], params["decay_mom_rate"]
 

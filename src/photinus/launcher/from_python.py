@@ -22,7 +22,7 @@ import cloudpickle
 
 from .. import env
 from ..errors import LaunchError
-from ..world.launchers import told_by_scheduler
+from ..world.launchers import read_scheduler
 from . import function
 from .workers.failures import Raised
 from .workers.private_folder import private_folder
@@ -110,7 +110,7 @@ def _check(main: object, nprocs: int | str, max_restarts: int) -> None:
             f"WORLD_SIZE are set): launch would start {nprocs} more for each of them. Start the script with plain "
             f"`python`, or leave launch out and keep the launcher."
         )
-    told = told_by_scheduler(os.environ)
+    told = read_scheduler(os.environ)
     if told is not None and (told.world_size or 1) > 1 and env.EXPECTED_WORLD_SIZE.get() is None:
         raise RuntimeError(
             f"this process is one of {told.world_size} that {told.launcher} started ({told.names[1]}), and launch "

@@ -45,7 +45,7 @@ class Bucket:
         finite = self.count - self.missing
         return self.total / finite if finite else math.nan
 
-    def joined(self, other: Bucket) -> Bucket:
+    def join(self, other: Bucket) -> Bucket:
         """This bucket and the one that follows, as one."""
         return Bucket(
             self.first,
@@ -92,7 +92,7 @@ class Curve:
         if len(buckets) == self._most:
             halves = range(0, len(buckets) - 1, 2)
             odd = buckets[-1:] if len(buckets) % 2 else []
-            self.buckets = buckets = [buckets[i].joined(buckets[i + 1]) for i in halves] + odd
+            self.buckets = buckets = [buckets[i].join(buckets[i + 1]) for i in halves] + odd
             self._each *= 2
             if buckets[-1].count < self._each:  # the odd one is a half now, and takes this point
                 self.add(place, value)

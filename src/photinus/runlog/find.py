@@ -37,7 +37,7 @@ def find_runs(below: Path) -> Iterator[Path]:
 
 def newest_run(below: Path) -> Path | None:
     """The run in a folder whose files changed last; None when there is no run."""
-    return max(find_runs(below), key=_changed_s, default=None)
+    return max(find_runs(below), key=_change_time_s, default=None)
 
 
 def _folders_in(folder: Path) -> list[Path]:
@@ -54,7 +54,7 @@ def _folders_in(folder: Path) -> list[Path]:
         return []
 
 
-def _changed_s(run: Path) -> float:
+def _change_time_s(run: Path) -> float:
     times = []
     for name in FILES:
         try:

@@ -91,9 +91,9 @@ class Run:
         if anew:
             self.events.clear()
         self._extend(self.events, [read_event(line) for line in lines])
-        if self._changed(METRICS):
+        if self._change_times(METRICS):
             self.epochs = self._read_epochs()
-        if self._changed(CONFIG):
+        if self._change_times(CONFIG):
             self.config = self._read_config()
 
     def _extend(self, known: list[Any], found: Sequence[Any]) -> None:
@@ -123,7 +123,7 @@ class Run:
             if not math.isfinite(loss):
                 self.not_finite.append(step)
 
-    def _changed(self, name: str) -> bool:
+    def _change_times(self, name: str) -> bool:
         try:
             status = os.stat(self.folder / name)
         except OSError:

@@ -33,12 +33,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from .. import env, status
 from ..errors import PhotinusError
-from ..parallel import strategy_of, uncompiled
+from ..parallel import strategy_of, unwrap_compiled
 from ..parallel.exchange.agreement import JSON, check_alike, from_rank_0, together
 from ..parallel.tracing.recording import recorded_span
 from ..runlog.tables import OWN_COLUMNS, Row
 from .backwards import Backwards
-from .checkpoint.durable import require_space, telling_no_space
+from .checkpoint.durable import explain_no_space, require_space
 from .checkpoint.folder import Checkpoint, on_all_ranks
 from .checkpoint.position import Position
 from .checkpoint.snapshot import Trained
@@ -59,7 +59,7 @@ from .session import preemption
 from .session.length import Length
 from .session.loss import check_loss
 from .session.progress import Progress, say, show_metrics
-from .session.replicas import Replicas, described
+from .session.replicas import Replicas, describe_replicas
 from .session.session import require_session
 from .session.wrapping import check_exchanges_gradients, check_optimizer
 
@@ -177,7 +177,7 @@ class Loop:
         with together("setting up the loop"):
             check_exchanges_gradients(model, session.world_size)
             self._strategy = strategy_of(model)
-            self._wrapped = uncompiled(model)  # what the strategy's verbs know
+            self._wrapped = unwrap_compiled(model)  # what the strategy's verbs know
             check_optimizer(model, optimizer)
             self._length = length = Length(epochs, steps)
             for name, value in (
@@ -225,7 +225,7 @@ class Loop:
         models = [model, *(each for each in others.values() if isinstance(each, nn.Module))]
         optimizers = [optimizer, *(each for each in others.values() if isinstance(each, torch.optim.Optimizer))]
         alike: dict[str, JSON] = {**self._options, "scheduler": type(scheduler).__qualname__, "state": [*others]}
-        check_alike({**alike, **described(models, optimizers)}, "the ranks were given different loops")
+        check_alike({**alike, **describe_replicas(models, optimizers)}, "the ranks were given different loops")
         self._replicas = Replicas(session, models, optimizers, compare_parameters=compare_parameters)
         self._numbers = RunNumbers(session, self._clock, self._replicas)
         self._backwards = Backwards(optimizers)
@@ -240,7 +240,7 @@ class Loop:
         def choose() -> Checkpoint | None:
             nonlocal source
             if self.out is not None:
-                with telling_no_space(self.out, self._least_bytes):
+                with explain_no_space(self.out, self._least_bytes):
                     self._lock = lock = RunLock(self.out)
                 session.at_end(lambda _: lock.close())
             source = choose_source(self.out, resume)
@@ -255,7 +255,7 @@ class Loop:
             status.tell(saved=self._saved_step)
         self._progress = Progress(progress and session.is_main, length, self.steps_per_epoch)
         if self.out is not None:
-            with_space = telling_no_space(self.out, self._least_bytes)
+            with_space = explain_no_space(self.out, self._least_bytes)
             prepare = with_space(partial(self._prepare_folder, source, config, keep_last, best, tensorboard))
             from_rank_0(prepare, f"preparing the folder {self.out}")
             if not self.finished:
@@ -327,7 +327,7 @@ class Loop:
     @property
     def weight(self) -> float:
         """What this rank's mean loss counts in the global batch's: 1.0 unless a short last batch is split unevenly."""
-        return self._running("loop.weight").weight
+        return self._running_batch("loop.weight").weight
 
     def record(self, loss: Tensor) -> None:
         """Notes the loss of a backward that you make in your own way, as `(loss * loop.weight).backward()`.
@@ -339,12 +339,12 @@ class Loop:
             ValueError: the loss is not a scalar, or nothing in it requires a gradient.
             PhotinusError: called outside the body of the loop.
         """
-        self._running("loop.backward(loss)")
+        self._running_batch("loop.backward(loss)")
         check_loss(loss)
         self._numbers.add(loss)
         self._backwards.add()
 
-    def _running(self, what: str) -> Batch:
+    def _running_batch(self, what: str) -> Batch:
         if self._batch is None:
             raise PhotinusError(f"{what} belongs inside `for ... in loop:`; no batch is being worked on")
         return self._batch
@@ -513,7 +513,7 @@ class Loop:
             kind = "epoch" if every is None else "validation"
             self._folder.end_row(kind, position.history, self._session.aside_s - self._validated_s)
         self._validated_s = self._session.aside_s
-        self._progress.end_row(row, _measured(row), epoch_ended=epoch_ended)
+        self._progress.end_row(row, _measurements(row), epoch_ended=epoch_ended)
 
     def _save(self) -> None:
         self._save_wanted = False
@@ -551,7 +551,7 @@ class Loop:
         """How far the run is, its last numbers, and (on rank 0) where the results lie: one or two lines."""
         position = self._position
         how = self._length.describe_end(position)
-        shown = show_metrics(_measured(position.history[-1])) if position.history else ""
+        shown = show_metrics(_measurements(position.history[-1])) if position.history else ""
         lines = [f"{how}, {shown}" if shown else how]
         if self._folder is not None:
             lines.append(self._folder.describe())
@@ -588,6 +588,6 @@ class Loop:
             say(f"resumed from {self.resumed_from}: {self._length.describe(self._position)}")
 
 
-def _measured(row: Row) -> Row:
+def _measurements(row: Row) -> Row:
     """Of an epoch's row the loss and what was logged."""
     return {name: value for name, value in row.items() if name == "loss" or name not in OWN_COLUMNS}

@@ -186,7 +186,7 @@ class Trainer:
         with ExitStack() as stack:
             if current_session() is None:
                 stack.enter_context(init(self._backend, self._device, seed=self._seed))
-            model, optimizer = self._wrapped()
+            model, optimizer = self._wrap()
             loop = Loop(model, optimizer, train_set, **self._loop_options)
             if not loop.finished:
                 model.train()
@@ -223,7 +223,7 @@ class Trainer:
             return nullcontext()
         return torch.autocast(session.device.type, torch.bfloat16)
 
-    def _wrapped(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def _wrap(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         return wrap(
             self._model,
             self._optimizer,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from .. import env
 from .slurm import SlurmStep, slurm_step
 
-__all__ = ["Told", "told_by_scheduler", "told_by_torchrun"]
+__all__ = ["Told", "read_scheduler", "read_torchrun"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ _MVAPICH2 = _Variables(
 _HYDRA = _Variables("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
-def told_by_torchrun(environ: Mapping[str, str]) -> Told | None:
+def read_torchrun(environ: Mapping[str, str]) -> Told | None:
     """What RANK, WORLD_SIZE and so on say: torchrun's, `photinus run`'s, or set by hand; None when neither is there.
 
     Raises:
@@ -76,7 +76,7 @@ def told_by_torchrun(environ: Mapping[str, str]) -> Told | None:
     return told
 
 
-def told_by_scheduler(environ: Mapping[str, str]) -> Told | None:
+def read_scheduler(environ: Mapping[str, str]) -> Told | None:
     """What mpirun, mpiexec or srun says about this process; None when none of them has started it.
 
     MPI comes first: its mpirun, used inside of Slurm, starts its helpers by srun, and the ranks inherit what Slurm told

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from .. import env
 from ..errors import WorldSizeError
 from .check_world import check_participants
-from .launchers import Told, told_by_scheduler, told_by_torchrun
+from .launchers import Told, read_scheduler, read_torchrun
 
 __all__ = ["World"]
 
@@ -53,7 +53,7 @@ class World:
             ValueError: a variable is not a whole number, or a list of Slurm's is none.
         """
         environ = os.environ if environ is None else environ
-        by_torchrun, by_scheduler = told_by_torchrun(environ), told_by_scheduler(environ)
+        by_torchrun, by_scheduler = read_torchrun(environ), read_scheduler(environ)
         told = by_torchrun or by_scheduler
         world = cls() if told is None else cls._from(told)
         meant = env.EXPECTED_WORLD_SIZE.get(environ)
@@ -76,7 +76,7 @@ class World:
         rank_name, size_name, local_rank_name, local_size_name = told.names
         if rank < 0 or world_size < 1 or rank >= world_size:
             raise WorldSizeError(
-                f"{rank_name}={_shown(told.rank)} and {size_name}={_shown(told.world_size)} (from {told.launcher}) do "
+                f"{rank_name}={_show(told.rank)} and {size_name}={_show(told.world_size)} (from {told.launcher}) do "
                 f"not fit: a job of W processes needs both, with ranks 0 to W-1. Start with `photinus run` or "
                 f"torchrun, or unset both for one process."
             )
@@ -95,5 +95,5 @@ class World:
         return cls(rank, world_size, local_rank, local_world_size, host_rank, told.launcher)
 
 
-def _shown(value: int | None) -> str:
+def _show(value: int | None) -> str:
     return "not set" if value is None else str(value)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from ..errors import NotInitializedError
 from .hydra import hydra_proxy
-from .launchers import Told, told_by_scheduler
+from .launchers import Told, read_scheduler
 from .ranks import World
 from .slurm import SlurmStep
 
@@ -64,7 +64,7 @@ def find_rendezvous(world: World, environ: Mapping[str, str]) -> Rendezvous:
     address, port = environ.get("MASTER_ADDR") or None, _given_port(environ)
     if address is not None and port is not None:
         return Rendezvous(address, port)
-    told = told_by_scheduler(environ)
+    told = read_scheduler(environ)
     if told is None or told.launcher != world.launcher:
         missing = [name for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if value is None]
         raise NotInitializedError(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from ... import env
 from ...errors import LaunchError, NotInitializedError
 from ...world import World, find_rendezvous
-from ...world.launchers import Told, told_by_scheduler, told_by_torchrun
+from ...world.launchers import Told, read_scheduler, read_torchrun
 from ...world.own_address import own_address
 from ...world.slurm import reachable_address, slurm_job
 from ..command_line.flags import RunFlags
@@ -62,10 +62,10 @@ def surroundings(
         LaunchError: the environment contradicts itself, or does not say where the hosts meet.
     """
     environ = os.environ if environ is None else environ
-    if told_by_torchrun(environ) is not None and "TORCHELASTIC_RUN_ID" in environ:
+    if read_torchrun(environ) is not None and "TORCHELASTIC_RUN_ID" in environ:
         return None  # a worker of a launcher, which starts processes of its own
     try:
-        told = told_by_scheduler(environ)
+        told = read_scheduler(environ)
         if told is None:
             _refuse_one_of_several_hosts(environ)
             return None

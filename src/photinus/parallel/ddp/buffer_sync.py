@@ -50,7 +50,7 @@ class BufferSync:
         self.hook: tuple[Any, BufferHook, bool] | None = None
         self.source: int | None = None
 
-    def named(self, *, writable_statistics: bool = False) -> list[tuple[str, torch.Tensor]]:
+    def named_buffers(self, *, writable_statistics: bool = False) -> list[tuple[str, torch.Tensor]]:
         """The buffers that are kept equal, each once.
 
         With `writable_statistics`, running statistics of batch norms in training come as aliases whose writes autograd
@@ -79,18 +79,18 @@ class BufferSync:
     def start(self) -> Pending | None:
         """Sends the buffers of rank `source`, once; they are in place when the work has been waited for."""
         source, self.source = self.source, None
-        buffers = self.named(writable_statistics=True)
+        buffers = self.named_buffers(writable_statistics=True)
         if source is None or not buffers:
             return None
-        return _Arrival(self._staged([b for _, b in buffers]), [b for _, b in buffers], source)
+        return _Arrival(self._staging_for([b for _, b in buffers]), [b for _, b in buffers], source)
 
     def broadcast(self, source: int) -> None:
         """Sets the buffers of every rank to those of the group's rank `source`, now."""
-        buffers = [tensor for _, tensor in self.named(writable_statistics=True)]
+        buffers = [tensor for _, tensor in self.named_buffers(writable_statistics=True)]
         if buffers:
-            self._staged(buffers).broadcast(buffers, source)
+            self._staging_for(buffers).broadcast(buffers, source)
 
-    def _staged(self, buffers: list[torch.Tensor]) -> Staging:
+    def _staging_for(self, buffers: list[torch.Tensor]) -> Staging:
         if self._staging is None or not self._staging.fits(buffers):
             self._staging = Staging(buffers, self._group, self._device)
         return self._staging
@@ -100,7 +100,7 @@ class BufferSync:
         """Calls the hook; returns the futures to wait for at the end of the next backward."""
         assert self.hook is not None
         state, hook, _ = self.hook
-        buffers = dict(self.named())
+        buffers = dict(self.named_buffers())
         with _unsafe_preserve_version_counter(tuple(buffers.values())):
             futures = hook(state, buffers)
         return list(futures or ())

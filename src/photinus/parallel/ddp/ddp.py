@@ -217,7 +217,7 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
             f"check_ranks={self.check_ranks}"
         ]
         lines += [describe("parameter", name, p) + (", sparse gradient" if name in sparse else "") for name, p in named]
-        buffers = BufferSync(self.module, self.process_group, self.device, self.parameters_to_ignore).named()
+        buffers = BufferSync(self.module, self.process_group, self.device, self.parameters_to_ignore).named_buffers()
         lines += [describe("buffer", name, b) for name, b in buffers]
         return lines
 
@@ -342,13 +342,17 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
 
     def will_sync_module_buffers(self) -> bool:
         """Whether the backward of a forward now would synchronise buffers."""
-        return self.require_forward_param_sync and self.forward_sync_buffers and bool(self._buffers_in_sync.named())
+        return (
+            self.require_forward_param_sync
+            and self.forward_sync_buffers
+            and bool(self._buffers_in_sync.named_buffers())
+        )
 
     def _sync_module_states(self, source: int, *, buffers: bool) -> None:
         tensors = [p.detach() for _, p in self._named_parameters()]
         if buffers:
             synced = BufferSync(self.module, self.process_group, self.device, self.parameters_to_ignore)
-            tensors += [b for _, b in synced.named()]
+            tensors += [b for _, b in synced.named_buffers()]
         broadcast_tensors(tensors, self.process_group, self.device, source=source)
 
     @property

@@ -137,7 +137,7 @@ class TorchSurface:
     @property
     def modules_buffers(self) -> list[torch.Tensor]:
         """The buffers that are kept equal."""
-        return [buffer for _, buffer in self._buffers_in_sync.named()]
+        return [buffer for _, buffer in self._buffers_in_sync.named_buffers()]
 
     def _get_parameters(self, m: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
         yield from m.parameters(recurse=recurse)

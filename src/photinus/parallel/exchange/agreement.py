@@ -88,13 +88,13 @@ def check_alike(options: Mapping[str, JSON], what: str, group: dist.ProcessGroup
     for rank, theirs in zip(ranks, everyone, strict=True):
         differing = [name for name in {**everyone[0], **theirs} if theirs.get(name) != everyone[0].get(name)]
         if differing:
-            told = [f"{n}={_shown(everyone[0], n)} on rank {ranks[0]}, {_shown(theirs, n)}" for n in differing]
+            told = [f"{n}={_show(everyone[0], n)} on rank {ranks[0]}, {_show(theirs, n)}" for n in differing]
             more = f"; and {len(told) - _MOST_DIFFERENCES} more" if len(told) > _MOST_DIFFERENCES else ""
             shown = "; ".join(f"{each} on rank {rank}" for each in told[:_MOST_DIFFERENCES])
             raise ValueError(f"{what}: {shown}{more}. All need the same.")
 
 
-def _shown(options: Mapping[str, JSON], name: str) -> str:
+def _show(options: Mapping[str, JSON], name: str) -> str:
     return str(options[name]) if name in options else "absent"
 
 

@@ -38,7 +38,7 @@ def gather_states(state: Any, group: dist.ProcessGroup) -> list[Any]:
     """
     tensors: list[torch.Tensor] = []
     try:
-        mine = {"state": _described(state, "state", tensors)}
+        mine = {"state": _describe(state, "state", tensors)}
     except TypeError as error:
         mine = {"error": str(error)}
     told = [json.loads(text) for text in all_gather_bytes(json.dumps(mine).encode(), group)]
@@ -52,7 +52,7 @@ def gather_states(state: Any, group: dist.ProcessGroup) -> list[Any]:
                 dist.send(tensor.contiguous().view(-1).view(torch.uint8).to(device), group=group, group_dst=0)
         return []
 
-    def received(source: int) -> Callable[[torch.dtype, list[int]], torch.Tensor]:
+    def receive_from(source: int) -> Callable[[torch.dtype, list[int]], torch.Tensor]:
         def tensor(dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
             data = torch.empty(torch.Size(shape).numel() * dtype.itemsize, dtype=torch.uint8, device=device)
             if data.numel():
@@ -62,11 +62,11 @@ def gather_states(state: Any, group: dist.ProcessGroup) -> list[Any]:
         return tensor
 
     own = iter(tensors)
-    states = [_restored(told[0]["state"], lambda *_: next(own).cpu())]
-    return states + [_restored(told[rank]["state"], received(rank)) for rank in range(1, group.size())]
+    states = [_restore(told[0]["state"], lambda *_: next(own).cpu())]
+    return states + [_restore(told[rank]["state"], receive_from(rank)) for rank in range(1, group.size())]
 
 
-def _described(value: Any, where: str, tensors: list[torch.Tensor]) -> Any:
+def _describe(value: Any, where: str, tensors: list[torch.Tensor]) -> Any:
     """The value as JSON; its tensors are added to `tensors`, in the order in which they are named."""
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
         value = value.item()
@@ -76,11 +76,11 @@ def _described(value: Any, where: str, tensors: list[torch.Tensor]) -> Any:
         tensors.append(value.detach())
         return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
     if type(value) in (list, tuple):
-        items = [_described(item, f"{where}[{place}]", tensors) for place, item in enumerate(value)]
+        items = [_describe(item, f"{where}[{place}]", tensors) for place, item in enumerate(value)]
         return {type(value).__name__: items}
     if isinstance(value, dict):
-        keys = [_described(key, f"{where}, key {key!r}", []) for key in value]
-        items = [_described(item, f"{where}[{key!r}]", tensors) for key, item in value.items()]
+        keys = [_describe(key, f"{where}, key {key!r}", []) for key in value]
+        items = [_describe(item, f"{where}[{key!r}]", tensors) for key, item in value.items()]
         return {"dict": list(zip(keys, items, strict=True))}
     raise TypeError(
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot go to another rank: it would "
@@ -88,8 +88,8 @@ def _described(value: Any, where: str, tensors: list[torch.Tensor]) -> Any:
     )
 
 
-def _restored(told: Any, tensor: Callable[[torch.dtype, list[int]], torch.Tensor]) -> Any:
-    """What `_described` described; `tensor(dtype, shape)` gives the next tensor."""
+def _restore(told: Any, tensor: Callable[[torch.dtype, list[int]], torch.Tensor]) -> Any:
+    """What `_describe` described; `tensor(dtype, shape)` gives the next tensor."""
     if not isinstance(told, dict):
         return told
     ((kind, content),) = told.items()
@@ -99,6 +99,6 @@ def _restored(told: Any, tensor: Callable[[torch.dtype, list[int]], torch.Tensor
         assert isinstance(dtype, torch.dtype), f"torch.{name} is no dtype"
         return tensor(dtype, shape)
     if kind == "dict":
-        return {_restored(key, tensor): _restored(item, tensor) for key, item in content}
-    items = [_restored(item, tensor) for item in content]
+        return {_restore(key, tensor): _restore(item, tensor) for key, item in content}
+    items = [_restore(item, tensor) for item in content]
     return tuple(items) if kind == "tuple" else items

@@ -8,7 +8,7 @@ import torch
 
 from ..exchange.collectives import Average, Pending
 from .gradient_memory import Bucket
-from .streams import used_here
+from .streams import keep_until_read
 
 __all__ = ["AverageExchange", "BucketExchange", "CastExchange"]
 
@@ -66,7 +66,7 @@ class _CopyBack:
 
     def wait(self) -> object:
         self._work.wait()
-        used_here(self._result)  # made in a hook, on the stream of the gradients
+        keep_until_read(self._result)  # made in a hook, on the stream of the gradients
         return self._home.copy_(self._result)
 
     def is_completed(self) -> bool:

@@ -12,7 +12,7 @@ from .nan_guard import NanGuard
 from .options import ReducerOptions
 from .rank_facts import status_of
 from .static_graph import StaticGraph
-from .streams import used_here
+from .streams import keep_until_read
 from .timeline import Timeline
 
 __all__ = ["BucketLauncher"]
@@ -71,7 +71,7 @@ class BucketLauncher:
         """Puts gradients of this round into their places."""
         if self._waits_for_end:  # by another stream than made them
             for slot in slots:
-                used_here(slot.parameter.grad)
+                keep_until_read(slot.parameter.grad)
         self.with_graph += bring_home(slots, as_views=self._options.gradients_are_views)
 
     def launch_complete(self) -> None:

@@ -95,7 +95,7 @@ class RankFacts:
         if ride and self._digest_due:
             self._digest_due = False
             self._digest = self._pieces.digest(self._steps // _STEPS_PER_DIGEST)
-        elif not ride and self._sees_steps and _followed(rounds):
+        elif not ride and self._sees_steps and _is_followed(rounds):
             self._digest = self._pieces.digest_of_all()
 
     def exchange(self, rounds: int, *, silent: bool = False) -> torch.Tensor | None:
@@ -103,7 +103,7 @@ class RankFacts:
 
         With `silent`, this rank has no input, and says nothing.
         """
-        if self._pieces is None or not _followed(rounds):
+        if self._pieces is None or not _is_followed(rounds):
             return None
         device = control_device(self._average.group)
         own = torch.zeros(ELEMS_PER_RANK * self._average.world_size, dtype=torch.float64, device=device)
@@ -173,5 +173,5 @@ class RankFacts:
         )
 
 
-def _followed(rounds: int) -> bool:
+def _is_followed(rounds: int) -> bool:
     return rounds % _EXCHANGES_PER_OWN == _EXCHANGES_PER_OWN - 1

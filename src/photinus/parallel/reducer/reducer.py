@@ -313,9 +313,9 @@ class Reducer(TorchReducerNames):
             if not self._open and not views:
                 return  # inside no_sync: the gradient stays as autograd made it
             if slot.arrived:
-                self._arrived_again(slot)
+                self._note_second_arrival(slot)
             if parameter.grad is None:
-                self._undefined(slot)
+                self._note_undefined(slot)
                 return
             bucket = slot.bucket
             if small and simple and bucket is not None and self._open:
@@ -336,7 +336,7 @@ class Reducer(TorchReducerNames):
 
         return on_gradient
 
-    def _undefined(self, slot: Slot) -> None:
+    def _note_undefined(self, slot: Slot) -> None:
         """The hook ran, but some function in between had no gradient to pass on: the parameter counts as absent."""
         slot.touched = False
         if self._open and not slot.arrived:
@@ -415,7 +415,7 @@ class Reducer(TorchReducerNames):
                 slot.view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
         slot.bucket.pending -= 1
 
-    def _arrived_again(self, slot: Slot) -> None:
+    def _note_second_arrival(self, slot: Slot) -> None:
         """A second gradient in one round: fine as long as its bucket still waits for others."""
         if self.static_graph is not None and self.static_graph.learned:
             self.static_graph.completes(slot)  # raises: one more than there were

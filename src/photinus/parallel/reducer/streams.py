@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["StreamWatch", "sent_to", "streams_of", "used_here"]
+__all__ = ["StreamWatch", "keep_until_read", "sent_to", "streams_of"]
 
 
 class StreamWatch:
@@ -58,7 +58,7 @@ def streams_of(device: torch.device) -> StreamWatch | None:
     return StreamWatch(lambda: current(index))
 
 
-def used_here(tensor: torch.Tensor | None) -> None:
+def keep_until_read(tensor: torch.Tensor | None) -> None:
     """The current stream reads a tensor that may have been made on another: its memory is kept until that is done.
 
     The allocator gives freed memory to the stream that it was made on, at once, as if no other had to do with it.

@@ -58,12 +58,12 @@ class Timeline:
     def forward_began(self) -> None:
         """Closes the books on the iteration before."""
         done = self._iterations
-        if self._sampled(done) and self._exchange_end and self._forward:
+        if self._is_sampled(done) and self._exchange_end and self._forward:
             moments = (self._forward, self._backward, self._backward_end, self._exchange, self._exchange_end)
             self._unread.append((done, moments))
-        elif self._sampled(done):
+        elif self._is_sampled(done):
             self.iteration = done
-        while self._unread and _passed(self._unread[0][1][-1]):
+        while self._unread and _is_past(self._unread[0][1][-1]):
             self._keep(*self._unread.pop(0))
         self._iterations += 1
         recording = current_recording(any_step=True)
@@ -71,11 +71,13 @@ class Timeline:
             recording.use_clock(self.device_clock)
             recording.begin_step()
         # An event costs some microseconds, so a device has none that nobody reads.
-        self._measures = self.device_clock is None or self._sampled(self._iterations) or current_recording() is not None
+        self._measures = (
+            self.device_clock is None or self._is_sampled(self._iterations) or current_recording() is not None
+        )
         self._forward = self._now()
         self._backward = self._backward_end = self._exchange = self._exchange_end = 0
 
-    def _sampled(self, iteration: int) -> bool:
+    def _is_sampled(self, iteration: int) -> bool:
         return iteration > 0 and (iteration < _ALWAYS_SAMPLED or iteration % self.sample_rate == 0)
 
     def _now(self) -> int | Moment:
@@ -172,7 +174,7 @@ class Timeline:
         }
 
 
-def _passed(moment: int | Moment) -> bool:
+def _is_past(moment: int | Moment) -> bool:
     return isinstance(moment, int) or moment.passed
 
 

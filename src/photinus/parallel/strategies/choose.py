@@ -20,7 +20,7 @@ from .zero1 import Zero1Strategy
 from .zero2 import Zero2Strategy
 from .zero3 import Zero3Strategy
 
-__all__ = ["STRATEGIES", "find_strategy", "strategy_of", "uncompiled", "wrap_model"]
+__all__ = ["STRATEGIES", "find_strategy", "strategy_of", "unwrap_compiled", "wrap_model"]
 
 STRATEGIES: Mapping[str, type[Strategy]] = MappingProxyType(
     {
@@ -53,11 +53,11 @@ def strategy_of(part: nn.Module | Optimizer) -> Strategy:
 
     A plain model or optimizer, and any wrapper that is not known, gets that of one process.
     """
-    looked_at = uncompiled(part) if isinstance(part, nn.Module) else part
-    return next((cls() for cls in _LOOKED_AT if cls.made(looked_at)), DPStrategy())
+    looked_at = unwrap_compiled(part) if isinstance(part, nn.Module) else part
+    return next((cls() for cls in _LOOKED_AT if cls.recognizes(looked_at)), DPStrategy())
 
 
-def uncompiled(model: nn.Module) -> nn.Module:
+def unwrap_compiled(model: nn.Module) -> nn.Module:
     """The model that torch.compile was called with, where it was called around a wrapped one; else the model itself."""
     inner = getattr(model, "_orig_mod", model)
     return inner if isinstance(inner, nn.Module) else model

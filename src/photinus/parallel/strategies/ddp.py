@@ -44,6 +44,6 @@ class DDPStrategy(Strategy):
         return cast(DistributedDataParallel, wrapped).no_sync()
 
     @classmethod
-    def made(cls, part: nn.Module | Optimizer) -> bool:
+    def recognizes(cls, part: nn.Module | Optimizer) -> bool:
         """Whether it is a `photinus.DistributedDataParallel`."""
         return issubclass(type(part), DistributedDataParallel)

@@ -65,7 +65,7 @@ class DPStrategy(Strategy):
         return _nothing()
 
     @classmethod
-    def made(cls, part: nn.Module | Optimizer) -> bool:
+    def recognizes(cls, part: nn.Module | Optimizer) -> bool:
         """Whether it is a torch.nn.DataParallel or a plain module or optimizer: nothing there knows of other ranks."""
         if isinstance(part, nn.Module):
             return not hasattr(part, "no_sync") and not hasattr(part, "set_requires_gradient_sync")

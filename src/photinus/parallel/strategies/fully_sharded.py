@@ -22,7 +22,7 @@ from ..exchange.broadcast import broadcast_tensors
 from ..exchange.collectives import resolve_group
 from ..exchange.verify_models import describe, verify_same_model
 from ..zero.shard_units import shard_units
-from ..zero.split_states import copied, is_split, split_as
+from ..zero.split_states import copy_state, is_split, split_as
 from ..zero.swap_parameters import check_repointable, repoint
 from .strategy import Strategy
 
@@ -172,21 +172,21 @@ class FullyShardedStrategy(Strategy):
             index: {
                 name: _split(value, parameters[index])
                 if isinstance(value, torch.Tensor) and value.dim()
-                else copied(value)
+                else copy_state(value)
                 for name, value in remembered.items()
             }
             if isinstance(index, int) and index < len(parameters)  # too high: torch says so
             else remembered
             for index, remembered in state["state"].items()
         }
-        part.load_state_dict({**copied({k: v for k, v in state.items() if k != "state"}), "state": states})
+        part.load_state_dict({**copy_state({k: v for k, v in state.items() if k != "state"}), "state": states})
 
     def splits(self, part: nn.Module | Optimizer) -> bool:
         """Models and optimizers are split."""
-        return self.made(part)
+        return self.recognizes(part)
 
     @classmethod
-    def made(cls, part: nn.Module | Optimizer) -> bool:
+    def recognizes(cls, part: nn.Module | Optimizer) -> bool:
         """Whether FSDP2 split it: a model whose root or any part it is, or an optimizer over such parameters."""
         if isinstance(part, nn.Module):
             return any(hasattr(module, "set_requires_gradient_sync") for module in part.modules())
@@ -232,4 +232,4 @@ def _split(value: Any, like: Any) -> Any:
     """A copy of this rank's part of a whole tensor where the target is split; a copy of what is split already."""
     if not isinstance(value, torch.Tensor):
         return value
-    return split_as(value, like) if is_split(like) and not is_split(value) else copied(value)
+    return split_as(value, like) if is_split(like) and not is_split(value) else copy_state(value)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..zero.split_states import copied, gathered
+from ..zero.split_states import copy_state, gather_state
 
 __all__ = ["Strategy"]
 
@@ -118,7 +118,7 @@ class Strategy(ABC):
         tensors, the user's names, parameters numbered in the order of the groups. So it loads under every strategy,
         at every world size, and in plain torch. What other ranks get is of no use.
         """
-        return cast("dict[str, Any]", gathered(self.local_state(part)))
+        return cast("dict[str, Any]", gather_state(self.local_state(part)))
 
     def load(self, part: nn.Module | Optimizer, state: Mapping[str, Any]) -> None:
         """Puts back what `save` returned, the same whole state on every rank, or this rank's `local_state`.
@@ -126,7 +126,7 @@ class Strategy(ABC):
         Raises what `load_state_dict` raises; then a part of it may have been loaded (see `keep`).
         """
         target = self.unwrap(part) if isinstance(part, nn.Module) else part
-        target.load_state_dict(copied(state) if isinstance(part, Optimizer) else cast("dict[str, Any]", state))
+        target.load_state_dict(copy_state(state) if isinstance(part, Optimizer) else cast("dict[str, Any]", state))
 
     def local_state(self, part: nn.Module | Optimizer) -> dict[str, Any]:
         """What this rank holds of a state, without an exchange and without a copy."""
@@ -134,7 +134,7 @@ class Strategy(ABC):
 
     def keep(self, part: nn.Module | Optimizer) -> Callable[[], None]:
         """Copies what this rank holds (to the CPU); calling what it returns puts that back. Exchanges nothing."""
-        kept = copied(self.local_state(part), device=torch.device("cpu"))
+        kept = copy_state(self.local_state(part), device=torch.device("cpu"))
         return lambda: self.load(part, kept)
 
     def splits(self, part: nn.Module | Optimizer) -> bool:
@@ -145,9 +145,9 @@ class Strategy(ABC):
 
     @classmethod
     @abstractmethod
-    def made(cls, part: nn.Module | Optimizer) -> bool:
+    def recognizes(cls, part: nn.Module | Optimizer) -> bool:
         """Whether a model or optimizer looks as this strategy's `wrap` leaves them, whoever did it."""
 
     def _require_made(self, wrapped: nn.Module) -> None:
-        if not self.made(wrapped):
+        if not self.recognizes(wrapped):
             raise TypeError(f"strategy {self.name!r} did not wrap this {type(wrapped).__name__}")

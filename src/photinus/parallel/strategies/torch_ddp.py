@@ -32,7 +32,7 @@ class TorchDDPStrategy(Strategy):
 
     def unwrap(self, wrapped: nn.Module) -> nn.Module:
         """The model inside."""
-        return cast(nn.Module, wrapped.module) if self.made(wrapped) else wrapped
+        return cast(nn.Module, wrapped.module) if self.recognizes(wrapped) else wrapped
 
     def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[None]:
         """See `torch.nn.parallel.DistributedDataParallel.no_sync`."""
@@ -40,6 +40,6 @@ class TorchDDPStrategy(Strategy):
         return cast("AbstractContextManager[None]", wrapped.no_sync())  # type: ignore[operator]
 
     @classmethod
-    def made(cls, part: nn.Module | Optimizer) -> bool:
+    def recognizes(cls, part: nn.Module | Optimizer) -> bool:
         """Whether it is torch's class itself. (Ours says that it is an instance too, for libraries that ask.)"""
         return nn.parallel.DistributedDataParallel in type(part).__mro__

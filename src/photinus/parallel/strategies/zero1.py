@@ -52,6 +52,6 @@ class Zero1Strategy(DDPStrategy):
         return isinstance(part, Optimizer) and is_sharded(part)
 
     @classmethod
-    def made(cls, part: nn.Module | Optimizer) -> bool:
+    def recognizes(cls, part: nn.Module | Optimizer) -> bool:
         """Whether it is a split optimizer, or a model as "ddp" wraps it."""
-        return super().made(part) or is_sharded(part)
+        return super().recognizes(part) or is_sharded(part)

@@ -97,7 +97,7 @@ class Recording:
         """Adds an exchange of the running step when `work` has ended; False when that can not be told."""
         step = self.step
 
-        def ended(_: object) -> None:
+        def note_end(_: object) -> None:
             # A work on a GPU calls this at once, on a stream that has to wait for the work's end.
             self.add(name, EXCHANGE, begin, self.now(), step=step, **facts)
             with self._changed:
@@ -110,7 +110,7 @@ class Recording:
             return False
         with self._changed:
             self._under_way += 1
-        future.add_done_callback(ended)
+        future.add_done_callback(note_end)
         return True
 
     def settle(self, timeout_s: float) -> None:
@@ -127,7 +127,7 @@ class Recording:
             kept = list(self._spans)
         spans = []
         for name, lane, begin, end, step, facts in kept:
-            if not all(_passed(moment, wait) for moment in (begin, end)):
+            if not all(_is_past(moment, wait) for moment in (begin, end)):
                 continue
             begin_ns, end_ns = ns_of(begin), ns_of(end)
             if end_ns >= begin_ns:
@@ -135,7 +135,7 @@ class Recording:
         return sorted(spans, key=lambda span: span.begin_ns)
 
 
-def _passed(moment: int | Moment, wait: bool) -> bool:
+def _is_past(moment: int | Moment, wait: bool) -> bool:
     if isinstance(moment, int):
         return True
     if wait:

@@ -204,8 +204,8 @@ def chrome_events(ranks: Sequence[RankTrace]) -> list[dict[str, Any]]:
     first = min((span.begin_ns + shifts[each.rank] for each in ranks for span in each.spans), default=0)
     events: list[dict[str, Any]] = []
     for each in ranks:
-        named = f"rank {each.rank} (pid {each.pid} on {each.host})"
-        events.append(_metadata(each.rank, 0, "process_name", name=named))
+        total_of = f"rank {each.rank} (pid {each.pid} on {each.host})"
+        events.append(_metadata(each.rank, 0, "process_name", name=total_of))
         events.append(_metadata(each.rank, 0, "process_sort_index", sort_index=each.rank))
         rows = {row: span for row, span in enumerate_rows(each.spans)}  # noqa: C416 - the last span of each row
         for row in sorted(rows):
@@ -250,17 +250,17 @@ def _shares(rank: RankTrace) -> Shares:
     def total(chosen: Iterable[Span]) -> float:
         return sum(span.end_ns - span.begin_ns for span in chosen) / 1e9 / count
 
-    def named(name: str) -> float:
+    def total_of(name: str) -> float:
         return total(span for span in rank.spans if span.name == name)
 
     return Shares(
         rank=rank.rank,
         steps=len(steps),
-        data=named("data"),
-        forward=named("forward"),
-        backward=named("backward"),
+        data=total_of("data"),
+        forward=total_of("forward"),
+        backward=total_of("backward"),
         exchange=_busy_ns([span for span in rank.spans if span.lane == EXCHANGE]) / 1e9 / count,
-        exposed=named("wait for averages"),
+        exposed=total_of("wait for averages"),
         optimizer=total(span for span in rank.spans if span.facts.get("optimizer")),
     )
 

@@ -70,7 +70,7 @@ def shard_optimizer(optimizer: Optimizer, group: dist.ProcessGroup) -> None:
     optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     _link(optimizer, remembered)
     if patched:
-        optimizer.step = _told_to_schedulers(optimizer)  # type: ignore[method-assign]
+        optimizer.step = _tell_schedulers(optimizer)  # type: ignore[method-assign]
 
 
 def consolidated_state(optimizer: Optimizer) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def _link(face: Any, remembered: Mapping[Any, Any]) -> None:
     face._zero._sync_param_groups(face.param_groups, face._zero.optim.param_groups)
 
 
-def _told_to_schedulers(optimizer: Optimizer) -> Callable[..., Any]:
+def _tell_schedulers(optimizer: Optimizer) -> Callable[..., Any]:
     """A `step` as a scheduler leaves it, which notes that it was called: else schedulers warn of a wrong order."""
     reference = weakref.ref(optimizer)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["copied", "gathered", "is_split", "mapped", "part_of", "split_as"]
+__all__ = ["copy_state", "gather_state", "is_split", "map_state", "part_of", "split_as"]
 
 
 def is_split(value: object) -> bool:
@@ -21,7 +21,7 @@ def is_split(value: object) -> bool:
     return isinstance(value, torch.Tensor) and hasattr(value, "full_tensor")
 
 
-def mapped(state: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+def map_state(state: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     """The state with `change(tensor)` in the place of each tensor; containers are new, and keep class and attributes.
 
     Tensors are visited in the order of the containers, which is equal on all ranks where the states are.
@@ -31,14 +31,14 @@ def mapped(state: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     if isinstance(state, dict):
         new = copy.copy(state)  # an OrderedDict keeps its _metadata
         for key, value in state.items():
-            new[key] = mapped(value, change)
+            new[key] = map_state(value, change)
         return new
     if type(state) in (list, tuple):
-        return type(state)(mapped(value, change) for value in state)
+        return type(state)(map_state(value, change) for value in state)
     return state
 
 
-def gathered(state: Any) -> Any:
+def gather_state(state: Any) -> Any:
     """The state with whole tensors on rank 0; elsewhere None in the place of split ones. Called by all ranks.
 
     One tensor is gathered at a time and brought to the CPU, so beside the result a rank needs room for the largest.
@@ -51,10 +51,10 @@ def gathered(state: Any) -> Any:
         full: torch.Tensor = tensor.detach().full_tensor()  # type: ignore[attr-defined]
         return full.cpu() if keeps else None
 
-    return mapped(state, whole)
+    return map_state(state, whole)
 
 
-def copied(state: Any, device: torch.device | None = None) -> Any:
+def copy_state(state: Any, device: torch.device | None = None) -> Any:
     """The state with copies of all tensors and values, on `device` or where they are; split ones stay split."""
 
     def copy_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -68,10 +68,10 @@ def copied(state: Any, device: torch.device | None = None) -> Any:
     if isinstance(state, dict):
         new = copy.copy(state)
         for key, value in state.items():
-            new[key] = copied(value, device)
+            new[key] = copy_state(value, device)
         return new
     if type(state) in (list, tuple):
-        return type(state)(copied(value, device) for value in state)
+        return type(state)(copy_state(value, device) for value in state)
     return copy.deepcopy(state)
 
 

@@ -44,7 +44,7 @@ class BlockDigest:
     def hexdigest(self) -> str:
         """Eight hexadecimal digits."""
         open_block = [self._block] if self.bytes % BLOCK_BYTES else []
-        return _combined([*self._blocks, *open_block])
+        return _combine([*self._blocks, *open_block])
 
 
 def file_digest(path: Path, end: int | None = None) -> tuple[int, str]:
@@ -62,7 +62,7 @@ def file_digest(path: Path, end: int | None = None) -> tuple[int, str]:
                 blocks = list(pool.map(lambda start: _block_digest(descriptor, start, size), starts))
     finally:
         os.close(descriptor)
-    return size, _combined(blocks)
+    return size, _combine(blocks)
 
 
 def _block_digest(descriptor: int, start: int, size: int) -> int:
@@ -78,5 +78,5 @@ def _block_digest(descriptor: int, start: int, size: int) -> int:
     return crc
 
 
-def _combined(blocks: list[int]) -> str:
+def _combine(blocks: list[int]) -> str:
     return f"{zlib.crc32(struct.pack(f'<{len(blocks)}I', *blocks)):08x}"

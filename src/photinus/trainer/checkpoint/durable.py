@@ -26,14 +26,14 @@ __all__ = [
     "NO_LOCKS",
     "DurableFile",
     "discard",
+    "explain_no_space",
     "is_no_space",
-    "locked",
+    "lock_folder",
     "no_space",
     "remove_dead_files",
     "remove_debris",
     "require_space",
     "sync_folder",
-    "telling_no_space",
     "temporary",
 ]
 
@@ -172,7 +172,7 @@ def no_space(folder: Path, needed_bytes: int, free_bytes: int | None = None) -> 
 
 
 @contextmanager
-def telling_no_space(folder: Path, needed_bytes: int) -> Iterator[None]:
+def explain_no_space(folder: Path, needed_bytes: int) -> Iterator[None]:
     """A block that writes into `folder`, or makes it: a full disk in it is told as `no_space` does."""
     try:
         yield
@@ -189,7 +189,7 @@ def is_no_space(error: OSError) -> bool:
 
 
 @contextmanager
-def locked(folder: Path, timeout_s: float = 60.0) -> Iterator[bool]:
+def lock_folder(folder: Path, timeout_s: float = 60.0) -> Iterator[bool]:
     """Holds the folder against other writers; the kernel lets go of it when this process dies.
 
     Yields whether the file system has locks at all. Where it has none, debris cannot be told from work in progress.

@@ -36,7 +36,7 @@ from .durable import (
     DurableFile,
     discard,
     is_no_space,
-    locked,
+    lock_folder,
     no_space,
     remove_debris,
     require_space,
@@ -196,7 +196,7 @@ class CheckpointFolder:
         needed_bytes = sum(part.needed_bytes for part in plain.values()) + _MANIFEST_BYTES
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with locked(self.folder) as has_locks:
+            with lock_folder(self.folder) as has_locks:
                 if has_locks:
                     remove_debris(self.folder)
                 path = self._write(step, plain, needed_bytes, described, metric)

@@ -94,7 +94,7 @@ def read_manifest(folder: Path) -> Manifest:
         shown = seal.decode(errors="replace").replace("\n", "").strip()
         raise CheckpointError(f"{path} is damaged: its last line should read {_digits(head)!r} and is {shown!r}")
     try:
-        return _parsed(json.loads(raw))
+        return _parse(json.loads(raw))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a manifest of photinus ({type(error).__name__}: {error})") from error
 
@@ -121,7 +121,7 @@ def file_name(entry: str) -> str:
     return f"{entry}.pt"
 
 
-def _parsed(data: Mapping[str, Any]) -> Manifest:
+def _parse(data: Mapping[str, Any]) -> Manifest:
     if data["format"] != _FORMAT:
         raise ValueError(
             f"format {data['format']}, written by photinus {data.get('photinus')}; this one reads {_FORMAT}"

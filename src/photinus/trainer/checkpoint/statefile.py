@@ -19,7 +19,7 @@ import torch
 
 from ...errors import CheckpointError
 from ...parallel.exchange.agreement import gather_per_rank, place_in_group, together
-from ...parallel.zero.split_states import copied
+from ...parallel.zero.split_states import copy_state
 from .digest import file_digest
 from .durable import DurableFile, is_no_space, no_space, remove_dead_files, require_space, sync_folder, temporary
 from .states import PlainState, apply_states, check_states, state_of
@@ -92,7 +92,7 @@ def load(path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
         if undo is None:
             raise
         raise CheckpointError(f"{error} {undo()}") from error  # another rank failed
-    return {name: copied(value) for name, value in states.items() if name not in objects}
+    return {name: copy_state(value) for name, value in states.items() if name not in objects}
 
 
 def write_state_file(path: Path, states: Mapping[str, Any]) -> None:
@@ -132,7 +132,7 @@ def read_state_file(path: Path, *, mapped: bool = False) -> tuple[dict[str, Any]
     if path.is_dir():
         raise CheckpointError(f"{path} is a folder, not a file that photinus.save made")
     try:
-        digest = _verified(path)
+        digest = _verify(path)
         states = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and zipfile.is_zipfile(path))
     except FileNotFoundError:
         raise CheckpointError(f"there is no file {path} (seen from {Path.cwd()})") from None
@@ -147,7 +147,7 @@ def read_state_file(path: Path, *, mapped: bool = False) -> tuple[dict[str, Any]
     return states, digest
 
 
-def _verified(path: Path) -> str:
+def _verify(path: Path) -> str:
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(4)
@@ -165,10 +165,10 @@ def _verified(path: Path) -> str:
         raise CheckpointError(
             f"{path} is damaged: its end ({size} bytes in all) is that of neither our files nor torch's"
         )
-    return _verified_foreign(path, is_archive=start[:2] == b"PK")
+    return _verify_foreign(path, is_archive=start[:2] == b"PK")
 
 
-def _verified_foreign(path: Path, *, is_archive: bool) -> str:
+def _verify_foreign(path: Path, *, is_archive: bool) -> str:
     """For a file that torch.save made without us: the archive's own checksums, and its digest."""
     version = re.match(r"(\d+)\.(\d+)", torch.__version__)
     if version and (int(version[1]), int(version[2])) < (2, 10):

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from ...errors import CheckpointError
 from ...parallel import strategy_of
 from ...parallel.exchange.agreement import place_in_group
-from ...parallel.zero.split_states import copied, gathered
+from ...parallel.zero.split_states import copy_state, gather_state
 
 __all__ = [
     "PlainState",
@@ -64,7 +64,7 @@ def state_of(value: Any) -> Any:
         part = unwrap(value) if isinstance(value, nn.Module) else value
         return strategy_of(part).save(part)
     if _has_state(value):
-        return gathered(value.state_dict())  # such as an average of a split model's weights
+        return gather_state(value.state_dict())  # such as an average of a split model's weights
     return value
 
 
@@ -235,7 +235,7 @@ class _Undo:
             part = unwrap(target) if isinstance(target, nn.Module) else target
             self._before.append((name, strategy_of(part).keep(part)))
         elif _has_state(target):
-            self._before.append((name, partial(target.load_state_dict, copied(target.state_dict(), _CPU))))
+            self._before.append((name, partial(target.load_state_dict, copy_state(target.state_dict(), _CPU))))
 
     def __call__(self) -> str:
         stuck = []
@@ -258,7 +258,7 @@ def load_into(target: Any, state: Any) -> None:
     elif isinstance(target, torch.optim.Optimizer):
         strategy_of(target).load(target, state)
     else:
-        target.load_state_dict(copied(state))
+        target.load_state_dict(copy_state(state))
 
 
 def _check_module(name: str, module: nn.Module, state: Any, source: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["map_tensors", "pinned", "to_device"]
+__all__ = ["map_tensors", "pin_memory", "to_device"]
 
 
 def map_tensors(data: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -48,6 +48,6 @@ def to_device(data: Any, device: torch.device | None) -> Any:
     return map_tensors(data, move)
 
 
-def pinned(data: Any) -> Any:
+def pin_memory(data: Any) -> Any:
     """`data` with its CPU tensors in page-locked memory, from which a GPU copies without blocking Python."""
     return map_tensors(data, lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor)

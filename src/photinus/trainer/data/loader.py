@@ -28,7 +28,7 @@ from ... import env
 from ...world import World
 from .arguments import place, whole_number
 from .datasets import check_dataset, indexable, taken_apart
-from .devices import pinned, to_device
+from .devices import pin_memory, to_device
 from .rng import check_seed
 from .sampler import GlobalBatches, LocalBatch, ShardedOnce
 from .workers import Fetch, Request, WorkerStart, identity
@@ -227,7 +227,7 @@ class Loader:
         epoch, start = whole_number("epoch", epoch), whole_number("start", start)
         if start > len(self):
             raise ValueError(f"start={start} is beyond the end of the epoch, which has {len(self)} batches")
-        return self._indexed(epoch, start) if self._tensors is not None else self._fetched(epoch, start)
+        return self._slices(epoch, start) if self._tensors is not None else self._fetches(epoch, start)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the plain pass stands, for `photinus.save`: epoch, next batch, and what that depends on."""
@@ -267,15 +267,15 @@ class Loader:
     def _batch(self, data: Any, local: LocalBatch, index: int) -> Batch:
         return Batch(to_device(data, self.device), local.weight, len(local.indices), local.global_samples, index)
 
-    def _indexed(self, epoch: int, start: int) -> Iterator[Batch]:
+    def _slices(self, epoch: int, start: int) -> Iterator[Batch]:
         """Whole batches out of tensors in memory: the same values as sample by sample, without the loop."""
         assert self._tensors is not None
         for index in range(start, len(self)):
             local = self._local(epoch, index)
             data = self._tensors(local.indices)
-            yield self._batch(pinned(data) if self._pin_memory else data, local, index)
+            yield self._batch(pin_memory(data) if self._pin_memory else data, local, index)
 
-    def _fetched(self, epoch: int, start: int) -> Iterator[Batch]:
+    def _fetches(self, epoch: int, start: int) -> Iterator[Batch]:
         asked: deque[LocalBatch] = deque()
 
         def requests() -> Iterator[Request]:

@@ -26,7 +26,7 @@ import torch
 
 from .arguments import whole_number
 
-__all__ = ["capture", "derive_seed", "preserved", "restore", "seed_everything", "seed_host_streams"]
+__all__ = ["capture", "derive_seed", "preserve", "restore", "seed_everything", "seed_host_streams"]
 
 _NUMPY_GENERATOR = "MT19937"  # numpy's legacy global generator; anyone may have replaced it
 
@@ -76,7 +76,7 @@ def seed_host_streams(seed: int) -> None:
 
 
 @contextmanager
-def preserved() -> Iterator[None]:
+def preserve() -> Iterator[None]:
     """Puts Python's, numpy's and torch's CPU generator back at the end, whatever the block does to them."""
     python, torch_state, numpy = random.getstate(), torch.default_generator.get_state(), _numpy()
     numpy_state = None if numpy is None else numpy.random.get_state()

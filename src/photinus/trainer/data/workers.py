@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.utils.data import Subset, get_worker_info
 
-from .rng import derive_seed, preserved, seed_host_streams
+from .rng import derive_seed, preserve, seed_host_streams
 
 __all__ = ["Fetch", "Request", "WorkerStart", "identity"]
 
@@ -51,7 +51,7 @@ class Fetch:
     def __getitem__(self, request: Request) -> Any:
         if get_worker_info() is not None:  # a worker's generators serve nothing else
             return self._batch(request)
-        with preserved():
+        with preserve():
             return self._batch(request)
 
     def _batch(self, request: Request) -> Any:

@@ -84,12 +84,12 @@ class RunLock:
                 if error.errno not in (errno.EACCES, errno.EAGAIN):
                     raise
                 if time.monotonic() >= deadline:
-                    raise PhotinusError(self._told(descriptor)) from None
+                    raise PhotinusError(self._describe_holder(descriptor)) from None
                 time.sleep(0.1)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"pid {os.getpid()} on host {socket.gethostname()}".encode(), 0)
 
-    def _told(self, descriptor: int) -> str:
+    def _describe_holder(self, descriptor: int) -> str:
         holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
         return (
             f"{self._path.parent} belongs to a job that is running: rank 0 is {holder}. Two jobs would overwrite each "

@@ -24,20 +24,20 @@ import torch
 from torch import nn
 
 from ...errors import ModelMismatchError
-from ...parallel import strategy_of, uncompiled
+from ...parallel import strategy_of, unwrap_compiled
 from ...parallel.exchange.agreement import JSON, check_alike, gather_per_rank
 from ...parallel.exchange.parameter_digest import digest_of
 from ..checkpoint.states import unwrap
 from .session import Session
 
-__all__ = ["Replicas", "described"]
+__all__ = ["Replicas", "describe_replicas"]
 
 _WIDTH = 3
 _COST = 0.005  # of the time of the steps, at most
 _DIGEST_BYTES = 6  # fewer than the 53 bits of a float64's fraction
 
 
-def described(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, JSON]:
+def describe_replicas(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, JSON]:
     """What has to be equal on all ranks of optimizers: class, options, and which parameters each group steps."""
     names = {id(parameter): name for model in models for name, parameter in unwrap(model).named_parameters()}
     found: dict[str, JSON] = {}
@@ -83,7 +83,7 @@ class Replicas:
     ) -> None:
         self._session = session
         self._alone = session.world_size == 1
-        self._models = [uncompiled(model) for model in models if compare_parameters and not self._alone]
+        self._models = [unwrap_compiled(model) for model in models if compare_parameters and not self._alone]
         self._models = [model for model in self._models if _is_replicated(model, session.world_size)]
         self._optimizers = optimizers
         self._trained_s = 0.0  # since the digest before
@@ -126,7 +126,9 @@ class Replicas:
         if max(everyone[2::_WIDTH]) > 0.0:
             self._trained_s, self._pause_s = 0.0, max(everyone[2::_WIDTH]) / _COST
         if len(set(everyone[::_WIDTH])) > 1:
-            check_alike(described(self._models, self._optimizers), f"the ranks' optimizers differ after step {step}")
+            check_alike(
+                describe_replicas(self._models, self._optimizers), f"the ranks' optimizers differ after step {step}"
+            )
         if len(set(everyone[1::_WIDTH])) > 1:
             ranks = gather_per_rank(self._sums())
             raise ModelMismatchError(f"after step {step} {_difference(ranks)}")
@@ -164,9 +166,9 @@ def _difference(ranks: Sequence[Mapping[str, int]]) -> str:
     others = [rank for side in sides.values() if side is not most for rank in side]
     if len(most) > len(others):
         differ = "differs" if len(others) == 1 else "differ"
-        told = f"{_named(others)} {differ} from the other {len(most)} ranks in the values of {first}{more}"
+        told = f"{_name_ranks(others)} {differ} from the other {len(most)} ranks in the values of {first}{more}"
     else:
-        told = f"{' and '.join(map(_named, sides.values()))} hold different values of {first}{more}"
+        told = f"{' and '.join(map(_name_ranks, sides.values()))} hold different values of {first}{more}"
     return (
         f"{told}. Every rank has to make the same changes: was a weight loaded or set, or an optimizer stepped, on one "
         f"rank only? No checkpoint of this was saved; go on from the last one. If ranks are to differ for a while "
@@ -175,5 +177,5 @@ def _difference(ranks: Sequence[Mapping[str, int]]) -> str:
     )
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -102,7 +102,7 @@ def _loss(runs: Sequence[Run], labels: Sequence[str]) -> Chart | None:
 def _loss_tip(buckets: Sequence[Bucket]) -> str:
     whole = buckets[0]
     for bucket in buckets[1:]:
-        whole = whole.joined(bucket)
+        whole = whole.join(bucket)
     if whole.count == 1:
         return f"step {whole.first:.0f}: loss {number(whole.mean)}"
     text = f"steps {whole.first:.0f} to {whole.last:.0f}: loss {number(whole.mean)}"
