@@ -18,7 +18,7 @@ SCRIPTS = Path(sys.executable).parent
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 _OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # What a whole run reaches with the project's own config, and on which side of it is good.
-REACHES = {"cnn": ("accuracy", 0.97), "loop": ("accuracy", 0.97), "gpt": ("valid_loss", -3.5)}
+REACHES = {"cnn": ("accuracy", 0.97), "loop": ("accuracy", 0.97), "gpt": ("valid_loss", -4.3)}
 
 
 @pytest.fixture(params=sorted(TEMPLATES))

@@ -46,7 +46,7 @@ TEMPLATES = {
         (_TORCH, _SKLEARN, _PYTEST),
     ),
     "gpt": Template(
-        "a small GPT on text, character by character, with the Trainer",
+        "a small GPT on text, word by word, with the Trainer",
         ("every", "gpt"),
         (_TORCH, _PYTEST),
     ),

@@ -1,6 +1,6 @@
 """Trains a small GPT to write text: the same script for one process or many.
 
-    python train.py                                  learns Python from Python's own standard library
+    python train.py                                  learns English from the docstrings of PyTorch and others
     python train.py --dataset shakespeare.txt
     photinus run train.py                            one process per GPU, or per core
     torchrun --nproc-per-node 2 train.py --steps 5000
@@ -10,8 +10,6 @@ Started again, it goes on where it was cut off, or says that it is finished and 
 
 from __future__ import annotations
 
-import math
-
 import photinus
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -20,7 +18,8 @@ from data import Alphabet, read_text, windows
 from model import GPT, accuracy, loss_function, write
 from options import options
 
-WARM_UP_STEPS = 20
+WARM_UP_STEPS = 50
+VALIDATE_EVERY_STEPS = 500
 
 
 def main() -> None:
@@ -39,6 +38,7 @@ def main() -> None:
             loss_function,
             epochs=args.epochs,
             steps=args.steps,
+            validate_every_steps=VALIDATE_EVERY_STEPS if args.steps else None,
             batch_size=args.batch_size,
             metrics={"accuracy": accuracy},
             scheduler=LambdaLR(optimizer, lambda step: rate(step, steps)),
@@ -53,17 +53,14 @@ def main() -> None:
             config=args,
         )
         result = trainer.fit(train_set, valid_set)
-        beginning = valid_set[0][0][:8]  # of what it has not seen
-        written = write(model, beginning, 120)  # all processes: the model may be split
+        written = write(model, alphabet.encode("\n").long(), 200)  # all processes: the model may be split
         if result.rank == 0:
             print(f"it writes:\n{alphabet.decode(written)}")
 
 
 def rate(step: int, steps: int) -> float:
-    """What the learning rate is multiplied with: up in a line, then down along a cosine to a tenth."""
-    if step < WARM_UP_STEPS:
-        return (step + 1) / WARM_UP_STEPS
-    return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, (step - WARM_UP_STEPS) / max(1, steps - WARM_UP_STEPS))))
+    """What the learning rate is multiplied with: soon 1, then down in a line to 0."""
+    return min((step + 1) / WARM_UP_STEPS, 1 - step / steps)
 
 
 if __name__ == "__main__":
