@@ -20,7 +20,11 @@ from tests.ranks import run_ranks, values
 @pytest.mark.parametrize(
     ("backend", "others"),
     [
-        ("meta:fake,cpu:photinus,cuda:gloo", {"meta": "fake", "cuda": "gloo"}),
+        pytest.param(
+            "meta:fake,cpu:photinus,cuda:gloo",
+            {"meta": "fake", "cuda": "gloo"},
+            marks=pytest.mark.skipif(torch.__version__ < (2, 11), reason="older releases exchange no meta tensors"),
+        ),
         pytest.param("cpu:photinus,cuda:gloo", {"cuda": "gloo"}, marks=pytest.mark.slow),
         pytest.param("cpu:photinus", {}, marks=pytest.mark.slow),
     ],
@@ -149,6 +153,12 @@ def _without_nccl(rank: int, world_size: int) -> dict[str, Any]:
 
 def test_a_backend_that_cannot_share_a_group_is_refused_by_name() -> None:
     for value in values(run_ranks(f"{__name__}:_unknown", world_size=1, timeout_s=60)):
+        if torch.__version__ >= (
+            2,
+            14,
+        ):  # any backend can; torch says that this one is not built in
+            assert "UCC" in value
+            continue
         assert "backend 'ucc' cannot share a process group with 'photinus'" in value
         assert "new_group(backend='ucc')" in value
 
@@ -156,6 +166,6 @@ def test_a_backend_that_cannot_share_a_group_is_refused_by_name() -> None:
 def _unknown(rank: int, world_size: int) -> str:
     try:
         dist.init_process_group("cpu:photinus,cuda:ucc", store=dist.HashStore(), rank=rank, world_size=world_size)
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         return str(error)
     return "it was made"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,6 @@ import torch
 
 from tests.fork_server import REPOSITORY
 from tests.ranks import run_ranks, values
-
-TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 def test_groups_are_made_used_ended_and_made_again(tmp_path: Path) -> None:
@@ -84,7 +83,7 @@ def test_futures_callbacks_and_timeouts_of_works() -> None:
         assert value["dropped_half"] == 2.0
         assert value["memory_kept"] <= 1
         assert value["limits"] == [7.0, 9.0]
-        if TORCH >= (2, 13):  # others leave out what ends on another thread
+        if torch.__version__ >= (2, 13):  # others leave out what ends on another thread
             assert value["profiled"] == ["photinus:all_reduce", "photinus:barrier", "photinus:broadcast"]
         assert "AbortedError" in value["future_error"]
         assert value["waits"] == ["AbortedError", "AbortedError"]
@@ -224,6 +223,8 @@ def test_exit_without_destroy_is_silent_and_keeps_the_exit_code(tmp_path: Path) 
     ]
     for rank, code in zip(ranks, codes, strict=True):
         output, errors = rank.communicate(timeout=90)
+        if torch.__version__ < (2, 11):  # its gloo tells of each group on standard output
+            output = re.sub(r"\[Gloo\] Rank \d is connected .*\n", "", output)
         assert (rank.returncode, output, errors) == (code, "backend photinus\n", "")
 
 

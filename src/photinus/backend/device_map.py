@@ -134,7 +134,7 @@ def _make(name: str, store: Store, given: _DistributedBackendOptions, wanted: Re
             setattr(copied, attribute, getattr(given, attribute))
         copied.store = store
         made = plugin.creator_fn(copied, wanted.options)
-    return _TYPES.CUSTOM, made
+    return dist.Backend.backend_type_map.get(name, _TYPES.CUSTOM), made  # torch's own are plugins, too, since 2.14
 
 
 class ByDevice(ProcessGroup):

@@ -20,7 +20,8 @@ def broadcast_model(module: nn.Module, process_group: dist.ProcessGroup | None =
     group = resolve_group(process_group)
     for tensor in [*module.parameters(), *module.buffers()]:
         value = tensor.detach().contiguous()
-        dist.broadcast(value, group=group, group_src=0)
+        # As numbers of two parts: the gloo of older PyTorches broadcasts no complex ones.
+        dist.broadcast(torch.view_as_real(value) if value.is_complex() else value, group=group, group_src=0)
         tensor.copy_(value)
 
 
