@@ -266,6 +266,7 @@ class Reducer(TorchReducerNames):
         """
         if self.rounds == 0 or self._maker.order is not None or self.find_unused_parameters or not self.active:
             return False
+        # Rank 0's order holds for all: ranks that launch in orders of their own would wait for each other.
         everyone = list(reversed(range(len(self.slots))))
         self._maker.agree_on_order([*self.arrival_order, *everyone])  # those that never came are expected last
         plans = self._maker.plans(padded=self._launcher.exchange.carries_tail)
@@ -309,6 +310,7 @@ class Reducer(TorchReducerNames):
                 self._enter_task()
             slot.touched = True
             if streams is not None and self._open and streams.another():
+                # A launch would order the exchange behind this stream alone; at the end of backward all have met.
                 self._launcher.wait_for_end()
             if not self._open and not views:
                 return  # inside no_sync: the gradient stays as autograd made it
@@ -319,7 +321,7 @@ class Reducer(TorchReducerNames):
                 return
             bucket = slot.bucket
             if small and simple and bucket is not None and self._open:
-                bucket.arriving.append(slot)
+                bucket.arriving.append(slot)  # one call copies them when the bucket is complete
             elif self._open:
                 self._launcher.bring_home([slot])
             else:
@@ -327,6 +329,7 @@ class Reducer(TorchReducerNames):
             if not self._open or slot.arrived or (static is not None and not static.completes(slot)):
                 return
             if simple and bucket is not None and self.rounds:
+                # `_count`, written out: with 2,000 small parameters a call for each is felt.
                 slot.arrived = True
                 bucket.pending -= 1
                 if bucket.pending == 0:
@@ -372,6 +375,7 @@ class Reducer(TorchReducerNames):
     def _enter_task(self) -> None:
         """The first hook of a backward, or the first after a nested one: opens a round unless one is open."""
         task = current_task()
+        # Autograd numbers its tasks upwards, and says nothing when a backward ends by an exception.
         if self._open and task not in self._tasks and task > self._tasks[0] and not inside_custom_function():
             # Not the enclosing backward (that would be older), not a nested one: a new one, after an exception.
             self._close(self._missing(), interrupted=True)
@@ -438,6 +442,7 @@ class Reducer(TorchReducerNames):
         missing = self._missing()
         learning = self.static_graph is not None and not self.static_graph.learned
         if (missing or learning) and inside_custom_function():
+            # Reentrant checkpointing: the rest may come in the enclosing backward, whose end is not told to us.
             self._left_open = True
             return
         tolerated = learning or self.find_unused_parameters
@@ -463,8 +468,11 @@ class Reducer(TorchReducerNames):
                 self._count_absent(slot)
             tail = self._launcher.tail
             status = status_of(tail)
+            # The others must not take sums with zeros in them for averages. The word on it lies behind the last bucket,
+            # so it has to be there before that one leaves.
             if failed and status is not None and not self._launcher.all_launched:
                 status[self.rank] = 1
+            # Also where this rank has failed: its peers wait for every bucket, and would reach their deadline.
             self._launcher.launch_all()
             used = self.used.start([s.touched for s in self.slots]) if self.used.due else None
             sparse = average_sparse(
