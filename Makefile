@@ -26,7 +26,7 @@ demo: $(VENV)/.demo
 
 # Python tests wait for each other's processes much of the time, so two run at once, and compilers, which give way, take
 # what is left. Another PyTorch changes nothing about the rest.
-test: setup
+test: $(if $(TORCH),,setup)
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target python $(if $(TORCH),,check native sanitized)
 
 quick: setup
@@ -76,7 +76,7 @@ native: setup
 sanitized: address thread
 address thread: setup
 	$(CMAKE) -S native -B build/$@ -DPHOTINUS_SANITIZE=$@ > /dev/null
-	nice $(BIN)/ninja -C build/$@ --quiet
+	nice $(BIN)/ninja -C build/$@ --quiet tests/all
 	$(BIN)/ctest --test-dir build/$@ --output-on-failure --no-tests=error
 
 # Twenty minutes of random use: SOAK_S seconds each as processes, as threads, and as threads under both sanitizers.

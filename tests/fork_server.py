@@ -202,7 +202,7 @@ def _serve(control: socket.socket) -> dict[str, Any] | None:
 def _main(control_fd: int) -> None:
     # torch._dynamo: the first optimizer and torch's DDP import it, which takes as long as torch itself.
     ours = ("photinus.backend", "photinus.parallel", "photinus.trainer")
-    for module in ("numpy", "torch.distributed", "torch._dynamo", *ours):
+    for module in ("numpy", "pytest", "torch.distributed", "torch._dynamo", *ours):
         importlib.import_module(module)
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"a process with {len(threads)} threads cannot be forked"

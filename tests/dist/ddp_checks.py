@@ -88,8 +88,8 @@ def outcomes(backend: str, world_size: int) -> list[Outcome] | RanksFailedError:
         return error
 
 
-def tests_of(module: str) -> Callable[[str, str, int], None]:
-    """A test for each check that a module has, backend and world size: `test_this = tests_of(__name__)` at its end."""
+def run_each_check(module: str) -> Callable[[str, str, int], None]:
+    """A test for each check of a module, backend and world size; at its end: `test_this = run_each_check(__name__)`."""
 
     @pytest.mark.parametrize(("backend", "world_size"), SETTINGS)
     @pytest.mark.parametrize("check", checks_of(vars(sys.modules[module])))

@@ -20,9 +20,9 @@ from tests.dist.ddp_checks import (
     expect,
     launches,
     naive_twin,
+    run_each_check,
     small_ddp,
     small_net,
-    tests_of,
 )
 
 # ---- gradients
@@ -326,4 +326,4 @@ def check_a_group_of_some_ranks(group: dist.ProcessGroup) -> None:
     assert_same_gradients(model, twin, part)
 
 
-test_ddp = tests_of(__name__)
+test_ddp = run_each_check(__name__)

@@ -26,9 +26,9 @@ from tests.dist.ddp_checks import (
     expect,
     launches,
     naive_twin,
+    run_each_check,
     small_ddp,
     small_net,
-    tests_of,
 )
 
 # ---- construction
@@ -331,4 +331,4 @@ def check_buckets_lie_in_the_groups_memory_where_it_offers_some(group: dist.Proc
     assert_equal_on_all_ranks(next(ddp.parameters()).grad, group)
 
 
-test_ddp_construction = tests_of(__name__)
+test_ddp_construction = run_each_check(__name__)

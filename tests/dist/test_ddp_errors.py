@@ -18,9 +18,9 @@ from tests.dist.ddp_checks import (
     batch,
     ddp_and_twin,
     expect,
+    run_each_check,
     small_ddp,
     small_net,
-    tests_of,
 )
 
 # ---- unused parameters and errors
@@ -189,4 +189,4 @@ def check_freezing_after_wrapping_is_named_in_the_error(group: dist.ProcessGroup
         ddp(batch(group)).sum().backward()
 
 
-test_ddp_errors = tests_of(__name__)
+test_ddp_errors = run_each_check(__name__)

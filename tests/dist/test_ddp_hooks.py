@@ -25,9 +25,9 @@ from tests.dist.ddp_checks import (
     batch,
     expect,
     naive_twin,
+    run_each_check,
     small_ddp,
     small_net,
-    tests_of,
 )
 
 
@@ -301,4 +301,4 @@ def check_a_hook_goes_along_when_buckets_are_made_anew(group: dist.ProcessGroup)
         assert_same_gradients(ddp.module, twin, group)
 
 
-test_ddp_hooks = tests_of(__name__)
+test_ddp_hooks = run_each_check(__name__)

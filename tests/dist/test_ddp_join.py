@@ -14,9 +14,9 @@ from photinus.parallel import DistributedDataParallel
 from tests.dist.ddp_checks import (
     assert_equal_on_all_ranks,
     expect,
+    run_each_check,
     small_ddp,
     small_net,
-    tests_of,
 )
 
 
@@ -116,4 +116,4 @@ def check_join_disabled_exchanges_nothing_more(group: dist.ProcessGroup) -> None
     assert_equal_on_all_ranks(ddp.module[0].weight.grad, group)
 
 
-test_ddp_join = tests_of(__name__)
+test_ddp_join = run_each_check(__name__)

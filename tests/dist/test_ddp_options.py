@@ -26,9 +26,9 @@ from tests.dist.ddp_checks import (
     expect,
     launches,
     naive_twin,
+    run_each_check,
     small_ddp,
     small_net,
-    tests_of,
 )
 
 
@@ -424,4 +424,4 @@ def check_logging_data_and_the_surface_that_libraries_touch(group: dist.ProcessG
         ddp._set_ddp_runtime_logging_sample_rate(0)
 
 
-test_ddp_options = tests_of(__name__)
+test_ddp_options = run_each_check(__name__)

@@ -22,9 +22,9 @@ from tests.dist.ddp_checks import (
     assert_equal_on_all_ranks,
     batch,
     expect,
+    run_each_check,
     small_ddp,
     small_net,
-    tests_of,
 )
 
 LAST_STEP = 140
@@ -297,4 +297,4 @@ def check_a_forward_of_one_rank_alone_is_fine(group: dist.ProcessGroup) -> None:
         optimizer.zero_grad()
 
 
-test_ddp_ranks_apart = tests_of(__name__)
+test_ddp_ranks_apart = run_each_check(__name__)

@@ -21,7 +21,7 @@ from photinus.parallel import (
     revert_sync_batchnorm,
     wrap_model,
 )
-from tests.dist.ddp_checks import assert_equal_on_all_ranks, expect, tests_of
+from tests.dist.ddp_checks import assert_equal_on_all_ranks, expect, run_each_check
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
@@ -297,4 +297,4 @@ def check_unused_parameters_beside_synchronised_statistics(group: dist.ProcessGr
             assert_equal_on_all_ranks(parameter.grad, group)
 
 
-test_sync_batch_norm = tests_of(__name__)
+test_sync_batch_norm = run_each_check(__name__)

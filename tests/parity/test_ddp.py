@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from photinus.parallel import DistributedDataParallel
-from tests.dist.ddp_checks import TwoHeads, assert_close_in, tests_of
+from tests.dist.ddp_checks import TwoHeads, assert_close_in, run_each_check
 
 STEPS = 6
 
@@ -230,4 +230,4 @@ def check_validation_on_all_ranks_sees_what_it_sees_under_torchs_class(group: di
         ours.module.load_state_dict(theirs.module.state_dict() if group.size() > 2 else ours.module.state_dict())
 
 
-test_training_as_under_torchs_class = tests_of(__name__)
+test_training_as_under_torchs_class = run_each_check(__name__)
