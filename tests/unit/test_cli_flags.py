@@ -71,8 +71,10 @@ def test_other_flags_take_their_values():
 
 
 def test_help_wins_over_a_missing_script():
-    assert parse_run(["--nproc-per-node", "2", "--help"]).program is None
-    assert parse_run(["-h"]).program is None
+    for words in (["--nproc-per-node", "2", "--help"], ["-h"]):
+        with pytest.raises(SystemExit) as left:
+            parse_run(words)
+        assert left.value.code == 0
 
 
 @pytest.mark.parametrize(
@@ -236,7 +238,7 @@ def test_contradictory_flags_are_refused_with_both_named(words, told):
         ("--rdzv-endpoint a:b", "--rdzv-endpoint a:b: needs HOST or HOST:PORT"),
         ("--rdzv-backend etcd", "--rdzv-backend etcd: photinus has a rendezvous of its own"),
         ("--rdzv-conf colour=red", "--rdzv-conf colour=red: the options are heartbeat_timeout, is_host"),
-        ("--rdzv-conf timeout=long", "--rdzv-conf timeout long: needs a number of seconds"),
+        ("--rdzv-conf timeout=long", "--rdzv-conf timeout=long: timeout needs a number of seconds"),
         ("--tee 4", "--tee 4: needs 0 (nothing), 1 (stdout), 2 (stderr) or 3 (both)"),
         ("--redirects 1,0:2", "--redirects 1,0:2: needs 0 (nothing)"),
         ("--export A-B", "'A-B' is no name of an environment variable"),

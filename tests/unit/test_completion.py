@@ -18,7 +18,8 @@ def script(capsys: pytest.CaptureFixture[str], shell: str) -> str:
 def completed(text: str, *words: str) -> list[str]:
     """What bash offers for the last of these words."""
     line = " ".join(f"'{word}'" for word in words)
-    asked = f"{text}\nCOMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _photinus; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    line = f"COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}"
+    asked = f"{text}\n{line}; _shtab_photinus; printf '%s\\n' \"${{COMPREPLY[@]}}\""
     ended = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, timeout=20)
     assert ended.stderr == ""
     return ended.stdout.split()
@@ -45,7 +46,7 @@ def test_every_command_is_offered(capsys: pytest.CaptureFixture[str]) -> None:
     from photinus.launcher import cli
 
     offered = completed(script(capsys, "bash"), "photinus", "")
-    assert [word for word in offered if not word.startswith("-")] == list(cli._COMMANDS)
+    assert [word for word in offered if not word.startswith("-")] == list(cli.COMMANDS)
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])

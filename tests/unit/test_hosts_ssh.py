@@ -10,6 +10,7 @@ from dataclasses import fields
 import pytest
 
 from photinus.launcher.command_line.flags import HostFlags, LogFlags, RunFlags, SelectionFlags, parse_run
+from photinus.launcher.command_line.program import Program
 from photinus.launcher.command_line.usage import UsageError
 from photinus.launcher.ssh.command import far_command, is_here
 from photinus.launcher.ssh.environ import handed_over, variable_files
@@ -45,7 +46,7 @@ def test_every_flag_that_does_not_choose_hosts_reaches_the_host(device, excluded
         LogFlags: set(),
     }
     for one, other, plain in (
-        (flags, there, RunFlags(None)),
+        (flags, there, RunFlags(Program("script", "other.py"))),
         (flags.hosts, there.hosts, HostFlags()),
         (flags.logs, there.logs, LogFlags()),
     ):

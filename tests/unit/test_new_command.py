@@ -189,7 +189,7 @@ def test_a_folder_that_cannot_be_written_is_told_and_nothing_is_left(
         ([], "which folder? Usage: photinus new DIR"),
         (["x", "--template", "ccn"], "there is no template ccn, but cnn, gpt and loop. Did you mean cnn?"),
         (["x", "--template", "resnet"], "there is no template resnet, but cnn, gpt and loop."),
-        (["x", "--template"], "--template needs a value: cnn, gpt and loop."),
+        (["x", "--template"], "--template needs a value: cnn|gpt|loop."),
         (["x", "-t", "gpt", "--template=loop"], "--template is given twice: gpt and loop."),
         (["x", "y"], "one folder is needed, but 2 are named: x y."),
         (["x", "--tmplate", "gpt"], "unknown flag --tmplate. Did you mean --template?"),

@@ -19,28 +19,30 @@ from pathlib import Path
 from typing import Any
 
 from ..relaunch import Launch
-from .command_line.usage import UsageError, closest
+from .command_line.parser import Parser
+from .command_line.usage import UsageError
 
-__all__ = ["FLAGS", "Again", "main", "plan"]
+__all__ = ["Again", "main", "parser", "plan"]
 
-FLAGS = ("--dry-run", "--help")
 _CONFIG = "config.json"
 _OF_A_LAUNCHER = ("--local_rank", "--local-rank")
-HELP = """\
-usage: photinus again [--dry-run] RUN [arguments to add]
-
+_ABOUT = """\
 Starts the run in the folder RUN once more: the command of its last start, in the
 same working directory, with the same variables of the environment. It goes on
 from the newest checkpoint. What follows RUN is added to the script's arguments:
-of an option that is given twice, the last one counts.
-
-  --dry-run   only say what would be started
-  --help      this text
-
+of an option that is given twice, the last one counts."""
+_EXAMPLES = """\
 examples:
   photinus again runs/digits
   photinus again runs/digits --epochs 30
   photinus again --dry-run runs/digits"""
+
+
+def parser() -> Parser:
+    """The command line."""
+    made = Parser("again", "[--dry-run] RUN [arguments to add]", about=_ABOUT, more=_EXAMPLES, passes_on=True)
+    made.add("--dry-run", action="store_true", help="only say what would be started")
+    return made
 
 
 @dataclass(frozen=True)
@@ -68,28 +70,15 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         UsageError: there is no such run, or it cannot be started again as it was; says why.
     """
-    words = list(arguments)
-    dry_run = False
-    while words and words[0].startswith("-"):
-        word = words.pop(0)
-        if word in ("--help", "-h"):
-            print(HELP)
-            return 0
-        if word not in ("--dry-run", "--dry_run"):
-            near = closest(word, FLAGS)
-            raise UsageError(
-                f"unknown flag {word}."
-                + (f" Did you mean {near}?" if near else "")
-                + " The script's own stand after RUN."
-            )
-        dry_run = True
+    values = parser().parse(arguments)
+    words = values.rest
     if not words:
         raise UsageError("which run? Usage: photinus again RUN, the folder that holds its config.json.")
     again = plan(Path(words[0]), words[1:])
     for note in again.notes:
         print(f"photinus: note: {note}", file=sys.stderr)
     print(f"photinus: in {again.folder}: {_told(again)}", file=sys.stderr, flush=True)
-    if not dry_run:
+    if not values.dry_run:
         os.chdir(again.folder)
         sys.stdout.flush()
         os.execvpe(again.command[0], again.command, {**os.environ, **again.environ})

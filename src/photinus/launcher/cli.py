@@ -1,6 +1,7 @@
 """The `photinus` command: finds the subcommand, shows help, and turns errors into readable lines and exit codes.
 
-Each subcommand is a module with `main(arguments) -> exit code`, imported when it is used. Nothing here imports torch.
+Each subcommand is a module with `main(arguments) -> exit code` and `parser()`, imported when it is used. Nothing here
+imports torch.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from ..errors import LaunchError, PhotinusError
 from ..version import __version__
 from .command_line.usage import UsageError, closest
 
-__all__ = ["main"]
+__all__ = ["COMMANDS", "main"]
 
-_COMMANDS = {
+COMMANDS = {
     "run": ("photinus.launcher.run", "start a script on all devices of this host, and restart it when a rank dies"),
     "new": ("photinus.launcher.new", "make a project that trains as it is, to be changed file by file"),
     "again": ("photinus.launcher.again", "start a run once more, as its config.json says"),
@@ -40,7 +41,7 @@ def _help() -> str:
         "usage: photinus COMMAND ...",
         "",
         "commands:",
-        *(f"  {name:<12}{meaning}" for name, (_, meaning) in _COMMANDS.items()),
+        *(f"  {name:<12}{meaning}" for name, (_, meaning) in COMMANDS.items()),
         "",
         "  --help, --version",
         "",
@@ -76,6 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     try:
         return _dispatch(words)
+    except SystemExit as shown:  # --help
+        return int(shown.code or 0)
     except UsageError as error:
         return _tell(f"{_host()}{error}", _WRONG_USE)
     except LaunchError as error:
@@ -95,9 +98,9 @@ def _dispatch(words: list[str]) -> int:
     if words[0] in ("--version", "-V", "version"):
         print(f"photinus {__version__}")
         return 0
-    if words[0] not in _COMMANDS:
+    if words[0] not in COMMANDS:
         raise UsageError(_unknown(words[0]))
-    module, _ = _COMMANDS[words[0]]
+    module, _ = COMMANDS[words[0]]
     code: int = importlib.import_module(module).main(words[1:])
     return code
 
@@ -107,7 +110,7 @@ def _unknown(word: str) -> str:
         return f"unknown flag {word}. Flags stand after the command: photinus run {word} ...; see `photinus --help`."
     if word.endswith(".py"):
         return f"{word} is not a command. To start it: photinus run {word}"
-    near = closest(word, _COMMANDS)
+    near = closest(word, COMMANDS)
     return f"unknown command {word}." + (f" Did you mean {near}?" if near else " See `photinus --help`.")
 
 

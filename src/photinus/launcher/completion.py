@@ -2,45 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import argparse
+import importlib
+from collections.abc import Sequence
+from typing import Any
 
-from .command_line.usage import UsageError, closest
+from ..errors import MissingLibraryError
+from .cli import COMMANDS
+from .command_line.parser import Parser
 
-__all__ = ["main"]
+__all__ = ["main", "parser"]
 
 _SHELLS = ("bash", "zsh", "fish")
-
-HELP = """\
-usage: photinus completion bash|zsh|fish
-
-Prints a script that lets the shell complete photinus commands and their flags.
-
+_FILES = ("FILE", "FILE.html", "FILE.png", "DIR", "RUN")
+_MORE = """\
   bash   add to ~/.bashrc:   eval "$(photinus completion bash)"
   zsh    add to ~/.zshrc:    eval "$(photinus completion zsh)"
   fish   photinus completion fish > ~/.config/fish/completions/photinus.fish"""
 
-# `-o default`: where nothing of ours fits, file names, as for the script of `photinus run`.
-_BASH = """\
-_photinus() {{
-  local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" words=""
-  if [ "$COMP_CWORD" -eq 1 ]; then
-    words="{commands} --help --version"
-  else
-    case "${{COMP_WORDS[1]}} $before" in
-{values}
-      *)
-        case "$word" in
-          -*)
-            case "${{COMP_WORDS[1]}}" in
-{flags}
-            esac ;;
-        esac ;;
-    esac
-  fi
-  COMPREPLY=($(compgen -W "$words" -- "$word"))
-}}
-complete -o default -F _photinus photinus
-"""
+
+def parser() -> Parser:
+    """The command line."""
+    about = "Prints a script that lets the shell complete photinus commands and their flags."
+    made = Parser("completion", "|".join(_SHELLS), about=about, more=_MORE)
+    made.add("shell", metavar="SHELL", one_of=_SHELLS, help=f"one of {', '.join(_SHELLS)}")
+    return made
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -49,72 +35,46 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         UsageError: no shell is named, or one that is not known.
     """
-    if not arguments or arguments[0] in ("--help", "-h"):
-        print(HELP)
-        return 0 if arguments else 2
-    shell = arguments[0]
-    if shell not in _SHELLS or len(arguments) > 1:
-        near = closest(shell, _SHELLS)
-        hint = f" Did you mean {near}?" if near and near != shell else ""
-        raise UsageError(f"photinus completion {' '.join(arguments)}: needs one of bash, zsh, fish.{hint}")
-    print(_fish() if shell == "fish" else _zsh() if shell == "zsh" else _bash(), end="")
+    shell = parser().parse(arguments).shell
+
+    try:
+        import shtab
+    except ModuleNotFoundError:
+        raise MissingLibraryError("photinus completion", "shtab") from None
+    root = argparse.ArgumentParser("photinus")
+    root.add_argument("--version", action="version", version="")
+    below = root.add_subparsers()
+    for name, (module, meaning) in COMMANDS.items():
+        of_command = _parser_of(name, importlib.import_module(module))
+        if of_command.passes_on:
+            of_command.add("words", metavar="FILE", nargs=argparse.REMAINDER)
+        for action in [*of_command.flags.values(), *of_command.words]:
+            offered = of_command.offered.get((action.option_strings or [action.dest])[0])
+            if offered is not None:
+                action.choices = offered
+            elif action.metavar in _FILES:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+        below.add_parser(name, parents=[of_command], add_help=False, help=meaning)
+    print(shtab.complete(root, shell))
     return 0
 
 
-def _flags() -> Mapping[str, Mapping[str, Sequence[str]]]:
-    """Command -> flag -> the words that may follow it ([] for none, or any)."""
-    from . import again
-    from .bench.options import BACKENDS, DTYPES, OPERATIONS, VALUED
-    from .command_line import flags
-    from .doctor import examine
-    from .new import FLAGS, TEMPLATES
-    from .viewing.page import make
-    from .viewing.top import watch
+def _parser_of(name: str, module: Any) -> Parser:
+    """A command's parser; of the flags that a module lists while it still reads them by hand."""
+    if hasattr(module, "parser"):
+        made: Parser = module.parser()
+        return made
+    made = Parser(name, about="")
+    offered: dict[str, Sequence[str]] = {}
+    if name == "bench":
+        from .bench.options import BACKENDS, DTYPES, OPERATIONS, VALUED
 
-    known = {"--ops": OPERATIONS, "--backends": BACKENDS, "--dtype": tuple(DTYPES)}
-    return {
-        "run": {name: ("auto", "gpu", "cpu") if name == "--nproc-per-node" else () for name in flags.FLAGS},
-        "new": {name: tuple(TEMPLATES) if name == "--template" else () for name in FLAGS},
-        "again": dict.fromkeys(again.FLAGS, ()),
-        "doctor": dict.fromkeys(examine.FLAGS, ()),
-        "bench": {name: known.get(name, ()) for name in (*VALUED, "--json", "--help")},
-        "top": dict.fromkeys(watch.FLAGS, ()),
-        "report": dict.fromkeys(make.FLAGS, ()),
-        "completion": dict.fromkeys(_SHELLS, ()),
-    }
-
-
-def _bash() -> str:
-    known = _flags()
-    values = [
-        f'      "{command} {name}") words="{" ".join(words)}" ;;'
-        for command, of_command in known.items()
-        for name, words in of_command.items()
-        if words
-    ]
-    values.append(f'      "completion completion") words="{" ".join(_SHELLS)}" ;;')
-    listed = [
-        f'              {command}) words="{" ".join(of_command)}" ;;'
-        for command, of_command in known.items()
-        if command != "completion"
-    ]
-    return _BASH.format(commands=" ".join(known), values="\n".join(values), flags="\n".join(listed))
-
-
-def _zsh() -> str:
-    return "autoload -Uz compinit bashcompinit && compinit && bashcompinit\n" + _bash()
-
-
-def _fish() -> str:
-    lines = []
-    known = _flags()
-    for command, of_command in known.items():
-        lines.append(f"complete -c photinus -n __fish_use_subcommand -f -a {command}")
-        for name, words in of_command.items():
-            only = f'complete -c photinus -n "__fish_seen_subcommand_from {command}"'
-            if not name.startswith("-"):
-                lines.append(f"{only} -f -a {name}")
-                continue
-            spelling = f"-l {name[2:]}" if name.startswith("--") else f"-o {name[1:]}"
-            lines.append(f"{only} {spelling}" + (f' -x -a "{" ".join(words)}"' if words else ""))
-    return "\n".join(lines) + "\n"
+        offered = {"--ops": OPERATIONS, "--backends": BACKENDS, "--dtype": tuple(DTYPES)}
+        flags: Sequence[str] = (*VALUED, "--json")
+    else:
+        flags = module.FLAGS
+    for flag in flags:
+        if flag != "--help":
+            made.add(flag, metavar="")
+    made.offered.update(offered)
+    return made

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .command_line.parser import Parser
 from .command_line.usage import UsageError, closest
 
-__all__ = ["FLAGS", "TEMPLATES", "main"]
+__all__ = ["TEMPLATES", "main", "parser"]
 
 _HOME = Path(__file__).resolve().parent.parent / "templates"
 _OTHER_NAMES = {"gitignore": ".gitignore"}  # as a .gitignore it would have its say in the source tree
@@ -56,31 +57,27 @@ TEMPLATES = {
         (_TORCH, _SKLEARN, _PYTEST),
     ),
 }
-FLAGS = ("--template", "--help")
 _DEFAULT = "cnn"
 
 
-def _help() -> str:
-    lines = [
-        "usage: photinus new DIR [--template NAME]",
-        "",
-        "Makes a project in the folder DIR that trains as it is, on one process or many:",
+def parser() -> Parser:
+    """The command line."""
+    templates = (
+        f"  {name:<6}{template.meaning}{' (default)' * (name == _DEFAULT)}" for name, template in TEMPLATES.items()
+    )
+    made = Parser(
+        "new",
+        "DIR [--template NAME]",
+        about="Makes a project in the folder DIR that trains as it is, on one process or many:\n"
         "a script, its options, a config file, a test and a README.",
-        "",
-        "templates:",
-        *(
-            f"  {name:<6}{template.meaning}" + (" (default)" if name == _DEFAULT else "")
-            for name, template in TEMPLATES.items()
+        more="\n".join(
+            ["templates:", *templates, "", "examples:", "  photinus new digits", "  photinus new writer --template gpt"]
         ),
-        "",
-        "examples:",
-        "  photinus new digits",
-        "  photinus new writer --template gpt",
-    ]
-    return "\n".join(lines)
-
-
-HELP = _help()
+    )
+    made.add("folders", metavar="DIR", nargs="*", help="a folder that is new or empty")
+    made.add("--template", also=("-t",), metavar="|".join(TEMPLATES), default=_DEFAULT, help=f"default: {_DEFAULT}")
+    made.offered["--template"] = tuple(TEMPLATES)
+    return made
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -90,9 +87,6 @@ def main(arguments: Sequence[str]) -> int:
         UsageError: no folder is named, it holds something or cannot be written, or there is no such template.
     """
     folder, name = _parse(arguments)
-    if folder is None:
-        print(HELP)
-        return 0
     template = TEMPLATES[name]
     _check_empty(folder)
     files = _write(folder, template)
@@ -100,36 +94,14 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parse(arguments: Sequence[str]) -> tuple[Path | None, str]:
-    """(folder, template); no folder when help was asked for."""
-    words = list(arguments)
-    folders: list[str] = []
-    name: str | None = None
-    while words:
-        word = words.pop(0)
-        spelling, equals, value = word.partition("=")
-        if word in ("--help", "-h"):
-            return None, _DEFAULT
-        if spelling in ("--template", "-t"):
-            if not equals:
-                if not words:
-                    raise UsageError(f"{spelling} needs a value: {_names()}.")
-                value = words.pop(0)
-            if name is not None and name != value:
-                raise UsageError(f"--template is given twice: {name} and {value}.")
-            name = value
-        elif word.startswith("-") and word != "-":
-            near = closest(spelling, FLAGS)
-            raise UsageError(
-                f"unknown flag {spelling}." + (f" Did you mean {near}?" if near else " See `photinus new --help`.")
-            )
-        else:
-            folders.append(word)
+def _parse(arguments: Sequence[str]) -> tuple[Path, str]:
+    """(folder, template)"""
+    values = parser().parse(arguments)
+    folders, name = values.folders, values.template
     if not folders or not folders[0]:
         raise UsageError("which folder? Usage: photinus new DIR [--template NAME]; `photinus new --help` lists them.")
     if len(folders) > 1:
         raise UsageError(f"one folder is needed, but {len(folders)} are named: {' '.join(map(shlex.quote, folders))}.")
-    name = _DEFAULT if name is None else name
     if name not in TEMPLATES:
         near = closest(name, TEMPLATES)
         raise UsageError(f"there is no template {name}, but {_names()}." + (f" Did you mean {near}?" if near else ""))

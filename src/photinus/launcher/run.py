@@ -12,12 +12,15 @@ from collections.abc import Sequence
 from .. import env
 from ..errors import DeviceError
 from ..relaunch import Launch, notable
-from .command_line.flags import HELP, RunFlags, SelectionFlags, parse_run
+from .command_line.flag_table import run_parser
+from .command_line.flags import RunFlags, SelectionFlags, parse_run
 from .command_line.local_rank import with_local_rank
 from .command_line.program import Program, check_program
 from .workers.devices import count_gpus
 
-__all__ = ["main"]
+__all__ = ["main", "parser"]
+
+parser = run_parser
 
 _FUNCTION = "photinus.launcher.function"
 
@@ -32,9 +35,6 @@ def main(arguments: Sequence[str]) -> int:
     """
     flags = parse_run(arguments)
     program = flags.program
-    if program is None:
-        print(HELP)
-        return 0
     if flags.scheduler.kubernetes:  # the program lies in the image
         from .schedulers import kubernetes
 

@@ -1,134 +1,135 @@
-"""The flags of `photinus run` with their words, the help made of them, and the names that other launchers use."""
+"""The flags of `photinus run`: what stands behind them, what they do, and the names that other launchers use."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import Any
 
-from .usage import UsageError, closest
+from . import flag_values as values
+from .parser import Parser
 
-__all__ = ["FLAGS", "HELP", "Flag", "find"]
+__all__ = ["run_parser"]
 
-
-@dataclass(frozen=True)
-class Flag:
-    """A flag, what stands for its value in messages (empty for a switch), and what it does."""
-
-    name: str
-    value: str
-    meaning: tuple[str, ...]
-    repeated: bool = False
-
-
-_GROUPS = {
+# Flag, what stands for its value in help (empty for a switch), its type, what it does.
+_Row = tuple[str, str, Callable[[str], Any], str]
+_COUNT, _COUNT_FROM_0 = values.whole_number(1), values.whole_number(0)
+_SECTIONS: dict[str, tuple[_Row, ...]] = {
     "workers": (
-        Flag(
+        (
             "--nproc-per-node",
             "N|auto|gpu|cpu",
-            (
-                "workers on a host. auto: one per GPU, or one per usable",
-                "core where there is no GPU. default: auto",
-            ),
+            values.worker_count,
+            "workers on a host. auto: one per GPU, or one per usable core where there is no GPU. default: auto",
         ),
-        Flag("--cpu", "", ("train on the CPU: the workers see no GPU",)),
-        Flag("--device", "0,3", ("the workers see these GPUs only, one each",)),
-        Flag("--oversubscribe", "", ("more than 4 workers on a core are meant",)),
-        Flag("--ranks-per-gpu", "N", ("so many workers share each GPU, over gloo; to try a job",)),
-        Flag("--num-gpus", "N", ("so many workers on a host, each with a GPU",)),
-        Flag(
+        ("--cpu", "", str, "train on the CPU: the workers see no GPU"),
+        ("--device", "0,3", values.devices, "the workers see these GPUs only, one each"),
+        ("--oversubscribe", "", str, "more than 4 workers on a core are meant"),
+        ("--ranks-per-gpu", "N", _COUNT, "so many workers share each GPU, over gloo; to try a job"),
+        ("--num-gpus", "N", _COUNT, "so many workers on a host, each with a GPU"),
+        (
             "--max-restarts",
             "K",
-            ("start all workers anew, at most K times, when one fails.", "default: 3"),
+            _COUNT_FROM_0,
+            "start all workers anew, at most K times, when one fails. default: 3",
         ),
-        Flag(
+        (
             "--stop-grace",
             "SECONDS",
-            (
-                "time to leave, or to save, for workers that are asked to",
-                "by SIGTERM, before they are killed. default: 30",
-            ),
+            values.seconds,
+            "time to leave, or to save, for workers that are asked to by SIGTERM, before they are killed. default: 30",
         ),
-        Flag("--preempt-after", "SECONDS", ("a trial: after so long, all save, leave and start again",)),
-        Flag("--use-env", "", ("do not give --local_rank to a script that takes it",)),
-        Flag("--no-python", "", ("what follows is a program, not a Python script",)),
-        Flag("-m", "MODULE", ("run a module, as `python -m` does; ends the flags",)),
-        Flag("--dry-run", "", ("only say what would be started, with which environment",)),
-        Flag("--help", "", ("this text",)),
+        ("--preempt-after", "SECONDS", values.seconds, "a trial: after so long, all save, leave and start again"),
+        ("--use-env", "", str, "do not give --local_rank to a script that takes it"),
+        ("--no-python", "", str, "what follows is a program, not a Python script"),
+        ("-m", "MODULE", str, "run a module, as `python -m` does; ends the flags"),
+        ("--dry-run", "", str, "only say what would be started, with which environment"),
     ),
     "several hosts, the same command on each": (
-        Flag(
+        (
             "--nnodes",
             "N|LEAST:MOST",
-            ("hosts of the job; LEAST:MOST: they may come and go.", "default: 1"),
+            values.host_count,
+            "hosts of the job; LEAST:MOST: they may come and go. default: 1",
         ),
-        Flag("--node-rank", "R", ("which host this is, from 0; default: as they come",)),
-        Flag("--master-addr", "HOST", ("the host that leads, where the others find it",)),
-        Flag("--master-port", "PORT", ("and its port; 0 on one host: any. default: 29500",)),
-        Flag("--rdzv-endpoint", "HOST:PORT", ("the same two in one",)),
-        Flag("--rdzv-id", "ID", ("the job's name: hosts of another are refused",)),
-        Flag("--rdzv-backend", "NAME", ("c10d or static, as in torchrun; the same here",)),
-        Flag(
+        ("--node-rank", "R", _COUNT_FROM_0, "which host this is, from 0; default: as they come"),
+        ("--master-addr", "HOST", values.host, "the host that leads, where the others find it"),
+        ("--master-port", "PORT", values.port, "and its port; 0 on one host: any. default: 29500"),
+        ("--rdzv-endpoint", "HOST:PORT", values.endpoint, "the same two in one"),
+        ("--rdzv-id", "ID", str, "the job's name: hosts of another are refused"),
+        ("--rdzv-backend", "NAME", values.rendezvous, "c10d or static, as in torchrun; the same here"),
+        (
             "--rdzv-conf",
             "KEY=VALUE,...",
-            (
-                "join_timeout: seconds to wait for the other hosts (600);",
-                "last_call_timeout: to wait for more than the least (5);",
-                "heartbeat_timeout: until a silent host counts as lost (30)",
-            ),
+            values.rendezvous_options,
+            "join_timeout: seconds to wait for the other hosts (600); last_call_timeout: to wait for more than the "
+            "least (5); heartbeat_timeout: until a silent host counts as lost (30)",
         ),
-        Flag("--local-addr", "ADDRESS", ("of this host, to listen on and be reached at",)),
+        ("--local-addr", "ADDRESS", values.host, "of this host, to listen on and be reached at"),
     ),
     "several hosts, started from here over ssh": (
-        Flag("--hostfile", "FILE", ("lines like `host slots=4`",)),
-        Flag("--include", "HOST:0,1@HOST2", ("only these hosts and devices of the file, or of localhost",)),
-        Flag("--exclude", "HOST:0@HOST2", ("all but these",)),
-        Flag("--num-nodes", "N", ("the first N hosts of the file",)),
-        Flag("--ssh", "COMMAND", ("how to reach them. default: ssh",)),
-        Flag("--ssh-port", "PORT", ("the port of their ssh",)),
-        Flag("--export", "NAME,...", ("environment variables to hand over as well",), repeated=True),
+        ("--hostfile", "FILE", str, "lines like `host slots=4`"),
+        ("--include", "HOST:0,1@HOST2", str, "only these hosts and devices of the file, or of localhost"),
+        ("--exclude", "HOST:0@HOST2", str, "all but these"),
+        ("--num-nodes", "N", _COUNT, "the first N hosts of the file"),
+        ("--ssh", "COMMAND", str, "how to reach them. default: ssh"),
+        ("--ssh-port", "PORT", values.port, "the port of their ssh"),
+        ("--export", "NAME,...", values.names, "environment variables to hand over as well"),
     ),
     "output": (
-        Flag("--log-dir", "DIR", ("the output of each rank also in files there",)),
-        Flag("--redirects", "0..3", ("1 stdout, 2 stderr, 3 both: to the files only",)),
-        Flag("--tee", "0..3", ("the same, to the files and the terminal",)),
-        Flag("--local-ranks-filter", "0,2", ("show only these ranks of a host",)),
+        ("--log-dir", "DIR", str, "the output of each rank also in files there"),
+        ("--redirects", "0..3", values.streams, "1 stdout, 2 stderr, 3 both: to the files only"),
+        ("--tee", "0..3", values.streams, "the same, to the files and the terminal"),
+        ("--local-ranks-filter", "0,2", values.ranks, "show only these ranks of a host"),
     ),
     "schedulers": (
-        Flag("--slurm", "", ("write the batch script for this job instead",)),
-        Flag("--kubernetes", "[=KIND]", ("write its manifest: pytorchjob (default) or jobset",)),
-        Flag("--image", "IMAGE", ("the manifest's container image",)),
-        Flag("--name", "NAME", ("the job's name there",)),
-        Flag("--namespace", "NAME", ("the manifest's namespace",)),
-        Flag("--time", "LIMIT", ("the batch job's time limit",)),
-        Flag("--partition", "NAME", ("its partition",)),
-        Flag("--gpus-per-node", "N", ("GPUs to ask the scheduler for. default: as many as workers",)),
-        Flag("--sbatch", "OPTION", ("any other line for the batch script, like --mem=64G",), repeated=True),
-        Flag("--output", "FILE", ("where to write script or manifest. default: stdout",)),
-        Flag("--submit", "", ("hand the batch script to sbatch at once",)),
+        ("--slurm", "", str, "write the batch script for this job instead"),
+        ("--kubernetes", "pytorchjob|jobset", str, "write its manifest; the kind behind =. default: pytorchjob"),
+        ("--image", "IMAGE", str, "the manifest's container image"),
+        ("--name", "NAME", str, "the job's name there"),
+        ("--namespace", "NAME", str, "the manifest's namespace"),
+        ("--time", "LIMIT", str, "the batch job's time limit"),
+        ("--partition", "NAME", str, "its partition"),
+        ("--gpus-per-node", "N", _COUNT_FROM_0, "GPUs to ask the scheduler for. default: as many as workers"),
+        ("--sbatch", "OPTION", str, "any other line for the batch script, like --mem=64G"),
+        ("--output", "FILE", str, "where to write script or manifest. default: stdout"),
+        ("--submit", "", str, "hand the batch script to sbatch at once"),
     ),
     "taken from other launchers, with nothing to set here": (
-        Flag("--standalone", "", ("one host: what is run without --nnodes anyway",)),
-        Flag("--monitor-interval", "SECONDS", ("a worker's end is seen at once",)),
-        Flag("--start-method", "NAME", ("workers are always fresh processes",)),
-        Flag("--role", "NAME", ("all workers are of one role",)),
+        ("--standalone", "", str, "one host: what is run without --nnodes anyway"),
+        ("--monitor-interval", "SECONDS", values.seconds, "a worker's end is seen at once"),
+        ("--start-method", "NAME", str, "workers are always fresh processes"),
+        ("--role", "NAME", str, "all workers are of one role"),
     ),
 }
-_FLAGS = tuple(flag for group in _GROUPS.values() for flag in group)
-FLAGS = tuple(flag.name for flag in _FLAGS)
 _ALSO = {
-    "--module": "-m",
-    "-h": "--help",
-    "-H": "--hostfile",
-    "-i": "--include",
-    "-e": "--exclude",
-    "-r": "--redirects",
-    "-t": "--tee",
-    "--no-local-rank": "--use-env",
-    "--num-accelerators": "--num-gpus",
-    "--enable-each-rank-log": "--log-dir",
+    "-m": ("--module",),
+    "--hostfile": ("-H",),
+    "--include": ("-i",),
+    "--exclude": ("-e",),
+    "--redirects": ("-r",),
+    "--tee": ("-t",),
+    "--use-env": ("--no-local-rank",),
+    "--num-gpus": ("--num-accelerators",),
+    "--log-dir": ("--enable-each-rank-log",),
 }
-_BY_NAME = {flag.name: flag for flag in _FLAGS}
-# Other launchers' names for what has another one here.
-_HERE = {
+# Those whose values are called otherwise in RunFlags and its parts.
+_CALLED = {
+    "--device": "devices",
+    "--stop-grace": "stop_grace_s",
+    "--preempt-after": "preempt_after_s",
+    "-m": "module",
+    "--master-addr": "leader",
+    "--master-port": "port",
+    "--rdzv-id": "job_id",
+    "--local-addr": "local_address",
+    "--local-ranks-filter": "shown_local_ranks",
+}
+_MORE: dict[str, dict[str, Any]] = {
+    "--export": {"action": "append"},
+    "--sbatch": {"action": "append"},
+    "--kubernetes": {"nargs": "?", "const": "pytorchjob", "one_of": ("pytorchjob", "jobset")},
+}
+_RENAMED = {
     "--num-processes": "--nproc-per-node",
     "--num-proc": "--nproc-per-node",
     "--nprocs": "--nproc-per-node",
@@ -144,7 +145,7 @@ _HERE = {
     "--max-elastic-nodes": "--nnodes LEAST:MOST",
     "--launcher-args": "--ssh",
 }
-_NOT_HERE = {
+_ABSENT = {
     "--run-path": "give the path as the script",
     "--launcher": "--hostfile starts over ssh, --slurm writes a batch script, and mpirun starts workers itself",
     "--signals-to-handle": "SIGINT, SIGTERM and SIGHUP are always handled",
@@ -160,62 +161,41 @@ _NOT_HERE = {
     "--deepspeed-config": "it belongs to the script: put it after the script's name",
     "--deepspeed": "it belongs to the script: put it after the script's name",
 }
+_ABOUT = """\
+Starts the script once per device, each process with its rank and world size.
+When one fails, says which and of what, and starts all anew from the last
+checkpoint. Dashes and underscores in flags are the same."""
+_MORE_HELP = """\
+examples:
+  photinus run train.py                       all GPUs, or all cores
+  photinus run --nproc-per-node 2 train.py --epochs 3
+  photinus run --nproc-per-node 4 --cpu -m project.train --lr 0.1
+  photinus run --nnodes 2 --master-addr node1 train.py         on both hosts
+  photinus run --hostfile hosts --include a:0,1@b train.py     from one of them
+
+exit code: 0 when all workers ended well; the first cause's own otherwise
+(128 + signal for a killed worker); 130 after Ctrl-C, 143 after SIGTERM; 2 for
+wrong use."""
 
 
-def find(spelling: str) -> Flag:
-    """The flag of this spelling: dashes and underscores are the same.
-
-    Raises:
-        UsageError: there is none; names what was probably meant.
-    """
-    name = spelling.replace("_", "-") if spelling.startswith("--") else spelling
-    flag = _BY_NAME.get(_ALSO.get(name, name))
-    if flag is not None:
-        return flag
-    if name in _HERE:
-        raise UsageError(f"unknown flag {spelling}. It is called {_HERE[name]} here.")
-    if name in _NOT_HERE:
-        raise UsageError(f"{spelling} is another launcher's flag, and not here: {_NOT_HERE[name]}.")
-    near = closest(name, [*(flag.name for flag in _FLAGS if flag.name.startswith("--")), *_HERE])
-    if near is not None:
-        raise UsageError(f"unknown flag {spelling}. Did you mean {_HERE.get(near, near)}?")
-    raise UsageError(
-        f"unknown flag {spelling}. `photinus run --help` lists the flags; the script's own stand after its name."
+def run_parser() -> Parser:
+    """The command line of `photinus run`."""
+    parser = Parser(
+        "run",
+        "[flags] script.py [arguments of the script]",
+        "[flags] -m module [arguments of the module]",
+        about=_ABOUT,
+        more=_MORE_HELP,
+        passes_on=True,
+        renamed=_RENAMED,
+        absent=_ABSENT,
     )
-
-
-def _help() -> str:
-    lines = [
-        "usage: photinus run [flags] script.py [arguments of the script]",
-        "       photinus run [flags] -m module [arguments of the module]",
-        "",
-        "Starts the script once per device, each process with its rank and world size.",
-        "When one fails, says which and of what, and starts all anew from the last",
-        "checkpoint.",
-        "",
-        "examples:",
-        "  photinus run train.py                       all GPUs, or all cores",
-        "  photinus run --nproc-per-node 2 train.py --epochs 3",
-        "  photinus run --nproc-per-node 4 --cpu -m project.train --lr 0.1",
-        "  photinus run --nnodes 2 --master-addr node1 train.py         on both hosts",
-        "  photinus run --hostfile hosts --include a:0,1@b train.py     from one of them",
-        "",
-        "flags (dashes or underscores, --flag value or --flag=value):",
-    ]
-    for group, flags in _GROUPS.items():
-        lines += ["", f" {group}"]
-        for flag in flags:
-            head = f"  {flag.name} {flag.value}".rstrip().replace(" [=", "[=")
-            # A head wider than its column stands on a line of its own.
-            texts = flag.meaning if len(head) < 21 else ("", *flag.meaning)
-            lines.extend(f"{head if number == 0 else '':<22}{text}".rstrip() for number, text in enumerate(texts))
-    lines += [
-        "",
-        "exit code: 0 when all workers ended well; the first cause's own otherwise",
-        "(128 + signal for a killed worker); 130 after Ctrl-C, 143 after SIGTERM; 2 for",
-        "wrong use.",
-    ]
-    return "\n".join(lines)
-
-
-HELP = _help()
+    for section, rows in _SECTIONS.items():
+        for name, metavar, type_, meaning in rows:
+            options: dict[str, Any] = {"section": section, "also": _ALSO.get(name, ()), "help": meaning}
+            if name in _CALLED:
+                options["dest"] = _CALLED[name]
+            options |= {"metavar": metavar, "type": type_} if metavar else {"action": "store_true"}
+            parser.add(name, **options, **_MORE.get(name, {}))
+    parser.offered["--nproc-per-node"] = ("auto", "gpu", "cpu")
+    return parser

@@ -9,10 +9,11 @@ import json
 import os
 import shutil
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..command_line.flag_values import read_port
+from ..command_line.flag_values import port
 from ..command_line.usage import UsageError, closest
 from .backends import look_at_backends
 from .finding import Finding, as_json, exit_code, table
@@ -151,7 +152,10 @@ def _flags(words: list[str]) -> _Flags:
         elif name == "--ssh":
             flags.ssh = text
         else:
-            flags.ssh_port = read_port(spelling, text)
+            try:
+                flags.ssh_port = port(text)
+            except ArgumentTypeError as error:
+                raise UsageError(f"{spelling} {text}: {error}") from None
     return flags
 
 

@@ -69,7 +69,6 @@ def conduct(flags: RunFlags, run_here: Callable[[list[str]], int]) -> int:
     """
     selection, program = flags.selection, flags.program
     assert selection.hostfile is not None
-    assert program is not None
     _refuse_what_is_of_one_host(flags)
     shares = select(read_hostfile(selection.hostfile), selection)
     for share in shares:

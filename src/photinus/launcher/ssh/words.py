@@ -26,7 +26,7 @@ def words_for(
         UsageError: --nproc-per-node asks for more workers than the host has slots.
     """
     words = _workers(flags, share)
-    plain = RunFlags(None)
+    plain = RunFlags
     if flags.cpu:
         words.append("--cpu")
     if flags.oversubscribe:
@@ -47,7 +47,6 @@ def words_for(
     words += _rendezvous(flags.hosts)
     words += _logs(flags.logs)
     program = flags.program
-    assert program is not None
     if program.kind == "module":
         return [*words, "-m", program.target, *program.arguments]
     if program.kind == "program":
