@@ -79,9 +79,13 @@ address thread: setup
 	nice $(BIN)/ninja -C build/$@ --quiet tests/all
 	$(BIN)/ctest --test-dir build/$@ --output-on-failure --no-tests=error
 
-# Twenty minutes of random use: SOAK_S seconds each as processes, as threads, and as threads under both sanitizers.
+# A thousand schedules of made-up peers, and twenty minutes of random use: SOAK_S seconds each as processes, as threads,
+# and as threads under both sanitizers.
 SOAK_S ?= 300
 soak: native sanitized
+	for subject in communicator failures exchange messages; do \
+	  $(BUILD_DIR)/native/tests/$${subject}_test --schedules 250 || exit 1; \
+	done
 	$(BUILD_DIR)/native/tests/soak --processes $(SOAK_S) 4
 	$(BUILD_DIR)/native/tests/soak $(SOAK_S) 4
 	build/address/tests/soak $(SOAK_S) 4

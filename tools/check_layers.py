@@ -66,12 +66,13 @@ FORBIDDEN = {
 # C++: folder -> folders below it that it may include. tests/ and bench/ may include all.
 INCLUDES: dict[str, set[str]] = {
     "base": set(),
-    "shm": {"base"},
+    "peers": {"base"},
+    "shm": {"base", "peers"},
     "device": {"base"},
     "kernels": {"base"},
-    "collectives": {"base", "shm", "kernels"},
-    "progress": {"base", "shm"},
-    "engine": {"base", "shm", "device", "kernels", "collectives", "progress"},
+    "collectives": {"base", "peers", "kernels"},
+    "progress": {"base", "peers", "shm"},
+    "engine": {"base", "peers", "shm", "device", "kernels", "collectives", "progress"},
 }
 
 Module = tuple[str, ...]  # ("launcher", "hosts", "leader"); a folder's __init__ is the folder; () is the front door

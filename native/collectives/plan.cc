@@ -15,9 +15,14 @@ std::string print(const Region& region) {
   if (region.place == Place::send_part || region.place == Place::recv_part)
     return text("%s[%u:%u]+%llu", names[static_cast<size_t>(region.place)], region.rank, region.part,
                 static_cast<unsigned long long>(region.offset_bytes));
-  std::string rank = region.rank == kEveryone ? "*" : text("%u", region.rank);
-  return text("%s[%s]+%llu", names[static_cast<size_t>(region.place)], rank.c_str(),
+  return text("%s[%u]+%llu", names[static_cast<size_t>(region.place)], region.rank,
               static_cast<unsigned long long>(region.offset_bytes));
+}
+
+std::string print(const std::vector<Region>& regions) {
+  std::string out;
+  for (const Region& region : regions) out += (out.empty() ? "" : " ") + print(region);
+  return out;
 }
 
 std::string print(const Step& step) {
@@ -27,9 +32,7 @@ std::string print(const Step& step) {
     case Step::Kind::copy:
       return text("copy %llu %s <- %s", bytes, print(step.to).c_str(), print(step.from).c_str());
     case Step::Kind::reduce:
-      return text("reduce %llu %s <- %s (own %s)%s", bytes, print(step.to).c_str(), print(step.from).c_str(),
-                  print(step.own).c_str(),
-                  step.also.place == Place::none ? "" : (" also " + print(step.also)).c_str());
+      return text("reduce %llu %s <- %s", bytes, print(step.results).c_str(), print(step.sources).c_str());
     case Step::Kind::advance:
       return text("advance %s to %llu", name(step.counter), value);
     case Step::Kind::wait:
@@ -70,13 +73,19 @@ Step copy_step(Region to, Region from, uint64_t bytes) {
   return step;
 }
 
-Step reduce_step(Region to, Region from, Region own, uint64_t bytes) {
+Step reduce_step(std::vector<Region> results, std::vector<Region> sources, uint64_t bytes) {
   Step step{Step::Kind::reduce};
-  step.to = to;
-  step.from = from;
-  step.own = own;
+  step.results = std::move(results);
+  step.sources = std::move(sources);
   step.bytes = bytes;
   return step;
+}
+
+std::vector<Region> of_all(Seat seat, Place place, uint64_t offset_bytes, Region own) {
+  std::vector<Region> regions;
+  for (uint32_t rank = 0; rank < seat.ranks; ++rank)
+    regions.push_back(rank == seat.rank ? own : Region{place, rank, offset_bytes});
+  return regions;
 }
 
 Step advance_step(Counter counter, uint64_t value) {

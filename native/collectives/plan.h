@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "base/dtype.h"
-#include "shm/mailbox.h"
+#include "peers/posts.h"
 
 namespace photinus {
 
@@ -32,8 +32,7 @@ struct Region {
 
 struct Step {
   // copy: `bytes` from `from` to `to`.
-  // reduce: `bytes` of every rank's region like `from` (its rank is ignored; the own is `own`), in rank
-  //   order, into `to` and `also` (of every peer if the rank of `also` is kEveryone).
+  // reduce: `bytes` of all `sources`, in their order, into each of `results`.
   // advance: the own `counter` to `value`.
   // wait: until `counter` of `rank` (or kEveryone) is at least `value`.
   enum class Kind : uint8_t { copy, reduce, advance, wait };
@@ -42,13 +41,13 @@ struct Step {
   uint32_t rank = kEveryone;
   uint64_t value = 0;
   uint64_t bytes = 0;
-  Region to{}, from{}, own{}, also{};
+  Region to{}, from{};
+  std::vector<Region> results{}, sources{};
   bool past_caches = false;  // copy: nobody reads the destination soon
 };
 
 Step copy_step(Region to, Region from, uint64_t bytes);
-// `bytes` of every rank's region like `from`, the own one being `own`, into `to`.
-Step reduce_step(Region to, Region from, Region own, uint64_t bytes);
+Step reduce_step(std::vector<Region> results, std::vector<Region> sources, uint64_t bytes);
 Step advance_step(Counter counter, uint64_t value);
 Step wait_step(Counter counter, uint64_t value, uint32_t rank = kEveryone);
 
@@ -77,16 +76,22 @@ struct Call {
   bool operator==(const Call&) const = default;
 };
 
+struct Seat {
+  uint32_t rank = 0, ranks = 1;
+};
+
+// `offset_bytes` of `place` of every rank, in the order of ranks; of the own rank `own` instead.
+std::vector<Region> of_all(Seat seat, Place place, uint64_t offset_bytes, Region own);
+
 // Sizes of the slots, the same on all ranks. A chunk holds at least a cache line for each rank.
 struct SlotSizes {
   uint64_t flat_bytes = 32 << 10;
   uint64_t chunk_bytes =
       256 << 10;        // measured: 64 to 256 KiB are best, larger falls out of the second-level cache
   uint32_t chunks = 4;  // copy-in, reduction and copy-out are each one chunk apart; one more for slack
-};
 
-struct Seat {
-  uint32_t rank = 0, ranks = 1;
+  // Of one rank: two flat ones and the ring of chunks.
+  uint64_t bytes() const { return 2 * flat_bytes + chunks * chunk_bytes; }
 };
 
 // "all_reduce #4 of float32[100] (sum)"; without a sequence number when that is 0.

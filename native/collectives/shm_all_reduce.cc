@@ -13,11 +13,12 @@ constexpr uint64_t kPastCachesBytes = 16 << 20;
 
 // Everyone shows its whole tensor, then everyone adds everything: the same sum in the same order on all
 // ranks.
-Plan flat(uint32_t me, uint64_t bytes) {
+Plan flat(Seat seat, uint64_t bytes) {
   Plan plan{Algorithm::flat, {}, {}};
+  const uint32_t me = seat.rank;
   plan.before.push_back(copy_step({Place::flat, me, 0}, {Place::send, me, 0}, bytes));
   plan.after.push_back(
-      reduce_step({Place::recv, me, 0}, {Place::flat, kEveryone, 0}, {Place::send, me, 0}, bytes));
+      reduce_step({{Place::recv, me}}, of_all(seat, Place::flat, 0, {Place::send, me}), bytes));
   return plan;
 }
 
@@ -28,10 +29,9 @@ Plan arena(Seat seat, uint64_t elems, uint64_t size) {
   Slice mine = slice_of(elems, seat.ranks, seat.rank, kLineBytes / size);
   if (mine.elems > 0) {
     uint64_t at = mine.first * size;
-    Step step = reduce_step({Place::recv, seat.rank, at}, {Place::send, kEveryone, at},
-                            {Place::send, seat.rank, at}, mine.elems * size);
-    step.also = {Place::recv, kEveryone, at};
-    plan.after.push_back(step);
+    plan.after.push_back(reduce_step(of_all(seat, Place::recv, at, {Place::recv, seat.rank, at}),
+                                     of_all(seat, Place::send, at, {Place::send, seat.rank, at}),
+                                     mine.elems * size));
   }
   plan.after.push_back(advance_step(Counter::finished, 1));
   plan.after.push_back(wait_step(Counter::finished, 1));
@@ -69,10 +69,9 @@ Plan staged(Seat seat, uint64_t elems, uint64_t size, const SlotSizes& sizes) {
     if (mine.elems > 0) {
       steps.push_back(wait_step(Counter::staged, chunk + 1));
       const uint64_t at = mine.first * size, base = chunk * chunk_elems * size + at;
-      Step step = reduce_step({Place::recv, me, base}, {Place::slot, kEveryone, slot_at(chunk) + at},
-                              {Place::send, me, base}, mine.elems * size);
-      step.also = {Place::slot, me, slot_at(chunk) + at};
-      steps.push_back(step);
+      steps.push_back(reduce_step({{Place::recv, me, base}, {Place::slot, me, slot_at(chunk) + at}},
+                                  of_all(seat, Place::slot, slot_at(chunk) + at, {Place::send, me, base}),
+                                  mine.elems * size));
     }
     steps.push_back(advance_step(Counter::reduced, chunk + 1));
   };
@@ -106,7 +105,7 @@ Plan shm_all_reduce(const Call& call, Seat seat, Algorithm algorithm, const Slot
   const uint64_t size = size_bytes(call.dtype);
   switch (algorithm) {
     case Algorithm::flat:
-      return flat(seat.rank, call.elems * size);
+      return flat(seat, call.elems * size);
     case Algorithm::arena:
       return arena(seat, call.elems, size);
     default:

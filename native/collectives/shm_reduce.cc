@@ -13,7 +13,7 @@ Plan flat(Seat seat, uint32_t root, uint64_t bytes) {
     plan.before.push_back(copy_step({Place::flat, seat.rank, 0}, {Place::send, seat.rank, 0}, bytes));
   } else {
     plan.after.push_back(
-        reduce_step({Place::recv, root, 0}, {Place::flat, kEveryone, 0}, {Place::send, root, 0}, bytes));
+        reduce_step({{Place::recv, root}}, of_all(seat, Place::flat, 0, {Place::send, root}), bytes));
   }
   return plan;
 }
@@ -24,8 +24,9 @@ Plan arena(Seat seat, uint32_t root, uint64_t elems, uint64_t size) {
   const Slice mine = slice_of(elems, seat.ranks, seat.rank, kLineBytes / size);
   if (mine.elems > 0) {
     const uint64_t at = mine.first * size;
-    plan.after.push_back(reduce_step({Place::recv, root, at}, {Place::send, kEveryone, at},
-                                     {Place::send, seat.rank, at}, mine.elems * size));
+    plan.after.push_back(reduce_step({{Place::recv, root, at}},
+                                     of_all(seat, Place::send, at, {Place::send, seat.rank, at}),
+                                     mine.elems * size));
   }
   plan.after.push_back(advance_step(Counter::finished, 1));
   plan.after.push_back(wait_step(Counter::finished, 1));
@@ -63,8 +64,8 @@ Plan staged(Seat seat, uint32_t root, uint64_t elems, uint64_t size, const SlotS
       const uint64_t at = mine.first * size, base = chunk * chunk_elems * size + at;
       const Region to =
           me == root ? Region{Place::recv, me, base} : Region{Place::slot, me, slot_at(chunk) + at};
-      steps.push_back(reduce_step(to, {Place::slot, kEveryone, slot_at(chunk) + at}, {Place::send, me, base},
-                                  mine.elems * size));
+      steps.push_back(reduce_step(
+          {to}, of_all(seat, Place::slot, slot_at(chunk) + at, {Place::send, me, base}), mine.elems * size));
     }
     steps.push_back(advance_step(Counter::reduced, chunk + 1));
     if (me != root) steps.push_back(advance_step(Counter::finished, chunk + 1));

@@ -5,28 +5,21 @@
 namespace photinus {
 namespace {
 
-Step reduce_step(uint32_t me, uint64_t to_offset, Region from, uint64_t own_offset, uint64_t bytes) {
-  Step step{Step::Kind::reduce};
-  step.to = {Place::recv, me, to_offset};
-  step.from = from;
-  step.own = {Place::send, me, own_offset};
-  step.bytes = bytes;
-  return step;
-}
-
 Plan flat(Seat seat, uint64_t bytes) {
   Plan plan{Algorithm::flat, {}, {}};
   plan.before.push_back(
       copy_step({Place::flat, seat.rank, 0}, {Place::send, seat.rank, 0}, seat.ranks * bytes));
-  plan.after.push_back(
-      reduce_step(seat.rank, 0, {Place::flat, kEveryone, seat.rank * bytes}, seat.rank * bytes, bytes));
+  plan.after.push_back(reduce_step(
+      {{Place::recv, seat.rank}},
+      of_all(seat, Place::flat, seat.rank * bytes, {Place::send, seat.rank, seat.rank * bytes}), bytes));
   return plan;
 }
 
 Plan arena(Seat seat, uint64_t bytes) {
   Plan plan{Algorithm::arena, {}, {}};
-  plan.after.push_back(
-      reduce_step(seat.rank, 0, {Place::send, kEveryone, seat.rank * bytes}, seat.rank * bytes, bytes));
+  plan.after.push_back(reduce_step(
+      {{Place::recv, seat.rank}},
+      of_all(seat, Place::send, seat.rank * bytes, {Place::send, seat.rank, seat.rank * bytes}), bytes));
   plan.after.push_back(advance_step(Counter::finished, 1));
   plan.after.push_back(wait_step(Counter::finished, 1));
   return plan;
@@ -55,9 +48,10 @@ Plan staged(Seat seat, uint64_t bytes, const SlotSizes& sizes) {
     if (round >= 1) {
       const uint64_t chunk = round - 1;
       plan.after.push_back(wait_step(Counter::staged, chunk + 1));
-      plan.after.push_back(reduce_step(me, chunk * piece_bytes,
-                                       {Place::slot, kEveryone, slot_at(chunk) + me * piece_bytes},
-                                       me * bytes + chunk * piece_bytes, bytes_of(chunk)));
+      plan.after.push_back(reduce_step({{Place::recv, me, chunk * piece_bytes}},
+                                       of_all(seat, Place::slot, slot_at(chunk) + me * piece_bytes,
+                                              {Place::send, me, me * bytes + chunk * piece_bytes}),
+                                       bytes_of(chunk)));
       plan.after.push_back(advance_step(Counter::finished, chunk + 1));
     }
   }

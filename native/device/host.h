@@ -1,8 +1,11 @@
-// Moving bytes where the host's processor does it. Other devices get their own file beside this one.
+// The host's processor as a device: it copies at once. Other devices get their own file beside this one.
 #pragma once
 
 #include <cstddef>
 #include <cstring>
+#include <memory>
+
+#include "device/device.h"
 
 namespace photinus::host {
 
@@ -15,5 +18,7 @@ inline void copy(void* to, const void* from, size_t bytes) {
 // or is read at once, copy is faster. The ranges do not overlap. Other ranks may be told when this has
 // returned.
 void copy_streaming(void* to, const void* from, size_t bytes);
+
+std::shared_ptr<Device> device();
 
 }  // namespace photinus::host

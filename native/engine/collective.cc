@@ -14,6 +14,8 @@ namespace {
 
 // Copying a gigabyte takes a tenth of this; a rank that takes longer is stopped.
 constexpr double kAwaitPeers_s = 1;
+constexpr double kSettle_s = 1;  // for its own copy, which a device may have forgotten
+constexpr size_t kPlansKept = 64;
 
 uint32_t hash_of(const std::string& text) {
   uint32_t hash = 0x811c9dc5;
@@ -33,13 +35,24 @@ CallSite CallSite::of(const std::string& text) {
   return {text, hash_of(text), true};
 }
 
+const Plan& CollectiveState::plan(const Call& call, Seat seat, Algorithm algorithm) {
+  const auto key =
+      std::make_tuple(call.operation, call.dtype, call.reduction, call.root, call.elems, algorithm);
+  auto found = plans_.find(key);
+  if (found != plans_.end()) return found->second;
+  if (plans_.size() >= kPlansKept) plans_.clear();
+  return plans_.emplace(key, shm_plan(call, seat, algorithm, memory.sizes)).first->second;
+}
+
 Collective::Collective(const std::shared_ptr<Group>& group, const std::shared_ptr<Watchdog>& watchdog,
-                       Submission submission, uint64_t sequence)
+                       const std::shared_ptr<CollectiveState>& state, Submission submission,
+                       uint64_t sequence)
     : group_(group),
       watchdog_(watchdog),
+      state_(state),
       given_(std::move(submission)),
       sequence_(sequence),
-      executor_(*group->mailbox) {
+      executor_(*group->peers, *group->options.device) {
   // A list's all_gather sends the same to everybody: its size is worth telling.
   if (has_parts() && given_.call.operation == Operation::all_gather)
     given_.call.elems = given_.send_parts[0].elems;
@@ -57,32 +70,44 @@ Poll Collective::advance() {
   bool moved = false;
   if (phase_ == Phase::queued) {
     begin();
+    phase_ = Phase::preparing;
     moved = true;
+  }
+  if (phase_ == Phase::preparing) {
+    if (!run_steps(moved)) return moved ? Poll::moved : Poll::blocked;
+    post();
+    phase_ = Phase::meeting;
   }
   if (phase_ == Phase::meeting) {
     if (!all_posted()) return moved ? Poll::moved : Poll::blocked;
+    next_ = 0;
     agree_and_plan();
     moved = true;
   }
-  const size_t before = next_;
-  if (executor_.run(*steps_, next_, given_.call, group_->memory)) {
+  if (run_steps(moved)) {
     if (reads_peers_) check_peers();
     return Poll::done;
   }
-  return moved || next_ != before ? Poll::moved : Poll::blocked;
+  return moved ? Poll::moved : Poll::blocked;
 }
 
-// Everything up to the meeting: nothing here waits.
+bool Collective::run_steps(bool& moved) {
+  const size_t before = next_;
+  const bool done = executor_.run(*steps_, next_, given_.call, state_->memory);
+  moved |= next_ != before;
+  return done;
+}
+
+// Finds the steps up to the meeting.
 void Collective::begin() {
   if (group_->is_over()) group_->check(description());
   wait_.emplace(given_.timeout_s > 0 ? given_.timeout_s : group_->options.limits.timeout_s);
   const Call& call = given_.call;
   const Seat seat{group_->rank(), group_->ranks()};
-  Memory& memory = group_->memory;
+  Memory& memory = state_->memory;
   memory.send = static_cast<std::byte*>(const_cast<void*>(given_.send));
   memory.recv = static_cast<std::byte*>(given_.recv);
   memory.sequence = sequence_;
-  size_t next = 0;
   if (has_parts()) {
     memory.send_parts.clear();
     memory.recv_parts.clear();
@@ -91,22 +116,20 @@ void Collective::begin() {
       const Part &out = given_.send_parts[peer], &in = given_.recv_parts[peer];
       memory.send_parts.push_back(static_cast<std::byte*>(out.buffer));
       memory.recv_parts.push_back(static_cast<std::byte*>(in.buffer));
-      PostedPart part{out.elems, in.elems, group_->place(out.buffer, out.elems * exchange_.item_bytes)};
-      group_->mailbox->parts(seat.rank, sequence_)[peer] = exchange_.parts[seat.rank * seat.ranks + peer] =
-          part;
+      PostedPart part{out.elems, in.elems,
+                      group_->peers->place(out.buffer, out.elems * exchange_.item_bytes)};
+      group_->peers->own().parts[sequence_ % 2][peer] = exchange_.parts[seat.rank * seat.ranks + peer] = part;
     }
-    executor_.run(exchange_before(exchange_, seat, memory.sizes), next, call, memory);
+    own_steps_ = exchange_before(exchange_, seat, memory.sizes);
   } else if (seat.ranks > 1 && is_flat(call, seat.ranks, memory.sizes)) {
-    executor_.run(group_->plan(call, Algorithm::flat).before, next, call, memory);
+    steps_ = &state_->plan(call, seat, Algorithm::flat).before;
   }
-  post();
-  phase_ = Phase::meeting;
 }
 
 void Collective::post() {
   const Call& call = given_.call;
   const uint64_t one = call.elems * size_bytes(call.dtype), all = one * group_->ranks();
-  RankBlock& own = group_->mailbox->own();
+  RankBlock& own = *group_->peers->own().block;
   const size_t side = sequence_ % 2;
   const uint32_t site = given_.site && given_.site->votes ? given_.site->hash : 0;
   if (given_.site && (!site || own.calls[side].site != site)) put(own.sites[side], given_.site->text);
@@ -121,42 +144,43 @@ void Collective::post() {
   posted.reduction = has_reduction(call.operation) ? call.reduction : Reduction::sum;
   posted.has_parts = has_parts();
   posted.root = has_root(call.operation) ? call.root : 0;
-  posted.send_offset = group_->place(given_.send, call.operation == Operation::reduce_scatter ? all : one);
-  posted.recv_offset = group_->place(given_.recv, call.operation == Operation::all_gather ? all : one);
+  posted.send_offset =
+      group_->peers->place(given_.send, call.operation == Operation::reduce_scatter ? all : one);
+  posted.recv_offset = group_->peers->place(given_.recv, call.operation == Operation::all_gather ? all : one);
   posted.label = given_.label.empty() ? 0 : hash_of(given_.label);
   posted.site = site;
   posted.factor = given_.factor;
   posted.updates = given_.updates;
-  group_->mailbox->advance(Counter::posted, sequence_);
+  group_->peers->advance(Counter::posted, sequence_);
 }
 
 bool Collective::all_posted() {
-  const Mailbox& mailbox = *group_->mailbox;
-  while (met_ < mailbox.ranks() && mailbox.value(met_, Counter::posted) >= sequence_) ++met_;
-  return met_ == mailbox.ranks();
+  const Peers& peers = *group_->peers;
+  while (met_ < peers.ranks() && peers.value(met_, Counter::posted) >= sequence_) ++met_;
+  return met_ == peers.ranks();
 }
 
 void Collective::agree_and_plan() {
-  const Mailbox& mailbox = *group_->mailbox;
-  Memory& memory = group_->memory;
-  const uint32_t ranks = mailbox.ranks();
+  const Peers& peers = *group_->peers;
+  Memory& memory = state_->memory;
+  const uint32_t ranks = peers.ranks();
   const size_t side = sequence_ % 2;
   memory.descriptors.resize(ranks);
-  for (uint32_t rank = 0; rank < ranks; ++rank) memory.descriptors[rank] = mailbox.block(rank).calls[side];
+  for (uint32_t rank = 0; rank < ranks; ++rank) memory.descriptors[rank] = peers[rank].block->calls[side];
   const bool alike = agree(memory.descriptors);
-  const std::vector<int32_t> updates = group_->updates.unequal_updates(memory.descriptors);
+  const std::vector<int32_t> updates = state_->updates.unequal_updates(memory.descriptors);
   if (alike && !updates.empty())
     throw Error(ErrorKind::mismatch, updates_text(group_->options.name, sequence_,
-                                                  {memory.descriptors[0], mailbox.block(0).sites[side],
-                                                   mailbox.block(0).labels[side]},
+                                                  {memory.descriptors[0], peers[0].block->sites[side],
+                                                   peers[0].block->labels[side]},
                                                   updates));
   const bool suspicious =
-      alike && group_->sites.look_out_of_step(memory.descriptors, group_->options.strict_sites);
+      alike && state_->sites.look_out_of_step(memory.descriptors, group_->options.strict_sites);
   if (!alike || suspicious) {
     std::vector<PostedCall> calls;
     for (uint32_t rank = 0; rank < ranks; ++rank)
       calls.push_back(
-          {memory.descriptors[rank], mailbox.block(rank).sites[side], mailbox.block(rank).labels[side]});
+          {memory.descriptors[rank], peers[rank].block->sites[side], peers[rank].block->labels[side]});
     std::string message = mismatch_text(group_->options.name, sequence_, calls);
     if (!alike) throw Error(ErrorKind::mismatch, message);
     if (group_->options.strict_sites)
@@ -173,13 +197,13 @@ void Collective::agree_and_plan() {
     const Algorithm algorithm = choose(given_.call, memory.descriptors, memory.sizes).algorithm;
     reads_peers_ = algorithm == Algorithm::arena;
     if (reads_peers_) check_peers();
-    steps_ = &group_->plan(given_.call, algorithm).after;
+    steps_ = &state_->plan(given_.call, seat, algorithm).after;
   } else {
     for (uint32_t rank = 0; rank < ranks; ++rank)
-      std::memcpy(&exchange_.parts[rank * ranks], mailbox.parts(rank, sequence_), ranks * sizeof(PostedPart));
+      std::memcpy(&exchange_.parts[rank * ranks], peers[rank].parts[side], ranks * sizeof(PostedPart));
     if (auto wrong = find_disagreement(exchange_)) {
       auto at = [&](uint32_t rank) {
-        const char* site = mailbox.block(rank).sites[side];
+        const char* site = peers[rank].block->sites[side];
         return *site ? std::string(" at ") + site : std::string();
       };
       throw Error(
@@ -206,23 +230,21 @@ void Collective::agree_and_plan() {
 // other.
 void Collective::check_peers() const {
   for (uint32_t rank = 0; rank < group_->ranks(); ++rank)
-    if (rank != group_->rank() &&
-        group_->mailbox->block(rank).presence.load(std::memory_order_seq_cst) == Presence::failed)
-      throw PeerLost(rank, group_->who(rank) + " gave up in the middle of " + description() + ": " +
-                               group_->mailbox->reason(rank));
+    if (rank != group_->rank() && group_->peers->presence(rank) == Presence::failed)
+      throw PeerLost(rank, group_->peers->who(rank) + " gave up in the middle of " + description() + ": " +
+                               group_->peers->reason(rank));
 }
 
 // Waits a little for those who may be at work on this rank's tensors: all have posted, so they have begun.
 void Collective::await_peers() const {
-  const Mailbox& mailbox = *group_->mailbox;
-  const uint32_t ranks = mailbox.ranks();
+  const Peers& peers = *group_->peers;
+  const uint32_t ranks = peers.ranks();
   for (uint32_t rank = 0; rank < ranks; ++rank)
-    if (mailbox.value(rank, Counter::posted) < sequence_) return;  // nobody has begun, and nobody will
+    if (peers.value(rank, Counter::posted) < sequence_) return;  // nobody has begun, and nobody will
   auto is_through = [&](uint32_t rank) {
-    return rank == mailbox.rank() || mailbox.value(rank, Counter::finished) >= mark(sequence_, 1) ||
-           mailbox.value(rank, Counter::posted) > sequence_ ||
-           mailbox.block(rank).presence.load(std::memory_order_seq_cst) != Presence::active ||
-           (group_->watch && group_->watch->is_lost(rank));
+    return rank == peers.rank() || peers.value(rank, Counter::finished) >= mark(sequence_, 1) ||
+           peers.value(rank, Counter::posted) > sequence_ || peers.presence(rank) != Presence::active ||
+           peers.is_lost(rank);
   };
   const Deadline deadline = Deadline::in(kAwaitPeers_s);
   for (uint32_t rank = 0; rank < ranks; ++rank)
@@ -231,6 +253,7 @@ void Collective::await_peers() const {
 
 void Collective::failed(const std::exception_ptr& error) {
   group_->ended_with(error);
+  if (!executor_.copy().settle(kSettle_s)) Group::retire(group_);
   if (phase_ == Phase::queued || !group_->failure()) return;
   await_peers();
   // Peers that are stopped may still write into tensors that lie in the arena, for ever: it is not used
@@ -244,11 +267,12 @@ std::vector<uint32_t> Collective::missing() const {
   if (phase_ == Phase::working) return executor_.missing((*steps_)[next_], sequence_);
   std::vector<uint32_t> ranks;
   for (uint32_t rank = met_; rank < group_->ranks(); ++rank)
-    if (group_->mailbox->value(rank, Counter::posted) < sequence_) ranks.push_back(rank);
+    if (group_->peers->value(rank, Counter::posted) < sequence_) ranks.push_back(rank);
   return ranks;
 }
 
 double Collective::look(bool caller_waits) {
+  if (executor_.copy().is_running()) return watchdog_->look_at_copy(*wait_, description());
   return watchdog_->look(*wait_, [this] { return missing(); }, description(), group_->id, caller_waits);
 }
 

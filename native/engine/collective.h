@@ -2,11 +2,16 @@
 // does its plan's steps.
 #pragma once
 
+#include <map>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "collectives/exchange.h"
+#include "collectives/mismatch.h"
+#include "collectives/update_history.h"
+#include "engine/executor.h"
 #include "engine/group.h"
 #include "engine/watchdog.h"
 #include "progress/work.h"
@@ -41,10 +46,22 @@ struct Submission {
   bool asynchronous = true;
 };
 
+// What the collectives of a group, of which one runs at a time, leave to the next.
+struct CollectiveState {
+  Memory memory;
+  SiteHistory sites;
+  UpdateHistory updates;
+
+  const Plan& plan(const Call& call, Seat seat, Algorithm algorithm);
+
+ private:
+  std::map<std::tuple<Operation, Dtype, Reduction, uint32_t, uint64_t, Algorithm>, Plan> plans_;
+};
+
 class Collective final : public Work {
  public:
   Collective(const std::shared_ptr<Group>& group, const std::shared_ptr<Watchdog>& watchdog,
-             Submission submission, uint64_t sequence);
+             const std::shared_ptr<CollectiveState>& state, Submission submission, uint64_t sequence);
 
   std::string description() const override;
 
@@ -53,10 +70,11 @@ class Collective final : public Work {
   double look(bool caller_waits) override;
   void failed(const std::exception_ptr& error) override;
   void abandon(const std::string& reason) override { group_->abort(reason); }
-  void moved_on() override { group_->page(group_->rank()).wait_record.clear(); }
+  void moved_on() override { group_->peers->own().page->wait_record.clear(); }
 
   bool has_parts() const { return !given_.send_parts.empty(); }
   void begin();
+  bool run_steps(bool& moved);
   void post();
   bool all_posted();
   void check_peers() const;
@@ -66,15 +84,16 @@ class Collective final : public Work {
 
   std::shared_ptr<Group> group_;
   std::shared_ptr<Watchdog> watchdog_;
+  std::shared_ptr<CollectiveState> state_;
   Submission given_;
   uint64_t sequence_;
   std::optional<WaitState> wait_;
 
-  enum class Phase : uint8_t { queued, meeting, working } phase_ = Phase::queued;
+  enum class Phase : uint8_t { queued, preparing, meeting, working } phase_ = Phase::queued;
   uint32_t met_ = 0;  // ranks below have posted
   Exchange exchange_;
   std::vector<Step> own_steps_;  // of calls with parts
-  const std::vector<Step>* steps_ = nullptr;
+  const std::vector<Step>* steps_ = &own_steps_;
   size_t next_ = 0;
   bool reads_peers_ = false;  // or writes: their tensors, where they lie
   Executor executor_;

@@ -22,8 +22,10 @@ Communicator::Communicator(const Options& options)
     : group_(std::make_shared<Group>(options)),
       watchdog_(std::make_shared<Watchdog>(*group_)),
       send_orders_(std::make_shared<SendOrders>()),
-      collectives_(std::make_shared<Lane>(group_->mailbox, SpinTimes::for_ranks(options.world_size))) {
+      state_(std::make_shared<CollectiveState>()),
+      collectives_(std::make_shared<Lane>(group_->peers, SpinTimes::for_ranks(options.world_size))) {
   send_orders_->orders.resize(options.world_size);
+  state_->memory.sizes = group_->options.sizes;
 }
 
 Communicator::~Communicator() {
@@ -50,13 +52,7 @@ void Communicator::close() {
   }
   group_->leave("the communicator was closed on this rank");
   for (const auto& lane : lanes) group_->options.progress->drain(lane);
-  if (group_->watch) group_->watch->stop();
-  // Closing the lifeline tells peers that are not looking at the shared memory.
-  group_->local.own_lifeline.reset();
-  for (Peer& peer : group_->local.peers) {
-    peer.lifeline.reset();
-    peer.process.reset();
-  }
+  group_->peers->close();
   std::lock_guard lock(mutex_);
   closed_ = true;
   closed_changed_.notify_all();
@@ -157,7 +153,7 @@ std::shared_ptr<Work> Communicator::submit(Submission given) {
     throw Error(ErrorKind::system,
                 text("group %s has used up its %llu sequence numbers; make a new one",
                      group_->options.name.c_str(), static_cast<unsigned long long>(kMaxSequence)));
-  auto work = std::make_shared<Collective>(group_, watchdog_, std::move(given), ++sequence_);
+  auto work = std::make_shared<Collective>(group_, watchdog_, state_, std::move(given), ++sequence_);
   group_->options.progress->submit(collectives_, work, asynchronous);
   return work;
 }
@@ -172,7 +168,7 @@ std::shared_ptr<Work> Communicator::submit(const MessageCall& call) {
       return entry.second.use_count() == 1 && entry.second->is_empty();
     });
   std::shared_ptr<Lane>& lane = messages_[{call.operation, call.peer, call.tag}];
-  if (!lane) lane = std::make_shared<Lane>(group_->mailbox, SpinTimes::for_ranks(group_->ranks()));
+  if (!lane) lane = std::make_shared<Lane>(group_->peers, SpinTimes::for_ranks(group_->ranks()));
   std::shared_ptr<Work> work;
   if (call.operation == Operation::send)
     work = std::make_shared<Send>(group_, watchdog_, call, send_orders_);

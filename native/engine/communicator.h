@@ -62,7 +62,7 @@ class Communicator {
   }
   // What peers read as this rank's own reason if it goes away.
   void set_reason(const std::string& reason) {
-    if (is_own()) group_->mailbox->set_reason(reason);
+    if (is_own()) group_->peers->set_reason(reason);
   }
   // Leaves in order; calls that are still queued end with Error(aborted). Idempotent.
   void close();
@@ -86,6 +86,7 @@ class Communicator {
   std::shared_ptr<Group> group_;
   std::shared_ptr<Watchdog> watchdog_;
   std::shared_ptr<SendOrders> send_orders_;
+  std::shared_ptr<CollectiveState> state_;
 
   std::mutex mutex_;  // guards what follows
   bool closing_ = false, closed_ = false;

@@ -6,36 +6,33 @@
 #include <vector>
 
 #include "collectives/plan.h"
+#include "device/device.h"
 #include "kernels/reduce.h"
-#include "shm/mailbox.h"
+#include "peers/peers.h"
 
 namespace photinus {
 
-// Where this rank finds everything that regions speak of.
+// Where this rank finds what regions speak of, besides what it knows of its peers.
 struct Memory {
   std::byte* send = nullptr;  // the own tensors
   std::byte* recv = nullptr;
   std::vector<std::byte*> send_parts, recv_parts;  // the own ones, by peer
-  std::vector<std::byte*> arena_bases;             // by rank
-  std::vector<CallDescriptor> descriptors;  // by rank, once ranks have met: peers' tensors in their arenas
-  std::byte* slots = nullptr;               // of all ranks, in this rank's map of the group's segment
+  std::vector<CallDescriptor> descriptors;         // by rank, once ranks have met: where peers' tensors lie
   SlotSizes sizes;
   uint64_t sequence = 0;
   std::vector<double> factors;  // by rank, for premul_sum
 
-  // Bytes of slots that one rank has: two flat ones and the ring of chunks.
-  static uint64_t slot_bytes(const SlotSizes& sizes) {
-    return 2 * sizes.flat_bytes + sizes.chunks * sizes.chunk_bytes;
-  }
-  std::byte* find(const Region& region, uint32_t rank, const Mailbox& mailbox) const;
+  std::byte* find(const Region& region, const Peers& peers) const;
 };
 
 class Executor {
  public:
-  explicit Executor(const Mailbox& mailbox) : mailbox_(mailbox) {}
+  Executor(Peers& peers, Device& device) : peers_(peers), copy_(device) {}
 
   // Does steps from `next` on; false when the step at `next` must wait.
   bool run(const std::vector<Step>& steps, size_t& next, const Call& call, const Memory& memory);
+  // The copy for which `run` ended, if it did for one.
+  CopyInFlight& copy() { return copy_; }
   // The ranks for which a wait step waits.
   std::vector<uint32_t> missing(const Step& step, uint64_t sequence) const;
 
@@ -43,9 +40,11 @@ class Executor {
   bool is_reached(const Step& step, uint64_t sequence) const;
   void reduce(const Step& step, const Call& call, const Memory& memory);
 
-  const Mailbox& mailbox_;
+  Peers& peers_;
+  CopyInFlight copy_;
   std::vector<const void*> sources_;  // kept to save an allocation for each step
   std::vector<void*> destinations_;
+  std::vector<double> factors_;
 };
 
 }  // namespace photinus

@@ -1,28 +1,20 @@
-// What the operations of one group share: who its ranks are, the memory through which they meet, and whether
-// the group still works.
+// What the operations of one group share: who its ranks are, what was asked for, and whether the group still
+// works.
 #pragma once
 
 #include <sys/types.h>
 
 #include <atomic>
 #include <exception>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <tuple>
-#include <vector>
 
 #include "base/error.h"
-#include "collectives/mismatch.h"
 #include "collectives/plan.h"
-#include "collectives/update_history.h"
-#include "engine/executor.h"
+#include "device/device.h"
+#include "peers/peers.h"
 #include "progress/progress.h"
-#include "shm/channels.h"
-#include "shm/local_group.h"
-#include "shm/mailbox.h"
-#include "shm/peer_watch.h"
 
 namespace photinus {
 
@@ -44,6 +36,10 @@ struct GroupOptions {
   std::shared_ptr<Progress> progress;  // default: this process's
   SlotSizes sizes;
   bool strict_sites = false;  // calls from lines that show ranks out of step are errors, not warnings
+  // The other ranks, when they have been met already; default: those of this host that have the address.
+  std::shared_ptr<Peers> peers;
+  // What copies between the callers' tensors and memory that peers see; default: the host's processor.
+  std::shared_ptr<Device> device;
 };
 
 // The end of a peer, as the error that it causes.
@@ -62,19 +58,14 @@ class Group {
  public:
   // Meets the other ranks.
   explicit Group(const GroupOptions& given);
-  ~Group();
 
   uint32_t rank() const { return options.rank; }
   uint32_t ranks() const { return options.world_size; }
-  std::string who(uint32_t rank) const;  // "rank 2 (pid 71 on host-b)"
-  ProcessPage& page(uint32_t rank) const { return Arena::page_of(*local.peers[rank].arena); }
-  // Where an own buffer lies for peers; kNowhere: in ordinary memory.
-  uint64_t place(const void* buffer, uint64_t bytes) const;
-  const Plan& plan(const Call& call, Algorithm algorithm);
 
   // A failure stays. `error` is what later operations throw, `reason` what peers read; `culprit`: because of
   // whom.
-  void fail(const std::exception_ptr& error, const std::string& reason, uint32_t culprit = kOwnFault);
+  void fail(const std::exception_ptr& error, const std::string& reason, uint32_t culprit = kOwnFault,
+            bool in_deadlock = false);
   // Keeps the error of an operation if the group is of no more use after it.
   void ended_with(const std::exception_ptr& error);
   void abort(const std::string& reason);
@@ -87,19 +78,15 @@ class Group {
   }
   void check(const std::string& description) const;
 
+  // Keeps a group's memory for ever: a copy that has not ended may still write into it.
+  static void retire(const std::shared_ptr<Group>& group);
+
   const GroupOptions options;
   const pid_t owner;
-  uint64_t id;  // the same on all ranks, another for each group
-  LocalGroup local;
-  std::shared_ptr<Mailbox> mailbox;
-  std::unique_ptr<Channels> channels;
-  std::unique_ptr<PeerWatch> watch;
-  Memory memory;          // of the collective that runs; used by one at a time
-  SiteHistory sites;      // likewise
-  UpdateHistory updates;  // likewise
+  const std::shared_ptr<Peers> peers;
+  const uint64_t id;  // the same on all ranks, another for each group
 
  private:
-  std::map<std::tuple<Operation, Dtype, Reduction, uint32_t, uint64_t, Algorithm>, Plan> plans_;
   mutable std::mutex mutex_;  // guards what follows
   std::exception_ptr failure_;
   std::string end_reason_;

@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "device/host.h"
-
 namespace photinus {
 namespace {
 
@@ -12,6 +10,7 @@ namespace {
 // drained.
 constexpr uint64_t kRingBytes = 512 << 10;
 constexpr uint64_t kPieceBytes = 128 << 10;
+constexpr double kSettle_s = 1;  // how long an operation that has failed waits for its copy
 
 std::string describe(Operation operation, Dtype dtype, uint64_t elems) {
   return text("%s of %s[%llu]", name(operation), name(dtype), static_cast<unsigned long long>(elems));
@@ -54,7 +53,13 @@ void MessageWork::begin() {
   wait_->is_message = true;
 }
 
+void MessageWork::failed(const std::exception_ptr& error) {
+  group_->ended_with(error);
+  if (!copy_.settle(kSettle_s)) Group::retire(group_);
+}
+
 double MessageWork::look(bool caller_waits) {
+  if (copy_.is_running()) return watchdog_->look_at_copy(*wait_, description());
   auto missing = [this] {
     std::vector<uint32_t> ranks;
     if (can_go_on()) return ranks;
@@ -78,11 +83,11 @@ Send::~Send() {
 
 bool Send::make_offer() {
   std::lock_guard lock(send_orders_->claiming);
-  Offer* all = offers(group_->rank(), call_.peer);
-  for (Offer* offer = all; offer < all + Channels::kOffers; ++offer) {
+  Offer* all = (*group_->peers)[call_.peer].sent;
+  for (Offer* offer = all; offer < all + kOffers; ++offer) {
     if (offer->look().state != OfferState::free) continue;
     const std::shared_ptr<Arena>& arena = group_->options.progress->arena();
-    const uint64_t place = group_->place(call_.buffer, bytes());
+    const uint64_t place = group_->peers->place(call_.buffer, bytes());
     if (place == kNowhere && bytes() > 0) ring_ = arena->allocate(std::min(bytes(), kRingBytes));
     offer->dtype = call_.dtype;
     offer->tag.store(call_.tag, std::memory_order_relaxed);
@@ -96,7 +101,7 @@ bool Send::make_offer() {
     offer_ = offer;
     fill();
     offer->set({order_, OfferState::offered});
-    group_->mailbox->wake(call_.peer);
+    group_->peers->show(call_.peer, *offer_);
     return true;
   }
   return false;
@@ -106,23 +111,24 @@ bool Send::make_offer() {
 bool Send::fill() {
   uint64_t filled = offer_->filled.load(std::memory_order_relaxed);
   const uint64_t start = filled;
-  while (ring_ && filled < bytes()) {
+  const bool refused = offer_->look().state == OfferState::refused;
+  while (ring_ && filled < bytes() && (!refused || copy_.is_running())) {
     const uint64_t free = offer_->ring_bytes - (filled - offer_->drained.load(std::memory_order_acquire));
     const uint64_t at = filled % offer_->ring_bytes;
-    const uint64_t piece = std::min({free, offer_->ring_bytes - at, bytes() - filled, kPieceBytes});
-    if (piece == 0) break;
-    host::copy(ring_ + at, static_cast<std::byte*>(call_.buffer) + filled, piece);
-    filled += piece;
+    if (!copy_.is_running())
+      piece_ = std::min({free, offer_->ring_bytes - at, bytes() - filled, kPieceBytes});
+    if (piece_ == 0 || !copy_.run(ring_ + at, static_cast<std::byte*>(call_.buffer) + filled, piece_)) break;
+    filled += piece_;
     offer_->filled.store(filled, std::memory_order_seq_cst);
-    group_->mailbox->wake(call_.peer);
+    group_->peers->show(call_.peer, *offer_);
   }
   return filled != start;
 }
 
 bool Send::can_go_on() const {
   if (!offer_) {
-    Offer* all = offers(group_->rank(), call_.peer);
-    return std::any_of(all, all + Channels::kOffers,
+    Offer* all = (*group_->peers)[call_.peer].sent;
+    return std::any_of(all, all + kOffers,
                        [](const Offer& offer) { return offer.look().state == OfferState::free; });
   }
   const uint64_t filled = offer_->filled.load();
@@ -138,13 +144,14 @@ Poll Send::advance() {
     moved = true;
   }
   moved |= fill();
+  if (copy_.is_running()) return moved ? Poll::moved : Poll::blocked;
   const OfferState state = offer_->look().state;
   if (state == OfferState::done) {
     offer_->set({order_, OfferState::free});
     return Poll::done;
   }
   if (state == OfferState::refused) {
-    const Error error = mismatch(*offer_, group_->who(group_->rank()), group_->who(call_.peer));
+    const Error error = mismatch(*offer_, group_->peers->who(group_->rank()), group_->peers->who(call_.peer));
     offer_->set({order_, OfferState::free});
     throw error;
   }
@@ -155,9 +162,9 @@ Poll Send::advance() {
 
 // The oldest offer with the tag that waits at a sender's; its word as it was seen.
 Offer* Receive::find_offer(uint32_t from, OfferWord& seen) const {
-  Offer* all = offers(from, group_->rank());
+  Offer* all = (*group_->peers)[from].received;
   Offer* oldest = nullptr;
-  for (Offer* offer = all; offer < all + Channels::kOffers; ++offer) {
+  for (Offer* offer = all; offer < all + kOffers; ++offer) {
     const OfferWord word = offer->look();
     if (word.state != OfferState::offered || offer->tag.load(std::memory_order_relaxed) != call_.tag)
       continue;
@@ -205,36 +212,37 @@ Poll Receive::advance() {
       offer_->recv_dtype = call_.dtype;
       offer_->recv_elems = call_.elems;
       put(offer_->recv_site, call_.site);
-      const Error error = mismatch(*offer_, group_->who(source_), group_->who(group_->rank()));
+      const Error error = mismatch(*offer_, group_->peers->who(source_), group_->peers->who(group_->rank()));
       offer_->set({order_, OfferState::refused});
-      group_->mailbox->wake(source_);
+      group_->peers->show(source_, *offer_);
       throw error;
     }
   }
   auto* to = static_cast<std::byte*>(call_.buffer);
   if (offer_->ring_bytes == 0) {
-    if (bytes() > 0) host::copy(to, group_->memory.arena_bases[source_] + offer_->offset, bytes());
+    if (bytes() > 0 && !copy_.run(to, (*group_->peers)[source_].memory + offer_->offset, bytes()))
+      return moved ? Poll::moved : Poll::blocked;
   } else {
-    const std::byte* from = group_->memory.arena_bases[source_] + offer_->offset;
+    const std::byte* from = (*group_->peers)[source_].memory + offer_->offset;
     uint64_t drained = offer_->drained.load(std::memory_order_relaxed);
     while (drained < bytes()) {
       const uint64_t at = drained % offer_->ring_bytes;
       const uint64_t there = offer_->filled.load(std::memory_order_seq_cst) - drained;
-      const uint64_t piece = std::min({there, offer_->ring_bytes - at, kPieceBytes});
-      if (piece == 0) return moved ? Poll::moved : Poll::blocked;
-      host::copy(to + drained, from + at, piece);
-      drained += piece;
+      if (!copy_.is_running()) piece_ = std::min({there, offer_->ring_bytes - at, kPieceBytes});
+      if (piece_ == 0 || !copy_.run(to + drained, from + at, piece_))
+        return moved ? Poll::moved : Poll::blocked;
+      drained += piece_;
       moved = true;
       offer_->drained.store(drained, std::memory_order_seq_cst);
-      group_->mailbox->wake(source_);
+      group_->peers->show(source_, *offer_);
     }
   }
   // A sender that gave up may have changed its tensor meanwhile; it shows that before its caller has it back.
-  if (group_->mailbox->block(source_).presence.load(std::memory_order_seq_cst) == Presence::failed)
-    throw PeerLost(source_, group_->who(source_) + " gave up in the middle of " + description() + ": " +
-                                group_->mailbox->reason(source_));
+  if (group_->peers->presence(source_) == Presence::failed)
+    throw PeerLost(source_, group_->peers->who(source_) + " gave up in the middle of " + description() +
+                                ": " + group_->peers->reason(source_));
   offer_->set({order_, OfferState::done});
-  group_->mailbox->wake(source_);
+  group_->peers->show(source_, *offer_);
   return Poll::done;
 }
 

@@ -1,4 +1,4 @@
-// A message from one rank to another (send, recv) as a state machine over a channel (shm/channels.h).
+// A message from one rank to another (send, recv) as a state machine over a channel (peers/offers.h).
 #pragma once
 
 #include <mutex>
@@ -37,23 +37,24 @@ class MessageWork : public Work {
  public:
   MessageWork(const std::shared_ptr<Group>& group, const std::shared_ptr<Watchdog>& watchdog,
               const MessageCall& call)
-      : group_(group), watchdog_(watchdog), call_(call) {}
+      : group_(group), watchdog_(watchdog), call_(call), copy_(*group->options.device) {}
   std::string description() const override;
 
  protected:
   double look(bool caller_waits) override;
-  void failed(const std::exception_ptr& error) override { group_->ended_with(error); }
+  void failed(const std::exception_ptr& error) override;
   void abandon(const std::string& reason) override { group_->abort(reason); }
-  void moved_on() override { group_->page(group_->rank()).wait_record.clear(); }
+  void moved_on() override { group_->peers->own().page->wait_record.clear(); }
   virtual bool can_go_on() const = 0;  // whether advance() would find something to do
   void begin();
-  Offer* offers(uint32_t from, uint32_t to) const { return group_->channels->offers(from, to); }
   uint64_t bytes() const { return call_.elems * size_bytes(call_.dtype); }
 
   std::shared_ptr<Group> group_;
   std::shared_ptr<Watchdog> watchdog_;
   MessageCall call_;
   std::optional<WaitState> wait_;
+  CopyInFlight copy_;
+  uint64_t piece_ = 0;  // bytes of the copy
   Offer* offer_ = nullptr;
   uint64_t order_ = 0;  // of the offer
 };

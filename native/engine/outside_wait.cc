@@ -14,7 +14,7 @@ OutsideWait::OutsideWait(std::shared_ptr<Group> group, std::shared_ptr<Watchdog>
       wait_(timeout_s) {}
 
 OutsideWait::~OutsideWait() {
-  WaitRecord& record = group_->page(group_->rank()).wait_record;
+  WaitRecord& record = group_->peers->own().page->wait_record;
   if (record.version() == wait_.published_version) record.clear();  // not what another wait shows by now
 }
 

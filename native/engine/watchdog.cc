@@ -7,7 +7,6 @@
 
 #include "base/error.h"
 #include "base/log.h"
-#include "base/process.h"
 
 namespace photinus {
 namespace {
@@ -64,9 +63,9 @@ double Watchdog::look(WaitState& wait, const std::function<std::vector<uint32_t>
     message += missing.size() == 1 ? "is alive but has not come:" : "are alive but have not come:";
     for (uint32_t rank : missing)
       message += wait.is_message
-                     ? text(" %s;", group_.who(rank).c_str())
-                     : text(" %s is at #%llu;", group_.who(rank).c_str(),
-                            static_cast<unsigned long long>(group_.mailbox->value(rank, Counter::posted)));
+                     ? text(" %s;", group_.peers->who(rank).c_str())
+                     : text(" %s is at #%llu;", group_.peers->who(rank).c_str(),
+                            static_cast<unsigned long long>(group_.peers->value(rank, Counter::posted)));
     throw Error(
         ErrorKind::timeout,
         message +
@@ -77,50 +76,58 @@ double Watchdog::look(WaitState& wait, const std::function<std::vector<uint32_t>
   return nap_s;
 }
 
+double Watchdog::look_at_copy(WaitState& wait, const std::string& description) {
+  group_.check(description);
+  if (wait.deadline.passed())
+    throw Error(
+        ErrorKind::timeout,
+        text("%s: rank %u of %u waited until the deadline of %.1f s for a copy of its own tensor, which "
+             "has not ended: the device hangs or is very slow.",
+             description.c_str(), group_.rank(), group_.ranks(), wait.deadline.limit_s()));
+  return std::min(kSleepSlice_s, std::max(wait.deadline.left_s(), 0.001));
+}
+
 // What ranks that have not come wait for themselves, as far as they show it.
 std::string Watchdog::what_they_do(const std::vector<uint32_t>& missing) const {
   std::string out;
   for (size_t i = 0; i < missing.size() && i < kRanksTold; ++i) {
-    const auto facts = group_.page(missing[i]).wait_record.read();
-    if (facts && !is_lost(missing[i])) out += " " + group_.who(missing[i]) + " waits in " + facts->text + ".";
+    const auto facts = (*group_.peers)[missing[i]].page->wait_record.read();
+    if (facts && !group_.peers->is_lost(missing[i]))
+      out += " " + group_.peers->who(missing[i]) + " waits in " + facts->text + ".";
   }
   return out;
 }
 
 // --- ranks that will not come
 
-bool Watchdog::is_lost(uint32_t rank) const {
-  return rank != group_.rank() && group_.watch && group_.watch->is_lost(rank);
-}
-
 // What is known of a rank that will not come; empty while it may still come.
 std::string Watchdog::what_became_of(uint32_t rank) const {
   if (rank == group_.rank()) return "";
-  const bool lost = is_lost(rank);  // before what the rank wrote, or its last words could be missed
-  const Presence presence = group_.mailbox->block(rank).presence.load(std::memory_order_acquire);
-  std::string reason = group_.mailbox->reason(rank);
-  if (reason.empty()) reason = group_.page(rank).end_reason.read();
+  const bool lost =
+      group_.peers->is_lost(rank);  // before what the rank wrote, or its last words could be missed
+  const Presence presence = group_.peers->presence(rank);
+  std::string reason = group_.peers->reason(rank);
+  if (reason.empty()) reason = (*group_.peers)[rank].page->end_reason.read();
   if (!reason.empty() && reason.back() == '.') reason.pop_back();  // the sentence goes on
   if (presence == Presence::left)
-    return group_.who(rank) + " has left the group (it closed it, or its script ended)" +
+    return group_.peers->who(rank) + " has left the group (it closed it, or its script ended)" +
            (reason.empty() ? "" : " after: " + reason);
-  if (presence == Presence::failed) return group_.who(rank) + " gave up: " + reason;
+  if (presence == Presence::failed) return group_.peers->who(rank) + " gave up: " + reason;
   if (!lost) return "";
-  return group_.who(rank) + " " + group_.watch->how(rank) + (reason.empty() ? "" : " after: " + reason);
+  return group_.peers->who(rank) + " " + group_.peers->how_it_went(rank) +
+         (reason.empty() ? "" : " after: " + reason);
 }
 
 // False when the operation can go on at once.
 bool Watchdog::look_for_ends(WaitState& wait, const std::function<std::vector<uint32_t>()>& missing_now,
                              const std::string& situation) {
-  auto presence = [&](uint32_t rank) {
-    return group_.mailbox->block(rank).presence.load(std::memory_order_acquire);
-  };
+  auto presence = [&](uint32_t rank) { return group_.peers->presence(rank); };
   // Whoever is missing may never come; and a rank that has failed ends the operation for all, missing or not.
   uint32_t gone = UINT32_MAX;
   const std::vector<uint32_t> missing = missing_now();
   std::vector<bool> lost(
       group_.ranks());  // read before presences: a rank that gives up and then ends gave up
-  for (uint32_t rank = 0; rank < group_.ranks(); ++rank) lost[rank] = is_lost(rank);
+  for (uint32_t rank = 0; rank < group_.ranks(); ++rank) lost[rank] = group_.peers->is_lost(rank);
   auto is_gone = [&](uint32_t rank) { return presence(rank) == Presence::left || lost[rank]; };
   if (!wait.any_will_do || std::all_of(missing.begin(), missing.end(), is_gone))
     for (uint32_t rank : missing)
@@ -132,21 +139,22 @@ bool Watchdog::look_for_ends(WaitState& wait, const std::function<std::vector<ui
   for (uint32_t rank = 0; rank < group_.ranks(); ++rank)
     if (lost[rank] && presence(rank) == Presence::active) gone = rank;
   if (presence(gone) == Presence::failed) {
-    const uint32_t culprit = group_.mailbox->block(gone).culprit.load(std::memory_order_acquire);
+    const uint32_t culprit = (*group_.peers)[gone].block->culprit.load(std::memory_order_acquire);
     if (culprit != kOwnFault && culprit != group_.rank()) {
-      if (is_lost(culprit)) {
+      if (group_.peers->is_lost(culprit)) {
         gone = culprit;
       } else {
         if (wait.consequence_since_s == 0) wait.consequence_since_s = now_s();
-        if (now_s() - wait.consequence_since_s < kRootCausePatience_s) return true;
+        if (now_s() - wait.consequence_since_s < kRootCausePatience_s + group_.peers->transit_s())
+          return true;
       }
     }
   }
   // A rank that did its part and then went is not missed: what it wrote last came before its end.
   if (presence(gone) != Presence::failed && missing_now() != missing) return false;
-  if (group_.mailbox->block(gone).in_deadlock.load(std::memory_order_acquire))
-    throw Deadlock(group_.mailbox->reason(gone) + " " + group_.who(group_.rank()) + " waited for them in " +
-                   situation + ".");
+  if ((*group_.peers)[gone].block->in_deadlock.load(std::memory_order_acquire))
+    throw Deadlock(group_.peers->reason(gone) + " " + group_.peers->who(group_.rank()) +
+                   " waited for them in " + situation + ".");
   learn_of_deadlock(wait);
   throw PeerLost(
       gone, text("%s. Rank %u of %u waited %.2f s for %s in %s. Its own output says more; restart the job "
@@ -164,19 +172,20 @@ void Watchdog::look_for_life(const std::vector<uint32_t>& missing, const std::st
   for (uint32_t rank : missing) {
     if (rank == group_.rank()) continue;
     Sign& sign = signs_[rank];
-    const uint64_t heartbeat = group_.page(rank).heartbeat.load(std::memory_order_relaxed);
+    const uint64_t heartbeat = (*group_.peers)[rank].page->heartbeat.load(std::memory_order_relaxed);
     if (heartbeat != sign.heartbeat || sign.since_s == 0) {
       if (sign.suspected)
         say(text("%s shows signs of life again after %.1f s; rank %u waits on in %s",
-                 group_.who(rank).c_str(), now - sign.since_s, group_.rank(), description.c_str()));
+                 group_.peers->who(rank).c_str(), now - sign.since_s, group_.rank(), description.c_str()));
       sign = {heartbeat, now, false};
       continue;
     }
     const double silent_s = now - sign.since_s;
     if (silent_s < limits.suspect_s) continue;
-    const std::string held = what_holds(group_.local.peers[rank].pid);
-    const std::string silence = text("%s has shown no sign of life for %.1f s%s", group_.who(rank).c_str(),
-                                     silent_s, held.empty() ? "" : (" (" + held + ")").c_str());
+    const std::string held = group_.peers->what_holds(rank);
+    const std::string silence =
+        text("%s has shown no sign of life for %.1f s%s", group_.peers->who(rank).c_str(), silent_s,
+             held.empty() ? "" : (" (" + held + ")").c_str());
     if (silent_s >= limits.grace_s)
       throw PeerLost(
           rank, text("%s, longer than the grace of %.3g s. Rank %u of %u waited for it in %s. Continue the "
@@ -198,14 +207,14 @@ void Watchdog::look_for_life(const std::vector<uint32_t>& missing, const std::st
 // since it was seen, and found itself still stuck: those that are stuck cannot free each other.
 double Watchdog::look_for_deadlock(WaitState& wait, const std::vector<uint32_t>& missing,
                                    const std::string& description, uint64_t lane, double now) {
-  ProcessPage& mine = group_.page(group_.rank());
+  ProcessPage& mine = *group_.peers->own().page;
   mine.wait_record.affirm();
   std::vector<uint64_t> waits_for;
-  for (uint32_t rank : missing) waits_for.push_back(group_.page(rank).id.load());
+  for (uint32_t rank : missing) waits_for.push_back((*group_.peers)[rank].page->id.load());
   if (wait.published != missing || wait.published_version != mine.wait_record.version()) {
     wait.published_version = mine.wait_record.write({lane, waits_for, description});
     wait.published = missing;
-    for (uint32_t rank : missing) wake(group_.page(rank).futex);  // so that both sides see the cycle
+    for (uint32_t rank : missing) group_.peers->wake(rank);  // so that both sides see the cycle
   }
   struct Stop {
     Processes::Process process;
@@ -221,7 +230,7 @@ double Watchdog::look_for_deadlock(WaitState& wait, const std::vector<uint32_t>&
     if (!seen.insert(id).second) return;
     auto process = processes.find(id);
     if (!process) return;
-    if (auto facts = process->page().wait_record.read()) stops.push_back({*process, *facts, came_from});
+    if (auto facts = process->page->wait_record.read()) stops.push_back({*process, *facts, came_from});
   };
   for (uint64_t id : waits_for) visit(id, SIZE_MAX);
   size_t last = SIZE_MAX;
@@ -245,12 +254,12 @@ double Watchdog::look_for_deadlock(WaitState& wait, const std::vector<uint32_t>&
     const WaitRecord::Facts& facts = stops[i].facts;
     cycle.push_back(stops[i]);
     affirmed.push_back(facts.affirmed);
-    fingerprint = (fingerprint * 31 + facts.version) * 1000003 + stops[i].process.page().id.load();
+    fingerprint = (fingerprint * 31 + facts.version) * 1000003 + stops[i].process.page->id.load();
     one_lane &= facts.lane == lane;
   }
   if (one_lane) return kSleepSlice_s;  // ranks at different points of the same sequence: somebody will move
   auto wake_all = [&] {
-    for (const Stop& stop : cycle) wake(stop.process.page().futex);
+    for (const Stop& stop : cycle) wake(stop.process.page->futex);
   };
   if (wait.cycle != fingerprint) {
     wait.cycle = fingerprint;
@@ -260,13 +269,13 @@ double Watchdog::look_for_deadlock(WaitState& wait, const std::vector<uint32_t>&
   }
   bool all_looked_again = true;
   for (size_t i = 0; i < cycle.size(); ++i) all_looked_again &= affirmed[i] > wait.affirmed[i] + 1;
-  if (!all_looked_again || now - wait.cycle_since_s < kCycleStands_s) {
+  if (!all_looked_again || now - wait.cycle_since_s < kCycleStands_s + group_.peers->transit_s()) {
     wake_all();
     return 0.005;
   }
   auto named = [&](uint64_t id) {
     auto process = processes.find(id);
-    return process ? process->name : group_.who(group_.rank());
+    return process ? process->name : group_.peers->who(group_.rank());
   };
   std::string message =
       "deadlock: ranks wait for each other and can never go on: " + named(own_id) + " in " + description;
@@ -274,28 +283,28 @@ double Watchdog::look_for_deadlock(WaitState& wait, const std::vector<uint32_t>&
     message += "; " + stop->process.name + " in " + stop->facts.text;
   message += ". Every rank must make its groups, and call their operations, in the same order.";
   std::vector<WaitRecord::Wait> waits;  // first of the one that waits for this rank, and will look here
-  for (const Stop& stop : cycle) waits.push_back({stop.process.page().id.load(), stop.facts.version});
+  for (const Stop& stop : cycle) waits.push_back({stop.process.page->id.load(), stop.facts.version});
   waits.push_back({own_id, wait.published_version});
   end_deadlock(waits, message);
 }
 
 // Whoever this rank waits for may have found the deadlock before, and gone on or away.
 void Watchdog::learn_of_deadlock(const WaitState& wait) {
-  const WaitRecord::Wait own{group_.page(group_.rank()).id.load(), wait.published_version};
+  const WaitRecord::Wait own{group_.peers->own().page->id.load(), wait.published_version};
   for (uint32_t rank : wait.published) {
-    const std::vector<WaitRecord::Wait> deadlocked = group_.page(rank).wait_record.deadlocked();
+    const std::vector<WaitRecord::Wait> deadlocked = (*group_.peers)[rank].page->wait_record.deadlocked();
     if (std::count(deadlocked.begin(), deadlocked.end(), own))
-      end_deadlock(deadlocked, group_.page(rank).end_reason.read());
+      end_deadlock(deadlocked, (*group_.peers)[rank].page->end_reason.read());
   }
 }
 
 void Watchdog::end_deadlock(const std::vector<WaitRecord::Wait>& waits, const std::string& message) {
-  ProcessPage& mine = group_.page(group_.rank());
+  ProcessPage& mine = *group_.peers->own().page;
   // Ranks outside of the cycle, which wait in other groups for ranks in it, read this too.
   mine.end_reason.write(message);
   mine.wait_record.set_deadlocked(waits);
   for (const WaitRecord::Wait& wait : waits)
-    if (auto process = group_.options.progress->processes().find(wait.process)) wake(process->page().futex);
+    if (auto process = group_.options.progress->processes().find(wait.process)) wake(process->page->futex);
   throw Deadlock(message);
 }
 

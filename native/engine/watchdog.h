@@ -41,6 +41,8 @@ class Watchdog {
   // wait; returns for how long it need not be called again.
   double look(WaitState& wait, const std::function<std::vector<uint32_t>()>& missing,
               const std::string& description, uint64_t lane, bool caller_waits);
+  // The same for an operation that waits for a copy of its own.
+  double look_at_copy(WaitState& wait, const std::string& description);
 
  private:
   struct Sign {  // of life
@@ -58,7 +60,6 @@ class Watchdog {
                            const std::string& description, uint64_t lane, double now);
   void learn_of_deadlock(const WaitState& wait);
   [[noreturn]] void end_deadlock(const std::vector<WaitRecord::Wait>& waits, const std::string& message);
-  bool is_lost(uint32_t rank) const;
 
   Group& group_;
   std::mutex mutex_;  // guards signs_: the group's lanes look independently

@@ -22,7 +22,7 @@ class SleepNotice {
   SleepNotice(const SleepNotice&) = delete;
   SleepNotice& operator=(const SleepNotice&) = delete;
 
-  void announce_to(const std::shared_ptr<const Mailbox>& group) {
+  void announce_to(const std::shared_ptr<Peers>& group) {
     group->announce_sleep();
     groups_.push_back(group);
   }
@@ -34,7 +34,7 @@ class SleepNotice {
 
  private:
   Futex& own_;
-  std::vector<std::shared_ptr<const Mailbox>> groups_;
+  std::vector<std::shared_ptr<Peers>> groups_;
 };
 
 // Shows a polling function that its thread is about to sleep, while it lives.
@@ -243,7 +243,7 @@ void Progress::run() {
     if (asleep) asleep->withdraw();
     for (const auto& lane : lanes) {
       if (lane->waiters_.load(std::memory_order_seq_cst)) continue;  // who waits for it drives it
-      if (asleep) asleep->announce_to(lane->mailbox_);
+      if (asleep) asleep->announce_to(lane->peers_);
       const Drive now = drive(*lane, true);
       moved |= now == Drive::moved;
       empty |= now == Drive::empty;
@@ -309,7 +309,7 @@ void Progress::wait(Work& work, double timeout_s, const std::function<bool()>& i
       if (now == Drive::locked) {
         asleep->withdraw();
       } else if (now == Drive::blocked && asleep->is_withdrawn()) {
-        asleep->announce_to(lane->mailbox_);
+        asleep->announce_to(lane->peers_);
         now = drive(*lane, false);
       }
     }

@@ -20,25 +20,24 @@
 #include <thread>
 #include <vector>
 
+#include "peers/peers.h"
+#include "peers/processes.h"
 #include "progress/work.h"
 #include "shm/arena.h"
-#include "shm/mailbox.h"
-#include "shm/processes.h"
 
 namespace photinus {
 
 class Lane {
  public:
-  // `mailbox`: of the group whose ranks this lane's operations wait for.
-  Lane(std::shared_ptr<const Mailbox> mailbox, const SpinTimes& times)
-      : mailbox_(std::move(mailbox)), spin_(times) {}
+  // `peers`: the ranks for which this lane's operations wait.
+  Lane(std::shared_ptr<Peers> peers, const SpinTimes& times) : peers_(std::move(peers)), spin_(times) {}
   bool is_empty() { return !head(); }
 
  private:
   friend class Progress;
   std::shared_ptr<Work> head();
 
-  const std::shared_ptr<const Mailbox> mailbox_;
+  const std::shared_ptr<Peers> peers_;
   const SpinTimes spin_;
   std::mutex mutex_;  // guards queue_
   std::deque<std::shared_ptr<Work>> queue_;

@@ -11,7 +11,7 @@
 #include <optional>
 #include <set>
 
-#include "shm/process_page.h"
+#include "peers/process_page.h"
 #include "shm/segment.h"
 
 namespace photinus {

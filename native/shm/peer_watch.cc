@@ -22,10 +22,10 @@ constexpr int kBeat_ms = 250;
 
 }  // namespace
 
-PeerWatch::PeerWatch(const std::vector<Peer>& peers, const Mailbox& mailbox, std::atomic<uint64_t>& heartbeat,
+PeerWatch::PeerWatch(const std::vector<Peer>& peers, const Peers& known, std::atomic<uint64_t>& heartbeat,
                      std::function<void(uint32_t)> on_loss)
     : peers_(peers),
-      mailbox_(mailbox),
+      known_(known),
       heartbeat_(heartbeat),
       on_loss_(std::move(on_loss)),
       wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
@@ -41,7 +41,7 @@ PeerWatch::PeerWatch(const std::vector<Peer>& peers, const Mailbox& mailbox, std
   };
   watch(wake_.get(), kWake);
   for (const Peer& peer : peers_) {
-    if (peer.rank == mailbox_.rank()) continue;
+    if (peer.rank == known_.rank()) continue;
     if (peer.lifeline.valid()) watch(peer.lifeline.get(), peer.rank);
     if (peer.process.valid()) watch(peer.process.get(), peer.rank);
   }
@@ -80,7 +80,7 @@ void PeerWatch::run() {
 }
 
 bool PeerWatch::examine(const Peer& peer) {
-  bool left = mailbox_.block(peer.rank).presence.load(std::memory_order_acquire) == Presence::left;
+  bool left = known_.presence(peer.rank) == Presence::left;
   std::string how;
   if (has_ended(peer.process, left ? 0 : kLifelineToProcess_s))
     how = how_it_ended(peer.process, peer.pid, kHowPatience_s);

@@ -9,8 +9,8 @@
 #include <thread>
 #include <vector>
 
+#include "peers/peers.h"
 #include "shm/local_group.h"
-#include "shm/mailbox.h"
 
 namespace photinus {
 
@@ -18,7 +18,7 @@ class PeerWatch {
  public:
   // `on_loss(rank)` runs on the watching thread, at most once for each peer, after how() is set. The thread
   // also advances `heartbeat`, by which peers see that this process runs.
-  PeerWatch(const std::vector<Peer>& peers, const Mailbox& mailbox, std::atomic<uint64_t>& heartbeat,
+  PeerWatch(const std::vector<Peer>& peers, const Peers& known, std::atomic<uint64_t>& heartbeat,
             std::function<void(uint32_t)> on_loss);
   ~PeerWatch();
 
@@ -33,7 +33,7 @@ class PeerWatch {
   bool examine(const Peer& peer);
 
   const std::vector<Peer>& peers_;
-  const Mailbox& mailbox_;
+  const Peers& known_;
   std::atomic<uint64_t>& heartbeat_;
   std::function<void(uint32_t)> on_loss_;
   FileDescriptor wake_;

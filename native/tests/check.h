@@ -3,24 +3,29 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <exception>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "base/error.h"
 #include "engine/communicator.h"
+#include "fake_peers.h"
 #include "progress/progress.h"
 #include "shm/arena.h"
 #include "shm/local_group.h"
+#include "slow_device.h"
 
 namespace photinus::test {
 
 struct Test {
   const char* name;
   void (*body)();
+  bool any_peers;
 };
 
 inline std::vector<Test>& tests() {
@@ -29,8 +34,14 @@ inline std::vector<Test>& tests() {
 }
 
 struct Registered {
-  Registered(const char* name, void (*body)()) { tests().push_back({name, body}); }
+  Registered(const char* name, void (*body)(), bool any_peers) { tests().push_back({name, body, any_peers}); }
 };
+
+// With a schedule, run_ranks() takes ranks whose words to each other are late in ways that follow from it.
+inline std::optional<uint64_t>& schedule() {
+  static std::optional<uint64_t> now;
+  return now;
+}
 
 [[noreturn]] inline void fail_check(const char* file, int line, const std::string& what) {
   std::fprintf(stderr, "%s:%d: %s\n", file, line, what.c_str());
@@ -39,9 +50,12 @@ struct Registered {
 }
 
 // A test reads as a sentence: TEST(all_ranks_get_the_same_bits) { ... }
-#define TEST(name)                                                           \
-  static void test_##name();                                                 \
-  static ::photinus::test::Registered registered_##name{#name, test_##name}; \
+#define TEST(name) PHOTINUS_TEST(name, false)
+// One that holds whatever carries what the ranks tell each other: it is run in any number of schedules too.
+#define TEST_ANY_PEERS(name) PHOTINUS_TEST(name, true)
+#define PHOTINUS_TEST(name, any_peers)                                                  \
+  static void test_##name();                                                            \
+  static ::photinus::test::Registered registered_##name{#name, test_##name, any_peers}; \
   static void test_##name()
 
 #define CHECK(condition)                                                                       \
@@ -66,10 +80,25 @@ inline std::pair<ErrorKind, std::string> error_of(const std::function<void()>& b
   fail_check(__FILE__, __LINE__, "no error was thrown");
 }
 
+// In a schedule: this rank's. die() makes peers believe that its process was killed.
+inline FakePeers*& own_peers() {
+  static thread_local FakePeers* own = nullptr;
+  return own;
+}
+inline void die() {
+  own_peers()->die();
+}
+
 // Runs a body for each rank, each rank a thread with an arena and a progress engine of its own.
 inline void run_ranks(uint32_t world_size, const std::function<void(Communicator&)>& body,
-                      double timeout_s = 60, SlotSizes sizes = {}, Limits limits = {}) {
+                      double timeout_s = 60, SlotSizes sizes = {}, Limits limits = {},
+                      const std::function<void(Communicator::Options&)>& configure = {}) {
   const std::string address = new_address();
+  std::vector<std::shared_ptr<Arena>> arenas(world_size);
+  for (auto& arena : arenas) arena = std::make_shared<Arena>(size_t{64} << 20);
+  sizes.chunk_bytes = std::max<uint64_t>(sizes.chunk_bytes, world_size * kLineBytes);
+  std::shared_ptr<FakeNetwork> network;
+  if (schedule()) network = std::make_shared<FakeNetwork>(arenas, sizes.bytes(), *schedule());
   std::vector<std::thread> threads;
   for (uint32_t rank = 0; rank < world_size; ++rank) {
     threads.emplace_back([&, rank] {
@@ -80,8 +109,16 @@ inline void run_ranks(uint32_t world_size, const std::function<void(Communicator
         options.address = address;
         options.limits = limits;
         options.limits.timeout_s = timeout_s;
-        options.progress = std::make_shared<Progress>(std::make_shared<Arena>(size_t{64} << 20));
+        options.progress = std::make_shared<Progress>(arenas[rank]);
         options.sizes = sizes;
+        if (network) {
+          auto fake = std::make_shared<FakePeers>(network, rank);
+          own_peers() = fake.get();
+          options.peers = fake;
+          if (*schedule() % 2)
+            options.device = std::make_shared<SlowDevice>(arenas[rank]->page().futex, *schedule() + rank);
+        }
+        if (configure) configure(options);
         auto communicator = Communicator::create(options);
         body(*communicator);
         communicator->close();
@@ -95,12 +132,32 @@ inline void run_ranks(uint32_t world_size, const std::function<void(Communicator
 
 }  // namespace photinus::test
 
-int main() {
-  for (const auto& test : photinus::test::tests()) {
+//   X_test                        every test, over shared memory
+//   X_test --schedules N [FIRST]  N schedules from FIRST on, each of one of the tests that take any peers
+int main(int argc, char** argv) {
+  using namespace photinus::test;
+  if (argc > 2 && std::strcmp(argv[1], "--schedules") == 0) {
+    std::vector<Test> chosen;
+    for (const Test& test : tests())
+      if (test.any_peers) chosen.push_back(test);
+    const uint64_t first = argc > 3 ? std::strtoull(argv[3], nullptr, 10) : 0;
+    const uint64_t count = std::strtoull(argv[2], nullptr, 10);
+    for (uint64_t seed = first; seed < first + count; ++seed) {
+      const Test& test = chosen.at(seed % chosen.size());
+      schedule() = seed / chosen.size();
+      if (argc > 3 || seed % 100 == 0)
+        std::printf("%s, schedule %llu\n", test.name, (unsigned long long)seed);
+      std::fflush(stdout);
+      test.body();
+    }
+    std::printf("%llu schedules passed\n", (unsigned long long)count);
+    return 0;
+  }
+  for (const Test& test : tests()) {
     std::printf("%s\n", test.name);
     std::fflush(stdout);
     test.body();
   }
-  std::printf("%zu passed, 0 failed\n", photinus::test::tests().size());
+  std::printf("%zu passed, 0 failed\n", tests().size());
   return 0;
 }

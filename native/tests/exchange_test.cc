@@ -156,7 +156,7 @@ TEST(a_disagreement_about_sizes_names_both_ranks) {
   CHECK(wrong.from == 1 && wrong.to == 2 && wrong.sent == 7 && wrong.expected == 8);
 }
 
-TEST(real_memory_agrees_with_the_matrix) {
+TEST_ANY_PEERS(real_memory_agrees_with_the_matrix) {
   for (uint32_t ranks : {1u, 2u, 3u, 4u}) {
     run_ranks(
         ranks,
@@ -194,7 +194,7 @@ TEST(real_memory_agrees_with_the_matrix) {
   }
 }
 
-TEST(unequal_sizes_are_refused_on_every_rank_and_the_group_stays_usable) {
+TEST_ANY_PEERS(unequal_sizes_are_refused_on_every_rank_and_the_group_stays_usable) {
   run_ranks(3, [](Communicator& communicator) {
     const uint32_t me = communicator.rank();
     std::vector<int32_t> out(30, -1), in(30, static_cast<int32_t>(me));

@@ -79,7 +79,7 @@ TEST(the_root_cause_is_named_and_not_the_rank_that_gave_up_because_of_it) {
   CHECK_CONTAINS(reports[2].text, "SIGKILL");
 }
 
-TEST(a_closed_peer_is_said_to_have_left) {
+TEST_ANY_PEERS(a_closed_peer_is_said_to_have_left) {
   run_ranks(2, [](Communicator& communicator) {
     float x = 1;
     if (communicator.rank() == 1) return;
@@ -90,7 +90,7 @@ TEST(a_closed_peer_is_said_to_have_left) {
   });
 }
 
-TEST(a_rank_that_does_not_come_is_named_at_the_deadline) {
+TEST_ANY_PEERS(a_rank_that_does_not_come_is_named_at_the_deadline) {
   run_ranks(3, [](Communicator& communicator) {
     float x = 1;
     if (communicator.rank() == 2) {
@@ -107,7 +107,7 @@ TEST(a_rank_that_does_not_come_is_named_at_the_deadline) {
   });
 }
 
-TEST(a_wait_with_a_shorter_deadline_leaves_the_collective_running) {
+TEST_ANY_PEERS(a_wait_with_a_shorter_deadline_leaves_the_collective_running) {
   run_ranks(2, [](Communicator& communicator) {
     float x = 1;
     if (communicator.rank() == 1) usleep(300000);
@@ -122,7 +122,7 @@ TEST(a_wait_with_a_shorter_deadline_leaves_the_collective_running) {
   });
 }
 
-TEST(different_calls_are_refused_on_every_rank_and_the_group_stays_usable) {
+TEST_ANY_PEERS(different_calls_are_refused_on_every_rank_and_the_group_stays_usable) {
   run_ranks(3, [](Communicator& communicator) {
     const bool odd = communicator.rank() == 1;
     std::vector<float> data(40000, 1.0f);
@@ -184,7 +184,7 @@ TEST(lines_of_equal_calls_tell_swapped_ones_from_branches_that_ranks_take_for_th
   CHECK(!silent.look_out_of_step(posted({2, 1}), true));
 }
 
-TEST(abort_wakes_the_own_waiter_and_every_peer) {
+TEST_ANY_PEERS(abort_wakes_the_own_waiter_and_every_peer) {
   run_ranks(3, [](Communicator& communicator) {
     float x = 1;
     if (communicator.rank() == 0) {
@@ -226,4 +226,62 @@ TEST(a_forked_child_neither_hangs_nor_disturbs_its_parent) {
     return text("child %d, sum %.0f", status, static_cast<double>(x));
   });
   for (auto& report : reports) CHECK(report.text == "child 0, sum 2");
+}
+
+TEST_ANY_PEERS(a_rank_that_dies_between_two_calls_is_named_by_every_survivor_whatever_was_lost_on_the_way) {
+  const std::optional<uint64_t> given = schedule();
+  for (uint64_t seed = given.value_or(0); seed <= given.value_or(29); ++seed) {
+    schedule() = seed;
+    const uint32_t world = 2 + seed % 3, victim = seed / 3 % world;
+    const int last = static_cast<int>(seed % 7);
+    run_ranks(world, [&](Communicator& communicator) {
+      for (int call = 0; call < 8; ++call) {
+        if (communicator.rank() == victim && call == last) return die();
+        std::vector<float> data(call % 3 ? 100 : 30000 * (seed % 4), 1.0f);
+        try {
+          communicator.submit(sum_of(data.size()), data.data(), data.data(), 0, call % 2)->wait();
+        } catch (const Error& error) {
+          CHECK(call == last || call == last - 1);  // what it said last may be lost
+          CHECK(error.kind() == ErrorKind::peer_lost);
+          CHECK_CONTAINS(error.what(), text("rank %u (pid ", victim));
+          CHECK_CONTAINS(error.what(), "was killed by SIGKILL");
+          return;
+        }
+        for (float value : data) CHECK(value == static_cast<float>(world));
+      }
+      CHECK(false);
+    });
+  }
+  schedule() = given;
+}
+
+TEST(a_copy_that_fails_or_never_ends_ends_the_call_on_every_rank_with_the_reason) {
+  for (const bool fails : {true, false}) {
+    for (const uint64_t elems : {100, 200000}) {
+      auto broken = [&](Communicator::Options& options) {
+        if (options.rank != 1) return;
+        CopyFaults faults;
+        (fails ? faults.fails : faults.lasts_3_s) = 2;
+        options.device = std::make_shared<SlowDevice>(options.progress->arena()->page().futex, 1, faults);
+      };
+      std::vector<std::vector<float>> data(2, std::vector<float>(elems, 1.0f));  // outlives a late copy
+      run_ranks(
+          2,
+          [&](Communicator& communicator) {
+            auto& mine = data[communicator.rank()];
+            auto [kind, message] = error_of([&] {
+              for (int call = 0; call < 2; ++call)
+                communicator.submit(sum_of(elems), mine.data(), mine.data(), 0.5)->wait();
+            });
+            const std::string reason = fails ? "the slow device has failed" : "for a copy of its own tensor";
+            if (communicator.rank() == 0 && kind == ErrorKind::timeout)
+              CHECK(!fails);  // both deadlines pass at about the same time
+            else
+              CHECK_CONTAINS(message, reason);
+            if (communicator.rank() == 0) return;
+            CHECK(kind == (fails ? ErrorKind::system : ErrorKind::timeout));
+          },
+          60, {}, {}, broken);
+    }
+  }
 }

@@ -17,7 +17,11 @@ namespace {
 
 std::shared_ptr<Communicator> join(uint32_t rank, uint32_t world_size, const std::string& address,
                                    double timeout_s) {
-  Communicator::Options options{rank, world_size, address, "club", {}, {}, {}};
+  Communicator::Options options;
+  options.rank = rank;
+  options.world_size = world_size;
+  options.address = address;
+  options.name = "club";
   options.limits.timeout_s = timeout_s;
   options.limits.waiting_s = 0.3;
   options.progress = std::make_shared<Progress>(std::make_shared<Arena>(size_t{1} << 20));

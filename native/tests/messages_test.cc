@@ -33,7 +33,7 @@ std::vector<int32_t> numbers(uint64_t elems, int32_t first) {
 
 }  // namespace
 
-TEST(messages_of_every_size_arrive_in_both_directions_at_once) {
+TEST_ANY_PEERS(messages_of_every_size_arrive_in_both_directions_at_once) {
   run_ranks(2, [](Communicator& communicator) {
     const uint32_t me = communicator.rank(), peer = 1 - me;
     for (uint64_t elems : {0, 1, 100, 40000, 131072, 1000003}) {
@@ -55,7 +55,7 @@ TEST(messages_of_every_size_arrive_in_both_directions_at_once) {
   });
 }
 
-TEST(messages_with_one_tag_keep_their_order_and_tags_may_overtake) {
+TEST_ANY_PEERS(messages_with_one_tag_keep_their_order_and_tags_may_overtake) {
   run_ranks(2, [](Communicator& communicator) {
     std::vector<std::vector<int32_t>> data(30);
     std::vector<std::shared_ptr<Work>> works;
@@ -75,7 +75,7 @@ TEST(messages_with_one_tag_keep_their_order_and_tags_may_overtake) {
   });
 }
 
-TEST(a_message_from_any_rank_tells_where_it_came_from) {
+TEST_ANY_PEERS(a_message_from_any_rank_tells_where_it_came_from) {
   run_ranks(4, [](Communicator& communicator) {
     if (communicator.rank() == 0) {
       std::vector<bool> seen(4);
@@ -94,7 +94,7 @@ TEST(a_message_from_any_rank_tells_where_it_came_from) {
   });
 }
 
-TEST(ends_that_disagree_are_both_refused_and_the_group_stays_usable) {
+TEST_ANY_PEERS(ends_that_disagree_are_both_refused_and_the_group_stays_usable) {
   run_ranks(2, [](Communicator& communicator) {
     const uint32_t me = communicator.rank();
     auto data = numbers(me == 0 ? 10 : 11, 0);
@@ -108,7 +108,7 @@ TEST(ends_that_disagree_are_both_refused_and_the_group_stays_usable) {
   });
 }
 
-TEST(messages_run_beside_collectives_in_any_order) {
+TEST_ANY_PEERS(messages_run_beside_collectives_in_any_order) {
   run_ranks(3, [](Communicator& communicator) {
     const uint32_t me = communicator.rank();
     for (int round = 0; round < 50; ++round) {
@@ -134,7 +134,7 @@ TEST(messages_run_beside_collectives_in_any_order) {
   });
 }
 
-TEST(every_message_may_have_a_tag_of_its_own) {
+TEST_ANY_PEERS(every_message_may_have_a_tag_of_its_own) {
   run_ranks(2, [](Communicator& communicator) {
     for (int tag = 0; tag < 1000; ++tag) {
       std::vector<int32_t> data{tag};

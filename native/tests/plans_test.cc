@@ -77,8 +77,8 @@ class Simulator {
     return true;
   }
 
-  std::byte* at(const Region& region, uint32_t rank) {
-    Rank& r = ranks_[rank];
+  std::byte* at(const Region& region) {
+    Rank& r = ranks_[region.rank];
     switch (region.place) {
       case Place::send:
         return r.send.data() + region.offset_bytes;
@@ -102,7 +102,7 @@ class Simulator {
         index < meeting(rank) ? rank.plan.before[index] : rank.plan.after[index - meeting(rank) - 1];
     switch (s.kind) {
       case Step::Kind::copy:
-        std::memmove(at(s.to, s.to.rank), at(s.from, s.from.rank), s.bytes);
+        std::memmove(at(s.to), at(s.from), s.bytes);
         break;
       case Step::Kind::advance:
         rank.counters[static_cast<size_t>(s.counter)] = s.value;
@@ -111,13 +111,9 @@ class Simulator {
         break;
       case Step::Kind::reduce: {
         std::vector<const void*> sources;
-        for (uint32_t other = 0; other < ranks_.size(); ++other)
-          sources.push_back(other == r ? at(s.own, r) : at(s.from, other));
-        std::vector<void*> destinations{at(s.to, s.to.rank)};
-        if (s.also.place != Place::none)
-          for (uint32_t other = 0; other < ranks_.size(); ++other)
-            if (s.also.rank == kEveryone ? other != r : other == s.also.rank)
-              destinations.push_back(at(s.also, other));
+        for (const Region& source : s.sources) sources.push_back(at(source));
+        std::vector<void*> destinations;
+        for (const Region& result : s.results) destinations.push_back(at(result));
         find_reduce(call_.dtype, call_.reduction, InstructionSet::baseline)(
             {sources.data(), static_cast<uint32_t>(sources.size()), destinations.data(),
              static_cast<uint32_t>(destinations.size()), s.bytes / size_bytes(call_.dtype),
@@ -201,5 +197,5 @@ TEST(a_plan_can_be_read) {
   std::string text = print(shm_plan(call, {1, 2}, Algorithm::flat, {}));
   CHECK_CONTAINS(text, "copy 32 flat[1]+0 <- send[1]+0");
   CHECK_CONTAINS(text, "meet");
-  CHECK_CONTAINS(text, "reduce 32 recv[1]+0 <- flat[*]+0");
+  CHECK_CONTAINS(text, "reduce 32 recv[1]+0 <- flat[0]+0 send[1]+0");
 }

@@ -9,25 +9,24 @@
 #include <optional>
 #include <string>
 
-#include "shm/arena.h"
+#include "peers/process_page.h"
 
 namespace photinus {
 
 class Processes {
  public:
   struct Process {
-    std::shared_ptr<Segment> arena;
+    std::shared_ptr<ProcessPage> page;
     std::string name;  // "rank 2 (pid 71 on host-b)", by its rank in the group in which it was met first
-    ProcessPage& page() const { return Arena::page_of(*arena); }
   };
 
-  // They are forgotten when no group holds their arena any more.
-  void add(const std::shared_ptr<Segment>& arena, const std::string& name);
+  // They are forgotten when no group holds their page any more.
+  void add(const std::shared_ptr<ProcessPage>& page, const std::string& name);
   std::optional<Process> find(uint64_t id) const;
 
  private:
   struct Entry {
-    std::weak_ptr<Segment> arena;
+    std::weak_ptr<ProcessPage> page;
     std::string name;
   };
   mutable std::mutex mutex_;

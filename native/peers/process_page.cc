@@ -1,4 +1,4 @@
-#include "shm/process_page.h"
+#include "peers/process_page.h"
 
 namespace photinus {
 

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "base/futex.h"
-#include "shm/shared_text.h"
+#include "peers/shared_text.h"
 
 namespace photinus {
 

@@ -1,6 +1,7 @@
 // Messages between two ranks: for each ordered pair of ranks a page of offers. The sender fills a free offer
-// and says where the data lie: in its arena, or flowing through a ring of bytes there. The receiver takes the
-// oldest offer with its tag, copies, and says how it went; the sender then frees the offer.
+// and says where the data lie: in memory that peers see, or flowing through a ring of bytes there. The
+// receiver takes the oldest offer with its tag, copies, and says how it went; the sender then frees the
+// offer.
 //
 //   state      who sets it   meaning
 //   free       sender        may be filled
@@ -12,13 +13,13 @@
 
 #include <atomic>
 #include <cstdint>
-#include <memory>
 
 #include "base/dtype.h"
-#include "shm/mailbox.h"
-#include "shm/segment.h"
+#include "peers/posts.h"
 
 namespace photinus {
+
+inline constexpr uint32_t kOffers = 64;  // that one rank can have pending at another, whatever their tags
 
 enum class OfferState : uint32_t { free, offered, taken, done, refused };
 
@@ -36,7 +37,7 @@ struct alignas(64) Offer {
   std::atomic<int64_t> tag{0};
   Dtype dtype = Dtype::float32, recv_dtype = Dtype::float32;
   uint64_t elems = 0, recv_elems = 0;
-  uint64_t offset = 0;      // in the sender's arena
+  uint64_t offset = 0;      // in the sender's memory that peers see
   uint64_t ring_bytes = 0;  // 0: all data lie at `offset`; otherwise they flow through so many bytes there
   alignas(64) std::atomic<uint64_t> filled{0};   // bytes, by the sender
   alignas(64) std::atomic<uint64_t> drained{0};  // bytes, by the receiver
@@ -45,21 +46,6 @@ struct alignas(64) Offer {
 
   OfferWord look() const { return OfferWord::of(word.load(std::memory_order_seq_cst)); }
   void set(OfferWord to) { word.store(to.packed(), std::memory_order_seq_cst); }
-};
-
-class Channels {
- public:
-  static constexpr uint32_t kOffers = 64;  // that one rank can have pending at another, whatever their tags
-
-  static size_t bytes(uint32_t ranks) { return sizeof(Offer) * kOffers * ranks * ranks; }
-  Channels(std::byte* base, uint32_t ranks) : offers_(reinterpret_cast<Offer*>(base)), ranks_(ranks) {}
-
-  // The offers of one sender to one receiver.
-  Offer* offers(uint32_t from, uint32_t to) const { return offers_ + (from * ranks_ + to) * kOffers; }
-
- private:
-  Offer* offers_;
-  uint32_t ranks_;
 };
 
 }  // namespace photinus

@@ -1,5 +1,5 @@
 // What the ranks of a group tell each other: for each rank a block with its newest call, its counters and the
-// reason it leaves behind. Layout and rules:
+// reason it leaves behind. Rules:
 //
 // * `posted` holds the sequence number of the newest collective that the rank has begun; its descriptor lies
 // in
@@ -7,24 +7,14 @@
 //   ranks post s-1, and so after all have finished s-2: whoever posts s may overwrite what s-2 used. This one
 //   rule protects the descriptors and the flat slots.
 // * The other counters hold sequence and step (see `mark`), so that they only ever grow and a rank that skips
-// steps of an
-//   earlier collective holds nobody up.
-// * Threads sleep on their process's futex (base/futex.h) and announce it in the blocks of the groups they
-// wait for;
-//   whoever advances a counter wakes the futexes of those that announced themselves.
+//   steps of an earlier collective holds nobody up.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
-#include <memory>
-#include <mutex>
-#include <string>
-#include <vector>
 
 #include "base/dtype.h"
-#include "base/futex.h"
-#include "shm/segment.h"
-#include "shm/shared_text.h"
+#include "peers/shared_text.h"
 
 namespace photinus {
 
@@ -39,7 +29,7 @@ struct alignas(64) CallDescriptor {
   Reduction reduction = Reduction::sum;
   uint8_t has_parts = 0;  // whether the rank's parts stand beside it
   uint32_t root = 0;
-  uint64_t send_offset = kNowhere;  // where the buffers lie in the rank's arena, kNowhere: in ordinary memory
+  uint64_t send_offset = kNowhere;  // where the buffers lie in memory that peers see, kNowhere: elsewhere
   uint64_t recv_offset = kNowhere;
   uint32_t label = 0;  // hashes of the texts beside it; 0: none
   uint32_t site = 0;
@@ -52,7 +42,7 @@ struct alignas(64) CallDescriptor {
 // What a rank exchanges with one other rank, where the sizes differ from rank to rank.
 struct PostedPart {
   uint64_t send_elems = 0, recv_elems = 0;
-  uint64_t send_offset = kNowhere;  // in the sender's arena
+  uint64_t send_offset = kNowhere;  // in the sender's memory that peers see
 };
 
 enum class Counter : uint8_t { posted, staged, reduced, finished };
@@ -87,54 +77,8 @@ struct RankBlock {
   std::atomic<uint32_t> culprit{kOwnFault};  // the rank because of which this one has failed
   std::atomic<bool> in_deadlock{false};      // it failed because ranks wait for each other
   SharedText<1024> reason;
-};
 
-class Mailbox {
- public:
-  // Bytes that the mailbox of `ranks` takes at the start of a segment. Fresh memory, all zero, is a mailbox
-  // in which nobody is present: no rank has to prepare it for the others.
-  static size_t bytes(uint32_t ranks);
-
-  // `futexes`: the ranks' processes', by rank.
-  Mailbox(std::shared_ptr<Segment> segment, uint32_t rank, std::vector<Futex*> futexes);
-
-  RankBlock& block(uint32_t rank) const { return blocks_[rank]; }
-  RankBlock& own() const { return blocks_[rank_]; }
-  uint32_t rank() const { return rank_; }
-  uint32_t ranks() const { return ranks_; }
-
-  uint64_t value(uint32_t rank, Counter counter) const {
-    return blocks_[rank].counters[static_cast<size_t>(counter)].value.load(std::memory_order_seq_cst);
-  }
-  // The parts that `rank` posted with call number `sequence`, one for each rank.
-  PostedPart* parts(uint32_t rank, uint64_t sequence) const;
-
-  // Sets the own counter and wakes whoever sleeps.
-  void advance(Counter counter, uint64_t to) const;
-  // Wakes a rank if it announced that it sleeps.
-  void wake(uint32_t rank) const;
-  void wake_all() const;
-
-  // A thread of this rank will sleep, or slept.
-  void announce_sleep() const;
-  void end_sleep() const;
-
-  // Leaves a text that peers read when this rank goes away or fails; later texts replace earlier ones.
-  void set_reason(const std::string& reason) const;
-  std::string reason(uint32_t rank) const { return blocks_[rank].reason.read(); }
-
- private:
-  struct Header {
-    alignas(64) std::atomic<uint32_t> sleepers{0};
-  };
-  Header& header() const { return *reinterpret_cast<Header*>(segment_->base()); }
-
-  std::shared_ptr<Segment> segment_;
-  uint32_t rank_, ranks_;
-  std::vector<Futex*> futexes_;
-  mutable std::mutex writing_reason_;
-  RankBlock* blocks_;
-  PostedPart* parts_;
+  std::atomic<uint64_t>& counter(Counter which) { return counters[static_cast<size_t>(which)].value; }
 };
 
 }  // namespace photinus
