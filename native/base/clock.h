@@ -11,7 +11,8 @@ double now_s();
 // A point in monotonic time by which something must have happened.
 class Deadline {
  public:
-  static Deadline in(double seconds) { return Deadline(now_s(), seconds); }
+  static Deadline in(double seconds) { return from(now_s(), seconds); }
+  static Deadline from(double start_s, double seconds) { return Deadline(start_s, seconds); }
 
   bool passed() const { return now_s() >= start_s_ + limit_s_; }
   double left_s() const;     // never negative

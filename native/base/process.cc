@@ -1,12 +1,14 @@
 #include "base/process.h"
 
 #include <poll.h>
+#include <pthread.h>
 #include <signal.h>
 #include <sys/ioctl.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -106,6 +108,16 @@ std::string host_name() {
   char name[256] = "";
   gethostname(name, sizeof name - 1);
   return name;
+}
+
+pid_t own_pid() {
+  static std::atomic<pid_t> pid{0};
+  static const bool forks_are_seen = [] {
+    pid.store(getpid());
+    pthread_atfork(nullptr, nullptr, [] { pid.store(getpid()); });
+    return true;
+  }();
+  return forks_are_seen ? pid.load(std::memory_order_relaxed) : getpid();
 }
 
 }  // namespace photinus

@@ -27,4 +27,7 @@ std::string what_holds(pid_t pid);
 
 std::string host_name();
 
+// This process's number without a system call; a forked child sees its own.
+pid_t own_pid();
+
 }  // namespace photinus

@@ -58,12 +58,14 @@ void Communicator::close() {
   closed_changed_.notify_all();
 }
 
-void Communicator::check_open(const std::string& what) const {
+// `what` is put into words only where they are needed.
+void Communicator::check_open(const std::function<std::string()>& what) const {
   if (!is_own())
-    throw Error(ErrorKind::aborted, what + ": the communicator belongs to the process that forked this one");
+    throw Error(ErrorKind::aborted,
+                what() + ": the communicator belongs to the process that forked this one");
   if (closing_)
     throw Error(ErrorKind::aborted,
-                what + " in group " + group_->options.name + ": the communicator is closed");
+                what() + " in group " + group_->options.name + ": the communicator is closed");
 }
 
 void Communicator::check(const Submission& given) const {
@@ -148,7 +150,7 @@ std::shared_ptr<Work> Communicator::submit(Submission given) {
   check(given);
   const bool asynchronous = given.asynchronous;
   std::lock_guard lock(mutex_);
-  check_open(describe(given.call));
+  check_open([&] { return describe(given.call); });
   if (sequence_ >= kMaxSequence)
     throw Error(ErrorKind::system,
                 text("group %s has used up its %llu sequence numbers; make a new one",
@@ -161,7 +163,7 @@ std::shared_ptr<Work> Communicator::submit(Submission given) {
 std::shared_ptr<Work> Communicator::submit(const MessageCall& call) {
   check(call);
   std::lock_guard lock(mutex_);
-  check_open(name(call.operation));
+  check_open([&] { return std::string(name(call.operation)); });
   // Tags may be used once each: lanes that nobody uses any more go.
   if (messages_.size() >= kIdleLanes)
     std::erase_if(messages_, [](const auto& entry) {
@@ -179,7 +181,7 @@ std::shared_ptr<Work> Communicator::submit(const MessageCall& call) {
 }
 
 std::unique_ptr<OutsideWait> Communicator::wait_outside(const std::string& key, double timeout_s) {
-  check_open("waiting for " + key);
+  check_open([&] { return "waiting for " + key; });
   return std::make_unique<OutsideWait>(group_, watchdog_, key, timeout_s);
 }
 

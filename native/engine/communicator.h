@@ -16,6 +16,7 @@
 #include <string>
 #include <tuple>
 
+#include "base/process.h"
 #include "engine/collective.h"
 #include "engine/group.h"
 #include "engine/message.h"
@@ -78,9 +79,9 @@ class Communicator {
   explicit Communicator(const Options& options);
   void check(const Submission& submission) const;
   void check(const MessageCall& call) const;
-  void check_open(const std::string& what) const;
+  void check_open(const std::function<std::string()>& what) const;
   bool is_own() const {
-    return group_->owner == getpid();
+    return group_->owner == own_pid();
   }  // and not that of the process that forked this one
 
   std::shared_ptr<Group> group_;

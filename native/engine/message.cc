@@ -48,7 +48,7 @@ std::string MessageWork::description() const {
 
 void MessageWork::begin() {
   if (group_->is_over()) group_->check(description());
-  wait_.emplace(call_.timeout_s > 0 ? call_.timeout_s : group_->options.limits.timeout_s);
+  wait_.emplace(begun_s(), call_.timeout_s > 0 ? call_.timeout_s : group_->options.limits.timeout_s);
   wait_->any_will_do = call_.peer == kAnyRank;
   wait_->is_message = true;
 }

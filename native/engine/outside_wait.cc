@@ -11,7 +11,7 @@ OutsideWait::OutsideWait(std::shared_ptr<Group> group, std::shared_ptr<Watchdog>
     : group_(std::move(group)),
       watchdog_(std::move(watchdog)),
       lane_(uint64_t{CallSite::of(key).hash} << 32 | 1),
-      wait_(timeout_s) {}
+      wait_(now_s(), timeout_s) {}
 
 OutsideWait::~OutsideWait() {
   WaitRecord& record = group_->peers->own().page->wait_record;

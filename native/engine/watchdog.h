@@ -16,7 +16,7 @@ namespace photinus {
 
 // One operation's wait: what it waits for, and what it remembers from look to look.
 struct WaitState {
-  explicit WaitState(double timeout_s) : deadline(Deadline::in(timeout_s)) {}
+  WaitState(double start_s, double timeout_s) : deadline(Deadline::from(start_s, timeout_s)) {}
 
   Deadline deadline;
   double last_look_s = 0;

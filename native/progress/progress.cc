@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "base/error.h"
+#include "base/process.h"
 #include "base/thread.h"
 
 namespace photinus {
@@ -69,6 +70,20 @@ std::shared_ptr<Work> Lane::head() {
   return queue_.empty() ? nullptr : queue_.front();
 }
 
+void Lane::push(const std::shared_ptr<Work>& work) {
+  std::lock_guard lock(mutex_);
+  queue_.push_back(work);
+  if (queue_.size() == 1) first_.store(work.get(), std::memory_order_seq_cst);
+}
+
+std::shared_ptr<Work> Lane::pop() {
+  std::lock_guard lock(mutex_);
+  std::shared_ptr<Work> work = std::move(queue_.front());
+  queue_.pop_front();
+  first_.store(queue_.empty() ? nullptr : queue_.front().get(), std::memory_order_seq_cst);
+  return work;
+}
+
 // A thread that began to wait may have found the lane locked by the progress thread, which will pass over the
 // lane from now on: the waiter must look again. (A waiter that rang here would wake itself for ever.
 // model/lane.pml)
@@ -82,7 +97,7 @@ Progress::Drive Progress::drive(Lane& lane, bool as_progress_thread) {
   if (!driving) return Drive::locked;
   Drive result = Drive::blocked;
   while (true) {
-    std::shared_ptr<Work> work = lane.head();
+    Work* const work = lane.first_.load(std::memory_order_seq_cst);  // lives: only who drives ends it
     if (!work) {
       if (result == Drive::blocked) result = Drive::empty;
       break;
@@ -95,9 +110,9 @@ Progress::Drive Progress::drive(Lane& lane, bool as_progress_thread) {
       const Poll now = work->advance();
       if (now != Poll::blocked) result = Drive::moved;
       if (now != Poll::done) break;
-      end(lane, work, nullptr);
+      end(lane, *work, nullptr);
     } catch (...) {
-      end(lane, work, std::current_exception());
+      end(lane, *work, std::current_exception());
       result = Drive::moved;
     }
   }
@@ -106,16 +121,13 @@ Progress::Drive Progress::drive(Lane& lane, bool as_progress_thread) {
   return result;
 }
 
-void Progress::end(Lane& lane, const std::shared_ptr<Work>& work, std::exception_ptr error) {
-  if (error) work->failed(error);
-  work->error_ = std::move(error);
-  work->ended_s_ = now_s();
-  {
-    std::lock_guard lock(lane.mutex_);
-    lane.queue_.pop_front();
-    in_flight_.fetch_sub(1);
-  }
-  work->done_.store(true, std::memory_order_seq_cst);
+void Progress::end(Lane& lane, Work& work, std::exception_ptr error) {
+  if (error) work.failed(error);
+  work.error_ = std::move(error);
+  work.ended_s_ = now_s();
+  const std::shared_ptr<Work> kept = lane.pop();
+  in_flight_.fetch_sub(1);
+  work.done_.store(true, std::memory_order_seq_cst);
   wake_own_threads();
 }
 
@@ -128,12 +140,12 @@ void Progress::wake_own_threads() {
 double Progress::look_at(Lane& lane, bool caller_waits) {
   std::unique_lock driving(lane.driving_, std::try_to_lock);
   if (!driving) return kSleepSlice_s;
-  std::shared_ptr<Work> work = lane.head();
+  Work* const work = lane.first_.load(std::memory_order_seq_cst);
   if (!work || !work->begun_) return kSleepSlice_s;
   try {
     return work->look(caller_waits);
   } catch (...) {
-    end(lane, work, std::current_exception());
+    end(lane, *work, std::current_exception());
     return 0;
   }
 }
@@ -195,11 +207,8 @@ void Progress::submit(const std::shared_ptr<Lane>& lane, const std::shared_ptr<W
   note_caller();
   work->progress_ = shared_from_this();
   work->lane_ = lane;
-  {
-    std::lock_guard lock(lane->mutex_);
-    lane->queue_.push_back(work);
-    in_flight_.fetch_add(1);
-  }
+  in_flight_.fetch_add(1);
+  lane->push(work);
   if (asynchronous) call_thread(lane);
 }
 
@@ -220,7 +229,7 @@ void Progress::call_thread(const std::shared_ptr<Lane>& lane) {
 void Progress::forget_empty_lanes() {
   std::lock_guard lock(mutex_);
   std::erase_if(lanes_, [](const std::shared_ptr<Lane>& lane) {
-    if (lane->head()) return false;
+    if (!lane->is_empty()) return false;
     lane->listed_.store(false);
     return true;
   });
@@ -278,10 +287,10 @@ void Progress::run() {
 }
 
 void Progress::wait(Work& work, double timeout_s, const std::function<bool()>& interrupted) {
-  if (owner_ != getpid())
+  if (owner_ != own_pid())
     throw Error(ErrorKind::aborted, work.description() + " belongs to the process that forked this one");
   const std::shared_ptr<Lane> lane = work.lane_;
-  const Deadline deadline = Deadline::in(timeout_s);
+  const double until_s = timeout_s > 0 ? now_s() + timeout_s : 0;
   struct Waiting {
     Progress& progress;
     const std::shared_ptr<Lane>& lane;
@@ -291,7 +300,7 @@ void Progress::wait(Work& work, double timeout_s, const std::function<bool()>& i
     ~Waiting() {
       // What is left in the lane goes on without this thread.
       const bool last = lane->waiters_.fetch_sub(1, std::memory_order_seq_cst) == 1;
-      if (last && lane->listed_.load() && lane->head())
+      if (last && lane->listed_.load() && !lane->is_empty())
         progress.call_thread(lane);
       else if (!last)
         progress.wake_own_threads();
@@ -323,7 +332,7 @@ void Progress::wait(Work& work, double timeout_s, const std::function<bool()>& i
     looked = true;
     double nap_s = look_at(*lane, is_stuck(*lane));
     if (work.is_completed()) return 0.0;
-    if (timeout_s > 0 && deadline.passed())
+    if (timeout_s > 0 && now_s() >= until_s)
       throw Error(ErrorKind::timeout,
                   text("%s is not done after waiting %.3g s for it; it is not ended by this",
                        work.description().c_str(), timeout_s));
@@ -331,7 +340,7 @@ void Progress::wait(Work& work, double timeout_s, const std::function<bool()>& i
       work.abandon("interrupted by a signal while waiting for " + work.description());
       throw Error(ErrorKind::interrupted, "interrupted while waiting for " + work.description());
     }
-    return timeout_s > 0 ? std::min(nap_s, deadline.left_s()) : nap_s;
+    return timeout_s > 0 ? std::clamp(until_s - now_s(), 0.0, nap_s) : nap_s;
   };
   struct MovedOn {
     Work& work;

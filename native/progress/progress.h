@@ -31,17 +31,20 @@ class Lane {
  public:
   // `peers`: the ranks for which this lane's operations wait.
   Lane(std::shared_ptr<Peers> peers, const SpinTimes& times) : peers_(std::move(peers)), spin_(times) {}
-  bool is_empty() { return !head(); }
+  bool is_empty() const { return !first_.load(std::memory_order_seq_cst); }
 
  private:
   friend class Progress;
   std::shared_ptr<Work> head();
+  void push(const std::shared_ptr<Work>& work);
+  std::shared_ptr<Work> pop();
 
   const std::shared_ptr<Peers> peers_;
   const SpinTimes spin_;
   std::mutex mutex_;  // guards queue_
   std::deque<std::shared_ptr<Work>> queue_;
-  std::mutex driving_;  // held while the head is driven
+  std::atomic<Work*> first_{nullptr};  // of queue_
+  std::mutex driving_;                 // held while the head is driven
   std::atomic<uint32_t> waiters_{0};
   std::atomic<bool> listed_{false};  // whether the progress thread knows the lane
 };
@@ -76,7 +79,7 @@ class Progress : public std::enable_shared_from_this<Progress> {
   void note_caller();
   bool is_only_caller() const;
   bool is_stuck(Lane& lane) const;
-  void end(Lane& lane, const std::shared_ptr<Work>& work, std::exception_ptr error);
+  void end(Lane& lane, Work& work, std::exception_ptr error);
   void wake_own_threads();
   void hand_over(Lane& lane);
   void call_thread(const std::shared_ptr<Lane>& lane);

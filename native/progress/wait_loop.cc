@@ -6,14 +6,6 @@
 
 namespace photinus {
 
-void pause_cpu() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
 void yield_cpu() {
   sched_yield();
 }

@@ -10,8 +10,15 @@ namespace photinus {
 
 inline constexpr double kSleepSlice_s = 0.1;  // a waiter looks around at least this often, whatever happens
 
-// One turn of spinning, and giving the core to whoever wants it.
-void pause_cpu();
+// One turn of spinning.
+inline void pause_cpu() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+// Gives the core to whoever wants it.
 void yield_cpu();
 
 // How long to wait in which way before sleeping. Long pauses are poison when ranks exceed cores: a spinning
@@ -31,7 +38,13 @@ enum class Poll : uint8_t { blocked, moved, done };
 // last, and ends the wait by throwing.
 template <class Poller, class Announce, class Look>
 void wait_on(Futex& futex, const SpinTimes& times, Poller&& poll, Announce&& announce, Look&& look) {
+  // What is short ends within a few turns; for that no clock is read.
   Poll last = poll();
+  for (int turn = 0; turn < 4 && last != Poll::done; ++turn) {
+    pause_cpu();
+    last = poll();
+  }
+  if (last == Poll::done) return;
   double looked_s = now_s();
   while (last != Poll::done) {
     const double start = now_s();

@@ -32,6 +32,7 @@ class Work {
   virtual int source_rank() const { return -1; }
 
  protected:
+  double begun_s() const { return begun_s_; }
   friend class Progress;
 
   // Does what can be done now. Throws when it failed.

@@ -9,6 +9,7 @@
 
 #include "base/control_group.h"
 #include "base/error.h"
+#include "base/process.h"
 
 namespace photinus {
 namespace {
@@ -102,7 +103,7 @@ void Arena::retire(const void* address) {
 }
 
 void Arena::free(std::byte* address) {
-  if (owner_ != getpid()) return;
+  if (owner_ != own_pid()) return;
   std::lock_guard lock(mutex_);
   size_t start = static_cast<size_t>(address - segment_->base());
   auto block = blocks_.find(start);
