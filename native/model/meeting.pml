@@ -1,5 +1,5 @@
 // The meeting: Communicator::meet and refuse_mismatch (native/engine/communicator.cc), the flat plan of all_reduce
-// (native/collectives/shm_all_reduce.cc), and the rule at the top of native/shm/mailbox.h: whoever posts s has
+// (native/collectives/shm_all_reduce.cc), and the rule at the top of native/peers/posts.h: whoever posts s has
 // finished s-1, so s % 2 is free.
 //
 // RANKS ranks run CALLS collectives. Rank 0 may call something else than the others (a mismatch), at any of them.

@@ -1,4 +1,4 @@
-// No wake-up is lost between ranks: Mailbox::advance and Mailbox::wait (native/shm/mailbox.cc).
+// No wake-up is lost between ranks: ShmPeers::advance (native/shm/shm_peers.cc) and wait_on (native/progress/wait_loop.h).
 //
 // Each rank advances its counter and then waits for all others, ROUNDS times. A lost wake-up leaves a rank asleep
 // for ever, which spin reports as an invalid end state: the sleeper's regular look around is left out on purpose.

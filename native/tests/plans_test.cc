@@ -39,6 +39,11 @@ class Simulator {
     }
   }
 
+  // Runs these plans, one for each rank, in place of the engine's own.
+  void take(const std::vector<Plan>& plans) {
+    for (uint32_t r = 0; r < ranks_.size(); ++r) ranks_[r].plan = plans[r];
+  }
+
   void run(std::mt19937_64& random) {
     std::vector<uint32_t> busy;
     for (uint32_t r = 0; r < ranks_.size(); ++r) busy.push_back(r);
@@ -161,6 +166,75 @@ TEST(plans_give_the_naive_result_in_every_interleaving_tried) {
     }
   }
   CHECK(runs > 1000);
+}
+
+namespace {
+
+// all_reduce of a small tensor on four ranks by a tree: 0 adds 0 and 1 while 2 adds 2 and 3, then 0 adds
+// both.
+Plan tree(uint32_t me, uint64_t bytes) {
+  Plan plan{Algorithm::flat, {}, {}};
+  auto& steps = plan.after;
+  plan.before.push_back(copy_step({Place::flat, me}, {Place::send, me}, bytes));
+  if (me % 2 == 0) {
+    steps.push_back(reduce_step({{Place::slot, me}}, {{Place::flat, me}, {Place::flat, me + 1}}, bytes));
+    steps.push_back(advance_step(Counter::staged, 1));
+  }
+  if (me == 0) {
+    steps.push_back(wait_step(Counter::staged, 1, 2));
+    steps.push_back(reduce_step({{Place::recv, 0}, {Place::slot, 0, bytes}},
+                                {{Place::slot, 0}, {Place::slot, 2}}, bytes));
+    steps.push_back(advance_step(Counter::reduced, 1));
+  } else {
+    steps.push_back(wait_step(Counter::reduced, 1, 0));
+    steps.push_back(copy_step({Place::recv, me}, {Place::slot, 0, bytes}, bytes));
+  }
+  return plan;
+}
+
+}  // namespace
+
+TEST(a_plan_may_name_any_sources_in_the_simulator_and_on_real_memory) {
+  const Call call{Operation::all_reduce, Dtype::int32, Reduction::sum, 0, 25};
+  const uint64_t bytes = 100, ranks = 4;
+  const SlotSizes sizes{512, 512, 4};
+  std::mt19937_64 random(3);
+  std::vector<Plan> plans;
+  for (uint32_t r = 0; r < ranks; ++r) plans.push_back(tree(r, bytes));
+  for (uint64_t seed = 0; seed < 40; ++seed) {
+    std::vector<Bytes> inputs;
+    for (uint32_t r = 0; r < ranks; ++r) inputs.push_back(random_elements(call.dtype, call.elems, random));
+    const auto expected = naive(call, inputs);
+    Simulator simulator(call, Algorithm::flat, false, inputs, sizes);
+    simulator.take(plans);
+    simulator.run(random);
+    for (uint32_t r = 0; r < ranks; ++r) CHECK(simulator.result(r) == expected[r]);
+
+    std::vector<std::shared_ptr<Arena>> arenas(ranks);
+    for (auto& arena : arenas) arena = std::make_shared<Arena>(1 << 20);
+    auto network = std::make_shared<FakeNetwork>(arenas, sizes.bytes(), seed);
+    std::vector<Bytes> results(ranks, Bytes(bytes));
+    std::vector<std::thread> threads;
+    for (uint32_t r = 0; r < ranks; ++r)
+      threads.emplace_back([&, r] {
+        FakePeers peers(network, r);
+        SlowDevice device(arenas[r]->page().futex, seed);
+        Executor executor(peers, device);
+        Memory memory;
+        memory.send = inputs[r].data();
+        memory.recv = results[r].data();
+        memory.sizes = sizes;
+        memory.sequence = 1;
+        auto run = [&](const std::vector<Step>& steps) {
+          for (size_t next = 0; !executor.run(steps, next, call, memory);) std::this_thread::yield();
+        };
+        run(plans[r].before);
+        run({advance_step(Counter::finished, 1), wait_step(Counter::finished, 1)});  // the meeting
+        run(plans[r].after);
+      });
+    for (std::thread& thread : threads) thread.join();
+    CHECK(results == expected);
+  }
 }
 
 TEST(slices_cover_a_message_without_gaps_on_cache_lines) {
