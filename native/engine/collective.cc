@@ -263,8 +263,8 @@ void Collective::await_peers() const {
     while (!is_through(rank) && !deadline.passed()) usleep(200);
 }
 
-void Collective::failed(const std::exception_ptr& error) {
-  group_->ended_with(error);
+void Collective::fail(const std::exception_ptr& error) {
+  group_->keep_error(error);
   if (!executor_.copy().settle(kSettle_s)) Group::retire(group_);
   if (phase_ == Phase::queued || !group_->failure()) return;
   await_peers();

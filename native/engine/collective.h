@@ -70,9 +70,9 @@ class Collective final : public Work {
  private:
   Poll advance() override;
   double look(bool caller_waits) override;
-  void failed(const std::exception_ptr& error) override;
+  void fail(const std::exception_ptr& error) override;
   void abandon(const std::string& reason) override { group_->abort(reason); }
-  void moved_on() override { group_->peers->own().page->wait_record.clear(); }
+  void end_wait() override { group_->peers->own().page->wait_record.clear(); }
 
   bool has_parts() const { return !given_.send_parts.empty(); }
   void begin();

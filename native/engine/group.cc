@@ -71,7 +71,7 @@ void Group::fail(const std::exception_ptr& error, const std::string& reason, uin
   peers->end(Presence::failed, culprit, in_deadlock);
 }
 
-void Group::ended_with(const std::exception_ptr& error) {
+void Group::keep_error(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
   } catch (const PeerLost& lost) {

@@ -67,7 +67,7 @@ class Group {
   void fail(const std::exception_ptr& error, const std::string& reason, uint32_t culprit = kOwnFault,
             bool in_deadlock = false);
   // Keeps the error of an operation if the group is of no more use after it.
-  void ended_with(const std::exception_ptr& error);
+  void keep_error(const std::exception_ptr& error);
   void abort(const std::string& reason);
   // Ends operations with this text; peers are told that this rank has left.
   void leave(const std::string& reason);

@@ -53,8 +53,8 @@ void MessageWork::begin() {
   wait_->is_message = true;
 }
 
-void MessageWork::failed(const std::exception_ptr& error) {
-  group_->ended_with(error);
+void MessageWork::fail(const std::exception_ptr& error) {
+  group_->keep_error(error);
   if (!copy_.settle(kSettle_s)) Group::retire(group_);
 }
 

@@ -42,9 +42,9 @@ class MessageWork : public Work {
 
  protected:
   double look(bool caller_waits) override;
-  void failed(const std::exception_ptr& error) override;
+  void fail(const std::exception_ptr& error) override;
   void abandon(const std::string& reason) override { group_->abort(reason); }
-  void moved_on() override { group_->peers->own().page->wait_record.clear(); }
+  void end_wait() override { group_->peers->own().page->wait_record.clear(); }
   virtual bool can_go_on() const = 0;  // whether advance() would find something to do
   void begin();
   uint64_t bytes() const { return call_.elems * size_bytes(call_.dtype); }

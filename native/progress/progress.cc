@@ -122,7 +122,7 @@ Progress::Drive Progress::drive(Lane& lane, bool as_progress_thread) {
 }
 
 void Progress::end(Lane& lane, Work& work, std::exception_ptr error) {
-  if (error) work.failed(error);
+  if (error) work.fail(error);
   work.error_ = std::move(error);
   work.ended_s_ = now_s();
   const std::shared_ptr<Work> kept = lane.pop();
@@ -324,7 +324,7 @@ void Progress::wait(Work& work, double timeout_s, const std::function<bool()>& i
     }
     if (done()) return Poll::done;
     if (now != Drive::moved) return Poll::blocked;
-    if (looked) work.moved_on();
+    if (looked) work.end_wait();
     looked = false;
     return Poll::moved;
   };
@@ -342,13 +342,13 @@ void Progress::wait(Work& work, double timeout_s, const std::function<bool()>& i
     }
     return timeout_s > 0 ? std::clamp(until_s - now_s(), 0.0, nap_s) : nap_s;
   };
-  struct MovedOn {
+  struct WaitEnd {
     Work& work;
     const bool& looked;
-    ~MovedOn() {
-      if (looked) work.moved_on();
+    ~WaitEnd() {
+      if (looked) work.end_wait();
     }
-  } moved_on{work, looked};
+  } wait_end{work, looked};
   Futex& futex = arena_->page().futex;
   wait_on(futex, lane->spin_, poll, [&] { return SleepScope(futex, asleep); }, look);
 }

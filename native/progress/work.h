@@ -42,11 +42,11 @@ class Work {
   // calls come, so nothing else will be called meanwhile.
   virtual double look(bool caller_waits) = 0;
   // It ended with an error, which other operations of its group may have to know.
-  virtual void failed(const std::exception_ptr& error) = 0;
+  virtual void fail(const std::exception_ptr& error) = 0;
   // The caller gives up waiting for good.
   virtual void abandon(const std::string& reason) = 0;
   // A caller has stopped waiting in vain (what look() told others about it no longer holds).
-  virtual void moved_on() {}
+  virtual void end_wait() {}
 
  private:
   std::shared_ptr<Progress> progress_;  // set from submission on

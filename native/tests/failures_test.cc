@@ -1,6 +1,8 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <list>
+
 #include "processes.h"
 
 using namespace photinus;
@@ -264,7 +266,8 @@ TEST(a_copy_that_fails_or_never_ends_ends_the_call_on_every_rank_with_the_reason
         (fails ? faults.fails : faults.lasts_3_s) = 2;
         options.device = std::make_shared<SlowDevice>(options.progress->arena()->page().futex, 1, faults);
       };
-      std::vector<std::vector<float>> data(2, std::vector<float>(elems, 1.0f));  // outlives a late copy
+      static auto* kept = new std::list<std::vector<std::vector<float>>>;  // a late copy still reads it
+      auto& data = kept->emplace_back(2, std::vector<float>(elems, 1.0f));
       run_ranks(
           2,
           [&](Communicator& communicator) {
