@@ -79,3 +79,11 @@ def test_a_file_that_is_gone_but_listed_is_named(house: Path) -> None:
 def test_an_include_that_goes_up_is_named(house: Path) -> None:
     plant(house, "native/base/clock.h", '#include "kernels/reduce.h"')
     assert "native/base may not include kernels/reduce.h" in check(house)
+
+
+def test_native_folders_that_include_each_other_are_named(house: Path) -> None:
+    plant(house, "native/peers/posts.h", '#include "shm/segment.h"')
+    faults = check(house)
+    assert "circle" in faults
+    assert "shm" in faults.split("circle", 1)[1]
+    assert "peers" in faults.split("circle", 1)[1]
