@@ -91,9 +91,10 @@ soak: native sanitized
 	build/address/tests/soak $(SOAK_S) 4
 	build/thread/tests/soak $(SOAK_S) 3
 
+# Shown as it goes, unlike what runs beside it: to make, a + says that this minds itself. Not so with make -n.
 TESTS ?= tests
 python: setup
-	+$(BIN)/python -m pytest --numprocesses 2 $(PYTEST) $(TESTS)
+	$(if $(findstring n,$(firstword -$(MAKEFLAGS))),,+)$(BIN)/python -m pytest --numprocesses 2 $(PYTEST) $(TESTS)
 
 # On a machine with a GPU there may be no network and no virtual environment: its own Python has all that is needed.
 gpu:
