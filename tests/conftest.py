@@ -15,8 +15,9 @@ import pytest
 from tests import fork_server
 
 _END_S = 5.0  # what ends by itself has so long
-# torch's cache of compiled code, and what its DataLoader leaves when a sample raises, as does every killed process.
-_TORCHS_OWN = ("torchinductor_", "pymp-")
+# torch's cache of compiled code; what its DataLoader leaves when a sample raises, as does every killed process; the
+# folder of a pytest that a test has run.
+_NOT_OURS = ("torchinductor_", "pymp-", "pytest-of-")
 
 
 @pytest.hookimpl(optionalhook=True)  # where pytest-xdist is, as by `make test`
@@ -52,7 +53,7 @@ def folder_of_the_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict
         fork_server.end_servers()
         deadline = time.monotonic() + _END_S
         while True:
-            files = [name for name in os.listdir(folder) if not name.startswith(_TORCHS_OWN)]
+            files = [name for name in os.listdir(folder) if not name.startswith(_NOT_OURS)]
             left = [f"{name} in TMPDIR, there since {seen.get(name, 'the end')}" for name in files]
             left += [f"{name} in /dev/shm" for name in _unused(set(os.listdir("/dev/shm")) - shared)]
             left += _processes_with(folder)
