@@ -30,7 +30,7 @@ test: $(if $(TORCH),,setup)
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target python $(if $(TORCH),,check native sanitized)
 
 quick: setup
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target check python TESTS=tests/unit PYTEST='-m "not (slow or seconds)"'
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target check python TESTS='tests/unit -m "not (slow or seconds)"'
 
 test-all: setup check native sanitized soak
 	$(INSTALL) '.[test,interop]'
@@ -91,10 +91,11 @@ soak: native sanitized
 	build/address/tests/soak $(SOAK_S) 4
 	build/thread/tests/soak $(SOAK_S) 3
 
-# Shown as it goes, unlike what runs beside it: to make, a + says that this minds itself. Not so with make -n.
+# Shown as it goes, unlike what runs beside it: to make, a + says that this minds itself. Not so with make -n, as some
+# tests say; those are no part of this make.
 TESTS ?= tests
 python: setup
-	$(if $(findstring n,$(firstword -$(MAKEFLAGS))),,+)$(BIN)/python -m pytest --numprocesses 2 $(PYTEST) $(TESTS)
+	$(if $(findstring n,$(firstword -$(MAKEFLAGS))),,+)MAKEFLAGS= $(BIN)/python -m pytest --numprocesses 2 $(TESTS)
 
 # On a machine with a GPU there may be no network and no virtual environment: its own Python has all that is needed.
 gpu:
