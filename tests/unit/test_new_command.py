@@ -102,7 +102,7 @@ def test_help_tells_the_options_with_the_config_files_values(template: str, tmp_
 def test_epochs_or_steps_on_the_command_line_stand_in_place_of_the_config_files(tmp_path: Path) -> None:
     project = made(tmp_path / "project", "gpt")
     found = parsed(project, [], ["--steps", "5"], ["--epochs", "2"])
-    assert [(each["epochs"], each["steps"]) for each in found] == [(None, 1200), (None, 5), (2, None)]
+    assert [(each["epochs"], each["steps"]) for each in found] == [(None, 1500), (None, 5), (2, None)]
     code = "from options import options; options(None, counts_steps=True)"
     told = python(project, code, "--epochs", "2", "--steps", "5").stderr
     assert "--epochs 2 and --steps 5: one of both says how long the run is" in told

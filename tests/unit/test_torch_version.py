@@ -78,6 +78,6 @@ def test_the_oldest_and_the_newest_declared_torch_are_tested_by_continuous_integ
 def test_another_torch_has_an_environment_of_its_own() -> None:
     words = ["make", "-n", "test", "TORCH=2.11.0", "TESTS=tests/parity"]
     shown = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True).stdout
-    assert "/photinus/torch2.11.0/bin/python -m pytest --numprocesses 2 tests/parity" in shown
+    assert re.search(r"/photinus/torch2\.11\.0/bin/python -m pytest .*tests/parity", shown)
     assert ".venv/" not in shown
     assert "mypy" not in shown
