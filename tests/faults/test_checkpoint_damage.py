@@ -142,8 +142,8 @@ def test_a_disk_that_fills_up_while_writing_loses_nothing(small_disk: Path, monk
     folder.save(1, state(1), description={})
     save(small_disk / "x.pt", epoch=1)
     before = names(small_disk)
-    for module in ("checkpoint", "statefile"):
-        monkeypatch.setattr(f"photinus.trainer.{module}.require_space", lambda *arguments: None)
+    for module in ("folder", "statefile"):
+        monkeypatch.setattr(f"photinus.trainer.checkpoint.{module}.require_space", lambda *arguments: None)
     for elems in (1_100_000, 2_000_000):
         with pytest.raises(CheckpointError, match=r"no space left .* it needs \d+ bytes .* are free") as caught:
             folder.save(2, state(2, elems=elems), description={})
