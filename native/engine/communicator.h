@@ -24,6 +24,7 @@
 #include "engine/watchdog.h"
 #include "progress/progress.h"
 #include "progress/work.h"
+#include "shm/local_group.h"  // new_address
 
 namespace photinus {
 
