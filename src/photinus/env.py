@@ -126,12 +126,19 @@ LISTEN_FD: Variable[int | None] = Variable(
     None,
     "number of a listening socket that the launcher inherits, to lead a job on several hosts",
 )
-CONDUCTED_AS: Variable[str | None] = Variable(
-    "PHOTINUS_CONDUCTED_AS",
+STARTED_AS: Variable[str | None] = Variable(
+    "PHOTINUS_STARTED_AS",
     str,
     None,
     "the name under which `photinus run --hostfile` knows this host, which sets it: all hosts share a terminal then, "
     "and what concerns all is told there once",
+)
+TERMINALS: Variable[tuple[int, ...] | None] = Variable(
+    "PHOTINUS_TERMINALS",
+    lambda text: tuple(map(int, text.split())),
+    None,
+    "rows and columns of the terminal at which `photinus run --hostfile` was typed, and which of stdout (1) and stderr "
+    "(2) end there; set by it for the host of rank 0, whose output is carried there as it is",
 )
 LAUNCH: Variable[str | None] = Variable(
     "PHOTINUS_LAUNCH",
@@ -168,7 +175,8 @@ ALL: tuple[Variable[object], ...] = (  # type: ignore[assignment]
     INSTRUCTION_SET,
     JOB_SECRET,
     LISTEN_FD,
-    CONDUCTED_AS,
+    STARTED_AS,
+    TERMINALS,
     LAUNCH,
     PREEMPT_AT_STEP,
     STATUS_FILE,

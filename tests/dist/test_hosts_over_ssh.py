@@ -203,10 +203,11 @@ def test_ssh_to_this_machine_and_a_shell_that_prints(tmp_path):
         assert "2 of 2 directions work" in said.stdout
 
 
-OLD_FAR_SIDE = """
-import sys
-from photinus.launcher.ssh.remote_frames import MARK, message
-sys.stdout.buffer.write(MARK + message({"hello": {"photinus": "0.0.1", "address": None, "seen": None}}))
+OLD_REMOTE = """
+import json, sys
+from photinus.launcher.ssh.command import MARK
+hello = {"photinus": "0.0.1", "address": None, "seen": None}
+sys.stdout.buffer.write(MARK + json.dumps({"hello": hello}).encode() + b"\\n")
 sys.stdout.flush()
 sys.stdin.read()
 """
@@ -217,12 +218,12 @@ sys.stdin.read()
     [
         ("/nowhere/python -m photinus.launcher.ssh.remote", "there is no /"),
         (f"{sys.executable} -c 'import photinus.nothing_of_the_kind'", "no Photinus"),
-        (f"{sys.executable} OLD_FAR_SIDE", "it has Photinus 0.0.1, and here is"),
+        (f"{sys.executable} OLD_REMOTE", "it has Photinus 0.0.1, and here is"),
     ],
     ids=["no Python", "no Photinus", "another version"],
 )
 def test_a_host_without_the_same_environment_is_told_so(tmp_path, answers, told):
-    command = answers.replace("OLD_FAR_SIDE", str(script(tmp_path, OLD_FAR_SIDE, "old.py")))
+    command = answers.replace("OLD_REMOTE", str(script(tmp_path, OLD_REMOTE, "old.py")))
     with two_hosts(tmp_path, f"ForceCommand {command}") as place:
         hosts = place.hostfile("host-0 slots=1\nhost-1 slots=1\n")
         begun = time.monotonic()

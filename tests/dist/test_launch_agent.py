@@ -13,14 +13,14 @@ PLAY = """
 import os, sys
 from contextlib import closing
 from pathlib import Path
-from photinus.launcher.workers.guard import guarding
-from photinus.launcher.workers.interrupts import taking_interrupts
+from photinus.launcher.workers.guard import start_guard
+from photinus.launcher.workers.interrupts import handle_signals
 from photinus.launcher.workers.output import Output
-from photinus.launcher.workers.processes import adopting_orphans
+from photinus.launcher.workers.processes import adopt_orphans
 from photinus.launcher.workers.store import StoreProcess
 
 folder = Path(sys.argv[1])
-with guarding() as guard, taking_interrupts() as interrupts, closing(StoreProcess()) as store:
+with start_guard() as guard, handle_signals() as interrupts, closing(StoreProcess()) as store:
     from photinus.launcher.agent import Agent
     from photinus.launcher.hosts.peer_hosts import OneHost, Order
     from photinus.launcher.workers.job import Job
@@ -30,18 +30,18 @@ with guarding() as guard, taking_interrupts() as interrupts, closing(StoreProces
         '''Orders to meet anew in the very moment in which the agent sees the failure.'''
         ordered = False
         def order(self):
-            if not self.ordered and agent._processes.failed():
+            if not self.ordered and agent._processes.any_failed():
                 self.ordered = True
                 return Order("regroup", "host b was lost")
             return super().order()
-        def judged(self, report, check):
+        def verdict_on(self, report, check):
             raise AssertionError("nobody judges what failed before a meeting")
 
     output = Output()
     job = Job(Program("script", str(folder / "train.py")), "mine", 2, 0, 5.0, 1.5, 2, True, dict(os.environ))
     leader = Leader("mine", 2, 0, lambda text, alarm: output.say(text), store=store)
     agent = Agent(job, leader, guard=guard, output=output, interrupts=interrupts)
-    with adopting_orphans():
+    with adopt_orphans():
         verdict = agent.run()
     output.close()
     print("failed" if verdict is not None else f"attempts {agent.attempts}")

@@ -58,7 +58,7 @@ def test_a_second_ctrl_c_ends_at_once(place):
     assert_gone_within(pids, 1.0)
 
 
-def test_a_killed_conductor_leaves_nothing_on_any_host(place):
+def test_a_killed_command_leaves_nothing_on_any_host(place):
     process, pids = start_staying(place)
     begun = time.monotonic()
     process.kill()
@@ -68,7 +68,7 @@ def test_a_killed_conductor_leaves_nothing_on_any_host(place):
     print(f"gone after {time.monotonic() - begun:.1f} s")
 
 
-def test_a_conductor_killed_at_any_moment_leaves_nothing(place):
+def test_a_command_killed_at_any_moment_leaves_nothing(place):
     hosts = place.hostfile("host-0 slots=1\nhost-1 slots=1\n")
     moments = random.Random(5)
     for number in range(12):
@@ -94,10 +94,11 @@ def test_a_host_that_is_cut_off_ends_the_job_within_ten_seconds(tmp_path):
         assert_only_the_server_is_left(place, 30.0)
 
 
-def test_a_killed_far_side_ends_the_job_and_names_the_host(place):
+def test_a_killed_launcher_ends_the_job_and_names_the_host(place):
     process, pids = start_staying(place)
-    (far,) = [pid for pid in place.second.pids() if "hosts.far" in words_of(pid) and "ssh" not in words_of(pid)[:8]]
-    os.kill(far, signal.SIGKILL)
+    # The guard is a fork of the launcher, and younger.
+    launcher = min(pid for pid in place.second.pids() if " -m photinus run " in words_of(pid))
+    os.kill(launcher, signal.SIGKILL)
     ended = finish(process)
     assert ended.code != 0
     assert "host host-1: the connection to it was lost" in ended.err

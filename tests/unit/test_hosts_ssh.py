@@ -5,22 +5,26 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import fields
 
 import pytest
 
+import photinus.launcher.ssh.host as host_module
 from photinus.launcher.command_line.flags import HostFlags, LogFlags, RunFlags, SelectionFlags, parse_run
 from photinus.launcher.command_line.program import Program
 from photinus.launcher.command_line.usage import UsageError
-from photinus.launcher.ssh.command import far_command, is_here
+from photinus.launcher.ssh.command import is_here, remote_command
 from photinus.launcher.ssh.environ import handed_over, variable_files
+from photinus.launcher.ssh.host import RemoteHost, leave, pump
 from photinus.launcher.ssh.hostfile import Host
 from photinus.launcher.ssh.lines import HostLines, Screen
-from photinus.launcher.ssh.remote_frames import MARK, FrameError, Frames, frame, message
 from photinus.launcher.ssh.selection import Share
-from photinus.launcher.ssh.start_hosts import conduct
+from photinus.launcher.ssh.start_hosts import start_hosts
 from photinus.launcher.ssh.trouble import trouble
-from photinus.launcher.ssh.words import words_for
+from photinus.launcher.ssh.words import host_words
+from photinus.version import __version__
 
 A = Host("a", 4, None, "hosts:1")
 
@@ -34,14 +38,24 @@ def test_every_flag_that_does_not_choose_hosts_reaches_the_host(device, excluded
         "--tee 3 --local-ranks-filter 0,2 --no-python ./train --lr 0.1"
     )
     flags = parse_run(typed.split())
-    there = parse_run(words_for(flags, Share(A, count=4), host_rank=1, hosts=3, leader="10.0.0.1", port=29501))
+    there = parse_run(host_words(flags, Share(A, count=4), host_rank=1, hosts=3, leader="10.0.0.1", port=29501))
     assert there.nproc_per_node == 4
     assert (there.hosts.nnodes, there.hosts.node_rank) == ((3, 3), 1)
     assert (there.hosts.leader, there.hosts.port) == ("10.0.0.1", 29501)
     # A field that is added to the flags and not handed over shows here: each is typed above, with another value than
     # its default, or is named as one that this side carries out.
     ours = {
-        RunFlags: {"nproc_per_node", "devices", "dry_run", "hosts", "selection", "logs", "scheduler", excluded},
+        RunFlags: {
+            "nproc_per_node",
+            "devices",
+            "dry_run",
+            "hosts",
+            "selection",
+            "logs",
+            "scheduler",
+            "given",
+            excluded,
+        },
         HostFlags: {"nnodes", "node_rank", "leader", "port", "leads", "local_address"},
         LogFlags: set(),
     }
@@ -73,9 +87,9 @@ def test_every_flag_that_does_not_choose_hosts_reaches_the_host(device, excluded
 )
 def test_workers_of_a_host(typed, share, words):
     flags = parse_run([*typed.split(), "--hostfile", "hosts", "x.py"])
-    assert words_for(flags, share)[: len(words)] == words
-    assert ("--nproc-per-node" in words_for(flags, share)) == ("--nproc-per-node" in words)
-    assert "--nnodes" not in words_for(flags, share)  # one host alone needs no meeting
+    assert host_words(flags, share)[: len(words)] == words
+    assert ("--nproc-per-node" in host_words(flags, share)) == ("--nproc-per-node" in words)
+    assert "--nnodes" not in host_words(flags, share)  # one host alone needs no meeting
 
 
 @pytest.mark.parametrize(
@@ -92,7 +106,7 @@ def test_workers_of_a_host(typed, share, words):
 )
 def test_flags_for_one_host_are_refused_and_not_passed_over(typed, told):
     with pytest.raises(UsageError) as caught:
-        conduct(parse_run([*typed.split(), "--hostfile", "hosts", "x.py"]), run_here=lambda words: 0)
+        start_hosts(parse_run([*typed.split(), "--hostfile", "hosts", "x.py"]), run_here=lambda words: 0)
     assert told in str(caught.value)
 
 
@@ -101,18 +115,18 @@ def test_more_workers_than_slots_are_refused():
     with pytest.raises(
         UsageError, match=r"asks for 5 workers on each host, but a has 4 slots for this job \(hosts:1\)"
     ):
-        words_for(flags, Share(A, count=4))
+        host_words(flags, Share(A, count=4))
 
 
 def test_neither_secret_nor_environment_stands_in_the_command():
-    command = far_command(Host("node1", 2, "root"), here=False, ssh="ssh -i 'a key'", ssh_port=2222)
+    command = remote_command(Host("node1", 2, "root"), here=False, ssh="ssh -i 'a key'", ssh_port=2222)
     assert command[:5] == ["ssh", "-i", "a key", "-p", "2222"]
     assert "BatchMode=yes" in command
     assert any(word.startswith("ConnectTimeout=") for word in command)
     assert command[-2] == "root@node1"
     assert command[-1].startswith("cd /; exec ")
     assert command[-1].endswith(" -m photinus.launcher.ssh.remote")
-    assert "ssh" not in far_command(Host("localhost"), here=True)
+    assert "ssh" not in remote_command(Host("localhost"), here=True)
 
 
 def test_this_host_is_known_by_name_and_by_address():
@@ -195,26 +209,62 @@ def test_each_trouble_names_the_host_and_what_to_do(status, said, told):
         assert words in text
 
 
-def test_frames_come_whole_however_the_bytes_arrive():
-    sent = b"motd\n" + MARK + message({"hello": 1}) + frame(b"o", b"x" * 1000) + frame(b"e", b"")
-    for step in (1, 2, 7, 5000):
-        frames, found = Frames(), []
-        for begin in range(0, len(sent), step):
-            found += frames.take(sent[begin : begin + step])
-        assert [kind for kind, _ in found] == [b"j", b"o", b"e"]
-        assert found[1][1] == b"x" * 1000
-        assert frames.noise == b"motd\n"
+def remote_host(monkeypatch, program: str) -> RemoteHost:
+    """A host where this program is in the place of `remote`."""
+    monkeypatch.setattr(host_module, "remote_command", lambda *_, **__: [sys.executable, "-c", program])
+    return RemoteHost(Host("a"), here=True)
 
 
-def test_what_never_becomes_a_far_side_is_kept_as_noise():
-    frames = Frames()
-    assert list(frames.take(b"bash: no such thing\n")) == []
-    assert (frames.marked, frames.noise) == (False, b"bash: no such thing\n")
+def wait_for(host: RemoteHost, enough: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not enough() and time.monotonic() < deadline:
+        pump([host], 0.1)
 
 
-def test_a_frame_of_another_program_is_refused():
-    with pytest.raises(FrameError):
-        list(Frames().take(MARK + b"hello world"))
+HELLO = f'MARK + b\'{{"hello": {{"photinus": "{__version__}", "address": null, "seen": null}}}}\\n\''
+
+
+def test_answers_are_read_behind_what_a_shell_prints_and_output_behind_the_last_order(monkeypatch):
+    program = (
+        "import os, sys\nfrom photinus.launcher.ssh.command import MARK\n"
+        f"for byte in b'motd\\n' + {HELLO}: os.write(1, bytes([byte]))\n"
+        "sys.stdin.readline(); os.write(1, b'{\"prepared\": {}}\\n')\n"
+        "sys.stdin.readline(); os.write(1, b'{\"x\": 1}'); os.write(2, b'words')\n"
+        "sys.exit(sys.stdin.readline() != '15\\n')"
+    )
+    host = remote_host(monkeypatch, program)
+    try:
+        wait_for(host, lambda: host.hello)
+        host.send({"do": "prepare"})
+        wait_for(host, lambda: host.answers)
+        assert list(host.answers) == [{"prepared": {}}]
+        host.send({"do": "run"})
+        host.pass_signal(15)
+        wait_for(host, lambda: host.done)
+        assert sorted(host.output) == [("err", b"words"), ("out", b'{"x": 1}')]
+        assert (host.ended, host.trouble) == (0, None)
+    finally:
+        leave([host])
+
+
+def test_what_is_printed_in_place_of_a_hello_is_told(monkeypatch):
+    host = remote_host(monkeypatch, "print('bash: no such thing'); raise SystemExit(3)")
+    try:
+        wait_for(host, lambda: host.done)
+        assert host.trouble == "host a: the command there ended with code 3 before it began: bash: no such thing"
+    finally:
+        leave([host])
+
+
+def test_an_answer_of_another_program_is_refused(monkeypatch):
+    program = "import os\nfrom photinus.launcher.ssh.command import MARK\nos.write(1, MARK + b'hello\\n'); input()"
+    host = remote_host(monkeypatch, program)
+    try:
+        wait_for(host, lambda: host.done)
+        assert host.trouble is not None
+        assert host.trouble.startswith("host a: it does not answer as expected")
+    finally:
+        leave([host])
 
 
 class Pipe:

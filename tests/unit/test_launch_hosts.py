@@ -17,7 +17,7 @@ from photinus.errors import LaunchError
 from photinus.launcher.command_line.usage import UsageError
 from photinus.launcher.hosts import join, messages
 from photinus.launcher.hosts.handshake import HandshakeError, RefusedError, answer, key_of, prove
-from photinus.launcher.workers.failures import Death, Raised
+from photinus.launcher.workers.deaths import Death, Raised
 from photinus.launcher.workers.ports import PortTakenError, holder_of, listen, local_addresses_of
 
 

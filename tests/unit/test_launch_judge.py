@@ -7,8 +7,8 @@ import signal
 import pytest
 
 from photinus.launcher.hosts.messages import Report
-from photinus.launcher.hosts.restart_policy import Attempt, Judge, why_not_again
-from photinus.launcher.workers.failures import Death, Raised
+from photinus.launcher.hosts.restart_policy import Attempt, RestartPolicy, reason_to_stop
+from photinus.launcher.workers.deaths import Death, Raised
 from photinus.status import Status, read
 
 KILLED = -signal.SIGKILL
@@ -28,32 +28,32 @@ def attempt(steps, error=None, **fields):
 
 class TestRule:
     def test_an_exception_before_the_first_step_of_a_run_is_not_tried_again(self):
-        said = why_not_again(attempt(0, raised()), [])
+        said = reason_to_stop(attempt(0, raised()), [])
         assert said == "NameError before the first step of the training would come again"
         wrong_use = attempt(0, raised("SystemExit", "argparse.py:1", code=2))
-        assert why_not_again(wrong_use, []).startswith("exit code 2 before the first step")
+        assert reason_to_stop(wrong_use, []).startswith("exit code 2 before the first step")
 
     def test_of_one_rank_alone_as_of_all(self):
-        assert why_not_again(attempt(0, raised(), rank=3), []) is not None
+        assert reason_to_stop(attempt(0, raised(), rank=3), []) is not None
 
     def test_once_a_run_has_begun_the_first_of_its_kind_is_tried_again(self):
-        assert why_not_again(attempt(5, raised()), []) is None
-        assert why_not_again(attempt(0, raised()), [attempt(5, status=KILLED)]) is None
-        assert why_not_again(attempt(0, raised()), [], unknown=True) is None
+        assert reason_to_stop(attempt(5, raised()), []) is None
+        assert reason_to_stop(attempt(0, raised()), [attempt(5, status=KILLED)]) is None
+        assert reason_to_stop(attempt(0, raised()), [], unknown=True) is None
 
     def test_the_same_type_at_the_same_place_is_not_tried_a_third_time_whatever_its_words(self):
         before = [attempt(5, raised(text="rank 0 of 2"))]
-        said = why_not_again(attempt(5, raised(text="rank 1 of 2"), rank=1), before)
+        said = reason_to_stop(attempt(5, raised(text="rank 1 of 2"), rank=1), before)
         assert said == "NameError came again at train.py:7, and training got no further than before"
-        assert why_not_again(attempt(3, raised()), [*before, attempt(5, status=KILLED)]) is not None
+        assert reason_to_stop(attempt(3, raised()), [*before, attempt(5, status=KILLED)]) is not None
 
     @pytest.mark.parametrize("other", [raised("OSError"), raised(place="train.py:8")])
     def test_another_type_or_place_is_tried_again(self, other):
-        assert why_not_again(attempt(5, raised()), [attempt(5, other)]) is None
+        assert reason_to_stop(attempt(5, raised()), [attempt(5, other)]) is None
 
     def test_the_same_is_tried_again_when_the_run_got_further(self):
-        assert why_not_again(attempt(6, raised()), [attempt(5, raised())]) is None
-        assert why_not_again(attempt(6, raised()), [attempt(5, raised()), attempt(6, raised())]) is not None
+        assert reason_to_stop(attempt(6, raised()), [attempt(5, raised())]) is None
+        assert reason_to_stop(attempt(6, raised()), [attempt(5, raised()), attempt(6, raised())]) is not None
 
     @pytest.mark.parametrize(
         "cause",
@@ -66,28 +66,28 @@ class TestRule:
         ],
     )
     def test_signals_lost_ranks_and_memory_kills_are_always_tried_again(self, cause):
-        assert why_not_again(attempt(0, **cause), [attempt(0, **cause)]) is None
+        assert reason_to_stop(attempt(0, **cause), [attempt(0, **cause)]) is None
 
 
 class TestVerdict:
-    def judge(self, judge, *reports, attempt=0, world_size=2):
-        return judge.judge(reports, world_size=world_size, attempt=attempt)
+    def decide(self, judge, *reports, attempt=0, world_size=2):
+        return judge.decide(reports, world_size=world_size, attempt=attempt)
 
     def test_the_furthest_rank_of_all_hosts_counts(self):
-        verdict = self.judge(Judge(3), Report((death(raised()),), (), 0), Report((), (), 4))
+        verdict = self.decide(RestartPolicy(3), Report((death(raised()),), (), 0), Report((), (), 4))
         assert verdict.restart
         assert verdict.text.endswith("photinus: restarting all 2 workers (restart 1 of 3)\n")
-        again = Judge(3)
-        assert not self.judge(again, Report((death(raised()),), ()), Report((), ())).restart
+        again = RestartPolicy(3)
+        assert not self.decide(again, Report((death(raised()),), ()), Report((), ())).restart
 
     def test_a_checkpoint_is_spoken_of_where_there_is_one(self):
-        verdict = self.judge(Judge(3), Report((death(status=KILLED),), (), 4, 4), Report((), (), 4))
+        verdict = self.decide(RestartPolicy(3), Report((death(status=KILLED),), (), 4, 4), Report((), (), 4))
         assert "photinus: restarting all 2 workers from the checkpoint of step 4 (restart 1 of 3)\n" in verdict.text
-        alone = self.judge(Judge(3), Report((death(status=KILLED),), ()), world_size=1)
+        alone = self.decide(RestartPolicy(3), Report((death(status=KILLED),), ()), world_size=1)
         assert "photinus: restarting the worker (restart 1 of 3)\n" in alone.text
 
     def test_what_went_before_hosts_came_or_went_is_not_known(self):
-        assert self.judge(Judge(3), Report((death(raised()),), ()), attempt=2).restart
+        assert self.decide(RestartPolicy(3), Report((death(raised()),), ()), attempt=2).restart
 
 
 def test_the_file_of_a_worker_that_has_told_nothing_is_that_of_one_that_has_not_begun():

@@ -11,9 +11,9 @@ from photinus.launcher.hosts import messages
 from photinus.launcher.hosts.connect import dial
 from photinus.launcher.hosts.handshake import key_of
 from photinus.launcher.hosts.leader import Leader
-from photinus.launcher.hosts.membership import Meeting
+from photinus.launcher.hosts.membership import Membership
 from photinus.launcher.hosts.relay import Relay
-from photinus.launcher.workers.failures import Death, Raised
+from photinus.launcher.workers.deaths import Death, Raised
 from photinus.launcher.workers.ports import listen
 
 KEY = key_of("secret", "job")
@@ -49,7 +49,7 @@ def with_leader(test: Callable[[int], Coroutine[Any, Any, None]], *, max_restart
     async def run() -> None:
         listener = listen("127.0.0.1", 0)
         port: int = listener.getsockname()[1]
-        rules = Meeting(2, 2, join_timeout_s=60.0, last_call_s=1.0)
+        rules = Membership(2, 2, join_timeout_s=60.0, last_call_s=1.0)
         leader = Leader(KEY, rules, max_restarts=max_restarts, job_id="job")
         await leader.open(listener)
         try:

@@ -48,7 +48,7 @@ def test_the_flags_say_what_of_local_rank_1_goes_where(
     words: tuple[str, ...], filed: frozenset[str], shown: frozenset[str]
 ) -> None:
     found = plan(*words)
-    assert (found.filed(1), found.shown(1)) == (filed, shown)
+    assert (found.file_streams(1), found.terminal_streams(1)) == (filed, shown)
 
 
 @pytest.mark.parametrize("shown_ranks", ["", "1", "0,2"])
@@ -66,7 +66,7 @@ def test_the_flags_mean_what_they_mean_to_torchrun(shown_ranks: str, tmp_path: P
             streams = {"out": (theirs.stdouts, theirs.tee_stdouts), "err": (theirs.stderrs, theirs.tee_stderrs)}
             filed = {name for name, (to, _) in streams.items() if to[rank] not in ("", os.devnull)}
             shown = {name for name, (to, teed) in streams.items() if to[rank] == "" or rank in teed}
-            assert (ours.filed(rank), ours.shown(rank)) == (filed, shown), (words, rank)
+            assert (ours.file_streams(rank), ours.terminal_streams(rank)) == (filed, shown), (words, rank)
 
 
 @pytest.mark.parametrize(

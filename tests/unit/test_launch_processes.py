@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from photinus.launcher.command_line.program import Program
-from photinus.launcher.workers.failures import first_cause
+from photinus.launcher.workers.deaths import first_cause
+from photinus.launcher.workers.failure_text import suspension_words
 from photinus.launcher.workers.guard import Guard
-from photinus.launcher.workers.interrupts import Interrupted, taking_interrupts
+from photinus.launcher.workers.interrupts import Interrupted, handle_signals
 from photinus.launcher.workers.output import Output
-from photinus.launcher.workers.processes import Processes, Start, adopting_orphans
-from photinus.launcher.workers.suspension import words_of
+from photinus.launcher.workers.processes import Processes, Start, adopt_orphans
 
 DEADLINE_S = 30.0
 
@@ -44,7 +44,7 @@ def workers(tmp_path, text, count=2):
     script = tmp_path / "script.py"
     script.write_text(f"import os, sys, time, signal\nrank = int(os.environ['RANK'])\n{text}")
     guard, output = NoGuard(), Output()
-    with taking_interrupts() as interrupts, adopting_orphans():
+    with handle_signals() as interrupts, adopt_orphans():
         processes = Processes(Program("script", str(script)), guard=guard, output=output, interrupts=interrupts)
         try:
             processes.start([Start(rank, rank, environ(rank)) for rank in range(count)])
@@ -89,9 +89,9 @@ def test_workers_that_finish_leave_no_death_and_no_process(tmp_path):
     with workers(tmp_path, "sys.exit(0)") as (processes, guard, _):
         pids = processes.pids()
         assert guard.groups == set(pids.values())
-        watch(processes, lambda: not processes.running())
-        assert not processes.failed()
-        assert processes.finished() == [0, 1]
+        watch(processes, lambda: not processes.any_running())
+        assert not processes.any_failed()
+        assert processes.finished_ranks() == [0, 1]
         processes.stop(signal.SIGTERM, 5.0)
         assert processes.deaths() == []
         assert guard.groups == set()
@@ -103,7 +103,7 @@ def test_each_worker_leads_a_session_of_its_own_and_all_but_rank_0_read_nothing(
         f"open({str(tmp_path)!r} + f'/{{rank}}', 'w').write(f'{{os.getsid(0)}} {{os.readlink(\"/proc/self/fd/0\")}}')"
     )
     with workers(tmp_path, text) as (processes, _, _):
-        watch(processes, lambda: not processes.running())
+        watch(processes, lambda: not processes.any_running())
         for rank, pid in processes.pids().items():
             session, stdin = (tmp_path / str(rank)).read_text().split()
             assert int(session) == pid
@@ -113,7 +113,7 @@ def test_each_worker_leads_a_session_of_its_own_and_all_but_rank_0_read_nothing(
 def test_a_kill_is_seen_at_once_and_told_from_an_exception_that_follows(tmp_path):
     text = "if rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(0.3)\nraise RuntimeError('Connection reset by peer')\n"
     with workers(tmp_path, text, count=3) as (processes, _, _):
-        watch(processes, processes.failed)
+        watch(processes, processes.any_failed)
         processes.settle(DEADLINE_S, DEADLINE_S)  # ends by itself once every rank has spoken
         processes.stop(signal.SIGTERM, 5.0)
         deaths = processes.deaths()
@@ -128,7 +128,7 @@ def test_settling_waits_for_the_culprit_while_only_consequences_are_known(tmp_pa
         "if rank == 0: raise RuntimeError('Connection reset by peer')\ntime.sleep(0.6)\nraise ValueError('culprit')\n"
     )
     with workers(tmp_path, text) as (processes, _, _):
-        watch(processes, processes.failed)
+        watch(processes, processes.any_failed)
         processes.settle(0.05, DEADLINE_S)
         processes.stop(signal.SIGTERM, 5.0)
         assert first_cause(processes.deaths()).raised.text == "culprit"
@@ -136,7 +136,7 @@ def test_settling_waits_for_the_culprit_while_only_consequences_are_known(tmp_pa
 
 def test_settling_does_not_wait_for_ranks_that_are_busy(tmp_path):
     with workers(tmp_path, "if rank == 0: sys.exit(3)\ntime.sleep(100)\n") as (processes, _, _):
-        watch(processes, processes.failed)
+        watch(processes, processes.any_failed)
         begun = time.monotonic()
         processes.settle(0.1, DEADLINE_S)
         processes.stop(signal.SIGTERM, DEADLINE_S)
@@ -183,7 +183,7 @@ os._exit(0)
 
 def test_children_of_a_worker_that_finished_end_with_it(tmp_path):
     with workers(tmp_path, LEAVES_A_KID, count=1) as (processes, _, _):
-        watch(processes, lambda: not processes.running())
+        watch(processes, lambda: not processes.any_running())
         kid = int((tmp_path / "script.py.kid").read_text())
         assert alive(kid)
         processes.stop(signal.SIGTERM, 0.0)
@@ -204,7 +204,7 @@ def test_a_worker_that_raised_but_does_not_leave_is_killed_when_its_time_is_over
     text = "import threading\nthreading.Thread(target=time.sleep, args=(100,)).start()\nraise ValueError('bad')\n"
     with workers(tmp_path, text, count=1) as (processes, _, _):
         deadline = time.monotonic() + DEADLINE_S
-        while processes.running() and time.monotonic() < deadline:
+        while processes.any_running() and time.monotonic() < deadline:
             processes.wait(0.05)
             processes.kill_overdue(0.2)
         death = processes.deaths()[0]
@@ -216,10 +216,10 @@ def test_an_error_recorded_by_torch_and_survived_is_not_held_against_a_worker(tm
     record = '{"message": {"message": "ValueError: x", "extraInfo": {"py_callstack": "", "timestamp": "1"}}}'
     text = f"open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write({record!r})\ntime.sleep(0.5)\n"
     with workers(tmp_path, text, count=1) as (processes, _, _):
-        while processes.running():
+        while processes.any_running():
             processes.wait(0.05)
             processes.kill_overdue(0.0)
-        assert (processes.failed(), processes.finished()) == (False, [0])
+        assert (processes.any_failed(), processes.finished_ranks()) == (False, [0])
 
 
 def test_a_second_interrupt_cuts_the_grace_short(tmp_path):
@@ -253,8 +253,8 @@ def test_what_a_worker_saved_is_known_before_it_has_left(tmp_path):
     text += "raise Suspended('step 7')\n"
     with workers(tmp_path, text, count=1) as (processes, _, _):
         wait_until(processes.suspensions)
-        assert processes.running()
-        assert words_of(processes.suspensions()) == "suspended at step 7"
+        assert processes.any_running()
+        assert suspension_words(processes.suspensions()) == "suspended at step 7"
 
 
 def test_waiting_ends_when_an_interrupt_comes(tmp_path):
@@ -272,7 +272,7 @@ def test_waiting_ends_when_an_interrupt_comes(tmp_path):
 def test_an_ignored_signal_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
     try:
-        with taking_interrupts() as interrupts:
+        with handle_signals() as interrupts:
             os.kill(os.getpid(), signal.SIGHUP)
             os.kill(os.getpid(), signal.SIGINT)
             assert interrupts.received == [signal.SIGINT]
@@ -284,11 +284,11 @@ def test_an_ignored_signal_stays_ignored():
 
 def test_before_anything_runs_an_interrupt_strikes_at_once():
     def interrupted_import():
-        with interrupts.striking_at_once():
+        with interrupts.raise_at_once():
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(DEADLINE_S)
 
-    with taking_interrupts() as interrupts:
+    with handle_signals() as interrupts:
         begun = time.monotonic()
         with pytest.raises(Interrupted):
             interrupted_import()
@@ -300,7 +300,7 @@ def test_before_anything_runs_an_interrupt_strikes_at_once():
 
 
 def test_a_worker_that_cannot_be_started_ends_the_others(tmp_path):
-    with taking_interrupts() as interrupts:
+    with handle_signals() as interrupts:
         guard = NoGuard()
         processes = Processes(Program("script", "x" * 200_000), guard=guard, output=Output(), interrupts=interrupts)
         with pytest.raises(OSError, match="Argument list too long"):
@@ -310,8 +310,8 @@ def test_a_worker_that_cannot_be_started_ends_the_others(tmp_path):
 
 LAUNCHER = """
 import os, subprocess, sys, time
-from photinus.launcher.workers.guard import guarding
-with guarding() as guard:
+from photinus.launcher.workers.guard import start_guard
+with start_guard() as guard:
     kid = subprocess.Popen(["sleep", "100"], start_new_session=True)
     gone = subprocess.Popen(["sleep", "100"], start_new_session=True)
     guard.protect(kid.pid)
@@ -348,8 +348,8 @@ def test_the_guard_kills_protected_groups_only_when_the_launcher_did_not_take_le
 
 def test_a_guard_that_was_killed_does_not_disturb_its_launcher():
     code = (
-        "import os, signal\nfrom photinus.launcher.workers.guard import guarding\n"
-        "with guarding() as guard:\n"
+        "import os, signal\nfrom photinus.launcher.workers.guard import start_guard\n"
+        "with start_guard() as guard:\n"
         "    os.kill(guard.pid, signal.SIGKILL)\n"
         "    os.waitid(os.P_PID, guard.pid, os.WEXITED | os.WNOWAIT)\n"
         "    guard.protect(1)\n    guard.release(1)\n"

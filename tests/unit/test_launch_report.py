@@ -8,15 +8,8 @@ import signal
 import pytest
 
 from photinus.launcher.workers.cgroup import OomKills
-from photinus.launcher.workers.failures import (
-    Death,
-    Raised,
-    exit_code_of,
-    first_cause,
-    last_words,
-    signature,
-    tell_failure,
-)
+from photinus.launcher.workers.deaths import Death, Raised, exit_code_of, first_cause, signature
+from photinus.launcher.workers.failure_text import failure_text, last_words
 
 KILLED = -signal.SIGKILL
 GLOO_LOSS = (
@@ -37,7 +30,7 @@ def raised(name, text="", *, at=None, behind=(), code=1, traceback=""):
 
 
 def tell(deaths, *, finished=(), attempt=0, next_step="restarting", **more):
-    return tell_failure(deaths, finished=finished, attempt=attempt, next_step=next_step, **more)
+    return failure_text(deaths, finished=finished, attempt=attempt, next_step=next_step, **more)
 
 
 class TestFirstCause:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import photinus.launcher.workers.worker as worker
-from photinus.launcher.workers.failures import Raised
+from photinus.launcher.workers.deaths import Raised
 
 WORKER = worker.__file__
 

@@ -13,9 +13,9 @@ from torch.nn.functional import cross_entropy
 
 import photinus
 from photinus.launcher.hosts.messages import Report
-from photinus.launcher.hosts.restart_policy import Judge
-from photinus.launcher.workers.failures import Death, Raised
-from photinus.launcher.workers.interrupts import taking_interrupts
+from photinus.launcher.hosts.restart_policy import RestartPolicy
+from photinus.launcher.workers.deaths import Death, Raised
+from photinus.launcher.workers.interrupts import handle_signals
 from photinus.trainer.session import preemption
 from tests.small_run import Net, points, train
 
@@ -156,11 +156,11 @@ def death(rank, **changes):
 
 
 def judged(judge, *deaths):
-    return judge.judge([Report(deaths, (), steps=7)], world_size=2, attempt=0)
+    return judge.decide([Report(deaths, (), steps=7)], world_size=2, attempt=0)
 
 
 def test_the_launcher_starts_suspended_workers_again_and_counts_no_failure():
-    judge = Judge(max_restarts=0)
+    judge = RestartPolicy(max_restarts=0)
     for _ in range(5):
         verdict = judged(judge, death(0), death(1, raised=None, ended_by_us=True, status=-15))
         assert (verdict.restart, verdict.suspended, verdict.delay_s) == (True, True, 0.0)
@@ -173,12 +173,12 @@ def test_the_launcher_starts_suspended_workers_again_and_counts_no_failure():
 
 
 def test_a_rank_that_dies_while_the_others_save_is_a_failure():
-    verdict = judged(Judge(max_restarts=0), death(0), death(1, raised=None, status=-signal.SIGKILL))
+    verdict = judged(RestartPolicy(max_restarts=0), death(0), death(1, raised=None, status=-signal.SIGKILL))
     assert (verdict.restart, verdict.suspended) == (False, False)
 
 
 def test_a_request_that_comes_twice_at_once_is_one_and_ctrl_c_twice_is_impatience():
-    with taking_interrupts() as interrupts:
+    with handle_signals() as interrupts:
         os.kill(os.getpid(), signal.SIGUSR1)
         assert interrupts.suspension_wanted
         assert interrupts.first is None
@@ -188,7 +188,7 @@ def test_a_request_that_comes_twice_at_once_is_one_and_ctrl_c_twice_is_impatienc
         assert not interrupts.impatient
         os.kill(os.getpid(), signal.SIGINT)
         assert interrupts.impatient
-    with taking_interrupts() as interrupts:
+    with handle_signals() as interrupts:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
         assert interrupts.impatient

@@ -21,8 +21,8 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from ..errors import LaunchError
+from ..launcher.workers.deaths import Raised
 from ..launcher.workers.environment import Place, worker_environ
-from ..launcher.workers.failures import Raised
 
 __all__ = ["launch"]
 

@@ -47,14 +47,7 @@ def parser() -> Parser:
 
 @dataclass(frozen=True)
 class Again:
-    """How to start a run once more.
-
-    Attributes:
-        command: the words.
-        folder: the working directory.
-        environ: variables to set.
-        notes: what differs from the last start, for people.
-    """
+    """How to start a run once more."""
 
     command: tuple[str, ...]
     folder: Path
@@ -77,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
     again = plan(Path(words[0]), words[1:])
     for note in again.notes:
         print(f"photinus: note: {note}", file=sys.stderr)
-    print(f"photinus: in {again.folder}: {_told(again)}", file=sys.stderr, flush=True)
+    print(f"photinus: in {again.folder}: {_command_text(again)}", file=sys.stderr, flush=True)
     if not values.dry_run:
         os.chdir(again.folder)
         sys.stdout.flush()
@@ -115,8 +108,12 @@ def _plan(run: Path, config: Mapping[str, Any], added: list[str]) -> Again:
     if shutil.which(python) is None:
         notes.append(f"{python} is not there any more; {sys.executable} takes its place")
         python = sys.executable
-    arguments = list(launch.arguments) if launch is not None else _own(script[2:] if script[0] == "-m" else script[1:])
-    arguments = [*_resuming(arguments, config["options"]["resume"]), *added]
+    arguments = (
+        list(launch.arguments)
+        if launch is not None
+        else _own_arguments(script[2:] if script[0] == "-m" else script[1:])
+    )
+    arguments = [*_resume(arguments, config["options"]["resume"]), *added]
     hosts = list(dict.fromkeys(start["hosts"]))
     if launch is not None:
         command = [python, "-m", "photinus", "run", *launch.words, *arguments]
@@ -131,7 +128,7 @@ def _plan(run: Path, config: Mapping[str, Any], added: list[str]) -> Again:
     if len(hosts) > 1 and not (launch is not None and _starts_all_hosts(launch)):
         raise UsageError(
             f"the run had {len(hosts)} hosts ({', '.join(hosts)}). Start it on each of them as before; on {hosts[0]}, "
-            f"in {folder}: {_told(Again(tuple(command), folder, environ))}"
+            f"in {folder}: {_command_text(Again(tuple(command), folder, environ))}"
         )
     return Again(tuple(command), folder, environ, tuple(notes))
 
@@ -168,12 +165,12 @@ def _check_place(run: Path, folder: Path, out: str) -> None:
         )
 
 
-def _own(arguments: Sequence[str]) -> list[str]:
+def _own_arguments(arguments: Sequence[str]) -> list[str]:
     """Without what a launcher gave to each process."""
     return [word for word in arguments if word.partition("=")[0] not in _OF_A_LAUNCHER]
 
 
-def _resuming(arguments: list[str], resume: str | None) -> list[str]:
+def _resume(arguments: list[str], resume: str | None) -> list[str]:
     """The arguments with --resume auto in the place of what they said."""
     if resume == "auto":
         return arguments
@@ -220,6 +217,6 @@ def _commit(folder: Path) -> str | None:
     return done.stdout.strip()
 
 
-def _told(again: Again) -> str:
+def _command_text(again: Again) -> str:
     changed = [f"{name}={value}" for name, value in again.environ.items() if os.environ.get(name) != value]
     return shlex.join([*(["env", *changed] if changed else []), *again.command])

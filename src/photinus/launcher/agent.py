@@ -8,22 +8,19 @@ from __future__ import annotations
 import signal
 import socket
 import time
-from collections.abc import Callable
+from functools import partial
 
 from ..errors import LaunchError
 from .hosts.messages import Report
-from .hosts.peer_hosts import Colleagues, Formation, Order
+from .hosts.peer_hosts import Order, PeerHosts
 from .hosts.restart_policy import Verdict
 from .workers.cgroup import OomKills, oom_kills
-from .workers.environment import Place, worker_environ
-from .workers.failures import last_words, tell_failure
+from .workers.failure_text import failure_text, last_words, suspension_words
 from .workers.guard import Guard
 from .workers.interrupts import FROM_A_KEYBOARD, Interrupted, Interrupts
-from .workers.job import Job
+from .workers.job import Formation, Job
 from .workers.output import Output
 from .workers.processes import Processes, Start
-from .workers.store import LOOPBACK
-from .workers.suspension import words_of
 
 __all__ = ["Agent"]
 
@@ -37,7 +34,7 @@ class Agent:
 
     Args:
         job: what to run.
-        colleagues: the other hosts, or that there are none.
+        peers: the other hosts, or that there are none.
         guard, output, interrupts: see their modules.
 
     Attributes:
@@ -46,11 +43,9 @@ class Agent:
         suspension: words for it, when the workers saved and left because the launcher was asked to end.
     """
 
-    def __init__(
-        self, job: Job, colleagues: Colleagues, *, guard: Guard, output: Output, interrupts: Interrupts
-    ) -> None:
+    def __init__(self, job: Job, peers: PeerHosts, *, guard: Guard, output: Output, interrupts: Interrupts) -> None:
         self._job = job
-        self._colleagues = colleagues
+        self._peers = peers
         self._guard = guard
         self._output = output
         self._interrupts = interrupts
@@ -73,7 +68,7 @@ class Agent:
         delay_s = 0.0
         try:
             while True:
-                formation = self._colleagues.meet(self._raise_if_interrupted)
+                formation = self._peers.meet(self._raise_if_interrupted)
                 self._wait_out(delay_s)
                 self.attempts += 1
                 oom_before = oom_kills()
@@ -112,31 +107,22 @@ class Agent:
             LaunchError: one of them cannot be started.
         """
         job = self._job
-        starts = []
-        for local_rank in range(job.local_world_size):
-            place = Place(
-                rank=formation.first_rank + local_rank,
-                world_size=formation.world_size,
-                local_rank=local_rank,
-                local_world_size=job.local_world_size,
-                host_rank=formation.host_rank,
-                hosts=len(formation.workers),
-                master_address=LOOPBACK,
-                master_port=formation.store_port,
-                attempt=formation.attempt,
-                max_restarts=job.max_restarts,
-                job_id=formation.job_id,
-                interface=formation.interface,
+        starts = [
+            Start(
+                formation.first_rank + local_rank,
+                local_rank,
+                partial(job.environ, formation, local_rank),
+                job.gpus[local_rank] if job.gpus else "",
             )
-            gpu = job.gpus[local_rank] if job.gpus else ""
-            starts.append(Start(place.rank, local_rank, self._environ_of(place), gpu))
+            for local_rank in range(job.local_world_size)
+        ]
         self._output.begin_attempt(formation.attempt, formation.job_id)
         self._processes = processes = Processes(
             job.program,
             guard=self._guard,
             output=self._output,
             interrupts=self._interrupts,
-            orders=self._colleagues.fd,
+            orders=self._peers.fd,
             temporary=job.temporary,
         )
         try:
@@ -148,17 +134,6 @@ class Agent:
             ) from error
         return processes
 
-    def _environ_of(self, place: Place) -> Callable[[str], dict[str, str]]:
-        """Makes the environment of one worker when its error file is known."""
-        job = self._job
-
-        def make(error_file: str) -> dict[str, str]:
-            return worker_environ(
-                place, job.environ, usable_cores=job.usable_cores, cpu_only=job.cpu_only, error_file=error_file
-            )
-
-        return make
-
     def _watch(self, processes: Processes) -> Order:
         """Waits until the job is done, the hosts are to meet anew, or a worker of this or another host has failed."""
         told_finished = False
@@ -168,42 +143,42 @@ class Agent:
             self._raise_if_interrupted()
             self._pass_on_suspension(processes)
             processes.kill_overdue(self._job.stop_grace_s)
-            if processes.running() and (ended := set(processes.finished()) - told_ended):
+            if processes.any_running() and (ended := set(processes.finished_ranks()) - told_ended):
                 told_ended |= ended
-                self._colleagues.ended(sorted(ended))
-            order = self._colleagues.order()
-            if order is None and not processes.running() and not processes.failed() and not told_finished:
+                self._peers.report_ended(sorted(ended))
+            order = self._peers.order()
+            if order is None and not processes.any_running() and not processes.any_failed() and not told_finished:
                 told_finished = True
-                self._colleagues.finished()
-                order = self._colleagues.order()
+                self._peers.report_finished()
+                order = self._peers.order()
             if order is not None:
                 return order  # before failures: nobody judges those any more that come with an order to meet anew
-            if processes.failed():
+            if processes.any_failed():
                 return Order("stop")
 
     def _report(self, processes: Processes, oom_before: OomKills | None) -> Verdict | Order:
-        """Ends the workers after a failure and tells the colleagues how they ended; returns what follows."""
+        """Ends the workers after a failure and tells the peers how they ended; returns what follows."""
         # Ranks that suspend leave at about the same time, each when it is done with what it has open.
         quiet_s = self._job.stop_grace_s if processes.suspensions() else 0.0
         processes.settle(max(_SETTLE_S, quiet_s), max(_CULPRIT_S, quiet_s))
         self._raise_if_interrupted()
         self._end(signal.SIGTERM, self._job.stop_grace_s)
         self._raise_if_interrupted()
-        deaths, finished = tuple(processes.deaths()), tuple(processes.finished())
+        deaths, finished = tuple(processes.deaths()), tuple(processes.finished_ranks())
         for death in deaths:
             self._output.add_to_log(death.rank, last_words(death))
-        report = Report(deaths, finished, processes.steps(), processes.saved(), oom_before, oom_kills())
-        return self._colleagues.judged(report, self._raise_if_interrupted)
+        report = Report(deaths, finished, processes.steps(), processes.saved_step(), oom_before, oom_kills())
+        return self._peers.verdict_on(report, self._raise_if_interrupted)
 
     def _regroup(self, processes: Processes, order: Order, attempt: int) -> None:
         if processes.suspensions():  # another host's ranks asked them to; they leave when all is saved
             processes.settle(self._job.stop_grace_s, self._job.stop_grace_s)
-        if processes.failed():
+        if processes.any_failed():
             own = [death for death in processes.deaths() if not (death.consequence or death.suspended)]
             if own:
-                told = tell_failure(
+                told = failure_text(
                     own,
-                    finished=processes.finished(),
+                    finished=processes.finished_ranks(),
                     attempt=attempt,
                     next_step="hosts come and go just then: starting all workers again",
                 )
@@ -236,7 +211,7 @@ class Agent:
         number = self._interrupts.first
         if number is not None:
             self._let_save(number)  # before the other hosts hear of it: their ranks take part
-            self._colleagues.leave(f"left, ended by {number.name}", 128 + number)
+            self._peers.leave(f"left, ended by {number.name}", 128 + number)
             raise Interrupted
 
     def _let_save(self, number: signal.Signals) -> None:
@@ -250,7 +225,7 @@ class Agent:
         """Lets the workers save and leave; returns words for that, None when they did not."""
         processes.suspend(self._job.stop_grace_s)
         if processes.suspensions():
-            return words_of(processes.suspensions())
+            return suspension_words(processes.suspensions())
         self._output.say(
             f"photinus: the workers had not saved within {self._job.stop_grace_s:g} s (--stop-grace); the last "
             f"checkpoint is an earlier one\n"

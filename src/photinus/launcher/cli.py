@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from ..env import CONDUCTED_AS
+from ..env import STARTED_AS
 from ..errors import LaunchError, PhotinusError
 from ..version import __version__
 from .command_line.usage import UsageError, closest
@@ -116,7 +116,7 @@ def _unknown(word: str) -> str:
 
 def _host() -> str:
     """Which host says so, where several share a terminal."""
-    name = CONDUCTED_AS.get()
+    name = STARTED_AS.get()
     return "" if name is None else f"host {name}: "
 
 

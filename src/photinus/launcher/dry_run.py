@@ -8,16 +8,15 @@ import socket
 import sys
 
 from .command_line.flags import HostFlags
-from .workers.environment import Place, worker_environ
-from .workers.job import Job
+from .workers.job import Formation, Job
 from .workers.logs import LogPlan
 
-__all__ = ["told"]
+__all__ = ["dry_run_text"]
 
 _CHOSEN_LATER = "chosen when it starts"
 
 
-def told(job: Job, hosts: HostFlags, logs: LogPlan) -> str:
+def dry_run_text(job: Job, hosts: HostFlags, logs: LogPlan) -> str:
     """The job as text: the command, what all workers share, and what is each one's own.
 
     With several hosts the ranks are known only for the first, unless the hosts run equally many workers.
@@ -28,23 +27,9 @@ def told(job: Job, hosts: HostFlags, logs: LogPlan) -> str:
     python = {"script": [sys.executable], "module": [sys.executable, "-m"], "program": []}[program.kind]
     command = [*python, program.target, *program.arguments_of("LOCAL_RANK")]
     own = []
+    formation = Formation((job.local_world_size,) * most, host_rank, 0, job.job_id, 0)
     for rank in range(job.local_world_size):
-        place = Place(
-            rank=host_rank * job.local_world_size + rank,
-            world_size=most * job.local_world_size,
-            local_rank=rank,
-            local_world_size=job.local_world_size,
-            host_rank=host_rank,
-            hosts=most,
-            master_address="127.0.0.1",
-            master_port=0,
-            attempt=0,
-            max_restarts=job.max_restarts,
-            job_id=job.job_id,
-        )
-        environ = worker_environ(
-            place, job.environ, usable_cores=job.usable_cores, cpu_only=job.cpu_only, error_file=_CHOSEN_LATER
-        )
+        environ = job.environ(formation, rank, _CHOSEN_LATER)
         environ |= {"MASTER_PORT": _CHOSEN_LATER, "TORCHELASTIC_RUN_ID": _CHOSEN_LATER}
         own.append({name: value for name, value in environ.items() if os.environ.get(name) != value or _ours(name)})
     shared = {name: value for name, value in own[0].items() if all(each.get(name) == value for each in own)}
@@ -60,7 +45,7 @@ def told(job: Job, hosts: HostFlags, logs: LogPlan) -> str:
         f"{count} on {socket.gethostname()}, in {os.getcwd()}:",
         f"  {shlex.join(command)}",
         f"restarted at most {job.max_restarts} time{'s' * (job.max_restarts != 1)} when one fails",
-        *([logs.told()] if logs.writes else []),
+        *([logs.describe()] if logs.writes else []),
         "",
         "in the environment of all:",
         *(f"  {name}={value}" for name, value in sorted(shared.items())),

@@ -24,7 +24,7 @@ from .. import env
 from ..errors import LaunchError
 from ..world.launchers import read_scheduler
 from . import function
-from .workers.failures import Raised
+from .workers.deaths import Raised
 from .workers.private_folder import private_folder
 
 __all__ = ["launch"]

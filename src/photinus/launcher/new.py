@@ -90,7 +90,7 @@ def main(arguments: Sequence[str]) -> int:
     template = TEMPLATES[name]
     _check_empty(folder)
     files = _write(folder, template)
-    print(_told(folder, name, template, files))
+    print(_summary(folder, name, template, files))
     return 0
 
 
@@ -175,7 +175,7 @@ _MEANINGS = {
 }
 
 
-def _told(folder: Path, name: str, template: Template, files: Sequence[str]) -> str:
+def _summary(folder: Path, name: str, template: Template, files: Sequence[str]) -> str:
     missing = [package for module, package in template.needs if importlib.util.find_spec(module) is None]
     lines = [f"made {folder}: {template.meaning}", ""]
     lines += [f"  {file:<16}{_MEANINGS.get(file, '')}".rstrip() for file in files]

@@ -46,16 +46,16 @@ def main(arguments: Sequence[str]) -> int:
         return sbatch.main(flags, program)
     _record(arguments, program)
     if flags.selection.hostfile is not None:
-        from .ssh.start_hosts import conduct
+        from .ssh.start_hosts import start_hosts
 
-        return conduct(flags, main)
+        return start_hosts(flags, main)
     if flags.selection != SelectionFlags():
-        from .ssh.selection import for_this_host, typed
+        from .ssh.selection import flags_text, for_this_host
 
         try:
             return _start(for_this_host(flags, count_gpus), program)
         except DeviceError as error:
-            raise DeviceError(f"{typed(flags.selection)} asks for GPUs: {error}") from None
+            raise DeviceError(f"{flags_text(flags.selection)} asks for GPUs: {error}") from None
     return _start(flags, program)
 
 
@@ -63,7 +63,7 @@ def _record(arguments: Sequence[str], program: Program) -> None:
     """Puts what was typed into the environment, from where it gets into the run's config.json."""
     if program.target == _FUNCTION:  # of photinus.launch: the call is in a folder that goes with it
         return
-    if env.CONDUCTED_AS.get() is not None and env.LAUNCH.get() is not None:
+    if env.STARTED_AS.get() is not None and env.LAUNCH.get() is not None:
         return  # typed on another host, for all of them
     given = len(arguments) - len(program.arguments)
     launch = Launch(tuple(arguments[:given]), program.arguments, notable(os.environ))
@@ -72,13 +72,13 @@ def _record(arguments: Sequence[str], program: Program) -> None:
 
 def _start(flags: RunFlags, program: Program) -> int:
     """Starts this host's part of the job."""
-    if env.CONDUCTED_AS.get() is None:
+    if env.STARTED_AS.get() is None:
         from .schedulers.detect_scheduler import placed
 
         flags = placed(flags)
     program = program if flags.use_env else with_local_rank(program)
     # Where several launchers share a terminal, the first host's says it for all.
-    says = env.CONDUCTED_AS.get() is None or not flags.hosts.node_rank
+    says = env.STARTED_AS.get() is None or not flags.hosts.node_rank
     if program.local_rank_flag is not None and says:
         told = f"{program.target} takes {program.local_rank_flag}: given to each worker (--use-env leaves it out)"
         print(f"photinus: {told}", file=sys.stderr)

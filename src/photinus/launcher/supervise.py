@@ -17,10 +17,11 @@ from ..torch_version import check_torch
 from .agent import Agent
 from .command_line.flags import RunFlags
 from .command_line.program import Program
-from .dry_run import told
-from .hosts.join import Joined, joining
-from .hosts.member import Me
-from .hosts.peer_hosts import Colleagues, JobEndedError, OneHost
+from .dry_run import dry_run_text
+from .hosts.join import join_job
+from .hosts.member import Member
+from .hosts.peer_hosts import JobEndedError, OneHost, PeerHosts
+from .ssh.lifeline import hold_lifeline
 from .workers.devices import (
     VISIBLE,
     check_devices,
@@ -30,13 +31,13 @@ from .workers.devices import (
     usable_cores,
     visible_devices,
 )
-from .workers.guard import Guard, guarding
-from .workers.interrupts import Interrupted, Interrupts, taking_interrupts
+from .workers.guard import Guard, start_guard
+from .workers.interrupts import Interrupted, Interrupts, handle_signals
 from .workers.job import Job
 from .workers.logs import open_logs, plan_logs
 from .workers.output import Output
 from .workers.ports import listen
-from .workers.processes import adopting_orphans
+from .workers.processes import adopt_orphans
 from .workers.store import LOOPBACK, StoreProcess
 
 __all__ = ["supervise"]
@@ -64,18 +65,19 @@ def supervise(flags: RunFlags, program: Program) -> int:
     job_id = flags.hosts.job_id or uuid.uuid4().hex
     # The guard forks, so it comes before all threads.
     with (
-        guarding() as guard,
-        taking_interrupts() as interrupts,
+        start_guard() as guard,
+        handle_signals() as interrupts,
+        _lifeline(flags.stop_grace_s),
         _output() as output,
         _temporary_folder(guard) as temporary,
         closing(StoreProcess()) as store,
         # A port that is taken is told at once, and other hosts find this one while torch counts GPUs.
-        _joining(flags, job_id, environ, output, interrupts) as joined,
+        _join_job(flags, job_id, environ, output, interrupts) as member,
     ):
         try:
             if flags.devices is not None:
                 environ[VISIBLE] = os.environ[VISIBLE] = visible_devices(flags.devices, environ.get(VISIBLE))
-            with interrupts.striking_at_once():
+            with interrupts.raise_at_once():
                 environ[env.RANKS_PER_GPU.name] = str(flags.ranks_per_gpu)
                 counted: list[int] = []
 
@@ -97,9 +99,9 @@ def supervise(flags: RunFlags, program: Program) -> int:
                 if flags.devices is not None:
                     check_devices(flags.devices, count_gpus())
         except Interrupted:
-            return _interrupted(interrupts, output, "before any worker was started")
+            return _report_interrupt(interrupts, output, "before any worker was started")
         if chosen.reason:
-            where = "" if (name := env.CONDUCTED_AS.get()) is None else f"host {name}: "
+            where = "" if (name := env.STARTED_AS.get()) is None else f"host {name}: "
             plural = "s" if chosen.count != 1 else ""
             output.say(f"photinus: {where}{chosen.count} worker{plural} ({chosen.reason})\n")
         job = Job(
@@ -111,7 +113,7 @@ def supervise(flags: RunFlags, program: Program) -> int:
             interrupt_grace_s=_INTERRUPT_GRACE_S,
             usable_cores=usable_cores(),
             cpu_only=flags.cpu,
-            environ=environ,
+            base_environ=environ,
             preempt_after_s=flags.preempt_after_s,
             gpus=gpu_names(chosen.count, counted[-1] if counted else 0, environ.get(VISIBLE), flags.ranks_per_gpu),
             temporary=temporary,
@@ -119,29 +121,29 @@ def supervise(flags: RunFlags, program: Program) -> int:
         logs = plan_logs(flags.logs)
         logs.check(job.local_world_size)
         if flags.dry_run:
-            print(told(job, flags.hosts, logs))
+            print(dry_run_text(job, flags.hosts, logs))
             return 0
         output.log_to(open_logs(logs))
-        colleagues = _colleagues(flags, job, joined, output, store)
-        agent = Agent(job, colleagues, guard=guard, output=output, interrupts=interrupts)
+        peers = _peers(flags, job, member, output, store)
+        agent = Agent(job, peers, guard=guard, output=output, interrupts=interrupts)
         try:
-            with adopting_orphans():
+            with adopt_orphans():
                 verdict = agent.run()
         except Interrupted:
             if agent.suspension is not None:
                 output.say(f"photinus: {agent.suspension}; the same command goes on from there\n")
-            return _interrupted(interrupts, output, _ended(chosen.count))
+            return _report_interrupt(interrupts, output, _end_text(chosen.count))
         except JobEndedError as ended:
             # A signal to all hosts: another's end is no news then, if it arrives first.
-            if interrupts.comes_within(_SIGNAL_TO_ALL_S if env.CONDUCTED_AS.get() is not None else 0.0):
-                return _interrupted(interrupts, output, _ended(chosen.count))
+            if interrupts.comes_within(_SIGNAL_TO_ALL_S if env.STARTED_AS.get() is not None else 0.0):
+                return _report_interrupt(interrupts, output, _end_text(chosen.count))
             raise LaunchError(f"the job ended: {ended}", exit_code=ended.exit_code) from None
     if verdict is None:
         return 0
-    if joined is not None and not joined.leads and env.CONDUCTED_AS.get() is not None:
+    if member is not None and not member.leads and env.STARTED_AS.get() is not None:
         return verdict.exit_code
     after = f" after {agent.restarts} restart{'s' if agent.restarts > 1 else ''}" if agent.restarts else ""
-    where = f" of host {verdict.host}" if joined is not None else ""
+    where = f" of host {verdict.host}" if member is not None else ""
     raise LaunchError(
         f"the job failed{after}; the first cause was rank {verdict.rank}{where}, see above "
         f"(exit code {verdict.exit_code})",
@@ -157,9 +159,9 @@ def _has_torch() -> bool:
 
 
 @contextmanager
-def _joining(
+def _join_job(
     flags: RunFlags, job_id: str, environ: Mapping[str, str], output: Output, interrupts: Interrupts
-) -> Iterator[Joined | None]:
+) -> Iterator[Member | None]:
     """The other hosts of the job, None when there are none; a port that the user named is looked at first."""
     hosts = flags.hosts
     several = hosts.nnodes is not None and hosts.nnodes[1] > 1
@@ -174,19 +176,19 @@ def _joining(
 
     with ExitStack() as stack:
         try:
-            with interrupts.striking_at_once():
-                joined = stack.enter_context(
-                    joining(hosts, job_id=job_id, max_restarts=flags.max_restarts, environ=environ, say=say)
+            with interrupts.raise_at_once():
+                member = stack.enter_context(
+                    join_job(hosts, job_id=job_id, max_restarts=flags.max_restarts, environ=environ, say=say)
                 )
         except Interrupted:
             number = interrupts.first
             assert number is not None
             raise LaunchError(f"ended by {number.name} before any worker was started", exit_code=128 + number) from None
-        yield joined
+        yield member
 
 
-def _colleagues(flags: RunFlags, job: Job, joined: Joined | None, output: Output, store: StoreProcess) -> Colleagues:
-    if joined is None:
+def _peers(flags: RunFlags, job: Job, member: Member | None, output: Output, store: StoreProcess) -> PeerHosts:
+    if member is None:
 
         def say(text: str, alarm: bool) -> None:
             output.say(text, alarm=alarm)
@@ -194,20 +196,27 @@ def _colleagues(flags: RunFlags, job: Job, joined: Joined | None, output: Output
         port = flags.hosts.port or 0
         return OneHost(job.job_id, job.local_world_size, job.max_restarts, say, store=store, port=port)
     assert flags.hosts.nnodes is not None
-    joined.member.introduce(Me(job.local_world_size, flags.hosts.node_rank, flags.hosts.nnodes, joined.leads))
-    return joined.member
+    member.introduce(job.local_world_size, flags.hosts.node_rank, flags.hosts.nnodes)
+    return member
 
 
-def _ended(workers: int) -> str:
+def _end_text(workers: int) -> str:
     return f"{workers} workers were ended" if workers != 1 else "its worker was ended"
 
 
-def _interrupted(interrupts: Interrupts, output: Output, what: str) -> int:
+def _report_interrupt(interrupts: Interrupts, output: Output, what: str) -> int:
     number = interrupts.first
     assert number is not None
-    if env.CONDUCTED_AS.get() is None:
+    if env.STARTED_AS.get() is None:
         output.say(f"photinus: ended by {number.name}: {what}\n")
     return 128 + number
+
+
+@contextmanager
+def _lifeline(grace_s: float) -> Iterator[None]:
+    if env.STARTED_AS.get() is not None:
+        hold_lifeline(grace_s)
+    yield
 
 
 @contextmanager

@@ -21,19 +21,9 @@ _Part = TypeVar("_Part", "HostFlags", "SelectionFlags", "LogFlags", "SchedulerFl
 
 @dataclass(frozen=True)
 class HostFlags:
-    """Several hosts, each started with the same command.
+    """Several hosts, each started with the same command. None: not typed; `nnodes`: the least and the most.
 
-    Attributes:
-        nnodes: the least and the most hosts; None when the user did not say.
-        node_rank: this host's number; None: in the order in which they come.
-        leader: name or address of the host that leads; None when not said.
-        port: its port; 0: any; None when not said.
-        leads: whether this host leads, when the user said so (torchrun's is_host).
-        job_id: the job's name; None when not said.
-        local_address: what this host listens on and is reached at.
-        join_timeout_s: seconds to wait for the least number of hosts.
-        last_call_s: seconds to wait for more hosts than the least.
-        heartbeat_timeout_s: seconds of silence after which a host counts as lost.
+    `leads`: whether this host leads, where the user said so (torchrun's is_host).
     """
 
     nnodes: tuple[int, int] | None = None
@@ -50,15 +40,7 @@ class HostFlags:
 
 @dataclass(frozen=True)
 class SelectionFlags:
-    """Hosts named in one place and reached over ssh, as DeepSpeed does it.
-
-    Attributes:
-        hostfile: path of the file of hosts.
-        include, exclude: DeepSpeed's words for hosts and devices, as typed.
-        num_nodes, num_gpus: the first so many hosts, and devices of each.
-        ssh: the command that reaches a host; ssh_port: its port.
-        export: names of environment variables to hand over.
-    """
+    """Hosts named in one place and reached over ssh, as DeepSpeed does it. `include` and `exclude` are as typed."""
 
     hostfile: str | None = None
     include: str | None = None
@@ -99,20 +81,12 @@ class SchedulerFlags:
 
 @dataclass(frozen=True)
 class RunFlags:
-    """What the user asked `photinus run` to do.
+    """What the user asked `photinus run` to do; flag_table says what each flag means.
 
     Attributes:
-        program: the script or module with its arguments.
-        nproc_per_node: workers on this host: a number, or "auto", "gpu", "cpu".
-        max_restarts: how often all workers are started anew after one has failed.
-        cpu: hide the GPUs from the workers.
+        nproc_per_node: a number, or "auto", "gpu", "cpu".
         devices: the GPUs that the workers see, by number; None: all.
-        ranks_per_gpu: workers that share a GPU.
-        oversubscribe: more workers than the cores are good for are meant.
-        dry_run: only say what would be started.
-        stop_grace_s: seconds between SIGTERM and SIGKILL for a worker that is asked to leave.
-        use_env: do not give --local_rank to scripts that take it.
-        preempt_after_s: a trial: ask the workers to suspend after so long, once.
+        given: the flags that were typed: by its first spelling, the one that was used and the text behind it.
     """
 
     program: Program
@@ -130,6 +104,7 @@ class RunFlags:
     selection: SelectionFlags = field(default_factory=SelectionFlags)
     logs: LogFlags = field(default_factory=LogFlags)
     scheduler: SchedulerFlags = field(default_factory=SchedulerFlags)
+    given: Mapping[str, tuple[str, str]] = field(default_factory=dict, compare=False, repr=False)
 
 
 def parse_run(arguments: Sequence[str]) -> RunFlags:
@@ -162,6 +137,7 @@ def parse_run(arguments: Sequence[str]) -> RunFlags:
         selection=_part(SelectionFlags, typed),
         logs=_part(LogFlags, typed),
         scheduler=_part(SchedulerFlags, typed),
+        given=values.given,
         **{each.name: typed[each.name] for each in fields(RunFlags) if each.name in typed},
     )
 

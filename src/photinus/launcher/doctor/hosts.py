@@ -15,9 +15,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..ssh.command import check_ssh, find_here
-from ..ssh.host import FarHost, address_towards, leave, pump, reach
+from ..ssh.host import RemoteHost as FarHost
+from ..ssh.host import address_towards, leave, pump, reach
 from ..ssh.hostfile import Host
-from ..workers.interrupts import Interrupts, taking_interrupts
+from ..workers.interrupts import Interrupts
+from ..workers.interrupts import handle_signals as taking_interrupts
 from .finding import Finding, as_json, exit_code, painted, table
 
 __all__ = ["Pair", "examine_hosts", "judge", "matrix", "rounds"]

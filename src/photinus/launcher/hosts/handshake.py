@@ -54,7 +54,7 @@ async def prove(
     try:
         await asyncio.wait_for(_prove(reader, writer, key, purpose.encode(), heard), timeout_s)
     except asyncio.TimeoutError:
-        more = f" after {_shown(heard)}" if heard else ""
+        more = f" after {_excerpt(heard)}" if heard else ""
         raise HandshakeError(f"it accepts the connection and says nothing{more} for {timeout_s:g} s") from None
     except asyncio.IncompleteReadError:
         raise HandshakeError("it closed the connection in the middle of the handshake") from None
@@ -69,10 +69,10 @@ async def _prove(
     while len(heard) < wanted and BANNER.startswith(heard[: len(BANNER)]):
         part = await reader.read(wanted - len(heard))
         if not part:
-            raise HandshakeError("it closed the connection" + (f" after {_shown(heard)}" if heard else ""))
+            raise HandshakeError("it closed the connection" + (f" after {_excerpt(heard)}" if heard else ""))
         heard += part
     if not heard.startswith(BANNER):
-        raise HandshakeError(f"it answers {_shown(heard)}, which is not Photinus")
+        raise HandshakeError(f"it answers {_excerpt(heard)}, which is not Photinus")
     theirs, mine = bytes(heard[len(BANNER) :]), secrets.token_bytes(_NONCE_BYTES)
     writer.write(mine + _proof(key, b"caller", theirs, mine, purpose) + bytes([len(purpose)]) + purpose)
     verdict = await reader.readexactly(1)
@@ -130,6 +130,6 @@ async def _refuse(writer: asyncio.StreamWriter, reason: str) -> None:
     await writer.drain()
 
 
-def _shown(heard: bytes | bytearray) -> str:
+def _excerpt(heard: bytes | bytearray) -> str:
     """The beginning of what a stranger said, printable."""
     return repr(heard[:40].decode("ascii", "backslashreplace")) + (" ..." if len(heard) > 40 else "")

@@ -11,7 +11,6 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 from ... import env
 from ...errors import LaunchError
@@ -21,47 +20,27 @@ from ..command_line.usage import UsageError
 from ..workers.ports import PortTakenError, listen, local_addresses_of
 from .connect import look
 from .handshake import key_of
-from .leader_process import leading
+from .leader_process import start_leader
 from .member import Member
-from .membership import Meeting
+from .membership import Membership
 
-__all__ = ["DEFAULT_PORT", "Joined", "joining"]
+__all__ = ["DEFAULT_PORT", "join_job"]
 
 DEFAULT_PORT = 29500
 _ANY = ("0.0.0.0", "::")
 _NAME_S, _NAME_STEP_S = 60.0, 0.5
 
 
-@dataclass(frozen=True)
-class Joined:
-    """This host's connection to its job.
-
-    Attributes:
-        member: the other hosts, for the agent.
-        leads: whether this host leads.
-    """
-
-    member: Member
-    leads: bool
-
-
 @contextlib.contextmanager
-def joining(
+def join_job(
     flags: HostFlags,
     *,
     job_id: str,
     max_restarts: int,
     environ: Mapping[str, str],
     say: Callable[[str, bool], None],
-) -> Iterator[Joined]:
+) -> Iterator[Member]:
     """Takes part in the job for the duration of the block; leads it, if this is the host to do so.
-
-    Args:
-        flags: number of hosts, leader's address and port, this host's place.
-        job_id: the workers' name for this run, if this host leads.
-        max_restarts: attempts after the first.
-        environ: where the secret is looked for (PHOTINUS_JOB_SECRET).
-        say: prints words on the terminal; with True an alarm.
 
     Raises:
         UsageError: nobody said who leads, or the name does not resolve.
@@ -92,19 +71,20 @@ def joining(
                 )
             if address in _ANY:
                 address = "127.0.0.1" if address == "0.0.0.0" else "::1"
-            rules = Meeting(*flags.nnodes, flags.join_timeout_s, flags.last_call_s, flags.heartbeat_timeout_s)
-            stack.enter_context(leading(listener, key, rules, max_restarts=max_restarts, job_id=job_id))
+            rules = Membership(*flags.nnodes, flags.join_timeout_s, flags.last_call_s, flags.heartbeat_timeout_s)
+            stack.enter_context(start_leader(listener, key, rules, max_restarts=max_restarts, job_id=job_id))
         member = Member(
             address,
             port,
             key,
+            leads=leads,
             join_timeout_s=flags.join_timeout_s,
             heartbeat_timeout_s=flags.heartbeat_timeout_s,
             comes_back=max_restarts > 0 or flags.nnodes[0] < flags.nnodes[1],
             say=say,
         )
         stack.callback(member.close)
-        yield Joined(member, leads)
+        yield member
 
 
 def _listener(

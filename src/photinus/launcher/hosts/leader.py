@@ -21,7 +21,7 @@ from ...version import __version__
 from . import membership, messages
 from .background import splice
 from .handshake import Caller, answer
-from .restart_policy import Judge
+from .restart_policy import RestartPolicy
 
 __all__ = ["Leader"]
 
@@ -31,20 +31,13 @@ _GOODBYE_S = 2.0
 
 
 class Leader:
-    """Leads until `close`. All its methods run in one asyncio loop.
+    """Leads until `close`. All its methods run in one asyncio loop."""
 
-    Args:
-        key: of the job's proofs.
-        rules: the meeting, fresh.
-        max_restarts: attempts after the first, for failures of workers.
-        job_id: identity of the job.
-    """
-
-    def __init__(self, key: bytes, rules: membership.Meeting, *, max_restarts: int, job_id: str) -> None:
+    def __init__(self, key: bytes, rules: membership.Membership, *, max_restarts: int, job_id: str) -> None:
         self._key = key
         self._rules = rules
-        self._judge = Judge(max_restarts)
-        rules.spend_restart = self._judge.spend_restart
+        self._policy = RestartPolicy(max_restarts)
+        rules.spend_restart = self._policy.spend_restart
         self._job_id = job_id
         self._keys = itertools.count()
         self._connected: set[asyncio.StreamWriter] = set()  # proved themselves; introduced or not yet
@@ -138,30 +131,30 @@ class Leader:
         if before is not None and before in self._writers:  # lost to that host, and not yet to us
             self._writers.pop(before).close()
             why = "was lost, and comes back"
-            await self._carry_out(self._rules.gone(before, why, time.monotonic(), lost=True))
+            await self._carry_out(self._rules.remove_host(before, why, time.monotonic(), lost=True))
         try:
-            guest = self._guest(key, hello, writer)
-            acts = self._rules.come(guest, time.monotonic())
-        except membership.NotWelcomeError as error:
+            peer = self._peer(key, hello, writer)
+            acts = self._rules.add(peer, time.monotonic())
+        except membership.RefusedHostError as error:
             messages.write(writer, {"type": "end", "reason": f"this host cannot take part: {error}", "exit_code": 2})
             with contextlib.suppress(OSError, asyncio.TimeoutError):  # it reads that and closes; or it does not
                 await asyncio.wait_for(reader.read(), _GOODBYE_S)
             return
         self._writers[key] = writer
-        if guest.leads:
+        if peer.leads:
             self._own = key
         grace_s = self._rules.heartbeat_timeout_s
         why, lost = "was lost: its launcher ended without a word", True
         try:
             await self._carry_out(acts)
             while True:
-                message = await messages.hear(reader, f"host {guest.name}", grace_s, self._tell)
+                message = await messages.hear(reader, f"host {peer.name}", grace_s, self._tell)
                 if message["type"] == "leave":
                     why, lost = str(message["reason"]), False
-                    if guest.leads:
-                        await self._carry_out(self._rules.end(f"host {guest.name} {why}", int(message["exit_code"])))
+                    if peer.leads:
+                        await self._carry_out(self._rules.end(f"host {peer.name} {why}", int(message["exit_code"])))
                     return
-                await self._heard(key, message)
+                await self._handle(key, message)
         except asyncio.TimeoutError:
             why = f"was lost: nothing was heard of it for {grace_s:g} s"
         except OSError as error:
@@ -172,27 +165,28 @@ class Leader:
             pass
         finally:
             self._writers.pop(key, None)
-            if guest.leads:  # it has the store, and its launcher ends this process
-                await self._carry_out(self._rules.end(f"host {guest.name}, which leads, {why}", 1))
-            await self._carry_out(self._rules.gone(key, why, time.monotonic(), lost=lost))
+            if peer.leads:  # it has the store, and its launcher ends this process
+                await self._carry_out(self._rules.end(f"host {peer.name}, which leads, {why}", 1))
+            await self._carry_out(self._rules.remove_host(key, why, time.monotonic(), lost=lost))
 
-    def _guest(self, key: int, hello: dict[str, Any], writer: asyncio.StreamWriter) -> membership.Guest:
+    def _peer(self, key: int, hello: dict[str, Any], writer: asyncio.StreamWriter) -> membership.PeerHost:
         version, hosts, torch = str(hello["version"]), tuple(hello["nnodes"]), str(hello["torch"])
         host = str(hello["host"])
         if version != __version__:
-            raise membership.NotWelcomeError(
+            raise membership.RefusedHostError(
                 f"{host} has photinus {version}, the host that leads has {__version__}; install the same on all"
             )
         wanted = (self._rules.least, self._rules.most)
         if hosts != wanted:
-            raise membership.NotWelcomeError(
-                f"{host} was started with --nnodes {_shown(hosts)}, the host that leads with {_shown(wanted)}"
+            raise membership.RefusedHostError(
+                f"{host} was started with --nnodes {_nnodes_text(hosts)}, the host that leads with "
+                f"{_nnodes_text(wanted)}"
             )
         if self._torch is None:
             self._torch = torch
         elif self._torch != torch:
             self._tell(f"host {host} has torch {torch}, another has {self._torch}: results may differ, or fail")
-        return membership.Guest(
+        return membership.PeerHost(
             key=key,
             host=host,
             address=str(writer.get_extra_info("peername")[0]),
@@ -201,14 +195,14 @@ class Leader:
             leads=bool(hello["leads"]),
         )
 
-    async def _heard(self, key: int, message: dict[str, Any]) -> None:
+    async def _handle(self, key: int, message: dict[str, Any]) -> None:
         now_s, kind = time.monotonic(), message["type"]
         if kind == "ready":
             await self._carry_out(self._rules.ready(key, now_s))
         elif kind == "finished":
-            await self._carry_out(self._rules.finished(key, now_s))
+            await self._carry_out(self._rules.finish(key, now_s))
         elif kind == "report":
-            await self._carry_out(self._rules.failed(key, messages.report_from_json(message["report"]), now_s))
+            await self._carry_out(self._rules.fail(key, messages.report_from_json(message["report"]), now_s))
         elif kind == "store" and key == self._own:
             self._store_port = int(message["port"])
             for other, form in self._waiting_forms:
@@ -231,8 +225,8 @@ class Leader:
             elif isinstance(act, membership.Regroup):
                 self._tell(f"{act.reason}: the other hosts stop their workers and meet anew")
                 self._send(act.keys, {"type": "regroup", "reason": act.reason, "unharmed": act.unharmed})
-            elif isinstance(act, membership.Judge):
-                await self._carry_out(self._judged(act))
+            elif isinstance(act, membership.Decide):
+                await self._carry_out(self._decide(act))
             elif isinstance(act, membership.End):
                 self._send(tuple(self._writers), {"type": "end", **asdict(act)})
 
@@ -242,15 +236,15 @@ class Leader:
         self._store_port = None
         self._waiting_forms.clear()
         self._token = secrets.token_hex(8)
-        workers = [guest.workers for guest in act.guests]
+        workers = [peer.workers for peer in act.peers]
         first, shares = 0, []
-        for guest in act.guests:
-            last = first + guest.workers - 1
-            shares.append(f"{guest.name} {f'rank {first}' if first == last else f'ranks {first} to {last}'}")
+        for peer in act.peers:
+            last = first + peer.workers - 1
+            shares.append(f"{peer.name} {f'rank {first}' if first == last else f'ranks {first} to {last}'}")
             first = last + 1
         count = f"{len(workers)} host{'s' * (len(workers) > 1)}, {sum(workers)} worker{'s' * (sum(workers) > 1)}"
         self._tell(f"{count}: {', '.join(shares)}")
-        for host_rank, guest in enumerate(act.guests):
+        for host_rank, peer in enumerate(act.peers):
             form = {
                 "type": "form",
                 "workers": workers,
@@ -258,21 +252,21 @@ class Leader:
                 "attempt": act.attempt,
                 "job_id": self._job_id,
                 "token": self._token,
-                "hosts_store": guest.leads,
+                "hosts_store": peer.leads,
             }
-            if guest.leads:
+            if peer.leads:
                 # Its own connection does not say on which interface the others reach it; theirs do.
-                others = [writer for key, writer in self._writers.items() if key != guest.key]
+                others = [writer for key, writer in self._writers.items() if key != peer.key]
                 form["reached_at"] = others[0].get_extra_info("sockname")[0] if others else None
-                self._send((guest.key,), form)
+                self._send((peer.key,), form)
             else:
-                self._waiting_forms.append((guest.key, form))
+                self._waiting_forms.append((peer.key, form))
 
-    def _judged(self, act: membership.Judge) -> list[membership.Act]:
-        verdict = self._judge.judge(act.reports, world_size=act.world_size, attempt=act.attempt)
+    def _decide(self, act: membership.Decide) -> list[membership.Act]:
+        verdict = self._policy.decide(act.reports, world_size=act.world_size, attempt=act.attempt)
         self._tell(verdict.text, alarm=not verdict.suspended)
         self._send(act.keys, {"type": "verdict", **asdict(verdict)})
-        return self._rules.judged(verdict.restart, time.monotonic())
+        return self._rules.go_on(verdict.restart, time.monotonic())
 
     def _send(self, keys: Sequence[int], message: dict[str, Any]) -> None:
         for key in keys:
@@ -286,5 +280,5 @@ class Leader:
             self._send((self._own,), {"type": "say", "text": words, "alarm": alarm})
 
 
-def _shown(hosts: Sequence[int]) -> str:
+def _nnodes_text(hosts: Sequence[int]) -> str:
     return ":".join(map(str, sorted(set(hosts))))

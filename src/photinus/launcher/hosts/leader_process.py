@@ -19,15 +19,17 @@ import sys
 from collections.abc import Iterator
 
 from .leader import Leader
-from .membership import Meeting
+from .membership import Membership
 
-__all__ = ["leading"]
+__all__ = ["start_leader"]
 
 _ENDS_S = 5.0
 
 
 @contextlib.contextmanager
-def leading(listener: socket.socket, key: bytes, rules: Meeting, *, max_restarts: int, job_id: str) -> Iterator[None]:
+def start_leader(
+    listener: socket.socket, key: bytes, rules: Membership, *, max_restarts: int, job_id: str
+) -> Iterator[None]:
     """Runs the leader's process for the duration of the block. Closes the socket here: it is that process's."""
     words = {
         "fd": listener.fileno(),
@@ -74,7 +76,7 @@ async def _lead() -> None:
         line += part
     words = json.loads(line)
     names = ("least", "most", "join_timeout_s", "last_call_s", "heartbeat_timeout_s")
-    rules = Meeting(*(words[name] for name in names))
+    rules = Membership(*(words[name] for name in names))
     leader = Leader(bytes.fromhex(words["key"]), rules, max_restarts=words["max_restarts"], job_id=words["job_id"])
     await leader.open(socket.socket(fileno=words["fd"]))
     over = asyncio.Event()

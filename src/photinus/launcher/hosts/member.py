@@ -15,7 +15,6 @@ import select
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
 
@@ -23,15 +22,16 @@ from ... import env
 from ...errors import LaunchError
 from ...version import __version__
 from ...world.own_address import interface_of
+from ..workers.job import Formation
 from ..workers.store import StoreProcess
 from . import messages
 from .background import Background
 from .connect import dial
-from .peer_hosts import Formation, JobEndedError, Order
+from .peer_hosts import JobEndedError, Order
 from .relay import Relay
 from .restart_policy import Verdict
 
-__all__ = ["Me", "Member"]
+__all__ = ["Member"]
 
 _SAY_AFTER_S = 3.0
 _GOODBYE_S = 2.0
@@ -39,27 +39,8 @@ _CHECK_S = 0.1
 _RELAY_S = 30.0
 
 
-@dataclass(frozen=True)
-class Me:
-    """What this host tells the leader about itself: workers, the place that the user gave it, the number of hosts."""
-
-    workers: int
-    node_rank: int | None
-    nnodes: tuple[int, int]
-    leads: bool
-
-
 class Member:
-    """The other hosts of the job, for this host's agent (see `Colleagues`). Begins to dial with `introduce`.
-
-    Args:
-        address, port: of the leader.
-        key: of the job's proofs.
-        join_timeout_s: how long the leader may take to be there.
-        heartbeat_timeout_s: how long it may be silent before it counts as lost.
-        comes_back: whether the job may go on with this host after that.
-        say: prints words on the terminal.
-    """
+    """The other hosts of the job, for this host's agent (see `PeerHosts`). Begins to dial with `introduce`."""
 
     def __init__(
         self,
@@ -67,6 +48,7 @@ class Member:
         port: int,
         key: bytes,
         *,
+        leads: bool,
         join_timeout_s: float,
         heartbeat_timeout_s: float,
         comes_back: bool,
@@ -79,7 +61,7 @@ class Member:
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._comes_back = comes_back
         self._say = say
-        self._leads = False
+        self.leads = leads
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._came: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
         self._outgoing: asyncio.Queue[Mapping[str, Any]] = asyncio.Queue()
@@ -96,17 +78,17 @@ class Member:
         """Readable when something came from the leader."""
         return self._fd
 
-    def introduce(self, me: Me) -> None:
+    def introduce(self, workers: int, node_rank: int | None, nnodes: tuple[int, int]) -> None:
         """Dials the leader and says who this host is; before the first `meet`."""
-        self._leads = me.leads
         versions = {"version": __version__, "torch": metadata.version("torch")}
         names = {"host": socket.gethostname(), "launcher": secrets.token_hex(8)}
-        self._hello = {"type": "hello", **versions, **names, **asdict(me)}
+        place = {"workers": workers, "node_rank": node_rank, "nnodes": nnodes, "leads": self.leads}
+        self._hello = {"type": "hello", **versions, **names, **place}
         self._background = Background("photinus-member")
-        self._background.start(self._live())
+        self._background.start(self._stay_connected())
 
     def meet(self, check: Callable[[], None]) -> Formation:
-        """Says that this host is ready and waits for the next attempt (see `Colleagues.meet`)."""
+        """Says that this host is ready and waits for the next attempt (see `PeerHosts.meet`)."""
         self._send({"type": "ready"})
         while True:
             message = self._next(check)
@@ -116,7 +98,7 @@ class Member:
                 self._send({"type": "ready"})
 
     def order(self) -> Order | None:
-        """The leader's next order, None when none has come (see `Colleagues.order`)."""
+        """The leader's next order, None when none has come (see `PeerHosts.order`)."""
         self._store.check()
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._fd)
@@ -129,25 +111,25 @@ class Member:
             if order is not None:
                 return order
 
-    def ended(self, ranks: Sequence[int]) -> None:
+    def report_ended(self, ranks: Sequence[int]) -> None:
         """Lets the workers of all hosts know, by the store that the leader's host holds."""
-        if self._leads:
+        if self.leads:
             self._store.tell_ended(ranks)
         else:
             self._send({"type": "ended", "ranks": list(ranks)})
 
-    def finished(self) -> None:
+    def report_finished(self) -> None:
         """Tells the leader that all workers of this host ended well."""
         self._send({"type": "finished"})
 
-    def judged(self, report: messages.Report, check: Callable[[], None]) -> Verdict | Order:
+    def verdict_on(self, report: messages.Report, check: Callable[[], None]) -> Verdict | Order:
         """Tells the leader how this host's workers ended, and waits for the verdict, or an order to gather anew."""
         self._send({"type": "report", "report": messages.report_to_json(report)})
         while True:
             message = self._next(check)
             if message["type"] == "verdict":
                 verdict = Verdict(**{name: value for name, value in message.items() if name != "type"})
-                if not self._leads and env.CONDUCTED_AS.get() is None:  # the leader has said all of it, elsewhere
+                if not self.leads and env.STARTED_AS.get() is None:  # the leader has said all of it, elsewhere
                     self._say(verdict.short, not verdict.suspended)
                 return verdict
             order = self._order(message)
@@ -222,14 +204,14 @@ class Member:
         assert self._background is not None
         self._background.call(lambda: self._outgoing.put_nowait(message))
 
-    async def _live(self) -> None:
+    async def _stay_connected(self) -> None:
         """The connection, and others after it when it is lost, from the first attempt to dial until the job ends."""
         try:
             connection = await self._dial()
             while (lost := await self._talk(*connection)) is not None:
                 connection = await self._come_back(*lost)
         except LaunchError as error:
-            self._arrived({"type": "end", "reason": str(error), "exit_code": error.exit_code})
+            self._enqueue({"type": "end", "reason": str(error), "exit_code": error.exit_code})
 
     async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[str, bool] | None:
         """Until the job ends, or the leader is lost: why, and whether that was by silence."""
@@ -242,7 +224,7 @@ class Member:
             while True:
                 message = await messages.hear(reader, "the host that leads the job", grace_s, self._tell)
                 if message.get("type") != "beat":
-                    self._arrived(message)
+                    self._enqueue(message)
                 if message.get("type") == "end":
                     return None
         except asyncio.TimeoutError:
@@ -262,7 +244,7 @@ class Member:
             LaunchError: it closed the connection because it has ended, or does not come back.
         """
         lost = f"the host that leads the job ({self._address} port {self._port}) was lost: {why}"
-        if self._leads or not self._comes_back:
+        if self.leads or not self._comes_back:
             raise LaunchError(lost, exit_code=1)
         if silent:
             self._forget(lost)
@@ -279,7 +261,7 @@ class Member:
         while not self._outgoing.empty():
             self._outgoing.get_nowait()
         self._tell(f"{lost}; this host's workers end, and it comes back")
-        self._arrived({"type": "regroup", "reason": lost})
+        self._enqueue({"type": "regroup", "reason": lost})
 
     async def _speak(self, writer: asyncio.StreamWriter) -> None:
         """Sends what is to be sent, and a sign of life when there is nothing."""
@@ -342,9 +324,9 @@ class Member:
         return await self._relay.open()
 
     def _tell(self, text: str) -> None:
-        if not self._leads:  # there the leader's process does
+        if not self.leads:  # there the leader's process does
             self._say(f"photinus: {text}\n", False)
 
-    def _arrived(self, message: Mapping[str, Any]) -> None:
+    def _enqueue(self, message: Mapping[str, Any]) -> None:
         self._came.put(message)
         os.eventfd_write(self._fd, 1)

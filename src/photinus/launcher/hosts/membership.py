@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from .messages import Report
 
-__all__ = ["Act", "End", "Form", "Guest", "Judge", "Meeting", "NotWelcomeError", "Regroup", "Say", "Stop"]
+__all__ = ["Act", "Decide", "End", "Form", "Membership", "PeerHost", "RefusedHostError", "Regroup", "Say", "Stop"]
 
 _SAY_AFTER_S = 3.0
 _SAY_EVERY_S = 60.0
@@ -27,21 +27,13 @@ _LAST_CALL_AGAIN_S = 1.0
 _FAILED = 1
 
 
-class NotWelcomeError(Exception):
+class RefusedHostError(Exception):
     """The host cannot take part; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
-class Guest:
-    """A host that takes part, or wants to.
-
-    Attributes:
-        key: known to the leader for this connection only.
-        host: its name; address: under which the leader sees it.
-        workers: how many it runs.
-        node_rank: the place that the user gave it, None for any.
-        leads: whether it is the leader's own host.
-    """
+class PeerHost:
+    """A host that takes part, or wants to. `key` is known to the leader for this connection only."""
 
     key: int
     host: str
@@ -60,7 +52,7 @@ class Guest:
 class Form:
     """Start an attempt with these hosts, in the order of their ranks."""
 
-    guests: tuple[Guest, ...]
+    peers: tuple[PeerHost, ...]
     attempt: int
 
 
@@ -82,8 +74,8 @@ class Regroup:
 
 
 @dataclass(frozen=True)
-class Judge:
-    """All have reported: find the verdict, tell all, and call `judged`."""
+class Decide:
+    """All have reported: find the verdict, tell all, and call `go_on`."""
 
     reports: tuple[Report, ...]
     keys: tuple[int, ...]
@@ -106,11 +98,11 @@ class Say:
     text: str
 
 
-Act = Form | Stop | Regroup | Judge | End | Say
+Act = Form | Stop | Regroup | Decide | End | Say
 
 
 @dataclass
-class Meeting:
+class Membership:
     """The state of a job on several hosts.
 
     Attributes:
@@ -129,10 +121,10 @@ class Meeting:
     spend_restart: Callable[[], str] = lambda: ""
     state: str = "gathering"
     attempt: int = -1
-    _guests: dict[int, Guest] = field(default_factory=dict)
+    _peers: dict[int, PeerHost] = field(default_factory=dict)
     _order: list[int] = field(default_factory=list)  # of the last attempt, then of arrival
     _ready: set[int] = field(default_factory=set)
-    _running: tuple[Guest, ...] = ()
+    _running: tuple[PeerHost, ...] = ()
     _finished: set[int] = field(default_factory=set)
     _reports: dict[int, Report] = field(default_factory=dict)
     _lost: list[str] = field(default_factory=list)
@@ -142,71 +134,71 @@ class Meeting:
     _said_s: float | None = None
 
     @property
-    def fixed(self) -> bool:
+    def is_fixed(self) -> bool:
         """Whether hosts may neither come nor go."""
         return self.least == self.most
 
-    def come(self, guest: Guest, now_s: float) -> list[Act]:
+    def add(self, peer: PeerHost, now_s: float) -> list[Act]:
         """A host wants to take part.
 
         Raises:
-            NotWelcomeError: it may not.
+            RefusedHostError: it may not.
         """
-        here = ", ".join(self._guests[key].name for key in self._order)
+        here = ", ".join(self._peers[key].name for key in self._order)
         if self.state == "ended":
-            raise NotWelcomeError("the job has just ended")
-        if len(self._guests) >= self.most or (self.fixed and self.state == "running"):
-            raise NotWelcomeError(
+            raise RefusedHostError("the job has just ended")
+        if len(self._peers) >= self.most or (self.is_fixed and self.state == "running"):
+            raise RefusedHostError(
                 f"the job has its {self.most} host{'s' * (self.most > 1)} already: {here}. Is --nnodes right, or was "
                 f"the command typed twice on one of them?"
             )
-        if guest.node_rank is not None:
-            for other in self._guests.values():
-                if other.node_rank == guest.node_rank:
-                    raise NotWelcomeError(
-                        f"--node-rank {guest.node_rank} is taken by {other.name}; each host needs another, 0 to "
+        if peer.node_rank is not None:
+            for other in self._peers.values():
+                if other.node_rank == peer.node_rank:
+                    raise RefusedHostError(
+                        f"--node-rank {peer.node_rank} is taken by {other.name}; each host needs another, 0 to "
                         f"{self.most - 1} (or none: then they are numbered as they come)"
                     )
         if self._since_s is None:
             self._since_s = now_s
-        self._guests[guest.key] = guest
-        self._order.append(guest.key)
+        self._peers[peer.key] = peer
+        self._order.append(peer.key)
         return []
 
     def ready(self, key: int, now_s: float) -> list[Act]:
         """A host has no workers running (any more), and waits for the next attempt."""
-        runs = any(guest.key == key for guest in self._running)
+        runs = any(peer.key == key for peer in self._running)
         if self.state == "running" and runs:
             return []  # said twice
         self._ready.add(key)
         if self.state == "gathering":
             return self.tick(now_s)
         if self.state == "running":
-            return self._regroup(f"host {self._guests[key].name} has come", now_s, unharmed=not self._finished)
+            return self._regroup(f"host {self._peers[key].name} has come", now_s, unharmed=not self._finished)
         return []
 
-    def failed(self, key: int, report: Report, now_s: float) -> list[Act]:
+    def fail(self, key: int, report: Report, now_s: float) -> list[Act]:
         """A worker of this host failed, or it was asked to stop and report: how its workers ended."""
-        if self.state not in ("running", "settling") or not any(guest.key == key for guest in self._running):
+        if self.state not in ("running", "settling") or not any(peer.key == key for peer in self._running):
             return []
         first = self.state == "running"
         self.state = "settling"
         self._reports[key] = report
-        others = tuple(guest.key for guest in self._running if guest.key != key and guest.key in self._guests)
-        stop = [Stop(others, f"a worker of host {self._guests[key].host} failed")] if first and others else []
+        others = tuple(peer.key for peer in self._running if peer.key != key and peer.key in self._peers)
+        stop = [Stop(others, f"a worker of host {self._peers[key].host} failed")] if first and others else []
         return [*stop, *self._settle(now_s)]
 
-    def finished(self, key: int, now_s: float) -> list[Act]:
+    def finish(self, key: int, now_s: float) -> list[Act]:
         """All workers of this host ended well."""
         self._finished.add(key)
-        if self.state == "running" and all(guest.key in self._finished for guest in self._running):
+        if self.state == "running" and all(peer.key in self._finished for peer in self._running):
             return self._end("", 0)
         return []
 
-    def gone(self, key: int, why: str, now_s: float, *, lost: bool = False) -> list[Act]:
+    def remove_host(self, key: int, why: str, now_s: float, *, lost: bool = False) -> list[Act]:
         """A host is no longer there: `why` is like "was lost: ..." or "left: ..."; one that was lost may come back."""
-        guest = self._guests.pop(key, None)
-        if guest is None:
+        peer = self._peers.pop(key, None)
+        if peer is None:
             return []
         self._order.remove(key)
         self._ready.discard(key)
@@ -214,24 +206,24 @@ class Meeting:
         if self.state == "ended":
             return []
         if self.state == "running" and was_running and key not in self._finished:
-            return self._go_on_without(f"host {guest.name} {why}", now_s, left=not lost)
+            return self._go_on_without(f"host {peer.name} {why}", now_s, left=not lost)
         if self.state == "running" and was_running:
-            return self.finished(key, now_s)
+            return self.finish(key, now_s)
         if self.state == "settling" and was_running:
             self._reports.pop(key, None)
-            self._lost.append(f"host {guest.name} {why}")
+            self._lost.append(f"host {peer.name} {why}")
             self._left |= not lost
             return self._settle(now_s)
-        if self.state == "gathering" and self.fixed and self.attempt >= 0 and not lost:
-            return self._end(f"host {guest.name} {why}", _FAILED)
+        if self.state == "gathering" and self.is_fixed and self.attempt >= 0 and not lost:
+            return self._end(f"host {peer.name} {why}", _FAILED)
         self._said_s = None
-        return [Say(f"host {guest.name} {why}"), *self.tick(now_s)]
+        return [Say(f"host {peer.name} {why}"), *self.tick(now_s)]
 
     def end(self, reason: str, exit_code: int) -> list[Act]:
         """The leader itself wants the job to be over."""
         return [] if self.state == "ended" else self._end(reason, exit_code)
 
-    def judged(self, restart: bool, now_s: float) -> list[Act]:
+    def go_on(self, restart: bool, now_s: float) -> list[Act]:
         """The verdict that was asked for has been told."""
         if not restart:
             self.state = "ended"
@@ -252,7 +244,7 @@ class Meeting:
             return self._say_waiting(now_s)
         if self._enough_since_s is None:
             self._enough_since_s = now_s
-        everybody = count == len(self._guests)
+        everybody = count == len(self._peers)
         last_call_s = self.last_call_s if self.attempt < 0 else min(_LAST_CALL_AGAIN_S, self.last_call_s)
         if everybody and (count == self.most or now_s - self._enough_since_s >= last_call_s):
             return self._form()
@@ -261,8 +253,8 @@ class Meeting:
     def _form(self) -> list[Act]:
         self.state = "running"
         self.attempt += 1
-        self._running = _ranked([self._guests[key] for key in self._order])
-        self._order = [guest.key for guest in self._running]
+        self._running = _ranked([self._peers[key] for key in self._order])
+        self._order = [peer.key for peer in self._running]
         self._ready.clear()
         self._finished.clear()
         self._reports.clear()
@@ -279,27 +271,27 @@ class Meeting:
         return []
 
     def _regroup(self, reason: str, now_s: float, *, unharmed: bool = False) -> list[Act]:
-        keys = tuple(guest.key for guest in self._running if guest.key in self._guests)
+        keys = tuple(peer.key for peer in self._running if peer.key in self._peers)
         self._gather(now_s)
         # Those that have nothing running any more need not be asked twice.
         return [Regroup(keys, reason, unharmed), *self.tick(now_s)]
 
     def _go_on_without(self, reason: str, now_s: float, *, left: bool) -> list[Act]:
         """Hosts went while they were needed: hosts that may come and go meet anew, others if a restart is left."""
-        if not self.fixed:
+        if not self.is_fixed:
             return self._regroup(reason, now_s)
         restart = "" if left else self.spend_restart()
         return self._regroup(f"{reason} ({restart})", now_s) if restart else self._end(reason, _FAILED)
 
     def _settle(self, now_s: float) -> list[Act]:
-        there = [guest for guest in self._running if guest.key in self._guests]
-        if any(guest.key not in self._reports for guest in there):
+        there = [peer for peer in self._running if peer.key in self._peers]
+        if any(peer.key not in self._reports for peer in there):
             return []
         if self._lost:
             return self._go_on_without("; ".join(self._lost), now_s, left=self._left)
-        reports = tuple(self._reports[guest.key] for guest in there)
-        keys = tuple(guest.key for guest in there)
-        return [Judge(reports, keys, sum(guest.workers for guest in self._running), self.attempt)]
+        reports = tuple(self._reports[peer.key] for peer in there)
+        keys = tuple(peer.key for peer in there)
+        return [Decide(reports, keys, sum(peer.workers for peer in self._running), self.attempt)]
 
     def _end(self, reason: str, exit_code: int) -> list[Act]:
         self.state = "ended"
@@ -318,14 +310,14 @@ class Meeting:
         return f"{self.least} host{'s' * (self.least > 1)}"
 
     def _names(self) -> str:
-        return ", ".join(self._guests[key].name for key in self._order) or "none"
+        return ", ".join(self._peers[key].name for key in self._order) or "none"
 
 
-def _ranked(guests: Sequence[Guest]) -> tuple[Guest, ...]:
+def _ranked(peers: Sequence[PeerHost]) -> tuple[PeerHost, ...]:
     """The hosts in the order of their ranks: where the user put them, then the leader, then as they came."""
-    count = len(guests)
-    fixed = {guest.node_rank: guest for guest in guests if guest.node_rank is not None and guest.node_rank < count}
-    rest = [guest for guest in guests if guest not in fixed.values()]
-    rest.sort(key=lambda guest: not guest.leads)
+    count = len(peers)
+    fixed = {peer.node_rank: peer for peer in peers if peer.node_rank is not None and peer.node_rank < count}
+    rest = [peer for peer in peers if peer not in fixed.values()]
+    rest.sort(key=lambda peer: not peer.leads)
     waiting = iter(rest)
     return tuple(fixed[place] if place in fixed else next(waiting) for place in range(count))

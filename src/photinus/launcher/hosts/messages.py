@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..workers.cgroup import OomKills
-from ..workers.failures import Death, Raised
+from ..workers.deaths import Death, Raised
 
 __all__ = [
     "BEAT_S",

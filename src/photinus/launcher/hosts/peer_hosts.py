@@ -1,6 +1,6 @@
 """What an agent needs from the other hosts of its job, and what that comes to when there are none.
 
-An agent meets its colleagues before each attempt, asks for their orders while its workers run, and tells how they
+An agent meets its peers before each attempt, asks for their orders while its workers run, and tells how they
 ended. With several hosts this is `hosts.member.Member`; here is the case of one.
 """
 
@@ -10,19 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..workers.job import Formation
 from ..workers.store import StoreProcess
 from .messages import Report
-from .restart_policy import Judge, Verdict
+from .restart_policy import RestartPolicy, Verdict
 
-__all__ = ["Colleagues", "Formation", "JobEndedError", "OneHost", "Order"]
+__all__ = ["JobEndedError", "OneHost", "Order", "PeerHosts"]
 
 
 class JobEndedError(Exception):
-    """The job is over for a reason that lies outside this host's workers.
-
-    Attributes:
-        exit_code: of the launcher.
-    """
+    """The job is over for a reason that lies outside this host's workers."""
 
     def __init__(self, reason: str, exit_code: int) -> None:
         super().__init__(reason)
@@ -30,39 +27,8 @@ class JobEndedError(Exception):
 
 
 @dataclass(frozen=True)
-class Formation:
-    """One attempt: who takes part.
-
-    Attributes:
-        workers: number of workers of each host, in the order of the hosts' ranks.
-        host_rank: this host's place among them.
-        attempt: 0 for the first start; counts every start, also those for hosts that came or went.
-        job_id: the same on all hosts.
-        store_port: where this host's workers find the attempt's store, at 127.0.0.1.
-        interface: over which workers of several hosts meet; None for one host, or when it is not known.
-    """
-
-    workers: tuple[int, ...]
-    host_rank: int
-    attempt: int
-    job_id: str
-    store_port: int
-    interface: str | None = None
-
-    @property
-    def first_rank(self) -> int:
-        """Rank of this host's first worker."""
-        return sum(self.workers[: self.host_rank])
-
-    @property
-    def world_size(self) -> int:
-        """Workers of all hosts."""
-        return sum(self.workers)
-
-
-@dataclass(frozen=True)
 class Order:
-    """What the colleagues want this host to do while its workers run.
+    """What the peers want this host to do while its workers run.
 
     Attributes:
         kind: "stop": a worker of another host failed; end the workers, report, and wait for the verdict. "regroup":
@@ -76,7 +42,7 @@ class Order:
     unharmed: bool = False
 
 
-class Colleagues(Protocol):
+class PeerHosts(Protocol):
     """The other hosts, as the agent sees them. `fd` becomes readable when there may be an order."""
 
     @property
@@ -97,13 +63,13 @@ class Colleagues(Protocol):
             JobEndedError: the job is over.
         """
 
-    def ended(self, ranks: Sequence[int]) -> None:
+    def report_ended(self, ranks: Sequence[int]) -> None:
         """Says that these of this host's workers ended well while others run: they may be waited for in vain."""
 
-    def finished(self) -> None:
+    def report_finished(self) -> None:
         """Says that all workers of this host ended well; "done" will follow, or another order."""
 
-    def judged(self, report: Report, check: Callable[[], None]) -> Verdict | Order:
+    def verdict_on(self, report: Report, check: Callable[[], None]) -> Verdict | Order:
         """Tells how this host's workers ended in a failed attempt, and waits for the verdict on all of them.
 
         Returns "regroup" in place of a verdict when what failed was another host.
@@ -114,16 +80,7 @@ class Colleagues(Protocol):
 
 
 class OneHost:
-    """No colleagues: meets at once, judges by itself, and is done when its workers are.
-
-    Args:
-        job_id: identity of the job.
-        workers: number of this host's workers.
-        max_restarts: attempts after the first.
-        say: prints words on the terminal; with True an alarm.
-        store: for the workers.
-        port: of the store; 0 for one that is free.
-    """
+    """No peers: meets at once, judges by itself, and is done when its workers are."""
 
     def __init__(
         self,
@@ -137,7 +94,7 @@ class OneHost:
     ) -> None:
         self._job_id = job_id
         self._workers = workers
-        self._judge = Judge(max_restarts)
+        self._policy = RestartPolicy(max_restarts)
         self._say = say
         self._port = port
         self._store = store
@@ -160,17 +117,17 @@ class OneHost:
         self._store.check()
         return Order("done") if self._finished else None
 
-    def ended(self, ranks: Sequence[int]) -> None:
+    def report_ended(self, ranks: Sequence[int]) -> None:
         """The other workers find it in their store."""
         self._store.tell_ended(ranks)
 
-    def finished(self) -> None:
+    def report_finished(self) -> None:
         """All is done."""
         self._finished = True
 
-    def judged(self, report: Report, check: Callable[[], None]) -> Verdict | Order:
+    def verdict_on(self, report: Report, check: Callable[[], None]) -> Verdict | Order:
         """The verdict on this host's workers."""
-        verdict = self._judge.judge([report], world_size=self._workers, attempt=self._attempt)
+        verdict = self._policy.decide([report], world_size=self._workers, attempt=self._attempt)
         self._say(verdict.text, not verdict.suspended)
         return verdict
 

@@ -19,13 +19,7 @@ _DIAL_S = 10.0
 
 
 class Relay:
-    """One attempt's way to the store. All its methods run in one asyncio loop.
-
-    Args:
-        address, port: of the leader.
-        key: of the job's proofs.
-        token: of the attempt.
-    """
+    """One attempt's way to the store. All its methods run in one asyncio loop."""
 
     def __init__(self, address: str, port: int, key: bytes, token: str) -> None:
         self._address = address

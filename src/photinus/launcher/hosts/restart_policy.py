@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..workers.failures import Death, exit_code_of, first_cause, signature, tell_failure
-from ..workers.suspension import ended_suspended, tell_suspension
+from ..workers.deaths import Death, ended_by_suspension, exit_code_of, first_cause, signature
+from ..workers.failure_text import failure_text, suspension_text
 from .messages import Report
 
-__all__ = ["Attempt", "Judge", "Verdict", "backoff_s", "why_not_again"]
+__all__ = ["Attempt", "RestartPolicy", "Verdict", "backoff_s", "reason_to_stop"]
 
 _QUICK_S = 10.0
 _BACKOFF_LIMIT_S = 5.0
@@ -34,7 +34,7 @@ class Attempt:
         return None if raised is None else (raised.type_name, raised.place)
 
 
-def why_not_again(now: Attempt, earlier: Sequence[Attempt], *, unknown: bool = False) -> str | None:
+def reason_to_stop(now: Attempt, earlier: Sequence[Attempt], *, unknown: bool = False) -> str | None:
     """Why another attempt would fail as this one did; None when it may go better.
 
     That is asked of exceptions only. A signal, a lost rank or host, and a process killed for want of memory have their
@@ -85,12 +85,8 @@ class Verdict:
     suspended: bool = False
 
 
-class Judge:
-    """Knows the failures of a job so far.
-
-    Args:
-        max_restarts: attempts after the first.
-    """
+class RestartPolicy:
+    """Knows the failures of a job so far."""
 
     def __init__(self, max_restarts: int) -> None:
         self._max_restarts = max_restarts
@@ -111,7 +107,7 @@ class Judge:
         self._restarts += 1
         return f"restart {self._restarts} of {self._max_restarts}"
 
-    def judge(
+    def decide(
         self,
         reports: Sequence[Report],
         *,
@@ -123,12 +119,12 @@ class Judge:
         cause = first_cause(deaths)
         now, earlier = Attempt(cause, max(report.steps for report in reports)), tuple(self._attempts)
         self._attempts.append(now)
-        if ended_suspended(deaths):
-            return self._suspended(cause, deaths, world_size)
+        if ended_by_suspension(deaths):
+            return self._after_suspension(cause, deaths, world_size)
         self._quick_suspensions = 0
         self._quick_failures = self._quick_failures + 1 if cause.lived_s < _QUICK_S else 0
         # Attempts that ended because hosts came or went were judged by nobody.
-        why_not = why_not_again(now, earlier, unknown=attempt > len(earlier))
+        why_not = reason_to_stop(now, earlier, unknown=attempt > len(earlier))
         again = bool(earlier) and signature(cause) == signature(earlier[-1].cause)
         restart = why_not is None and self._restarts < self._max_restarts
         delay_s = backoff_s(self._quick_failures) if restart else 0.0
@@ -146,7 +142,7 @@ class Judge:
         else:
             next_step = f"no restart is left of {self._max_restarts}"
         of_cause = next(report for report in reports if cause in report.deaths)
-        text = tell_failure(
+        text = failure_text(
             deaths,
             finished=sorted(rank for report in reports for rank in report.finished),
             attempt=attempt,
@@ -159,9 +155,9 @@ class Judge:
         short = f"{head} (host {cause.host})\nphotinus: {next_step}\n"
         return Verdict(restart, delay_s, cause.rank, cause.host, exit_code_of(cause), text, short)
 
-    def _suspended(self, cause: Death, deaths: Sequence[Death], world_size: int) -> Verdict:
+    def _after_suspension(self, cause: Death, deaths: Sequence[Death], world_size: int) -> Verdict:
         """Another attempt, which costs none of the restarts; but workers that suspend at once again are slowed down."""
         self._quick_suspensions = self._quick_suspensions + 1 if cause.lived_s < _QUICK_S else 0
         delay_s = backoff_s(self._quick_suspensions)
-        text = tell_suspension(deaths, world_size=world_size, delay_s=delay_s)
+        text = suspension_text(deaths, world_size=world_size, delay_s=delay_s)
         return Verdict(True, delay_s, cause.rank, cause.host, exit_code_of(cause), text, text, suspended=True)

@@ -1,7 +1,8 @@
-"""How a host is reached: the command that starts the far side there, and whether a host is this one."""
+"""How a host is reached: the command that starts `remote` there, and whether a host is this one."""
 
 from __future__ import annotations
 
+import math
 import shlex
 import shutil
 import socket
@@ -12,13 +13,14 @@ from collections.abc import Sequence
 
 from ..command_line.usage import UsageError
 from .hostfile import Host
-from .remote_job import safe_path
 
-__all__ = ["CONNECT_S", "check_ssh", "far_command", "find_here", "is_here"]
+__all__ = ["CONNECT_S", "MARK", "check_ssh", "find_here", "is_here", "remote_command", "safe_path"]
 
 CONNECT_S = 8
+MARK = b"\x00photinus here\x00"
+"""What comes from a host before all else, behind what a shell's start-up files may have printed."""
 _RESOLVE_S = 5.0
-_FAR = "photinus.launcher.ssh.remote"
+_REMOTE = "photinus.launcher.ssh.remote"
 # After the user's own words: of an option that is given twice, ssh takes the first.
 _OPTIONS = (
     "-T",  # no terminal: bytes pass as they are
@@ -28,8 +30,6 @@ _OPTIONS = (
     "-o",
     f"ConnectTimeout={CONNECT_S}",
     "-o",
-    "ServerAliveInterval=10",
-    "-o",
     "ServerAliveCountMax=3",
     "-o",
     "ControlMaster=no",  # an existing master is used, but this one does not become one: it may be killed
@@ -38,15 +38,25 @@ _OPTIONS = (
 )
 
 
-def far_command(host: Host, *, here: bool, ssh: str = "ssh", ssh_port: int | None = None) -> list[str]:
-    """The command that starts the far side on a host, with the Python that runs here (same path on all hosts)."""
+def safe_path() -> list[str]:
+    """The option that keeps the working directory off sys.path, where this Python has it.
+
+    A folder named photinus in it is not ours. The workers are started without.
+    """
+    return ["-P"] if sys.version_info >= (3, 11) else []
+
+
+def remote_command(
+    host: Host, *, here: bool, ssh: str = "ssh", ssh_port: int | None = None, silence_s: float = 30.0
+) -> list[str]:
+    """The command that starts `remote` on a host, with the Python that runs here (same path on all hosts)."""
     if here:
-        # -P: a folder named photinus in the working directory is not ours. (The far side's child does the same.)
-        return [sys.executable, *safe_path(), "-m", _FAR]
+        return [sys.executable, *safe_path(), "-m", _REMOTE]
     port = ["-p", str(ssh_port)] if ssh_port is not None else []
+    alive = ["-o", f"ServerAliveInterval={max(1, math.ceil(silence_s / 3))}"]
     # A file in the home folder must not be taken for a module: Python looks in the working directory first.
-    there = f"cd /; exec {shlex.quote(sys.executable)} -m {_FAR}"
-    return [*shlex.split(ssh), *port, *_OPTIONS, host.destination, there]
+    there = f"cd /; exec {shlex.quote(sys.executable)} -m {_REMOTE}"
+    return [*shlex.split(ssh), *port, *_OPTIONS, *alive, host.destination, there]
 
 
 def check_ssh(ssh: str) -> None:

@@ -37,7 +37,7 @@ _SINGLE = ("LD_LIBRARY_PATH", "LOGLEVEL", "NO_COLOR", "TERM", "COLORTERM")
 # Of one host, or of a job inside of which this may run.
 _NEVER = (
     "CUDA_VISIBLE_DEVICES",
-    "PHOTINUS_CONDUCTED_AS",
+    "PHOTINUS_STARTED_AS",
     "PHOTINUS_HOST_ID",
     "PHOTINUS_JOB_SECRET",
     "PHOTINUS_LISTEN_FD",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import json
 import os
 import select
 import signal
@@ -16,13 +17,14 @@ from typing import Any
 from ...version import __version__
 from ...world.own_address import reaches_from
 from ..workers.interrupts import Interrupts
-from .command import CONNECT_S, far_command
+from .command import CONNECT_S, MARK, remote_command
 from .hostfile import Host
-from .remote_frames import FrameError, Frames, line
 from .trouble import trouble
 
-__all__ = ["FarHost", "address_towards", "leave", "pump", "reach"]
+__all__ = ["LOST", "RemoteHost", "address_towards", "leave", "pump", "reach"]
 
+LOST = 255
+"""What ssh ends with when it has lost the connection."""
 _READ_BYTES = 64 * 1024
 _SAID_LIMIT_BYTES = 64 * 1024
 _STEP_S = 0.5
@@ -30,63 +32,65 @@ _STEP_S = 0.5
 HELLO_S = CONNECT_S + 22.0
 
 
-class FarHost:
-    """A host and its far side. Made, used and closed by one thread.
+class RemoteHost:
+    """A host, the command that reaches it, and what was started there. Made, used and closed by one thread.
 
     Args:
         host: where.
         here: it is this host: a child process takes the place of ssh.
         ssh, ssh_port: how to reach it.
+        silence_s: after about so long without a sign of life ssh gives up.
         any_version: another version of Photinus there is no trouble.
 
     Attributes:
         answers: messages from it that nobody has taken yet.
-        output: pieces of the job's output ("o" or "e", bytes) that nobody has taken yet.
+        output: pieces of the job's output ("out" or "err", bytes) that nobody has taken yet.
         hello: who it says it is; None until it has.
-        heard_at_s: when something came from it last (monotonic clock).
-        ended: exit code of its `photinus run`; None until that has ended.
+        ended: exit code of its `photinus run`; None until that has ended. LOST: ssh's own, or perhaps the script's.
         trouble: why nothing more is to be expected of it; None as long as all is well.
     """
 
     def __init__(
-        self, host: Host, *, here: bool, ssh: str = "ssh", ssh_port: int | None = None, any_version: bool = False
+        self,
+        host: Host,
+        *,
+        here: bool,
+        ssh: str = "ssh",
+        ssh_port: int | None = None,
+        silence_s: float = 30.0,
+        any_version: bool = False,
     ) -> None:
         self.host = host
-        self._any_version = any_version
+        self.name = host.name
         self.here = here
         self.answers: deque[dict[str, Any]] = deque()
-        self.output: deque[tuple[bytes, bytes]] = deque()
+        self.output: deque[tuple[str, bytes]] = deque()
         self.hello: dict[str, Any] | None = None
         self.ended: int | None = None
         self.trouble: str | None = None
+        self._any_version = any_version
         self._ssh = ssh if ssh_port is None else f"{ssh} -p {ssh_port}"
-        self._frames = Frames()
-        self._said = b""
+        self._is_running = False  # `photinus run`: what comes from now on is its output
+        self._said = {"out": b"", "err": b""}
+        self._marked = False
         self._unsent = bytearray()
-        self._started_at_s = self.heard_at_s = time.monotonic()
+        self._started_at_s = time.monotonic()
         self._status: int | None = None
-        self._process = subprocess.Popen(
-            far_command(host, here=here, ssh=ssh, ssh_port=ssh_port),
+        self._process = process = subprocess.Popen(
+            remote_command(host, here=here, ssh=ssh, ssh_port=ssh_port, silence_s=silence_s),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # Ctrl-C in the terminal is for us: we pass it on, and the far side answers through this process.
+            # Ctrl-C in the terminal is for us: we pass it on, and the host answers through this process.
             start_new_session=True,
         )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        self._in, self._out, self._err = (
-            stream.fileno() for stream in (self._process.stdin, self._process.stdout, self._process.stderr)
-        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._in = process.stdin.fileno()
+        self._open = {process.stdout.fileno(): "out", process.stderr.fileno(): "err"}
         os.set_blocking(self._in, False)
-        self._pidfd = os.pidfd_open(self._process.pid)
-        self._open = {self._out, self._err}
-
-    @property
-    def name(self) -> str:
-        """The host's name as the user typed it."""
-        return self.host.name
+        self._pidfd = os.pidfd_open(process.pid)
 
     @property
     def on_this_machine(self) -> bool:
@@ -100,10 +104,13 @@ class FarHost:
         return self.ended is not None or self.trouble is not None
 
     def send(self, order: dict[str, Any]) -> None:
-        """Tells the far side to do something. What it cannot be told any more is lost: `trouble` will say why."""
-        if not self.done:
-            self._unsent += line(order)
-            self._flush()
+        """Tells it to do something. What it cannot be told any more is lost: `trouble` will say why."""
+        self._write(json.dumps(order).encode() + b"\n")
+        self._is_running = order["do"] == "run"
+
+    def pass_signal(self, number: int | None) -> None:
+        """Passes a signal on to its `photinus run`; None only says that somebody is still here."""
+        self._write(b"\n" if number is None else b"%d\n" % number)
 
     def events(self) -> dict[int, int]:
         """Descriptors to wait for, and for what."""
@@ -123,18 +130,19 @@ class FarHost:
         elif descriptor in self._open:
             self._read(descriptor)
 
-    def judge(self) -> None:
-        """Notes trouble: the command has ended without a word that the job did, or the far side does not answer."""
+    def check(self) -> None:
+        """Notes that the command has ended, or that nothing answers."""
         if self.done:
             return
-        if self._status is not None and not (self._open and self._more_to_read()):
-            said = self._said.decode(errors="replace")
-            printed = self._frames.noise.decode(errors="replace")
-            if self._frames.marked:
-                last = [text.strip() for text in said.splitlines() if text.strip()][-1:]
+        if self._status is not None and not self._more_to_read():
+            out, err = (self._said[name].decode(errors="replace") for name in ("out", "err"))
+            if self._is_running:
+                self.ended = 128 - self._status if self._status < 0 else self._status
+            elif self._marked:
+                last = [text.strip() for text in err.splitlines() if text.strip()][-1:]
                 self.trouble = f"host {self.name}: the connection to it was lost" + (f" ({last[0]})." if last else ".")
             else:
-                self.trouble = trouble(self.host.destination, self._ssh, self._status, said, printed)
+                self.trouble = trouble(self.host.destination, self._ssh, self._status, err, out)
         elif self.hello is None and time.monotonic() > self._started_at_s + HELLO_S:
             self.trouble = (
                 f"host {self.name}: no answer within {HELLO_S:.0f} s, though ssh did not fail. Try by hand: "
@@ -142,7 +150,7 @@ class FarHost:
             )
 
     def close(self) -> None:
-        """Ends the lifeline, so that the far side ends what it has started."""
+        """Ends the lifeline, so that the host ends what was started there."""
         with contextlib.suppress(OSError):  # what is unsent is of no use any more
             assert self._process.stdin is not None
             self._process.stdin.close()
@@ -164,6 +172,11 @@ class FarHost:
             if stream is not None:
                 stream.close()
 
+    def _write(self, data: bytes) -> None:
+        if not self.done:
+            self._unsent += data
+            self._flush()
+
     def _flush(self) -> None:
         try:
             while self._unsent:
@@ -181,26 +194,30 @@ class FarHost:
         return any(happened & select.POLLIN for _, happened in poll.poll(0))
 
     def _read(self, descriptor: int) -> None:
-        data = os.read(descriptor, _READ_BYTES)
+        data, name = os.read(descriptor, _READ_BYTES), self._open[descriptor]
         if not data:
-            self._open.discard(descriptor)
-        elif descriptor == self._err:
-            self._said = (self._said + data)[-_SAID_LIMIT_BYTES:]
+            del self._open[descriptor]
+        elif self._is_running:
+            self.output.append((name, data))
         else:
-            self.heard_at_s = time.monotonic()
+            self._said[name] = (self._said[name] + data)[-_SAID_LIMIT_BYTES:]
+            if name == "out":
+                self._take_answers()
+
+    def _take_answers(self) -> None:
+        if not self._marked:
+            _, mark, after = self._said["out"].partition(MARK)  # a shell's start-up files may have printed something
+            if not mark:
+                return
+            self._marked, self._said["out"] = True, after
+        *lines, self._said["out"] = self._said["out"].split(b"\n")
+        for line in lines:
             try:
-                for kind, content in self._frames.take(data):
-                    self._heed(kind, content)
-            except (FrameError, ValueError, KeyError) as error:
-                self.trouble = f"host {self.name}: its far side does not speak as expected ({error})."
+                self._take_answer(json.loads(line))
+            except (ValueError, KeyError, TypeError) as error:
+                self.trouble = f"host {self.name}: it does not answer as expected ({error})."
 
-    def _heed(self, kind: bytes, content: bytes) -> None:
-        if kind != b"j":
-            self.output.append((kind, content))
-            return
-        import json
-
-        answer = json.loads(content)
+    def _take_answer(self, answer: dict[str, Any]) -> None:
         if "hello" in answer:
             self.hello = answer["hello"]
             theirs = answer["hello"]["photinus"]
@@ -209,69 +226,67 @@ class FarHost:
                     f"host {self.name}: it has Photinus {theirs}, and here is {__version__}. All hosts of a job need "
                     f"the same version."
                 )
-        elif "ended" in answer:
-            self.ended = int(answer["ended"])
         elif "trouble" in answer:
             self.trouble = f"host {self.name}: {answer['trouble']}"
-        elif "beat" not in answer:
+        else:
             self.answers.append(answer)
 
 
-def pump(hosts: Sequence[FarHost], timeout_s: float, *also: int) -> None:
+def pump(hosts: Sequence[RemoteHost], timeout_s: float, *also: int) -> None:
     """Waits until something comes from a host (or `also` is readable) or the time is over, and takes it in."""
     poll = select.poll()
-    owners: dict[int, FarHost] = {}
-    for far in hosts:
-        for descriptor, events in far.events().items():
+    owners: dict[int, RemoteHost] = {}
+    for host in hosts:
+        for descriptor, events in host.events().items():
             poll.register(descriptor, events)
-            owners[descriptor] = far
+            owners[descriptor] = host
     for descriptor in also:
         poll.register(descriptor, select.POLLIN)
     for descriptor, _ in poll.poll(max(0.0, timeout_s) * 1000):
         if descriptor in owners:
             owners[descriptor].react(descriptor)
-    for far in hosts:
-        far.judge()
+    for host in hosts:
+        host.check()
 
 
-def leave(hosts: Sequence[FarHost], patience_s: float = 1.0) -> None:
+def leave(hosts: Sequence[RemoteHost], patience_s: float = 1.0) -> None:
     """Ends all lifelines, waits a moment for the commands to end, ends those that do not, and forgets all."""
-    for far in hosts:
-        far.close()
+    for host in hosts:
+        host.close()
     for number, wait_s in ((None, patience_s), (signal.SIGTERM, 0.3), (signal.SIGKILL, 0.0)):
         deadline = time.monotonic() + wait_s
-        for far in hosts:
+        for host in hosts:
             if number is not None:
-                far.end(number)
-        while not all(far.gone() for far in hosts) and time.monotonic() < deadline:
+                host.end(number)
+        while not all(host.gone() for host in hosts) and time.monotonic() < deadline:
             time.sleep(0.005)
-    for far in hosts:
-        far.forget()
+    for host in hosts:
+        host.forget()
 
 
-def reach(hosts: Sequence[FarHost], interrupts: Interrupts) -> list[str]:
+def reach(hosts: Sequence[RemoteHost], interrupts: Interrupts) -> list[str]:
     """Waits until each host has said hello or is in trouble, and returns the troubles. Ends early at a signal."""
     first_trouble_s: float | None = None
     begun_s = time.monotonic()
-    while not interrupts.received and any(far.hello is None and not far.done for far in hosts):
-        if first_trouble_s is None and any(far.trouble for far in hosts):
+    while not interrupts.received and any(host.hello is None and not host.done for host in hosts):
+        if first_trouble_s is None and any(host.trouble for host in hosts):
             first_trouble_s = time.monotonic()
         # Others may be in trouble too, and are named with it; but not for ever.
         if first_trouble_s is not None and time.monotonic() > max(first_trouble_s, begun_s + CONNECT_S + 1.0):
             break
         pump(hosts, _STEP_S, interrupts.fd)
         interrupts.drain()
-    return [far.trouble for far in hosts if far.trouble is not None]
+    return [host.trouble for host in hosts if host.trouble is not None]
 
 
-def address_towards(far: FarHost) -> str | None:
+def address_towards(host: RemoteHost) -> str | None:
     """The address of this machine that it uses towards a host."""
-    assert far.hello is not None
-    there = far.hello["address"]
+    assert host.hello is not None
+    there = host.hello["address"]
     if there is None:
         return None
     try:
         return reaches_from(there)
     except OSError:
-        seen: str | None = far.hello["seen"]
+        seen: str | None = host.hello["seen"]
         return seen

@@ -21,7 +21,7 @@ from .hostfile import Host
 if TYPE_CHECKING:
     from ..command_line.flags import RunFlags, SelectionFlags
 
-__all__ = ["Share", "for_this_host", "select", "typed"]
+__all__ = ["Share", "flags_text", "for_this_host", "select"]
 
 _ITEM = re.compile(r"(?P<name>[^:@\s]+|\[[0-9a-fA-F:.%\w]+\])(?::(?P<slots>[\d,\s-]*))?")
 
@@ -52,11 +52,11 @@ def select(hosts: Sequence[Host], selection: SelectionFlags) -> tuple[Share, ...
     """
     _refuse_contradictions(selection)
     if selection.include is not None:
-        named = _named("--include", selection.include, hosts)
-        return tuple(_included(host, named[host.name]) for host in hosts if host.name in named)
+        named = _parse_names("--include", selection.include, hosts)
+        return tuple(_include(host, named[host.name]) for host in hosts if host.name in named)
     if selection.exclude is not None:
-        named = _named("--exclude", selection.exclude, hosts)
-        shares = [_excluded(host, named.get(host.name)) for host in hosts]
+        named = _parse_names("--exclude", selection.exclude, hosts)
+        shares = [_exclude(host, named.get(host.name)) for host in hosts]
         kept = tuple(share for share in shares if share is not None)
         if not kept:
             raise UsageError(f"--exclude {selection.exclude} leaves no device of no host.")
@@ -122,12 +122,12 @@ def for_this_host(flags: RunFlags, count_gpus: Callable[[], int]) -> RunFlags:
     return replace(plain, devices=devices)
 
 
-def typed(selection: SelectionFlags) -> str:
+def flags_text(selection: SelectionFlags) -> str:
     """What the user typed to choose hosts and devices, for messages."""
-    return " ".join(_typed(selection))
+    return " ".join(_flag_texts(selection))
 
 
-def _typed(selection: SelectionFlags) -> list[str]:
+def _flag_texts(selection: SelectionFlags) -> list[str]:
     flags = {
         "--include": selection.include,
         "--exclude": selection.exclude,
@@ -138,16 +138,16 @@ def _typed(selection: SelectionFlags) -> list[str]:
 
 
 def _refuse_contradictions(selection: SelectionFlags) -> None:
-    given = _typed(selection)
+    given = _flag_texts(selection)
     if len(given) > 1 and not given[0].startswith("--num-nodes"):
         raise UsageError(f"{given[0]} and {given[1]} contradict each other: leave out one of them.")
 
 
-def _included(host: Host, slots: tuple[int, ...]) -> Share:
+def _include(host: Host, slots: tuple[int, ...]) -> Share:
     return Share(host, devices=slots, count=len(slots), gpus=True) if slots else Share(host, count=host.slots)
 
 
-def _excluded(host: Host, slots: tuple[int, ...] | None) -> Share | None:
+def _exclude(host: Host, slots: tuple[int, ...] | None) -> Share | None:
     if slots is None:
         return Share(host, count=host.slots)
     if not slots:  # the whole host
@@ -161,7 +161,7 @@ def _excluded(host: Host, slots: tuple[int, ...] | None) -> Share | None:
     return Share(host, devices=kept, count=len(kept), gpus=True) if kept else None
 
 
-def _named(flag: str, text: str, hosts: Sequence[Host]) -> Mapping[str, tuple[int, ...]]:
+def _parse_names(flag: str, text: str, hosts: Sequence[Host]) -> Mapping[str, tuple[int, ...]]:
     """Host -> the slots that stand behind it, each once, in the order typed; () for the whole host."""
     known = {host.name: host for host in hosts}
     named: dict[str, tuple[int, ...]] = {}

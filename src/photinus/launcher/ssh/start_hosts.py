@@ -1,7 +1,7 @@
 """A job on several hosts, started from one place: `photinus run --hostfile FILE`.
 
-The process that the user typed runs no workers. On each host it starts a far side (see `far`): over ssh, or as a child
-where the host is this one. Then, in steps that each wait for all hosts, so that one message tells of all that is wrong:
+The process that the user typed runs no workers. It starts `remote` on each host: over ssh, or as a child where the host
+is this one. Then, in steps that each wait for all hosts, so that one message tells of all that is wrong:
 
     hello     every host answers, with the same version
     prepare   every host has the folder and the program; the first binds the port at which the others will meet it
@@ -9,7 +9,7 @@ where the host is this one. Then, in steps that each wait for all hosts, so that
     watch     output comes here; signals go there; the first host that fails ends the job
 
 The job's secret is made here and goes to the hosts inside ssh, on stdin. When this process dies, however it dies, ssh
-closes the far sides' stdin, and they end their part.
+closes the launchers' stdin, and they end their part.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import os
 import secrets
 import shlex
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,38 +26,36 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ...env import JOB_SECRET, STARTED_AS, TERMINALS
 from ...errors import LaunchError
 from ..command_line.flags import RunFlags
-from ..command_line.program import Program
 from ..command_line.usage import UsageError
 from ..hosts.join import DEFAULT_PORT
-from ..workers.interrupts import FROM_A_KEYBOARD, SIGNALS, Interrupts, taking_interrupts
+from ..workers.interrupts import FROM_A_KEYBOARD, SIGNALS, Interrupts, handle_signals
 from .command import check_ssh, find_here
 from .environ import handed_over, variable_files
-from .host import FarHost, address_towards, leave, pump, reach
+from .host import LOST, RemoteHost, address_towards, leave, pump, reach
 from .hostfile import read_hostfile
 from .lines import HostLines, Screen
 from .selection import Share, select
-from .words import words_for
+from .words import host_words
 
-__all__ = ["conduct"]
+__all__ = ["start_hosts"]
 
 _STEP_S = 0.5
 _BEAT_S = 2.0
-# When a host has failed, one that has not been heard of for so long is not waited for: it is why, or gone with it.
-_SILENT_S = 5.0
 # All hosts shall have ended so long after Ctrl-C (the launcher there gives its workers 1.5 s), and after the second.
 _INTERRUPT_S, _IMPATIENT_S = 1.9, 0.7
 # For the commands that reach the hosts to end by themselves, when all is over.
 _PATIENCE_S, _HASTE_S = 1.0, 0.1
 # How long the others may take by themselves after a host has failed, on top of the grace of their workers.
 _FOLLOW_S = 4.0
-# Wrong use and a missing device are found before the hosts have met, so the others wait in vain.
-_NEVER_MET_CODE, _NEVER_MET_S = 2, 1.0
+# Wrong use and a missing device are found before the hosts have met, so the others wait in vain; as for a lost host.
+_NEVER_MET_CODE, _HOPELESS_S = 2, 1.0
 _PREPARE_S = 20.0  # names are looked up, and file systems may be slow
 
 
-def conduct(flags: RunFlags, run_here: Callable[[list[str]], int]) -> int:
+def start_hosts(flags: RunFlags, run_here: Callable[[list[str]], int]) -> int:
     """Runs the job on the hosts of the host file, and returns its exit code.
 
     Args:
@@ -67,28 +66,28 @@ def conduct(flags: RunFlags, run_here: Callable[[list[str]], int]) -> int:
         UsageError: host file, selection or flags are wrong.
         LaunchError: a host could not be started or was lost, or the job failed; carries the exit code.
     """
-    selection, program = flags.selection, flags.program
+    selection = flags.selection
     assert selection.hostfile is not None
     _refuse_what_is_of_one_host(flags)
     shares = select(read_hostfile(selection.hostfile), selection)
     for share in shares:
-        words_for(flags, share)  # finds fault before anything is started
+        host_words(flags, share)  # finds fault before anything is started
     here = find_here([share.host for share in shares])
     if not all(here):
         check_ssh(selection.ssh)
     environ = handed_over(os.environ, selection.export, variable_files(Path.home(), Path.cwd()))
     if len(shares) == 1 and here[0]:
         os.environ.update(environ)
-        return run_here([*(["--dry-run"] if flags.dry_run else []), *words_for(flags, shares[0])])
+        return run_here([*(["--dry-run"] if flags.dry_run else []), *host_words(flags, shares[0])])
     if flags.dry_run:
-        print(_told(flags, shares, here, environ))
+        print(_dry_run_text(flags, shares, here, environ))
         return 0
-    with taking_interrupts() as interrupts:
-        conductor = _Conductor(flags, program, shares, here, environ, interrupts)
+    with handle_signals() as interrupts:
+        job = _Job(flags, shares, here, environ, interrupts)
         try:
-            return conductor.run()
+            return job.run()
         finally:
-            conductor.close()
+            job.close()
 
 
 def _refuse_what_is_of_one_host(flags: RunFlags) -> None:
@@ -103,78 +102,76 @@ def _refuse_what_is_of_one_host(flags: RunFlags) -> None:
         raise UsageError(f"--rdzv-conf is_host and {file} contradict each other: the first host of the file leads.")
 
 
-class _Conductor:
+class _Job:
     def __init__(
         self,
         flags: RunFlags,
-        program: Program,
         shares: Sequence[Share],
         here: Sequence[bool],
         environ: Mapping[str, str],
         interrupts: Interrupts,
     ) -> None:
         self._flags = flags
-        self._program = program
         self._shares = shares
+        self._here = here
         self._environ = environ
         self._interrupts = interrupts
         self._signals_sent = 0
         self._leave_at_s: float | None = None
         self._follow_at_s: float | None = None
         self._beat_at_s = time.monotonic() + _BEAT_S
-        self._failed: FarHost | None = None
-        self._silent: list[FarHost] = []
+        self._failed: RemoteHost | None = None
         sys.stdout.flush()
         sys.stderr.flush()
-        self._merged = os.path.sameopenfile(1, 2)
+        self._is_merged = os.path.sameopenfile(1, 2)
         out = Screen(1)
-        screens = {b"o": out, b"e": out if self._merged else Screen(2)}
-        self._error_screen = screens[b"e"]
-        columns, rows = shutil.get_terminal_size()
-        self._outputs = {
-            "merged": self._merged,
-            "stdout": out.terminal,
-            "stderr": self._error_screen.terminal,
-            "rows": rows,
-            "columns": columns,
-        }
+        self._screens = {"out": out, "err": out if self._is_merged else Screen(2)}
         self._lines = [
-            {kind: HostLines(screen, first=number == 0) for kind, screen in screens.items()}
+            {name: HostLines(screen, first=number == 0) for name, screen in self._screens.items()}
             for number in range(len(shares))
         ]
-        self._here = here
-        self._hosts: list[FarHost] = []
+        self._hosts: list[RemoteHost] = []
 
     def run(self) -> int:
         selection = self._flags.selection
         for share, is_this in zip(self._shares, self._here, strict=True):
-            self._hosts.append(FarHost(share.host, here=is_this, ssh=selection.ssh, ssh_port=selection.ssh_port))
+            self._hosts.append(
+                RemoteHost(
+                    share.host,
+                    here=is_this,
+                    ssh=selection.ssh,
+                    ssh_port=selection.ssh_port,
+                    silence_s=self._flags.hosts.heartbeat_timeout_s,
+                )
+            )
         troubles = reach(self._hosts, self._interrupts)
         if self._interrupts.received:
-            return self._interrupted("before the job was started")
+            return self._report_interrupt("before the job was started")
         self._refuse(troubles)
         self._prepare()
         if self._interrupts.received:
-            return self._interrupted("before the job was started")
+            return self._report_interrupt("before the job was started")
         self._start()
         self._watch()
         if self._interrupts.received:
-            return self._interrupted(f"the job on {len(self._hosts)} hosts was ended")
+            return self._report_interrupt(f"the job on {len(self._hosts)} hosts was ended")
+        return self._exit_code()
+
+    def _exit_code(self) -> int:
         if self._failed is None:
             return 0
-        if self._failed.trouble is not None:
+        code, name = self._failed.ended, self._failed.name
+        if code is None:
             raise LaunchError(f"{self._failed.trouble} The others were ended.")
-        code = self._failed.ended
-        assert code is not None
-        if self._silent:
-            names = ", ".join(far.name for far in self._silent)
-            raise LaunchError(f"nothing was heard of {names} for {_SILENT_S:.0f} s, and the job ended", exit_code=code)
-        told = code - 128 not in SIGNALS
-        if told and all(far.ended == code for far in self._hosts):
+        if code - 128 not in SIGNALS and all(host.ended == code for host in self._hosts):
             return code  # the host that leads has told what it was
+        if code == LOST:
+            raise LaunchError(
+                f"host {name}: the connection to it was lost, or `photinus run` was killed there. The others were "
+                f"ended."
+            )
         raise LaunchError(
-            f"the job failed: host {self._failed.name} was the first to end, with exit code {code}; see above",
-            exit_code=code,
+            f"the job failed: host {name} was the first to end, with exit code {code}; see above", exit_code=code
         )
 
     def close(self) -> None:
@@ -190,26 +187,26 @@ class _Conductor:
         raise LaunchError(f"{len(troubles)} of {len(self._hosts)} hosts cannot be used; nothing was started.{listed}")
 
     def _prepare(self) -> None:
-        for number, far in enumerate(self._hosts):
-            far.send(
+        for number, host in enumerate(self._hosts):
+            host.send(
                 {
                     "do": "prepare",
                     "cwd": os.getcwd(),
-                    "program": asdict(self._program),
+                    "program": asdict(self._flags.program),
                     "listen": self._meeting_place() if number == 0 and len(self._hosts) > 1 else None,
                 }
             )
         deadline = time.monotonic() + _PREPARE_S
-        while not self._interrupts.received and any(not far.answers and not far.done for far in self._hosts):
+        while not self._interrupts.received and any(not host.answers and not host.done for host in self._hosts):
             if time.monotonic() > deadline:
-                late = ", ".join(far.name for far in self._hosts if not far.answers)
+                late = ", ".join(host.name for host in self._hosts if not host.answers)
                 raise LaunchError(
                     f"no answer within {_PREPARE_S:.0f} s from {late}: its file system may hang, with the folder "
                     f"{os.getcwd()}. Nothing was started."
                 )
             self._pump(_STEP_S)
         if not self._interrupts.received:
-            self._refuse([far.trouble for far in self._hosts if far.trouble is not None])
+            self._refuse([host.trouble for host in self._hosts if host.trouble is not None])
 
     def _meeting_place(self) -> dict[str, Any]:
         """What the first host shall listen on."""
@@ -217,24 +214,30 @@ class _Conductor:
         assert first.hello is not None
         own = first.hello["address"]
         if first.here:
-            own = next((address_towards(far) for far in self._hosts if not far.on_this_machine), None)
+            own = next((address_towards(host) for host in self._hosts if not host.on_this_machine), None)
         return {
             "name": hosts.leader if hosts.leader is not None else first.name,
             "port": DEFAULT_PORT if hosts.port is None else hosts.port,
             "or_another": hosts.port is None,
             "otherwise": own if hosts.leader is None else None,
-            "alone": all(far.on_this_machine for far in self._hosts),
+            "alone": all(host.on_this_machine for host in self._hosts),
         }
 
     def _start(self) -> None:
         place = self._hosts[0].answers.popleft()["prepared"]
-        secret = secrets.token_hex(32) if len(self._hosts) > 1 else None
-        wanted_port = self._flags.hosts.port
-        if place and wanted_port is None and place["port"] != DEFAULT_PORT:
+        common = dict(self._environ)
+        if len(self._hosts) > 1:
+            common[JOB_SECRET.name] = secrets.token_hex(32)
+        if place and self._flags.hosts.port is None and place["port"] != DEFAULT_PORT:
             self._say(f"port {DEFAULT_PORT} is taken on {self._hosts[0].name}; {place['port']} is used instead")
-        for number, (far, share) in enumerate(zip(self._hosts, self._shares, strict=True)):
-            far.answers.clear()
-            words = words_for(
+        columns, rows = shutil.get_terminal_size()
+        terminals = [str(each) for each, screen in enumerate(self._screens.values(), 1) if screen.terminal]
+        for number, (host, share) in enumerate(zip(self._hosts, self._shares, strict=True)):
+            host.answers.clear()
+            environ = {**common, STARTED_AS.name: host.name}
+            if number == 0 and terminals:  # other hosts' lines are carried as lines
+                environ[TERMINALS.name] = " ".join([str(rows), str(columns), *terminals])
+            words = host_words(
                 self._flags,
                 share,
                 host_rank=number,
@@ -242,20 +245,10 @@ class _Conductor:
                 leader=place.get("address", ""),
                 port=place.get("port", 0),
             )
-            order = {
-                "do": "run",
-                "name": far.name,
-                "words": words,
-                "environ": dict(self._environ),
-                "secret": secret,
-                "grace_s": self._flags.stop_grace_s,
-                # Other hosts' lines are carried here as lines; only rank 0's host has the terminal to itself.
-                "outputs": self._outputs if number == 0 else {"merged": self._merged},
-            }
-            far.send(order)
+            host.send({"do": "run", "words": words, "environ": environ, "merged": self._is_merged})
 
     def _watch(self) -> None:
-        while not all(far.done for far in self._hosts):
+        while not all(host.done for host in self._hosts):
             self._pump(min(_STEP_S, *self._waits()))
             now = time.monotonic()
             self._pass_signals_on(now)
@@ -263,8 +256,7 @@ class _Conductor:
                 break
             if now > self._beat_at_s:
                 self._beat_at_s = now + _BEAT_S
-                for far in self._hosts:
-                    far.send({"do": "beat"})
+                self._signal_all(None)
             self._note_failure(now)
         for lines in self._lines:
             for stream in lines.values():
@@ -281,58 +273,52 @@ class _Conductor:
             self._signals_sent += 1
             within_s = _INTERRUPT_S if number in FROM_A_KEYBOARD else self._flags.stop_grace_s + _FOLLOW_S
             self._leave_at_s = now + (within_s if self._signals_sent == 1 else _IMPATIENT_S)
-            self._send_signal(number)
+            self._signal_all(number)
 
     def _note_failure(self, now: float) -> None:
         """The first host that fails ends the job; the others may notice by themselves for a while."""
         if self._interrupts.received:
             return
         if self._failed is None:
-            self._failed = next((far for far in self._hosts if far.trouble is not None or far.ended), None)
+            self._failed = next((host for host in self._hosts if host.trouble is not None or host.ended), None)
             if self._failed is None:
                 return
-            if self._failed.trouble is not None:  # it does not come back, and the others need not wait for it
-                self._follow_at_s = now
-            else:
-                never_met = self._failed.ended == _NEVER_MET_CODE
-                self._follow_at_s = now + (_NEVER_MET_S if never_met else self._flags.stop_grace_s + _FOLLOW_S)
-        self._silent = [far for far in self._hosts if not far.done and now - far.heard_at_s > _SILENT_S]
-        if self._silent and all(far.done or far in self._silent for far in self._hosts):
-            self._leave_at_s = now
-        elif self._follow_at_s is not None and now >= self._follow_at_s:
+            is_hopeless = self._failed.trouble is not None or self._failed.ended in (LOST, _NEVER_MET_CODE)
+            self._follow_at_s = now + (_HOPELESS_S if is_hopeless else self._flags.stop_grace_s + _FOLLOW_S)
+        if self._follow_at_s is not None and now >= self._follow_at_s:
             self._follow_at_s = None
-            if not all(far.done for far in self._hosts):
-                self._send_signal(15)
+            if not all(host.done for host in self._hosts):
+                self._signal_all(signal.SIGTERM)
                 self._leave_at_s = now + self._flags.stop_grace_s + _FOLLOW_S
 
-    def _send_signal(self, number: int) -> None:
-        for far in self._hosts:
-            far.send({"do": "signal", "number": int(number)})
+    def _signal_all(self, number: int | None) -> None:
+        for host in self._hosts:
+            host.pass_signal(number)
 
     def _pump(self, timeout_s: float) -> None:
         pump(self._hosts, timeout_s, self._interrupts.fd)
         self._interrupts.drain()
-        for far, lines in zip(self._hosts, self._lines, strict=True):
-            while far.output:
-                kind, data = far.output.popleft()
-                lines[kind].take(data)
+        for host, lines in zip(self._hosts, self._lines, strict=True):
+            while host.output:
+                name, data = host.output.popleft()
+                lines[name].take(data)
         for lines in self._lines:
             for stream in lines.values():
                 if stream.overdue_in_s() == 0.0:
                     stream.show_rest()
 
-    def _interrupted(self, what: str) -> int:
+    def _report_interrupt(self, what: str) -> int:
         number = self._interrupts.received[0]
-        left = [far.name for far in self._hosts if not far.done] if self._signals_sent else []
+        left = [host.name for host in self._hosts if not host.done] if self._signals_sent else []
         silent = f"; {', '.join(left)} did not confirm it in time" if left else ""
         self._say(f"ended by {number.name}: {what}{silent}")
         return 128 + number
 
     def _say(self, text: str) -> None:
-        self._error_screen.write_lines(f"photinus: {text}\n".encode())
+        self._screens["err"].write_lines(f"photinus: {text}\n".encode())
 
 
-def _told(flags: RunFlags, shares: Sequence[Share], here: Sequence[bool], environ: Mapping[str, str]) -> str:
+def _dry_run_text(flags: RunFlags, shares: Sequence[Share], here: Sequence[bool], environ: Mapping[str, str]) -> str:
     """What --dry-run says."""
     lines = [f"{len(shares)} host{'s' * (len(shares) != 1)}, each in {os.getcwd()}:"]
     leader = flags.hosts.leader or shares[0].host.name
@@ -344,7 +330,7 @@ def _told(flags: RunFlags, shares: Sequence[Share], here: Sequence[bool], enviro
             else f"{flags.selection.ssh} -p {flags.selection.ssh_port}"
         )
         how = "this host" if is_this else f"over {way} {share.host.destination}"
-        words = words_for(flags, share, host_rank=number, hosts=len(shares), leader=leader, port=port)
+        words = host_words(flags, share, host_rank=number, hosts=len(shares), leader=leader, port=port)
         lines += ["", f"  {share.host.name} ({how})", f"    photinus run {shlex.join(words)}"]
     lines += ["", "environment variables that the hosts are given:"]
     lines += [f"  {name}={value}" for name, value in sorted(environ.items())] or ["  none"]

@@ -69,14 +69,14 @@ _SSH_WORDS: tuple[tuple[str, str, str], ...] = (
 
 
 def trouble(destination: str, ssh: str, status: int, said: str, printed: str) -> str:
-    """One message on why the far side did not start, or was lost.
+    """One message on why `remote` did not start there, or was lost.
 
     Args:
         destination: the host, as ssh was given it.
         ssh: the command that reaches hosts, with which the user can try by hand.
         status: exit code of ssh, or minus the signal that ended it.
         said: its stderr.
-        printed: what came on stdout in place of the far side's words.
+        printed: what came on stdout in place of its words.
     """
     name = destination.rpartition("@")[2]
     last = _last_line(said) or _last_line(printed)

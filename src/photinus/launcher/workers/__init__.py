@@ -3,7 +3,8 @@
 cgroup          what the kernel says about this control group: CPU quota, memory limit, kills
 devices         how many workers this host gets: one per GPU, one per usable core, or as many as the user says
 environment     the environment variables that a worker finds: torchrun's, and the world size that the launcher means
-failures        which rank failed first, of what, and the words for it. Pure functions over plain records
+deaths          how workers ended, and which of them was the first cause. Pure functions over plain records
+failure_text    the words for workers that failed, or suspended themselves. Pure functions
 guard           ends everything when the launcher itself is killed
 interrupts      Ctrl-C, SIGTERM and their like, noted when they come and acted upon at safe points
 job             a job as decided before anything starts: what the command line, the devices and the environment come to
@@ -13,6 +14,5 @@ ports           listening on one address, and naming the process that holds a po
 private_folder  a folder in the temporary directory that is gone when its owners are, however they end
 processes       the worker processes of one attempt on this host: started, watched and ended
 store           the store of an attempt: torch's TCPStore on the loopback interface, in a child process of the launcher
-suspension      workers that suspend themselves: what one says about that, and the words for it
 worker          runs in each worker before the script: a file of its own, imports nothing of Photinus
 """

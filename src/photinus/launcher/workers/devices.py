@@ -90,14 +90,7 @@ def check_devices(numbers: Sequence[int], present: int) -> None:
 
 
 def gpu_names(workers: int, present: int, visible: str | None, ranks_per_gpu: int) -> tuple[str, ...]:
-    """What messages call each worker's GPU, by local rank: "GPU 3", as nvidia-smi numbers them; () without GPUs.
-
-    Args:
-        workers: on this host.
-        present: GPUs that torch sees.
-        visible: CUDA_VISIBLE_DEVICES, if set.
-        ranks_per_gpu: so many workers share each GPU.
-    """
+    """What messages call each worker's GPU, by local rank: "GPU 3", as nvidia-smi numbers them; () without GPUs."""
     if present * ranks_per_gpu < workers:
         return ()
     numbers = [name.strip() for name in visible.split(",")] if visible else list(map(str, range(present)))

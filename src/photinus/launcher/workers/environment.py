@@ -70,7 +70,8 @@ def worker_environ(
         environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     environ.pop(env.JOB_SECRET.name, None)
     environ.pop(env.LISTEN_FD.name, None)
-    environ.pop(env.CONDUCTED_AS.name, None)
+    environ.pop(env.STARTED_AS.name, None)
+    environ.pop(env.TERMINALS.name, None)
     if cpu_only:
         environ["CUDA_VISIBLE_DEVICES"] = ""
         # Accelerate and Transformers' Trainer, unless told so, train on the CPU with one process each, in silence.

@@ -16,7 +16,7 @@ import signal
 import time
 from collections.abc import Iterator
 
-__all__ = ["Guard", "guarding"]
+__all__ = ["Guard", "start_guard"]
 
 _GOODBYE = b"goodbye\n"
 _LEAVE_S = 2.0
@@ -24,7 +24,7 @@ _DYING_S = 5.0
 
 
 class Guard:
-    """The launcher's end of the guard. Made by `guarding`; one thread only."""
+    """The launcher's end of the guard. Made by `start_guard`; one thread only."""
 
     def __init__(self, pid: int, pipe: int) -> None:
         self.pid = pid
@@ -66,7 +66,7 @@ class Guard:
 
 
 @contextlib.contextmanager
-def guarding() -> Iterator[Guard]:
+def start_guard() -> Iterator[Guard]:
     """A guard for the duration of the block. To be entered before any thread is started: it forks without exec."""
     reading, writing = os.pipe()
     pid = os.fork()

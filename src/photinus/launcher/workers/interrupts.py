@@ -15,7 +15,7 @@ import time
 import types
 from collections.abc import Iterator
 
-__all__ = ["FROM_A_KEYBOARD", "SIGNALS", "Interrupted", "Interrupts", "taking_interrupts"]
+__all__ = ["FROM_A_KEYBOARD", "SIGNALS", "Interrupted", "Interrupts", "handle_signals"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 FROM_A_KEYBOARD = (signal.SIGINT, signal.SIGQUIT)
@@ -34,7 +34,7 @@ class Interrupts:
         self.received: list[signal.Signals] = []
         self.suspension_wanted = False  # SIGUSR1 has come, and nobody has acted upon it
         self._first_at_s = 0.0
-        self._strike_at_once = False
+        self._raise_at_once = False
 
     @property
     def first(self) -> signal.Signals | None:
@@ -57,20 +57,20 @@ class Interrupts:
             return
         self._first_at_s = self._first_at_s if self.received else now_s
         self.received.append(signal.Signals(number))
-        if self._strike_at_once:
-            self._strike_at_once = False
+        if self._raise_at_once:
+            self._raise_at_once = False
             raise Interrupted
 
     @contextlib.contextmanager
-    def striking_at_once(self) -> Iterator[None]:
+    def raise_at_once(self) -> Iterator[None]:
         """During the block nothing is running that would have to be ended, so a signal raises Interrupted."""
         if self.received:
             raise Interrupted
-        self._strike_at_once = True
+        self._raise_at_once = True
         try:
             yield
         finally:
-            self._strike_at_once = False
+            self._raise_at_once = False
 
     def comes_within(self, timeout_s: float) -> bool:
         """Whether a signal has been received; waits for one."""
@@ -86,7 +86,7 @@ class Interrupts:
 
 
 @contextlib.contextmanager
-def taking_interrupts() -> Iterator[Interrupts]:
+def handle_signals() -> Iterator[Interrupts]:
     """Takes SIGINT, SIGTERM, SIGHUP, SIGQUIT and SIGUSR1 during the block, but not those that are ignored (nohup)."""
     reading, writing = os.pipe()
     os.set_blocking(reading, False)

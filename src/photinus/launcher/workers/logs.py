@@ -1,15 +1,6 @@
 """The workers' output in files: DIR/JOB/attempt_K/RANK/stdout.log and stderr.log, torchrun's layout.
 
-What goes where is decided per stream and local rank, with torchrun's flags:
-
-| flags | the terminal | the files |
-|---|---|---|
-| none | everything | nothing |
-| --log-dir DIR | everything | everything |
-| --redirects 3 | nothing | everything |
-| --tee 3 | everything | everything |
-| --redirects 1 --tee 2 | stderr | both |
-
+What goes where is decided per stream and local rank, with torchrun's flags (docs/launching.md has the table).
 `--local-ranks-filter` takes ranks off the terminal and leaves their files. Torchrun alone writes nothing for a bare
 --log-dir; whoever gives a folder wants something in it. RANK is the rank in the job, not on its host, so that several
 hosts can share a folder. Files are appended to: nothing of an earlier job of the same name is lost.
@@ -51,11 +42,11 @@ class LogPlan:
     tee: Mapping[int, Streams] = field(default_factory=dict)
     shown_local_ranks: frozenset[int] | None = None
 
-    def filed(self, local_rank: int) -> Streams:
+    def file_streams(self, local_rank: int) -> Streams:
         """The streams of a worker that are written to files."""
         return _of(self.redirects, local_rank) | _of(self.tee, local_rank)
 
-    def shown(self, local_rank: int) -> Streams:
+    def terminal_streams(self, local_rank: int) -> Streams:
         """The streams of a worker that are written to the terminal."""
         if self.shown_local_ranks is not None and local_rank not in self.shown_local_ranks:
             return frozenset()
@@ -75,7 +66,7 @@ class LogPlan:
                 there = "only local rank 0" if local_world_size == 1 else f"local ranks 0 to {local_world_size - 1}"
                 raise UsageError(f"{flag} names local rank {min(absent)}, but this host runs {there}.")
 
-    def told(self, folder: Path | None = None) -> str:
+    def describe(self, folder: Path | None = None) -> str:
         """In a line, for people."""
         where = folder or self.folder or "a temporary folder"
         everything = all(_of(self.tee, rank) == BOTH for rank in (-1, *self.tee))
@@ -116,7 +107,7 @@ class Logs:
         if folder is None:
             return {}
         place = folder / f"attempt_{attempt}" / str(rank)
-        return {stream: place / _FILE_NAMES[stream] for stream in sorted(self.plan.filed(local_rank))}
+        return {stream: place / _FILE_NAMES[stream] for stream in sorted(self.plan.file_streams(local_rank))}
 
 
 def open_logs(plan: LogPlan) -> Logs:
@@ -144,12 +135,7 @@ def open_logs(plan: LogPlan) -> Logs:
 
 
 class LogFile:
-    """One stream of a worker in a file. What goes wrong is told once, and is no reason to end the training.
-
-    Args:
-        path: of the file; its folder is made.
-        fail: called with path and error when the file cannot be made or written; nothing is written after.
-    """
+    """One stream of a worker in a file. What goes wrong is told once, and is no reason to end the training."""
 
     def __init__(self, path: Path, fail: Callable[[Path, OSError], None]) -> None:
         self.path = path

@@ -21,6 +21,7 @@ import os
 import re
 import select
 import selectors
+import struct
 import sys
 import termios
 import threading
@@ -30,6 +31,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ... import env
 from .logs import BOTH, LogFile, Logs
 
 __all__ = ["Output"]
@@ -73,6 +75,7 @@ class Output:
     _thread: threading.Thread | None = None
     _wake: int | None = None
     _open: int = 0
+    _far: tuple[int, ...] = field(default_factory=lambda: env.TERMINALS.get() or ())
     _quiet: threading.Condition = field(default_factory=threading.Condition)
 
     def say(self, text: str, *, alarm: bool = False) -> None:
@@ -80,7 +83,12 @@ class Output:
 
         With `alarm`, the first line is bold and red where that can be seen (a terminal; NO_COLOR unset).
         """
-        if alarm and os.isatty(self.stderr) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
+        if (
+            alarm
+            and self._is_terminal(self.stderr)
+            and not os.environ.get("NO_COLOR")
+            and os.environ.get("TERM") != "dumb"
+        ):
             text = re.sub(r"^(\n*)([^\n]+)", "\\1\x1b[1;31m\\2\x1b[0m", text, count=1)
         self._write(self.stderr, text.encode(sys.stderr.encoding or "utf-8", "backslashreplace"))
 
@@ -94,7 +102,7 @@ class Output:
         folder = None if self._logs is None else self._logs.folder(job_id)
         if self._logs is not None and folder != self._told:
             self._told = folder
-            self.say(f"photinus: {self._logs.plan.told(folder)}\n")
+            self.say(f"photinus: {self._logs.plan.describe(folder)}\n")
         with self._quiet:
             self._files.clear()
             self._last.clear()
@@ -108,18 +116,19 @@ class Output:
         """
         logs = self._logs
         files = {} if logs is None else logs.files(*self._attempt, rank, local_rank)
-        shown = BOTH if logs is None else logs.plan.shown(local_rank)
+        shown = BOTH if logs is None else logs.plan.terminal_streams(local_rank)
         with self._quiet:
             self._files[rank] = files
             self._last[rank] = deque(maxlen=_LAST_LINES)
-        if rank > 0 and not files and (os.path.sameopenfile(self.stdout, self.stderr) or not shown):
+        inherits = rank == 0 and not {self.stdout, self.stderr} <= {*self._far[2:]}
+        if not inherits and not files and (os.path.sameopenfile(self.stdout, self.stderr) or not shown):
             both = self._add(self._stream(rank, "out", shown, files))
             return both, os.dup(both)
         out, err = (
             None
-            if rank == 0 and name in shown and name not in files
+            if rank == 0 and name in shown and name not in files and target not in self._far[2:]
             else self._add(self._stream(rank, name, shown, files))
-            for name in ("out", "err")
+            for name, target in (("out", self.stdout), ("err", self.stderr))
         )
         return out, err
 
@@ -177,7 +186,7 @@ class Output:
             prefix=None if rank == 0 else f"[{rank}] ".encode(),
             last=self._last[rank],
             file=LogFile(files[name], self._warn) if name in files else None,
-            terminal=rank == 0 and name in shown and os.isatty(target),
+            terminal=rank == 0 and name in shown and self._is_terminal(target),
         )
 
     def _add(self, stream: _Stream) -> int:
@@ -186,7 +195,7 @@ class Output:
         reading, writing = os.openpty() if stream.terminal else os.pipe()
         if stream.terminal:
             tty.setraw(writing)  # bytes as they are: line ends are made by the terminal that shows them
-            _copy_size(stream.target, reading)
+            self._copy_size(stream.target, reading)
         with self._quiet:
             self._open += 1
         self._selector.register(reading, selectors.EVENT_READ, stream)
@@ -221,7 +230,9 @@ class Output:
             stream.file, stream.shown = None, True  # rather too much on the terminal than something lost
         if stream.shown and stream.prefix is None:
             if stream.terminal:
-                _copy_size(stream.target, reading)  # it may have changed; bars ask for it with each state they draw
+                self._copy_size(
+                    stream.target, reading
+                )  # it may have changed; bars ask for it with each state they draw
             self._write(stream.target, piece, clear=False)
         *lines, rest = (stream.pending + piece).split(b"\n")
         # Of a progress bar keep the last state; of an endless line, give out what there is.
@@ -264,9 +275,22 @@ class Output:
                 f"into log files is only shown here.\n"
             )
 
+    def _is_terminal(self, target: int) -> bool:
+        return target in self._far[2:] or os.isatty(target)
+
+    def _copy_size(self, target: int, pty: int) -> None:
+        """Gives a pty as many rows and columns as the terminal has, here or where the user typed."""
+        with contextlib.suppress(OSError):
+            if target in self._far[2:]:
+                size = struct.pack("HHHH", *self._far[:2], 0, 0)
+            else:
+                size = fcntl.ioctl(target, termios.TIOCGWINSZ, bytes(8))
+            if fcntl.ioctl(pty, termios.TIOCGWINSZ, bytes(8)) != size:
+                fcntl.ioctl(pty, termios.TIOCSWINSZ, size)
+
     def _write(self, target: int, data: bytes, *, clear: bool = True) -> None:
         with self._lock:
-            if clear and os.isatty(target):
+            if clear and self._is_terminal(target):
                 # Rank 0's progress bar may stand on this line: take its place, it draws itself again below.
                 data = b"\r\x1b[K" + data
             # A reader that has gone (`| head`) is no reason to fail: the workers' pipes must still be emptied.
@@ -288,14 +312,6 @@ def _read(reading: int) -> bytes:
         if error.errno == errno.EIO:  # how a pty says that nobody writes to it any more
             return b""
         raise
-
-
-def _copy_size(terminal: int, pty: int) -> None:
-    """Gives a pty as many rows and columns as the terminal has."""
-    with contextlib.suppress(OSError):
-        size = fcntl.ioctl(terminal, termios.TIOCGWINSZ, bytes(8))
-        if fcntl.ioctl(pty, termios.TIOCGWINSZ, bytes(8)) != size:
-            fcntl.ioctl(pty, termios.TIOCSWINSZ, size)
 
 
 def _last_state(line: bytes) -> bytes:

@@ -29,9 +29,6 @@ def private_folder(prefix: str) -> Iterator[tuple[Path, int]]:
 
     The descriptor is closed in processes that are started, unless it is passed on (`pass_fds`). At the end of the block
     the folder is removed, whoever holds it.
-
-    Args:
-        prefix: of its name.
     """
     with tempfile.TemporaryDirectory(prefix=prefix) as name:
         reading, writing = os.pipe()

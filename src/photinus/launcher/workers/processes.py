@@ -31,12 +31,12 @@ from pathlib import Path
 from ... import env
 from ...status import HEARD, ONLY_ASKED_BY_SIGTERM, Status, read
 from ..command_line.program import Program
-from .failures import Death, Raised
+from .deaths import Death, Raised
 from .guard import Guard
 from .interrupts import Interrupts
 from .output import Output
 
-__all__ = ["Processes", "Start", "adopting_orphans"]
+__all__ = ["Processes", "Start", "adopt_orphans"]
 
 _WORKER_FILE = str(Path(__file__).with_name("worker.py"))
 _KILLED_DIES_WITHIN_S = 5.0
@@ -87,9 +87,9 @@ class _Worker:
 
     def hears(self, letters: str) -> bool:
         """Whether the letter of its status is one of these (see status.py)."""
-        return self.told().letter in letters
+        return self.last_status().letter in letters
 
-    def told(self) -> Status:
+    def last_status(self) -> Status:
         """What it has told of itself last."""
         return read(_content(self.status_file))
 
@@ -98,7 +98,7 @@ class _Worker:
         record = self.record()
         return record is not None and record.suspended
 
-    def leaving(self) -> bool:
+    def is_leaving(self) -> bool:
         """Whether it has raised, its own hooks are done, and it only has to leave (see `worker._fail`)."""
         return self.has_raised() and _content(self.error_file).endswith("\n")
 
@@ -153,11 +153,11 @@ class Processes:
         if events:
             self._note_ends()
 
-    def failed(self) -> bool:
+    def any_failed(self) -> bool:
         """Whether a worker has ended other than well."""
         return any(worker.status not in (None, 0) for worker in self._workers)
 
-    def running(self) -> bool:
+    def any_running(self) -> bool:
         """Whether a worker has not ended."""
         return any(worker.status is None for worker in self._workers)
 
@@ -188,7 +188,7 @@ class Processes:
                 worker.asked_to_leave = True
                 for number in (signal.SIGTERM, signal.SIGCONT):
                     signal.pidfd_send_signal(worker.pidfd, number)
-        while self.running() and time.monotonic() < deadline and not self._interrupts.impatient:
+        while self.any_running() and time.monotonic() < deadline and not self._interrupts.impatient:
             self.wait(min(0.1, deadline - time.monotonic()))
             if any(worker.status not in (None, 0) and not worker.has_suspended() for worker in self._workers):
                 return
@@ -200,7 +200,7 @@ class Processes:
         """
         now = time.monotonic()
         for worker in self._workers:
-            if worker.status is not None or not worker.leaving():
+            if worker.status is not None or not worker.is_leaving():
                 continue
             if worker.recorded_at_s is None:
                 worker.recorded_at_s = now
@@ -222,7 +222,7 @@ class Processes:
             culprit_known = any(not death.consequence for death in self.deaths())
             if elapsed_s > (timeout_s if culprit_known or not silent else culprit_timeout_s):
                 return
-            if not silent and (culprit_known or not self.running()):
+            if not silent and (culprit_known or not self.any_running()):
                 return
             self.wait(_SETTLE_STEP_S)
 
@@ -250,7 +250,7 @@ class Processes:
                     continue
                 for number in (ask_it, signal.SIGCONT):
                     signal.pidfd_send_signal(worker.pidfd, number)
-        while self.running() and time.monotonic() < deadline and not self._interrupts.impatient:
+        while self.any_running() and time.monotonic() < deadline and not self._interrupts.impatient:
             self.wait(min(0.1, deadline - time.monotonic()))
         self._kill_groups()
 
@@ -285,17 +285,17 @@ class Processes:
             )
         return deaths
 
-    def finished(self) -> list[int]:
+    def finished_ranks(self) -> list[int]:
         """The ranks that ended with exit code 0."""
         return [worker.start.rank for worker in self._workers if worker.status == 0]
 
     def steps(self) -> int:
         """How many steps of training the workers have told of."""
-        return max(worker.told().steps for worker in self._workers)
+        return max(worker.last_status().steps for worker in self._workers)
 
-    def saved(self) -> int:
+    def saved_step(self) -> int:
         """The step of the newest checkpoint that they have told of; -1 for none."""
-        return max(worker.told().saved for worker in self._workers)
+        return max(worker.last_status().saved for worker in self._workers)
 
     def close(self) -> None:
         """Lets go of the records of the ended workers."""
@@ -356,7 +356,7 @@ class Processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(worker.process.pid, signal.SIGKILL)
         deadline = time.monotonic() + _KILLED_DIES_WITHIN_S
-        while self.running() and time.monotonic() < deadline:
+        while self.any_running() and time.monotonic() < deadline:
             self.wait(min(0.1, deadline - time.monotonic()))
         for worker in self._workers:
             if worker.status is None:
@@ -367,7 +367,7 @@ class Processes:
                 continue
             worker.process.wait()
             os.close(worker.pidfd)
-        # What the workers had started was killed too, and may be this process's to bury (see adopting_orphans).
+        # What the workers had started was killed too, and may be this process's to bury (see adopt_orphans).
         deadline = time.monotonic() + _GROUP_DIES_WITHIN_S
         for worker in self._workers:
             while _bury_group(worker.process.pid) and time.monotonic() < deadline:
@@ -376,7 +376,7 @@ class Processes:
 
 
 @contextlib.contextmanager
-def adopting_orphans() -> Iterator[None]:
+def adopt_orphans() -> Iterator[None]:
     """During the block, orphans among this process's descendants become its children.
 
     So the children of a killed worker can be waited for, instead of being left to process 1 (in a container often

@@ -47,9 +47,6 @@ class StoreProcess:
     def open(self, port: int = 0) -> int:
         """Opens a fresh store in place of the one before, if there was one, and returns its port.
 
-        Args:
-            port: 0 for one that is free, which nobody can take before the store has it.
-
         Raises:
             PortTakenError: another process has the port.
         """

@@ -4,28 +4,38 @@ from __future__ import annotations
 
 import pytest
 
-from photinus.launcher.hosts.membership import End, Form, Guest, Judge, Meeting, NotWelcomeError, Regroup, Say, Stop
+from photinus.launcher.hosts.membership import (
+    Decide,
+    End,
+    Form,
+    Membership,
+    PeerHost,
+    RefusedHostError,
+    Regroup,
+    Say,
+    Stop,
+)
 from photinus.launcher.hosts.messages import Report
-from photinus.launcher.workers.failures import Death, Raised
+from photinus.launcher.workers.deaths import Death, Raised
 
 
 def meeting(
     least: int = 2, most: int | None = None, *, join_timeout_s: float = 600.0, restarts: tuple[str, ...] = ()
-) -> Meeting:
+) -> Membership:
     left = iter(restarts)
-    rules = Meeting(least, most or least, join_timeout_s=join_timeout_s, last_call_s=5.0)
+    rules = Membership(least, most or least, join_timeout_s=join_timeout_s, last_call_s=5.0)
     rules.spend_restart = lambda: next(left, "")
     return rules
 
 
-def guest(key: int, *, workers: int = 2, node_rank: int | None = None, leads: bool = False) -> Guest:
-    return Guest(key, "abcdef"[key], f"10.0.0.{key + 1}", workers, node_rank, leads)
+def peer(key: int, *, workers: int = 2, node_rank: int | None = None, leads: bool = False) -> PeerHost:
+    return PeerHost(key, "abcdef"[key], f"10.0.0.{key + 1}", workers, node_rank, leads)
 
 
-def come(rules: Meeting, *keys: int, at_s: float = 0.0) -> list[object]:
+def come(rules: Membership, *keys: int, at_s: float = 0.0) -> list[object]:
     acts: list[object] = []
     for key in keys:
-        acts += rules.come(guest(key, leads=key == 0), at_s)
+        acts += rules.add(peer(key, leads=key == 0), at_s)
         acts += rules.ready(key, at_s)
     return acts
 
@@ -41,44 +51,44 @@ def report(*texts: str) -> Report:
 def test_a_fixed_number_of_hosts_starts_when_all_are_ready():
     rules = meeting(3)
     assert come(rules, 0, 1) == []
-    assert rules.come(guest(2), 1.0) == []
+    assert rules.add(peer(2), 1.0) == []
     (form,) = rules.ready(2, 2.0)
-    assert form == Form((guest(0, leads=True), guest(1), guest(2)), attempt=0)
+    assert form == Form((peer(0, leads=True), peer(1), peer(2)), attempt=0)
 
 
 def test_the_leader_is_first_and_the_others_are_numbered_as_they_came():
     rules = meeting(3)
     for key in (2, 1):
-        rules.come(guest(key), 0.0)
+        rules.add(peer(key), 0.0)
         rules.ready(key, 0.0)
-    rules.come(guest(0, leads=True), 0.0)
+    rules.add(peer(0, leads=True), 0.0)
     (form,) = rules.ready(0, 0.0)
-    assert [each.key for each in form.guests] == [0, 2, 1]
+    assert [each.key for each in form.peers] == [0, 2, 1]
 
 
 def test_node_ranks_are_kept_and_the_rest_fills_the_gaps():
     rules = meeting(3)
-    rules.come(guest(0, node_rank=2, leads=True), 0.0)
-    rules.come(guest(1), 0.0)
-    rules.come(guest(2, node_rank=0), 0.0)
+    rules.add(peer(0, node_rank=2, leads=True), 0.0)
+    rules.add(peer(1), 0.0)
+    rules.add(peer(2, node_rank=0), 0.0)
     rules.ready(0, 0.0)
     rules.ready(1, 0.0)
     (form,) = rules.ready(2, 0.0)
-    assert [each.key for each in form.guests] == [2, 1, 0]
+    assert [each.key for each in form.peers] == [2, 1, 0]
 
 
 def test_a_node_rank_that_is_taken_is_refused_with_its_holder_named():
     rules = meeting(2)
-    rules.come(guest(0, node_rank=0), 0.0)
-    with pytest.raises(NotWelcomeError, match=r"--node-rank 0 is taken by a \(10\.0\.0\.1\)"):
-        rules.come(guest(1, node_rank=0), 0.0)
+    rules.add(peer(0, node_rank=0), 0.0)
+    with pytest.raises(RefusedHostError, match=r"--node-rank 0 is taken by a \(10\.0\.0\.1\)"):
+        rules.add(peer(1, node_rank=0), 0.0)
 
 
 def test_one_host_too_many_is_refused_with_those_that_are_there():
     rules = meeting(2)
     come(rules, 0, 1)
-    with pytest.raises(NotWelcomeError, match=r"has its 2 hosts already: a \(10\.0\.0\.1\), b \(10\.0\.0\.2\)"):
-        rules.come(guest(2), 1.0)
+    with pytest.raises(RefusedHostError, match=r"has its 2 hosts already: a \(10\.0\.0\.1\), b \(10\.0\.0\.2\)"):
+        rules.add(peer(2), 1.0)
 
 
 def test_the_waiting_is_told_once_and_ends_in_time_with_the_number_that_came():
@@ -90,8 +100,8 @@ def test_the_waiting_is_told_once_and_ends_in_time_with_the_number_that_came():
     assert rules.tick(20.0) == []
     (end,) = rules.tick(30.1)
     assert end == End("only 1 of 2 hosts came within 30 s: a (10.0.0.1)", 1)
-    with pytest.raises(NotWelcomeError, match="has just ended"):
-        rules.come(guest(1), 31.0)
+    with pytest.raises(RefusedHostError, match="has just ended"):
+        rules.add(peer(1), 31.0)
 
 
 def test_hosts_that_may_come_and_go_are_waited_for_until_the_last_call():
@@ -99,41 +109,41 @@ def test_hosts_that_may_come_and_go_are_waited_for_until_the_last_call():
     assert come(rules, 0) == []
     assert rules.tick(4.9) == []
     (form,) = rules.tick(5.0)
-    assert len(form.guests) == 1
+    assert len(form.peers) == 1
 
 
 def test_the_last_call_ends_when_all_that_may_come_are_there():
     rules = meeting(1, 2)
     (form,) = come(rules, 0, 1, at_s=1.0)
-    assert len(form.guests) == 2
+    assert len(form.peers) == 2
 
 
 def test_a_host_that_is_importing_is_waited_for_before_the_start():
     rules = meeting(1, 3)
     come(rules, 0)
-    rules.come(guest(1), 1.0)  # has proved itself, is not ready
+    rules.add(peer(1), 1.0)  # has proved itself, is not ready
     assert rules.tick(6.0) == []
     (form,) = rules.ready(1, 7.0)
-    assert len(form.guests) == 2
+    assert len(form.peers) == 2
 
 
 def test_a_host_that_comes_while_others_run_makes_them_gather_anew():
     rules = meeting(1, 2)
     come(rules, 0)
     rules.tick(5.0)
-    assert rules.come(guest(1), 60.0) == []
+    assert rules.add(peer(1), 60.0) == []
     (regroup,) = rules.ready(1, 61.0)
     assert regroup == Regroup((0,), "host b (10.0.0.2) has come", unharmed=True)
     (form,) = rules.ready(0, 63.0)
-    assert form == Form((guest(0, leads=True), guest(1)), attempt=1)
+    assert form == Form((peer(0, leads=True), peer(1)), attempt=1)
 
 
 def test_workers_cannot_save_for_a_host_that_comes_when_others_of_them_are_done():
     rules = meeting(1, 3)
     come(rules, 0, 1)
     rules.tick(9.0)
-    rules.finished(1, 20.0)
-    rules.come(guest(2), 21.0)
+    rules.finish(1, 20.0)
+    rules.add(peer(2), 21.0)
     (regroup,) = rules.ready(2, 22.0)
     assert isinstance(regroup, Regroup)
     assert not regroup.unharmed
@@ -142,26 +152,28 @@ def test_workers_cannot_save_for_a_host_that_comes_when_others_of_them_are_done(
 def test_a_lost_host_ends_a_job_of_a_fixed_number():
     rules = meeting(2)
     come(rules, 0, 1)
-    assert rules.gone(1, "was lost: cut off", 9.0) == [End("host b (10.0.0.2) was lost: cut off", 1)]
+    assert rules.remove_host(1, "was lost: cut off", 9.0) == [End("host b (10.0.0.2) was lost: cut off", 1)]
 
 
 def test_a_lost_host_costs_a_job_of_a_fixed_number_a_restart_and_is_waited_for():
     rules = meeting(2, restarts=("restart 1 of 1",))
     come(rules, 0, 1)
-    assert rules.gone(1, "was lost: cut off", 40.0, lost=True) == [
+    assert rules.remove_host(1, "was lost: cut off", 40.0, lost=True) == [
         Regroup((0,), "host b (10.0.0.2) was lost: cut off (restart 1 of 1)")
     ]
     assert rules.ready(0, 41.0) == []
     assert rules.tick(44.0) == [Say("waiting for 2 hosts, 596 s more at most; here: a (10.0.0.1)")]
     (form,) = come(rules, 2, at_s=100.0)
-    assert form == Form((guest(0, leads=True), guest(2)), attempt=1)
-    assert rules.gone(2, "was lost: cut off", 200.0, lost=True) == [End("host c (10.0.0.3) was lost: cut off", 1)]
+    assert form == Form((peer(0, leads=True), peer(2)), attempt=1)
+    assert rules.remove_host(2, "was lost: cut off", 200.0, lost=True) == [
+        End("host c (10.0.0.3) was lost: cut off", 1)
+    ]
 
 
 def test_a_lost_host_that_does_not_come_back_ends_the_job_when_the_time_is_over():
     rules = meeting(2, restarts=("restart 1 of 3",), join_timeout_s=30.0)
     come(rules, 0, 1)
-    rules.gone(1, "was lost", 40.0, lost=True)
+    rules.remove_host(1, "was lost", 40.0, lost=True)
     rules.ready(0, 41.0)
     assert rules.tick(71.0) == [End("only 1 of 2 hosts came within 30 s: a (10.0.0.1)", 1)]
 
@@ -169,30 +181,30 @@ def test_a_lost_host_that_does_not_come_back_ends_the_job_when_the_time_is_over(
 def test_a_host_that_leaves_ends_a_job_of_a_fixed_number_whatever_restarts_are_left():
     rules = meeting(2, restarts=("restart 1 of 3",))
     come(rules, 0, 1)
-    assert rules.gone(1, "left, ended by SIGINT", 9.0) == [End("host b (10.0.0.2) left, ended by SIGINT", 1)]
+    assert rules.remove_host(1, "left, ended by SIGINT", 9.0) == [End("host b (10.0.0.2) left, ended by SIGINT", 1)]
 
 
 def test_a_host_lost_while_the_others_settle_may_come_back_before_they_have():
     rules = meeting(3, restarts=("restart 1 of 3",))
     come(rules, 0, 1, 2)
-    rules.failed(0, report("peer lost"), 35.0)
-    assert rules.gone(2, "was lost", 36.0, lost=True) == []
+    rules.fail(0, report("peer lost"), 35.0)
+    assert rules.remove_host(2, "was lost", 36.0, lost=True) == []
     assert come(rules, 3, at_s=36.5) == []
-    (regroup,) = rules.failed(1, report("peer lost"), 37.0)
+    (regroup,) = rules.fail(1, report("peer lost"), 37.0)
     assert regroup == Regroup((0, 1), "host c (10.0.0.3) was lost (restart 1 of 3)")
     rules.ready(0, 38.0)
     (form,) = rules.ready(1, 38.0)
-    assert [each.key for each in form.guests] == [0, 1, 3]
+    assert [each.key for each in form.peers] == [0, 1, 3]
 
 
 def test_what_a_host_says_late_of_an_attempt_without_it_has_no_effect():
     rules = meeting(1, 2)
     come(rules, 0, 1)
-    rules.gone(1, "was lost", 40.0, lost=True)
+    rules.remove_host(1, "was lost", 40.0, lost=True)
     rules.ready(0, 41.0)
     rules.tick(42.0)
-    rules.come(guest(2), 50.0)
-    assert rules.failed(2, report("peer lost"), 50.0) == []
+    rules.add(peer(2), 50.0)
+    assert rules.fail(2, report("peer lost"), 50.0) == []
     assert rules.state == "running"
     assert rules.ready(0, 50.0) == []  # said twice
     (regroup,) = rules.ready(2, 51.0)
@@ -205,32 +217,32 @@ def test_what_a_host_says_late_of_an_attempt_without_it_has_no_effect():
 def test_a_lost_host_makes_the_others_go_on_where_hosts_may_go():
     rules = meeting(1, 2)
     come(rules, 0, 1)
-    assert rules.gone(1, "was lost: cut off", 9.0) == [Regroup((0,), "host b (10.0.0.2) was lost: cut off")]
+    assert rules.remove_host(1, "was lost: cut off", 9.0) == [Regroup((0,), "host b (10.0.0.2) was lost: cut off")]
     assert rules.ready(0, 10.0) == []
     (form,) = rules.tick(11.0)  # a short last call: it might come back
-    assert form == Form((guest(0, leads=True),), attempt=1)
+    assert form == Form((peer(0, leads=True),), attempt=1)
 
 
 def test_a_job_with_fewer_hosts_than_the_least_waits_for_more():
     rules = meeting(2, 3, join_timeout_s=50.0)
     come(rules, 0, 1, 2)
-    rules.gone(1, "left", 9.0)
-    rules.gone(2, "left", 9.1)
+    rules.remove_host(1, "left", 9.0)
+    rules.remove_host(2, "left", 9.1)
     assert [type(act) for act in rules.ready(0, 10.0)] == []
     assert rules.tick(40.0) == [Say("waiting for 2 hosts, 19 s more at most; here: a (10.0.0.1)")]
     (form,) = come(rules, 3, at_s=41.0) or rules.tick(43.0)
-    assert [each.key for each in form.guests] == [0, 3]
+    assert [each.key for each in form.peers] == [0, 3]
 
 
 def test_a_failure_stops_all_and_is_judged_when_all_have_reported():
     rules = meeting(3)
     come(rules, 0, 1, 2)
     first, second, third = report("boom"), report("lost"), report()
-    assert rules.failed(1, first, 1.0) == [Stop((0, 2), "a worker of host b failed")]
-    assert rules.failed(2, third, 1.1) == []
-    (judge,) = rules.failed(0, second, 1.2)
-    assert judge == Judge((second, first, third), (0, 1, 2), world_size=6, attempt=0)
-    assert rules.judged(True, 2.0) == []
+    assert rules.fail(1, first, 1.0) == [Stop((0, 2), "a worker of host b failed")]
+    assert rules.fail(2, third, 1.1) == []
+    (judge,) = rules.fail(0, second, 1.2)
+    assert judge == Decide((second, first, third), (0, 1, 2), world_size=6, attempt=0)
+    assert rules.go_on(True, 2.0) == []
     rules.ready(0, 3.0)
     rules.ready(2, 3.0)
     (form,) = rules.ready(1, 3.0)
@@ -240,23 +252,23 @@ def test_a_failure_stops_all_and_is_judged_when_all_have_reported():
 def test_the_last_verdict_ends_the_job():
     rules = meeting(2)
     come(rules, 0, 1)
-    rules.failed(0, report("boom"), 1.0)
-    rules.failed(1, report(), 1.0)
-    rules.judged(False, 1.1)
+    rules.fail(0, report("boom"), 1.0)
+    rules.fail(1, report(), 1.0)
+    rules.go_on(False, 1.1)
     assert rules.state == "ended"
-    assert rules.gone(1, "left", 2.0) == []
+    assert rules.remove_host(1, "left", 2.0) == []
 
 
 def test_a_host_lost_while_the_others_settle_is_the_cause_of_what_they_saw():
     fixed = meeting(2)
     come(fixed, 0, 1)
-    assert fixed.failed(0, report("peer lost"), 1.0) == [Stop((1,), "a worker of host a failed")]
-    assert fixed.gone(1, "was lost: cut off", 7.0) == [End("host b (10.0.0.2) was lost: cut off", 1)]
+    assert fixed.fail(0, report("peer lost"), 1.0) == [Stop((1,), "a worker of host a failed")]
+    assert fixed.remove_host(1, "was lost: cut off", 7.0) == [End("host b (10.0.0.2) was lost: cut off", 1)]
 
     elastic = meeting(1, 2)
     come(elastic, 0, 1)
-    elastic.failed(0, report("peer lost"), 1.0)
-    assert elastic.gone(1, "was lost", 7.0) == [Regroup((0,), "host b (10.0.0.2) was lost")]
+    elastic.fail(0, report("peer lost"), 1.0)
+    assert elastic.remove_host(1, "was lost", 7.0) == [Regroup((0,), "host b (10.0.0.2) was lost")]
     elastic.ready(0, 8.0)
     (form,) = elastic.tick(9.0)
     assert form.attempt == 1
@@ -265,30 +277,30 @@ def test_a_host_lost_while_the_others_settle_is_the_cause_of_what_they_saw():
 def test_the_job_ends_well_when_all_hosts_have_finished():
     rules = meeting(2)
     come(rules, 0, 1)
-    assert rules.finished(1, 5.0) == []
-    assert rules.finished(0, 6.0) == [End("", 0)]
+    assert rules.finish(1, 5.0) == []
+    assert rules.finish(0, 6.0) == [End("", 0)]
 
 
 def test_a_host_that_goes_after_it_finished_is_not_missed():
     rules = meeting(2)
     come(rules, 0, 1)
-    rules.finished(1, 5.0)
-    assert rules.gone(1, "was lost", 5.5) == []
-    assert rules.finished(0, 6.0) == [End("", 0)]
+    rules.finish(1, 5.0)
+    assert rules.remove_host(1, "was lost", 5.5) == []
+    assert rules.finish(0, 6.0) == [End("", 0)]
 
 
 def test_a_host_that_comes_while_others_settle_takes_part_in_the_next_attempt():
     rules = meeting(1, 3)
     come(rules, 0, 1)
     rules.tick(5.0)
-    rules.failed(0, report("boom"), 6.0)
+    rules.fail(0, report("boom"), 6.0)
     assert come(rules, 2, at_s=6.1) == []
-    (judge,) = rules.failed(1, report(), 6.2)
+    (judge,) = rules.fail(1, report(), 6.2)
     assert judge.keys == (0, 1)
-    rules.judged(True, 6.3)
+    rules.go_on(True, 6.3)
     rules.ready(0, 7.0)
     (form,) = rules.ready(1, 7.0)
-    assert [each.key for each in form.guests] == [0, 1, 2]
+    assert [each.key for each in form.peers] == [0, 1, 2]
 
 
 def test_the_leader_may_end_the_job():
