@@ -16,7 +16,7 @@ from photinus.launcher.command_line.flags import HostFlags, LogFlags, RunFlags, 
 from photinus.launcher.command_line.program import Program
 from photinus.launcher.command_line.usage import UsageError
 from photinus.launcher.ssh.command import is_here, remote_command
-from photinus.launcher.ssh.environ import handed_over, variable_files
+from photinus.launcher.ssh.environ import exported_variables, variable_files
 from photinus.launcher.ssh.host import RemoteHost, leave, pump
 from photinus.launcher.ssh.hostfile import Host
 from photinus.launcher.ssh.lines import HostLines, Screen
@@ -155,12 +155,12 @@ def test_what_steers_training_is_handed_over_and_what_describes_a_host_is_not(tm
         "SSH_AUTH_SOCK": "/tmp/agent",
         "MY_DATA": "/data/mine",
     }
-    over = handed_over(environ, ("MY_DATA",))
+    over = exported_variables(environ, ("MY_DATA",))
     assert over.pop("MY_DATA") == "/data/mine"
     expected = "NCCL_DEBUG OMP_NUM_THREADS HF_HOME PYTHONPATH LD_LIBRARY_PATH CUDA_LAUNCH_BLOCKING PHOTINUS_TIMEOUT_S"
     assert set(over) == set(expected.split())
     with pytest.raises(UsageError, match="--export NOT_SET: NOT_SET is not set here"):
-        handed_over(environ, ("NOT_SET",))
+        exported_variables(environ, ("NOT_SET",))
 
 
 def test_deepspeeds_files_of_variables_are_read(tmp_path):
@@ -169,13 +169,13 @@ def test_deepspeeds_files_of_variables_are_read(tmp_path):
     here.mkdir()
     (home / ".deepspeed_env").write_text("NCCL_IB_DISABLE=1\nA=home\n")
     (here / ".deepspeed_env").write_text("# ours\n\nexport A=here\nB='x = y'\nC=\n")
-    over = handed_over({"A": "shell", "NCCL_IB_DISABLE": "0"}, (), variable_files(home, here))
+    over = exported_variables({"A": "shell", "NCCL_IB_DISABLE": "0"}, (), variable_files(home, here))
     assert over == {"NCCL_IB_DISABLE": "1", "A": "here", "B": "x = y", "C": ""}
-    assert handed_over({"A": "shell"}, ("A",), variable_files(home, here))["A"] == "shell"
+    assert exported_variables({"A": "shell"}, ("A",), variable_files(home, here))["A"] == "shell"
     assert len(variable_files(here, here)) == 1
     (here / ".deepspeed_env").write_text("A=1\nnot a variable\n")
     with pytest.raises(UsageError, match=r"\.deepspeed_env:2: 'not a variable' is not understood"):
-        handed_over({}, (), variable_files(home, here))
+        exported_variables({}, (), variable_files(home, here))
 
 
 @pytest.mark.parametrize(

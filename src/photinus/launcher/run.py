@@ -14,7 +14,7 @@ from ..errors import DeviceError
 from ..relaunch import Launch, notable
 from .command_line.flag_table import run_parser
 from .command_line.flags import RunFlags, SelectionFlags, parse_run
-from .command_line.local_rank import with_local_rank
+from .command_line.local_rank import add_local_rank
 from .command_line.program import Program, check_program
 from .workers.devices import count_gpus
 
@@ -76,7 +76,7 @@ def _start(flags: RunFlags, program: Program) -> int:
         from .schedulers.detect_scheduler import placed
 
         flags = placed(flags)
-    program = program if flags.use_env else with_local_rank(program)
+    program = program if flags.use_env else add_local_rank(program)
     # Where several launchers share a terminal, the first host's says it for all.
     says = env.STARTED_AS.get() is None or not flags.hosts.node_rank
     if program.local_rank_flag is not None and says:

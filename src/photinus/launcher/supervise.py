@@ -63,17 +63,18 @@ def supervise(flags: RunFlags, program: Program) -> int:
     check_torch()
     environ = dict(os.environ)
     job_id = flags.hosts.job_id or uuid.uuid4().hex
-    # The guard forks, so it comes before all threads.
-    with (
-        start_guard() as guard,
-        handle_signals() as interrupts,
-        _lifeline(flags.stop_grace_s),
-        _output() as output,
-        _temporary_folder(guard) as temporary,
-        closing(StoreProcess()) as store,
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with ExitStack() as stack:
+        guard = stack.enter_context(start_guard())  # it forks, so it comes before all threads
+        interrupts = stack.enter_context(handle_signals())
+        if env.STARTED_AS.get() is not None:
+            hold_lifeline(flags.stop_grace_s)
+        output = stack.enter_context(closing(Output()))
+        temporary = stack.enter_context(_temporary_folder(guard))
+        store = stack.enter_context(closing(StoreProcess()))
         # A port that is taken is told at once, and other hosts find this one while torch counts GPUs.
-        _join_job(flags, job_id, environ, output, interrupts) as member,
-    ):
+        member = _join(stack, flags, job_id, environ, output, interrupts)
         try:
             if flags.devices is not None:
                 environ[VISIBLE] = os.environ[VISIBLE] = visible_devices(flags.devices, environ.get(VISIBLE))
@@ -158,43 +159,31 @@ def _has_torch() -> bool:
         return False
 
 
-@contextmanager
-def _join_job(
-    flags: RunFlags, job_id: str, environ: Mapping[str, str], output: Output, interrupts: Interrupts
-) -> Iterator[Member | None]:
+def _join(
+    stack: ExitStack, flags: RunFlags, job_id: str, environ: Mapping[str, str], output: Output, interrupts: Interrupts
+) -> Member | None:
     """The other hosts of the job, None when there are none; a port that the user named is looked at first."""
     hosts = flags.hosts
     several = hosts.nnodes is not None and hosts.nnodes[1] > 1
     if flags.dry_run or not several:
         if hosts.port and not several:
             listen(LOOPBACK, hosts.port).close()
-        yield None
-        return
-
-    def say(text: str, alarm: bool) -> None:
-        output.say(text, alarm=alarm)
-
-    with ExitStack() as stack:
-        try:
-            with interrupts.raise_at_once():
-                member = stack.enter_context(
-                    join_job(hosts, job_id=job_id, max_restarts=flags.max_restarts, environ=environ, say=say)
-                )
-        except Interrupted:
-            number = interrupts.first
-            assert number is not None
-            raise LaunchError(f"ended by {number.name} before any worker was started", exit_code=128 + number) from None
-        yield member
+        return None
+    try:
+        with interrupts.raise_at_once():
+            return stack.enter_context(
+                join_job(hosts, job_id=job_id, max_restarts=flags.max_restarts, environ=environ, say=output.say)
+            )
+    except Interrupted:
+        number = interrupts.first
+        assert number is not None
+        raise LaunchError(f"ended by {number.name} before any worker was started", exit_code=128 + number) from None
 
 
 def _peers(flags: RunFlags, job: Job, member: Member | None, output: Output, store: StoreProcess) -> PeerHosts:
     if member is None:
-
-        def say(text: str, alarm: bool) -> None:
-            output.say(text, alarm=alarm)
-
         port = flags.hosts.port or 0
-        return OneHost(job.job_id, job.local_world_size, job.max_restarts, say, store=store, port=port)
+        return OneHost(job.job_id, job.local_world_size, job.max_restarts, output.say, store=store, port=port)
     assert flags.hosts.nnodes is not None
     member.introduce(job.local_world_size, flags.hosts.node_rank, flags.hosts.nnodes)
     return member
@@ -210,24 +199,6 @@ def _report_interrupt(interrupts: Interrupts, output: Output, what: str) -> int:
     if env.STARTED_AS.get() is None:
         output.say(f"photinus: ended by {number.name}: {what}\n")
     return 128 + number
-
-
-@contextmanager
-def _lifeline(grace_s: float) -> Iterator[None]:
-    if env.STARTED_AS.get() is not None:
-        hold_lifeline(grace_s)
-    yield
-
-
-@contextmanager
-def _output() -> Iterator[Output]:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    output = Output()
-    try:
-        yield output
-    finally:
-        output.close()
 
 
 @contextmanager

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from .program import Program
 
-__all__ = ["with_local_rank"]
+__all__ = ["add_local_rank"]
 
 _SPELLINGS = ("--local_rank", "--local-rank")
 
 
-def with_local_rank(program: Program) -> Program:
+def add_local_rank(program: Program) -> Program:
     """The program with the flag that its text knows, unless the user's own arguments hold it already."""
     if any(word.partition("=")[0] in _SPELLINGS for word in program.arguments):
         return program

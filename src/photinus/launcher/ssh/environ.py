@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..command_line.usage import UsageError
 
-__all__ = ["handed_over", "read_variables", "variable_files"]
+__all__ = ["exported_variables", "read_variables", "variable_files"]
 
 _FAMILIES = (
     "NCCL_",
@@ -48,7 +48,9 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _FILE = ".deepspeed_env"
 
 
-def handed_over(environ: Mapping[str, str], export: Sequence[str] = (), files: Sequence[Path] = ()) -> dict[str, str]:
+def exported_variables(
+    environ: Mapping[str, str], export: Sequence[str] = (), files: Sequence[Path] = ()
+) -> dict[str, str]:
     """The variables for the other hosts. What --export names wins over the files, and these over the rest.
 
     Raises:

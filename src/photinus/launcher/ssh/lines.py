@@ -6,11 +6,11 @@ without a newline. Lines of other hosts never stand inside one of its lines, nor
 
 from __future__ import annotations
 
-import contextlib
 import os
-import select
 import time
 from dataclasses import dataclass, field
+
+from ..workers.output import write_all
 
 __all__ = ["HostLines", "Screen"]
 
@@ -36,13 +36,7 @@ class Screen:
         if not data:
             return
         self.open_line = data[-1:] not in (b"\n", b"\r")
-        # A reader that has gone (`| head`) is no reason to end the job.
-        with contextlib.suppress(BrokenPipeError):
-            while data:
-                try:
-                    data = data[os.write(self.target, data) :]
-                except BlockingIOError:  # somebody made the terminal non-blocking, and it is full
-                    select.select([], [self.target], [], 1.0)
+        write_all(self.target, data)
 
     def write_lines(self, data: bytes) -> None:
         """Writes whole lines, on a line of their own."""

@@ -33,7 +33,7 @@ from ..command_line.usage import UsageError
 from ..hosts.join import DEFAULT_PORT
 from ..workers.interrupts import FROM_A_KEYBOARD, SIGNALS, Interrupts, handle_signals
 from .command import check_ssh, find_here
-from .environ import handed_over, variable_files
+from .environ import exported_variables, variable_files
 from .host import LOST, RemoteHost, address_towards, leave, pump, reach
 from .hostfile import read_hostfile
 from .lines import HostLines, Screen
@@ -75,7 +75,7 @@ def start_hosts(flags: RunFlags, run_here: Callable[[list[str]], int]) -> int:
     here = find_here([share.host for share in shares])
     if not all(here):
         check_ssh(selection.ssh)
-    environ = handed_over(os.environ, selection.export, variable_files(Path.home(), Path.cwd()))
+    environ = exported_variables(os.environ, selection.export, variable_files(Path.home(), Path.cwd()))
     if len(shares) == 1 and here[0]:
         os.environ.update(environ)
         return run_here([*(["--dry-run"] if flags.dry_run else []), *host_words(flags, shares[0])])

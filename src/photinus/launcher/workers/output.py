@@ -34,7 +34,7 @@ from pathlib import Path
 from ... import env
 from .logs import BOTH, LogFile, Logs
 
-__all__ = ["Output"]
+__all__ = ["Output", "write_all"]
 
 _LINE_LIMIT_BYTES = 64 * 1024
 _READ_BYTES = 64 * 1024
@@ -75,10 +75,10 @@ class Output:
     _thread: threading.Thread | None = None
     _wake: int | None = None
     _open: int = 0
-    _far: tuple[int, ...] = field(default_factory=lambda: env.TERMINALS.get() or ())
+    _remote_terminal: tuple[int, ...] = field(default_factory=lambda: env.TERMINALS.get() or ())
     _quiet: threading.Condition = field(default_factory=threading.Condition)
 
-    def say(self, text: str, *, alarm: bool = False) -> None:
+    def say(self, text: str, alarm: bool = False) -> None:
         """Writes the launcher's own words to stderr, at once and in one piece.
 
         With `alarm`, the first line is bold and red where that can be seen (a terminal; NO_COLOR unset).
@@ -120,13 +120,13 @@ class Output:
         with self._quiet:
             self._files[rank] = files
             self._last[rank] = deque(maxlen=_LAST_LINES)
-        inherits = rank == 0 and not {self.stdout, self.stderr} <= {*self._far[2:]}
+        inherits = rank == 0 and not {self.stdout, self.stderr} <= {*self._remote_terminal[2:]}
         if not inherits and not files and (os.path.sameopenfile(self.stdout, self.stderr) or not shown):
             both = self._add(self._stream(rank, "out", shown, files))
             return both, os.dup(both)
         out, err = (
             None
-            if rank == 0 and name in shown and name not in files and target not in self._far[2:]
+            if rank == 0 and name in shown and name not in files and target not in self._remote_terminal[2:]
             else self._add(self._stream(rank, name, shown, files))
             for name, target in (("out", self.stdout), ("err", self.stderr))
         )
@@ -276,13 +276,13 @@ class Output:
             )
 
     def _is_terminal(self, target: int) -> bool:
-        return target in self._far[2:] or os.isatty(target)
+        return target in self._remote_terminal[2:] or os.isatty(target)
 
     def _copy_size(self, target: int, pty: int) -> None:
         """Gives a pty as many rows and columns as the terminal has, here or where the user typed."""
         with contextlib.suppress(OSError):
-            if target in self._far[2:]:
-                size = struct.pack("HHHH", *self._far[:2], 0, 0)
+            if target in self._remote_terminal[2:]:
+                size = struct.pack("HHHH", *self._remote_terminal[:2], 0, 0)
             else:
                 size = fcntl.ioctl(target, termios.TIOCGWINSZ, bytes(8))
             if fcntl.ioctl(pty, termios.TIOCGWINSZ, bytes(8)) != size:
@@ -293,13 +293,17 @@ class Output:
             if clear and self._is_terminal(target):
                 # Rank 0's progress bar may stand on this line: take its place, it draws itself again below.
                 data = b"\r\x1b[K" + data
-            # A reader that has gone (`| head`) is no reason to fail: the workers' pipes must still be emptied.
-            with contextlib.suppress(BrokenPipeError):
-                while data:
-                    try:
-                        data = data[os.write(target, data) :]
-                    except BlockingIOError:  # somebody made the terminal non-blocking and it is full
-                        select.select([], [target], [], 1.0)
+            write_all(target, data)
+
+
+def write_all(target: int, data: bytes) -> None:
+    """Writes to stdout or stderr. A reader that has gone (`| head`) is no reason to fail: the job goes on."""
+    with contextlib.suppress(BrokenPipeError):
+        while data:
+            try:
+                data = data[os.write(target, data) :]
+            except BlockingIOError:  # somebody made the terminal non-blocking and it is full
+                select.select([], [target], [], 1.0)
 
 
 def _read(reading: int) -> bytes:

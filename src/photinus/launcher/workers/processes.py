@@ -301,32 +301,29 @@ class Processes:
         """Lets go of the records of the ended workers."""
         assert self._stopped
         for worker in self._workers:
-            os.close(worker.error_file)
-            os.close(worker.fault_file)
-            os.close(worker.status_file)
+            for file in (worker.error_file, worker.fault_file, worker.status_file):
+                os.close(file)
         self._workers.clear()
 
     def _start(self, start: Start) -> _Worker:
-        error_file = os.memfd_create(f"photinus-error-{start.rank}")
-        fault_file = os.memfd_create(f"photinus-fault-{start.rank}")
-        status_file = os.memfd_create(f"photinus-status-{start.rank}")
-        here = f"/proc/{os.getpid()}/fd"
-        command = [sys.executable, _WORKER_FILE, str(os.getpid()), f"{here}/{fault_file}", self._temporary]
+        files = [os.memfd_create(f"photinus-{what}-{start.rank}") for what in ("error", "fault", "status")]
+        error_file, fault_file, status_file = files
+        error_path, fault_path, status_path = (f"/proc/{os.getpid()}/fd/{file}" for file in files)
+        command = [sys.executable, _WORKER_FILE, str(os.getpid()), fault_path, self._temporary]
         command += [self._program.kind, self._program.target, *self._program.arguments_of(start.local_rank)]
         stdout, stderr = self._output.ends_for(start.rank, start.local_rank)
         try:
             process = subprocess.Popen(
                 command,
-                env={**start.environ(f"{here}/{error_file}"), env.STATUS_FILE.name: f"{here}/{status_file}"},
+                env={**start.environ(error_path), env.STATUS_FILE.name: status_path},
                 stdin=None if start.rank == 0 else subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
                 start_new_session=True,
             )
         except OSError:
-            os.close(error_file)
-            os.close(fault_file)
-            os.close(status_file)
+            for file in files:
+                os.close(file)
             raise
         finally:
             for end in (stdout, stderr):
