@@ -14,8 +14,7 @@ from ..errors import DeviceError
 from ..relaunch import Launch, notable
 from .command_line.flag_table import run_parser
 from .command_line.flags import RunFlags, SelectionFlags, parse_run
-from .command_line.local_rank import add_local_rank
-from .command_line.program import Program, check_program
+from .command_line.program import Program, add_local_rank, check_program
 from .workers.devices import count_gpus
 
 __all__ = ["main", "parser"]

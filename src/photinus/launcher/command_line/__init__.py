@@ -4,7 +4,6 @@ parser       what the command lines of all commands have in common: argparse, wi
 flag_table   the flags of `photinus run`: what stands behind them, what they do, and the names that other launchers use
 flag_values  what stands behind a flag, read and checked: types for argparse
 flags        what the user asked `photinus run` to do, read from the command line
-local_rank   scripts that take --local_rank, as torch.distributed.launch and DeepSpeed gave it to them
 program      the user's program: a script by path or a module by name, looked at before anything starts
 usage        wrong use of the command line: the error, and what was probably meant
 """

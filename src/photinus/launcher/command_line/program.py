@@ -1,16 +1,26 @@
-"""The user's program: a script by path or a module by name, with its arguments, looked at before anything starts."""
+"""The user's program: a script by path or a module by name, with its arguments, looked at before anything starts.
+
+Some scripts take --local_rank, as torch.distributed.launch and DeepSpeed gave it to them. Whether one does is read from
+its text, which is not run: an option is a string constant, spelled out.
+"""
 
 from __future__ import annotations
 
+import ast
+import importlib.machinery
+import importlib.util
 import os
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from .usage import UsageError, closest
 
-__all__ = ["Program", "check_program"]
+__all__ = ["Program", "add_local_rank", "check_program"]
+
+_LOCAL_RANK = ("--local_rank", "--local-rank")
 
 
 @dataclass(frozen=True)
@@ -62,7 +72,7 @@ def _check_script(target: str) -> None:
             near = closest(path.name, [script.name for script in folder.glob("*.py")])
             if near:
                 hint = f" Did you mean {folder / near}?"
-            elif target.replace(".", "").isidentifier() and _found(target.partition(".")[0]):
+            elif target.replace(".", "").isidentifier() and _find(target.partition(".")[0]) is not None:
                 hint = f" There is a module of that name: did you mean -m {target}?"
         raise UsageError(f"script {target} does not exist (looked in {os.getcwd()}).{hint}")
     if not os.access(path, os.R_OK):
@@ -84,18 +94,57 @@ def _check_module(target: str) -> None:
         raise UsageError(f"-m takes a module's name, and {target} looks like a file; leave out -m.")
     # Only the first part: looking deeper would import the user's package into the launcher.
     top = target.partition(".")[0]
-    if not _found(top):
+    if _find(top) is None:
         raise UsageError(
             f"module {target} was not found: there is no {top} in {os.getcwd()}, in PYTHONPATH or installed in "
             f"{sys.executable}."
         )
 
 
-def _found(top: str) -> bool:
-    """Whether a module or package of that name can be imported from the working directory or sys.path."""
-    import importlib.machinery
-    import importlib.util
+def add_local_rank(program: Program) -> Program:
+    """The program with the flag that its text knows, unless the user's own arguments hold it already."""
+    if any(word.partition("=")[0] in _LOCAL_RANK for word in program.arguments):
+        return program
+    source = _source(program)
+    flag = None if source is None else _local_rank_flag(source)
+    return program if flag is None else replace(program, local_rank_flag=flag)
 
-    if importlib.machinery.PathFinder.find_spec(top, [os.getcwd()]) is not None:
-        return True
-    return importlib.util.find_spec(top) is not None  # editable installs have finders of their own
+
+def _local_rank_flag(source: Path) -> str | None:
+    try:
+        text = source.read_bytes()
+        if b"local_rank" not in text and b"local-rank" not in text:
+            return None  # the usual case, without reading it as Python
+        nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)]
+    except (OSError, ValueError, SyntaxError, RecursionError):  # the worker will say what is wrong with it
+        return None
+    return next((spelling for spelling in _LOCAL_RANK if any(node.value == spelling for node in nodes)), None)
+
+
+def _source(program: Program) -> Path | None:
+    """The file that is run as __main__; None when it is no Python, or cannot be found without importing anything."""
+    if program.kind == "script":
+        path = Path(program.target)
+        return path / "__main__.py" if path.is_dir() else path
+    if program.kind == "program":
+        return None
+    # Down from the first package: `importlib.util.find_spec` would import those above the module.
+    top, *rest = program.target.split(".")
+    spec, name = _find(top), top
+    for part in rest:
+        name += f".{part}"
+        spec = _find_inside(spec, name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = _find_inside(spec, f"{name}.__main__")
+    return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None
+
+
+def _find(top: str) -> ModuleSpec | None:
+    """The module or package of that name in the working directory or sys.path; editable installs have own finders."""
+    return importlib.machinery.PathFinder.find_spec(top, [os.getcwd()]) or importlib.util.find_spec(top)
+
+
+def _find_inside(package: ModuleSpec | None, name: str) -> ModuleSpec | None:
+    if package is None or package.submodule_search_locations is None:
+        return None
+    return importlib.machinery.PathFinder.find_spec(name, package.submodule_search_locations)
