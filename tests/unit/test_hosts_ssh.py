@@ -98,7 +98,7 @@ def test_workers_of_a_host(typed, share, words):
         ("--local-addr 10.0.0.1", "--local-addr 10.0.0.1 and --hostfile hosts contradict each other"),
         (
             "--rdzv-conf is_host=1",
-            "is_host and --hostfile hosts contradict each other: the first host of the file leads",
+            "is_host=1 and --hostfile hosts contradict each other: the first host of the file leads",
         ),
         ("--node-rank 1", "contradict each other"),
         ("--nnodes 2", "contradict each other"),

@@ -192,6 +192,13 @@ def _refuse_contradictions(typed: dict[str, Any], given: Mapping[str, tuple[str,
     together("--num-gpus", "--exclude", "--device", "--nproc-per-node")
     together("--device", "--include", "--exclude", "--hostfile")
     together("--hostfile", "--nnodes", "--node-rank", "--rdzv-endpoint", "--standalone")
+    if "--hostfile" in given and "--local-addr" in given:
+        why = (
+            "each host has an address of its own. Name the hosts by theirs in the file, or the first by --master-addr."
+        )
+        refuse("--local-addr", "--hostfile", why)
+    if "--hostfile" in given and "leads" in typed:
+        refuse("--rdzv-conf", "--hostfile", "the first host of the file leads, whatever is_host says.")
     together("--slurm", "--kubernetes", "--hostfile", "--node-rank", "--master-addr", "--rdzv-endpoint")
     together("--kubernetes", "--hostfile", "--node-rank", "--master-addr", "--rdzv-endpoint")
     together("--submit", "--output", "--dry-run")

@@ -29,7 +29,6 @@ from typing import Any
 from ...env import JOB_SECRET, STARTED_AS, TERMINALS
 from ...errors import LaunchError
 from ..command_line.flags import RunFlags
-from ..command_line.usage import UsageError
 from ..hosts.join import DEFAULT_PORT
 from ..workers.interrupts import FROM_A_KEYBOARD, SIGNALS, Interrupts, handle_signals
 from .command import check_ssh, find_here
@@ -68,7 +67,6 @@ def start_hosts(flags: RunFlags, run_here: Callable[[list[str]], int]) -> int:
     """
     selection = flags.selection
     assert selection.hostfile is not None
-    _refuse_what_is_of_one_host(flags)
     shares = select(read_hostfile(selection.hostfile), selection)
     for share in shares:
         host_words(flags, share)  # finds fault before anything is started
@@ -88,18 +86,6 @@ def start_hosts(flags: RunFlags, run_here: Callable[[list[str]], int]) -> int:
             return job.run()
         finally:
             job.close()
-
-
-def _refuse_what_is_of_one_host(flags: RunFlags) -> None:
-    """Flags that mean something only when the command is typed on each host."""
-    file = f"--hostfile {flags.selection.hostfile}"
-    if flags.hosts.local_address is not None:
-        raise UsageError(
-            f"--local-addr {flags.hosts.local_address} and {file} contradict each other: each host has an address of "
-            f"its own. Name the hosts by their addresses in the file, or the first with --master-addr."
-        )
-    if flags.hosts.leads is not None:
-        raise UsageError(f"--rdzv-conf is_host and {file} contradict each other: the first host of the file leads.")
 
 
 class _Job:
