@@ -8,8 +8,7 @@ from typing import Any
 
 from photinus import __version__
 from photinus.launcher.hosts import messages
-from photinus.launcher.hosts.connect import dial
-from photinus.launcher.hosts.handshake import key_of
+from photinus.launcher.hosts.handshake import dial, key_of
 from photinus.launcher.hosts.leader import Leader
 from photinus.launcher.hosts.membership import Membership
 from photinus.launcher.hosts.relay import Relay

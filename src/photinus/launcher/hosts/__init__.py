@@ -1,8 +1,7 @@
 """One job on several hosts: they find one another, agree on ranks, and learn of each other's failures.
 
 background      an asyncio loop in a thread of its own: the sockets of a host, while its main thread watches processes
-connect         calling the host that leads: a connection that has been proved, or what is wrong with the port
-handshake       both ends of a connection prove that they know the job's secret
+handshake       connections to the host that leads: both ends prove that they know the job's secret
 join            who leads a job on several hosts, and this host's way into it
 leader          the leading host's end: one port, behind which the hosts meet and the store is found
 leader_process  the leader's process: started by the launcher that leads, and ended with it

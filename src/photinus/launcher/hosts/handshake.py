@@ -1,4 +1,4 @@
-"""Both ends of a connection prove that they know the job's secret, before either believes a word of the other.
+"""Connections to the host that leads: both ends prove that they know the job's secret, before either believes a word.
 
     leader -> caller   "PHOTINUS-JOB/1\\n", nonce (32 bytes)
     caller -> leader   nonce (32), proof (32), purpose: its length (1) and text
@@ -12,16 +12,25 @@ that comes before the proof is interpreted: it is of fixed length, or at most 25
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import secrets
+import time
 from dataclasses import dataclass
 
-__all__ = ["BANNER", "Caller", "HandshakeError", "RefusedError", "answer", "key_of", "prove"]
+from ...errors import LaunchError
+from ..workers.ports import holder_of, local_addresses_of
+
+__all__ = ["BANNER", "Caller", "HandshakeError", "RefusedError", "answer", "dial", "key_of", "look", "prove"]
 
 BANNER = b"PHOTINUS-JOB/1\n"
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
+_CONNECT_S = 5.0
+_HANDSHAKE_S = 3.0
+_STRANGER_S = 1.5  # so long may the leader of the last job on this port take to go away
+_PAUSE_S = 0.2
 
 
 class HandshakeError(Exception):
@@ -133,3 +142,48 @@ async def _refuse(writer: asyncio.StreamWriter, reason: str) -> None:
 def _excerpt(heard: bytes | bytearray) -> str:
     """The beginning of what a stranger said, printable."""
     return repr(heard[:40].decode("ascii", "backslashreplace")) + (" ..." if len(heard) > 40 else "")
+
+
+async def dial(address: str, port: int, key: bytes, purpose: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection to the leader, proved on both sides.
+
+    Raises:
+        LaunchError: something else is behind that port; says what it does, and who holds it where that can be known.
+        OSError, asyncio.TimeoutError: nobody is there (yet).
+    """
+    begun_s = time.monotonic()
+    while True:
+        reader, writer = await asyncio.wait_for(asyncio.open_connection(address, port), _CONNECT_S)
+        try:
+            await prove(reader, writer, key, purpose, timeout_s=_HANDSHAKE_S)
+            return reader, writer
+        except HandshakeError as error:
+            writer.close()
+            if time.monotonic() - begun_s > _STRANGER_S:
+                raise LaunchError(_stranger(address, port, error), exit_code=1) from None
+        await asyncio.sleep(_PAUSE_S)
+
+
+async def look(address: str, port: int, key: bytes) -> None:
+    """Looks once who is behind the port: nobody yet, or the leader, is well.
+
+    Raises:
+        LaunchError: something else is.
+    """
+    with contextlib.suppress(OSError, asyncio.TimeoutError):
+        _, writer = await dial(address, port, key, "look")
+        writer.close()
+
+
+def _stranger(address: str, port: int, error: HandshakeError) -> str:
+    holder = ""
+    with contextlib.suppress(OSError):
+        if local_addresses_of(address):
+            holder = f" It is held by {holder_of(port)}."
+    advice = (
+        "Give all hosts the same --rdzv-id, and the same PHOTINUS_JOB_SECRET if there is one; or this job another "
+        "--master-port."
+        if isinstance(error, RefusedError)
+        else "Give all hosts another --master-port."
+    )
+    return f"{address} port {port} is not where this job is led: {error}.{holder} {advice}"

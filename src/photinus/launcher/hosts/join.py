@@ -18,8 +18,7 @@ from ...world.own_address import is_loopback, means_this_host, outside_addresses
 from ..command_line.flags import HostFlags
 from ..command_line.usage import UsageError
 from ..workers.ports import PortTakenError, listen, local_addresses_of
-from .connect import look
-from .handshake import key_of
+from .handshake import key_of, look
 from .leader_process import start_leader
 from .member import Member
 from .membership import Membership

@@ -26,7 +26,7 @@ from ..workers.job import Formation
 from ..workers.store import StoreProcess
 from . import messages
 from .background import Background
-from .connect import dial
+from .handshake import dial
 from .peer_hosts import JobEndedError, Order
 from .relay import Relay
 from .restart_policy import Verdict
