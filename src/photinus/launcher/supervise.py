@@ -20,7 +20,8 @@ from .command_line.program import Program
 from .dry_run import dry_run_text
 from .hosts.join import join_job
 from .hosts.member import Member
-from .hosts.peer_hosts import JobEndedError, OneHost, PeerHosts
+from .hosts.one_host import OneHost
+from .hosts.peer_hosts import JobEndedError, PeerHosts
 from .ssh.lifeline import hold_lifeline
 from .workers.devices import (
     VISIBLE,

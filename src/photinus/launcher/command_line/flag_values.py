@@ -102,10 +102,7 @@ def positive_seconds(text: str) -> float:
 
 def devices(text: str) -> tuple[int, ...]:
     """Numbers of GPUs, each once."""
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdigit() for word in words):
-        raise ArgumentTypeError("needs the numbers of GPUs, like 0 or 0,3 (--cpu trains without any).")
-    numbers = tuple(int(word) for word in words)
+    numbers = _numbers(text, "needs the numbers of GPUs, like 0 or 0,3 (--cpu trains without any).")
     twice = next((number for number in numbers if numbers.count(number) > 1), None)
     if twice is not None:
         raise ArgumentTypeError(f"GPU {twice} is named twice; each worker needs one of its own.")
@@ -193,10 +190,14 @@ def streams(text: str) -> Mapping[int, frozenset[str]]:
 
 def ranks(text: str) -> frozenset[int]:
     """Local ranks, like 0 or 0,2."""
+    return frozenset(_numbers(text, "needs numbers of ranks on the host, like 0 or 0,2."))
+
+
+def _numbers(text: str, needed: str) -> tuple[int, ...]:
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdigit() for word in words):
-        raise ArgumentTypeError("needs numbers of ranks on the host, like 0 or 0,2.")
-    return frozenset(int(word) for word in words)
+        raise ArgumentTypeError(needed)
+    return tuple(map(int, words))
 
 
 def names(text: str) -> tuple[str, ...]:

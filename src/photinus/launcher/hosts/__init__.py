@@ -8,7 +8,8 @@ leader_process  the leader's process: started by the launcher that leads, and en
 member          a host's end: dials the leader, proves itself, and speaks for this host's agent
 membership      the rules by which hosts start, stop, start again and end. No sockets, clock, processes
 messages        what the hosts say to each other: JSON objects, each behind its length
-peer_hosts      what an agent needs from the other hosts of its job, and what that comes to when there are none
+one_host        a job on one host, for its agent: no peers to meet or to hear of
+peer_hosts      what an agent needs from the other hosts of its job
 relay           brings this host's workers to the store on the leader's host
 restart_policy  after a failed attempt: what is said, and whether there is another
 """
