@@ -118,7 +118,7 @@ class RankPool:
 
 
 def main(answers: str, rank: str, world_size: str, address: str) -> None:
-    # Not even what C++ writes gets between the answers (gloo of torch 2.8 tells on standard output who has come).
+    # Not even what C++ writes gets between the answers.
     replies = open(os.dup(1), "w")  # noqa: SIM115 - until this process ends
     os.dup2(2, 1)
     sys.stdout = sys.stderr

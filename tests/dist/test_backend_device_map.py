@@ -20,11 +20,7 @@ from tests.ranks import run_ranks, values
 @pytest.mark.parametrize(
     ("backend", "others"),
     [
-        pytest.param(
-            "meta:fake,cpu:photinus,cuda:gloo",
-            {"meta": "fake", "cuda": "gloo"},
-            marks=pytest.mark.skipif(torch.__version__ < (2, 11), reason="older releases exchange no meta tensors"),
-        ),
+        ("meta:fake,cpu:photinus,cuda:gloo", {"meta": "fake", "cuda": "gloo"}),
         pytest.param("cpu:photinus,cuda:gloo", {"cuda": "gloo"}, marks=pytest.mark.slow),
         pytest.param("cpu:photinus", {}, marks=pytest.mark.slow),
     ],

@@ -158,8 +158,8 @@ def check_zero_steps_inside_torchs_hooks_as_it_does_after_backward(group: dist.P
     The interleaved one broadcasts from callbacks. With several buckets these come in an order of chance on CPUs (torch
     refuses gloo for it), so it gets one bucket.
     """
-    if dist.get_backend(group) == "gloo" or torch.__version__ < (2, 11):
-        return  # torch refuses: older ones every backend but NCCL and HCCL
+    if dist.get_backend(group) == "gloo":
+        return  # torch refuses
     for around, cap in (
         (ddp_zero_hook.hook_with_zero_step, KIB_IN_MIB),
         (ddp_zero_hook.hook_with_zero_step_interleaved, 25),

@@ -49,7 +49,7 @@ def test_a_torch_that_is_too_old_is_told_in_one_line(entrance: str, tmp_path: Pa
 
 
 def test_builds_and_prereleases_count_as_their_release() -> None:
-    assert [is_too_old(v) for v in ("2.6.0", "2.7.1+cu126", "1.13.1", "2.8.0a0+git12", "2.10.0", "3.0")] == [
+    assert [is_too_old(v) for v in ("2.6.0", "2.10.1+cu126", "1.13.1", "2.11.0a0+git12", "2.14.0", "3.0")] == [
         *[True] * 3,
         *[False] * 3,
     ]

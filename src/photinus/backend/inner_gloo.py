@@ -56,7 +56,7 @@ class InnerGloo(dist.ProcessGroupGloo):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the timeout of later operations, gloo's and the engine's."""
-        super()._set_default_timeout(timeout)  # the name that torch 2.8 has, too
+        super()._set_default_timeout(timeout)
         self._limit.timeout_s = timeout.total_seconds()
 
     def _set_default_timeout(self, timeout: timedelta) -> None:  # dist.distributed_c10d._set_pg_timeout

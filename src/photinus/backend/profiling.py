@@ -25,6 +25,6 @@ def begin(operation: str) -> Any:
 def end_with(event: Any, handle: Handle, completer: Completer | Apart) -> None:
     """Ends the event with the operation, on another thread: that is what makes it asynchronous in the timeline.
 
-    Some older versions of torch (2.8, 2.11) leave such events out.
+    torch 2.11 leaves such events out.
     """
     completer.submit(handle.wait, lambda _: event.__exit__(None, None, None))

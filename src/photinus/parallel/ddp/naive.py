@@ -20,8 +20,7 @@ def broadcast_model(module: nn.Module, process_group: dist.ProcessGroup | None =
     group = resolve_group(process_group)
     for tensor in [*module.parameters(), *module.buffers()]:
         value = tensor.detach().contiguous()
-        # As numbers of two parts: the gloo of older PyTorches broadcasts no complex ones.
-        dist.broadcast(torch.view_as_real(value) if value.is_complex() else value, group=group, group_src=0)
+        dist.broadcast(value, group=group, group_src=0)
         tensor.copy_(value)
 
 

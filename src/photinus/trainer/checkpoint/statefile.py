@@ -9,7 +9,6 @@ the archive's own checksums.
 from __future__ import annotations
 
 import os
-import re
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -170,12 +169,6 @@ def _verify(path: Path) -> str:
 
 def _verify_foreign(path: Path, *, is_archive: bool) -> str:
     """For a file that torch.save made without us: the archive's own checksums, and its digest."""
-    version = re.match(r"(\d+)\.(\d+)", torch.__version__)
-    if version and (int(version[1]), int(version[2])) < (2, 10):
-        raise CheckpointError(
-            f"{path} is not from photinus.save, and torch {torch.__version__} can be made to corrupt memory by such a "
-            f"file even with weights_only=True (CVE-2026-24747): use torch 2.10 or newer"
-        )
     if is_archive:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
