@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -113,6 +114,13 @@ def test_a_killed_launcher_leaves_no_worker_no_child_and_no_guard(tmp_path):
     job.send(signal.SIGKILL)
     assert_gone_within(pids + others, 5.0)
     assert job.end().code == -signal.SIGKILL
+
+
+def test_a_store_whose_launcher_was_killed_before_it_began_ends_at_once():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        command = [sys.executable, "-m", "photinus.launcher.workers.store", str(theirs.fileno()), "1"]
+        assert subprocess.run(command, pass_fds=[theirs.fileno()], timeout=30).returncode == 1
 
 
 LOADS = """

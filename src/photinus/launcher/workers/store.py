@@ -1,6 +1,6 @@
 """The store of an attempt: torch's TCPStore on the loopback interface, in a child process of the launcher.
 
-    python -m photinus.launcher.workers.store FD
+    python -m photinus.launcher.workers.store FD LAUNCHER_PID
 
 Importing torch takes seconds and hundreds of MiB, so a launcher does without, and its store lies in a process of its
 own (not in rank 0, which may so die like any other). The launcher binds the port; workers that come before the store is
@@ -95,7 +95,7 @@ class StoreProcess:
         self._control.settimeout(_ANSWERS_WITHIN_S)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "photinus.launcher.workers.store", str(theirs.fileno())],
+                [sys.executable, "-m", "photinus.launcher.workers.store", str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -146,6 +146,8 @@ def _serve(control: socket.socket) -> None:
 
 if __name__ == "__main__":
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # the import of torch would go on for seconds
+    if os.getppid() != int(sys.argv[2]):  # the launcher was killed before that was in force
+        os._exit(1)
     with contextlib.suppress(ConnectionError):  # the launcher is gone
         _serve(socket.socket(fileno=int(sys.argv[1])))
     os._exit(0)
