@@ -7,6 +7,7 @@ import importlib.metadata
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,17 @@ def test_whatever_the_package_imports_is_installed_with_it() -> None:
     assert {"torch", "numpy", "tqdm", "matplotlib", "cloudpickle", "shtab"} <= required()
     missing = {name: path for name, path in imported().items() if name not in required() | ELSEWHERE}
     assert missing == {}
+
+
+def test_the_wheel_has_every_file_that_stands_beside_the_modules(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pip", "wheel", str(REPOSITORY), "--no-build-isolation", "--no-deps", "--quiet"]
+    command += ["-Cwheel.cmake=false", f"-Cbuild-dir={tmp_path / 'build'}", "--wheel-dir", str(tmp_path)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    (wheel,) = tmp_path.glob("*.whl")
+    listed = subprocess.run(["git", "ls-files", "src"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    wanted = {line.removeprefix("src/") for line in listed.stdout.splitlines()} - {"photinus/templates/ruff.toml"}
+    assert "photinus/launcher/viewing/page/page.html.j2" in wanted
+    assert wanted <= set(zipfile.ZipFile(wheel).namelist())
 
 
 def test_the_demo_installs_data_and_no_tools() -> None:

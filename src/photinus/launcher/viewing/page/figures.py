@@ -10,13 +10,11 @@ from ....runlog.curve import Bucket, Curve
 from ....runlog.run import Run
 from ....runlog.windows import PHASES, Window
 from ..units import number, plural, short_count, size, step_time
-from .chart import Chart, Layer, Series, Tip, plain_tick
-from .style import RUN_COLOURS, phase_colour, run_colour
+from .chart import RUN_COLOURS, Chart, Layer, Series, plain_tick
 
-__all__ = ["charts", "mean_windows"]
+__all__ = ["charts", "mean_windows", "run_colour"]
 
 _POINTS = 240
-_TIPS = 60
 _LAYERED = 160
 _RANK_LINES = RUN_COLOURS
 
@@ -36,6 +34,11 @@ def charts(runs: Sequence[Run], labels: Sequence[str]) -> list[Chart]:
         drawn.append(_metric(runs, labels, "learning_rate", "learning rate"))
     until = max((float(run.step) for run in runs), default=0.0)
     return [replace(chart, until=until) for chart in drawn if chart is not None]
+
+
+def run_colour(index: int) -> str:
+    """The name of the colour of the run (or line) number `index`."""
+    return f"run{index % RUN_COLOURS}"
 
 
 def mean_windows(windows: Sequence[Window], most: int) -> list[Window]:
@@ -88,26 +91,7 @@ def _loss(runs: Sequence[Run], labels: Sequence[str]) -> Chart | None:
                 told.append(_told_points(name.replace("_", " "), points))
     if not series:
         return None
-    tips = _tips(runs[0].losses.buckets, _loss_tip) if len(runs) == 1 else []
-    return Chart(
-        "loss",
-        " ".join(told),
-        series=series,
-        may_be_log=True,
-        starts=_starts(runs),
-        tips=tips,
-    )
-
-
-def _loss_tip(buckets: Sequence[Bucket]) -> str:
-    whole = buckets[0]
-    for bucket in buckets[1:]:
-        whole = whole.join(bucket)
-    if whole.count == 1:
-        return f"step {whole.first:.0f}: loss {number(whole.mean)}"
-    text = f"steps {whole.first:.0f} to {whole.last:.0f}: loss {number(whole.mean)}"
-    text += f" ({number(whole.low)} to {number(whole.high)})"
-    return text + (f", {whole.missing} no number" if whole.missing else "")
+    return Chart("loss", " ".join(told), series=series, may_be_log=True, starts=_starts(runs))
 
 
 def _curve_series(label: str, buckets: Sequence[Bucket], colour: str, *, band: bool) -> Series:
@@ -134,11 +118,7 @@ def _metric(runs: Sequence[Run], labels: Sequence[str], name: str, title: str) -
             told.append(_told_points(label, points))
     if not series:
         return None
-    tips = []
-    if len(runs) == 1:
-        for x, y in series[0].points[:: max(1, -(-len(series[0].points) // _TIPS))]:
-            tips.append(Tip(x, x, f"step {x:.0f}: {title} {number(y)}"))
-    return Chart(title, " ".join(told), series=series, starts=_starts(runs), tips=tips, may_be_log="loss" in name)
+    return Chart(title, " ".join(told), series=series, starts=_starts(runs), may_be_log="loss" in name)
 
 
 def _of_epochs(run: Run, name: str) -> list[tuple[float, float]]:
@@ -186,7 +166,7 @@ def _over_windows(
     value: Callable[[Window], float],
     show: Callable[[float], str],
 ) -> Chart | None:
-    series, told, tips = [], [], []
+    series, told = [], []
     for index, run in enumerate(runs):
         windows = mean_windows(run.windows, _LAYERED)
         points = [(_middle(window), value(window)) for window in windows]
@@ -197,12 +177,9 @@ def _over_windows(
         values = [y for _, y in points if math.isfinite(y)]
         if values:
             told.append(f"{label}: between {show(min(values))} and {show(max(values))}, at last {show(points[-1][1])}.")
-        if len(runs) == 1:
-            every = max(1, -(-len(points) // _TIPS))
-            tips = [Tip(x, x, f"step {x:.0f}: {show(y)}") for x, y in points[::every]]
     if not series:
         return None
-    return Chart(title, " ".join(told), series=series, from_zero=True, starts=_starts(runs), tips=tips, show=show)
+    return Chart(title, " ".join(told), series=series, from_zero=True, starts=_starts(runs), show=show)
 
 
 def _mean_step_s(window: Window) -> float:
@@ -214,24 +191,17 @@ def _phases(run: Run) -> Chart | None:
     if not windows:
         return None
     heights = {phase: [sum(w.phases[phase]) / w.world_size * 1e3 for w in windows] for phase in PHASES}
-    layers = [Layer(phase, heights[phase], phase_colour(phase)) for phase in PHASES]
+    layers = [Layer(phase, heights[phase], phase) for phase in PHASES]
     steps = sum(window.steps for window in windows)
     total = sum(_mean_step_s(window) * window.steps for window in windows) / steps
     means = {p: sum(h * w.steps for h, w in zip(heights[p], windows, strict=True)) / steps / 1e3 for p in PHASES}
     told = ", ".join(f"{phase} {step_time(means[phase])}" for phase in PHASES)
-    tips = []
-    for begin, window in zip(
-        [run.windows[0].step - run.windows[0].steps, *(w.step for w in windows)], windows, strict=False
-    ):
-        shares = ", ".join(f"{p} {step_time(sum(window.phases[p]) / window.world_size)}" for p in PHASES)
-        tips.append(Tip(float(begin), float(window.step), f"steps {begin + 1} to {window.step}: {shares}"))
     return Chart(
         "where the time of a step goes (mean of the ranks)",
         f"A step took {step_time(total)} in the mean: {told}.",
         layers=layers,
         edges=[float(max(0, windows[0].step - windows[0].steps)), *(float(w.step) for w in windows)],
         starts=_starts([run]),
-        tips=tips[:: max(1, -(-len(tips) // _TIPS))],
         show=_milliseconds,
     )
 
@@ -307,12 +277,6 @@ def _starts(runs: Sequence[Run]) -> list[float]:
         steps = [start.get("resumed_step") for start in run.config_starts[1:]]
         starts = [float(step) for step in steps if isinstance(step, int)]
     return sorted({step for step in starts if step > 0})
-
-
-def _tips(buckets: Sequence[Bucket], text: Callable[[Sequence[Bucket]], str]) -> list[Tip]:
-    each = max(1, -(-len(buckets) // _TIPS))
-    groups = [buckets[i : i + each] for i in range(0, len(buckets), each)]
-    return [Tip(group[0].first, group[-1].last, text(group)) for group in groups]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -1,19 +1,21 @@
-"""The page as a whole: one run with all that is known of it, or several over each other."""
+"""The page as a whole: what page.html.j2 is filled with, for one run or several over each other."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
+from typing import Any
+
+import jinja2
 
 from ....runlog.run import Run
+from ....runlog.windows import PHASES
 from ....version import __version__
-from ..event_text import describe_state, hosts_in_words, is_bad
-from ..units import clock_time, count, plural
-from .figures import charts
-from .sections import bars, comparison, epochs_table, events_table, notes, options, tiles, wall_clock
-from .style import css, run_colour
+from ..event_text import describe_event, describe_state, hosts_in_words, is_bad
+from ..units import clock_time, count, plural, step_time
+from . import facts
+from .figures import charts, run_colour
 
 __all__ = ["labels_of", "page"]
 
@@ -26,14 +28,26 @@ def page(runs: Sequence[Run], *, now_s: float | None = None) -> str:
         now_s: when the page is made, Unix time; default: now.
     """
     now_s = time.time() if now_s is None else now_s
-    body = _one(runs[0], now_s) if len(runs) == 1 else _several(runs, now_s)
-    title = f"{runs[0].name}: training run" if len(runs) == 1 else f"{len(runs)} training runs"
-    made = f"Made by photinus {__version__} report on {clock_time(now_s, with_date=True)}."
+    files = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    for show in (clock_time, count, plural, step_time, describe_event, facts.phases_in_words):
+        files.filters[show.__name__] = show
+    labels = labels_of(runs)
     return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{css()}</style>\n</head>\n<body>\n<main>\n{body}\n"
-        f"<footer>{escape(made)}</footer>\n</main>\n</body>\n</html>\n"
+        files.get_template("page.html.j2")
+        .render(
+            runs=[{**_facts(run, now_s), "label": labels[i], "colour": run_colour(i)} for i, run in enumerate(runs)],
+            charts=charts(runs, labels),
+            comparison=facts.comparison(runs),
+            differences=facts.differences(runs),
+            now_s=now_s,
+            version=__version__,
+            PHASES=PHASES,
+            zip=zip,
+        )
+        .lstrip()
+        + "\n"
     )
 
 
@@ -47,61 +61,24 @@ def labels_of(runs: Sequence[Run]) -> list[str]:
     return labels
 
 
-def _one(run: Run, now_s: float) -> str:
+def _facts(run: Run, now_s: float) -> dict[str, Any]:
     state = run.state(now_s)
-    kind = "bad" if is_bad(state) else "good" if state.word in ("running", "finished") else "warn"
-    said = describe_state(run, state, now_s)
-    return "\n".join(
-        [
-            f'<div class="head"><h1>{escape(run.name)}</h1><span class="state {kind}">{escape(said)}</span></div>',
-            f'<p class="soft">{escape(_summary(run))}</p>',
-            tiles(run),
-            notes(run),
-            "<h2>Curves</h2>",
-            f'<div class="grid">{_figures([run], [run.name])}</div>',
-            _time_of_ranks(run),
-            "<h2>Epochs</h2>",
-            f'<div class="card">{epochs_table(run)}</div>',
-            "<h2>What happened</h2>",
-            f'<div class="card">{wall_clock(run)}{events_table(run)}</div>',
-            "<h2>How the run came about</h2>",
-            options(run),
-        ]
-    )
-
-
-def _several(runs: Sequence[Run], now_s: float) -> str:
-    labels = labels_of(runs)
-    parts = [
-        f'<div class="head"><h1>{len(runs)} runs</h1></div>',
-        f'<p class="soft">{escape(", ".join(labels))}</p>',
-        f"<h2>Results</h2>{comparison(runs, [run_colour(i) for i in range(len(runs))], labels)}",
-        "<h2>Curves</h2>",
-        f'<div class="grid">{_figures(runs, labels)}</div>',
-    ]
-    for run, label in zip(runs, labels, strict=True):
-        state = run.state(now_s)
-        parts += [
-            f"<h2>{escape(label)}: {escape(describe_state(run, state, now_s))}</h2>",
-            f'<p class="soft">{escape(_summary(run))}</p>',
-            notes(run),
-            f'<div class="card">{bars(run) or "<p>No times of ranks were recorded.</p>"}</div>',
-            f"<details><summary>What happened</summary>{wall_clock(run)}{events_table(run)}</details>",
-            f"<details><summary>How the run came about</summary>{options(run)}</details>",
-        ]
-    return "\n".join(parts)
-
-
-def _figures(runs: Sequence[Run], labels: Sequence[str]) -> str:
-    found = [chart.html(f"c{index}") for index, chart in enumerate(charts(runs, labels))]
-    return "".join(found) or '<p class="soft">There are no numbers to draw yet.</p>'
-
-
-def _time_of_ranks(run: Run) -> str:
-    found = bars(run)
-    if not found:
-        return ""
-    return f'<h2>Where each rank\'s time goes</h2><div class="card">{found}</div>'
+    events = facts.events(run)
+    return {
+        "name": run.name,
+        "state": describe_state(run, state, now_s),
+        "kind": "bad" if is_bad(state) else "good" if state.word in ("running", "finished") else "warn",
+        "summary": _summary(run),
+        "tiles": facts.tiles(run),
+        "notes": facts.notes(run),
+        "bars": facts.bars(run),
+        "epochs": facts.epochs(run),
+        "wall_clock": facts.wall_clock(run),
+        "events": events,
+        "events_left_out": len(run.events) - len(events),
+        "options": facts.options(run),
+        "starts": facts.starts(run),
+    }
 
 
 def _summary(run: Run) -> str:
