@@ -8,7 +8,7 @@ from ...runlog.events import Event, cause_of
 from ...runlog.run import Run, State
 from .units import count, duration, plural
 
-__all__ = ["describe_event", "describe_state", "hosts_in_words", "is_bad"]
+__all__ = ["describe_event", "describe_state", "hosts_in_words", "is_bad", "printable"]
 
 _STATES = {
     "running": "running",
@@ -39,13 +39,12 @@ def describe_event(event: Event) -> str:
     facts = event.facts
     tell = {
         "start": _start,
-        "world_size": lambda e: f"world size {_plain(facts.get('before'))} -> {_plain(facts.get('now'))}",
-        "epoch": lambda e: f"epoch {_plain(facts.get('epoch'))} done" + _validation(facts.get("validation_s")),
-        "validation": lambda e: f"validation at step {count(e.step)}" + _took(facts.get("validation_s")),
+        "world_size": lambda e: f"world size {printable(facts.get('before'))} -> {printable(facts.get('now'))}",
+        "epoch": lambda e: f"epoch {printable(facts.get('epoch'))} done" + _validation(facts.get("validation_s")),
         "checkpoint": lambda e: f"checkpoint of step {count(e.step)}" + _took(facts.get("seconds")),
-        "warning": lambda e: f"warning: {_plain(facts.get('text'))} (step {count(e.step)})",
+        "warning": lambda e: f"warning: {printable(facts.get('text'))} (step {count(e.step)})",
         "stop": lambda e: f"told to stop at step {count(e.step)}",
-        "error": lambda e: f"failed at step {count(e.step)}: {_plain(cause_of(e))}",
+        "error": lambda e: f"failed at step {count(e.step)}: {printable(cause_of(e))}",
         "end": _end,
     }.get(event.kind)
     return tell(event) if tell is not None else f"{event.kind} at step {count(event.step)}"
@@ -88,6 +87,6 @@ def _validation(seconds: Any) -> str:
     return f", validation {duration(seconds)}" if isinstance(seconds, (int, float)) and seconds >= 0.05 else ""
 
 
-def _plain(value: Any) -> str:
+def printable(value: object) -> str:
     """On one line, and without control characters, which would move a terminal's cursor."""
     return "".join(c if c.isprintable() else " " for c in " ".join(str(value).split()))

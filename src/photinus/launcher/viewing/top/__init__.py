@@ -1,8 +1,6 @@
 """`photinus top`: a run as it goes on, in the terminal.
 
-watch      the command: flags, which run, when to look again
-terminal   the screen: keys, size, redrawing in place, leaving it as it was
-text       lines made of styled pieces, cut to a width
-view       the picture: lines of a given width from a run; a pure function
-marks      sparklines and bars out of characters
+watch     the command: flags, which run, when to look again, keys, leaving the terminal as it was
+view      the picture of a run for a terminal of some size, out of rich's texts, tables and bars
+curve     a curve out of characters: a sparkline as wide as there is room
 """

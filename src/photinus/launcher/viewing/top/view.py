@@ -1,12 +1,12 @@
-"""The picture of a run for a terminal of some size. Pure functions: the same run gives the same lines.
+"""The picture of a run for a terminal of some size. Pure functions: the same run gives the same picture.
 
 digits  running  2 ranks on a                                        14:03:22
-epoch 3 of 15  step 57 of 330  ███▌░░░░░░░░░░░░░░░░░░  17 %  about 12 s left
+epoch 3 of 15  step 57 of 330  ████▌                   17 %  about 12 s left
 12 345 samples/s  5.21 ms a step  1 restart
 
 loss         0.3812  lowest 0.3640  █▇▆▅▄▄▃▃▂▂▂▂▁▁▁▁
 
-a step of 5.21 ms, mean of 160
+a step of 5.21 ms, mean of 160 steps
 ██████████████████████████████████████████████████████████████
 ...
 """
@@ -18,50 +18,58 @@ import math
 import textwrap
 from collections.abc import Sequence
 
+from rich.bar import Bar
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
 from ....runlog.curve import Curve
 from ....runlog.events import OF_A_ROW
 from ....runlog.run import Run
 from ....runlog.stragglers import RankShare, shares, stragglers
 from ....runlog.windows import PHASES, Window
-from ..event_text import describe_event, describe_state, hosts_in_words, is_bad
+from ..event_text import describe_event, describe_state, hosts_in_words, is_bad, printable
 from ..units import clock_time, count, duration, number, percent, plural, size, step_time
-from .marks import parts, progress_bar, sparkline
-from .text import Line, Piece, columns, line, painted, printable
+from .curve import Sparkline
 
-__all__ = ["recent_windows", "view"]
+__all__ = ["parts", "recent_windows", "view"]
 
-_BOLD, _FAINT, _GOOD, _BAD, _ALARM = "1", "2", "32", "31", "1;33"
-_COLOURS = {"data": "33", "forward": "36", "backward": "34", "waiting": "31", "optimizer": "32", "other": "90"}
-_LETTERS = {"data": "d", "forward": "f", "backward": "b", "waiting": "w", "optimizer": "o", "other": "·"}
+_ALARM = "bold yellow"
+_COLOURS = dict(zip(PHASES, ("yellow", "cyan", "blue", "red", "green", "bright_black"), strict=True))
+_LETTERS = dict(zip(PHASES, "dfbwo·", strict=True))
 _RECENT = 10
 _WIDEST = 120
 
 
-def view(run: Run, *, width: int, height: int | None, now_s: float, colour: bool) -> list[str]:
-    """The lines that show a run.
+def view(run: Run, *, width: int, height: int | None, now_s: float, colour: bool) -> Group:
+    """What shows a run, in lines that do not wrap.
 
     Args:
         run: as it was read last.
-        width: columns of the terminal; lines are never longer.
+        width: columns of the terminal.
         height: rows of the terminal; None: as many as it takes.
         now_s: Unix time.
-        colour: whether to use colours; without them the phases are letters.
+        colour: whether there are colours; without them the phases are letters.
     """
-    width_used = min(width, _WIDEST)
-    lines = [*_head(run, width_used, now_s), line()]
-    lines += _curves(run, width_used)
+    width = min(width, _WIDEST)
+    picture: list[RenderableType] = [*_head(run, width, now_s), Text()]
+    curves = _curves(run, width)
+    picture += curves
+    used = len(picture) - len(curves) + sum(each.row_count if isinstance(each, Table) else 1 for each in curves)
     windows = recent_windows(run, ended=run.state(now_s).word != "running")
     ranks = shares(windows)
     if ranks:
-        lines += [line(), *_breakdown(ranks, windows, width_used, colour)]
-    left = None if height is None else max(2, height - len(lines) - 1)
-    events = _events(run, width_used, 6 if left is None else max(2, min(6, left // 3)))
+        breakdown = _breakdown(ranks, windows, width, colour)
+        picture += [Text(), *breakdown]
+        used += 1 + len(breakdown)
+    left = None if height is None else max(2, height - used - 1)
+    events = _events(run, 6 if left is None else max(2, min(6, left // 3)))
     if ranks:
-        room = None if left is None else max(1, left - len(events) - 4)
-        lines += [line(), *_ranks(run, ranks, windows, width_used, room)]
+        room = len(ranks) if left is None else max(1, left - len(events) - 4)
+        picture += [Text(), *_ranks(run, ranks, windows, width, room)]
     if events:
-        lines += [line(), *events]
-    return painted(lines if height is None else lines[:height], width=width, colour=colour)
+        picture += [Text(), *events]
+    return Group(*picture)
 
 
 def recent_windows(run: Run, *, ended: bool) -> list[Window]:
@@ -73,50 +81,78 @@ def recent_windows(run: Run, *, ended: bool) -> list[Window]:
     return same if ended else same[-_RECENT:]
 
 
-# -- the head ---------------------------------------------------------------------------------------------------------
+def parts(values: Sequence[float], width: int) -> list[int]:
+    """How many characters of a bar each share gets, all together `width`; one that is not next to 0 gets one."""
+    total = sum(values)
+    if not total > 0:
+        return [0] * len(values)
+    lengths = [max(round(value / total * width), int(value / total >= 0.005)) for value in values]
+    longest = lengths.index(max(lengths))
+    lengths[longest] = max(0, lengths[longest] + width - sum(lengths))
+    return lengths
 
 
-def _head(run: Run, width: int, now_s: float) -> list[Line]:
-    state = run.state(now_s)
-    style = _BAD if is_bad(state) else _GOOD if state.word in ("running", "finished") else _BOLD
-    clock = clock_time(now_s)
-    said = describe_state(run, state, now_s)
-    name = printable(run.name)
-    where = printable(f"{plural(run.world_size, 'rank')} {hosts_in_words(run.hosts)}") if run.world_size else ""
-    used = columns(f"{name}  {said}  {where}")
-    gap = width - used - len(clock)
-    lines = [line(Piece(name, _BOLD), "  ", Piece(said, style), f"  {where}" if where else "")]
-    if gap >= 2:
-        lines = [line(*lines[0], " " * gap, Piece(clock, _FAINT))]
-    elif columns(f"{name}  {said}") > width or (where and used > width):
-        lines = [line(Piece(name, _BOLD), "  ", Piece(said, style)), *([line(where)] if where else [])]
-    if state.why:
-        lines += [line(Piece(text, _BAD)) for text in textwrap.wrap(printable(state.why), max(width, 20), max_lines=3)]
-    lines += _progress(run, width, now_s, going=state.word == "running")
-    facts = _facts(run, state.word != "running")
-    lines += _wrapped(facts, width)
+def _line(*pieces: str | tuple[str, str] | Text) -> Text:
+    """Pieces of text, with their styles; on one line, and cut with an ellipsis where the terminal ends."""
+    return Text.assemble(*pieces, no_wrap=True, overflow="ellipsis")
+
+
+def _wrapped(facts: Sequence[Text], width: int, gap: str) -> list[Text]:
+    """As many facts on each line as fit."""
+    lines: list[Text] = []
+    for fact in facts:
+        if lines and lines[-1].cell_len + len(gap) + fact.cell_len <= width:
+            lines[-1] = _line(lines[-1], gap, fact)
+        else:
+            lines.append(_line(fact))
     return lines
 
 
-def _progress(run: Run, width: int, now_s: float, *, going: bool) -> list[Line]:
-    if not run.step:
-        wanted = f" of {count(run.steps_wanted)} steps" if run.steps_wanted else ""
-        return [line(f"no step{wanted} done yet")]
-    epoch = f"epoch {run.epoch}" + (f" of {run.epochs_wanted}" if run.epochs_wanted else "")
+# -- the head ---------------------------------------------------------------------------------------------------------
+
+
+def _head(run: Run, width: int, now_s: float) -> list[RenderableType]:
+    state = run.state(now_s)
+    style = "red" if is_bad(state) else "green" if state.word in ("running", "finished") else "bold"
+    name = _line((printable(run.name), "bold"), "  ", (describe_state(run, state, now_s), style))
+    where = printable(f"{plural(run.world_size, 'rank')} {hosts_in_words(run.hosts)}") if run.world_size else ""
+    clock = clock_time(now_s)
+    first = _wrapped([name, *([Text(where)] if where else [])], width, "  ")
+    gap = width - first[0].cell_len - len(clock)
+    if len(first) == 1 and gap >= 2:
+        first = [_line(first[0], " " * gap, (clock, "dim"))]
+    lines: list[RenderableType] = [*first]
+    if state.why:
+        lines += [_line((text, "red")) for text in textwrap.wrap(printable(state.why), max(width, 20), max_lines=3)]
+    facts = [Text(fact) for fact in _facts(run, state.word != "running")]
+    return [*lines, *_progress(run, width, going=state.word == "running"), *_wrapped(facts, width, "  ")]
+
+
+def _progress(run: Run, width: int, *, going: bool) -> list[RenderableType]:
     steps = run.steps_wanted
-    step = f"step {count(run.step)}" + (f" of {count(steps)}" if steps else "")
+    if not run.step:
+        return [_line(f"no step{f' of {count(steps)} steps' if steps else ''} done yet")]
+    epoch = f"epoch {run.epoch}" + (f" of {run.epochs_wanted}" if run.epochs_wanted else "")
+    text = f"{epoch}  step {count(run.step)}" + (f" of {count(steps)}" if steps else "")
     if not steps:
-        return [line(f"{epoch}  {step}")]
-    share = run.step / steps
+        return [_line(text)]
     left_s = _left_s(run) if going else math.nan
     left = f"  about {duration(left_s)} left" if math.isfinite(left_s) else ""
-    text = f"{epoch}  {step}  "
-    tail = f"  {percent(share)}{left}"
-    room = width - columns(text) - columns(tail)
-    if room >= 10:
-        return [line(text, Piece(progress_bar(share, room), "36"), tail)]
-    bar = max(5, width - columns(tail))
-    return [line(f"{epoch}  {step}"), line(Piece(progress_bar(share, bar), "36"), tail)]
+    tail = Text(f"{percent(run.step / steps)}{left}")
+    bar = Bar(steps, 0, run.step, color="cyan")
+    if width - len(text) - tail.cell_len - 4 >= 10:
+        return [_row(width, text, bar, tail)]
+    return [_line(text), _row(width, bar, tail)]
+
+
+def _row(width: int, *cells: RenderableType) -> Table:
+    """Cells side by side; a bar takes the room that the others leave."""
+    row = Table.grid(padding=(0, 2, 0, 0), expand=True)
+    row.width = width
+    for cell in cells:
+        row.add_column(no_wrap=True, ratio=1 if isinstance(cell, Bar) else None)
+    row.add_row(*cells)
+    return row
 
 
 def _left_s(run: Run) -> float:
@@ -148,136 +184,106 @@ def _facts(run: Run, ended: bool) -> list[str]:
     return facts
 
 
-def _wrapped(facts: Sequence[str], width: int) -> list[Line]:
-    lines: list[str] = []
-    for fact in facts:
-        if lines and columns(f"{lines[-1]}  {fact}") <= width:
-            lines[-1] += f"  {fact}"
-        else:
-            lines.append(fact)
-    return [line(text) for text in lines]
-
-
 # -- curves -----------------------------------------------------------------------------------------------------------
 
 
-def _curves(run: Run, width: int) -> list[Line]:
-    rows: list[tuple[str, str, str, Curve]] = []
+def _curves(run: Run, width: int) -> list[Table | Text]:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, max_width=16)
+    table.add_column(no_wrap=True, justify="right", style="bold")
+    if width >= 60:
+        table.add_column(no_wrap=True, style="dim")
+    table.add_column()
+
+    def add(name: str, last: float, told: str, curve: Curve) -> None:
+        table.add_row(printable(name), number(last), *([told] if width >= 60 else []), Sparkline(curve))
+
     if run.losses.count:
-        low = run.losses.low
-        rows.append(("loss", number(run.last_loss), f"lowest {number(low)}", run.losses))
+        add("loss", run.last_loss, f"lowest {number(run.losses.low)}", run.losses)
     elif run.epochs:
         curve = Curve(400, ((row["step"], row.get("loss", math.nan)) for row in run.epochs))
-        rows.append(("loss", number(run.epochs[-1].get("loss", math.nan)), f"lowest {number(curve.low)}", curve))
+        add("loss", run.epochs[-1].get("loss", math.nan), f"lowest {number(curve.low)}", curve)
     for name in run.logged[:4]:
         values = [(row["step"], row[name]) for row in run.epochs if name in row]
         curve = Curve(400, values)
         told = f"{number(curve.low)} to {number(curve.high)}" if len(values) > 1 else ""
-        rows.append((printable(name.replace("_", " ")), number(values[-1][1]), told, curve))
-    if not rows:
-        return [line(Piece("no loss is known yet", _FAINT))]
-    name_width = min(max(columns(name) for name, *_ in rows), 16)
-    value_width = max(len(value) for _, value, *_ in rows)
-    told_width = max(len(told) for _, _, told, _ in rows)
-    if width < 60:
-        told_width = 0
-    lines = []
-    for name, value, told, curve in rows:
-        shown = name if columns(name) <= name_width else name[: name_width - 1] + "…"
-        head = f"{shown}{' ' * (name_width - columns(shown))}  "
-        middle = f"  {told:<{told_width}}" if told_width else ""
-        room = width - name_width - 2 - value_width - len(middle) - 2
-        spark = sparkline(curve.means(min(room, 60))) if room >= 4 and len(curve.buckets) > 1 else ""
-        lines.append(
-            line(head, Piece(f"{value:>{value_width}}", _BOLD), Piece(middle, _FAINT), "  ", Piece(spark, "36"))
-        )
-    if run.losses.missing:
-        last = f", the last at step {count(run.not_finite[-1])}" if run.not_finite else ""
-        what = "step's loss was" if run.losses.missing == 1 else "steps' losses were"
-        lines.append(line(Piece(f"{count(run.losses.missing)} {what} no number (×){last}", _ALARM)))
-    return lines
+        add(name.replace("_", " "), values[-1][1], told, curve)
+    if not table.row_count:
+        return [_line(("no loss is known yet", "dim"))]
+    if not run.losses.missing:
+        return [table]
+    last = f", the last at step {count(run.not_finite[-1])}" if run.not_finite else ""
+    what = "step's loss was" if run.losses.missing == 1 else "steps' losses were"
+    return [table, _line((f"{count(run.losses.missing)} {what} no number (×){last}", _ALARM))]
 
 
-# -- the breakdown ----------------------------------------------------------------------------------------------------
+# -- where the time goes ----------------------------------------------------------------------------------------------
 
 
-def _breakdown(ranks: Sequence[RankShare], windows: Sequence[Window], width: int, colour: bool) -> list[Line]:
+def _breakdown(ranks: Sequence[RankShare], windows: Sequence[Window], width: int, colour: bool) -> list[Text]:
     means = [sum(rank.phases[i] for rank in ranks) / len(ranks) for i in range(len(PHASES))]
     total = sum(means)
     steps = sum(window.steps for window in windows)
     of = "" if len(ranks) == 1 or width < 60 else f" and {len(ranks)} ranks"
-    lines = [
-        line(Piece(f"a step of {step_time(total)}", _BOLD), Piece(f", mean of {plural(steps, 'step')}{of}", _FAINT))
-    ]
+    head = _line((f"a step of {step_time(total)}", "bold"), (f", mean of {plural(steps, 'step')}{of}", "dim"))
     if not total > 0:
-        return lines
-    lengths = parts(means, width)
-    lines.append(
-        line(
-            *(
-                Piece(("█" if colour else _LETTERS[phase]) * length, _COLOURS[phase])
-                for phase, length in zip(PHASES, lengths, strict=True)
-            )
-        )
-    )
-    row: list[Piece] = []
-    for phase, seconds in zip(PHASES, means, strict=True):
-        mark = Piece("█ " if colour else f"{_LETTERS[phase]} ", _COLOURS[phase])
-        text = Piece(f"{phase} {percent(seconds / total)}")
-        so_far = sum(columns(piece.text) for piece in row)
-        if row and so_far + 3 + columns(mark.text + text.text) > width:
-            lines.append(row)
-            row = []
-        row += [*([Piece("   ")] if row else []), mark, text]
-    return [*lines, row]
+        return [head]
+    marks = {phase: "█" if colour else _LETTERS[phase] for phase in PHASES}
+    bar = [(marks[phase] * length, _COLOURS[phase]) for phase, length in zip(PHASES, parts(means, width), strict=True)]
+    key = [
+        _line((marks[phase], _COLOURS[phase]), f" {phase} {percent(seconds / total)}")
+        for phase, seconds in zip(PHASES, means, strict=True)
+    ]
+    return [head, _line(*bar), *_wrapped(key, width, "   ")]
 
 
-# -- the ranks --------------------------------------------------------------------------------------------------------
-
-
-def _ranks(run: Run, ranks: Sequence[RankShare], windows: Sequence[Window], width: int, room: int | None) -> list[Line]:
+def _ranks(
+    run: Run, ranks: Sequence[RankShare], windows: Sequence[Window], width: int, room: int
+) -> list[RenderableType]:
     slow, window = stragglers(windows), windows[-1]
-    chosen = list(ranks)
-    if room is not None and len(ranks) > room:
-        # The slowest are worth seeing; the others stand for themselves.
-        by_need = sorted(ranks, key=lambda rank: (-rank.ratio, rank.rank))[: max(1, room - 1)]
-        chosen = sorted(by_need, key=lambda rank: rank.rank)
-    hosts = [printable(host) for host in run.hosts]
-    host_width = (
-        min(max((columns(host) for host in hosts), default=0), 16) if width >= 60 and len(set(hosts)) > 1 else 0
-    )
-    gpu = any(window.memory.get("cuda", ()))
-    bar_width = 16 if width >= 70 else 0
-    most_s = max(rank.own_s for rank in ranks)
-    head = f"{'rank':>4}" + (f"  {'host':<{host_width}}" if host_width else "") + f"  {'own time':>8}  {'waiting':>8}"
-    head += (f"  {'':<{bar_width}}" if bar_width else "") + "  memory" + (" (peak)" if width >= 60 else "")
-    head += "  GPU (peak)" if gpu and width >= 80 else ""
-    lines: list[Line] = [line(Piece(head, _FAINT))]
     late = {each.rank for each in slow}
+    # The slowest are worth seeing; the others stand for themselves.
+    by_need = sorted(ranks, key=lambda rank: (-rank.ratio, rank.rank))
+    chosen = ranks if len(ranks) <= room else sorted(by_need[: max(1, room - 1)], key=lambda rank: rank.rank)
+    hosts = [printable(host) for host in run.hosts]
+    with_host, with_bar, with_peak = width >= 60 and len(set(hosts)) > 1, width >= 70, width >= 60
+    with_gpu = width >= 80 and any(window.memory.get("cuda", ()))
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    table.add_column("rank", justify="right")
+    if with_host:
+        table.add_column("host", max_width=16)
+    table.add_column("own time", justify="right")
+    table.add_column(" waiting", justify="right")
+    if with_bar:
+        table.add_column(width=16)
+    table.add_column("memory (peak)" if with_peak else "memory")
+    if with_gpu:
+        table.add_column("GPU (peak)")
+    for column in table.columns:
+        column.no_wrap = True
+    most_s = max(rank.own_s for rank in ranks) or 1.0
     waiting = PHASES.index("waiting")
     for rank in chosen:
-        text = f"{rank.rank:>4}"
-        if host_width:
-            host = hosts[rank.rank] if rank.rank < len(hosts) else ""
-            text += f"  {host[:host_width]:<{host_width}}"
-        text += f"  {step_time(rank.own_s):>8}  {step_time(rank.phases[waiting]):>8}"
-        pieces = [Piece(text, _ALARM if rank.rank in late else "")]
-        if bar_width:
-            bar = progress_bar(rank.own_s / most_s if most_s > 0 else 0.0, bar_width).replace("░", " ")
-            pieces.append(Piece(f"  {bar}", "33" if rank.rank in late else "36"))
-        pieces.append(Piece("  " + _memory(window, rank.rank, "resident", "peak", with_peak=width >= 60)))
-        if gpu and width >= 80:
-            pieces.append(Piece("  " + _memory(window, rank.rank, "cuda", "cuda_peak", with_peak=True)))
-        lines.append(pieces)
+        cells: list[RenderableType] = [str(rank.rank)]
+        if with_host:
+            cells.append(hosts[rank.rank] if rank.rank < len(hosts) else "")
+        cells += [step_time(rank.own_s), step_time(rank.phases[waiting])]
+        if with_bar:
+            cells.append(Bar(most_s, 0, rank.own_s, color="yellow" if rank.rank in late else "cyan"))
+        cells.append(_memory(window, rank.rank, "resident", "peak", with_peak=with_peak))
+        if with_gpu:
+            cells.append(_memory(window, rank.rank, "cuda", "cuda_peak", with_peak=True))
+        table.add_row(*cells, style=_ALARM if rank.rank in late else "")
+    lines: list[RenderableType] = [table]
     if len(chosen) < len(ranks):
-        lines.append(
-            line(Piece(f"     and {plural(len(ranks) - len(chosen), 'rank')} more, none of them slower", _FAINT))
-        )
+        more = plural(len(ranks) - len(chosen), "rank")
+        lines.append(_line((f"     and {more} more, none of them slower", "dim")))
     if slow:
-        first = slow[0]
         also = f" (and {plural(len(slow) - 1, 'rank')} more)" if len(slow) > 1 else ""
-        told = f"rank {first.rank} holds the others up{also}: {step_time(first.excess_s)} a step, in {first.phase}"
-        lines += [line(Piece(text, _ALARM)) for text in textwrap.wrap(told, max(width, 20))]
+        told = (
+            f"rank {slow[0].rank} holds the others up{also}: {step_time(slow[0].excess_s)} a step, in {slow[0].phase}"
+        )
+        lines += [_line((text, _ALARM)) for text in textwrap.wrap(told, max(width, 20))]
     return lines
 
 
@@ -292,15 +298,12 @@ def _memory(window: Window, rank: int, now: str, peak: str, *, with_peak: bool) 
 # -- events -----------------------------------------------------------------------------------------------------------
 
 
-def _events(run: Run, width: int, most: int) -> list[Line]:
+def _events(run: Run, most: int) -> list[Text]:
     known = [event for event in run.events if event.kind not in OF_A_ROW]
     # Of checkpoints in a row the last one is enough.
     alone = [a for a, b in itertools.pairwise(known) if {a.kind, b.kind} != {"checkpoint"}]
-    told = [*alone, *known[-1:]]
-    lines = []
-    for event in told[-most:]:
-        style = _BAD if event.kind == "error" else _ALARM if event.kind == "warning" else ""
-        lines.append(
-            line(Piece(clock_time(event.time_s), _FAINT), "  ", Piece(printable(describe_event(event)), style))
-        )
-    return lines
+    styles = {"error": "red", "warning": _ALARM}
+    return [
+        _line((clock_time(e.time_s), "dim"), "  ", (printable(describe_event(e)), styles.get(e.kind, "")))
+        for e in [*alone, *known[-1:]][-most:]
+    ]

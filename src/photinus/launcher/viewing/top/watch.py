@@ -5,16 +5,23 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import shutil
+import select
+import signal
 import sys
+import termios
 import time
+import tty
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.console import Console, Group
+from rich.live import Live
+
 from ....runlog.run import Run
 from ...command_line.usage import UsageError, closest
 from ..run_argument import run_folder
+from .view import view
 
 __all__ = ["FLAGS", "HELP", "main"]
 
@@ -65,43 +72,55 @@ def main(arguments: Sequence[str]) -> int:
         print(HELP)
         return 0
     run = Run(run_folder("top", options.folder))
-    on_terminal = sys.stdout.isatty() and sys.stdin.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-    if options.once or not on_terminal:
-        _print_once(run)
+    console = Console(highlight=False, markup=False, emoji=False)
+    if options.once or not (console.is_terminal and sys.stdin.isatty()) or console.is_dumb_terminal:
+        with console.capture() as printed:
+            console.print(_picture(run, console, None))
+        text = "\n".join(line.rstrip() for line in printed.get().splitlines())
+        # In a locale of ASCII a picture with question marks is better than none.
+        encoding = sys.stdout.encoding or "utf-8"
+        print(text.encode(encoding, "replace").decode(encoding))
         return 0
     with contextlib.suppress(KeyboardInterrupt):  # a way to leave like any other
-        _watch(run, options.interval_s)
+        _watch(run, console, options.interval_s)
     return 0
 
 
-def _print_once(run: Run) -> None:
-    from .view import view
-
-    width = shutil.get_terminal_size().columns
+def _picture(run: Run, console: Console, height: int | None) -> Group:
     run.refresh()
-    lines = view(run, width=width, height=None, now_s=time.time(), colour=_colour())
+    colour = console.color_system is not None and not console.no_color
+    return view(run, width=console.width, height=height, now_s=time.time(), colour=colour)
+
+
+def _watch(run: Run, console: Console, interval_s: float) -> None:
+    """Shows the run on the terminal's second page; whatever ends it, the terminal is left as it was found."""
+
+    def on_end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, on_end)
+    before = termios.tcgetattr(sys.stdin)
     try:
-        print("\n".join(lines))
-    except UnicodeEncodeError:  # a locale of ASCII: a picture with question marks is better than none
-        print("\n".join(lines).encode("ascii", "replace").decode())
+        tty.setcbreak(sys.stdin)  # keys come at once and are not echoed; Ctrl-C stays a signal
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                size = console.size
+                live.update(_picture(run, console, size.height), refresh=True)
+                deadline = time.monotonic() + interval_s
+                while time.monotonic() < deadline and console.size == size:
+                    if _is_leaving(min(0.25, max(0.0, deadline - time.monotonic()))):
+                        return
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def _watch(run: Run, interval_s: float) -> None:
-    from .terminal import terminal
-    from .view import view
-
-    colour = _colour()
-    with terminal() as screen:
-        while True:
-            run.refresh()
-            width, height = screen.size()
-            screen.draw(view(run, width=width, height=height, now_s=time.time(), colour=colour))
-            if not screen.wait(interval_s):
-                return
-
-
-def _colour() -> bool:
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
+def _is_leaving(timeout_s: float) -> bool:
+    """Whether the user types q, or the terminal is gone, within so many seconds."""
+    if not select.select([sys.stdin], [], [], timeout_s)[0]:
+        return False
+    typed = os.read(sys.stdin.fileno(), 64)
+    return not typed or bool(set(b"qQ\x03\x04") & set(typed))
 
 
 def _options(words: list[str]) -> _Options | None:
