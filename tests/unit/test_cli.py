@@ -71,7 +71,9 @@ def test_neither_run_nor_the_front_door_imports_what_only_pictures_and_manifests
     code = f"import sys; from photinus.launcher.cli import main; {what}; print(*sys.modules)"
     imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "photinus.launcher.cli" in imported.stdout.splitlines()[-1]
-    assert not {"torch", "numpy", "matplotlib", "rich", "jinja2", "yaml"} & set(imported.stdout.splitlines()[-1].split())
+    assert not {"torch", "numpy", "matplotlib", "rich", "jinja2", "yaml"} & set(
+        imported.stdout.splitlines()[-1].split()
+    )
 
 
 def test_help_starts_without_torch_in_under_300_ms_of_processor_time():

@@ -347,7 +347,7 @@ def test_the_page_lies_in_the_runs_folder_or_where_it_is_told(
     ("words", "told", "code"),
     [
         (["--otu", "x"], "Did you mean --out?", 2),
-        (["-o"], "-o needs a file", 2),
+        (["-o"], "-o needs a value: FILE.html", 2),
         (["run", "out.html"], "to write the page there, type -o out.html", 2),
         (["run", "run"], "is meant twice", 2),
         (["run", "-o", "no/such/x.html"], "there is no folder no/such", 2),

@@ -194,7 +194,7 @@ def test_losses_that_are_no_numbers_are_told(tmp_path: Path) -> None:
     [
         (["--onec"], "Did you mean --once?"),
         (["--interval", "fast"], "--interval fast: needs a number of seconds"),
-        (["--interval"], "--interval: needs a number of seconds"),
+        (["--interval"], "--interval needs a value: SECONDS"),
         (["a", "b"], "shows one run, but was given a and b"),
         (["no/such"], "there is no such folder"),
         (["rusn"], "Did you mean runs?"),

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import os
 import sys
+from argparse import SUPPRESS
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from ....errors import LaunchError
 from ....runlog.run import Run
 from ....runlog.tables import write_atomically
-from ...command_line.usage import UsageError, closest
+from ...command_line.parser import Parser
+from ...command_line.usage import UsageError
 from ..run_argument import run_folder
 from ..units import size
 
-__all__ = ["FLAGS", "HELP", "main"]
-
-FLAGS = ("--out", "--help")
+__all__ = ["main", "parser"]
 
 _POINTS = 300
 
-HELP = """\
-usage: photinus report [RUN ...] [-o FILE.html]
-
+_ABOUT = """\
 Makes one HTML page of a run: curves of loss and metrics, speed, where the time
 of a step goes on each rank, what happened when, options, versions and machine.
 The page needs no network and no other file, so it can be mailed. Several RUNs
@@ -31,13 +28,8 @@ are drawn over each other, with the options in which they differ.
 
 RUN is a run's folder, or a folder with runs in it, of which the newest is
 taken. default: the newest below this folder. A run that still trains, or was
-cut off, is shown as far as it came.
-
-flags:
-  -o, --out FILE.html  where to write. default: report.html in the run's folder,
-                       or here for several; - is standard output
-  --help               this text
-
+cut off, is shown as far as it came."""
+_MORE = """\
 examples:
   photinus report runs/digits
   photinus report runs/baseline runs/larger-batch -o compared.html
@@ -46,10 +38,15 @@ examples:
 exit code: 0; 1 when the page could not be written; 2 for wrong use."""
 
 
-@dataclass(frozen=True)
-class _Options:
-    runs: tuple[str, ...]
-    out: str | None
+def parser() -> Parser:
+    """The command line."""
+    made = Parser("report", "[RUN ...] [-o FILE.html]", about=_ABOUT, more=_MORE)
+    made.add("runs", metavar="RUN", nargs="*", help=SUPPRESS)
+    where = (
+        "(or -o) where to write. default: report.html in the run's folder, or here for several; - is standard output"
+    )
+    made.add("--out", also=("-o", "--output"), metavar="FILE.html", help=where)
+    return made
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -59,14 +56,14 @@ def main(arguments: Sequence[str]) -> int:
         UsageError: wrong words, or a run is not there.
         LaunchError: the page could not be written.
     """
-    options = _options(list(arguments))
-    if options is None:
-        print(HELP)
-        return 0
-    folders = [run_folder("report", given) for given in options.runs or (None,)]
-    twice = next((folder for i, folder in enumerate(folders) if folder.resolve() in _resolved(folders[:i])), None)
-    if twice is not None:
-        raise UsageError(f"photinus report: {twice} is meant twice.")
+    asked = parser().parse(arguments)
+    for word in asked.runs:
+        if word.endswith((".html", ".htm")) and not os.path.isdir(word):
+            raise UsageError(f"photinus report {word}: to write the page there, type -o {word}.")
+    folders = [run_folder("report", given) for given in asked.runs or (None,)]
+    for i, folder in enumerate(folders):
+        if folder.resolve() in {other.resolve() for other in folders[:i]}:
+            raise UsageError(f"photinus report: {folder} is meant twice.")
     runs = [Run(folder, points=_POINTS) for folder in folders]
     for run in runs:
         run.refresh()
@@ -74,12 +71,12 @@ def main(arguments: Sequence[str]) -> int:
     from .page import page
 
     text = page(runs)
-    if options.out == "-":
+    if asked.out == "-":
         sys.stdout.flush()
         sys.stdout.buffer.write(text.encode())
         sys.stdout.buffer.flush()
         return 0
-    path = Path(options.out) if options.out else (folders[0] if len(runs) == 1 else Path(".")) / "report.html"
+    path = Path(asked.out) if asked.out else (folders[0] if len(runs) == 1 else Path(".")) / "report.html"
     if path.is_dir():
         raise UsageError(
             f"photinus report --out {path}: that is a folder; give a file, such as {path / 'report.html'}."
@@ -92,31 +89,3 @@ def main(arguments: Sequence[str]) -> int:
         raise LaunchError(f"the page could not be written to {path}: {error.strerror or error}") from error
     print(f"{path} ({size(len(text.encode()))}): open it in a browser; it needs nothing else")
     return 0
-
-
-def _resolved(folders: Sequence[Path]) -> set[Path]:
-    return {folder.resolve() for folder in folders}
-
-
-def _options(words: list[str]) -> _Options | None:
-    """The command line; None for help."""
-    runs: list[str] = []
-    out: str | None = None
-    while words:
-        word = words.pop(0)
-        name, equals, value = word.partition("=")
-        if name in ("--help", "-h"):
-            return None
-        if name in ("-o", "--out", "--output"):
-            out = value if equals else words.pop(0) if words else ""
-            if not out:
-                raise UsageError(f"{name} needs a file, such as {name} out.html, or - for standard output.")
-        elif word.startswith("-"):
-            near = closest(name, FLAGS)
-            hint = f" Did you mean {near}?" if near else " See `photinus report --help`."
-            raise UsageError(f"photinus report does not know {name}.{hint}")
-        elif word.endswith((".html", ".htm")) and not os.path.isdir(word):
-            raise UsageError(f"photinus report {word}: to write the page there, type -o {word}.")
-        else:
-            runs.append(word)
-    return _Options(tuple(runs), out)
