@@ -63,7 +63,7 @@ ELSEWHERE = {  # Python blocks and commands that do not run here, and why
     "kill -USR1 $!": "needs the job before it: tests/faults/test_preemption.py",
     "cat hosts": "shows a file",
     "sbatch job.sh": "needs Slurm: tests/schedulers/test_slurm.py",
-    "kubectl apply -f job.yaml": "needs a cluster; manifests are checked in tests/unit/test_surroundings.py",
+    "kubectl apply -f job.yaml": "needs a cluster; manifests are checked in tests/unit/test_manifest.py",
     "pip install '.[interop]'": "downloads; `make test-all` does it",
 }
 ELSEWHERE_FROM = {  # the same, by how a command begins

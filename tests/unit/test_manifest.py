@@ -11,6 +11,8 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from photinus.launcher.command_line.flags import parse_run
 from photinus.launcher.command_line.usage import UsageError
@@ -142,6 +144,27 @@ def test_data_loaders_get_shared_memory():
     (volume,) = pod["volumes"]
     assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": "16Gi"}
     assert pod["containers"][0]["volumeMounts"] == [{"name": volume["name"], "mountPath": "/dev/shm"}]
+
+
+ODD = ["yes", "No", "null", "1e3", "0x10", "12:30", "a: b", "- x", "#x", "*a", "~", "", " ", "=", "<<", "a #b"]
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.sampled_from(ODD) | st.text(max_size=12), min_size=1, max_size=4))
+def test_any_words_are_read_back_as_they_were(words: list[str]):
+    ((_, pod),) = pods(job("pytorchjob", "--cpu", "train.py", *words))
+    assert pod["containers"][0]["args"][2:] == [word.replace("$(", "$$(") for word in words]
+
+
+@pytest.mark.parametrize("name", ["true", "on", "null", "y"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_names_that_are_words_of_yaml_are_names(kind: str, name: str):
+    made = job(kind, "--cpu", "--name", name, "--namespace", name, "train.py")
+    assert made["metadata"] == {
+        "name": name,
+        "namespace": name,
+        "labels": {"app.kubernetes.io/name": name, "app.kubernetes.io/managed-by": "photinus"},
+    }
 
 
 def test_words_that_kubernetes_would_replace_are_kept():

@@ -72,9 +72,9 @@ def _record(arguments: Sequence[str], program: Program) -> None:
 def _start(flags: RunFlags, program: Program) -> int:
     """Starts this host's part of the job."""
     if env.STARTED_AS.get() is None:
-        from .schedulers.detect_scheduler import placed
+        from .schedulers.detect_scheduler import place_hosts
 
-        flags = placed(flags)
+        flags = place_hosts(flags)
     program = program if flags.use_env else add_local_rank(program)
     # Where several launchers share a terminal, the first host's says it for all.
     says = env.STARTED_AS.get() is None or not flags.hosts.node_rank

@@ -18,11 +18,11 @@ from ...world.slurm import reachable_address, slurm_job
 from ..command_line.flags import RunFlags
 from ..command_line.usage import UsageError
 
-__all__ = ["Surroundings", "placed", "surroundings"]
+__all__ = ["SchedulerHosts", "detect_scheduler", "place_hosts"]
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class SchedulerHosts:
     """What srun or mpirun tells the launchers that it started, one on each of several hosts.
 
     Attributes:
@@ -47,9 +47,9 @@ class Surroundings:
     names: tuple[str, ...] = ()
 
 
-def surroundings(
+def detect_scheduler(
     environ: Mapping[str, str] | None = None, *, resolve: Callable[[str], str] = reachable_address
-) -> Surroundings | None:
+) -> SchedulerHosts | None:
     """The hosts of this job as the scheduler around this process tells them; None when it is this host alone.
 
     Args:
@@ -81,7 +81,7 @@ def surroundings(
         if isinstance(error, UsageError):
             raise
         raise LaunchError(f"the environment cannot be read: {error}") from error
-    return Surroundings(
+    return SchedulerHosts(
         scheduler=told.launcher,
         hosts=world.world_size,
         host_rank=world.rank,
@@ -93,7 +93,7 @@ def surroundings(
     )
 
 
-def placed(flags: RunFlags, environ: MutableMapping[str, str] | None = None) -> RunFlags:
+def place_hosts(flags: RunFlags, environ: MutableMapping[str, str] | None = None) -> RunFlags:
     """The flags with what the scheduler says about the hosts, where the user said nothing of them.
 
     A secret that the job's processes share already is put into the environment, for the launchers to prove themselves.
@@ -103,13 +103,13 @@ def placed(flags: RunFlags, environ: MutableMapping[str, str] | None = None) -> 
         environ: default this process's.
 
     Raises:
-        UsageError, LaunchError: see `surroundings`.
+        UsageError, LaunchError: see `detect_scheduler`.
     """
     environ = os.environ if environ is None else environ
     hosts = flags.hosts
     if hosts.nnodes is not None or hosts.leader is not None or flags.selection.hostfile is not None:
         return flags
-    found = surroundings(environ)
+    found = detect_scheduler(environ)
     if found is None:
         return flags
     if found.secret is not None:

@@ -8,7 +8,7 @@ from ..command_line.flags import HostFlags, LogFlags, RunFlags
 from ..command_line.program import Program
 from ..command_line.usage import UsageError
 
-__all__ = ["asked_gpus", "program_words", "run_words"]
+__all__ = ["gpus_per_host", "program_words", "run_words"]
 
 
 def run_words(flags: RunFlags) -> list[str]:
@@ -58,7 +58,7 @@ def program_words(program: Program) -> list[str]:
     return [*head, program.target, *program.arguments]
 
 
-def asked_gpus(flags: RunFlags) -> int | None:
+def gpus_per_host(flags: RunFlags) -> int | None:
     """GPUs of each host to ask the scheduler for: as told, else one per worker; 0 on the CPU; None: not known."""
     asked = flags.scheduler.gpus_per_node
     if asked is not None:

@@ -16,48 +16,14 @@ from ...version import __version__
 from ..command_line.flags import RunFlags
 from ..command_line.program import Program
 from ..command_line.usage import UsageError
-from .inside import asked_gpus, program_words, run_words
-from .written import write_text
+from .inside import gpus_per_host, program_words, run_words
+from .output import fill, put
 
 __all__ = ["batch_script", "main"]
 
 _LEAVE_S = 60  # before the end of the time limit, or a preemption
 _LINE = 100
 _OPTION = re.compile(r"--?[A-Za-z][A-Za-z-]*")
-
-_BODY = """\
-
-set -u
-
-# A secret of this run: only launchers that know it may join.
-{secret}=$({python} -c 'import secrets; print(secrets.token_hex(32))')
-export {secret}
-
-# Before a preemption or the end of the time limit, Slurm sends USR1 to this shell. The launchers (step 0) are told to
-# end, which lets the workers save first; the job is then queued again, and goes on from its newest checkpoint. (srun
-# itself would end them at once.)
-asked_to_leave=""
-step=""
-trap 'asked_to_leave=yes; if [ -n "$step" ]; then scancel --signal=TERM "$SLURM_JOB_ID.0"; fi' USR1
-
-# One launcher on each host; it starts the workers there.
-{directive}srun --ntasks-per-node=1 ${{SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}} \\
-  {command} &
-step=$!
-
-code=0
-wait "$step" || code=$?
-while kill -0 "$step" 2> /dev/null; do # the signal ended the wait, and not the step
-  code=0
-  wait "$step" || code=$?
-done
-
-if [ -n "$asked_to_leave" ] && [ "$code" -ne 0 ]; then
-  echo "photinus: asked to leave (exit code $code): job $SLURM_JOB_ID is queued again"
-  scontrol requeue "$SLURM_JOB_ID"
-fi
-exit "$code"
-"""
 
 
 def main(flags: RunFlags, program: Program) -> int:
@@ -70,12 +36,7 @@ def main(flags: RunFlags, program: Program) -> int:
     text = batch_script(flags, program)
     if flags.scheduler.submit:
         return _submit(text)
-    if flags.scheduler.output is None:
-        print(text, end="")
-        return 0
-    path = write_text(flags.scheduler.output, text, executable=True)
-    print(f"photinus: wrote {path}; start it with: sbatch {shlex.quote(str(path))}", file=sys.stderr)
-    return 0
+    return put(text, flags.scheduler.output, start="sbatch", executable=True)
 
 
 def batch_script(flags: RunFlags, program: Program, *, python: str = sys.executable) -> str:
@@ -90,21 +51,22 @@ def batch_script(flags: RunFlags, program: Program, *, python: str = sys.executa
         UsageError: an option cannot be carried out.
     """
     command = [python, "-m", "photinus", "run", *run_words(flags), *program_words(program)]
-    lines = ["#!/bin/bash", f"# Written by `photinus run --slurm` (photinus {__version__}); start it with sbatch."]
-    lines += [f"#SBATCH {option}" for option in _options(flags, program)]
-    # shellcheck wonders about $ in single quotes; here it is the user's, for the program and not for this shell.
-    directive = "# shellcheck disable=SC2016\n" if any(set(word) & set("$`") for word in command) else ""
-    body = _BODY.format(
-        secret=env.JOB_SECRET.name, python=shlex.quote(python), command=_broken(command), directive=directive
+    return fill(
+        "batch.sh.j2",
+        version=__version__,
+        options=_options(flags, program),
+        secret_name=env.JOB_SECRET.name,
+        python=shlex.quote(python),
+        command=_break_lines(command),
+        has_dollars=any(set(word) & set("$`") for word in command),
     )
-    return "\n".join(lines) + "\n" + body
 
 
 def _options(flags: RunFlags, program: Program) -> list[str]:
     asked = flags.scheduler
     own = [_own_option(text) for text in asked.sbatch]
     least, most = flags.hosts.nnodes or (1, 1)
-    gpus = asked_gpus(flags)
+    gpus = gpus_per_host(flags)
     options = {
         "--job-name": asked.name or Path(program.target).stem or "photinus",
         "--nodes": str(least) if least == most else f"{least}-{most}",
@@ -129,7 +91,7 @@ def _options(flags: RunFlags, program: Program) -> list[str]:
             options.pop(name, None)
     for name, _ in own:
         options.pop(name, None)
-    shown = [f"{name}={_quoted(value)}" if value else name for name, value in options.items()]
+    shown = [f"{name}={_quote(value)}" if value else name for name, value in options.items()]
     return shown + [text for _, text in zip(own, asked.sbatch, strict=True)]
 
 
@@ -169,14 +131,14 @@ def _own_option(text: str) -> tuple[str, str]:
     return match[0], text[match.end() :].lstrip("= ")
 
 
-def _quoted(value: str) -> str:
+def _quote(value: str) -> str:
     """An option's value as sbatch reads it from a comment: shell-like words."""
     return (
         value if re.fullmatch(r"[\w.:,@%+/=-]+", value) else '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
     )
 
 
-def _broken(command: list[str]) -> str:
+def _break_lines(command: list[str]) -> str:
     """The command for the shell, over several lines where it is long; a flag and its value stay together."""
     pieces: list[str] = []
     for before, word in zip(["", *command], command, strict=False):

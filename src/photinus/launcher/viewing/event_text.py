@@ -41,6 +41,7 @@ def describe_event(event: Event) -> str:
         "start": _start,
         "world_size": lambda e: f"world size {printable(facts.get('before'))} -> {printable(facts.get('now'))}",
         "epoch": lambda e: f"epoch {printable(facts.get('epoch'))} done" + _validation(facts.get("validation_s")),
+        "validation": lambda e: f"validation at step {count(e.step)}" + _took(facts.get("validation_s")),
         "checkpoint": lambda e: f"checkpoint of step {count(e.step)}" + _took(facts.get("seconds")),
         "warning": lambda e: f"warning: {printable(facts.get('text'))} (step {count(e.step)})",
         "stop": lambda e: f"told to stop at step {count(e.step)}",

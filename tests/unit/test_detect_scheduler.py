@@ -7,7 +7,7 @@ import pytest
 from photinus.errors import LaunchError
 from photinus.launcher.command_line.flags import parse_run
 from photinus.launcher.command_line.usage import UsageError
-from photinus.launcher.schedulers.detect_scheduler import Surroundings, placed, surroundings
+from photinus.launcher.schedulers.detect_scheduler import SchedulerHosts, detect_scheduler, place_hosts
 
 
 def srun(rank: int, per_host: str, hosts: str, tasks: int, **more: str) -> dict[str, str]:
@@ -37,8 +37,8 @@ def mpirun(rank: int, size: int, local_size: int, **more: str) -> dict[str, str]
     }
 
 
-def seen(environ: dict[str, str]) -> Surroundings | None:
-    return surroundings(environ, resolve=lambda name: name)
+def seen(environ: dict[str, str]) -> SchedulerHosts | None:
+    return detect_scheduler(environ, resolve=lambda name: name)
 
 
 def test_a_launcher_on_each_host_of_a_step_knows_its_place():
@@ -109,7 +109,7 @@ def test_one_launcher_in_a_job_of_several_hosts_is_refused():
 
 def test_photinus_run_takes_hosts_leader_and_secret_from_the_scheduler():
     environ = mpirun(0, 2, 1, MASTER_ADDR="127.0.0.1", OMPI_MCA_orte_precondition_transports="1f-2e")
-    hosts = placed(parse_run(["train.py"]), environ).hosts
+    hosts = place_hosts(parse_run(["train.py"]), environ).hosts
     assert (hosts.nnodes, hosts.node_rank, hosts.leader, hosts.local_address) == ((2, 2), 0, "127.0.0.1", "127.0.0.1")
     assert 20000 <= (hosts.port or 0) < 32768
     assert hosts.job_id == "mpi-99"
@@ -119,8 +119,8 @@ def test_photinus_run_takes_hosts_leader_and_secret_from_the_scheduler():
 @pytest.mark.parametrize("words", [["--nnodes", "1"], ["--standalone"], ["--nnodes", "2", "--master-addr", "a"]])
 def test_what_the_user_says_of_hosts_wins_over_the_scheduler(words: list[str]):
     flags = parse_run([*words, "train.py"])
-    assert placed(flags, mpirun(0, 4, 2)) is flags
-    assert placed(flags, {"SLURM_JOB_ID": "12", "SLURM_JOB_NUM_NODES": "2"}) is flags
+    assert place_hosts(flags, mpirun(0, 4, 2)) is flags
+    assert place_hosts(flags, {"SLURM_JOB_ID": "12", "SLURM_JOB_NUM_NODES": "2"}) is flags
 
 
 def test_an_environment_that_contradicts_itself_is_a_launch_error():
