@@ -28,7 +28,7 @@ LAYER_CALLS = 10_000
 def layer(binary: Path, rounds: int) -> tuple[dict[str, Any], list[Contestant]]:
     """A row of one call of 4 B in a world of one: through torch, native, and the difference."""
     contestants = [
-        engines.through_torch("photinus", 1, {"through torch": "ordinary"}),
+        engines.through_torch("photinus", 1, {"through torch": "all_reduce:ordinary"}),
         engines.native(binary, 1),
     ]
     (row,) = take_turns(contestants, 1, [("float32", 4)], Effort(rounds, fixed_calls=LAYER_CALLS))
@@ -71,8 +71,10 @@ def main() -> None:
     everybody: dict[str, Contestant] = {}
     for ranks in arguments.ranks:
         contestants = [
-            engines.through_torch("photinus", ranks, {"photinus arena": "arena", "photinus": "ordinary"}),
-            engines.through_torch("gloo", ranks, {bars.GLOO: "ordinary"}),
+            engines.through_torch(
+                "photinus", ranks, {"photinus arena": "all_reduce", "photinus": "all_reduce:ordinary"}
+            ),
+            engines.through_torch("gloo", ranks, {bars.GLOO: "all_reduce:ordinary"}),
         ]
         for row in take_turns(
             contestants, ranks, [(dtype, size) for dtype in arguments.dtypes for size in sizes], effort

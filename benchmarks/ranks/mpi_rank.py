@@ -1,4 +1,4 @@
-"""A rank of Open MPI or MPICH, under its mpirun: mpi_rank.py FOLDER
+"""A rank of Open MPI, MPICH or Intel MPI, under its mpirun: mpi_rank.py FOLDER
 
 Path: ordinary. float32 alone: MPI has no bfloat16.
 """

@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from photinus.launcher.bench import contestant, measure
-from photinus.launcher.bench.contestant import Contestant, ContestantError
+from photinus.launcher.bench import measure
 from photinus.launcher.bench.explain import choose, limits
 from photinus.launcher.bench.options import Options, parse_bench, size_name
-from photinus.launcher.bench.result import COPY, Result, bus_factor, table
+from photinus.launcher.bench.result import COPY, Result, bus_factor
+from photinus.launcher.bench.table import print_table
 from photinus.launcher.cli import main
 from photinus.launcher.command_line.usage import UsageError
+from photinus.launcher.contestants import contestant
+from photinus.launcher.contestants.contestant import Contestant, torch_ranks
 
 MIB = 1 << 20
 
@@ -47,7 +49,7 @@ def test_by_default_sizes_go_from_4_kib_to_64_mib() -> None:
         (["--opps", "x"], "Did you mean --ops?"),
         (["--ops", "allreduce"], "Did you mean all_reduce?"),
         (["--backends", "mvapich"], "there are photinus, gloo"),
-        (["--sizes", "big"], "needs a size like 512, 4K"),
+        (["--sizes", "big"], "needs sizes like 512, 4K"),
         (["--sizes", "0"], "at least 1 byte"),
         (["--nproc-per-node", "1.5"], "a whole number, 1 or more"),
         (["--seconds", "0"], "a number of seconds above 0"),
@@ -82,11 +84,13 @@ def test_bus_bandwidth_counts_what_each_rank_moves(operation: str, ranks: int, f
     assert bus_factor(operation, ranks) == factor
 
 
-def test_the_table_has_a_block_for_each_backend_and_a_dash_for_what_is_missing() -> None:
-    text = table(
+def test_the_table_has_a_block_for_each_backend_and_a_dash_for_what_is_missing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_table(
         [result(MIB, photinus=100.0, copy=50.0), result(4 * MIB, photinus=400.0, gloo=4000.0)], ["photinus", "gloo"]
     )
-    lines = text.splitlines()
+    lines = capsys.readouterr().out.splitlines()
     assert lines[2].split() == ["1", "MiB", "all_reduce", "100.0", "10.49", "10.49", "–", "–", "–", "21.0"]
     assert lines[3].split() == ["4", "MiB", "all_reduce", "400.0", "10.49", "10.49", "4000", "1.05", "1.05", "–"]
 
@@ -117,9 +121,15 @@ def test_only_a_backend_that_has_sockets_is_told_that_they_hold_it_up() -> None:
     assert "waiting for the other ranks" in told["photinus"]
 
 
-def test_two_backends_fit_a_terminal_of_80_columns() -> None:
-    text = table([result(256 * MIB, photinus=1234567.0, gloo=12345678.0, copy=50.0)], ["photinus", "gloo"])
-    assert max(map(len, text.splitlines())) <= 80
+def test_two_backends_fit_a_terminal_of_80_columns_and_four_lose_no_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    slow = {"photinus": 1234567.0, "gloo": 12345678.0}
+    print_table([result(256 * MIB, **slow, copy=50.0)], ["photinus", "gloo"])
+    assert max(len(text.rstrip()) for text in capsys.readouterr().out.splitlines()) <= 80
+    print_table([result(256 * MIB, **slow, nccl=7654321.0, ucc=7654321.0)], ["photinus", "gloo", "nccl", "ucc"])
+    shown = capsys.readouterr().out
+    assert "12345678" in shown
+    assert shown.count("7654321") == 2
+    assert "…" not in shown
 
 
 def test_the_choice_is_the_fastest_near_a_gradient_bucket_and_says_why() -> None:
@@ -172,9 +182,11 @@ def test_no_backend_at_all_is_an_error(capsys: pytest.CaptureFixture[str]) -> No
 def test_ranks_that_hang_are_ended_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rank.py").write_text("import time; time.sleep(300)")
     monkeypatch.setattr(contestant, "_RANK", tmp_path / "rank.py")
-    with Contestant("gloo", 2, "float32", 0.5) as each:
-        with pytest.raises(ContestantError, match=r"no answer from ranks \[0, 1\] within 0.5 s"):
-            each.wait_until_ready()
+    each = Contestant("gloo", torch_ranks("gloo", 2), 2, timeout_s=0.5)
+    with each:
+        assert each.absent == "no answer from ranks [0, 1] within 0.5 s"
+        assert each.is_late
+        assert each.run("all_reduce", 1) is None
     assert [process.poll() is not None for process in each._processes] == [True, True]
 
 

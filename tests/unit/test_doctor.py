@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from photinus.launcher.cli import main
+from photinus.launcher.contestants import contestant
 from photinus.launcher.doctor import backends, examine, load, network, software
-from photinus.launcher.doctor.finding import Finding, as_json, exit_code, table
+from photinus.launcher.doctor.finding import Finding, as_json, exit_code
 from photinus.launcher.doctor.host import look_at_host
 from photinus.launcher.doctor.load import Load
 from photinus.launcher.doctor.network import look_at_network
+from photinus.launcher.doctor.table import print_findings
 
 TORCH = {
     "version": "2.13.0",
@@ -50,17 +54,20 @@ def machine(folder: Path, **files: str) -> Path:
 # ---- the table
 
 
+def shown(*findings: Finding, colour: bool = False) -> list[str]:
+    """What a terminal of 80 columns shows."""
+    console = Console(width=80, force_terminal=colour, color_system="standard" if colour else None, highlight=False)
+    with console.capture() as printed:
+        print_findings(findings, console)
+    return [text.rstrip() for text in printed.get().splitlines()]
+
+
 def test_each_finding_is_a_line_with_its_advice_below() -> None:
-    text = table(
-        [
-            Finding("Host", "memory", "good", "8.0 GiB"),
-            Finding("Host", "open files", "bad", "16", "Raise it: ulimit -n 4096."),
-            Finding("Backends", "nccl", "absent", "not built"),
-        ],
-        width=80,
-        colour=False,
-    )
-    assert text.splitlines() == [
+    assert shown(
+        Finding("Host", "memory", "good", "8.0 GiB"),
+        Finding("Host", "open files", "bad", "16", "Raise it: ulimit -n 4096."),
+        Finding("Backends", "nccl", "absent", "not built"),
+    ) == [
         "Host",
         "  ✓ memory           8.0 GiB",
         "  ✗ open files       16",
@@ -75,13 +82,13 @@ def test_each_finding_is_a_line_with_its_advice_below() -> None:
 
 def test_long_findings_stay_inside_the_terminal() -> None:
     long = Finding("Host", "a name that is rather long", "bad", "word " * 60, "do " * 60)
-    assert max(map(len, table([long], width=80, colour=False).splitlines())) <= 80
+    assert max(map(len, shown(long))) <= 80
 
 
 def test_colours_only_where_they_are_wanted() -> None:
-    finding = [Finding("Host", "memory", "good", "8 GiB")]
-    assert "\x1b[32m✓" in table(finding, width=80, colour=True)
-    assert "\x1b" not in table(finding, width=80, colour=False)
+    finding = Finding("Host", "memory", "good", "8 GiB")
+    assert "\x1b[32m  ✓" in "\n".join(shown(finding, colour=True))
+    assert "\x1b" not in "\n".join(shown(finding))
 
 
 def test_exit_code_is_1_only_when_something_is_bad() -> None:
@@ -232,23 +239,23 @@ def test_each_backend_is_tried_in_two_processes() -> None:
 
 @pytest.mark.seconds
 def test_a_backend_that_fails_is_bad_with_its_last_words() -> None:
-    finding = backends._tried("nonsense", 120)
+    finding = backends._try("nonsense", 120)
     assert finding.state == "bad"
-    assert "rank 0 ended with code 1" in finding.value
+    assert re.search("rank [01] ended with code 1: ", finding.value)
     assert "nonsense" in finding.value
 
 
 @pytest.mark.seconds
 def test_a_backend_that_hangs_is_ended_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "trial.py").write_text("import time; time.sleep(300)")
-    monkeypatch.setattr(backends, "_TRIAL", tmp_path / "trial.py")
+    (tmp_path / "rank.py").write_text("import time; time.sleep(300)")
+    monkeypatch.setattr(contestant, "_RANK", tmp_path / "rank.py")
     monkeypatch.setattr(load, "read_load", lambda: Load(0.5, 2))
     start = time.monotonic()
-    finding = backends._tried("photinus", 1.0)
+    finding = backends._try("photinus", 1.0)
     assert time.monotonic() - start < 30
     assert (finding.state, finding.value) == ("bad", "no answer within 1 s")
     monkeypatch.setattr(load, "read_load", lambda: Load(28.0, 2))
-    finding = backends._tried("photinus", 0.5)
+    finding = backends._try("photinus", 0.5)
     assert finding.state == "unknown"
     assert finding.value == "not judged: load 28.0 on 2 usable cores; no answer within 0.5 s"
     left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True)
@@ -288,7 +295,7 @@ def test_on_a_busy_machine_the_load_comes_first_and_what_is_late_is_not_called_b
     monkeypatch.setattr(examine, "ask_engine", lambda timeout_s: waited.append(timeout_s) or (None, "none"))
     assert main(["doctor"]) == 1
     shown = capsys.readouterr()
-    assert shown.out.splitlines()[1] == "  ! load             load 28.0 on 2 usable cores"
+    assert shown.out.splitlines()[1].rstrip() == "  ! load             load 28.0 on 2 usable cores"
     assert shown.out.splitlines()[-1] == "1 of 2 could not be judged: torch."
     assert shown.err == "photinus doctor: load 28.0 on 2 usable cores: this may take a while.\n"
     assert main(["doctor", "--timeout", "7"]) == 1
@@ -305,7 +312,7 @@ def test_all_well_is_exit_code_0(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     ("words", "told"),
     [
         (["--jsn"], "Did you mean --json?"),
-        (["--timeout"], "--timeout: needs a number of seconds above 0."),
+        (["--timeout"], "--timeout needs a value: SECONDS."),
         (["--timeout=-1"], "--timeout -1: needs"),
     ],
 )

@@ -7,6 +7,7 @@ import socket
 import time
 
 import pytest
+from rich.console import Console
 
 from photinus.launcher.doctor.hosts import Pair, judge, matrix, rounds
 from photinus.launcher.ssh.remote_probe import answer
@@ -109,7 +110,10 @@ def test_the_matrix_fits_into_the_terminal(count):
     names = [f"a-host-with-a-long-name-{number}" for number in range(count)]
     pairs = [pair(*both) for both in itertools.permutations(names, 2)]
     pairs[0] = pair(names[0], names[1], "timed out")
-    text = matrix(names, pairs, width=80)
+    console = Console(width=80, highlight=False)
+    with console.capture() as printed:
+        matrix(names, pairs, console)
+    text = printed.get()
     assert max(map(len, text.splitlines())) <= 80
     assert "✗ timed out" in text
     assert text.count("0.10  8.00") == count * (count - 1) - 1

@@ -6,6 +6,7 @@ workers/       the worker processes of one host
 hosts/         one job on several hosts: they find one another, and learn of failures
 schedulers/    under Slurm, mpirun, Kubernetes
 ssh/           several hosts, started from one place
+contestants/   backends and other libraries that are measured, by doctor, bench and the programs in benchmarks/
 doctor/        `photinus doctor`: what works here, found by trying it
 bench/         `photinus bench`: how fast collectives are here
 agent          the attempts of a job: meet, start, watch, and again where it may help

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Sequence
-from typing import Any
 
 from ..errors import MissingLibraryError
 from .cli import COMMANDS
@@ -45,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     root.add_argument("--version", action="version", version="")
     below = root.add_subparsers()
     for name, (module, meaning) in COMMANDS.items():
-        of_command = _parser_of(name, importlib.import_module(module))
+        of_command: Parser = importlib.import_module(module).parser()
         if of_command.passes_on:
             of_command.add("words", metavar="FILE", nargs=argparse.REMAINDER)
         for action in [*of_command.flags.values(), *of_command.words]:
@@ -57,24 +56,3 @@ def main(arguments: Sequence[str]) -> int:
         below.add_parser(name, parents=[of_command], add_help=False, help=meaning)
     print(shtab.complete(root, shell))
     return 0
-
-
-def _parser_of(name: str, module: Any) -> Parser:
-    """A command's parser; of the flags that a module lists while it still reads them by hand."""
-    if hasattr(module, "parser"):
-        made: Parser = module.parser()
-        return made
-    made = Parser(name, about="")
-    offered: dict[str, Sequence[str]] = {}
-    if name == "bench":
-        from .bench.options import BACKENDS, DTYPES, OPERATIONS, VALUED
-
-        offered = {"--ops": OPERATIONS, "--backends": BACKENDS, "--dtype": tuple(DTYPES)}
-        flags: Sequence[str] = (*VALUED, "--json")
-    else:
-        flags = module.FLAGS
-    for flag in flags:
-        if flag != "--help":
-            made.add(flag, metavar="")
-    made.offered.update(offered)
-    return made

@@ -6,22 +6,23 @@ import contextlib
 import json
 import platform
 import shutil
+import statistics
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ...errors import LaunchError
 from ...version import __version__
+from ..contestants.contestant import Contestant, torch_ranks
 from ..doctor.software import ask_torch
 from ..workers.devices import usable_cores
-from .contestant import Contestant, ContestantError
 from .explain import choose, limits
-from .options import DTYPES, HELP, Options, parse_bench
+from .options import DTYPES, Options, parse_bench, parser
 from .plot import check_plot, plot
-from .result import COPY, Result, table
+from .result import COPY, Result
 
-__all__ = ["main"]
+__all__ = ["main", "parser"]
 
 _ROUNDS = 3
 
@@ -34,9 +35,6 @@ def main(arguments: Sequence[str]) -> int:
         LaunchError: there is no torch, no backend works, or a picture is asked for that cannot be drawn.
     """
     options = parse_bench(arguments)
-    if options is None:
-        print(HELP)
-        return 0
     if options.plot is not None:
         check_plot()
     torch = ask_torch(options.timeout_s)
@@ -57,8 +55,10 @@ def main(arguments: Sequence[str]) -> int:
     if options.as_json:
         print(json.dumps(_as_json(results, title, absent, best, reason, torch.facts), indent=1))
     else:
+        from .table import print_table
+
         print(f"{title}; {platform.machine()}, torch {torch.facts['version']}, Photinus {__version__}\n")
-        print(table(results, backends))
+        print_table(results, backends)
         print()
         told = [line for name in backends for line in limits(results, name)]
         told += [f"{name}: did not take part: {why}" for name, why in absent.items()]
@@ -84,54 +84,41 @@ def _working(facts: dict[str, Any], ranks: int, device: str) -> tuple[str, ...]:
 def _measure(options: Options, backends: Sequence[str], ranks: int) -> tuple[list[Result], dict[str, str]]:
     """All results, and why some backends have none."""
     results: list[Result] = []
-    absent: dict[str, str] = {}
-    with contextlib.ExitStack() as stack:
-        everybody = {
-            name: stack.enter_context(Contestant(name, ranks, options.dtype, options.timeout_s, options.device))
-            for name in (*backends, COPY)
-        }
-
-        def unless_failed(name: str, act: Any, *words: Any) -> Any:
-            if name in absent:
-                return None
-            try:
-                return act(*words)
-            except ContestantError as error:
-                absent[name] = str(error)
-                everybody[name].close()
-                return None
-
-        for name, each in everybody.items():
-            unless_failed(name, each.wait_until_ready)
+    everybody = [
+        Contestant(name, torch_ranks(name, ranks, device=options.device), ranks, timeout_s=options.timeout_s)
+        for name in (*backends, COPY)
+    ]
+    with contextlib.ExitStack() as stack, _status() as say:
+        for each in everybody:
+            stack.enter_context(each)
         for operation in options.operations:
             for size in sorted(options.sizes_bytes):
                 item = DTYPES[options.dtype]
                 elems = max(1, size // item // ranks) * ranks
-                seconds = _turns(everybody, unless_failed, operation, elems, options.seconds)
+                say(f"{operation} {elems * item} bytes")
+                for each in everybody:
+                    each.prepare(options.dtype, elems * item)
+                seconds = _take_turns(everybody, operation, options.seconds / _ROUNDS)
                 results.append(Result(operation, elems * item, elems, options.dtype, ranks, seconds))
-                if sys.stderr.isatty():
-                    print(f"\r\x1b[K{operation} {results[-1].size_bytes} bytes", end="", file=sys.stderr, flush=True)
-        if sys.stderr.isatty():
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-    absent.pop(COPY, None)
-    return results, absent
+    return results, {each.name: each.absent for each in everybody if each.absent is not None and each.name != COPY}
 
 
-def _turns(
-    everybody: dict[str, Contestant], unless_failed: Any, operation: str, elems: int, seconds: float
-) -> dict[str, float]:
-    """The median over the rounds for each backend: in each round everybody has one turn."""
-    calls = {}
-    for name, each in everybody.items():
-        unless_failed(name, each.prepare, operation, elems)
-        calls[name] = unless_failed(name, each.calls_for, seconds / _ROUNDS)
-    times: dict[str, list[float]] = {name: [] for name in everybody}
-    for _ in range(_ROUNDS):
-        for name, each in everybody.items():
-            taken = unless_failed(name, each.run, calls[name])
-            if taken is not None:
-                times[name].append(taken)
-    return {name: sorted(taken)[len(taken) // 2] for name, taken in times.items() if len(taken) == _ROUNDS}
+@contextlib.contextmanager
+def _status() -> Iterator[Callable[[str], object]]:
+    """A line that says what is measured now, where stderr is a terminal; gone in the end."""
+    from rich.console import Console
+
+    with Console(stderr=True, highlight=False).status("starting") as status:
+        yield status.update
+
+
+def _take_turns(everybody: Sequence[Contestant], operation: str, seconds: float) -> dict[str, float]:
+    """The median over the rounds for each contestant: in each round everybody has one turn."""
+    paths = {each.name: COPY if each.name == COPY else operation for each in everybody}
+    calls = {each.name: each.calls_for(seconds, paths[each.name]) for each in everybody}
+    rounds = [{each.name: each.run(paths[each.name], calls[each.name]) for each in everybody} for _ in range(_ROUNDS)]
+    times = {each.name: [taken[each.name] for taken in rounds] for each in everybody}
+    return {name: statistics.median(t for t in taken if t) for name, taken in times.items() if None not in taken}
 
 
 def _as_json(

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import subprocess
-import sys
-import tempfile
-import time
-from pathlib import Path
 from typing import Any
 
+from ..contestants.contestant import Contestant, torch_ranks
 from .finding import Finding
 from .load import LATE, not_judged
 
 __all__ = ["look_at_backends"]
 
 _SECTION = "Backends (two processes, all_reduce tried)"
-_TRIAL = Path(__file__).with_name("trial.py")
+_PATH = "all_reduce:ordinary"  # the sum is looked at
+_SMALL_BYTES, _LARGE_BYTES = 4 << 10, 16 << 20
 _ABSENT = {
     "nccl": "this torch is built without it",
     "mpi": "this torch is built without it (as all released builds are)",
@@ -35,7 +29,7 @@ def look_at_backends(torch: dict[str, Any] | None, timeout_s: float) -> list[Fin
     """
     if torch is None or not torch["distributed"]:
         return []
-    found = [_tried("photinus", timeout_s), _tried("gloo", timeout_s)]
+    found = [_try("photinus", timeout_s), _try("gloo", timeout_s)]
     gpus = len(torch["gpus"])
     for name in ("nccl", "mpi", "ucc"):
         if not torch["available"][name]:
@@ -45,60 +39,25 @@ def look_at_backends(torch: dict[str, Any] | None, timeout_s: float) -> list[Fin
         elif name == "mpi":
             found.append(Finding(_SECTION, name, "note", "not tried", "Only mpirun can start it: mpirun -n 2 ..."))
         else:
-            found.append(_tried(name, timeout_s, world_size=min(2, gpus) if name == "nccl" else 2))
+            found.append(_try(name, timeout_s, world_size=min(2, gpus) if name == "nccl" else 2))
     return found
 
 
-def _tried(backend: str, timeout_s: float, world_size: int = 2) -> Finding:
-    with tempfile.TemporaryDirectory(prefix="photinus-doctor-") as folder:
-        environ = {
-            "GLOO_SOCKET_IFNAME": "lo",
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-        }
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PHOTINUS_WORLD_SIZE"):
-            environ.pop(name, None)  # of a job inside of which this may run
-        processes = [
-            subprocess.Popen(
-                [sys.executable, str(_TRIAL), backend, str(rank), str(world_size), folder, str(timeout_s)],
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(world_size)
-        ]
-        outputs, late = _collect(processes, timeout_s)
-    if late:
+def _try(backend: str, timeout_s: float, world_size: int = 2) -> Finding:
+    with Contestant(backend, torch_ranks(backend, world_size), world_size, timeout_s=timeout_s) as tried:
+        tried.prepare("float32", _SMALL_BYTES)
+        small_s = tried.run(_PATH, 200)
+        tried.prepare("float32", _LARGE_BYTES)
+        large_s = tried.run(_PATH, 5)
+    if tried.is_late:
         error = LATE.format(timeout_s)
         advice = "Run it again with TORCH_DISTRIBUTED_DEBUG=DETAIL set, or --timeout with more seconds."
         return not_judged(_SECTION, backend, error) or Finding(_SECTION, backend, "bad", error, advice)
-    for rank, process in enumerate(processes):
-        if process.returncode != 0:
-            said = [line for line in outputs[rank][1].strip().splitlines() if line.strip()]
-            value = f"rank {rank} ended with code {process.returncode}: {said[-1] if said else 'it said nothing'}"
-            return Finding(_SECTION, backend, "bad", value, _advice(backend))
-    facts: dict[str, Any] = json.loads(outputs[0][0].strip().splitlines()[-1])
-    bandwidth = facts["large_bytes"] / facts["large_s"] / 1e9
-    value = f"works: 4 KiB in {facts['small_s'] * 1e6:.0f} µs, 16 MiB at {bandwidth:.1f} GB/s"
+    if small_s is None or large_s is None:
+        return Finding(_SECTION, backend, "bad", str(tried.absent), _advice(backend))
+    value = f"works: 4 KiB in {small_s * 1e6:.0f} µs, 16 MiB at {_LARGE_BYTES / large_s / 1e9:.1f} GB/s"
+    facts = {"small_s": small_s, "large_s": large_s, "large_bytes": _LARGE_BYTES}
     return Finding(_SECTION, backend, "good", value, facts=facts)
-
-
-def _collect(processes: list[subprocess.Popen[str]], timeout_s: float) -> tuple[list[tuple[str, str]], bool]:
-    """Output of each process, and whether some had to be ended because the time was over."""
-    deadline, outputs, late = time.monotonic() + timeout_s, [], False
-    for process in processes:
-        try:
-            outputs.append(process.communicate(timeout=max(0.0, deadline - time.monotonic())))
-        except subprocess.TimeoutExpired:
-            late = True
-            for each in processes:
-                if each.poll() is None:
-                    with contextlib.suppress(ProcessLookupError):
-                        each.kill()
-            outputs.append(process.communicate())
-    return outputs, late
 
 
 def _advice(backend: str) -> str:

@@ -6,50 +6,32 @@ With --hosts or --hostfile it looks at several hosts and their network instead (
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import sys
-from argparse import ArgumentTypeError
+from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from ..command_line.flag_values import port
-from ..command_line.usage import UsageError, closest
+from ..command_line.flag_values import port, positive_seconds
+from ..command_line.parser import Parser
+from ..command_line.usage import UsageError
 from .backends import look_at_backends
-from .finding import Finding, as_json, exit_code, table
+from .finding import Finding, as_json, exit_code
 from .host import look_at_host
 from .load import look_at_load, read_load
 from .network import look_at_network
 from .software import ask_engine, ask_torch, look_at_software
 
-__all__ = ["FLAGS", "HELP", "main"]
+__all__ = ["main", "parser"]
 
-FLAGS = ("--json", "--timeout", "--hosts", "--hostfile", "--ssh", "--ssh-port", "--help")
-
-_WIDEST = 100
 _TIMEOUT_S = 60.0
 
-HELP = """\
-usage: photinus doctor [--json] [--timeout SECONDS]
-       photinus doctor --hosts a,b,c [--json] [--ssh COMMAND] [--ssh-port PORT]
-
+_ABOUT = """\
 Looks at this machine and says what works: processors, memory and limits, the
 engine, torch and GPUs, network interfaces, and every backend of
 torch.distributed, really tried in two processes.
 
 With --hosts, looks at several hosts, which it reaches over ssh: versions,
-clocks, and whether every host reaches every other, how soon and how fast.
-
-flags:
-  --json             the findings as JSON, for programs
-  --timeout SECONDS  for each thing that is tried. default: 60, and up to five
-                     times as long on a busy machine
-  --hosts a,b,c      these hosts (root@a uses another account)
-  --hostfile FILE    the hosts of a file, as for `photinus run`
-  --ssh COMMAND      how to reach them. default: ssh
-  --ssh-port PORT    the port of their ssh
-  --help             this text
-
+clocks, and whether every host reaches every other, how soon and how fast."""
+_MORE = """\
 examples:
   photinus doctor
   photinus doctor --json | python -m json.tool
@@ -59,15 +41,18 @@ exit code: 0 when all is well; 1 when something needs attention or could not be
 judged, on a busy machine say; 2 for wrong use."""
 
 
-@dataclass
-class _Flags:
-    as_text: bool = True
-    timeout_s: float | None = None
-    help: bool = False
-    hosts: str | None = None
-    hostfile: str | None = None
-    ssh: str = "ssh"
-    ssh_port: int | None = None
+def parser() -> Parser:
+    """The command line."""
+    several = "--hosts a,b,c [--json] [--ssh COMMAND] [--ssh-port PORT]"
+    made = Parser("doctor", "[--json] [--timeout SECONDS]", several, about=_ABOUT, more=_MORE)
+    made.add("--json", action="store_true", help="the findings as JSON, for programs")
+    patience = "for each thing that is tried. default: 60, and up to five times as long on a busy machine"
+    made.add("--timeout", metavar="SECONDS", type=positive_seconds, help=patience)
+    made.add("--hosts", metavar="a,b,c", help="these hosts (root@a uses another account)")
+    made.add("--hostfile", metavar="FILE", help="the hosts of a file, as for `photinus run`")
+    made.add("--ssh", metavar="COMMAND", default="ssh", help="how to reach them. default: ssh")
+    made.add("--ssh-port", metavar="PORT", type=port, help="the port of their ssh")
+    return made
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -76,17 +61,12 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         UsageError: words that are no flags of this command, or a host file with faults.
     """
-    flags = _flags(list(arguments))
-    if flags.help:
-        print(HELP)
-        return 0
-    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    width = min(_WIDEST, shutil.get_terminal_size().columns)
-    if flags.hosts is not None or flags.hostfile is not None:
-        return _examine_hosts(flags, width, colour)
+    asked = parser().parse(arguments)
+    if asked.hosts is not None or asked.hostfile is not None:
+        return _examine_hosts(asked)
     load = read_load()
-    timeout_s = flags.timeout_s or load.allow(_TIMEOUT_S)
-    if load.is_busy and flags.as_text:
+    timeout_s = asked.timeout or load.allow(_TIMEOUT_S)
+    if load.is_busy and not asked.json:
         print(f"photinus doctor: {load}: this may take a while.", file=sys.stderr, flush=True)
     findings: list[Finding] = [look_at_load(load), *look_at_host(), *look_at_network()]
     torch = ask_torch(timeout_s)
@@ -95,75 +75,26 @@ def main(arguments: Sequence[str]) -> int:
     # Sections in the order of their first appearance, each together.
     order = {section: index for index, section in enumerate(dict.fromkeys(each.section for each in findings))}
     findings.sort(key=lambda each: order[each.section])
-    if flags.as_text:
-        print(table(findings, width=width, colour=colour))
-    else:
+    if asked.json:
         print(json.dumps(as_json(findings), indent=1))
+    else:
+        from .table import print_findings
+
+        print_findings(findings)
     return exit_code(findings)
 
 
-def _examine_hosts(flags: _Flags, width: int, colour: bool) -> int:
+def _examine_hosts(asked: Namespace) -> int:
     from ..ssh.hostfile import parse_hostfile, read_hostfile
     from .hosts import examine_hosts
 
-    if flags.hosts is not None and flags.hostfile is not None:
+    if asked.hosts is not None and asked.hostfile is not None:
         raise UsageError(
-            f"--hosts {flags.hosts} and --hostfile {flags.hostfile} contradict each other: leave out one of them."
+            f"--hosts {asked.hosts} and --hostfile {asked.hostfile} contradict each other: leave out one of them."
         )
-    if flags.hostfile is not None:
-        hosts = read_hostfile(flags.hostfile)
+    if asked.hostfile is not None:
+        hosts = read_hostfile(asked.hostfile)
     else:
-        names = dict.fromkeys((flags.hosts or "").replace(",", " ").split())
-        hosts = parse_hostfile("\n".join(names), "--hosts")
-    return examine_hosts(
-        hosts,
-        ssh=flags.ssh,
-        ssh_port=flags.ssh_port,
-        timeout_s=flags.timeout_s or _TIMEOUT_S,
-        as_text=flags.as_text,
-        width=width,
-        colour=colour,
-    )
-
-
-def _flags(words: list[str]) -> _Flags:
-    flags = _Flags()
-    while words:
-        spelling, equals, value = words.pop(0).partition("=")
-        name = spelling.replace("_", "-") if spelling.startswith("--") else spelling
-        if name in ("--help", "-h"):
-            return _Flags(help=True)
-        if name == "--json" and not equals:
-            flags.as_text = False
-            continue
-        if name not in FLAGS or name == "--json":
-            near = closest(name, FLAGS)
-            hint = f" Did you mean {near}?" if near and near != name else " See `photinus doctor --help`."
-            raise UsageError(f"photinus doctor does not know {spelling}{equals}{value}.{hint}")
-        text = value if equals else words.pop(0) if words else ""
-        if name == "--timeout":
-            flags.timeout_s = _seconds(text)
-        elif not text:
-            raise UsageError(f"{spelling} needs a value.")
-        elif name == "--hosts":
-            flags.hosts = text
-        elif name == "--hostfile":
-            flags.hostfile = text
-        elif name == "--ssh":
-            flags.ssh = text
-        else:
-            try:
-                flags.ssh_port = port(text)
-            except ArgumentTypeError as error:
-                raise UsageError(f"{spelling} {text}: {error}") from None
-    return flags
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise UsageError(f"--timeout {text}".rstrip() + ": needs a number of seconds above 0.")
-    return seconds
+        hosts = parse_hostfile("\n".join(dict.fromkeys(asked.hosts.replace(",", " ").split())), "--hosts")
+    timeout_s = asked.timeout or _TIMEOUT_S
+    return examine_hosts(hosts, ssh=asked.ssh, ssh_port=asked.ssh_port, timeout_s=timeout_s, as_text=not asked.json)

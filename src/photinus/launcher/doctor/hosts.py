@@ -14,13 +14,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from ..ssh.command import check_ssh, find_here
 from ..ssh.host import RemoteHost as FarHost
 from ..ssh.host import address_towards, leave, pump, reach
 from ..ssh.hostfile import Host
-from ..workers.interrupts import Interrupts
-from ..workers.interrupts import handle_signals as taking_interrupts
-from .finding import Finding, as_json, exit_code, painted, table
+from ..workers.interrupts import Interrupts, handle_signals
+from .finding import Finding, as_json, exit_code
+from .table import print_findings, terminal
 
 __all__ = ["Pair", "examine_hosts", "judge", "matrix", "rounds"]
 
@@ -30,8 +34,7 @@ _TRANSFER_BYTES = 64 << 20
 _TRANSFER_S = 1.0
 _CLOCK_S = 1.0
 _SLOW = 0.5
-_COLUMN = 13
-_NAME = 12
+_COLUMN = 12
 _ADVICE = {
     "timed out": "A firewall on {target} or between drops the packets, or the network is cut: let TCP pass on all "
     "ports between the hosts of a job.",
@@ -65,8 +68,6 @@ def examine_hosts(
     ssh_port: int | None = None,
     timeout_s: float = 60.0,
     as_text: bool = True,
-    width: int = 80,
-    colour: bool = False,
 ) -> int:
     """Examines the hosts and all their pairs, prints what was found, and returns 0 when all is well, else 1.
 
@@ -76,7 +77,7 @@ def examine_hosts(
     here = find_here(hosts)
     if not all(here):
         check_ssh(ssh)
-    with taking_interrupts() as interrupts:
+    with handle_signals() as interrupts:
         fars: list[FarHost] = []
         try:
             for host, is_this in zip(hosts, here, strict=True):
@@ -91,9 +92,10 @@ def examine_hosts(
     if not as_text:
         print(json.dumps({**as_json(findings), "pairs": [asdict(pair) for pair in pairs]}, indent=1))
         return exit_code(findings)
+    console = terminal()
     if pairs:
-        print(matrix([far.name for far in fars], pairs, width=width, colour=colour) + "\n")
-    print(table(findings, width=width, colour=colour))
+        matrix([far.name for far in fars], pairs, console)
+    print_findings(findings, console)
     return exit_code(findings)
 
 
@@ -242,30 +244,32 @@ def judge(
     return findings
 
 
-def matrix(names: Sequence[str], pairs: Sequence[Pair], *, width: int = 80, colour: bool = False) -> str:
-    """From each row to each column: round trip in ms and bandwidth in Gbit/s; as many columns at once as fit."""
+def matrix(names: Sequence[str], pairs: Sequence[Pair], console: Console) -> None:
+    """Prints what was found from each row to each column; as many columns at once as fit."""
     found = {(pair.source, pair.target): pair for pair in pairs}
-    at_once = max(1, (width - _NAME - 2) // _COLUMN)
-    lines = [painted("From row to column: round trip in ms, bandwidth in Gbit/s", "1", colour)]
+
+    def cell(source: str, target: str) -> Text:
+        pair = found.get((source, target))
+        if pair is None:
+            return Text("–" if source == target else "?")
+        if pair.error or pair.rtt_s is None or pair.bytes_per_s is None:
+            return Text(f"✗ {pair.error}", "red")
+        return Text(f"{pair.rtt_s * 1e3:.2f} {pair.bytes_per_s * 8 / 1e9:5.2f}")
+
+    console.print("From row to column: round trip in ms, bandwidth in Gbit/s", style="bold")
+    at_once = max(1, (console.width - _COLUMN) // (_COLUMN + 1))
     for begin in range(0, len(names), at_once):
-        columns = names[begin : begin + at_once]
-        lines += ["", " " * (_NAME + 2) + "".join(f"{_short(name):>{_COLUMN}}" for name in columns)]
+        table = Table("", box=None, header_style="", padding=(0, 1, 0, 0), pad_edge=False)
+        table.columns[0].width = _COLUMN
+        for target in names[begin : begin + at_once]:
+            table.add_column(target, justify="right", width=_COLUMN)
+        for column in table.columns:
+            column.no_wrap = True
         for source in names:
-            cells = [_cell(source, target, found.get((source, target)), colour) for target in columns]
-            lines.append(f"  {_short(source):<{_NAME}}" + "".join(cells))
-    return "\n".join(lines)
-
-
-def _cell(source: str, target: str, pair: Pair | None, colour: bool) -> str:
-    if pair is None:
-        return f"{'–' if source == target else '?':>{_COLUMN}}"
-    if pair.error or pair.rtt_s is None or pair.bytes_per_s is None:
-        return painted(f"{'✗ ' + pair.error:>{_COLUMN}}"[:_COLUMN], "31", colour)
-    return f"{pair.rtt_s * 1e3:.2f} {pair.bytes_per_s * 8 / 1e9:5.2f}".rjust(_COLUMN)
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= _NAME - 1 else name[: _NAME - 2] + "…"
+            table.add_row(source, *(cell(source, target) for target in names[begin : begin + at_once]))
+        console.print()
+        console.print(table)
+    console.print()
 
 
 def _of_host(name: str, facts: Mapping[str, Mapping[str, Any]], ahead_s: float) -> Finding:
