@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     ranks = options.ranks or _ranks(torch.facts)
     if options.device == "cuda" and not torch.facts["gpus"]:
         raise LaunchError("photinus bench --device cuda: torch sees no GPU here. `photinus doctor` says why.")
-    wanted = options.backends or _working(torch.facts, ranks, options.device)
+    wanted = options.backends or _usable_backends(torch.facts, ranks, options.device)
     results, absent = _measure(options, wanted, ranks)
     backends = [name for name in wanted if name not in absent]
     if not backends or not results:
@@ -74,7 +74,7 @@ def _ranks(facts: dict[str, Any]) -> int:
     return max(2, len(facts["gpus"]) or min(8, usable_cores()))
 
 
-def _working(facts: dict[str, Any], ranks: int, device: str) -> tuple[str, ...]:
+def _usable_backends(facts: dict[str, Any], ranks: int, device: str) -> tuple[str, ...]:
     nccl = facts["available"]["nccl"] and len(facts["gpus"]) >= ranks
     if device == "cuda":
         return ("gloo", *(("nccl",) if nccl else ()))

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..contestants.contestant import Contestant, torch_ranks
 from .finding import Finding
-from .load import LATE, not_judged
+from .load import LATE, finding_if_busy
 
 __all__ = ["look_at_backends"]
 
@@ -52,7 +52,7 @@ def _try(backend: str, timeout_s: float, world_size: int = 2) -> Finding:
     if tried.is_late:
         error = LATE.format(timeout_s)
         advice = "Run it again with TORCH_DISTRIBUTED_DEBUG=DETAIL set, or --timeout with more seconds."
-        return not_judged(_SECTION, backend, error) or Finding(_SECTION, backend, "bad", error, advice)
+        return finding_if_busy(_SECTION, backend, error) or Finding(_SECTION, backend, "bad", error, advice)
     if small_s is None or large_s is None:
         return Finding(_SECTION, backend, "bad", str(tried.absent), _advice(backend))
     value = f"works: 4 KiB in {small_s * 1e6:.0f} µs, 16 MiB at {_LARGE_BYTES / large_s / 1e9:.1f} GB/s"

@@ -20,7 +20,15 @@ _LITTLE_MEMORY_BYTES = 2 << 30
 
 def look_at_host(root: Path = Path("/")) -> list[Finding]:
     """All findings of this host. `root` is where /proc and /sys are looked for (for tests)."""
-    return [_system(root), _processors(root), _memory(root), _shared_memory(), _dev_shm(root), _files(), _locked()]
+    return [
+        _system(root),
+        _processors(root),
+        _memory(root),
+        _shared_memory(),
+        _dev_shm(root),
+        _files(),
+        _locked_memory(),
+    ]
 
 
 def _system(root: Path) -> Finding:
@@ -121,7 +129,7 @@ def _files() -> Finding:
     return Finding(_SECTION, "open files", "good", value, facts=facts)
 
 
-def _locked() -> Finding:
+def _locked_memory() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     value = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft >> 10} KiB"
     facts = {"soft": soft, "hard": hard}

@@ -233,7 +233,7 @@ def judge(
     reached = [pair for pair in pairs if not pair.error]
     if reached:
         findings.append(_of_all(reached, pairs))
-    findings += _of_unreached(pairs)
+    findings += _findings_of_unreached(pairs)
     usual = statistics.median(pair.bytes_per_s or 0.0 for pair in reached) if reached else 0.0
     for pair in reached:
         assert pair.bytes_per_s is not None
@@ -285,13 +285,13 @@ def _of_host(name: str, facts: Mapping[str, Mapping[str, Any]], ahead_s: float) 
         return Finding(_SECTION, name, "bad", value, advice, dict(own))
     for what in ("Photinus", "torch", "Python"):
         usual = _most_common([each[what.lower()] for each in facts.values()])
-        if _compared(what, own[what.lower()]) != _compared(what, usual):
+        if _version_to_compare(what, own[what.lower()]) != _version_to_compare(what, usual):
             advice = f"The other hosts have {what} {usual}: ranks of one job need the same on all."
             return Finding(_SECTION, name, "bad", value, advice, dict(own))
     return Finding(_SECTION, name, "good", value, facts={**own, "clock_ahead_s": ahead_s})
 
 
-def _compared(what: str, version: str | None) -> str | None:
+def _version_to_compare(what: str, version: str | None) -> str | None:
     # A patch release of Python changes nothing between ranks; the build of torch (+cpu, +cu126) follows the devices.
     if version is None:
         return None
@@ -312,7 +312,7 @@ def _of_all(reached: Sequence[Pair], pairs: Sequence[Pair]) -> Finding:
     return Finding(_PAIRS, "all", "good" if len(reached) == len(pairs) else "note", value)
 
 
-def _of_unreached(pairs: Sequence[Pair]) -> list[Finding]:
+def _findings_of_unreached(pairs: Sequence[Pair]) -> list[Finding]:
     unreached = {(pair.source, pair.target): pair for pair in pairs if pair.error}
     findings = []
     for (source, target), pair in unreached.items():

@@ -9,7 +9,7 @@ from pathlib import Path
 from ..workers.devices import usable_cores
 from .finding import Finding
 
-__all__ = ["LATE", "Load", "look_at_load", "not_judged", "read_load"]
+__all__ = ["LATE", "Load", "finding_if_busy", "look_at_load", "read_load"]
 
 LATE = "no answer within {:g} s"
 
@@ -55,7 +55,7 @@ def look_at_load(load: Load) -> Finding:
     return Finding("This host", "load", "note", str(load), advice, {"threads": load.threads, "cores": load.cores})
 
 
-def not_judged(section: str, name: str, error: str) -> Finding | None:
+def finding_if_busy(section: str, name: str, error: str) -> Finding | None:
     """The finding of something that was late, where the host is too busy to blame it; None where it is not."""
     load = read_load()
     if not load.is_busy or not error.startswith(LATE.split("{")[0]):

@@ -17,7 +17,7 @@ from typing import Any
 from ...torch_version import OLDEST, is_too_old
 from ...version import __version__
 from .finding import Finding
-from .load import LATE, not_judged
+from .load import LATE, finding_if_busy
 
 __all__ = ["Torch", "ask_engine", "ask_torch", "look_at_software"]
 
@@ -90,7 +90,7 @@ def _engine(facts: dict[str, Any] | None, error: str) -> Finding:
         advice = (
             "The native module is missing or of another Python or processor: pip install --force-reinstall photinus."
         )
-        return not_judged(_SECTION, "engine", error) or Finding(_SECTION, "engine", "bad", error, advice)
+        return finding_if_busy(_SECTION, "engine", error) or Finding(_SECTION, "engine", "bad", error, advice)
     value = f"adds with {facts['instruction_set']}; {facts['usable_cores']} usable cores"
     if facts["instruction_set"] == "baseline" and platform.machine() in ("x86_64", "AMD64"):
         advice = "Neither AVX2 nor AVX-512: a processor of before 2013, or PHOTINUS_INSTRUCTION_SET is set."
@@ -103,7 +103,7 @@ def _torch(torch: Torch) -> list[Finding]:
     if facts is None:
         advice = "Install PyTorch as its site says for this machine (pytorch.org). Without it, photinus.engine works."
         bad = Finding(_SECTION, "torch", "bad", torch.error, advice)
-        return [not_judged(_SECTION, "torch", torch.error) or bad]
+        return [finding_if_busy(_SECTION, "torch", torch.error) or bad]
     build = f"CUDA {facts['cuda']}" if facts["cuda"] else f"ROCm {facts['hip']}" if facts["hip"] else "CPU only"
     value = f"{facts['version']} ({build})"
     if is_too_old(facts["version"]):

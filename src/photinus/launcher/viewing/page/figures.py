@@ -81,14 +81,14 @@ def _loss(runs: Sequence[Run], labels: Sequence[str]) -> Chart | None:
         label = "training loss" if len(runs) == 1 else labels[index]
         if buckets:
             series.append(_curve_series(label, buckets, run_colour(index), band=len(runs) == 1))
-            told.append(_told(label, run.losses, run.last_loss))
+            told.append(_curve_summary(label, run.losses, run.last_loss))
         else:
             series.append(Series(label, epochs, run_colour(index), dots=len(epochs) <= 40))
         if len(runs) == 1:
             for other, name in enumerate((name for name in run.logged if "loss" in name), 1):
                 points = _of_epochs(run, name)
                 series.append(Series(name.replace("_", " "), points, run_colour(other), dots=len(points) <= 40))
-                told.append(_told_points(name.replace("_", " "), points))
+                told.append(_points_summary(name.replace("_", " "), points))
     if not series:
         return None
     return Chart("loss", " ".join(told), series=series, may_be_log=True, starts=_starts(runs))
@@ -99,11 +99,11 @@ def _curve_series(label: str, buckets: Sequence[Bucket], colour: str, *, band: b
     edges = [(bucket.middle, bucket.low, bucket.high) for bucket in buckets] if band else []
     if all(bucket.count == 1 for bucket in buckets):
         edges = []
-    missing = _thinned([bucket.middle for bucket in buckets if bucket.missing])
+    missing = _thin([bucket.middle for bucket in buckets if bucket.missing])
     return Series(label, points, colour, band=edges, missing=missing)
 
 
-def _thinned(places: Sequence[float], most: int = 40) -> list[float]:
+def _thin(places: Sequence[float], most: int = 40) -> list[float]:
     return list(places[:: max(1, -(-len(places) // most))])
 
 
@@ -115,7 +115,7 @@ def _metric(runs: Sequence[Run], labels: Sequence[str], name: str, title: str) -
             label = title if len(runs) == 1 else labels[index]
             colour = run_colour(1 if len(runs) == 1 and name != "learning_rate" else index)
             series.append(Series(label, points, colour, dots=len(points) <= 40, missing=_not_finite(points)))
-            told.append(_told_points(label, points))
+            told.append(_points_summary(label, points))
     if not series:
         return None
     return Chart(title, " ".join(told), series=series, starts=_starts(runs), may_be_log="loss" in name)
@@ -129,10 +129,10 @@ def _of_epochs(run: Run, name: str) -> list[tuple[float, float]]:
 
 
 def _not_finite(points: Iterable[tuple[float, float]]) -> list[float]:
-    return _thinned([x for x, y in points if not math.isfinite(y)])
+    return _thin([x for x, y in points if not math.isfinite(y)])
 
 
-def _told(label: str, curve: Curve, last: float) -> str:
+def _curve_summary(label: str, curve: Curve, last: float) -> str:
     first = curve.buckets[0]
     text = (
         f"{label}: {number(first.mean)} at step {first.first:.0f}, {number(last)} at step "
@@ -141,7 +141,7 @@ def _told(label: str, curve: Curve, last: float) -> str:
     return text + (f" {plural(curve.missing, 'step')} without a finite loss." if curve.missing else "")
 
 
-def _told_points(label: str, points: Sequence[tuple[float, float]]) -> str:
+def _points_summary(label: str, points: Sequence[tuple[float, float]]) -> str:
     if not points:
         return ""
     finite = [y for _, y in points if math.isfinite(y)]

@@ -97,7 +97,7 @@ def _line(*pieces: str | tuple[str, str] | Text) -> Text:
     return Text.assemble(*pieces, no_wrap=True, overflow="ellipsis")
 
 
-def _wrapped(facts: Sequence[Text], width: int, gap: str) -> list[Text]:
+def _wrap(facts: Sequence[Text], width: int, gap: str) -> list[Text]:
     """As many facts on each line as fit."""
     lines: list[Text] = []
     for fact in facts:
@@ -117,7 +117,7 @@ def _head(run: Run, width: int, now_s: float) -> list[RenderableType]:
     name = _line((printable(run.name), "bold"), "  ", (describe_state(run, state, now_s), style))
     where = printable(f"{plural(run.world_size, 'rank')} {hosts_in_words(run.hosts)}") if run.world_size else ""
     clock = clock_time(now_s)
-    first = _wrapped([name, *([Text(where)] if where else [])], width, "  ")
+    first = _wrap([name, *([Text(where)] if where else [])], width, "  ")
     gap = width - first[0].cell_len - len(clock)
     if len(first) == 1 and gap >= 2:
         first = [_line(first[0], " " * gap, (clock, "dim"))]
@@ -125,7 +125,7 @@ def _head(run: Run, width: int, now_s: float) -> list[RenderableType]:
     if state.why:
         lines += [_line((text, "red")) for text in textwrap.wrap(printable(state.why), max(width, 20), max_lines=3)]
     facts = [Text(fact) for fact in _facts(run, state.word != "running")]
-    return [*lines, *_progress(run, width, going=state.word == "running"), *_wrapped(facts, width, "  ")]
+    return [*lines, *_progress(run, width, going=state.word == "running"), *_wrap(facts, width, "  ")]
 
 
 def _progress(run: Run, width: int, *, going: bool) -> list[RenderableType]:
@@ -234,7 +234,7 @@ def _breakdown(ranks: Sequence[RankShare], windows: Sequence[Window], width: int
         _line((marks[phase], _COLOURS[phase]), f" {phase} {percent(seconds / total)}")
         for phase, seconds in zip(PHASES, means, strict=True)
     ]
-    return [head, _line(*bar), *_wrapped(key, width, "   ")]
+    return [head, _line(*bar), *_wrap(key, width, "   ")]
 
 
 def _ranks(
