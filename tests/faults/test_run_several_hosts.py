@@ -59,7 +59,14 @@ class HostJob:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PHOTINUS_HOST_ID": host.name, **environ},
+                # A host that is killed whole, guard and all, leaves its folder.
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "PHOTINUS_HOST_ID": host.name,
+                    "TMPDIR": str(folder),
+                    **environ,
+                },
             )
 
     @property
