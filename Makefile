@@ -69,14 +69,14 @@ check: setup
 	$(BIN)/clang-format --dry-run --Werror $(filter %.h %.cc,$(NATIVE))
 
 native: setup
-	nice $(BIN)/ninja -C $(BUILD_DIR) --quiet native/tests/all native/bench/all
+	MAKEFLAGS= nice $(BIN)/ninja -C $(BUILD_DIR) --quiet native/tests/all native/bench/all
 	$(BIN)/ctest --test-dir $(BUILD_DIR)/native --output-on-failure --no-tests=error
 
 # The same native tests with the address, undefined-behaviour and thread sanitizers.
 sanitized: address thread
 address thread: setup
 	$(CMAKE) -S native -B build/$@ -DPHOTINUS_SANITIZE=$@ > /dev/null
-	nice $(BIN)/ninja -C build/$@ --quiet tests/all
+	MAKEFLAGS= nice $(BIN)/ninja -C build/$@ --quiet tests/all
 	$(BIN)/ctest --test-dir build/$@ --output-on-failure --no-tests=error
 
 # A thousand schedules of made-up peers, and twenty minutes of random use: SOAK_S seconds each as processes, as threads,
