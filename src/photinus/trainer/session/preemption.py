@@ -179,7 +179,7 @@ class Watch:
         if self._thread is not None:
             self.ring()
             self._thread.join(_JOIN_S)
-            if self._thread.is_alive():  # the store hangs; the bell stays open, as the thread may look at it again
+            if self._thread.is_alive():  # the store hangs; the pipe stays open, as the thread may look at it again
                 return
         os.close(self._bell)
 
