@@ -103,7 +103,7 @@ class Loop:
         compare_parameters: whether the ranks see to it that they hold the same parameters, before each checkpoint and
             as often as costs at most 0.5 % of the time. False if they are to differ for a while (local SGD); then
             `wrap(..., check_ranks=False)` too.
-        suspend: on SIGTERM or SIGUSR1 to any rank, all finish the same step, save, and leave (`preemption.Suspended`),
+        suspend: on SIGTERM or SIGUSR1 to any rank, all finish the same step, save, and leave (`photinus.Suspended`),
             to be resumed later. Only with `out`; False leaves the signals their meaning.
 
     Raises:
