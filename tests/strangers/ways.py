@@ -37,6 +37,9 @@ photinus.launch(main, nprocs=int(sys.argv[1]), args=(sys.argv[2], sys.argv[3:]),
 """
 
 
+_globals_of_scripts: list[dict[str, Any]] = []
+
+
 @dataclass(frozen=True)
 class Ended:
     """What a job printed, and the JSON lines among it, by rank."""
@@ -93,7 +96,10 @@ def start(
                         fork_python("tests.strangers.ways:run_script", call, environ=env, stdout=out, stderr=err)
                     )
             deadline = time.monotonic() + _DEADLINE_S
-            codes = [process.wait(max(0.1, deadline - time.monotonic())) for process in processes]
+            while None in (codes := [process.poll() for process in processes]) and time.monotonic() < deadline:
+                if any(codes):  # the others would wait for it until their own deadline
+                    break
+                time.sleep(0.01)
         finally:
             for process in processes:
                 if process.poll() is None:
@@ -102,7 +108,9 @@ def start(
             for stream in (out, err):
                 stream.seek(0)
             printed = out.read(), err.read()
-    assert not any(codes), f"{way}, {script}: exit codes {codes}\n{printed[0]}\n{printed[1]}"
+    assert set(codes) == {0}, (
+        f"{way}, {script}: exit codes {codes} (None: still running after {_DEADLINE_S:g} s)\n{printed[0]}\n{printed[1]}"
+    )
     # Ranks share the stream, and the ends of their lines may come late (PYTHONUNBUFFERED).
     decode = json.JSONDecoder().raw_decode
     found = [decode(printed[0], match.start())[0] for match in re.finditer(r'\{"rank"', printed[0])]
@@ -116,4 +124,6 @@ def run_script(folder: str, script: str, *words: str) -> None:
     """`python script words` in a folder, in a forked process."""
     os.chdir(folder)
     sys.argv, sys.path[0:0] = [script, *words], [os.path.dirname(script)]
-    runpy.run_path(script, run_name="__main__")
+    # Kept until the interpreter ends, as those of `python script.py` are. Were they dropped here, torch's DDP could be
+    # the last to hold gloo's group, whose destructor joins a thread that may be waiting for the GIL (torch 2.13).
+    _globals_of_scripts.append(runpy.run_path(script, run_name="__main__"))
