@@ -158,9 +158,16 @@ def test_a_launcher_that_is_asked_by_sigusr1_suspends_its_workers_and_starts_the
     assert fingerprints(tmp_path) == whole
 
 
+def processes_of(launcher: int) -> list[int]:
+    """A launcher's pid and those of all processes that it has started."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    return [launcher, *(each for child in children for each in processes_of(int(child)))]
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("whom", ["the launcher", "all its processes"])
 def test_a_launcher_that_is_ended_by_sigterm_lets_its_workers_save_and_the_same_command_goes_on(
-    tmp_path: Path, whole: list[str]
+    tmp_path: Path, whole: list[str], whom: str
 ) -> None:
     job = start_small(tmp_path)
     wait_for_steps(job, tmp_path, 16)
@@ -168,6 +175,9 @@ def test_a_launcher_that_is_ended_by_sigterm_lets_its_workers_save_and_the_same_
     begun = time.monotonic()
     for _ in range(2):  # as `timeout` and schedulers do it
         job.send(signal.SIGTERM)
+    if whom == "all its processes":  # as Slurm's scancel and systemd do it
+        for pid in processes_of(job.process.pid):
+            os.kill(pid, signal.SIGTERM)
     ended = job.end()
     assert time.monotonic() - begun < 5.0
     assert ended.code == 143, ended.out + ended.err
@@ -223,12 +233,14 @@ def test_a_launcher_of_one_host_is_asked_and_the_ranks_of_both_suspend_and_go_on
 
 
 @pytest.mark.slow
-def test_all_hosts_are_ended_by_sigterm_and_all_ranks_have_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize("whom", ["the launcher", "all its processes"])
+def test_all_hosts_are_ended_by_sigterm_and_all_ranks_have_saved(tmp_path: Path, whom: str) -> None:
     jobs = start_on_two_hosts(tmp_path, "2")
     wait_for_steps(jobs[0], tmp_path, 16)
     begun = time.monotonic()
     for job in jobs:
-        job.send(signal.SIGTERM)
+        for pid in processes_of(job.process.pid) if whom == "all its processes" else [job.process.pid]:
+            os.kill(pid, signal.SIGTERM)
     said = []
     for job in jobs:
         ended = job.end()

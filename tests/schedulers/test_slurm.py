@@ -106,7 +106,7 @@ def test_a_batch_job_that_is_asked_to_leave_saves_is_queued_again_and_trains_to_
     ended = cluster.wait_for(job, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
     said = log.read_text()
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), said
-    assert "photinus: suspended at step " in said
+    assert "photinus: suspended at step " in said, said
     assert f"job {job} is queued again" in said
     result = json.loads((run / "result-0.json").read_text())
     assert 0 < result["began_at"] < 18, said

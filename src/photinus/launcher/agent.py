@@ -223,13 +223,13 @@ class Agent:
 
     def _suspend(self, processes: Processes) -> str | None:
         """Lets the workers save and leave; returns words for that, None when they did not."""
-        processes.suspend(self._job.stop_grace_s)
+        grace_s, began_s = self._job.stop_grace_s, time.monotonic()
+        processes.suspend(grace_s)
         if processes.suspensions():
             return suspension_words(processes.suspensions())
-        self._output.say(
-            f"photinus: the workers had not saved within {self._job.stop_grace_s:g} s (--stop-grace); the last "
-            f"checkpoint is an earlier one\n"
-        )
+        in_time = time.monotonic() - began_s < grace_s
+        why = "ended before they had saved" if in_time else f"had not saved within {grace_s:g} s (--stop-grace)"
+        self._output.say(f"photinus: the workers {why}; the last checkpoint is an earlier one\n")
         return None
 
     def _pass_on_suspension(self, processes: Processes) -> None:

@@ -12,12 +12,12 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 
+from ..workers.interrupts import block_signals
 from .leader import Leader
 from .membership import Membership
 
@@ -42,14 +42,16 @@ def start_leader(
         "max_restarts": max_restarts,
         "job_id": job_id,
     }
-    process = subprocess.Popen(
-        # The rest is for who meets the process in a list, or holding a port.
-        [sys.executable, "-m", "photinus.launcher.hosts.leader_process", "job", job_id, "of", "pid", str(os.getpid())],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        pass_fds=[listener.fileno()],
-        start_new_session=True,  # Ctrl-C is the launcher's to pass on
-    )
+    # The rest is for who meets the process in a list, or holding a port.
+    command = [sys.executable, "-m", __name__, "job", job_id, "of", "pid", str(os.getpid())]
+    with block_signals():
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[listener.fileno()],
+            start_new_session=True,
+        )
     assert process.stdin is not None
     try:
         listener.close()
@@ -87,8 +89,6 @@ async def _lead() -> None:
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
     asyncio.run(_lead())
     sys.stdout.flush()
     os._exit(0)

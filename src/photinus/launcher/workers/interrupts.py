@@ -15,7 +15,7 @@ import time
 import types
 from collections.abc import Iterator
 
-__all__ = ["FROM_A_KEYBOARD", "SIGNALS", "Interrupted", "Interrupts", "handle_signals"]
+__all__ = ["FROM_A_KEYBOARD", "SIGNALS", "Interrupted", "Interrupts", "block_signals", "handle_signals"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 FROM_A_KEYBOARD = (signal.SIGINT, signal.SIGQUIT)
@@ -83,6 +83,21 @@ class Interrupts:
         with contextlib.suppress(BlockingIOError):
             while os.read(self.fd, 512):
                 pass
+
+
+@contextlib.contextmanager
+def block_signals() -> Iterator[None]:
+    """Processes started in the block never get the signals that end a job, from their first instruction on.
+
+    Slurm, systemd and `kill -- -PGID` signal every process of a job: what the launcher needs until the workers have
+    saved must outlive that, and is ended by the launcher (a closed pipe, SIGKILL). For a moment only: what comes to
+    this thread meanwhile waits for the end of the block.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*SIGNALS, signal.SIGUSR1))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

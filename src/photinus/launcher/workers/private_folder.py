@@ -13,6 +13,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from .interrupts import block_signals
+
 __all__ = ["private_folder"]
 
 # A process of the owners may still write while the folder is being removed: then once more.
@@ -41,13 +43,13 @@ def private_folder(prefix: str) -> Iterator[tuple[Path, int]]:
         finally:
             os.close(writing)
             if keeper is not None:
-                keeper.terminate()  # the rest is ours to do
+                keeper.kill()  # the rest is ours to do
                 keeper.wait()
 
 
 def _start_keeper(name: str, reading: int) -> subprocess.Popen[bytes] | None:
     """None where there is no shell (a container that holds nothing but Python): only SIGKILL then leaves the folder."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError), block_signals():
         return subprocess.Popen(
             ["/bin/sh", "-c", _KEEPER, "photinus-keeper", name],
             stdin=reading,

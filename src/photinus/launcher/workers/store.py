@@ -24,6 +24,7 @@ from datetime import timedelta
 
 from ...errors import LaunchError
 from ...world.ended import tell_ended
+from .interrupts import block_signals
 from .ports import listen
 
 __all__ = ["LOOPBACK", "StoreProcess"]
@@ -93,14 +94,14 @@ class StoreProcess:
     def _start(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(_ANSWERS_WITHIN_S)
-        with theirs:
+        with theirs, block_signals():
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "photinus.launcher.workers.store", str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1"},
-                start_new_session=True,  # Ctrl-C is the launcher's to pass on
+                start_new_session=True,
             )
 
     def _close_store(self) -> bool:
