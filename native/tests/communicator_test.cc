@@ -1,4 +1,7 @@
 #include <algorithm>
+#include <deque>
+#include <memory>
+#include <mutex>
 #include <numeric>
 
 #include "check.h"
@@ -9,31 +12,55 @@ using namespace photinus::test;
 
 namespace {
 
+// What ranks send in a call, and what each has to receive.
+struct Reference {
+  Reference(const Call& call_, uint32_t ranks, uint64_t seed_) : call(call_), seed(seed_) {
+    const bool scatters = call.operation == Operation::reduce_scatter;
+    std::mt19937_64 random(seed);
+    for (uint32_t r = 0; r < ranks; ++r) {
+      inputs.push_back(random_elements(call.dtype, call.elems * (scatters ? ranks : 1), random));
+      factors.push_back(0.25 * (r + 1));
+    }
+    expected = naive(call, inputs, factors);
+  }
+
+  const Call call;
+  const uint64_t seed;
+  std::vector<Bytes> inputs, expected;  // by rank
+  std::vector<double> factors;
+};
+
+// Made by the rank that comes first, for all of them, who are threads: it takes longer than the call.
+std::shared_ptr<const Reference> find_reference(const Call& call, uint32_t ranks, uint64_t seed) {
+  static std::mutex mutex;
+  static std::deque<std::shared_ptr<const Reference>> newest;
+  std::lock_guard lock(mutex);
+  for (const auto& each : newest)
+    if (each->seed == seed && each->inputs.size() == ranks && each->call == call) return each;
+  if (newest.size() == 4) newest.pop_front();
+  return newest.emplace_back(std::make_shared<Reference>(call, ranks, seed));
+}
+
 // Runs one call on all ranks and compares with the naive reference.
 void compare(Communicator& communicator, const Call& call, bool in_arena, bool asynchronous, uint64_t seed) {
-  const uint32_t ranks = communicator.world_size(), me = communicator.rank();
+  const uint32_t me = communicator.rank();
   const uint64_t size = size_bytes(call.dtype);
-  const uint64_t input_elems = call.operation == Operation::reduce_scatter ? call.elems * ranks : call.elems;
-  std::mt19937_64 random(seed);
-  std::vector<Bytes> inputs;
-  for (uint32_t r = 0; r < ranks; ++r) inputs.push_back(random_elements(call.dtype, input_elems, random));
-  std::vector<double> factors;
-  for (uint32_t r = 0; r < ranks; ++r) factors.push_back(0.25 * (r + 1));
-  const Bytes expected = naive(call, inputs, factors)[me];
+  const auto reference = find_reference(call, communicator.world_size(), seed);
+  const Bytes &input = reference->inputs[me], &expected = reference->expected[me];
   const bool in_place = call.operation == Operation::reduce || call.operation == Operation::all_reduce ||
                         call.operation == Operation::broadcast;
-  std::vector<std::byte> own(2 * std::max<size_t>(expected.size(), input_elems * size) + 128);
-  std::byte* send = in_arena ? communicator.arena()->allocate(input_elems * size + 1) : own.data();
+  std::vector<std::byte> own(2 * std::max(expected.size(), input.size()) + 128);
+  std::byte* send = in_arena ? communicator.arena()->allocate(input.size() + 1) : own.data();
   std::byte* recv = in_place   ? send
                     : in_arena ? communicator.arena()->allocate(expected.size() + 1)
                                : own.data() + own.size() / 2;
-  if (!inputs[me].empty()) std::memcpy(send, inputs[me].data(), inputs[me].size());
+  if (!input.empty()) std::memcpy(send, input.data(), input.size());
   Submission given;
   given.call = call;
   given.send = send;
   given.recv = recv;
   given.asynchronous = asynchronous;
-  given.factor = factors[me];
+  given.factor = reference->factors[me];
   communicator.submit(given)->wait();
   CHECK(same(call.dtype, recv, expected.data(), expected.size() / size));
   if (in_arena) {
