@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -22,17 +21,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     ray = pytest.importorskip("ray", reason="needs Ray (pip install ray)")
-    folder = tempfile.mkdtemp(prefix="photinus-ray-")  # Ray would leave its logs in /tmp/ray
-    ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="ERROR", _temp_dir=folder)
-    # The functions below travel by value: Ray's workers know nothing of this folder.
-    import ray.cloudpickle as pickle
+    # Ray would leave its logs in /tmp/ray. Not in TMPDIR: the names of its sockets have 75 letters more than their
+    # folder's, and sockets may have 107.
+    with tempfile.TemporaryDirectory(prefix="photinus-ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        try:
+            ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="ERROR", _temp_dir=folder)
+            # The functions below travel by value: Ray's workers know nothing of this folder.
+            import ray.cloudpickle as pickle
 
-    pickle.register_pickle_by_value(sys.modules[__name__])
-    try:
-        yield
-    finally:
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
+            pickle.register_pickle_by_value(sys.modules[__name__])
+            yield
+        finally:
+            ray.shutdown()
 
 
 def tell(factor: float, *, offset: float = 0.0) -> dict[str, Any]:
