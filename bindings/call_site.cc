@@ -4,7 +4,7 @@
 #include <frameobject.h>
 
 #include <algorithm>
-#include <deque>
+#include <array>
 #include <map>
 #include <tuple>
 #include <unordered_map>
@@ -70,6 +70,29 @@ const CallSite* site_at(PyCodeObject* code, int line, bool votes) {
   return &found->second;
 }
 
+// The same of the place where a frame is now. A program calls from few places many times: finding a line
+// means reading the code's table of lines from its beginning, so the last places are remembered by
+// instruction.
+const CallSite* site_of(PyFrameObject* frame, PyCodeObject* code, bool votes) {
+#if PY_VERSION_HEX >= 0x030B0000
+  struct Place {
+    PyCodeObject* code = nullptr;
+    int instruction = 0;
+    bool votes = false;
+    const CallSite* site = nullptr;
+  };
+  static auto* places = new std::array<Place, 256>;
+  const int instruction = PyFrame_GetLasti(frame);
+  Place& place =
+      (*places)[(reinterpret_cast<uintptr_t>(code) / 64 + static_cast<unsigned>(instruction)) % 256];
+  if (place.code != code || place.instruction != instruction || place.votes != votes)
+    place = {code, instruction, votes, site_at(code, PyFrame_GetLineNumber(frame), votes)};
+  return place.site;
+#else
+  return site_at(code, PyFrame_GetLineNumber(frame), votes);
+#endif
+}
+
 }  // namespace
 
 void set_library_folders(std::vector<std::string> given) {
@@ -79,22 +102,30 @@ void set_library_folders(std::vector<std::string> given) {
 const CallSite* call_site() {
   PyFrameObject* frame = PyEval_GetFrame();
   if (!frame) return nullptr;
+  PyFrameObject* innermost = frame;
+  Py_INCREF(innermost);
   Py_INCREF(frame);
-  // Where every frame is a library's (a hook that C++ calls, a callback), the innermost one must do, without
-  // a vote: such calls come from wherever there was time.
-  const CallSite* innermost = nullptr;
+  const CallSite* site = nullptr;
   bool votes = true;
   while (frame) {
     PyCodeObject* code = PyFrame_GetCode(frame);
-    const bool library = facts_of(code).is_library;
-    votes &= !facts_of(code).is_neutral;
-    if (!library || !innermost) innermost = site_at(code, PyFrame_GetLineNumber(frame), votes && !library);
+    const Code& facts = facts_of(code);
+    votes &= !facts.is_neutral;
+    if (!facts.is_library) site = site_of(frame, code, votes);
     Py_DECREF(code);
-    PyFrameObject* caller = library ? PyFrame_GetBack(frame) : nullptr;
+    PyFrameObject* caller = site ? nullptr : PyFrame_GetBack(frame);
     Py_DECREF(frame);
     frame = caller;
   }
-  return innermost;
+  // Where every frame is a library's (a hook that C++ calls, a callback), the innermost one must do, without
+  // a vote: such calls come from wherever there was time.
+  if (!site) {
+    PyCodeObject* code = PyFrame_GetCode(innermost);
+    site = site_of(innermost, code, false);
+    Py_DECREF(code);
+  }
+  Py_DECREF(innermost);
+  return site;
 }
 
 }  // namespace photinus

@@ -137,46 +137,75 @@ std::string set_label(std::string label) {
   return label;
 }
 
-std::shared_ptr<Work> run(const std::shared_ptr<Work>& work, bool asynchronous) {
-  if (!asynchronous) work->wait(0, signal_arrived);
-  return work;
-}
+constexpr const char* kCallDoc =
+    R"(A collective on raw memory: what a rank gives to Communicator.submit or run. It never changes.
 
-std::shared_ptr<Work> submit(Communicator& communicator, uint8_t operation, uintptr_t send, uintptr_t recv,
-                             uint64_t elems, uint8_t dtype, uint8_t reduction, uint32_t root,
-                             double timeout_s, bool asynchronous, double factor, std::string label,
-                             int32_t updates) {
-  Submission given;
-  given.call = {static_cast<Operation>(operation), static_cast<Dtype>(dtype),
-                static_cast<Reduction>(reduction), root, elems};
-  given.send = reinterpret_cast<const void*>(send);
-  given.recv = reinterpret_cast<void*>(recv);
-  given.factor = factor;
-  given.label = label.empty() ? thread_label : std::move(label);
-  given.site = call_site();
-  given.updates = updates;
-  given.timeout_s = timeout_s;
-  given.asynchronous = asynchronous;
-  Unlocked unlocked;
-  return run(communicator.submit(std::move(given)), asynchronous);
-}
+Args:
+    operation: from OPERATIONS.
+    send: the address of what this rank gives: `elems` elements (reduce_scatter: world_size * elems).
+    recv: the address for the result: `elems` elements (all_gather: world_size * elems). May equal `send` for
+        all_reduce, reduce and broadcast; reduce writes it on the root only.
+    elems: number of elements; 0 is allowed, the ranks still meet.
+    dtype: from DTYPES.
+    reduction: from REDUCTIONS; read by all_reduce, reduce and reduce_scatter.
+    root: the rank that gives (broadcast, scatter) or gets (reduce, gather).
+    timeout_s: deadline in seconds; 0 for the communicator's.
+    asynchronous: False waits where it is submitted, on the caller's thread, and raises what Work.wait would.
+    factor: this rank's of premul_sum.
+    label: ranks whose labels differ get MismatchError; empty: the thread's (engine.label).
+    updates: how often this rank has updated the parameters whose gradients the group exchanges, plus one: ranks
+        that differ in it since the call before get MismatchError. Negative: they may differ in it here. 0: not
+        told, here and so in the next call.
+    sends, recvs: in place of `send`, `recv` and `elems` for all_to_all, gather and scatter, and for all_gather
+        of different sizes: (address, elements) for each rank, (0, 0) where nothing goes. Sizes must be equal on
+        both sides, which is checked before anything is written.)";
 
 using Parts = std::vector<std::tuple<uintptr_t, uint64_t>>;  // address and elements, by rank
 
-std::shared_ptr<Work> exchange(Communicator& communicator, uint8_t operation, const Parts& sends,
-                               const Parts& recvs, uint8_t dtype, uint32_t root, double timeout_s,
-                               bool asynchronous, std::string label, int32_t updates) {
-  Submission given;
-  given.call = {static_cast<Operation>(operation), static_cast<Dtype>(dtype), Reduction::sum, root, 0};
-  for (auto [address, elems] : sends) given.send_parts.push_back({reinterpret_cast<void*>(address), elems});
-  for (auto [address, elems] : recvs) given.recv_parts.push_back({reinterpret_cast<void*>(address), elems});
-  given.label = label.empty() ? thread_label : std::move(label);
+void make_call(Submission* made, uint8_t operation, uintptr_t send, uintptr_t recv, uint64_t elems,
+               uint8_t dtype, uint8_t reduction, uint32_t root, double timeout_s, bool asynchronous,
+               double factor, std::string label, int32_t updates, const Parts& sends, const Parts& recvs) {
+  auto* call = new (made) Submission;
+  call->call = {static_cast<Operation>(operation), static_cast<Dtype>(dtype),
+                static_cast<Reduction>(reduction), root, elems};
+  call->send = reinterpret_cast<const void*>(send);
+  call->recv = reinterpret_cast<void*>(recv);
+  for (auto [address, count] : sends) call->send_parts.push_back({reinterpret_cast<void*>(address), count});
+  for (auto [address, count] : recvs) call->recv_parts.push_back({reinterpret_cast<void*>(address), count});
+  call->factor = factor;
+  call->label = std::move(label);
+  call->updates = updates;
+  call->timeout_s = timeout_s;
+  call->asynchronous = asynchronous;
+}
+
+Parts parts_of(const std::vector<Part>& given) {
+  Parts parts;
+  for (const Part& part : given) parts.emplace_back(reinterpret_cast<uintptr_t>(part.buffer), part.elems);
+  return parts;
+}
+
+// The call with what is known only where it is made.
+Submission made_here(const Submission& call) {
+  Submission given = call;
+  if (given.label.empty()) given.label = thread_label;
   given.site = call_site();
-  given.updates = updates;
-  given.timeout_s = timeout_s;
-  given.asynchronous = asynchronous;
+  return given;
+}
+
+std::shared_ptr<Work> submit(Communicator& communicator, const Submission& call) {
+  Submission given = made_here(call);
   Unlocked unlocked;
-  return run(communicator.submit(std::move(given)), asynchronous);
+  std::shared_ptr<Work> work = communicator.submit(std::move(given));
+  if (!call.asynchronous) work->wait(0, signal_arrived);
+  return work;
+}
+
+void run(Communicator& communicator, const Submission& call) {
+  Submission given = made_here(call);
+  given.asynchronous = false;
+  Unlocked unlocked;
+  communicator.submit(std::move(given))->wait(0, signal_arrived);
 }
 
 std::shared_ptr<Work> message(Communicator& communicator, uint8_t operation, uintptr_t address,
@@ -193,7 +222,9 @@ std::shared_ptr<Work> message(Communicator& communicator, uint8_t operation, uin
   call.timeout_s = timeout_s;
   call.asynchronous = asynchronous;
   Unlocked unlocked;
-  return run(communicator.submit(call), asynchronous);
+  std::shared_ptr<Work> work = communicator.submit(call);
+  if (!asynchronous) work->wait(0, signal_arrived);
+  return work;
 }
 
 // Where in the user's program this call stands; empty when no frame of it is known.
@@ -258,6 +289,25 @@ NB_MODULE(_native, m) {
       .def_prop_ro("source_rank", &Work::source_rank)
       .def_prop_ro("description", &Work::description);
 
+  nb::class_<Submission>(m, "Call", kCallDoc)
+      .def("__init__", &make_call, "operation"_a, "send"_a = 0, "recv"_a = 0, "elems"_a = 0, "dtype"_a = 0,
+           "reduction"_a = 0, "root"_a = 0, "timeout_s"_a = 0.0, "asynchronous"_a = true, "factor"_a = 1.0,
+           "label"_a = "", "updates"_a = 0, "sends"_a = nb::tuple(), "recvs"_a = nb::tuple())
+      .def_prop_ro("operation", [](const Submission& c) { return static_cast<uint8_t>(c.call.operation); })
+      .def_prop_ro("send", [](const Submission& c) { return reinterpret_cast<uintptr_t>(c.send); })
+      .def_prop_ro("recv", [](const Submission& c) { return reinterpret_cast<uintptr_t>(c.recv); })
+      .def_prop_ro("elems", [](const Submission& c) { return c.call.elems; })
+      .def_prop_ro("dtype", [](const Submission& c) { return static_cast<uint8_t>(c.call.dtype); })
+      .def_prop_ro("reduction", [](const Submission& c) { return static_cast<uint8_t>(c.call.reduction); })
+      .def_prop_ro("root", [](const Submission& c) { return c.call.root; })
+      .def_ro("timeout_s", &Submission::timeout_s)
+      .def_ro("asynchronous", &Submission::asynchronous)
+      .def_ro("factor", &Submission::factor)
+      .def_ro("label", &Submission::label)
+      .def_ro("updates", &Submission::updates)
+      .def_prop_ro("sends", [](const Submission& c) { return parts_of(c.send_parts); })
+      .def_prop_ro("recvs", [](const Submission& c) { return parts_of(c.recv_parts); });
+
   nb::class_<OutsideWait>(m, "OutsideWait")
       .def("look", &OutsideWait::look, "missing"_a, "description"_a, nb::call_guard<Unlocked>());
 
@@ -266,10 +316,8 @@ NB_MODULE(_native, m) {
                   "grace_s"_a, "waiting_s"_a, "chunk_bytes"_a, "strict_sites"_a)
       .def_prop_ro("rank", &Communicator::rank)
       .def_prop_ro("world_size", &Communicator::world_size)
-      .def("submit", &submit, "operation"_a, "send"_a, "recv"_a, "elems"_a, "dtype"_a, "reduction"_a,
-           "root"_a, "timeout_s"_a, "asynchronous"_a, "factor"_a = 1.0, "label"_a = "", "updates"_a = 0)
-      .def("exchange", &exchange, "operation"_a, "sends"_a, "recvs"_a, "dtype"_a, "root"_a, "timeout_s"_a,
-           "asynchronous"_a, "label"_a = "", "updates"_a = 0)
+      .def("submit", &submit, "call"_a)
+      .def("run", &run, "call"_a)
       .def("message", &message, "operation"_a, "address"_a, "elems"_a, "dtype"_a, "peer"_a, "tag"_a,
            "timeout_s"_a, "asynchronous"_a)
       .def("wait_outside", &Communicator::wait_outside, "key"_a, "timeout_s"_a)

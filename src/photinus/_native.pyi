@@ -1,3 +1,5 @@
+from collections.abc import Sequence
+
 DTYPES: dict[str, int]
 REDUCTIONS: dict[str, int]
 OPERATIONS: dict[str, int]
@@ -28,6 +30,53 @@ class Work:
     @property
     def description(self) -> str: ...
 
+class Call:
+    def __init__(
+        self,
+        operation: int,
+        send: int = 0,
+        recv: int = 0,
+        elems: int = 0,
+        dtype: int = 0,
+        reduction: int = 0,
+        root: int = 0,
+        timeout_s: float = 0.0,
+        asynchronous: bool = True,
+        factor: float = 1.0,
+        label: str = "",
+        updates: int = 0,
+        sends: Sequence[tuple[int, int]] = (),
+        recvs: Sequence[tuple[int, int]] = (),
+    ) -> None: ...
+    @property
+    def operation(self) -> int: ...
+    @property
+    def send(self) -> int: ...
+    @property
+    def recv(self) -> int: ...
+    @property
+    def elems(self) -> int: ...
+    @property
+    def dtype(self) -> int: ...
+    @property
+    def reduction(self) -> int: ...
+    @property
+    def root(self) -> int: ...
+    @property
+    def timeout_s(self) -> float: ...
+    @property
+    def asynchronous(self) -> bool: ...
+    @property
+    def factor(self) -> float: ...
+    @property
+    def label(self) -> str: ...
+    @property
+    def updates(self) -> int: ...
+    @property
+    def sends(self) -> list[tuple[int, int]]: ...
+    @property
+    def recvs(self) -> list[tuple[int, int]]: ...
+
 class OutsideWait:
     def look(self, missing: list[int], description: str) -> None: ...
 
@@ -48,33 +97,8 @@ class Communicator:
     def rank(self) -> int: ...
     @property
     def world_size(self) -> int: ...
-    def submit(
-        self,
-        operation: int,
-        send: int,
-        recv: int,
-        elems: int,
-        dtype: int,
-        reduction: int,
-        root: int,
-        timeout_s: float,
-        asynchronous: bool,
-        factor: float = 1.0,
-        label: str = "",
-        updates: int = 0,
-    ) -> Work: ...
-    def exchange(
-        self,
-        operation: int,
-        sends: list[tuple[int, int]],
-        recvs: list[tuple[int, int]],
-        dtype: int,
-        root: int,
-        timeout_s: float,
-        asynchronous: bool,
-        label: str = "",
-        updates: int = 0,
-    ) -> Work: ...
+    def submit(self, call: Call) -> Work: ...
+    def run(self, call: Call) -> None: ...
     def message(
         self,
         operation: int,

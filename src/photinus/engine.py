@@ -17,13 +17,14 @@ from typing import Any
 
 from . import _native, env
 from .arrays import DTYPES, facts
-from .group import ANY_RANK, OPERATIONS, REDUCTIONS, Group, Part, Work
+from .group import ANY_RANK, OPERATIONS, REDUCTIONS, Call, Group, Part, Work
 
 __all__ = [
     "ANY_RANK",
     "DTYPES",
     "OPERATIONS",
     "REDUCTIONS",
+    "Call",
     "Communicator",
     "Part",
     "Work",
@@ -195,7 +196,7 @@ class Communicator(Group):
 
     def barrier(self, *, asynchronous: bool = False) -> Work:
         """Returns when all ranks have called it."""
-        return self.submit(OPERATIONS["barrier"], 0, 0, 0, 0, asynchronous=asynchronous)
+        return self.submit(Call(OPERATIONS["barrier"], asynchronous=asynchronous))
 
     def _call(
         self,
@@ -214,9 +215,8 @@ class Communicator(Group):
         if reduction not in REDUCTIONS:
             raise ValueError(f"{operation}: reduction {reduction!r} is unknown; known are {', '.join(REDUCTIONS)}")
         code = REDUCTIONS[reduction]
-        return self.submit(
-            OPERATIONS[operation], send, recv, elems, dtype, code, root, 0.0, asynchronous, keep, factor, label
-        )
+        call = Call(OPERATIONS[operation], send, recv, elems, dtype, code, root, 0.0, asynchronous, factor, label)
+        return self.submit(call, keep)
 
     def _exchange(
         self, operation: str, outs: Sequence[Any] | None, arrays: Sequence[Any] | None, root: int, asynchronous: bool
@@ -246,7 +246,8 @@ class Communicator(Group):
             names = {code: name for name, code in DTYPES.items()}
             raise ValueError(f"{operation}: arrays of several types, {', '.join(sorted(names[d] for d in dtypes))}")
         dtype = dtypes.pop() if dtypes else 0
-        return self.exchange(OPERATIONS[operation], sends, recvs, dtype, root, 0.0, asynchronous, (outs, arrays))
+        call = Call(OPERATIONS[operation], dtype=dtype, root=root, asynchronous=asynchronous, sends=sends, recvs=recvs)
+        return self.submit(call, (outs, arrays))
 
     def _root(self, root: int) -> int:
         if not 0 <= root < self.world_size:

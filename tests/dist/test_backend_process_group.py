@@ -84,6 +84,7 @@ def test_futures_callbacks_and_timeouts_of_works() -> None:
         assert value["limits"] == [7.0, 9.0]
         if torch.__version__ >= (2, 13):  # others leave out what ends on another thread
             assert value["profiled"] == ["photinus:all_reduce", "photinus:barrier", "photinus:broadcast"]
+        assert value["done"] == [[None, None], [2.0, 1.0, 2.0, 1.0]]  # no work for what ended in the call
         assert "AbortedError" in value["future_error"]
         assert value["waits"] == ["AbortedError", "AbortedError"]
 
@@ -141,6 +142,12 @@ def _works(rank: int, world_size: int) -> dict[str, Any]:
         dist.barrier()
     profiled = sorted({event.name for event in profile.events() if event.name.startswith("photinus:")})
 
+    waited = dist.AllreduceOptions()
+    waited_barrier = dist.BarrierOptions()
+    waited.asyncOp = waited_barrier.asyncOp = False
+    every_second = torch.ones(4)
+    done = [group.allreduce([every_second[::2]], waited), group.barrier(waited_barrier)]
+
     dist.barrier()
     waits: list[str] = []
     if rank == 0:  # rank 1 never comes to these
@@ -168,6 +175,7 @@ def _works(rank: int, world_size: int) -> dict[str, Any]:
         "memory_kept": memory_kept,
         "limits": limits,
         "profiled": profiled,
+        "done": [done, every_second.tolist()],
         "waits": waits,
         "future_error": future_error,
     }

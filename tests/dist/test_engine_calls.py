@@ -17,6 +17,7 @@ from tests.programs import run_programs
 from tests.ranks import run_ranks, values
 
 HERE = "tests.dist.test_engine_calls"
+ALL_REDUCE = engine.OPERATIONS["all_reduce"]
 # A place as messages show it: this file with its folder, and a line.
 PLACE = r"dist/test_engine_calls\.py:(\d+)"
 
@@ -94,7 +95,7 @@ def late_rank(rank: int, world_size: int, address: str) -> list[str]:
             time.sleep(2)
             return [error_of(lambda: communicator.all_reduce(array))]
         at = array.ctypes.data
-        work = communicator.submit(engine.OPERATIONS["all_reduce"], at, at, array.size, 0, timeout_s=0.5)
+        work = communicator.submit(engine.Call(ALL_REDUCE, at, at, array.size, timeout_s=0.5))
         found = [error_of(work.wait), error_of(lambda: communicator.all_reduce(array))]
         time.sleep(3)  # does not leave before the other has come
         return found
@@ -548,6 +549,30 @@ def frozen() -> Any:
     return array
 
 
+def test_a_call_is_a_record_that_serves_many_times_with_or_without_a_handle() -> None:
+    array, out = np.zeros(2, np.float32), np.zeros(2, np.float32)
+    send, recv = array.ctypes.data, out.ctypes.data
+    premul_sum = engine.REDUCTIONS["premul_sum"]
+    call = engine.Call(ALL_REDUCE, send, recv, 2, reduction=premul_sum, factor=0.5, timeout_s=9.0, label="loss")
+    assert (call.operation, call.send, call.recv, call.elems, call.dtype) == (ALL_REDUCE, send, recv, 2, 0)
+    assert (call.reduction, call.factor, call.timeout_s, call.label) == (premul_sum, 0.5, 9.0, "loss")
+    assert (call.root, call.updates, call.asynchronous, call.sends, call.recvs) == (0, 0, True, [], [])
+    with engine.Communicator(0, 1, engine.new_address()) as communicator:
+        for turn in range(3):
+            array[:] = [turn, 4]
+            work = communicator.submit(call, array)
+            work.wait()
+            assert "(premul_sum) labelled 'loss'" in work.description
+            assert out.tolist() == [turn / 2, 2]
+            array[0] = 10
+            communicator.run(call)  # waits, though the call says that it is asynchronous
+            assert out.tolist() == [5, 2]
+        parts = engine.Call(engine.OPERATIONS["all_to_all"], sends=[(send, 2)], recvs=((recv, 2),), asynchronous=False)
+        assert (parts.sends, parts.recvs) == ([(send, 2)], [(recv, 2)])
+        assert communicator.submit(parts).is_completed()
+        assert out.tolist() == array.tolist()
+
+
 @pytest.mark.parametrize(
     ("call", "kind", "says"),
     [
@@ -579,8 +604,10 @@ def frozen() -> Any:
         (lambda c: c.send(f32(1), 0), ValueError, "rank 0 can't exchange messages with itself"),
         (lambda c: c.send(f32(1), 5), ValueError, "5 is not a rank of this group of 1"),
         (lambda c: c.recv(f32(1)), ValueError, "there is no other rank to receive from"),
-        (lambda c: c.submit(99, 0, 0, 0, 0), ValueError, "unknown operation"),
-        (lambda c: c.submit(0, 0, 0, 5, 0), ValueError, "a buffer is missing"),
+        (lambda c: c.submit(engine.Call(99)), ValueError, "unknown operation"),
+        (lambda c: c.run(engine.Call(99)), ValueError, "unknown operation"),
+        (lambda c: c.submit(engine.Call(ALL_REDUCE, elems=5)), ValueError, "a buffer is missing"),
+        (lambda c: c.submit(engine.Call(ALL_REDUCE, sends=[(0, 0)], recvs=[(0, 0)])), ValueError, "takes no parts"),
         (lambda c: engine.allocate(-1), ValueError, "needs a number of bytes of at least 0"),
         (lambda c: engine.allocate(1 << 62), OSError, f"has no gap of {1 << 62} bytes"),
         (lambda c: engine.allocate((1 << 64) - 1), OSError, f"has no gap of {(1 << 64) - 1} bytes"),

@@ -16,6 +16,7 @@ from photinus.backend.single_rank import Alone
 from photinus.backend.tensors import DTYPES, CopyBack, allocate, dense, is_dense, reals, transfer_type
 from photinus.backend.through_engine import ThroughEngine
 from photinus.backend.through_gloo import ThroughGloo
+from photinus.engine import Call
 from photinus.errors import AbortedError, MismatchError
 
 
@@ -82,19 +83,19 @@ def test_a_rank_alone_does_and_refuses_what_several_do() -> None:
     refused = {"avg": torch.bool, "band": torch.float32, "bxor": torch.bfloat16, "premul_sum": torch.int32}
     for reduction, dtype in refused.items():
         with pytest.raises(ValueError, match=f"{reduction} means nothing on elements of {dtype}"):
-            alone.submit(all_reduce, 0, 0, 1, DTYPES[dtype], reductions[reduction])
+            alone.submit(Call(all_reduce, 0, 0, 1, DTYPES[dtype], reductions[reduction]))
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         values, result = torch.tensor([2.0, -4.0], dtype=dtype), torch.zeros(2, dtype=dtype)
-        code = DTYPES[dtype]
-        alone.submit(all_reduce, values.data_ptr(), result.data_ptr(), 2, code, reductions["premul_sum"], factor=0.25)
+        given, wanted, kind = values.data_ptr(), result.data_ptr(), reductions["premul_sum"]
+        alone.run(Call(all_reduce, given, wanted, 2, DTYPES[dtype], kind, factor=0.25))
         assert result.tolist() == [0.5, -1.0]
     with pytest.raises(MismatchError, match="sends itself 3 elements and receives 4"):
-        alone.exchange(engine.OPERATIONS["all_to_all"], [(8, 3)], [(8, 4)], DTYPES[torch.float32])
+        alone.submit(Call(engine.OPERATIONS["all_to_all"], sends=[(8, 3)], recvs=[(8, 4)]))
     with pytest.raises(ValueError, match="no other rank"):
         alone.message(engine.OPERATIONS["send"], 8, 1, DTYPES[torch.float32], 0)
     alone.close()
     with pytest.raises(AbortedError):
-        alone.submit(all_reduce, 0, 0, 1, DTYPES[torch.float32])
+        alone.submit(Call(all_reduce, 0, 0, 1, DTYPES[torch.float32]))
 
 
 def test_the_factor_of_a_premultiplied_sum_is_found_in_its_reduce_op() -> None:

@@ -7,7 +7,7 @@ import os
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import typing_extensions
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from .. import engine
+from ..engine import Call
 from ..errors import AbortedError
 from ..waiting_time import waiting_time
 from . import options, profiling
@@ -31,7 +32,6 @@ __all__ = ["EngineGroup", "Part", "check_elems", "check_same_dtype"]
 
 Part = engine.Part
 
-_OPERATION_NAMES = {code: name for name, code in engine.OPERATIONS.items()}
 _UNSET = options.UNSET
 _RECENT_WORKS, _RECENT_BYTES = 256, 64 * 1024
 
@@ -65,7 +65,7 @@ class EngineGroup(ProcessGroup):
         super().__init__(gloo, store, limit, label)
         self._communicator: engine.Communicator | Alone | None = communicator
         self._submit: Callable[..., Handle] = communicator.submit
-        self._exchange: Callable[..., Handle] = communicator.exchange
+        self._do: Callable[[Call], None] = communicator.run
         self._message: Callable[..., Handle] = communicator.message
         self._completer = Completer(label)
         self._updates = Updates()
@@ -87,74 +87,52 @@ class EngineGroup(ProcessGroup):
         self,
         given: Any,
         operation: int,
-        send_address: int,
-        recv_address: int,
-        elems: int,
-        code: int,
-        keep: object,
-        outputs: Sequence[Tensor],
-        finish: CopyBack | None = None,
-        *,
-        reduction: int = 0,
-        root: int = 0,
-        factor: float = 1.0,
-        label: str = "",
-    ) -> EngineWork:
-        """Starts a collective in which all ranks' tensors have one size; see engine.Communicator.submit.
-
-        Args:
-            given: torch's options: timeout, and whether the caller waits for the work himself.
-            outputs: the caller's tensors, which the work gives as its result.
-            finish: what is to be done when the exchange has ended.
-        """
-        asynchronous = given.asyncOp
-        event = profiling.begin(_OPERATION_NAMES[operation])
-        # A synchronous call is driven, and waits, in here; its work's wait() finds it done.
-        began = waiting_time.begin() if waiting_time.on and not asynchronous else 0
-        handle = self._submit(
-            operation,
-            send_address,
-            recv_address,
-            elems,
-            code,
-            reduction,
-            root,
-            self._timeout_s(given),
-            asynchronous,
-            keep,
-            factor,
-            label,
-            self._updates.told(),
-        )
-        if began:
-            waiting_time.end(began)
-        return self._work(handle, asynchronous, outputs, finish, event)
-
-    def _run_parts(
-        self,
-        given: Any,
-        operation: int,
-        sends: Sequence[Part],
-        recvs: Sequence[Part],
-        code: int,
         keep: object,
         outputs: Sequence[Tensor],
         finish: Callable[[], None] | None = None,
-        *,
-        root: int = 0,
-        label: str = "",
-    ) -> EngineWork:
-        """Starts a collective in which each pair of ranks has a size of its own; see engine.Communicator.exchange."""
-        asynchronous = given.asyncOp
-        event = profiling.begin(_OPERATION_NAMES[operation])
-        began = waiting_time.begin() if waiting_time.on and not asynchronous else 0
+        **fields: Any,
+    ) -> EngineWork | None:
+        """Starts a collective, or does it here if its caller waits for it anyway.
+
+        Args:
+            given: torch's options: timeout, and whether the call is asynchronous.
+            operation: from engine.OPERATIONS.
+            keep: what must live until the exchange has ended.
+            outputs: the caller's tensors, which the work gives as its result.
+            finish: what is to be done when the exchange has ended.
+            fields: the rest of engine.Call.
+
+        Returns:
+            The work; None for what is done, which is how torch's backends answer a call that is not asynchronous.
+        """
         limit_s = self._timeout_s(given)
-        handle = self._exchange(
-            operation, sends, recvs, code, root, limit_s, asynchronous, keep, label, self._updates.told()
-        )
-        if began:
-            waiting_time.end(began)
-        return self._work(handle, asynchronous, outputs, finish, event)
+        updates = self._updates.told()
+        call = Call(operation, timeout_s=limit_s, asynchronous=given.asyncOp, updates=updates, **fields)
+        return self._start(call, keep, outputs, finish)
+
+    def _start(
+        self, call: Call, keep: object, outputs: Sequence[Tensor], finish: Callable[[], None] | None
+    ) -> EngineWork | None:
+        event = profiling.begin_call(call)
+        if not call.asynchronous:
+            began = waiting_time.begin() if waiting_time.on else 0
+            try:
+                self._do(call)
+            finally:
+                if event is not None:
+                    profiling.end(event)
+            if began:
+                waiting_time.end(began)
+            if finish:
+                finish()
+            return None
+        handle = self._submit(call, keep)
+        work = EngineWork(handle, outputs, self._completer, finish or None)
+        if event is not None:
+            profiling.end_with(event, handle, self._completer)
+        if sum(t.nbytes for t in outputs if t.layout is torch.strided) <= _RECENT_BYTES:
+            self._recent.append(work)
+        return work
 
     def _run_message(
         self, event_name: str, operation: int, values: Tensor, code: int, peer: int, tag: int, output: Tensor,
@@ -174,21 +152,6 @@ class EngineGroup(ProcessGroup):
     def _timeout_s(self, given: Any) -> float:
         limit = given.timeout
         return self._limit.timeout_s if limit == _UNSET else limit.total_seconds()
-
-    def _work(
-        self,
-        handle: Handle,
-        asynchronous: bool,
-        outputs: Sequence[Tensor],
-        finish: Callable[[], None] | None,
-        event: Any,
-    ) -> EngineWork:
-        work = EngineWork(handle, outputs, self._completer, finish or None)
-        if event is not None:
-            profiling.end_with(event, handle, self._completer)
-        if asynchronous and sum(t.nbytes for t in outputs if t.layout is torch.strided) <= _RECENT_BYTES:
-            self._recent.append(work)
-        return work
 
     # --- the end ---------------------------------------------------------------------------------------------------
 
@@ -214,10 +177,10 @@ class EngineGroup(ProcessGroup):
         super().shutdown()
 
     def _end(self, reason: str) -> None:
-        def refuse(*_: object) -> Handle:
+        def refuse(*_: object) -> NoReturn:
             raise AbortedError(reason)
 
-        self._submit = self._exchange = self._message = refuse
+        self._submit = self._do = self._message = refuse
         super()._end(reason)
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import engine
+from ..engine import Call
 from ..errors import CollectiveTimeoutError, PeerLostError
 from ..malloc import PER_GRADIENTS, keep_freed_memory
 from . import options
@@ -42,7 +43,7 @@ class EngineMoves(EngineGroup):
 
     def broadcast(
         self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int | None = None
-    ) -> dist.Work:
+    ) -> dist.Work | None:
         """Copies the root's tensor to all ranks' (opts.rootRank: rank in the group)."""
         given = options.broadcast(opts if root is None else root, timeout)
         tensor = options.one_tensor(tensors, "broadcast")
@@ -53,18 +54,18 @@ class EngineMoves(EngineGroup):
         return self._run(
             given,
             _BROADCAST,
-            address,
-            address,
-            elems,
-            code,
             values,
             [tensor],
             finish,
+            send=address,
+            recv=address,
+            elems=elems,
+            dtype=code,
             root=given.rootRank,
             label=label,
         )
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work | None:
         """Every rank's tensor in one tensor, by rank."""
         given = options.all_gather(opts)
         check_same_dtype("all_gather", [output, input])
@@ -74,14 +75,23 @@ class EngineMoves(EngineGroup):
         target, source = finish.output(output, load=False), dense(input)
         send, elems = _part(source)
         return self._run(
-            given, _ALL_GATHER, send, target.data_ptr(), elems, code, (source, target), [output], finish, label=label
+            given,
+            _ALL_GATHER,
+            (source, target),
+            [output],
+            finish,
+            send=send,
+            recv=target.data_ptr(),
+            elems=elems,
+            dtype=code,
+            label=label,
         )
 
     _allgather_base = all_gather_single  # its name before torch 2.13
 
     def allgather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: timedelta | None = None
-    ) -> dist.Work:
+    ) -> dist.Work | None:
         """Every rank's tensor in every rank's list, by rank; they may differ in size."""
         if parameters := parameters_of_new_ddp():
             self._updates.watch(parameters)
@@ -101,7 +111,7 @@ class EngineMoves(EngineGroup):
         timeout: timedelta | None = None,
         *,
         root: int | None = None,
-    ) -> dist.Work:
+    ) -> dist.Work | None:
         """Every rank's tensor in the root's list, by rank; they may differ in size."""
         given = options.gather(opts if root is None else root, timeout)
         inputs: list[Tensor | None] = [None] * self._size
@@ -120,7 +130,7 @@ class EngineMoves(EngineGroup):
         timeout: timedelta | None = None,
         *,
         root: int | None = None,
-    ) -> dist.Work:
+    ) -> dist.Work | None:
         """Part r of the root's list in rank r's tensor; they may differ in size."""
         given = options.scatter(opts if root is None else root, timeout)
         outputs: list[Tensor | None] = [None] * self._size
@@ -133,7 +143,7 @@ class EngineMoves(EngineGroup):
 
     def alltoall(
         self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], opts: Any = None
-    ) -> dist.Work:
+    ) -> dist.Work | None:
         """Sends tensor r of the inputs to rank r; output r comes from rank r. Sizes may differ."""
         self._one_per_rank("all_to_all", "output", output_tensors)
         self._one_per_rank("all_to_all", "input", input_tensors)
@@ -147,7 +157,7 @@ class EngineMoves(EngineGroup):
         input_split_sizes: list[int],
         opts: Any = None,
         timeout: timedelta | None = None,
-    ) -> dist.Work:
+    ) -> dist.Work | None:
         """Sends part r of the input to rank r; the output's parts come from the ranks. No sizes: equal parts.
 
         Sizes count rows, entries of the first dimension.
@@ -159,15 +169,14 @@ class EngineMoves(EngineGroup):
         target, source = finish.output(output, load=False), dense(input)
         recvs = self._rows("output", target, output, output_split_sizes)
         sends = self._rows("input", source, input, input_split_sizes)
-        return self._run_parts(
-            given, _ALL_TO_ALL, sends, recvs, code, (source, target), [output], finish or None, label=label
-        )
+        keep = (source, target)
+        return self._run(given, _ALL_TO_ALL, keep, [output], finish, sends=sends, recvs=recvs, dtype=code, label=label)
 
     alltoall_base = all_to_all_single  # its name before torch 2.13
 
-    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work | None:
         """Done when every rank has called it, and so has ended what it waited for before."""
-        return self._run(options.barrier(opts, timeout), _BARRIER, 0, 0, 0, 0, None, [])
+        return self._run(options.barrier(opts, timeout), _BARRIER, None, [])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that waits here. The error names all ranks that did not come; it begins as gloo's does.
@@ -178,8 +187,7 @@ class EngineMoves(EngineGroup):
         """
         limit_s = self._limit.timeout_s if timeout is None else max(timeout.total_seconds(), _SHORTEST_S)
         try:
-            updates = self._updates.told()
-            self._submit(_BARRIER, 0, 0, 0, 0, 0, 0, limit_s, False, None, 1.0, "monitored_barrier", updates)
+            self._do(Call(_BARRIER, timeout_s=limit_s, label="monitored_barrier", updates=self._updates.told()))
         except (CollectiveTimeoutError, PeerLostError) as error:
             missing = missing_ranks(str(error))
             if self._rank == 0 and not missing:
@@ -197,7 +205,7 @@ class EngineMoves(EngineGroup):
         outputs: Sequence[Tensor | None],
         *,
         root: int = 0,
-    ) -> EngineWork:
+    ) -> EngineWork | None:
         """Sends inputs[r] to rank r and receives outputs[r] from it; None or an empty list where nothing goes."""
         given_outputs = [tensor for tensor in outputs if tensor is not None]
         tensors = [*given_outputs, *(tensor for tensor in inputs if tensor is not None)]
@@ -209,15 +217,15 @@ class EngineMoves(EngineGroup):
         dense_of = {id(tensor): dense(tensor) for tensor in inputs if tensor is not None}
         sources = [None if tensor is None else dense_of[id(tensor)] for tensor in inputs] or nothing
         targets = [None if tensor is None else finish.output(tensor, load=False) for tensor in outputs] or nothing
-        return self._run_parts(
+        return self._run(
             given,
             operation,
-            [_part(tensor) for tensor in sources],
-            [_part(tensor) for tensor in targets],
-            code,
             (sources, targets),
             given_outputs,
-            finish or None,
+            finish,
+            sends=[_part(tensor) for tensor in sources],
+            recvs=[_part(tensor) for tensor in targets],
+            dtype=code,
             root=root,
             label=label,
         )

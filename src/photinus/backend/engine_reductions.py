@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions
 
 from .. import engine
+from ..engine import Call
 from ..waiting_time import waiting_time
 from . import options, profiling
 from .engine_group import EngineGroup, check_elems, check_same_dtype
@@ -32,7 +33,6 @@ _COMPUTED = {  # of any dtype that the engine can compute with
     torch.complex128: DTYPES[torch.float64],
 }
 _UNSET = options.UNSET
-_RECENT_BYTES = 64 * 1024
 _strided = torch.strided
 
 
@@ -42,7 +42,7 @@ class EngineReductions(EngineGroup):
 
     def allreduce(
         self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
-    ) -> dist.Work:
+    ) -> dist.Work | None:
         """Reduces each element over the ranks, in place. Sparse tensors: SUM."""
         given = opts if type(opts) is AllreduceOptions else options.all_reduce(opts if op is None else op, timeout)
         tensor = (
@@ -66,10 +66,8 @@ class EngineReductions(EngineGroup):
             finish = CopyBack()
             values = finish.output(reals(tensor, hash(given.reduceOp)), load=True)
         limit, address, asynchronous = given.timeout, values.data_ptr(), given.asyncOp
-        event = profiling.begin("all_reduce")
-        began = waiting_time.begin() if waiting_time.on and not asynchronous else 0
         # Spelt out, not by _run: DDP and every training loop pass here.
-        handle = self._submit(
+        call = Call(
             _ALL_REDUCE,
             address,
             address,
@@ -79,19 +77,16 @@ class EngineReductions(EngineGroup):
             0,
             self._limit.timeout_s if limit == _UNSET else limit.total_seconds(),
             asynchronous,
-            values,
             options.factor(given.reduceOp) if reduction == _PREMUL_SUM else 1.0,
             "",
             self._updates.told(),
         )
-        if began:
-            waiting_time.end(began)
-        work = EngineWork(handle, [tensor], self._completer, finish or None)
-        if event is not None:
-            profiling.end_with(event, handle, self._completer)
-        if asynchronous and tensor.nbytes <= _RECENT_BYTES:
-            self._recent.append(work)
-        return work
+        if asynchronous or waiting_time.on or profiling.is_on():
+            return self._start(call, values, [tensor], finish)
+        self._do(call)  # here: the engine looks at each frame up to the user's, which costs 0.1 microseconds
+        if finish:
+            finish()
+        return None
 
     def reduce(
         self,
@@ -101,13 +96,13 @@ class EngineReductions(EngineGroup):
         timeout: timedelta | None = None,
         *,
         root: int | None = None,
-    ) -> dist.Work:
+    ) -> dist.Work | None:
         """Reduces each element over the ranks; only the root's tensor changes."""
         given = options.reduce(opts if root is None else root, op, timeout)
         tensor = options.one_tensor(tensors, "reduce")
         return self._reduce(given, tensor, tensor, given.rootRank)
 
-    def _reduce(self, given: Any, source: Tensor, output: Tensor, root: int) -> EngineWork:
+    def _reduce(self, given: Any, source: Tensor, output: Tensor, root: int) -> EngineWork | None:
         """Reduces the ranks' sources into the root's output, which may be its source; others' outputs stay."""
         code = _compute("reduce", source)
         finish = CopyBack()
@@ -118,13 +113,13 @@ class EngineReductions(EngineGroup):
         return self._run(
             given,
             _REDUCE,
-            values.data_ptr(),
-            target.data_ptr(),
-            values.numel(),
-            code,
             (values, target),
             [output],
             finish,
+            send=values.data_ptr(),
+            recv=target.data_ptr(),
+            elems=values.numel(),
+            dtype=code,
             root=root,
             **_reduction(given),
         )
@@ -137,7 +132,7 @@ class EngineReductions(EngineGroup):
         timeout: timedelta | None = None,
         *,
         op: Any = None,
-    ) -> dist.Work:
+    ) -> dist.Work | None:
         """Reduces the ranks' lists element by element and leaves rank r with part r; the parts may differ in size."""
         given = options.reduce_scatter(opts if op is None else op, timeout)
         output = options.one_tensor(output_tensors, "reduce_scatter")
@@ -153,7 +148,7 @@ class EngineReductions(EngineGroup):
             return JoinedWork(works, [output])
         return self._reduce_scatter(given, output, _one_behind_the_other(inputs))
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work | None:
         """Reduces the ranks' tensors and leaves rank r with part r of the result."""
         given = options.reduce_scatter(opts)
         check_same_dtype("reduce_scatter", [output, input])
@@ -162,20 +157,20 @@ class EngineReductions(EngineGroup):
 
     _reduce_scatter_base = reduce_scatter_single  # its name before torch 2.13
 
-    def _reduce_scatter(self, given: Any, output: Tensor, source: Tensor) -> EngineWork:
+    def _reduce_scatter(self, given: Any, output: Tensor, source: Tensor) -> EngineWork | None:
         code = _compute("reduce_scatter", output)
         finish = CopyBack()
         target = finish.output(reals(output, hash(given.reduceOp)), load=False)
         return self._run(
             given,
             _REDUCE_SCATTER,
-            source.data_ptr(),
-            target.data_ptr(),
-            target.numel(),
-            code,
             (source, target),
             [output],
             finish,
+            send=source.data_ptr(),
+            recv=target.data_ptr(),
+            elems=target.numel(),
+            dtype=code,
             **_reduction(given),
         )
 

@@ -279,7 +279,8 @@ _STARTING = [  # a work
 def _record_works(start: Callable[..., dist.Work], works: list[dist.Work]) -> Callable[..., dist.Work]:
     def method(*given: Any, **named: Any) -> dist.Work:
         work = start(*given, **named)
-        works.append(work)
+        if work is not None:
+            works.append(work)
         return work
 
     return method

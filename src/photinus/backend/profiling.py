@@ -7,19 +7,32 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
+from .. import engine
 from .completer import Apart, Completer
 from .name import NAME
 from .work import Handle
 
-__all__ = ["begin", "end_with"]
+__all__ = ["begin", "begin_call", "end", "end_with", "is_on"]
 
-_profiler_enabled = torch._C._autograd._profiler_enabled
+_OPERATION_NAMES = {code: name for name, code in engine.OPERATIONS.items()}
+is_on = torch._C._autograd._profiler_enabled
+"""Whether a profiler is on."""
 _record_function: Any = profiler.record_function
 
 
 def begin(operation: str) -> Any:
     """Starts an event and returns it, or returns None when no profiler is on (which costs 0.1 microseconds)."""
-    return _record_function(f"{NAME}:{operation}").__enter__() if _profiler_enabled() else None
+    return _record_function(f"{NAME}:{operation}").__enter__() if is_on() else None
+
+
+def begin_call(call: engine.Call) -> Any:
+    """The same for a collective."""
+    return begin(_OPERATION_NAMES[call.operation]) if is_on() else None
+
+
+def end(event: Any) -> None:
+    """Ends the event on the thread that began it."""
+    event.__exit__(None, None, None)
 
 
 def end_with(event: Any, handle: Handle, completer: Completer | Apart) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .. import engine
+from ..engine import Call
 from ..errors import AbortedError, MismatchError
 from .tensors import DTYPES
 
@@ -68,62 +68,39 @@ class Alone:
     def __init__(self) -> None:
         self._ended: str | None = None
 
-    def submit(
-        self,
-        operation: int,
-        send_address: int,
-        recv_address: int,
-        elems: int,
-        dtype: int,
-        reduction: int = 0,
-        root: int = 0,
-        timeout_s: float = 0.0,
-        asynchronous: bool = True,
-        keep: object = None,
-        factor: float = 1.0,
-        label: str = "",
-        updates: int = 0,
-    ) -> _Done:
+    def submit(self, call: Call, keep: object = None) -> _Done:
         """Copies the input to the output where they differ; a reduction over one rank is the value itself.
 
         Raises:
             ValueError: what two ranks may not, one may not: a reduction that means nothing on the element type.
+            MismatchError: the two sides of an exchange by parts differ in size.
         """
+        self.run(call)
+        return _DONE
+
+    def run(self, call: Call) -> None:
+        """The same without a handle."""
         self._check_open()
+        operation, dtype = call.operation, call.dtype
         if operation in _REDUCING:
+            reduction, elems = call.reduction, call.elems
             if (reduction, dtype) in _REFUSED:
                 raise ValueError(f"{_OPERATIONS[operation]}: {_REFUSED[reduction, dtype]}")
             if reduction == _PREMUL_SUM and elems:
-                source, target = (_elements(address, elems, dtype) for address in (send_address, recv_address))
-                target.copy_(source.double().mul_(factor) if source.dtype.itemsize > 2 else source.float().mul_(factor))
-                return _DONE
-        if operation != _BARRIER:
-            _copy(send_address, recv_address, elems, dtype)
-        return _DONE
-
-    def exchange(
-        self,
-        operation: int,
-        sends: Sequence[engine.Part],
-        recvs: Sequence[engine.Part],
-        dtype: int,
-        root: int = 0,
-        timeout_s: float = 0.0,
-        asynchronous: bool = True,
-        keep: object = None,
-        label: str = "",
-        updates: int = 0,
-    ) -> _Done:
-        """Copies the only part. Raises MismatchError where the two sides' sizes differ."""
-        self._check_open()
-        (source, given), (target, wanted) = sends[0], recvs[0]
-        if given != wanted:
-            raise MismatchError(
-                f"{_OPERATIONS[operation]}: this rank alone sends itself {given} elements and receives {wanted}; no "
-                f"output was written"
-            )
-        _copy(source, target, given, dtype)
-        return _DONE
+                source, target = (_elements(address, elems, dtype) for address in (call.send, call.recv))
+                wide = source.double() if source.dtype.itemsize > 2 else source.float()
+                target.copy_(wide.mul_(call.factor))
+                return
+        if sends := call.sends:
+            (source_address, given), (target_address, wanted) = sends[0], call.recvs[0]
+            if given != wanted:
+                raise MismatchError(
+                    f"{_OPERATIONS[operation]}: this rank alone sends itself {given} elements and receives {wanted}; "
+                    f"no output was written"
+                )
+            _copy(source_address, target_address, given, dtype)
+        elif operation != _BARRIER:
+            _copy(call.send, call.recv, call.elems, dtype)
 
     def message(
         self,

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import engine
+from ..engine import Call
 from .engine_group import EngineGroup
 from .tensors import DTYPES, dense, transfer_type
 
@@ -22,7 +23,7 @@ _ALL_GATHER = engine.OPERATIONS["all_gather"]
 _SUM = hash(dist.ReduceOp.SUM)
 
 
-def sparse_all_reduce(group: EngineGroup, tensor: Tensor, given: Any) -> dist.Work:
+def sparse_all_reduce(group: EngineGroup, tensor: Tensor, given: Any) -> dist.Work | None:
     """Adds the ranks' sparse_coo tensors, which must have one shape, dtype and number of sparse dimensions.
 
     Raises:
@@ -45,9 +46,8 @@ def sparse_all_reduce(group: EngineGroup, tensor: Tensor, given: Any) -> dist.Wo
     address, int64 = counts.data_ptr(), DTYPES[torch.int64]
     timeout_s = group._timeout_s(given)
     place = address + rank * counts.element_size()
-    group._submit(
-        _ALL_GATHER, place, address, 1, int64, 0, 0, timeout_s, False, None, 1.0, label, group._updates.told()
-    )
+    told = group._updates.told()
+    group._do(Call(_ALL_GATHER, place, address, 1, int64, timeout_s=timeout_s, label=label, updates=told))
     entries: list[int] = counts.tolist()
 
     # By entry, so that each rank's lie one behind the other: [entries, sparse dimensions] and [entries, *dense].
@@ -55,18 +55,17 @@ def sparse_all_reduce(group: EngineGroup, tensor: Tensor, given: Any) -> dist.Wo
     all_indices = torch.empty(sum(entries), sparse_dims, dtype=torch.int64)
     all_values = torch.empty(sum(entries), *own.values().shape[1:], dtype=own.dtype)
     flat_values = dense(all_values)
-    first = group._exchange(
+    call = Call(
         _ALL_GATHER,
-        [(indices.data_ptr(), indices.numel())] * size,
-        [_part(part) for part in torch.split(all_indices, entries)],
-        int64,
-        0,
-        timeout_s,
-        given.asyncOp,
-        (indices, all_indices),
-        label,
-        group._updates.told(),
+        dtype=int64,
+        timeout_s=timeout_s,
+        asynchronous=given.asyncOp,
+        label=label,
+        updates=told,
+        sends=[_part(indices)] * size,
+        recvs=[_part(part) for part in torch.split(all_indices, entries)],
     )
+    first = group._submit(call, (indices, all_indices))
 
     def finish() -> None:
         first.wait()
@@ -74,15 +73,15 @@ def sparse_all_reduce(group: EngineGroup, tensor: Tensor, given: Any) -> dist.Wo
             total = torch.sparse_coo_tensor(all_indices.t(), all_values, shape).coalesce()
             tensor.copy_(total)
 
-    return group._run_parts(
+    return group._run(
         given,
         _ALL_GATHER,
-        [_part(values)] * size,
-        [_part(part) for part in torch.split(flat_values, entries)],
-        transfer_type(own.dtype)[0],
         (values, flat_values),
         [tensor],
         finish,
+        sends=[_part(values)] * size,
+        recvs=[_part(part) for part in torch.split(flat_values, entries)],
+        dtype=transfer_type(own.dtype)[0],
         label=label,
     )
 

@@ -5,6 +5,7 @@ Notes on c10d that this file answers to (torch 2.13):
   complete by then, also one that is asked for only then.
 - A future's value is the list of result tensors; DDP's reducer crashes on anything else.
 - `Future.set_exception` stores a value that C++ takes for a result. A callback that raises makes a real error.
+- A call that is not asynchronous needs no work once it is done: None is the answer, as NCCL's (torch 2.8 on).
 - `dist.Work` keeps no reference to its Python half: see `ProcessGroup._recent`.
 """
 
@@ -260,9 +261,9 @@ class GlooWork(_Work):
 class JoinedWork(_Work):
     """Several operations as one: done when all are, and failed with the first error of the list."""
 
-    def __init__(self, works: Sequence[dist.Work], outputs: Sequence[Tensor]) -> None:
+    def __init__(self, works: Sequence[dist.Work | None], outputs: Sequence[Tensor]) -> None:
         super().__init__()
-        self._works = works
+        self._works = [work for work in works if work is not None]  # None: done when it was called
         self._outputs = outputs
         self._future: Future[Any] | None = None
 
