@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from turns import Contestant
@@ -36,9 +37,10 @@ PACKAGES = {
 """What is installed into each environment, one pip call after the other."""
 
 
-def install(folder: Path) -> None:
+def install(folder: Path, names: Sequence[str] = tuple(PACKAGES)) -> None:
     """Makes the environments that are not there yet; says on the way what did not work."""
-    for name, calls in PACKAGES.items():
+    for name in names:
+        calls = PACKAGES[name]
         home = folder / name
         if (home / "installed").exists():
             print(f"{name}: is installed", flush=True)
@@ -62,37 +64,53 @@ def install(folder: Path) -> None:
             (home / "installed").touch()
 
 
+def cmake() -> str:
+    """The program. Raises RuntimeError where there is none."""
+    found = shutil.which("cmake") or shutil.which("cmake", path=str(Path(sys.executable).parent))
+    if found is None:
+        raise RuntimeError("there is no cmake")
+    return found
+
+
 def build_native(folder: Path) -> Path:
     """The native bench, built from the source as it is now: an old one would measure yesterday's engine.
 
     Raises:
         RuntimeError: there is no cmake, or it does not compile.
     """
-    cmake = shutil.which("cmake") or shutil.which("cmake", path=str(Path(sys.executable).parent))
-    if cmake is None:
-        raise RuntimeError("there is no cmake")
-    configure = [cmake, "-S", str(SOURCE / "native"), "-B", str(folder), "-DCMAKE_BUILD_TYPE=Release"]
-    for step in (configure, [cmake, "--build", str(folder), "--parallel", "--target", "all_reduce_bench"]):
+    configure = [cmake(), "-S", str(SOURCE / "native"), "-B", str(folder), "-DCMAKE_BUILD_TYPE=Release"]
+    for step in (
+        configure,
+        [cmake(), "--build", str(folder), "--parallel", str(os.cpu_count()), "--target", "all_reduce_bench"],
+    ):
         result = subprocess.run(step, capture_output=True, text=True)
         if result.returncode != 0:
             raise RuntimeError(f"the native bench does not build:\n{result.stdout[-2000:]}{result.stderr[-2000:]}")
     return folder / "bench/all_reduce_bench"
 
 
-def native(binary: Path, ranks: int) -> Contestant:
+NATIVE = {"arena": "arena", "ordinary": "ordinary", "moving loop": "moving"}
+
+
+def native(binary: Path, ranks: int, columns: dict[str, str] = NATIVE) -> Contestant:
     """The engine without Python; and, on the same arena tensors, a loop that only moves the bytes that it must move."""
     return Contestant(
         "photinus native",
-        {"arena": "arena", "ordinary": "ordinary", "moving loop": "moving"},
+        columns,
         lambda folder: [([str(binary), str(ranks), "--driven", folder], {})],
         ranks,
         smallest_bytes={"moving loop": 64 << 10},  # below, its barrier outweighs it
     )
 
 
-def through_torch(backend: str, ranks: int, columns: dict[str, str]) -> Contestant:
-    """torch.distributed in the Python that runs this program; paths are all_reduce and all_reduce:ordinary."""
-    return Contestant(f"torch {backend}", columns, torch_ranks(backend, ranks, pin=True), ranks)
+def through_torch(backend: str, ranks: int, columns: dict[str, str], python: str = sys.executable) -> Contestant:
+    """torch.distributed in a Python, by default this one's; paths are all_reduce and all_reduce:ordinary."""
+    here = torch_ranks(backend, ranks, pin=True)
+
+    def commands(folder: str) -> list[tuple[list[str], dict[str, str]]]:
+        return [([python, *words[1:]], environ) for words, environ in here(folder)]
+
+    return Contestant(f"torch {backend}", columns, commands, ranks)
 
 
 def others(folder: Path, ranks: int) -> list[Contestant]:

@@ -49,6 +49,7 @@ struct Submission {
 // What the collectives of a group, of which one runs at a time, leave to the next.
 struct CollectiveState {
   Memory memory;
+  Operands operands;
   SiteHistory sites;
   UpdateHistory updates;
 
@@ -63,7 +64,7 @@ struct CollectiveState {
 class Collective final : public Work {
  public:
   Collective(const std::shared_ptr<Group>& group, const std::shared_ptr<Watchdog>& watchdog,
-             const std::shared_ptr<CollectiveState>& state, Submission submission, uint64_t sequence);
+             const std::shared_ptr<CollectiveState>& state, Submission&& submission, uint64_t sequence);
 
   std::string description() const override;
 
@@ -79,6 +80,7 @@ class Collective final : public Work {
   bool run_steps(bool& moved);
   void post();
   bool all_posted();
+  void fetch(const PeerView& peer) const;
   void check_peers() const;
   void await_peers() const;
   void agree_and_plan();

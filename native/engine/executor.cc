@@ -72,18 +72,21 @@ std::vector<uint32_t> Executor::missing(const Step& step, uint64_t sequence) con
 }
 
 void Executor::reduce(const Step& step, const Call& call, const Memory& memory) {
-  sources_.clear();
-  destinations_.clear();
-  factors_.clear();
-  for (const Region& source : step.sources) sources_.push_back(memory.find(source, peers_));
-  for (const Region& result : step.results) destinations_.push_back(memory.find(result, peers_));
-  if (call.reduction == Reduction::premul_sum)
-    for (const Region& source : step.sources) factors_.push_back(memory.factors[source.rank]);
+  auto& [sources, destinations, factors] = operands_;
+  sources.clear();
+  destinations.clear();
+  for (const Region& source : step.sources) sources.push_back(memory.find(source, peers_));
+  for (const Region& result : step.results) destinations.push_back(memory.find(result, peers_));
+  const bool premultiplies = call.reduction == Reduction::premul_sum;
+  if (premultiplies) {
+    factors.clear();
+    for (const Region& source : step.sources) factors.push_back(memory.factors[source.rank]);
+  }
   ReduceFunction function = find_reduce(call.dtype, call.reduction, best_instruction_set());
   assert(function && "calls without a kernel are refused when they are submitted");
-  function({sources_.data(), static_cast<uint32_t>(sources_.size()), destinations_.data(),
-            static_cast<uint32_t>(destinations_.size()), step.bytes / size_bytes(call.dtype), peers_.ranks(),
-            factors_.empty() ? nullptr : factors_.data()});
+  function({sources.data(), static_cast<uint32_t>(sources.size()), destinations.data(),
+            static_cast<uint32_t>(destinations.size()), step.bytes / size_bytes(call.dtype), peers_.ranks(),
+            premultiplies ? factors.data() : nullptr});
 }
 
 }  // namespace photinus

@@ -25,9 +25,17 @@ struct Memory {
   std::byte* find(const Region& region, const Peers& peers) const;
 };
 
+// What one reduction reads and writes: kept from one to the next, to save the allocations.
+struct Operands {
+  std::vector<const void*> sources;
+  std::vector<void*> destinations;
+  std::vector<double> factors;
+};
+
 class Executor {
  public:
-  Executor(Peers& peers, Device& device) : peers_(peers), copy_(device) {}
+  Executor(Peers& peers, Device& device, Operands& operands)
+      : peers_(peers), copy_(device), operands_(operands) {}
 
   // Does steps from `next` on; false when the step at `next` must wait.
   bool run(const std::vector<Step>& steps, size_t& next, const Call& call, const Memory& memory);
@@ -42,9 +50,7 @@ class Executor {
 
   Peers& peers_;
   CopyInFlight copy_;
-  std::vector<const void*> sources_;  // kept to save an allocation for each step
-  std::vector<void*> destinations_;
-  std::vector<double> factors_;
+  Operands& operands_;
 };
 
 }  // namespace photinus

@@ -1,5 +1,5 @@
-// Who fails, and whom the others name: Communicator::look, what_became_of, fail and close (native/engine/communicator.cc) and
-// PeerWatch::run (native/shm/peer_watch.cc), with collectives that only meet (barriers).
+// Who fails, and whom the others name: Watchdog::look, look_for_ends and what_became_of (native/engine/watchdog.cc),
+// Group::fail and leave (native/engine/group.cc) and PeerWatch::run (native/shm/peer_watch.cc), with collectives that only meet (barriers).
 //
 // RANKS ranks run CALLS barriers and then leave in order, at once and without waiting for each other. With -DDEATH
 // one of them, the last, may die at any moment. Checked:

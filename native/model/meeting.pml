@@ -1,4 +1,4 @@
-// The meeting: Communicator::meet and refuse_mismatch (native/engine/communicator.cc), the flat plan of all_reduce
+// The meeting: Collective::post, all_posted and agree_and_plan (native/engine/collective.cc), the flat plan of all_reduce
 // (native/collectives/shm_all_reduce.cc), and the rule at the top of native/peers/posts.h: whoever posts s has
 // finished s-1, so s % 2 is free.
 //

@@ -219,7 +219,8 @@ TEST(a_plan_may_name_any_sources_in_the_simulator_and_on_real_memory) {
       threads.emplace_back([&, r] {
         FakePeers peers(network, r);
         SlowDevice device(arenas[r]->page().futex, seed);
-        Executor executor(peers, device);
+        Operands operands;
+        Executor executor(peers, device, operands);
         Memory memory;
         memory.send = inputs[r].data();
         memory.recv = results[r].data();
