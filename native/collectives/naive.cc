@@ -112,22 +112,49 @@ T combine_integers(T a, T b, Reduction reduction) {
   return a;
 }
 
-// One element: sources in rank order, element `index` of each.
+// The tree over value(first) ... value(last - 1): the left part has the largest power of two below their
+// number.
+template <class Value, class Combine>
+auto tree(size_t first, size_t last, Value&& value, Combine&& combine) -> decltype(value(first)) {
+  if (last - first == 1) return value(first);
+  const size_t left = std::bit_floor(last - first - 1);
+  return combine(tree(first, first + left, value, combine), tree(first + left, last, value, combine));
+}
+
+// The ranks of each host, then hosts, level by level. What crosses to another level is `sent`.
+template <class Load, class Combine, class Sent>
+auto over_levels(const Levels& levels, Load&& load, Combine&& combine, Sent&& sent) {
+  std::vector<decltype(load(0))> sums;
+  for (const auto& ranks : levels.hosts)
+    sums.push_back(tree(0, ranks.size(), [&](size_t i) { return load(ranks[i]); }, combine));
+  for (const uint32_t size : levels.sizes) {
+    decltype(sums) next;
+    for (size_t first = 0; first < sums.size(); first += size)
+      next.push_back(tree(first, first + size, [&](size_t i) { return sent(sums[i]); }, combine));
+    sums = next;
+  }
+  return sums[0];
+}
+
+// One element: element `index` of each input.
 void reduce_element(const Call& call, const std::vector<Bytes>& inputs, const std::vector<double>& factors,
-                    uint64_t index, Bytes& out, uint64_t to) {
+                    const Levels& levels, uint64_t index, Bytes& out, uint64_t to) {
   const auto ranks = inputs.size();
-  auto fold = [&](auto first, auto&& load, auto&& combine) {
-    for (size_t r = 1; r < ranks; ++r) first = combine(first, load(r), call.reduction);
-    return first;
-  };
-  auto floats = [&](auto&& load_own) {
+  auto floats = [&](auto&& load_own, auto&& sent) {
     using Accumulated = decltype(load_own(0));
     auto load = [&](size_t r) -> Accumulated {
       if (call.reduction != Reduction::premul_sum || factors.empty()) return load_own(r);
       return load_own(r) * static_cast<Accumulated>(factors[r]);
     };
-    auto value = fold(load(0), load, [](auto a, auto b, Reduction how) { return combine_floats(a, b, how); });
+    auto combine = [&](Accumulated a, Accumulated b) { return combine_floats(a, b, call.reduction); };
+    auto value = over_levels(levels, load, combine, sent);
     return call.reduction == Reduction::avg ? value / static_cast<Accumulated>(ranks) : value;
+  };
+  auto as_it_is = [](auto value) { return value; };
+  auto narrow_floats = [&](Narrow format) {
+    auto load = [&](size_t r) { return widen(read<uint16_t>(inputs[r], index), format); };
+    auto rounded = [&](float value) { return widen(narrow(value, format), format); };
+    write(out, to, narrow(levels.exact ? floats(load, as_it_is) : floats(load, rounded), format));
   };
   auto integers = [&]<class T>(T) {
     if (call.reduction == Reduction::avg) {
@@ -137,22 +164,18 @@ void reduce_element(const Call& call, const std::vector<Bytes>& inputs, const st
       return write<T>(out, to, static_cast<T>(static_cast<long long>(sum) / static_cast<long long>(ranks)));
     }
     auto load = [&](size_t r) { return read<T>(inputs[r], index); };
-    write<T>(out, to,
-             fold(load(0), load, [](T a, T b, Reduction how) { return combine_integers<T>(a, b, how); }));
+    auto combine = [&](T a, T b) { return combine_integers<T>(a, b, call.reduction); };
+    write<T>(out, to, over_levels(levels, load, combine, as_it_is));
   };
   switch (call.dtype) {
     case Dtype::float32:
-      return write(out, to, floats([&](size_t r) { return read<float>(inputs[r], index); }));
+      return write(out, to, floats([&](size_t r) { return read<float>(inputs[r], index); }, as_it_is));
     case Dtype::float64:
-      return write(out, to, floats([&](size_t r) { return read<double>(inputs[r], index); }));
+      return write(out, to, floats([&](size_t r) { return read<double>(inputs[r], index); }, as_it_is));
     case Dtype::float16:
-      return write(
-          out, to,
-          narrow(floats([&](size_t r) { return widen(read<uint16_t>(inputs[r], index), kHalf); }), kHalf));
+      return narrow_floats(kHalf);
     case Dtype::bfloat16:
-      return write(
-          out, to,
-          narrow(floats([&](size_t r) { return widen(read<uint16_t>(inputs[r], index), kBrain); }), kBrain));
+      return narrow_floats(kBrain);
     case Dtype::int8:
       return integers(int8_t{});
     case Dtype::int16:
@@ -179,8 +202,13 @@ void reduce_element(const Call& call, const std::vector<Bytes>& inputs, const st
 }  // namespace
 
 std::vector<Bytes> naive(const Call& call, const std::vector<Bytes>& inputs,
-                         const std::vector<double>& factors) {
+                         const std::vector<double>& factors, const Levels& given) {
   const size_t size = size_bytes(call.dtype), ranks = inputs.size();
+  Levels levels = given;
+  if (levels.hosts.empty()) {
+    levels.hosts.resize(1);
+    for (uint32_t r = 0; r < ranks; ++r) levels.hosts[0].push_back(r);
+  }
   std::vector<Bytes> outputs(ranks);
   for (size_t r = 0; r < ranks; ++r) {
     Bytes& out = outputs[r];
@@ -191,17 +219,17 @@ std::vector<Bytes> naive(const Call& call, const std::vector<Bytes>& inputs,
           break;
         }
         out.resize(call.elems * size);
-        for (uint64_t i = 0; i < call.elems; ++i) reduce_element(call, inputs, factors, i, out, i);
+        for (uint64_t i = 0; i < call.elems; ++i) reduce_element(call, inputs, factors, levels, i, out, i);
         break;
       case Operation::reduce:
         if (r != call.root) break;
         out.resize(call.elems * size);
-        for (uint64_t i = 0; i < call.elems; ++i) reduce_element(call, inputs, factors, i, out, i);
+        for (uint64_t i = 0; i < call.elems; ++i) reduce_element(call, inputs, factors, levels, i, out, i);
         break;
       case Operation::reduce_scatter:
         out.resize(call.elems * size);
         for (uint64_t i = 0; i < call.elems; ++i)
-          reduce_element(call, inputs, factors, r * call.elems + i, out, i);
+          reduce_element(call, inputs, factors, levels, r * call.elems + i, out, i);
         break;
       case Operation::broadcast:
         out = inputs[call.root];

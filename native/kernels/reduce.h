@@ -1,7 +1,9 @@
-// Adding (and so on) the same piece of all ranks' tensors: sources in, in the order given, one result to one
-// or more destinations. The order of the sources is the order of the arithmetic, so equal inputs give equal
-// bits wherever and with whatever instruction set it runs. Narrow floats are accumulated in float32 and
-// rounded once at the end.
+// Adding (and so on) the same piece of all ranks' tensors: sources in, one result to one or more
+// destinations. The order of the arithmetic is a binary tree over the sources in the order given, fixed by
+// their number: the left part of n has the largest power of two below n, the right part the rest. Up to three
+// that is one after the other; six are ((a+b)+(c+d))+(e+f). So equal inputs give equal bits wherever and with
+// whatever instruction set it runs, and sums of aligned parts of 2^k sources can be added elsewhere and
+// combined later, with the same bits. Narrow floats are accumulated in float32 and rounded once at the end.
 //
 // The bits also depend on the compiler not fusing a multiplication and an addition (one rounding instead of
 // two) where the instruction set could: the whole engine is compiled with -ffp-contract=off.

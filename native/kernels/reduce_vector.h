@@ -278,54 +278,162 @@ inline typename Format::Lanes finished(const ReduceCall& call, typename Format::
   return lanes;
 }
 
-template <class Format, class How, uint32_t kSources>
-inline typename Format::Lanes combined(const ReduceCall& call, uint64_t at) {
-  using Element = typename Format::Element;
-  const uint32_t sources = kSources ? kSources : call.source_count;
-  auto source = [&](uint32_t s) __attribute__((always_inline)) {
-    return load_source<Format, How>(call, s, static_cast<const Element*>(call.sources[s]) + at);
-  };
-  auto lanes = source(0);
-  for (uint32_t s = 1; s < sources; ++s) lanes = combine<How>(lanes, source(s));
-  return finished<Format, How>(call, lanes);
+// How many of `sources` are in the left part of their tree (see reduce.h).
+constexpr uint32_t left_of(uint32_t sources) {
+  uint32_t left = 1;
+  while (sources - left > left) left *= 2;
+  return left;
 }
 
+// A vector of the sources from `first` on, kSources of them, combined.
 template <class Format, class How, uint32_t kSources>
-void reduce_blocks(const ReduceCall& call) {
+__attribute__((always_inline)) inline typename Format::Lanes combined(const ReduceCall& call, uint64_t at,
+                                                                      uint32_t first = 0) {
+  if constexpr (kSources == 1) {
+    return load_source<Format, How>(call, first,
+                                    static_cast<const typename Format::Element*>(call.sources[first]) + at);
+  } else {
+    constexpr uint32_t kLeft = left_of(kSources);
+    return combine<How>(combined<Format, How, kLeft>(call, at, first),
+                        combined<Format, How, kSources - kLeft>(call, at, first + kLeft));
+  }
+}
+
+// Less than a vector, through a padded one, so that its arithmetic is the very same. (cold: short code.)
+template <class Format, class How>
+[[gnu::cold, gnu::noinline]] typename Format::Lanes combined_tail(const ReduceCall& call, uint64_t at,
+                                                                  uint32_t first, uint32_t sources) {
   using Element = typename Format::Element;
-  constexpr uint64_t kUnroll = 4, kBlock = kUnroll * Format::kLanes;
+  if (sources == 1) {
+    Element padded[Format::kLanes] = {};
+    __builtin_memcpy(padded, static_cast<const Element*>(call.sources[first]) + at,
+                     (call.elems - at) * sizeof(Element));
+    return load_source<Format, How>(call, first, padded);
+  }
+  const uint32_t left = left_of(sources);
+  const auto sum = combined_tail<Format, How>(call, at, first, left);
+  return combine<How>(sum, combined_tail<Format, How>(call, at, first + left, sources - left));
+}
+
+inline constexpr uint64_t kVectors = 4;  // are combined before they are stored
+
+// The first `vectors` of these; all kVectors when there are more.
+template <class Format, class How>
+__attribute__((always_inline)) inline void store(const ReduceCall& call, uint64_t at,
+                                                 const typename Format::Lanes* lanes,
+                                                 uint64_t vectors = kVectors) {
+  typename Format::Lanes results[kVectors];
+  for (uint64_t v = 0; v < kVectors; ++v) results[v] = finished<Format, How>(call, lanes[v]);
+  for (uint32_t d = 0; d < call.destination_count; ++d)
+    for (uint64_t v = 0; v < kVectors; ++v)
+      if (v < vectors)
+        Format::store(static_cast<typename Format::Element*>(call.destinations[d]) + at + v * Format::kLanes,
+                      results[v]);
+}
+
+template <class Format, class How>
+[[gnu::cold, gnu::noinline]] void reduce_tail(const ReduceCall& call, uint64_t at) {
+  using Element = typename Format::Element;
+  if (at == call.elems) return;
+  Element padded[Format::kLanes];
+  Format::store(padded,
+                finished<Format, How>(call, combined_tail<Format, How>(call, at, 0, call.source_count)));
+  for (uint32_t d = 0; d < call.destination_count; ++d)
+    __builtin_memcpy(static_cast<Element*>(call.destinations[d]) + at, padded,
+                     (call.elems - at) * sizeof(Element));
+}
+
+// Any number of sources, by a stack as in a binary counter. Sources come in fours; after the n-th four, as
+// many sums are combined as n has zero bits at its end; the one to three that may be left over combine with
+// all.
+template <class Format, class How>
+class Stack {
+ public:
+  using Lanes = typename Format::Lanes;
+
+  explicit Stack(const ReduceCall& call) : call_(call) {}
+
+  // `vectors` of them, from `at` on; at most kStrip.
+  const Lanes* combine_all(uint64_t at, uint64_t vectors) {
+    at_ = at;
+    vectors_ = vectors;
+    depth_ = 0;
+    uint32_t first = 0;
+    for (; first + 4 <= call_.source_count; first += 4) {
+      uint32_t sums = 0;
+      while ((first / 4) >> sums & 1) ++sums;
+      push<4>(first, first + 4 == call_.source_count ? depth_ : sums);
+    }
+    const uint32_t rest = call_.source_count - first;
+    if (rest == 3) push<3>(first, depth_);
+    if (rest == 2) push<2>(first, depth_);
+    if (rest == 1) push<1>(first, depth_);
+    return sums_[0];
+  }
+
+  static constexpr uint64_t kStrip = 16;
+
+ private:
+  // Takes `sums` off the stack, combines them with these sources, and puts the result there.
+  template <uint32_t kSources>
+  [[gnu::noinline]] void push(uint32_t first, uint32_t sums) {
+    const Lanes(*from)[kStrip] = sums_ + depth_;
+    depth_ -= sums;
+    Lanes* to = sums_[depth_++];
+    for (uint64_t v = 0; v < vectors_; ++v) {
+      Lanes lanes = combined<Format, How, kSources>(call_, at_ + v * Format::kLanes, first);
+      for (uint32_t s = 1; s <= sums; ++s) lanes = combine<How>((from - s)[0][v], lanes);
+      to[v] = lanes;
+    }
+  }
+
+  const ReduceCall& call_;
+  uint64_t at_ = 0, vectors_ = 0;
+  uint32_t depth_ = 0;
+  Lanes sums_[32][kStrip];  // a level for each bit of a number of sources
+};
+
+// From element `at` on.
+template <class Format, class How>
+[[gnu::noinline]] void reduce_many(const ReduceCall& call, uint64_t at) {
+  using Lanes = typename Format::Lanes;
+  Stack<Format, How> stack(call);
+  for (uint64_t left; (left = (call.elems - at) / Format::kLanes) > 0;) {
+    const uint64_t vectors = left < stack.kStrip ? left : stack.kStrip;
+    const Lanes* lanes = stack.combine_all(at, vectors);
+    for (uint64_t v = 0; v < vectors; v += kVectors)
+      store<Format, How>(call, at + v * Format::kLanes, lanes + v, vectors - v);
+    at += vectors * Format::kLanes;
+  }
+  reduce_tail<Format, How>(call, at);
+}
+
+// Numbers of sources that occur often: all in registers, as far as whole blocks go.
+template <class Format, class How, uint32_t kSources>
+void reduce_few(const ReduceCall& call) {
+  constexpr uint64_t kBlock = kVectors * Format::kLanes;
   uint64_t at = 0;
   for (; at + kBlock <= call.elems; at += kBlock) {
-    typename Format::Lanes lanes[kUnroll];
-    for (uint64_t u = 0; u < kUnroll; ++u)
-      lanes[u] = combined<Format, How, kSources>(call, at + u * Format::kLanes);
-    for (uint32_t d = 0; d < call.destination_count; ++d)
-      for (uint64_t u = 0; u < kUnroll; ++u)
-        Format::store(static_cast<Element*>(call.destinations[d]) + at + u * Format::kLanes, lanes[u]);
+    typename Format::Lanes lanes[kVectors];
+    for (uint64_t v = 0; v < kVectors; ++v)
+      lanes[v] = combined<Format, How, kSources>(call, at + v * Format::kLanes);
+    store<Format, How>(call, at, lanes);
   }
-  // The tail goes through a padded vector, so its arithmetic is the very same.
-  for (; at < call.elems; at += Format::kLanes) {
-    uint64_t left = call.elems - at;
-    uint64_t bytes = (left < Format::kLanes ? left : Format::kLanes) * sizeof(Element);
-    Element padded[Format::kLanes] = {};
-    typename Format::Lanes lanes{};
-    for (uint32_t s = 0; s < call.source_count; ++s) {
-      __builtin_memcpy(padded, static_cast<const Element*>(call.sources[s]) + at, bytes);
-      auto next = load_source<Format, How>(call, s, padded);
-      lanes = s == 0 ? next : combine<How>(lanes, next);
-    }
-    Format::store(padded, finished<Format, How>(call, lanes));
-    for (uint32_t d = 0; d < call.destination_count; ++d)
-      __builtin_memcpy(static_cast<Element*>(call.destinations[d]) + at, padded, bytes);
-  }
+  reduce_many<Format, How>(call, at);
 }
 
 template <class Format, class How>
 void reduce(const ReduceCall& call) {
-  if (call.source_count == 2)
-    reduce_blocks<Format, How, 2>(call);
-  else
-    reduce_blocks<Format, How, 0>(call);
+  switch (call.source_count) {
+    case 2:
+      return reduce_few<Format, How, 2>(call);
+    case 4:
+      return reduce_few<Format, How, 4>(call);
+    case 8:
+      return reduce_few<Format, How, 8>(call);
+    default:
+      return reduce_many<Format, How>(call, 0);
+  }
 }
 
 // The average of integers: the exact sum (in 64 bits, wrapping around as sums do), divided with truncation

@@ -12,13 +12,14 @@ using namespace photinus::test;
 TEST(every_kernel_of_every_instruction_set_equals_the_naive_reference) {
   std::mt19937_64 random(7);
   // Neither powers of two nor exact in any type: a fused multiplication and addition would show.
-  const std::vector<double> factors = {1.0 / 3, -0.7, 1e-3, 1234.567, 0.1};
+  std::vector<double> factors = {1.0 / 3, -0.7, 1e-3, 1234.567, 0.1};
+  while (factors.size() < 23) factors.push_back(factors[factors.size() % 5] * 1.3);
   for (InstructionSet set : kAllInstructionSets) {
     if (!has(set)) continue;
     for (Dtype dtype : kAllDtypes) {
       for (Reduction reduction : kAllReductions) {
         if (!exists(dtype, reduction)) continue;
-        for (uint32_t ranks : {1u, 2u, 3u, 5u}) {
+        for (uint32_t ranks : {1u, 2u, 3u, 4u, 5u, 6u, 7u, 8u, 12u, 23u}) {
           for (uint64_t elems : {uint64_t{0}, uint64_t{1}, uint64_t{7}, uint64_t{64}, uint64_t{333}}) {
             const size_t size = size_bytes(dtype), shift = size;  // off the vector's alignment
             std::vector<Bytes> inputs;
@@ -40,6 +41,32 @@ TEST(every_kernel_of_every_instruction_set_equals_the_naive_reference) {
             CHECK(same(dtype, other.data(), expected.data(), elems));
           }
         }
+      }
+    }
+  }
+}
+
+// By hand, so that kernels and reference cannot share a mistake.
+TEST(sources_are_added_as_a_binary_tree) {
+  volatile float a = 1e8f, b = 3.7f, c = -1e8f, d = 0.1f, e = 5e7f, f = 7.3f, g = 1.0f / 3;
+  const std::vector<float> values = {a, b, c, d, e, f, g};
+  const float four = (a + b) + (c + d);
+  const std::vector<float> sums = {a,        a + b,          (a + b) + c,         four,
+                                   four + e, four + (e + f), four + ((e + f) + g)};
+  CHECK(four != ((a + b) + c) + d);
+  for (InstructionSet set : kAllInstructionSets) {
+    if (!has(set)) continue;
+    for (uint64_t elems : {1, 100}) {  // less than a vector; blocks, vectors and a rest
+      std::vector<std::vector<float>> inputs;
+      std::vector<const void*> sources;
+      for (float value : values) inputs.emplace_back(elems, value);
+      for (const auto& input : inputs) sources.push_back(input.data());
+      for (uint32_t ranks = 1; ranks <= values.size(); ++ranks) {
+        std::vector<float> out(elems);
+        void* destinations[] = {out.data()};
+        find_reduce(Dtype::float32, Reduction::sum,
+                    set)({sources.data(), ranks, destinations, 1, elems, ranks});
+        for (float value : out) CHECK(value == sums[ranks - 1]);
       }
     }
   }

@@ -5,7 +5,7 @@
         communicator.all_reduce(array, "avg")         # numpy arrays, or anything with the array interface
 
 Arrays made over `allocate` lie in shared memory and are reduced where they lie; others go through slots, chunk by
-chunk. Addition follows rank order, so every run gives the same bits on every rank.
+chunk. The order of addition is fixed, so every run gives the same bits on every rank.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Communicator(Group):
     def all_reduce(
         self, array: Any, reduction: str = "sum", *, factor: float = 1.0, label: str = "", asynchronous: bool = False
     ) -> Work:
-        """Combines all ranks' arrays (same shape and type) into each of them, in rank order.
+        """Combines all ranks' arrays (same shape and type) into each of them, in a fixed order (a binary tree over ranks).
 
         Args:
             reduction: see REDUCTIONS; `factor` is this rank's of "premul_sum".
@@ -135,7 +135,7 @@ class Communicator(Group):
     def reduce(
         self, array: Any, root: int = 0, reduction: str = "sum", *, factor: float = 1.0, asynchronous: bool = False
     ) -> Work:
-        """Combines all ranks' arrays into rank `root`'s, in rank order; the others' arrays stay as they are."""
+        """Combines all ranks' arrays into rank `root`'s, as all_reduce does; the others' arrays stay as they are."""
         address, elems, dtype = facts(array, writable=self.rank == root)
         root = self._root(root)
         return self._call("reduce", address, address, elems, dtype, reduction, root, asynchronous, array, factor=factor)

@@ -100,16 +100,21 @@ def _values(torch: Any, dtype: str, elems: int, rank: int, salt: int = 0) -> Any
 
 
 def _naive(torch: Any, reduction: str, parts: list[Any]) -> Any:
-    """In rank order, halves in float32, as the engine promises; booleans: sum is or, product is and."""
+    """In the engine's order, a binary tree over ranks; halves in float32; booleans: sum is or, product is and."""
     dtype = parts[0].dtype
     if dtype is torch.bool:
         parts, reduction = [p.to(torch.uint8) for p in parts], {"SUM": "MAX"}.get(reduction, reduction)
     elif dtype in (torch.float16, torch.bfloat16):
         parts = [p.float() for p in parts]
     step = {"MIN": torch.minimum, "MAX": torch.maximum, "PRODUCT": torch.mul}.get(reduction, torch.add)
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total = step(total, part)
+
+    def tree(parts: list[Any]) -> Any:
+        if len(parts) == 1:
+            return parts[0].clone()
+        left = 1 << (len(parts) - 1).bit_length() - 1  # the largest power of two below
+        return step(tree(parts[:left]), tree(parts[left:]))
+
+    total = tree(parts)
     if reduction == "AVG":
         total = total / len(parts) if total.is_floating_point() else total.div(len(parts), rounding_mode="trunc")
     return total.to(dtype)

@@ -1,0 +1,89 @@
+#include "collectives/levels.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "base/error.h"
+
+namespace photinus {
+
+uint32_t Levels::host_of(uint32_t rank) const {
+  uint32_t host = 0;
+  while (std::find(hosts[host].begin(), hosts[host].end(), rank) == hosts[host].end()) ++host;
+  return host;
+}
+
+uint32_t Levels::local_index(uint32_t rank) const {
+  const auto& ranks = hosts[host_of(rank)];
+  return static_cast<uint32_t>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
+}
+
+uint32_t Levels::slices() const {
+  size_t most = 0;
+  for (const auto& ranks : hosts) most = std::max(most, ranks.size());
+  return static_cast<uint32_t>(most);
+}
+
+uint32_t Levels::carrier(uint32_t host, uint32_t slice) const {
+  return hosts[host][slice % hosts[host].size()];
+}
+
+uint32_t Levels::stride(size_t level) const {
+  uint32_t stride = 1;
+  for (size_t l = 0; l < level; ++l) stride *= sizes[l];
+  return stride;
+}
+
+uint32_t Levels::peer(uint32_t host, size_t level, uint32_t member) const {
+  const uint32_t step = stride(level);
+  return host - member_of(host, level) * step + member * step;
+}
+
+void check(const Levels& levels) {
+  std::vector<uint32_t> ranks;
+  for (const auto& host : levels.hosts) {
+    if (host.empty()) throw Error(ErrorKind::invalid_argument, "a host of a placement has no rank");
+    ranks.insert(ranks.end(), host.begin(), host.end());
+  }
+  std::sort(ranks.begin(), ranks.end());
+  for (uint32_t rank = 0; rank < ranks.size(); ++rank)
+    if (ranks[rank] != rank)
+      throw Error(ErrorKind::invalid_argument,
+                  text("a placement of %zu ranks must name each of 0 ... %zu once; rank %u is %s",
+                       ranks.size(), ranks.size() - 1, std::min(rank, ranks[rank]),
+                       ranks[rank] < rank ? "named twice" : "missing"));
+  uint64_t product = 1;
+  for (size_t level = 0; level < levels.sizes.size(); ++level) {
+    const uint32_t size = levels.sizes[level];
+    if (size < 2 || (level + 1 < levels.sizes.size() && !std::has_single_bit(size)))
+      throw Error(ErrorKind::invalid_argument,
+                  text("level %zu has groups of %u hosts; every level needs at least 2, and a power of two, "
+                       "except for the last",
+                       level + 1, size));
+    product *= size;
+  }
+  if (product != levels.hosts.size())
+    throw Error(ErrorKind::invalid_argument,
+                text("the levels are for %llu hosts, and there are %zu",
+                     static_cast<unsigned long long>(product), levels.hosts.size()));
+}
+
+Dtype wire_dtype(Dtype dtype, Reduction reduction, bool exact) {
+  const bool adds = reduction == Reduction::sum || reduction == Reduction::avg ||
+                    reduction == Reduction::premul_sum || reduction == Reduction::product;
+  switch (dtype) {
+    case Dtype::float16:
+    case Dtype::bfloat16:
+      return exact && adds ? Dtype::float32 : dtype;
+    case Dtype::int8:
+    case Dtype::uint8:
+    case Dtype::int16:
+      return reduction == Reduction::avg ? Dtype::int32 : dtype;
+    case Dtype::int32:
+      return reduction == Reduction::avg ? Dtype::int64 : dtype;
+    default:
+      return dtype;
+  }
+}
+
+}  // namespace photinus
