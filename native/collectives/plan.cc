@@ -11,7 +11,7 @@ const char* name(Counter counter) {
 }
 
 std::string print(const Region& region) {
-  constexpr const char* names[] = {"-", "send", "recv", "flat", "slot", "send_part", "recv_part"};
+  constexpr const char* names[] = {"-", "send", "recv", "flat", "slot", "send_part", "recv_part", "landing"};
   if (region.place == Place::send_part || region.place == Place::recv_part)
     return text("%s[%u:%u]+%llu", names[static_cast<size_t>(region.place)], region.rank, region.part,
                 static_cast<unsigned long long>(region.offset_bytes));
@@ -31,14 +31,28 @@ std::string print(const Step& step) {
   switch (step.kind) {
     case Step::Kind::copy:
       return text("copy %llu %s <- %s", bytes, print(step.to).c_str(), print(step.from).c_str());
-    case Step::Kind::reduce:
-      return text("reduce %llu %s <- %s", bytes, print(step.results).c_str(), print(step.sources).c_str());
+    case Step::Kind::reduce: {
+      std::string how = "reduce";
+      if (step.kernel) how += std::string(" (") + name(step.kernel->reduction) + ")";
+      if (step.kernel && step.kernel->from != step.kernel->to)
+        how += std::string(" ") + name(step.kernel->from) + " to " + name(step.kernel->to);
+      return text("%s %llu %s <- %s", how.c_str(), bytes, print(step.results).c_str(),
+                  print(step.sources).c_str());
+    }
     case Step::Kind::advance:
       return text("advance %s to %llu", name(step.counter), value);
     case Step::Kind::wait:
       return step.rank == kEveryone
                  ? text("wait until all %s %llu", name(step.counter), value)
                  : text("wait until rank %u %s %llu", step.rank, name(step.counter), value);
+    case Step::Kind::send:
+      return text("send %llu to rank %u <- %s", bytes, step.rank, print(step.from).c_str());
+    case Step::Kind::receive:
+      return text("receive %llu from rank %u -> %s", bytes, step.rank, print(step.to).c_str());
+    case Step::Kind::wait_sent:
+      return text("wait until rank %u was sent %llu", step.rank, value);
+    case Step::Kind::wait_received:
+      return text("wait until rank %u has sent %llu", step.rank, value);
   }
   return "?";
 }
@@ -97,6 +111,32 @@ Step advance_step(Counter counter, uint64_t value) {
 Step wait_step(Counter counter, uint64_t value, uint32_t rank) {
   Step step{Step::Kind::wait, counter, rank};
   step.value = value;
+  return step;
+}
+
+Step send_step(uint32_t rank, Region from, uint64_t bytes) {
+  Step step{Step::Kind::send, Counter::posted, rank};
+  step.from = from;
+  step.bytes = bytes;
+  return step;
+}
+
+Step receive_step(uint32_t rank, Region to, uint64_t bytes) {
+  Step step{Step::Kind::receive, Counter::posted, rank};
+  step.to = to;
+  step.bytes = bytes;
+  return step;
+}
+
+Step wait_sent_step(uint32_t rank, uint64_t frames) {
+  Step step{Step::Kind::wait_sent, Counter::posted, rank};
+  step.value = frames;
+  return step;
+}
+
+Step wait_received_step(uint32_t rank, uint64_t frames) {
+  Step step{Step::Kind::wait_received, Counter::posted, rank};
+  step.value = frames;
   return step;
 }
 

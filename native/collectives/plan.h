@@ -4,9 +4,12 @@
 //
 // All ranks "meet" between the two parts of a plan: each posts its call's descriptor after `before` and sees
 // everyone's before `after`. Meeting orders memory: what a rank wrote before it is visible to all after it.
+// Where there are several hosts, the ranks of each meet by themselves: memory, counters and meeting are a
+// host's own, and ranks of different hosts know of each other only what they receive.
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -20,8 +23,9 @@ inline constexpr uint32_t kEveryone = UINT32_MAX;
 // Where bytes lie. send and recv are a rank's own tensors (a peer's can be reached only when they lie in its
 // arena); send_part and recv_part are what it sends to or receives from the rank `part`, where each has a
 // buffer of its own; flat is the rank's small slot that alternates with the sequence number; slot is its ring
-// of chunk slots.
-enum class Place : uint8_t { none, send, recv, flat, slot, send_part, recv_part };
+// of chunk slots; landing is memory of its own, which no peer reads, for what comes from other hosts and for
+// partial results.
+enum class Place : uint8_t { none, send, recv, flat, slot, send_part, recv_part, landing };
 
 struct Region {
   Place place = Place::none;
@@ -30,12 +34,25 @@ struct Region {
   uint32_t part = 0;
 };
 
+// What a reduce step does where that is not what the call says: to partial results of several hosts.
+struct Kernel {
+  Reduction reduction = Reduction::sum;
+  Dtype from = Dtype::float32, to = Dtype::float32;  // types of the sources and of the results
+};
+
 struct Step {
   // copy: `bytes` from `from` to `to`.
-  // reduce: `bytes` of all `sources`, in their order, into each of `results`.
+  // reduce: `bytes` of all `sources`, as a tree in their order, into each of `results`.
   // advance: the own `counter` to `value`.
-  // wait: until `counter` of `rank` (or kEveryone) is at least `value`.
-  enum class Kind : uint8_t { copy, reduce, advance, wait };
+  // wait: until `counter` of `rank` (or kEveryone on this host) is at least `value`.
+  // send: give the link to `rank` the next frame, `bytes` from `from`. It goes on while later steps run, so
+  // the
+  //   bytes must stay as they are until it has left.
+  // receive: tell the link from `rank` where its next frame goes, `bytes` to `to`; goes on likewise. A frame
+  //   of no bytes says that its sender has come so far.
+  // wait_sent, wait_received: until the first `value` frames of this plan to or from `rank` have left or
+  // come.
+  enum class Kind : uint8_t { copy, reduce, advance, wait, send, receive, wait_sent, wait_received };
   Kind kind;
   Counter counter = Counter::posted;
   uint32_t rank = kEveryone;
@@ -43,13 +60,18 @@ struct Step {
   uint64_t bytes = 0;
   Region to{}, from{};
   std::vector<Region> results{}, sources{};
-  bool past_caches = false;  // copy: nobody reads the destination soon
+  std::optional<Kernel> kernel{};  // reduce: the call's own where none is said
+  bool past_caches = false;        // copy: nobody reads the destination soon
 };
 
 Step copy_step(Region to, Region from, uint64_t bytes);
 Step reduce_step(std::vector<Region> results, std::vector<Region> sources, uint64_t bytes);
 Step advance_step(Counter counter, uint64_t value);
 Step wait_step(Counter counter, uint64_t value, uint32_t rank = kEveryone);
+Step send_step(uint32_t rank, Region from, uint64_t bytes);
+Step receive_step(uint32_t rank, Region to, uint64_t bytes);
+Step wait_sent_step(uint32_t rank, uint64_t frames);
+Step wait_received_step(uint32_t rank, uint64_t frames);
 
 enum class Algorithm : uint8_t {
   flat,    // small: everyone copies in, meets, and reads everyone; one exchange

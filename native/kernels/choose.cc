@@ -9,14 +9,17 @@ namespace photinus {
 
 namespace baseline {
 ReduceFunction find(Dtype dtype, Reduction reduction);
-}
+ConvertFunction find_converter(Dtype from, Dtype to);
+}  // namespace baseline
 #if defined(__x86_64__)
 namespace avx2 {
 ReduceFunction find(Dtype dtype, Reduction reduction);
-}
+ConvertFunction find_converter(Dtype from, Dtype to);
+}  // namespace avx2
 namespace avx512 {
 ReduceFunction find(Dtype dtype, Reduction reduction);
-}
+ConvertFunction find_converter(Dtype from, Dtype to);
+}  // namespace avx512
 #endif
 
 const char* name(InstructionSet set) {
@@ -83,6 +86,15 @@ ReduceFunction find_reduce(Dtype dtype, Reduction reduction, InstructionSet set)
 #endif
   (void)set;
   return baseline::find(dtype, reduction);
+}
+
+ConvertFunction find_converter(Dtype from, Dtype to, InstructionSet set) {
+#if defined(__x86_64__)
+  if (set == InstructionSet::avx512) return avx512::find_converter(from, to);
+  if (set == InstructionSet::avx2) return avx2::find_converter(from, to);
+#endif
+  (void)set;
+  return baseline::find_converter(from, to);
 }
 
 }  // namespace photinus

@@ -50,4 +50,15 @@ InstructionSet best_instruction_set();
 // integers, bitwise reductions of floating types.
 ReduceFunction find_reduce(Dtype dtype, Reduction reduction, InstructionSet set);
 
+using ConvertFunction = void (*)(const void* from, void* to, uint64_t elems);
+
+// From a 16-bit float to float32, or from an integer to the wider one that averages of it are summed in
+// (wire_dtype in collectives/levels.h), and back: floats rounded to nearest, ties to even; integers as they
+// are. Null for any other pair.
+ConvertFunction find_converter(Dtype from, Dtype to, InstructionSet set);
+
+// The kernel, with sources of one type and results of another that find_converter knows; all arithmetic is
+// done in the wider one. Sources and results do not overlap unless the types are equal.
+void reduce_between(Dtype from, Dtype to, Reduction reduction, InstructionSet set, const ReduceCall& call);
+
 }  // namespace photinus

@@ -552,4 +552,64 @@ ReduceFunction find(Dtype dtype, Reduction reduction) {
   return nullptr;
 }
 
+template <class From, class To>
+void convert_integers(const void* from, void* to, uint64_t elems) {
+  for (uint64_t i = 0; i < elems; ++i)
+    static_cast<To*>(to)[i] = static_cast<To>(static_cast<const From*>(from)[i]);
+}
+
+inline void widen_bfloat16(const void* from, void* to, uint64_t elems) {
+  for (uint64_t i = 0; i < elems; ++i)
+    static_cast<uint32_t*>(to)[i] = static_cast<uint32_t>(static_cast<const uint16_t*>(from)[i]) << 16;
+}
+
+inline void widen_float16(const void* from, void* to, uint64_t elems) {
+  uint16_t halves[Float16::kLanes] = {};
+  for (uint64_t at = 0; at < elems; at += Float16::kLanes) {
+    const uint64_t lanes = elems - at < Float16::kLanes ? elems - at : Float16::kLanes;
+    __builtin_memcpy(halves, static_cast<const uint16_t*>(from) + at, lanes * sizeof(uint16_t));
+    const Vector<float> wide = Float16::load(halves);
+    __builtin_memcpy(static_cast<float*>(to) + at, &wide, lanes * sizeof(float));
+  }
+}
+
+inline void narrow_bfloat16(const void* from, void* to, uint64_t elems) {
+  constexpr uint64_t kLanes = Bfloat16::kLanes / 2;
+  for (uint64_t at = 0; at < elems; at += kLanes) {
+    const uint64_t lanes = elems - at < kLanes ? elems - at : kLanes;
+    Vector<float> wide = {};
+    __builtin_memcpy(&wide, static_cast<const float*>(from) + at, lanes * sizeof(float));
+    const Bfloat16::Words words = Bfloat16::rounded(wide);
+    for (uint64_t i = 0; i < lanes; ++i)
+      static_cast<uint16_t*>(to)[at + i] = static_cast<uint16_t>(words[i] >> 16);
+  }
+}
+
+inline void narrow_float16(const void* from, void* to, uint64_t elems) {
+  uint16_t halves[Float16::kLanes];
+  for (uint64_t at = 0; at < elems; at += Float16::kLanes) {
+    const uint64_t lanes = elems - at < Float16::kLanes ? elems - at : Float16::kLanes;
+    Vector<float> wide = {};
+    __builtin_memcpy(&wide, static_cast<const float*>(from) + at, lanes * sizeof(float));
+    Float16::store(halves, wide);
+    __builtin_memcpy(static_cast<uint16_t*>(to) + at, halves, lanes * sizeof(uint16_t));
+  }
+}
+
+ConvertFunction find_converter(Dtype from, Dtype to) {
+  if (to == Dtype::float32 && from == Dtype::bfloat16) return widen_bfloat16;
+  if (to == Dtype::float32 && from == Dtype::float16) return widen_float16;
+  if (from == Dtype::float32 && to == Dtype::bfloat16) return narrow_bfloat16;
+  if (from == Dtype::float32 && to == Dtype::float16) return narrow_float16;
+  if (to == Dtype::int32 && from == Dtype::int8) return convert_integers<int8_t, int32_t>;
+  if (to == Dtype::int32 && from == Dtype::uint8) return convert_integers<uint8_t, int32_t>;
+  if (to == Dtype::int32 && from == Dtype::int16) return convert_integers<int16_t, int32_t>;
+  if (to == Dtype::int64 && from == Dtype::int32) return convert_integers<int32_t, int64_t>;
+  if (from == Dtype::int32 && to == Dtype::int8) return convert_integers<int32_t, int8_t>;
+  if (from == Dtype::int32 && to == Dtype::uint8) return convert_integers<int32_t, uint8_t>;
+  if (from == Dtype::int32 && to == Dtype::int16) return convert_integers<int32_t, int16_t>;
+  if (from == Dtype::int64 && to == Dtype::int32) return convert_integers<int64_t, int32_t>;
+  return nullptr;
+}
+
 }  // namespace photinus::PHOTINUS_KERNELS

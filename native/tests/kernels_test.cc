@@ -87,6 +87,46 @@ TEST(every_half_survives_widening_and_narrowing_on_every_instruction_set) {
   }
 }
 
+TEST(sources_and_results_of_two_types_are_added_in_the_wider_one) {
+  std::mt19937_64 random(13);
+  struct Pair {
+    Dtype narrow, wide;
+    Reduction reduction;
+  };
+  for (InstructionSet set : kAllInstructionSets) {
+    if (!has(set)) continue;
+    for (auto [narrow, wide, reduction] :
+         {Pair{Dtype::float16, Dtype::float32, Reduction::sum},
+          Pair{Dtype::bfloat16, Dtype::float32, Reduction::premul_sum},
+          Pair{Dtype::int8, Dtype::int32, Reduction::avg}, Pair{Dtype::uint8, Dtype::int32, Reduction::avg},
+          Pair{Dtype::int16, Dtype::int32, Reduction::avg},
+          Pair{Dtype::int32, Dtype::int64, Reduction::avg}}) {
+      // Two hosts of two ranks, as their plan does it.
+      for (uint64_t elems : {1, 7, 512, 1300}) {
+        const std::vector<double> factors = {1.0 / 3, -0.7, 1e-3, 1234.567};
+        std::vector<Bytes> inputs;
+        for (int r = 0; r < 4; ++r) inputs.push_back(random_elements(narrow, elems, random));
+        const Bytes expected =
+            naive({Operation::all_reduce, narrow, reduction, 0, elems}, inputs, factors)[0];
+        const Reduction sum = reduction == Reduction::avg ? Reduction::sum : reduction;
+        std::vector<Bytes> sums(2, Bytes(elems * size_bytes(wide)));
+        std::vector<Bytes> results(2, Bytes(elems * size_bytes(narrow)));
+        for (int host = 0; host < 2; ++host) {
+          const void* sources[] = {inputs[2 * host].data(), inputs[2 * host + 1].data()};
+          void* destinations[] = {sums[host].data()};
+          reduce_between(narrow, wide, sum, set,
+                         {sources, 2, destinations, 1, elems, 4, factors.data() + 2 * host});
+        }
+        const void* sources[] = {sums[0].data(), sums[1].data()};
+        void* destinations[] = {results[0].data(), results[1].data()};
+        reduce_between(wide, narrow, reduction == Reduction::avg ? reduction : Reduction::sum, set,
+                       {sources, 2, destinations, 2, elems, 4});
+        for (const Bytes& result : results) CHECK(same(narrow, result.data(), expected.data(), elems));
+      }
+    }
+  }
+}
+
 TEST(reductions_that_mean_nothing_on_a_type_have_no_kernel) {
   for (InstructionSet set : kAllInstructionSets) {
     if (!has(set)) continue;

@@ -1,137 +1,21 @@
-// Plans run here without memory, sockets or time: a simulator keeps every rank's tensors and counters as
-// plain data and picks which rank does its next step at random. Whatever the interleaving, no rank may get
-// stuck, and the result must be the naive one. A step that reads what another rank has not written yet, or
-// writes what another still needs, shows up as a wrong result in some interleaving.
-#include <algorithm>
-#include <map>
-
+// The plans of one host. See simulator.h for how they are run; net_plans_test.cc has those of several hosts.
 #include "check.h"
 #include "collectives/choose.h"
 #include "collectives/shm.h"
 #include "collectives/slices.h"
 #include "data.h"
-#include "kernels/reduce.h"
+#include "simulator.h"
 
 using namespace photinus;
 using namespace photinus::test;
 
 namespace {
 
-struct Rank {
-  Bytes send, recv, flat, slot;
-  uint64_t counters[kCounterCount] = {};
-  Plan plan;
-  size_t next = 0;  // of before, then the meeting, then after
-};
-
-class Simulator {
- public:
-  Simulator(const Call& call, Algorithm algorithm, bool in_place, const std::vector<Bytes>& inputs,
-            const SlotSizes& sizes)
-      : call_(call), in_place_(in_place), ranks_(inputs.size()) {
-    const auto expected = naive(call, inputs);
-    for (uint32_t r = 0; r < ranks_.size(); ++r) {
-      ranks_[r].send = inputs[r];
-      ranks_[r].recv.resize(expected[r].size());
-      ranks_[r].flat.resize(sizes.flat_bytes);
-      ranks_[r].slot.resize(sizes.chunks * sizes.chunk_bytes);
-      ranks_[r].plan = shm_plan(call, {r, static_cast<uint32_t>(ranks_.size())}, algorithm, sizes);
-    }
-  }
-
-  // Runs these plans, one for each rank, in place of the engine's own.
-  void take(const std::vector<Plan>& plans) {
-    for (uint32_t r = 0; r < ranks_.size(); ++r) ranks_[r].plan = plans[r];
-  }
-
-  void run(std::mt19937_64& random) {
-    std::vector<uint32_t> busy;
-    for (uint32_t r = 0; r < ranks_.size(); ++r) busy.push_back(r);
-    while (!busy.empty()) {
-      // A rank runs on for a random while, so that ranks get far apart too.
-      std::vector<uint32_t> ready;
-      for (uint32_t r : busy)
-        if (can_step(r)) ready.push_back(r);
-      CHECK(!ready.empty());  // nobody can go on: a deadlock
-      uint32_t r = ready[random() % ready.size()];
-      for (uint64_t burst = random() % 20 + 1; burst > 0 && !done(r) && can_step(r); --burst) step(r);
-      if (done(r)) busy.erase(std::find(busy.begin(), busy.end(), r));
-    }
-  }
-
-  const Bytes& result(uint32_t r) const { return in_place_ ? ranks_[r].send : ranks_[r].recv; }
-
- private:
-  size_t meeting(const Rank& rank) const { return rank.plan.before.size(); }
-  bool done(uint32_t r) const {
-    return ranks_[r].next == meeting(ranks_[r]) + 1 + ranks_[r].plan.after.size();
-  }
-
-  bool can_step(uint32_t r) const {
-    const Rank& rank = ranks_[r];
-    if (rank.next < meeting(rank)) return true;
-    if (rank.next == meeting(rank))  // all have done their `before`
-      return std::all_of(ranks_.begin(), ranks_.end(),
-                         [&](const Rank& other) { return other.next >= meeting(other); });
-    const Step& s = rank.plan.after[rank.next - meeting(rank) - 1];
-    if (s.kind != Step::Kind::wait) return true;
-    for (uint32_t other = 0; other < ranks_.size(); ++other)
-      if ((s.rank == kEveryone || s.rank == other) &&
-          ranks_[other].counters[static_cast<size_t>(s.counter)] < s.value)
-        return false;
-    return true;
-  }
-
-  std::byte* at(const Region& region) {
-    Rank& r = ranks_[region.rank];
-    switch (region.place) {
-      case Place::send:
-        return r.send.data() + region.offset_bytes;
-      case Place::recv:
-        return (in_place_ ? r.send : r.recv).data() + region.offset_bytes;
-      case Place::flat:
-        return r.flat.data() + region.offset_bytes;
-      case Place::slot:
-        return r.slot.data() + region.offset_bytes;
-      default:
-        break;
-    }
-    return nullptr;
-  }
-
-  void step(uint32_t r) {
-    Rank& rank = ranks_[r];
-    size_t index = rank.next++;
-    if (index == meeting(rank)) return;
-    const Step& s =
-        index < meeting(rank) ? rank.plan.before[index] : rank.plan.after[index - meeting(rank) - 1];
-    switch (s.kind) {
-      case Step::Kind::copy:
-        std::memmove(at(s.to), at(s.from), s.bytes);
-        break;
-      case Step::Kind::advance:
-        rank.counters[static_cast<size_t>(s.counter)] = s.value;
-        break;
-      case Step::Kind::wait:
-        break;
-      case Step::Kind::reduce: {
-        std::vector<const void*> sources;
-        for (const Region& source : s.sources) sources.push_back(at(source));
-        std::vector<void*> destinations;
-        for (const Region& result : s.results) destinations.push_back(at(result));
-        find_reduce(call_.dtype, call_.reduction, InstructionSet::baseline)(
-            {sources.data(), static_cast<uint32_t>(sources.size()), destinations.data(),
-             static_cast<uint32_t>(destinations.size()), s.bytes / size_bytes(call_.dtype),
-             static_cast<uint32_t>(ranks_.size())});
-        break;
-      }
-    }
-  }
-
-  Call call_;
-  bool in_place_;
-  std::vector<Rank> ranks_;
-};
+std::vector<Plan> plans_of(const Call& call, uint32_t ranks, Algorithm algorithm, const SlotSizes& sizes) {
+  std::vector<Plan> plans;
+  for (uint32_t r = 0; r < ranks; ++r) plans.push_back(shm_plan(call, {r, ranks}, algorithm, sizes));
+  return plans;
+}
 
 }  // namespace
 
@@ -154,7 +38,7 @@ TEST(plans_give_the_naive_result_in_every_interleaving_tried) {
               inputs.push_back(random_elements(call.dtype, input_elems, random));
             const bool in_place =
                 operation == Operation::broadcast || (operation == Operation::all_reduce && seed % 2);
-            Simulator simulator(call, algorithm, in_place, inputs, tiny);
+            Simulator simulator(call, plans_of(call, ranks, algorithm, tiny), in_place, inputs, tiny);
             simulator.run(random);
             const auto expected = naive(call, inputs);
             for (uint32_t r = 0; r < ranks; ++r)
@@ -205,8 +89,7 @@ TEST(a_plan_may_name_any_sources_in_the_simulator_and_on_real_memory) {
     std::vector<Bytes> inputs;
     for (uint32_t r = 0; r < ranks; ++r) inputs.push_back(random_elements(call.dtype, call.elems, random));
     const auto expected = naive(call, inputs);
-    Simulator simulator(call, Algorithm::flat, false, inputs, sizes);
-    simulator.take(plans);
+    Simulator simulator(call, plans, false, inputs, sizes);
     simulator.run(random);
     for (uint32_t r = 0; r < ranks; ++r) CHECK(simulator.result(r) == expected[r]);
 

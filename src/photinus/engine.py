@@ -121,7 +121,7 @@ class Communicator(Group):
     def all_reduce(
         self, array: Any, reduction: str = "sum", *, factor: float = 1.0, label: str = "", asynchronous: bool = False
     ) -> Work:
-        """Combines all ranks' arrays (same shape and type) into each of them, in a fixed order (a binary tree over ranks).
+        """Combines all ranks' arrays (same shape and type) into each of them, as a binary tree over ranks.
 
         Args:
             reduction: see REDUCTIONS; `factor` is this rank's of "premul_sum".

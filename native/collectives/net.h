@@ -1,0 +1,33 @@
+// The plans of the collectives of several hosts (levels.h has the terms). H hosts in levels r1, r2, ..., S
+// bytes of one rank's tensor. Inside a host work is shared through memory as in shm.h; between hosts each
+// slice travels by itself, over links of the rank that carries it, so no rank leads.
+//
+//   collective       algorithm      rounds in a row        bytes that one host sends, and receives
+//   all_reduce       flat           levels                 S((r1-1) + (r2-1) + ...)
+//                    arena, staged  2 levels, pipelined    2S(H-1)/H
+//
+// The algorithm is that of this host (flat: of all), for only its ranks know where their tensors lie; how
+// tensors are cut depends on none of it. Nothing is written into recv before this rank has heard, over
+// others, from every host: a mismatch leaves outputs as they were.
+//
+// Exchanging in groups of r1, r2, ... is BlueConnect's (Cho et al., MLSys 2019) and gloo's bcube; [H] is
+// direct exchange and [2, 2, ...] recursive halving and doubling (Thakur et al., 2005). All move the least
+// bytes.
+#pragma once
+
+#include "collectives/levels.h"
+#include "collectives/plan.h"
+
+namespace photinus {
+
+// What a rank has for frames, the same on all ranks.
+struct NetSizes {
+  uint64_t landing_bytes = 4 << 20;  // place for what comes in and for partial results
+  uint64_t slice_bytes = 256 << 10;  // of one slice of one chunk, at most
+  uint64_t frame_bytes = 4 << 10;    // flat: smaller slices are not worth a frame of their own
+};
+
+Plan net_all_reduce(const Call& call, const Levels& levels, uint32_t rank, Algorithm algorithm,
+                    const SlotSizes& sizes, const NetSizes& net);
+
+}  // namespace photinus

@@ -1,0 +1,304 @@
+#include <algorithm>
+#include <functional>
+
+#include "collectives/net_steps.h"
+
+namespace photinus {
+namespace {
+
+// Small: one round a level, in which everyone sends all that it has and adds all that comes. A host's ranks
+// share the tensor as long as that leaves frames worth sending.
+Plan flat(const Call& call, const Levels& levels, uint32_t rank, const NetSizes& net) {
+  NetSteps s(levels, rank);
+  Plan plan{Algorithm::flat, {}, {}};
+  const Kernels kernels = kernels_of(call, levels.exact);
+  const uint64_t size = size_bytes(call.dtype), wire = size_bytes(kernels.partial.from);
+  const bool alone = s.locals.size() == 1;
+  if (!alone)
+    plan.before.push_back(copy_step({Place::flat, s.me, 0}, {Place::send, s.me, 0}, call.elems * size));
+  auto slice = [&](uint32_t index) { return slice_of(call.elems, s.slices, index, net.frame_bytes / size); };
+
+  // Before each level a place for the partial results, which stay as they are while they are sent; behind it
+  // the places for what comes.
+  uint64_t landing = 0;
+  auto take = [&](uint64_t bytes) {
+    landing += bytes;
+    return landing - bytes;
+  };
+  struct Part {
+    uint32_t slice;
+    Slice where;
+    Region partial;
+  };
+  std::vector<Part> parts;
+  for (uint32_t index : s.carried)
+    if (const Slice where = slice(index); where.elems > 0 || index == 0)
+      parts.push_back({index, where, {Place::landing, s.me, take(where.elems * wire)}});
+  for (const Part& part : parts) {
+    const uint64_t at = part.where.first * size;
+    if (part.where.elems == 0) continue;
+    Step step = reduce_step({part.partial}, s.of_locals(Place::flat, at, {Place::send, s.me, at}),
+                            part.where.elems * size);
+    step.kernel = kernels.tensors;
+    s.add(step);
+  }
+  for (size_t level = 0; level < s.depth(); ++level) {
+    const uint32_t members = levels.sizes[level];
+    std::vector<std::vector<Region>> sources;
+    std::vector<Frame> frames;
+    for (const Part& part : parts) {
+      const uint64_t bytes = part.where.elems * wire;
+      sources.emplace_back();
+      for (uint32_t i = 0; i < members; ++i) sources.back().push_back(part.partial);
+      for (uint32_t i = 1; i < members; ++i) {
+        const uint32_t member = (s.member(level) + i) % members;
+        const uint32_t peer = s.counterpart(level, member, part.slice);
+        const Region place{Place::landing, s.me, take(bytes)};
+        s.send(peer, part.partial, bytes);
+        frames.push_back(s.receive(peer, place, bytes));
+        sources.back()[member] = place;
+      }
+    }
+    s.wait_received(frames);
+    const bool last = level + 1 == s.depth();
+    for (size_t p = 0; p < parts.size(); ++p) {
+      Part& part = parts[p];
+      const uint64_t at = part.where.first * size;
+      std::vector<Region> results = {{Place::landing, s.me, last ? 0 : take(part.where.elems * wire)}};
+      part.partial = results[0];
+      if (part.where.elems == 0) continue;
+      if (last) {
+        results[0] = {Place::recv, s.me, at};
+        if (!alone) results.push_back({Place::slot, s.me, at});
+      }
+      Step step = reduce_step(results, sources[p], part.where.elems * wire);
+      step.kernel = last ? kernels.last : kernels.partial;
+      s.add(step);
+    }
+  }
+  if (!alone) {
+    s.add(advance_step(Counter::reduced, 1));
+    for (uint32_t peer : s.locals) {
+      if (peer == s.me) continue;
+      bool waits = true;
+      for (uint32_t index = 0; index < s.slices; ++index) {
+        const Slice theirs = slice(index);
+        if (levels.carrier(s.host, index) != peer || (theirs.elems == 0 && index > 0)) continue;
+        if (waits) s.add(wait_step(Counter::reduced, 1, peer));
+        waits = false;
+        if (theirs.elems > 0)
+          s.add(copy_step({Place::recv, s.me, theirs.first * size}, {Place::slot, peer, theirs.first * size},
+                          theirs.elems * size));
+      }
+    }
+  }
+  s.wait_sent();
+  plan.after = std::move(s.steps);
+  return plan;
+}
+
+// A pipeline over chunks, one stage a round: of a chunk, this rank adds the slices that it carries, over its
+// host; in each level it sends each other member its piece, adds what comes to its own, and goes on with that
+// piece; then back down, each member sends the others what it has. So in each round one chunk is added while
+// others are on their way.
+class Pipeline {
+ public:
+  Pipeline(const Call& call, const Levels& levels, uint32_t rank, Algorithm algorithm, const SlotSizes& sizes,
+           const NetSizes& net)
+      : s_(levels, rank),
+        kernels_(kernels_of(call, levels.exact)),
+        size_(size_bytes(call.dtype)),
+        wire_(size_bytes(kernels_.partial.from)),
+        staged_(algorithm == Algorithm::staged && s_.locals.size() > 1),
+        // What is sent as it is need not be added first.
+        direct_(s_.locals.size() == 1 && call.reduction != Reduction::premul_sum && size_ == wire_),
+        stages_(2 * s_.depth() + 3),
+        cut_(levels, call.elems, size_, wire_, stages_ + 1, sizes, net),
+        up_(s_.depth()),
+        down_(s_.depth()) {}
+
+  Plan plan(Algorithm algorithm) {
+    using Stage = std::function<void(uint64_t)>;
+    std::vector<Stage> stages;
+    stages.push_back([this](uint64_t chunk) { copy_in(chunk); });
+    stages.push_back([this](uint64_t chunk) {
+      add(chunk);
+      send_up(chunk, 0);
+    });
+    for (size_t level = 0; level < s_.depth(); ++level)
+      stages.push_back([this, level](uint64_t chunk) {
+        combine(chunk, level);
+        level + 1 < s_.depth() ? send_up(chunk, level + 1) : send_down(chunk, level);
+      });
+    for (size_t level = s_.depth(); level-- > 0;)
+      stages.push_back([this, level](uint64_t chunk) {
+        s_.wait_received(down_[level][chunk % (stages_ + 1)]);
+        level > 0 ? send_down(chunk, level - 1) : share(chunk);
+      });
+    stages.push_back([this](uint64_t chunk) { copy_out(chunk); });
+    for (auto& frames : up_) frames.resize(stages_ + 1);
+    for (auto& frames : down_) frames.resize(stages_ + 1);
+    for (uint64_t round = 0; round < cut_.chunks() + stages.size(); ++round)
+      for (size_t stage = 0; stage < stages.size(); ++stage)
+        if (round >= stage && round - stage < cut_.chunks()) stages[stage](round - stage);
+    if (s_.locals.size() > 1 && !staged_) {  // others write into the tensor
+      s_.add(advance_step(Counter::finished, 1));
+      s_.add(wait_step(Counter::finished, 1));
+    }
+    s_.wait_sent();
+    return {algorithm, {}, std::move(s_.steps)};
+  }
+
+ private:
+  // The part of a slice that this rank has when it comes to a level.
+  Slice span(uint64_t chunk, uint32_t slice, size_t level) const {
+    Slice span = cut_.slice(chunk, slice);
+    for (size_t l = 0; l < level; ++l) span = cut_.piece(span, s_.levels.sizes[l], s_.member(l));
+    return span;
+  }
+  // Where the partial result of some elements lies.
+  Region partial(uint64_t chunk, size_t c, size_t level, uint64_t first) const {
+    if (direct_ && level == 0) return {Place::send, s_.me, first * size_};
+    const uint64_t from = cut_.slice(chunk, s_.carried[c]).first;
+    return {Place::landing, s_.me, cut_.partial_at(chunk, c) + (first - from) * wire_};
+  }
+  Region slot(uint32_t rank, uint64_t chunk, uint64_t first) const {
+    return {Place::slot, rank, cut_.slot_at(chunk) + (first - cut_.chunk(chunk).first) * size_};
+  }
+  uint64_t ring() const { return stages_ + 1; }
+
+  // All but the slices that it carries itself.
+  void copy_in(uint64_t chunk) {
+    if (!staged_) return;
+    if (chunk >= ring()) s_.add(wait_step(Counter::finished, chunk - ring() + 1));
+    for (uint32_t slice = 0; slice < s_.slices; ++slice) {
+      const Slice where = cut_.slice(chunk, slice);
+      if (where.elems == 0 || s_.levels.carrier(s_.host, slice) == s_.me) continue;
+      s_.add(copy_step(slot(s_.me, chunk, where.first), {Place::send, s_.me, where.first * size_},
+                       where.elems * size_));
+    }
+    s_.add(advance_step(Counter::staged, chunk + 1));
+  }
+
+  void add(uint64_t chunk) {
+    if (direct_) return;
+    if (staged_) s_.add(wait_step(Counter::staged, chunk + 1));
+    for (size_t c = 0; c < s_.carried.size(); ++c) {
+      const Slice where = cut_.slice(chunk, s_.carried[c]);
+      if (where.elems == 0) continue;
+      const Region own{Place::send, s_.me, where.first * size_};
+      Step step =
+          reduce_step({partial(chunk, c, 0, where.first)},
+                      staged_ ? s_.of_locals(Place::slot, slot(0, chunk, where.first).offset_bytes, own)
+                              : s_.of_locals(Place::send, own.offset_bytes, own),
+                      where.elems * size_);
+      step.kernel = kernels_.tensors;
+      s_.add(step);
+    }
+  }
+
+  void send_up(uint64_t chunk, size_t level) {
+    const uint32_t members = s_.levels.sizes[level], own = s_.member(level);
+    auto& frames = up_[level][chunk % ring()];
+    frames.clear();
+    for (size_t c = 0; c < s_.carried.size(); ++c) {
+      const Slice whole = span(chunk, s_.carried[c], level);
+      const Slice mine = cut_.piece(whole, members, own);
+      for (uint32_t i = 1; i < members; ++i) {
+        const uint32_t member = (own + i) % members, peer = s_.counterpart(level, member, s_.carried[c]);
+        const Slice theirs = cut_.piece(whole, members, member);
+        if (theirs.elems > 0) s_.send(peer, partial(chunk, c, level, theirs.first), theirs.elems * wire_);
+        if (mine.elems > 0)
+          frames.push_back(s_.receive(peer, {Place::landing, s_.me, cut_.landing_at(chunk, c, level, member)},
+                                      mine.elems * wire_));
+      }
+    }
+  }
+
+  void combine(uint64_t chunk, size_t level) {
+    const uint32_t members = s_.levels.sizes[level], own = s_.member(level);
+    s_.wait_received(up_[level][chunk % ring()]);
+    for (size_t c = 0; c < s_.carried.size(); ++c) {
+      const Slice mine = span(chunk, s_.carried[c], level + 1);
+      if (mine.elems == 0) continue;
+      std::vector<Region> sources;
+      for (uint32_t member = 0; member < members; ++member)
+        sources.push_back(member == own
+                              ? partial(chunk, c, level, mine.first)
+                              : Region{Place::landing, s_.me, cut_.landing_at(chunk, c, level, member)});
+      const bool last = level + 1 == s_.depth();
+      Step step = reduce_step(
+          {last ? Region{Place::recv, s_.me, mine.first * size_} : partial(chunk, c, level + 1, mine.first)},
+          std::move(sources), mine.elems * wire_);
+      step.kernel = last ? kernels_.last : kernels_.partial;
+      s_.add(step);
+    }
+  }
+
+  void send_down(uint64_t chunk, size_t level) {
+    const uint32_t members = s_.levels.sizes[level], own = s_.member(level);
+    auto& frames = down_[level][chunk % ring()];
+    frames.clear();
+    for (size_t c = 0; c < s_.carried.size(); ++c) {
+      const Slice whole = span(chunk, s_.carried[c], level);
+      const Slice mine = cut_.piece(whole, members, own);
+      for (uint32_t i = 1; i < members; ++i) {
+        const uint32_t member = (own + i) % members, peer = s_.counterpart(level, member, s_.carried[c]);
+        const Slice theirs = cut_.piece(whole, members, member);
+        if (mine.elems > 0) s_.send(peer, {Place::recv, s_.me, mine.first * size_}, mine.elems * size_);
+        if (theirs.elems > 0)
+          frames.push_back(
+              s_.receive(peer, {Place::recv, s_.me, theirs.first * size_}, theirs.elems * size_));
+      }
+    }
+  }
+
+  // What has come to the others of this host.
+  void share(uint64_t chunk) {
+    for (uint32_t slice : s_.carried) {
+      const Slice where = cut_.slice(chunk, slice);
+      if (where.elems == 0) continue;
+      const Region own{Place::recv, s_.me, where.first * size_};
+      if (staged_) {
+        s_.add(copy_step(slot(s_.me, chunk, where.first), own, where.elems * size_));
+      } else {
+        for (uint32_t rank : s_.locals)
+          if (rank != s_.me)
+            s_.add(copy_step({Place::recv, rank, own.offset_bytes}, own, where.elems * size_));
+      }
+    }
+    if (staged_) s_.add(advance_step(Counter::reduced, chunk + 1));
+  }
+
+  void copy_out(uint64_t chunk) {
+    if (!staged_) return;
+    for (uint32_t slice = 0; slice < s_.slices; ++slice) {
+      const uint32_t peer = s_.levels.carrier(s_.host, slice);
+      const Slice where = cut_.slice(chunk, slice);
+      if (where.elems == 0 || peer == s_.me) continue;
+      s_.add(wait_step(Counter::reduced, chunk + 1, peer));
+      s_.add(copy_step({Place::recv, s_.me, where.first * size_}, slot(peer, chunk, where.first),
+                       where.elems * size_));
+    }
+    s_.add(advance_step(Counter::finished, chunk + 1));
+  }
+
+  NetSteps s_;
+  const Kernels kernels_;
+  const uint64_t size_, wire_;
+  const bool staged_, direct_;
+  const size_t stages_;
+  const NetCut cut_;
+  // By level and place in the ring.
+  std::vector<std::vector<std::vector<Frame>>> up_, down_;
+};
+
+}  // namespace
+
+Plan net_all_reduce(const Call& call, const Levels& levels, uint32_t rank, Algorithm algorithm,
+                    const SlotSizes& sizes, const NetSizes& net) {
+  if (algorithm == Algorithm::flat || call.elems == 0) return flat(call, levels, rank, net);
+  return Pipeline(call, levels, rank, algorithm, sizes, net).plan(algorithm);
+}
+
+}  // namespace photinus

@@ -1,0 +1,153 @@
+// The plans of several hosts, run by the simulator over links that carry bytes when they like.
+#include "check.h"
+#include "collectives/net.h"
+#include "data.h"
+#include "simulator.h"
+
+using namespace photinus;
+using namespace photinus::test;
+
+namespace {
+
+const SlotSizes kTinySlots{512, 1024, 4};  // many chunks with little data
+const NetSizes kTinyNet{64 << 10, 512, 128};
+
+struct Case {
+  std::string name;
+  Levels levels;
+};
+
+// Ranks one host after the other.
+Levels in_blocks(const std::vector<uint32_t>& counts, std::vector<uint32_t> sizes) {
+  Levels levels;
+  uint32_t rank = 0;
+  for (uint32_t count : counts) {
+    levels.hosts.emplace_back();
+    while (count-- > 0) levels.hosts.back().push_back(rank++);
+  }
+  levels.sizes = std::move(sizes);
+  check(levels);
+  return levels;
+}
+
+std::vector<Case> cases() {
+  return {{"2x1", in_blocks({1, 1}, {2})},
+          {"2x2", in_blocks({2, 2}, {2})},
+          {"3x1", in_blocks({1, 1, 1}, {3})},
+          {"3+1", in_blocks({3, 1}, {2})},
+          {"1+2+3", in_blocks({1, 2, 3}, {3})},
+          {"4x1 at once", in_blocks({1, 1, 1, 1}, {4})},
+          {"4x1 by halves", in_blocks({1, 1, 1, 1}, {2, 2})},
+          {"4x2 by halves", in_blocks({2, 2, 2, 2}, {2, 2})},
+          {"3x2", in_blocks({2, 2, 2}, {3})},
+          {"2x4", in_blocks({4, 4}, {2})},
+          {"6x1", in_blocks({1, 1, 1, 1, 1, 1}, {2, 3})},
+          {"8x1", in_blocks(std::vector<uint32_t>(8, 1), {2, 2, 2})},
+          {"8x1, four at once", in_blocks(std::vector<uint32_t>(8, 1), {4, 2})},
+          {"round-robin", {{{0, 2, 4}, {1, 3, 5}}, {2}}},
+          {"uneven and round-robin by halves", {{{0, 4, 6}, {1, 5}, {2}, {3, 7}}, {2, 2}}}};
+}
+
+uint32_t ranks_of(const Levels& levels) {
+  uint32_t ranks = 0;
+  for (const auto& host : levels.hosts) ranks += static_cast<uint32_t>(host.size());
+  return ranks;
+}
+
+const std::vector<double> kFactors = {0.3, 1.7, -0.9, 1e-3, 0.1, 12.3, 1.1, -1.0 / 3};
+
+void run(const Call& call, const Levels& levels, Algorithm algorithm, bool in_place,
+         std::mt19937_64& random) {
+  const uint32_t ranks = ranks_of(levels);
+  std::vector<Plan> plans;
+  std::vector<Bytes> inputs;
+  for (uint32_t r = 0; r < ranks; ++r) {
+    // On which way a host shares its work is its own affair.
+    const bool other = algorithm != Algorithm::flat && levels.host_of(r) == 1;
+    plans.push_back(
+        net_all_reduce(call, levels, r, other ? Algorithm::arena : algorithm, kTinySlots, kTinyNet));
+    inputs.push_back(random_elements(call.dtype, call.elems, random));
+  }
+  const auto expected = naive(call, inputs, kFactors, levels);
+  Simulator simulator(call, std::move(plans), in_place, inputs, kTinySlots, levels, kFactors,
+                      kTinyNet.landing_bytes);
+  simulator.run(random);
+  for (uint32_t r = 0; r < ranks; ++r)
+    CHECK(same(call.dtype, simulator.result(r).data(), expected[r].data(),
+               expected[r].size() / size_bytes(call.dtype)));
+}
+
+}  // namespace
+
+TEST(all_reduce_over_several_hosts_gives_the_naive_result_in_every_interleaving_tried) {
+  std::mt19937_64 random(17);
+  for (const auto& [name, levels] : cases())
+    for (Algorithm algorithm : {Algorithm::flat, Algorithm::arena, Algorithm::staged})
+      for (uint64_t elems : {0, 1, 16, 33, 128, 129, 700, 2500}) {
+        if (algorithm == Algorithm::flat && elems * 4 > kTinySlots.flat_bytes) continue;
+        for (int seed = 0; seed < 6; ++seed)
+          run({Operation::all_reduce, Dtype::float32, Reduction::sum, 0, elems}, levels, algorithm, seed % 2,
+              random);
+      }
+}
+
+TEST(an_exact_all_reduce_has_the_bits_of_one_host) {
+  std::mt19937_64 random(23);
+  for (auto& [name, levels] : cases()) {
+    for (Dtype dtype : {Dtype::float16, Dtype::bfloat16})
+      for (Reduction reduction : {Reduction::sum, Reduction::avg, Reduction::premul_sum, Reduction::max}) {
+        Levels exact = levels;
+        exact.exact = true;
+        for (Algorithm algorithm : {Algorithm::flat, Algorithm::arena, Algorithm::staged})
+          run({Operation::all_reduce, dtype, reduction, 0, algorithm == Algorithm::flat ? 60u : 1500u}, exact,
+              algorithm, random() % 2, random);
+      }
+  }
+}
+
+TEST(all_reduce_over_several_hosts_knows_all_types_and_reductions) {
+  std::mt19937_64 random(19);
+  for (const auto& [name, levels] : cases())
+    for (Dtype dtype : kAllDtypes)
+      for (Reduction reduction : kAllReductions) {
+        if (!exists(dtype, reduction)) continue;
+        for (Algorithm algorithm : {Algorithm::flat, Algorithm::arena, Algorithm::staged}) {
+          const uint64_t elems = algorithm == Algorithm::flat ? 60 : 1000 + random() % 1000;
+          run({Operation::all_reduce, dtype, reduction, 0, elems}, levels, algorithm, random() % 2, random);
+        }
+      }
+}
+
+// What a host sends and receives of others.
+TEST(all_reduce_over_several_hosts_moves_the_least_bytes) {
+  const Call call{Operation::all_reduce, Dtype::float32, Reduction::sum, 0, 16 << 20};
+  const double size = 64 << 20;
+  std::vector<Case> all = cases();
+  all.push_back({"4x2 at once", in_blocks({2, 2, 2, 2}, {4})});
+  all.push_back({"16x8", in_blocks(std::vector<uint32_t>(16, 8), {4, 4})});
+  for (const auto& [name, levels] : all) {
+    std::vector<uint64_t> out(levels.hosts.size()), in(levels.hosts.size());
+    for (uint32_t r = 0; r < ranks_of(levels); ++r)
+      for (const Step& step : net_all_reduce(call, levels, r, Algorithm::arena, {}, {}).after) {
+        if (step.kind == Step::Kind::send) out[levels.host_of(r)] += step.bytes;
+        if (step.kind == Step::Kind::receive) in[levels.host_of(r)] += step.bytes;
+      }
+    const auto hosts = static_cast<double>(levels.hosts.size());
+    const double bound = 2 * (hosts - 1) / hosts * size;
+    const double most = static_cast<double>(
+        std::max(*std::max_element(out.begin(), out.end()), *std::max_element(in.begin(), in.end())));
+    std::printf("  %s: %.5f of the bound\n", name.c_str(), most / bound);
+    CHECK(most <= 1.002 * bound);
+  }
+}
+
+TEST(a_plan_of_several_hosts_can_be_read) {
+  const Call call{Operation::all_reduce, Dtype::bfloat16, Reduction::avg, 0, 64};
+  const std::string text = print(net_all_reduce(call, in_blocks({2, 2}, {2}), 2, Algorithm::flat, {}, {}));
+  CHECK_CONTAINS(text, "reduce (sum) 128 landing[2]+0 <- send[2]+0 flat[3]+0");
+  CHECK_CONTAINS(text, "send 128 to rank 0 <- landing[2]+0");
+  CHECK_CONTAINS(text, "receive 128 from rank 0 -> landing[2]+128");
+  CHECK_CONTAINS(text, "wait until rank 0 has sent 1");
+  CHECK_CONTAINS(text, "reduce (avg) 128 recv[2]+0 slot[2]+0 <- landing[2]+128 landing[2]+0");
+  CHECK_CONTAINS(text, "wait until rank 0 was sent 1");
+}

@@ -1,0 +1,240 @@
+// Runs all ranks' plans without memory, sockets or time: tensors, counters and links are plain data, and
+// which rank does its next step, or which link carries some more bytes, is picked at random. Whatever the
+// interleaving, no rank may get stuck, and the result must be the naive one. A step that reads what another
+// rank has not written yet, or writes what another still needs, shows up as a wrong result in some
+// interleaving.
+//
+// A link takes a frame's bytes from where they lie when it carries them, some at a time, and only when the
+// receiver has said where they go; so bytes that change too early, or frames in another order on both sides,
+// show up too.
+#pragma once
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <set>
+
+#include "check.h"
+#include "collectives/levels.h"
+#include "collectives/plan.h"
+#include "data.h"
+#include "kernels/reduce.h"
+
+namespace photinus::test {
+
+class Simulator {
+ public:
+  // Without levels, all ranks are on one host.
+  Simulator(const Call& call, std::vector<Plan> plans, bool in_place, const std::vector<Bytes>& inputs,
+            const SlotSizes& sizes, Levels levels = {}, const std::vector<double>& factors = {},
+            uint64_t landing_bytes = 0)
+      : call_(call),
+        in_place_(in_place),
+        levels_(std::move(levels)),
+        factors_(factors),
+        ranks_(inputs.size()) {
+    if (levels_.hosts.empty()) {
+      levels_.hosts.resize(1);
+      for (uint32_t r = 0; r < ranks_.size(); ++r) levels_.hosts[0].push_back(r);
+    }
+    const auto expected = naive(call, inputs, factors, levels_);
+    for (uint32_t r = 0; r < ranks_.size(); ++r) {
+      ranks_[r].send = inputs[r];
+      ranks_[r].recv.resize(expected[r].size());
+      ranks_[r].flat.resize(sizes.flat_bytes);
+      ranks_[r].slot.resize(sizes.chunks * sizes.chunk_bytes);
+      ranks_[r].landing.resize(landing_bytes);
+      ranks_[r].host = levels_.host_of(r);
+      ranks_[r].heard = {ranks_[r].host};
+      ranks_[r].plan = std::move(plans[r]);
+    }
+  }
+
+  void run(std::mt19937_64& random) {
+    std::vector<uint32_t> busy;
+    for (uint32_t r = 0; r < ranks_.size(); ++r) busy.push_back(r);
+    // At times links are slow: bytes move only when no rank can go on, or seldom.
+    const uint64_t slowness = random() % 3;
+    while (!busy.empty()) {
+      // A rank runs on for a random while, so that ranks get far apart too.
+      std::vector<uint32_t> ready;
+      for (uint32_t r : busy)
+        if (can_step(r)) ready.push_back(r);
+      std::vector<Link*> links;
+      for (auto& [pair, link] : links_)
+        if (!link.sent.empty() && !link.places.empty()) links.push_back(&link);
+      if (!links.empty() && (ready.empty() || (slowness < 2 && random() % (slowness ? 10 : 2) == 0))) {
+        carry(*links[random() % links.size()], random);
+        continue;
+      }
+      CHECK(!ready.empty());  // nobody can go on: a deadlock
+      uint32_t r = ready[random() % ready.size()];
+      for (uint64_t burst = random() % 20 + 1; burst > 0 && !done(r) && can_step(r); --burst) step(r);
+      if (done(r)) busy.erase(std::find(busy.begin(), busy.end(), r));
+    }
+    for (auto& [pair, link] : links_) CHECK(link.sent.empty() && link.places.empty());
+  }
+
+  const Bytes& result(uint32_t r) const { return in_place_ ? ranks_[r].send : ranks_[r].recv; }
+
+ private:
+  struct Rank {
+    Bytes send, recv, flat, slot, landing;
+    uint64_t counters[kCounterCount] = {};
+    Plan plan;
+    size_t next = 0;  // of before, then the meeting, then after
+    uint32_t host = 0;
+    std::set<uint32_t> heard;  // of which hosts it knows, over others, that they have come
+  };
+  struct Frame {
+    Region from;
+    uint64_t bytes;
+    std::set<uint32_t> heard;
+  };
+  struct Link {  // from one rank to another
+    uint32_t from, to;
+    std::vector<Frame> sent;  // the first one may be on its way
+    std::vector<std::pair<Region, uint64_t>> places;
+    uint64_t carried = 0;  // bytes of the first
+    uint64_t frames = 0;   // have arrived
+  };
+
+  size_t meeting(const Rank& rank) const { return rank.plan.before.size(); }
+  bool done(uint32_t r) const {
+    return ranks_[r].next == meeting(ranks_[r]) + 1 + ranks_[r].plan.after.size();
+  }
+
+  Link& link(uint32_t from, uint32_t to) {
+    CHECK(from < ranks_.size() && to < ranks_.size() && ranks_[from].host != ranks_[to].host);
+    return links_.try_emplace({from, to}, Link{from, to, {}, {}}).first->second;
+  }
+
+  bool can_step(uint32_t r) {
+    const Rank& rank = ranks_[r];
+    if (rank.next < meeting(rank)) return true;
+    if (rank.next == meeting(rank))  // all of its host have done their `before`
+      return std::all_of(ranks_.begin(), ranks_.end(), [&](const Rank& other) {
+        return other.host != rank.host || other.next >= meeting(other);
+      });
+    const Step& s = rank.plan.after[rank.next - meeting(rank) - 1];
+    if (s.kind == Step::Kind::wait_sent) return link(r, s.rank).frames >= s.value;
+    if (s.kind == Step::Kind::wait_received) return link(s.rank, r).frames >= s.value;
+    if (s.kind != Step::Kind::wait) return true;
+    for (uint32_t other : levels_.hosts[rank.host])
+      if ((s.rank == kEveryone || s.rank == other) &&
+          ranks_[other].counters[static_cast<size_t>(s.counter)] < s.value)
+        return false;
+    return true;
+  }
+
+  // Where `r` finds `bytes` of a region, to write them or to read them.
+  std::byte* at(uint32_t r, const Region& region, uint64_t bytes, bool writes) {
+    Rank& owner = ranks_[region.rank];
+    CHECK(owner.host == ranks_[r].host);
+    CHECK(region.place != Place::landing || region.rank == r);
+    // An output must not be written before all hosts are known to agree.
+    if (writes && region.place == Place::recv) CHECK(ranks_[r].heard.size() == levels_.hosts.size());
+    Bytes* place = nullptr;
+    switch (region.place) {
+      case Place::send:
+        place = &owner.send;
+        break;
+      case Place::recv:
+        place = in_place_ ? &owner.send : &owner.recv;
+        break;
+      case Place::flat:
+        place = &owner.flat;
+        break;
+      case Place::slot:
+        place = &owner.slot;
+        break;
+      case Place::landing:
+        place = &owner.landing;
+        break;
+      default:
+        CHECK(false);
+    }
+    CHECK(region.offset_bytes + bytes <= place->size());
+    return place->data() + region.offset_bytes;
+  }
+
+  void step(uint32_t r) {
+    Rank& rank = ranks_[r];
+    size_t index = rank.next++;
+    if (index == meeting(rank)) return;
+    const Step& s =
+        index < meeting(rank) ? rank.plan.before[index] : rank.plan.after[index - meeting(rank) - 1];
+    switch (s.kind) {
+      case Step::Kind::copy:
+        std::memmove(at(r, s.to, s.bytes, true), at(r, s.from, s.bytes, false), s.bytes);
+        break;
+      case Step::Kind::advance:
+        rank.counters[static_cast<size_t>(s.counter)] = s.value;
+        break;
+      case Step::Kind::wait:
+        for (uint32_t other : levels_.hosts[rank.host])
+          if (s.rank == kEveryone || s.rank == other)
+            rank.heard.insert(ranks_[other].heard.begin(), ranks_[other].heard.end());
+        break;
+      case Step::Kind::reduce:
+        reduce(r, s);
+        break;
+      case Step::Kind::send:
+        at(r, s.from, s.bytes, false);
+        link(r, s.rank).sent.push_back({s.from, s.bytes, rank.heard});
+        break;
+      case Step::Kind::receive:
+        link(s.rank, r).places.push_back({s.to, s.bytes});
+        break;
+      case Step::Kind::wait_sent:
+      case Step::Kind::wait_received:
+        break;
+    }
+  }
+
+  void reduce(uint32_t r, const Step& s) {
+    const Kernel kernel = s.kernel.value_or(Kernel{call_.reduction, call_.dtype, call_.dtype});
+    const uint64_t elems = s.bytes / size_bytes(kernel.from);
+    std::vector<const void*> sources;
+    std::vector<double> factors;
+    for (const Region& source : s.sources) {
+      sources.push_back(at(r, source, s.bytes, false));
+      if (!factors_.empty()) factors.push_back(factors_[source.rank]);
+    }
+    std::vector<void*> destinations;
+    for (const Region& result : s.results)
+      destinations.push_back(at(r, result, elems * size_bytes(kernel.to), true));
+    reduce_between(kernel.from, kernel.to, kernel.reduction, InstructionSet::baseline,
+                   {sources.data(), static_cast<uint32_t>(sources.size()), destinations.data(),
+                    static_cast<uint32_t>(destinations.size()), elems, static_cast<uint32_t>(ranks_.size()),
+                    factors.empty() ? nullptr : factors.data()});
+  }
+
+  // Some of the bytes of a link's first frame.
+  void carry(Link& link, std::mt19937_64& random) {
+    Frame& frame = link.sent.front();
+    auto [to, bytes] = link.places.front();
+    CHECK(frame.bytes == bytes);
+    Rank& receiver = ranks_[link.to];
+    const uint64_t part = std::min<uint64_t>(random() % 2 ? bytes : random() % 100 + 1, bytes - link.carried);
+    if (link.carried == 0) receiver.heard.insert(frame.heard.begin(), frame.heard.end());
+    if (part > 0)
+      std::memcpy(at(link.to, to, bytes, true) + link.carried,
+                  at(link.from, frame.from, bytes, false) + link.carried, part);
+    link.carried += part;
+    if (link.carried < bytes) return;
+    link.sent.erase(link.sent.begin());
+    link.places.erase(link.places.begin());
+    link.carried = 0;
+    ++link.frames;
+  }
+
+  Call call_;
+  bool in_place_;
+  Levels levels_;
+  std::vector<double> factors_;
+  std::vector<Rank> ranks_;
+  std::map<std::pair<uint32_t, uint32_t>, Link> links_;
+};
+
+}  // namespace photinus::test
