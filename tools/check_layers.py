@@ -68,6 +68,7 @@ INCLUDES: dict[str, set[str]] = {
     "base": set(),
     "peers": {"base"},
     "shm": {"base", "peers"},
+    "net": {"base"},
     "device": {"base"},
     "kernels": {"base"},
     "collectives": {"base", "peers", "kernels"},

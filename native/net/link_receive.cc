@@ -1,0 +1,298 @@
+// The receiving half of links, and how they notice their end.
+#include <algorithm>
+#include <cstring>
+
+#include "base/clock.h"
+#include "base/process.h"
+#include "net/link.h"
+
+namespace photinus {
+namespace {
+
+constexpr uint64_t kTurnBytes = 4 << 20;  // that one stream may receive before others have a turn
+// A stream ended without a word: for so long the peer's word may still be under way on the control stream.
+constexpr double kWordUnderWay_s = 1;
+
+std::string size_text(uint64_t least, uint64_t most) {
+  return least == most ? text("%llu", static_cast<unsigned long long>(most))
+                       : text("%llu to %llu", static_cast<unsigned long long>(least),
+                              static_cast<unsigned long long>(most));
+}
+
+}  // namespace
+
+// --- receiving
+
+void Link::expect(uint32_t channel, uint64_t sequence, void* at, uint64_t bytes, Transfer& transfer) {
+  expect(channel, sequence, at, bytes, bytes, transfer);
+}
+
+void Link::expect(uint32_t channel, uint64_t sequence, void* at, uint64_t least_bytes, uint64_t bytes,
+                  Transfer& transfer) {
+  check();
+  transfer.done_.store(false, std::memory_order_relaxed);
+  std::lock_guard lock(places_mutex_);
+  if (forgotten_.contains(channel))
+    throw Error(ErrorKind::invalid_argument,
+                text("a place on channel %u, which %s has forgotten", channel, name().c_str()));
+  const Place place{static_cast<std::byte*>(at), least_bytes, bytes, &transfer};
+  if (!places_.emplace(Key{channel, sequence}, place).second)
+    throw Error(ErrorKind::invalid_argument,
+                text("channel %u, sequence %llu has a place already at %s", channel,
+                     static_cast<unsigned long long>(sequence), name().c_str()));
+  places_version_.fetch_add(1, std::memory_order_release);
+}
+
+bool Link::receive(Track& track) {
+  if (track.waits && track.places_seen == places_version_.load(std::memory_order_acquire)) return false;
+  if (!track.waits && (track.ended.load(std::memory_order_relaxed) || !track.stream->may_read()))
+    return false;
+  bool moved = false;
+  uint64_t got = 0;
+  while (!has_failed()) {
+    moved |= parse(track);
+    if (has_failed() || track.waits || track.ended.load(std::memory_order_relaxed)) break;
+    if (got >= kTurnBytes || !track.stream->may_read()) break;
+    iovec pieces[2];
+    int count = 0;
+    const bool lands = track.in_payload && track.place.at;
+    if (lands) pieces[count++] = {track.place.at, track.left};
+    if (track.begin > 0) {  // so that a header or a control frame always has room
+      std::memmove(track.buffer.get(), track.buffer.get() + track.begin, track.end - track.begin);
+      track.end -= track.begin;
+      track.begin = 0;
+    }
+    pieces[count++] = {track.buffer.get() + track.end, kBufferBytes - track.end};
+    const Stream::Result result = track.stream->read(pieces, count);
+    if (result.status == Stream::Status::blocked) break;
+    if (result.status != Stream::Status::moved) {
+      note_end(track, result.status == Stream::Status::broken ? track.stream->fault() : "");
+      return true;
+    }
+    moved = true;
+    got += result.bytes;
+    track.received_bytes.fetch_add(result.bytes, std::memory_order_relaxed);
+    const uint64_t landed = lands ? std::min<uint64_t>(result.bytes, track.left) : 0;
+    if (lands) track.place.at += landed, track.left -= landed;
+    track.end += result.bytes - landed;
+  }
+  if (options_.stall_limit_s > 0 && moved) track.moved_s = now_s();
+  return moved;
+}
+
+// Consumes what lies in the buffer, as far as it goes.
+bool Link::parse(Track& track) {
+  bool moved = false;
+  while (true) {
+    const size_t there = track.end - track.begin;
+    if (track.in_payload) {
+      const uint64_t taken = std::min<uint64_t>(track.left, there);
+      if (track.place.at && taken > 0) {
+        std::memcpy(track.place.at, track.buffer.get() + track.begin, taken);
+        track.place.at += taken;
+      }
+      track.begin += taken;
+      track.left -= taken;
+      if (track.left > 0) return moved;
+      end_payload(track);
+      moved = true;
+    } else if (!track.has_header) {
+      if (there < sizeof(FrameHeader)) return moved;
+      std::memcpy(&track.header, track.buffer.get() + track.begin, sizeof(FrameHeader));
+      track.begin += sizeof(FrameHeader);
+      if (!check_header(track)) return true;
+      track.has_header = true;
+    } else if (track.header.kind == FrameKind::data) {
+      if (!begin_payload(track)) return moved;
+    } else {
+      if (there < track.header.bytes) return moved;
+      const std::byte* payload = track.buffer.get() + track.begin;
+      track.begin += track.header.bytes;
+      track.has_header = false;
+      track.received_frames.fetch_add(1, std::memory_order_relaxed);
+      take_control(track, payload);
+      moved = true;
+      if (has_failed()) return true;
+    }
+  }
+}
+
+bool Link::check_header(Track& track) {
+  const FrameHeader& header = track.header;
+  std::string wrong;
+  const bool small = header.kind == FrameKind::control || header.kind == FrameKind::goodbye ||
+                     header.kind == FrameKind::fault;
+  if (header.checksum != header.expected_checksum())
+    wrong = text("whose checksum is %08x instead of %08x", header.checksum, header.expected_checksum());
+  else if (header.number != track.expected_number)
+    wrong = text("with number %u where %u comes", header.number, track.expected_number);
+  else if (!small && header.kind != FrameKind::data)
+    wrong = text("of unknown kind %u", static_cast<unsigned>(header.kind));
+  else if (small && track.index != 0)
+    wrong = "of control on a stream for data";
+  else if (small && header.bytes > kControlBytes)
+    wrong = text("of control with %llu bytes (at most %zu)", static_cast<unsigned long long>(header.bytes),
+                 kControlBytes);
+  ++track.expected_number;
+  if (wrong.empty()) return true;
+  fail(ErrorKind::peer_lost, name() + ": " + peer_ + " sent a frame " + wrong +
+                                 "; the connection is damaged, or something else speaks on it");
+  return false;
+}
+
+// Finds the place of the frame whose header has come; false when there is none yet.
+bool Link::begin_payload(Track& track) {
+  const FrameHeader& header = track.header;
+  {
+    std::lock_guard lock(places_mutex_);
+    const auto found = places_.find({header.channel, header.sequence});
+    track.place = {};
+    if (found != places_.end()) {
+      track.place = found->second;
+      places_.erase(found);
+    } else if (!forgotten_.contains(header.channel)) {
+      track.places_seen = places_version_.load(std::memory_order_relaxed);
+      if (!track.waits) track.waits_since_s = now_s();
+      track.waits = true;
+    } else {
+      track.waits = false;
+    }
+    if (track.place.transfer) {
+      if (track.waits)
+        track.waited_s.store(track.waited_s.load() + (now_s() - track.waits_since_s),
+                             std::memory_order_relaxed);
+      track.waits = false;
+    }
+  }
+  if (track.waits) {
+    if (track.index != 0) return false;
+    fail(ErrorKind::peer_lost,
+         text("%s: %s sent %llu bytes for channel %u, sequence %llu among control frames, where no place is "
+              "posted",
+              name().c_str(), peer_.c_str(), static_cast<unsigned long long>(header.bytes), header.channel,
+              static_cast<unsigned long long>(header.sequence)));
+    return false;
+  }
+  if (track.place.transfer && (header.bytes < track.place.least_bytes || header.bytes > track.place.bytes)) {
+    fail(ErrorKind::peer_lost,
+         text("%s: %s sent %llu bytes for channel %u, sequence %llu, where %s were expected", name().c_str(),
+              peer_.c_str(), static_cast<unsigned long long>(header.bytes), header.channel,
+              static_cast<unsigned long long>(header.sequence),
+              size_text(track.place.least_bytes, track.place.bytes).c_str()));
+    return false;
+  }
+  track.left = header.bytes;
+  track.in_payload = true;
+  track.has_header = false;
+  return true;
+}
+
+void Link::end_payload(Track& track) {
+  track.in_payload = false;
+  track.received_frames.fetch_add(1, std::memory_order_relaxed);
+  Transfer* const transfer = track.place.transfer;
+  track.place = {};
+  if (!transfer) return;
+  transfer->bytes_ = track.header.bytes;
+  transfer->done_.store(true, std::memory_order_release);  // its owner may end it now
+}
+
+void Link::take_control(Track& track, const std::byte* payload) {
+  const FrameHeader& header = track.header;
+  if (header.kind == FrameKind::goodbye) {
+    goodbye_heard_.store(true);
+  } else if (header.kind == FrameKind::fault) {
+    std::string why(reinterpret_cast<const char*>(payload), header.bytes);
+    std::replace_if(why.begin(), why.end(), [](char c) { return static_cast<unsigned char>(c) < ' '; }, ' ');
+    fail(ErrorKind::peer_lost, name() + ": " + peer_ + " gave it up: " + why, false);
+  } else {
+    handler_(header.channel, header.sequence, payload, header.bytes);
+  }
+}
+
+// --- ends
+
+bool Link::poll() {
+  if (has_failed() || owner_ != own_pid()) return false;
+  bool moved = false;
+  for (auto& track : tracks_) {
+    if (track->queued_bytes.load(std::memory_order_relaxed) > 0 || leaving_.load(std::memory_order_relaxed)) {
+      std::unique_lock lock(track->sending, std::try_to_lock);
+      if (lock && !has_failed()) moved |= write(*track);
+    }
+    std::unique_lock lock(track->receiving, std::try_to_lock);
+    if (lock && !has_failed()) moved |= receive(*track);
+    if (has_failed()) return true;
+  }
+  look_for_ends();
+  if (options_.stall_limit_s > 0) look_for_stalls();
+  return moved || has_failed();
+}
+
+// A stream will bring nothing more. Between frames that is in order, if the peer says goodbye.
+void Link::note_end(Track& track, const std::string& how) {
+  std::lock_guard lock(state_mutex_);
+  track.torn = track.in_payload || track.has_header || track.end > track.begin;
+  track.end_text = how.empty() ? "the connection was closed" : how;
+  if (track.in_payload)
+    track.end_text += text(" with %llu bytes of channel %u, sequence %llu still to come",
+                           static_cast<unsigned long long>(track.left), track.header.channel,
+                           static_cast<unsigned long long>(track.header.sequence));
+  else if (how.empty())
+    track.end_text +=
+        track.torn ? " in the middle of a frame" : " without a goodbye; its process has ended, or gave up";
+  if (first_end_s_ == 0) first_end_s_ = now_s();
+  track.ended.store(true, std::memory_order_release);
+}
+
+// Decides whether streams that have ended are a failure; the word that explains it may come behind them.
+void Link::look_for_ends() {
+  std::string symptom;
+  bool all_ended = true;
+  const bool goodbye = goodbye_heard_.load();
+  const bool control_ended = tracks_[0]->ended.load(std::memory_order_acquire);
+  for (const auto& track : tracks_) {
+    if (track->ended.load(std::memory_order_acquire)) {
+      std::lock_guard lock(state_mutex_);
+      if (track->torn || (!goodbye && symptom.empty())) symptom = track->end_text;
+    } else if (track->write_broken.load(std::memory_order_acquire)) {
+      std::lock_guard lock(state_mutex_);
+      if (!goodbye && symptom.empty()) symptom = track->write_fault;
+      if (first_end_s_ == 0) first_end_s_ = now_s();
+      all_ended = false;
+    } else {
+      all_ended = false;
+    }
+  }
+  if (symptom.empty()) {
+    if (goodbye && all_ended) peer_left_.store(true, std::memory_order_release);
+    return;
+  }
+  double since_s;
+  {
+    std::lock_guard lock(state_mutex_);
+    since_s = first_end_s_;
+  }
+  if (control_ended || now_s() - since_s > kWordUnderWay_s)
+    fail(ErrorKind::peer_lost, name() + ": " + symptom, false);
+}
+
+void Link::look_for_stalls() {
+  const double now = now_s();
+  for (auto& track : tracks_) {
+    const double since_s = track->stalled_since_s.load(std::memory_order_relaxed);
+    if (since_s > 0 && now - since_s > options_.stall_limit_s)
+      return fail(ErrorKind::timeout,
+                  text("%s: it has taken none of the %llu bytes that wait here for %.1f s", name().c_str(),
+                       static_cast<unsigned long long>(track->queued_bytes.load()), now - since_s));
+    std::unique_lock lock(track->receiving, std::try_to_lock);
+    if (lock && track->in_payload && track->moved_s > 0 && now - track->moved_s > options_.stall_limit_s)
+      return fail(
+          ErrorKind::timeout,
+          text("%s: %llu bytes of channel %u, sequence %llu are still to come, and none came for %.1f s",
+               name().c_str(), static_cast<unsigned long long>(track->left), track->header.channel,
+               static_cast<unsigned long long>(track->header.sequence), now - track->moved_s));
+  }
+}
+
+}  // namespace photinus

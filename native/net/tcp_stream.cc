@@ -1,0 +1,112 @@
+#include "net/tcp_stream.h"
+
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+
+#include "base/error.h"
+
+#ifndef TCP_RTO_MAX_MS
+#define TCP_RTO_MAX_MS 44
+#endif
+
+namespace photinus {
+namespace {
+
+std::string congestion_controls() {
+  char line[512] = "";
+  if (FILE* file = std::fopen("/proc/sys/net/ipv4/tcp_available_congestion_control", "re")) {
+    if (!std::fgets(line, sizeof line, file)) line[0] = '\0';
+    std::fclose(file);
+  }
+  line[std::strcspn(line, "\n")] = '\0';
+  return line;
+}
+
+void set_number(int socket, int level, int name, int value, const char* what) {
+  if (setsockopt(socket, level, name, &value, sizeof value) != 0) throw_errno(text("setting %s", what));
+}
+
+}  // namespace
+
+void set_options(int socket, const TcpOptions& options) {
+  set_number(socket, IPPROTO_TCP, TCP_NODELAY, 1, "TCP_NODELAY");
+  if (options.send_buffer_bytes > 0)
+    set_number(socket, SOL_SOCKET, SO_SNDBUF, options.send_buffer_bytes, "SO_SNDBUF");
+  if (options.receive_buffer_bytes > 0)
+    set_number(socket, SOL_SOCKET, SO_RCVBUF, options.receive_buffer_bytes, "SO_RCVBUF");
+  if (options.longest_retransmission_ms > 0)
+    setsockopt(socket, IPPROTO_TCP, TCP_RTO_MAX_MS, &options.longest_retransmission_ms,
+               sizeof options.longest_retransmission_ms);
+  const std::string& control = options.congestion_control;
+  if (!control.empty() &&
+      setsockopt(socket, IPPROTO_TCP, TCP_CONGESTION, control.data(), static_cast<socklen_t>(control.size())))
+    throw Error(ErrorKind::invalid_argument,
+                text("the congestion control '%s' was asked for: %s; here there are: %s", control.c_str(),
+                     std::strerror(errno), congestion_controls().c_str()));
+}
+
+Stream::Result TcpStream::failed(int error) {
+  error_.store(error);
+  return {Status::broken, 0};
+}
+
+Stream::Result TcpStream::read(const iovec* pieces, int count) {
+  size_t asked = 0;
+  for (int i = 0; i < count; ++i) asked += pieces[i].iov_len;
+  msghdr message{};
+  message.msg_iov = const_cast<iovec*>(pieces);
+  message.msg_iovlen = static_cast<size_t>(count);
+  readiness_->to_read.store(false, std::memory_order_seq_cst);
+  ssize_t got;
+  do {
+    got = recvmsg(socket_.get(), &message, 0);
+  } while (got < 0 && errno == EINTR);
+  if (got < 0) return errno == EAGAIN || errno == EWOULDBLOCK ? Result{} : failed(errno);
+  if (got == 0) return {Status::ended, 0};
+  // A short read has emptied it: what comes later is a new event (epoll(7)), but for an end that came with
+  // it.
+  if (static_cast<size_t>(got) == asked || readiness_->ending.load(std::memory_order_seq_cst))
+    readiness_->to_read.store(true, std::memory_order_seq_cst);
+  return {Status::moved, static_cast<size_t>(got)};
+}
+
+Stream::Result TcpStream::write(const iovec* pieces, int count) {
+  msghdr message{};
+  message.msg_iov = const_cast<iovec*>(pieces);
+  message.msg_iovlen = static_cast<size_t>(count);
+  readiness_->to_write.store(false, std::memory_order_seq_cst);
+  ssize_t sent;
+  do {
+    sent = sendmsg(socket_.get(), &message, MSG_NOSIGNAL);
+  } while (sent < 0 && errno == EINTR);
+  if (sent < 0) return errno == EAGAIN || errno == EWOULDBLOCK ? Result{} : failed(errno);
+  // Whether there is room for more, only trying tells: an event comes only after the kernel has said no.
+  readiness_->to_write.store(true, std::memory_order_seq_cst);
+  return {Status::moved, static_cast<size_t>(sent)};
+}
+
+void TcpStream::finish_writing() {
+  shutdown(socket_.get(), SHUT_WR);
+}
+
+std::string TcpStream::fault() const {
+  const int error = error_.load();
+  if (error == ECONNRESET || error == EPIPE)
+    return "the connection was reset: the process at its other end has ended or closed it";
+  if (error == ETIMEDOUT) return "the connection timed out: the network is cut, or the other host is gone";
+  return text("the connection broke: %s (errno %d)", std::strerror(error), error);
+}
+
+StreamCounts TcpStream::counts() const {
+  tcp_info info{};
+  socklen_t length = sizeof info;
+  if (getsockopt(socket_.get(), IPPROTO_TCP, TCP_INFO, &info, &length) != 0) return {};
+  return {info.tcpi_total_retrans, info.tcpi_rtt * 1e-6};
+}
+
+}  // namespace photinus
