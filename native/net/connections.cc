@@ -10,8 +10,23 @@
 namespace photinus {
 namespace {
 
+constexpr size_t kLeastPending = 64, kSpareDescriptors = 64;
+
 std::string group_text(const Membership& member) {
   return "group " + member.group + " of job " + member.job;
+}
+
+// Where few descriptors are allowed, fewer strangers may be in their handshake at a time.
+Incoming::Limits affordable(const Connections::Options& options) {
+  Incoming::Limits limits = options.incoming;
+  if (options.listen.empty()) return limits;
+  try {
+    need_descriptors(limits.pending + kSpareDescriptors, "listening for other hosts");
+  } catch (const Error&) {
+    limits.pending = std::min<size_t>(limits.pending, kLeastPending);
+    need_descriptors(limits.pending + kSpareDescriptors, "listening for other hosts");
+  }
+  return limits;
 }
 
 }  // namespace
@@ -26,7 +41,7 @@ Connections::Connections(const Options& options)
     : options_(options),
       owner_(own_pid()),
       incoming_(
-          events_, options.incoming, options.dialect,
+          events_, affordable(options), options.dialect,
           [this](const Claim& claim, const Challenge& said, const SocketAddress&) {
             return decide(claim, said);
           },
@@ -35,7 +50,6 @@ Connections::Connections(const Options& options)
   if (options.streams < 1 || options.streams > 16)
     throw Error(ErrorKind::invalid_argument,
                 text("%u streams for data were asked for; a link has 1 to 16", options.streams));
-  need_descriptors(options.listen.empty() ? 16 : options.incoming.pending + 16, "listening for other hosts");
   for (const SocketAddress& address : options.listen)
     addresses_.push_back(incoming_.listen(address, options.tcp, next_id_++));
 }
@@ -286,7 +300,8 @@ void Connections::work(double now) {
     work_on(*opening, now);
     if (!opening->is_under_way()) return true;
     note_due(opening->until_s_);
-    for (const auto& dial : opening->dials_) note_due(dial->due_s());
+    for (size_t i = 0; i < opening->dials_.size(); ++i)
+      if (!opening->sockets_[i].valid()) note_due(opening->dials_[i]->due_s());
     return false;
   });
   busy_.store(due > 0);

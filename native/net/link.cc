@@ -64,6 +64,10 @@ void Link::send(uint32_t channel, uint64_t sequence, std::span<const iovec> piec
     frame.pieces.push_back(piece);
     frame.header.bytes += piece.iov_len;
   }
+  if (stream == kWithControl && frame.header.bytes > kBesideControlBytes)
+    throw Error(ErrorKind::invalid_argument,
+                text("%llu bytes of data were to go beside control frames; at most %zu may",
+                     static_cast<unsigned long long>(frame.header.bytes), kBesideControlBytes));
   transfer.bytes_ = frame.header.bytes;
   transfer.done_.store(false, std::memory_order_relaxed);
   frame.transfer = &transfer;
@@ -122,7 +126,8 @@ void Link::push(Track& track, Outgoing&& frame, bool more) {
 // Gives the kernel what it takes, under track.sending. Whether it took something.
 bool Link::write(Track& track) {
   bool moved = false;
-  while (!track.queue.empty() && !track.write_broken.load(std::memory_order_relaxed)) {
+  while (!track.queue.empty() && !track.write_broken.load(std::memory_order_relaxed) &&
+         track.stream->may_write()) {
     iovec pieces[kPieces];
     int count = 0;
     uint64_t asked = 0;
@@ -147,7 +152,6 @@ bool Link::write(Track& track) {
       for (const iovec& piece : frame.pieces) add(piece.iov_base, piece.iov_len);
       if (count == kPieces) break;
     }
-    if (!track.stream->may_write()) break;
     const Stream::Result result = track.stream->write(pieces, count);
     if (result.status == Stream::Status::blocked) break;
     if (result.status != Stream::Status::moved) {

@@ -78,6 +78,7 @@ class Link {
 
   static constexpr uint32_t kAnyStream = UINT32_MAX;  // the data stream with least to send
   static constexpr uint32_t kWithControl = UINT32_MAX - 1;
+  static constexpr size_t kBesideControlBytes = 64 << 10;  // of a frame that is sent there
 
   // All methods may be called from any thread. The first four throw the link's error when it has failed.
 

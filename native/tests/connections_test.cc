@@ -4,6 +4,7 @@
 #include <netinet/in.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -365,8 +366,8 @@ TEST(an_address_without_a_peer_is_explained) {
   for (const Squatter* one : {&talkative, &closing}) CHECK(fcntl(one->file.get(), F_SETFL, O_NONBLOCK) == 0);
   auto [kind, message] = failure(refused, {&b});
   CHECK(kind == ErrorKind::timeout);
-  CHECK_CONTAINS(message, "has no link with rank 0 of group group 1 of job job after 0.3 s: " +
-                              nobody.address.text() + ": nobody listens there (connection refused)");
+  CHECK_CONTAINS(message, "has no link with rank 0 of group group 1 of job job after 0.");
+  CHECK_CONTAINS(message, " s: " + nobody.address.text() + ": nobody listens there (connection refused)");
   CHECK_CONTAINS(failure(says_else, {&b}).second, "it answers 'HTTP/1.1 400 Bad', which is not Photinus");
   CHECK_CONTAINS(failure(closes, {&b}).second, "it closed the connection within the handshake");
   CHECK_CONTAINS(failure(says_nothing, {&b}).second, "it accepts the connection and says nothing for 0.5 s");
@@ -379,8 +380,7 @@ TEST(an_address_without_a_peer_is_explained) {
     return failure(at_a, {&a});
   }();
   CHECK(missing.first == ErrorKind::timeout);
-  CHECK_CONTAINS(missing.second,
-                 "has no link with rank 1 of group world of job job after 0.1 s: it has not come");
+  CHECK_CONTAINS(missing.second, "has no link with rank 1 of group world of job job after 0.");
 }
 
 TEST(an_address_that_cannot_be_listened_on_is_explained) {
@@ -398,8 +398,31 @@ TEST(an_address_that_cannot_be_listened_on_is_explained) {
 }
 
 TEST(too_few_descriptors_are_an_error_that_says_so) {
-  rlimit before;
-  CHECK(getrlimit(RLIMIT_NOFILE, &before) == 0);
+  for (rlim_t limit : {140, 20}) {
+    const pid_t child = fork();
+    if (child == 0) {
+      const rlimit low{limit, limit};
+      CHECK(setrlimit(RLIMIT_NOFILE, &low) == 0);
+      if (limit == 20) {
+        auto [kind, message] = error_of([&] { Connections none(options()); });
+        CHECK_CONTAINS(message, "listening for other hosts needs 128 file descriptors; this process has ");
+        CHECK_CONTAINS(message, "may have 20: are there enough file descriptors, ulimit -n?");
+      } else {
+        Connections few(options());
+        std::list<Socket> strangers;  // more than there are descriptors, once they are accepted
+        for (int i = 0; i < 90; ++i) strangers.emplace_back(few.addresses().front());
+        Challenge challenge;
+        auto last_hears = [&] {
+          return recv(strangers.back().file.get(), challenge.data(), 1, MSG_PEEK | MSG_DONTWAIT) == 1;
+        };
+        run({&few}, last_hears);
+      }
+      _exit(0);
+    }
+    int status = -1;
+    CHECK(waitpid(child, &status, 0) == child);
+    CHECK(status == 0);
+  }
   Connections small(options());
   auto [kind, message] = error_of([&] { small.reserve(1'000'000'000); });
   CHECK(kind == ErrorKind::system);
@@ -517,10 +540,12 @@ TEST(hostile_connections_cost_little_and_change_nothing) {
   run({&pair.a, &c}, [&] { return at_a && at_a->link() && at_c->link(); });
   exchange(*at_c->link(), *at_a->link(), 1, 50000, [&] { poll_all({&pair.a, &c}); });
   CHECK(accepted.load() == 0 && rounds.load() == 1000);
-  const size_t after = resident_bytes();
-#ifndef __SANITIZE_THREAD__
-  CHECK(after < before + (size_t{16} << 20));
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+  const size_t allowed = size_t{256} << 20;  // their own memory, which what is freed does not leave at once
+#else
+  const size_t allowed = size_t{16} << 20;
 #endif
+  CHECK(resident_bytes() < before + allowed);
   const std::string said = lines.text();
   CHECK_CONTAINS(said, "was turned away");
   CHECK(std::count(said.begin(), said.end(), '\n') <= 4);  // one every five seconds

@@ -321,6 +321,10 @@ TEST(wrong_uses_are_refused) {
   ends.links[0]->expect(1, 1, &byte, 1, one);
   CHECK(error_of([&] { ends.links[0]->expect(1, 1, &byte, 1, two); }).first == ErrorKind::invalid_argument);
   CHECK(error_of([&] { ends.links[0]->send(1, 1, {}, two, 5); }).first == ErrorKind::invalid_argument);
+  std::vector<std::byte> large(Link::kBesideControlBytes + 1);
+  const iovec piece = all_of(large);
+  CHECK(error_of([&] { ends.links[0]->send(1, 1, {&piece, 1}, two, Link::kWithControl); }).first ==
+        ErrorKind::invalid_argument);
   std::string longer(kControlBytes + 1, 'x');
   CHECK(error_of([&] { ends.links[0]->send_control(1, 1, longer.data(), longer.size()); }).first ==
         ErrorKind::invalid_argument);
