@@ -83,7 +83,7 @@ address thread: setup
 # and as threads under both sanitizers.
 SOAK_S ?= 300
 soak: native sanitized
-	for subject in communicator failures exchange messages; do \
+	for subject in communicator failures exchange messages link; do \
 	  $(BUILD_DIR)/native/tests/$${subject}_test --schedules 250 || exit 1; \
 	done
 	$(BUILD_DIR)/native/tests/soak --processes $(SOAK_S) 4

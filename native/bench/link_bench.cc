@@ -1,9 +1,10 @@
 // A link between two processes of this host, over loopback TCP, beside plain sockets that move the same
 // bytes.
 //   link_bench [ROUNDS [STREAMS [CONGESTION_CONTROL]]]   medians of so many interleaved rounds (7)
-// "spin": both processes poll without a pause; "sleep": they sleep until something comes.
+// "spin": both processes poll without a pause; "sleep": they sleep until something comes. "cpu": the first
+// process's processor time over that with plain sockets, both asleep while they wait.
 #include <netinet/in.h>
-#include <poll.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -18,6 +19,7 @@
 
 #include "base/clock.h"
 #include "base/file_descriptor.h"
+#include "driven.h"
 #include "net/connections.h"
 
 using namespace photinus;
@@ -113,28 +115,45 @@ struct Memory {
   explicit Memory(size_t bytes) : out(bytes * kWindow, std::byte{7}), in(bytes * kWindow) {}
 };
 
+double processor_s() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  auto seconds = [](const timeval& time) {
+    return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_usec) * 1e-6;
+  };
+  return seconds(usage.ru_utime) + seconds(usage.ru_stime);
+}
+
+struct Cost {
+  double wall_s = 0, processor_s = 0;
+};
+struct Clock {
+  double wall_s = now_s(), cpu_s = processor_s();
+  Cost stop(double units) const { return {(now_s() - wall_s) / units, (processor_s() - cpu_s) / units}; }
+};
+
 // Half of a round trip.
-double ping_pong_s(Mover& mover, bool is_first, size_t bytes, int count) {
+Cost ping_pong(Mover& mover, bool is_first, size_t bytes, int count) {
   Memory memory(bytes);
-  double start = 0;
+  Clock clock;
   for (int i = 0; i < count + count / 10; ++i) {
-    if (i == count / 10) start = now_s();
+    if (i == count / 10) clock = Clock();
     mover.announce(memory.in.data(), bytes);
     if (is_first) mover.send(memory.out.data(), bytes);
     mover.receive(memory.in.data(), bytes);
     if (!is_first) mover.send(memory.out.data(), bytes);
   }
-  const double spent_s = now_s() - start;
+  const Cost cost = clock.stop(2.0 * count);
   mover.finish();
-  return spent_s / count / 2;
+  return cost;
 }
 
 // For each byte that the first sends and the second has.
-double stream_s(Mover& mover, bool is_first, size_t bytes, int count) {
+Cost stream(Mover& mover, bool is_first, size_t bytes, int count) {
   Memory memory(bytes);
   std::byte end{};
   if (is_first) mover.announce(&end, 1);
-  const double start = now_s();
+  const Clock clock;
   if (is_first) {
     for (int i = 0; i < count; ++i) mover.send(memory.out.data() + bytes * (i % kWindow), bytes);
     mover.receive(&end, 1);
@@ -148,9 +167,9 @@ double stream_s(Mover& mover, bool is_first, size_t bytes, int count) {
     mover.send(&end, 1);
     if (memory.in != memory.out) die("other bytes came than were sent");
   }
-  const double spent_s = now_s() - start;
+  const Cost cost = clock.stop(count * static_cast<double>(bytes));
   mover.finish();
-  return spent_s / count / static_cast<double>(bytes);
+  return cost;
 }
 
 double median(std::vector<double> times) {
@@ -162,33 +181,40 @@ void run(bool is_first, Connections& connections, Link& link, int plain, int rou
   LinkMover link_spins(connections, link, true), link_sleeps(connections, link, false);
   SocketMover plain_spins(plain, true), plain_sleeps(plain, false);
   Mover* const movers[] = {&link_spins, &plain_spins, &link_sleeps, &plain_sleeps};
-  auto measure = [&](const std::function<double(Mover&)>& body, double (&medians)[4]) {
-    std::vector<double> times[4];
+  // Walls of the four, and the processor times of the last two.
+  auto measure = [&](const std::function<Cost(Mover&)>& body) {
+    std::vector<double> walls[4], processors[4];
     for (int round = 0; round < rounds; ++round)
-      for (int way = 0; way < 4; ++way) times[way].push_back(body(*movers[way]));
-    for (int way = 0; way < 4; ++way) medians[way] = median(times[way]);
+      for (int way = 0; way < 4; ++way) {
+        const Cost cost = body(*movers[way]);
+        walls[way].push_back(cost.wall_s);
+        processors[way].push_back(cost.processor_s);
+      }
+    std::vector<double> medians;
+    for (const auto& times : walls) medians.push_back(median(times));
+    medians.push_back(median(processors[2]) / median(processors[3]));
+    return medians;
   };
-  if (is_first)
-    std::printf("half a round trip, us\n%10s %10s %10s %6s %10s %10s %6s\n", "bytes", "link spin", "plain",
-                "ratio", "link sleep", "plain", "ratio");
-  for (size_t bytes : {4, 64, 512, 1024, 4096}) {
-    double s[4];
-    measure([&](Mover& mover) { return ping_pong_s(mover, is_first, bytes, 1000); }, s);
+  auto title = [&](const char* what) {
     if (is_first)
-      std::printf("%10zu %10.2f %10.2f %6.2f %10.2f %10.2f %6.2f\n", bytes, s[0] * 1e6, s[1] * 1e6,
-                  s[0] / s[1], s[2] * 1e6, s[3] * 1e6, s[2] / s[3]);
+      std::printf("%s\n%10s %10s %10s %6s %10s %10s %6s %6s\n", what, "bytes", "link spin", "plain", "ratio",
+                  "link sleep", "plain", "ratio", "cpu");
+  };
+  title("half a round trip, us");
+  for (size_t bytes : {4, 64, 512, 1024, 4096}) {
+    const auto s = measure([&](Mover& mover) { return ping_pong(mover, is_first, bytes, 1000); });
+    if (is_first)
+      std::printf("%10zu %10.2f %10.2f %6.2f %10.2f %10.2f %6.2f %6.2f\n", bytes, s[0] * 1e6, s[1] * 1e6,
+                  s[0] / s[1], s[2] * 1e6, s[3] * 1e6, s[2] / s[3], s[4]);
     std::fflush(stdout);
   }
-  if (is_first)
-    std::printf("one direction, GB/s\n%10s %10s %10s %6s %10s %10s %6s\n", "bytes", "link spin", "plain",
-                "ratio", "link sleep", "plain", "ratio");
+  title("one direction, GB/s; ratio of times");
   for (size_t bytes = 64 << 10; bytes <= 16 << 20; bytes *= 4) {
-    double s[4];
     const int count = static_cast<int>(std::max<size_t>(8, (64 << 20) / bytes));
-    measure([&](Mover& mover) { return stream_s(mover, is_first, bytes, count); }, s);
+    const auto s = measure([&](Mover& mover) { return stream(mover, is_first, bytes, count); });
     if (is_first)
-      std::printf("%10zu %10.2f %10.2f %6.2f %10.2f %10.2f %6.2f\n", bytes, 1e-9 / s[0], 1e-9 / s[1],
-                  s[1] / s[0], 1e-9 / s[2], 1e-9 / s[3], s[3] / s[2]);
+      std::printf("%10zu %10.2f %10.2f %6.2f %10.2f %10.2f %6.2f %6.2f\n", bytes, 1e-9 / s[0], 1e-9 / s[1],
+                  s[0] / s[1], 1e-9 / s[2], 1e-9 / s[3], s[2] / s[3], s[4]);
     std::fflush(stdout);
   }
 }
@@ -228,6 +254,7 @@ int main(int argc, char** argv) {
   if (pipe(ends) != 0) die("cannot make a pipe");
   const pid_t child = fork();
   const bool is_first = child != 0;
+  bench::pin(is_first ? 0 : 1);
   try {
     if (is_first) options.listen = {numeric_address("127.0.0.1", 0)};
     Connections connections(options);

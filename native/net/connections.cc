@@ -314,38 +314,38 @@ bool Connections::poll(double limit_s) {
   if (owner_ != own_pid()) return false;
   std::unique_lock polling(poll_mutex_, std::try_to_lock);
   if (!polling) return false;
-  bool moved = false;
-  for (double sleep_s : {0.0, limit_s}) {
-    epoll_event room[64];
-    const auto events = events_.collect(room, sleep_s);
-    moved = !events.empty();
-    if (!events.empty() || busy_.load(std::memory_order_relaxed)) {
-      std::vector<std::string> lines;
-      {
-        std::lock_guard lock(mutex_);
-        for (const epoll_event& event : events) {
-          const uint64_t id = event.data.u64;
-          if (const auto stream = streams_.find(id); stream != streams_.end()) {
-            if (const auto readiness = stream->second.lock())
-              readiness->set(event.events & EPOLLIN, event.events & EPOLLOUT,
-                             event.events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR));
-          } else if (const auto dial = dials_.find(id); dial != dials_.end()) {
-            dial->second->note();
-          } else if (incoming_.has(id)) {
-            incoming_.note_pending(id);
-          } else {
-            incoming_.note_listener(id);
-          }
-        }
-        work(now_s());
-        lines = incoming_.complaints().take();
+  // Before a sleep a look at the links is enough: what is ready ends the sleep.
+  const bool moved = limit_s > 0 && poll_links();
+  if (moved) limit_s = 0;
+  epoll_event room[64];
+  const auto events = events_.collect(room, limit_s);
+  if (!events.empty() || busy_.load(std::memory_order_relaxed)) dispatch(events);
+  return poll_links() || moved || !events.empty();
+}
+
+// Tells everybody what has changed, and does what the changes allow.
+void Connections::dispatch(std::span<const epoll_event> events) {
+  std::vector<std::string> lines;
+  {
+    std::lock_guard lock(mutex_);
+    for (const epoll_event& event : events) {
+      const uint64_t id = event.data.u64;
+      if (const auto stream = streams_.find(id); stream != streams_.end()) {
+        if (const auto readiness = stream->second.lock())
+          readiness->set(event.events & EPOLLIN, event.events & EPOLLOUT,
+                         event.events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR));
+      } else if (const auto dial = dials_.find(id); dial != dials_.end()) {
+        dial->second->note();
+      } else if (incoming_.has(id)) {
+        incoming_.note_pending(id);
+      } else {
+        incoming_.note_listener(id);
       }
-      for (const std::string& line : lines) say(line);
     }
-    moved |= poll_links();
-    if (moved || sleep_s >= limit_s) break;
+    work(now_s());
+    lines = incoming_.complaints().take();
   }
-  return moved;
+  for (const std::string& line : lines) say(line);
 }
 
 bool Connections::poll_links() {

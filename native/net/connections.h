@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -83,7 +84,8 @@ class Connections {
   // Readable when poll() has something to do: for an epoll set of the caller's.
   int number() const { return events_.number(); }
   // Accepts, dials, greets, and polls all links. Whether something moved; false too when another thread is at
-  // it. If nothing is to be done at first, it sleeps for at most `limit_s`, until something is or ring().
+  // it. If nothing is to be done at first, it sleeps for at most `limit_s`, until something is, or ring().
+  // While one thread sleeps here, another one that has posted a place calls the link's own poll().
   bool poll(double limit_s = 0);
   void ring() { events_.ring(); }
 
@@ -120,6 +122,7 @@ class Connections {
   void work_on(Opening& opening, double now);
   void complete(Opening& opening);
   void fail(Opening& opening, ErrorKind kind, const std::string& text);
+  void dispatch(std::span<const epoll_event> events);
   bool poll_links();
 
   const Options options_;

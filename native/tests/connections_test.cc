@@ -350,6 +350,7 @@ TEST(an_address_without_a_peer_is_explained) {
   auto refused = attempt(nobody.address, 0.3, 1), says_nothing = attempt(silent.address, 30, 2),
        says_else = attempt(talkative.address, 30, 3), closes = attempt(closing.address, 30, 4);
   std::atomic<bool> over{false};
+  for (const Squatter* one : {&talkative, &closing}) CHECK(fcntl(one->file.get(), F_SETFL, O_NONBLOCK) == 0);
   std::thread thread([&] {
     std::list<FileDescriptor> kept;
     while (!over.load()) {
@@ -363,7 +364,6 @@ TEST(an_address_without_a_peer_is_explained) {
       usleep(1000);
     }
   });
-  for (const Squatter* one : {&talkative, &closing}) CHECK(fcntl(one->file.get(), F_SETFL, O_NONBLOCK) == 0);
   auto [kind, message] = failure(refused, {&b});
   CHECK(kind == ErrorKind::timeout);
   CHECK_CONTAINS(message, "has no link with rank 0 of group group 1 of job job after 0.");
