@@ -15,11 +15,10 @@ from rich.console import Console
 from photinus.launcher.cli import main
 from photinus.launcher.contestants import contestant
 from photinus.launcher.doctor import backends, examine, load, network, software
-from photinus.launcher.doctor.finding import Finding, as_json, exit_code
+from photinus.launcher.doctor.finding import Finding, as_json, exit_code, print_findings
 from photinus.launcher.doctor.host import look_at_host
 from photinus.launcher.doctor.load import Load
 from photinus.launcher.doctor.network import look_at_network
-from photinus.launcher.doctor.table import print_findings
 
 TORCH = {
     "version": "2.13.0",

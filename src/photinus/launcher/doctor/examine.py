@@ -14,7 +14,7 @@ from ..command_line.flag_values import port, positive_seconds
 from ..command_line.parser import Parser
 from ..command_line.usage import UsageError
 from .backends import look_at_backends
-from .finding import Finding, as_json, exit_code
+from .finding import as_json, exit_code, print_findings
 from .host import look_at_host
 from .load import look_at_load, read_load
 from .network import look_at_network
@@ -68,18 +68,16 @@ def main(arguments: Sequence[str]) -> int:
     timeout_s = asked.timeout or load.allow(_TIMEOUT_S)
     if load.is_busy and not asked.json:
         print(f"photinus doctor: {load}: this may take a while.", file=sys.stderr, flush=True)
-    findings: list[Finding] = [look_at_load(load), *look_at_host(), *look_at_network()]
+    findings = [look_at_load(load), *look_at_host(), *look_at_network()]
     torch = ask_torch(timeout_s)
     findings += look_at_software(torch, ask_engine(timeout_s), timeout_s)
     findings += look_at_backends(torch.facts, timeout_s)
     # Sections in the order of their first appearance, each together.
-    order = {section: index for index, section in enumerate(dict.fromkeys(each.section for each in findings))}
-    findings.sort(key=lambda each: order[each.section])
+    sections = [each.section for each in findings]
+    findings.sort(key=lambda each: sections.index(each.section))
     if asked.json:
         print(json.dumps(as_json(findings), indent=1))
     else:
-        from .table import print_findings
-
         print_findings(findings)
     return exit_code(findings)
 

@@ -1,14 +1,26 @@
-"""What one look at the machine found."""
+"""What one look at the machine found, and all of it on the terminal: by section, and what it comes to."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["STATES", "Finding", "as_json", "exit_code"]
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-STATES = ("good", "note", "bad", "unknown", "absent")
+__all__ = ["Finding", "as_json", "assess", "exit_code", "print_findings", "terminal"]
+
+_MARKS = {
+    "good": ("✓", "green"),
+    "note": ("!", "yellow"),
+    "bad": ("✗", "red"),
+    "unknown": ("?", "yellow"),
+    "absent": ("–", "bright_black"),
+}
+_WIDEST = 100
 
 
 @dataclass(frozen=True)
@@ -33,8 +45,15 @@ class Finding:
     facts: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        assert self.state in STATES, self.state
+        assert self.state in _MARKS, self.state
         assert self.state not in ("bad", "unknown") or self.advice, f"{self.name} is {self.state}: nothing is advised"
+
+
+def assess(
+    section: str, name: str, value: str, *, bad: str = "", note: str = "", facts: dict[str, Any] | None = None
+) -> Finding:
+    """A finding that is good unless there is advice: `bad` or `note` is what to do about it."""
+    return Finding(section, name, "bad" if bad else "note" if note else "good", value, bad or note, facts)
 
 
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
@@ -45,3 +64,37 @@ def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
 def exit_code(findings: Sequence[Finding]) -> int:
     """0 when nothing is bad and all could be told, else 1."""
     return int(any(finding.state in ("bad", "unknown") for finding in findings))
+
+
+def terminal() -> Console:
+    """Standard output, lines of at most 100 columns."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    console.width = min(_WIDEST, console.width)
+    return console
+
+
+def print_findings(findings: Sequence[Finding], console: Console | None = None) -> None:
+    """Prints a table for each section, and a verdict."""
+    console = console or terminal()
+    for section, found in itertools.groupby(findings, key=lambda finding: finding.section):
+        rows = Table.grid(padding=(0, 1, 0, 0))
+        rows.add_column(width=3, justify="right")
+        rows.add_column(width=16, overflow="fold")
+        rows.add_column(overflow="fold")
+        for each in found:
+            rows.add_row(Text(*_MARKS[each.state]), each.name, each.value)
+            if each.advice:
+                advice = Table.grid(padding=(0, 1, 0, 0))
+                advice.add_row("→", each.advice)
+                rows.add_row("", "", advice)
+        console.print(Text(section, "bold"))
+        console.print(rows)
+        console.print()
+    bad, unknown = ([each.name for each in findings if each.state == state] for state in ("bad", "unknown"))
+    of = f"of {len(findings)}"
+    if bad:
+        console.print(f"{len(bad)} {of} need{'s' * (len(bad) == 1)} attention: {', '.join(bad)}.", style="bold red")
+    if unknown:
+        console.print(f"{len(unknown)} {of} could not be judged: {', '.join(unknown)}.", style="bold yellow")
+    if not (bad or unknown):
+        console.print(f"All well: {len(findings)} looks, nothing that needs attention.", style="bold green")

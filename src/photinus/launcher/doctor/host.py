@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..workers.cgroup import cpu_quota_cores, memory_limit
 from ..workers.devices import usable_cores
-from .finding import Finding
+from .finding import Finding, assess
 
 __all__ = ["look_at_host"]
 
@@ -35,15 +35,13 @@ def _system(root: Path) -> Finding:
     name = platform.freedesktop_os_release().get("PRETTY_NAME", "") if (root / "etc/os-release").exists() else ""
     inside = " in a container" if any((root / mark).exists() for mark in (".dockerenv", "run/.containerenv")) else ""
     value = f"{platform.system()} {platform.release()}, {platform.machine()}{inside}" + (f" ({name})" if name else "")
-    if platform.system() != "Linux":
-        return Finding(_SECTION, "system", "bad", value, "Photinus runs on Linux only.")
-    return Finding(_SECTION, "system", "good", value)
+    wrong = "" if platform.system() == "Linux" else "Photinus runs on Linux only."
+    return assess(_SECTION, "system", value, bad=wrong)
 
 
 def _processors(root: Path) -> Finding:
     present, allowed = os.cpu_count() or 1, len(os.sched_getaffinity(0))
-    quota = cpu_quota_cores(root)
-    usable = usable_cores()
+    quota, usable = cpu_quota_cores(root), usable_cores()
     model = next((line.split(":", 1)[1].strip() for line in _lines(root / "proc/cpuinfo", "model name")), "")
     nodes = len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) or 1
     parts = [f"{usable} usable core{'s' * (usable != 1)} of {present}" + (f" ({model})" if model else "")]
@@ -54,16 +52,9 @@ def _processors(root: Path) -> Finding:
     if nodes > 1:
         parts.append(f"{nodes} NUMA nodes")
     facts = {"present": present, "affinity": allowed, "quota": quota, "usable": usable, "numa_nodes": nodes}
-    if quota is not None and quota < allowed:
-        return Finding(
-            _SECTION,
-            "processors",
-            "note",
-            "; ".join(parts),
-            "Processes beyond the quota are stopped for parts of each 100 ms; start no more workers than it allows.",
-            facts,
-        )
-    return Finding(_SECTION, "processors", "good", "; ".join(parts), facts=facts)
+    advice = "Processes beyond the quota are stopped for parts of each 100 ms; start no more workers than it allows."
+    note = advice if quota is not None and quota < allowed else ""
+    return assess(_SECTION, "processors", "; ".join(parts), note=note, facts=facts)
 
 
 def _memory(root: Path) -> Finding:
@@ -75,10 +66,8 @@ def _memory(root: Path) -> Finding:
         value += f"; the control group allows {_gib(limit)}"
         available = min(available, limit)
     facts = {"total_bytes": total, "available_bytes": available, "limit_bytes": limit}
-    if available < _LITTLE_MEMORY_BYTES:
-        advice = "A worker takes some 400 MB before the model is there. End other programs or raise the limit."
-        return Finding(_SECTION, "memory", "bad", value, advice, facts)
-    return Finding(_SECTION, "memory", "good", value, facts=facts)
+    advice = "A worker takes some 400 MB before the model is there. End other programs or raise the limit."
+    return assess(_SECTION, "memory", value, bad=advice if available < _LITTLE_MEMORY_BYTES else "", facts=facts)
 
 
 def _shared_memory() -> Finding:
@@ -87,56 +76,48 @@ def _shared_memory() -> Finding:
         file = os.memfd_create("photinus-doctor")
     except OSError as error:
         advice = "The engine needs memfd_create; a container's seccomp profile may forbid it. Allow it there."
-        return Finding(_SECTION, "memfd", "bad", f"memfd_create fails: {error.strerror}", advice)
+        return assess(_SECTION, "memfd", f"memfd_create fails: {error.strerror}", bad=advice)
     try:
         os.ftruncate(file, 1 << 20)
         os.pwrite(file, b"x", 0)
     except OSError as error:
-        return Finding(
-            _SECTION, "memfd", "bad", f"a memfd cannot be written: {error.strerror}", "Raise the memory limit."
-        )
+        value = f"a memfd cannot be written: {error.strerror}"
+        return assess(_SECTION, "memfd", value, bad="Raise the memory limit.")
     finally:
         os.close(file)
-    return Finding(_SECTION, "memfd", "good", "shared memory without names: the engine works whatever /dev/shm holds")
+    return assess(_SECTION, "memfd", "shared memory without names: the engine works whatever /dev/shm holds")
 
 
 def _dev_shm(root: Path) -> Finding:
     try:
         stat = os.statvfs(root / "dev/shm")
     except OSError as error:
-        value = f"not there ({error.strerror})"
         advice = "The engine does without, but DataLoader workers and NCCL use it; mount a tmpfs there."
-        return Finding(_SECTION, "/dev/shm", "note", value, advice)
+        return assess(_SECTION, "/dev/shm", f"not there ({error.strerror})", note=advice)
     size, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
-    value = f"{_gib(size)}, {_gib(free)} free"
     facts = {"bytes": size, "free_bytes": free}
-    if free < 512 << 20:
-        advice = (
-            "The engine does not use it, but DataLoader workers pass batches through it and die with a bus error when "
-            "it is full. In Docker: --shm-size 8g, or --ipc host."
-        )
-        return Finding(_SECTION, "/dev/shm", "note", value, advice, facts)
-    return Finding(_SECTION, "/dev/shm", "good", value, facts=facts)
+    advice = (
+        "The engine does not use it, but DataLoader workers pass batches through it and die with a bus error when "
+        "it is full. In Docker: --shm-size 8g, or --ipc host."
+    )
+    note = advice if free < 512 << 20 else ""
+    return assess(_SECTION, "/dev/shm", f"{_gib(size)}, {_gib(free)} free", note=note, facts=facts)
 
 
 def _files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     value = f"{_limit(soft)} (up to {_limit(hard)} on request)"
-    facts = {"soft": soft, "hard": hard}
-    if soft != resource.RLIM_INFINITY and soft < _FEW_FILES:
-        advice = f"A worker holds some files for each other rank and each DataLoader worker: ulimit -n {hard}."
-        return Finding(_SECTION, "open files", "bad", value, advice, facts)
-    return Finding(_SECTION, "open files", "good", value, facts=facts)
+    advice = f"A worker holds some files for each other rank and each DataLoader worker: ulimit -n {hard}."
+    bad = advice if soft != resource.RLIM_INFINITY and soft < _FEW_FILES else ""
+    return assess(_SECTION, "open files", value, bad=bad, facts={"soft": soft, "hard": hard})
 
 
 def _locked_memory() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     value = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft >> 10} KiB"
-    facts = {"soft": soft, "hard": hard}
-    if soft != resource.RLIM_INFINITY and Path("/sys/class/infiniband").is_dir():
-        advice = "RDMA registers memory, which counts as locked: ulimit -l unlimited, or memlock in limits.conf."
-        return Finding(_SECTION, "locked memory", "bad", value, advice, facts)
-    return Finding(_SECTION, "locked memory", "good", value, facts=facts)
+    advice = "RDMA registers memory, which counts as locked: ulimit -l unlimited, or memlock in limits.conf."
+    bad = advice if soft != resource.RLIM_INFINITY and Path("/sys/class/infiniband").is_dir() else ""
+    return assess(_SECTION, "locked memory", value, bad=bad, facts={"soft": soft, "hard": hard})
 
 
 def _limit(number: int) -> str:

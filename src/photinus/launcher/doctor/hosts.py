@@ -23,8 +23,7 @@ from ..ssh.host import RemoteHost as FarHost
 from ..ssh.host import address_towards, leave, pump, reach
 from ..ssh.hostfile import Host
 from ..workers.interrupts import Interrupts, handle_signals
-from .finding import Finding, as_json, exit_code
-from .table import print_findings, terminal
+from .finding import Finding, as_json, exit_code, print_findings, terminal
 
 __all__ = ["Pair", "examine_hosts", "judge", "matrix", "rounds"]
 

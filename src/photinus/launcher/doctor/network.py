@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 
 from ...world.own_address import interfaces
-from .finding import Finding
+from .finding import Finding, assess
 
 __all__ = ["look_at_network"]
 
@@ -30,8 +30,8 @@ def _loopback() -> Finding:
                     assert accepted.recv(1) == b"x"
     except OSError as error:
         advice = "Workers of one host meet there. Bring it up (ip link set lo up), or let the firewall pass it."
-        return Finding(_SECTION, "loopback", "bad", f"127.0.0.1 cannot be reached: {error.strerror or error}", advice)
-    return Finding(_SECTION, "loopback", "good", "127.0.0.1 answers")
+        return assess(_SECTION, "loopback", f"127.0.0.1 cannot be reached: {error.strerror or error}", bad=advice)
+    return assess(_SECTION, "loopback", "127.0.0.1 answers")
 
 
 def _interfaces(root: Path) -> list[Finding]:
@@ -56,34 +56,24 @@ def _own_name() -> Finding:
     try:
         addresses = sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None, socket.AF_INET)})
     except OSError as error:
-        value = f"{name} does not resolve: {error.strerror}"
         advice = (
             "One host needs nothing: `photinus run` sets GLOO_SOCKET_IFNAME=lo. For several, name the interface "
             "(GLOO_SOCKET_IFNAME=eth0) or add the name to /etc/hosts."
         )
-        return Finding(_SECTION, "host name", "note", value, advice)
-    local = all(address.startswith("127.") for address in addresses)
-    if local:
-        return Finding(
-            _SECTION,
-            "host name",
-            "note",
-            f"{name} is {', '.join(addresses)}, which other hosts cannot reach",
-            "Several hosts over gloo: set GLOO_SOCKET_IFNAME to the interface between them.",
-        )
-    return Finding(_SECTION, "host name", "good", f"{name} is {', '.join(addresses)}")
+        return assess(_SECTION, "host name", f"{name} does not resolve: {error.strerror}", note=advice)
+    value = f"{name} is {', '.join(addresses)}"
+    if all(address.startswith("127.") for address in addresses):
+        advice = "Several hosts over gloo: set GLOO_SOCKET_IFNAME to the interface between them."
+        return assess(_SECTION, "host name", f"{value}, which other hosts cannot reach", note=advice)
+    return assess(_SECTION, "host name", value)
 
 
 def _congestion(root: Path) -> Finding:
     control = _read(root / "proc/sys/net/ipv4/tcp_congestion_control")
     if control == "bbr":
-        return Finding(
-            _SECTION,
-            "TCP congestion",
-            "note",
-            "bbr, which paces traffic inside the host too and slows gloo by a third or so",
-            "sysctl -w net.ipv4.tcp_congestion_control=reno (or cubic), unless the hosts are far apart.",
-        )
+        value = "bbr, which paces traffic inside the host too and slows gloo by a third or so"
+        advice = "sysctl -w net.ipv4.tcp_congestion_control=reno (or cubic), unless the hosts are far apart."
+        return assess(_SECTION, "TCP congestion", value, note=advice)
     return Finding(_SECTION, "TCP congestion", "good" if control else "absent", control or "not told by the kernel")
 
 

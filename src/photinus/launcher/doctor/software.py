@@ -16,13 +16,12 @@ from typing import Any
 
 from ...torch_version import OLDEST, is_too_old
 from ...version import __version__
-from .finding import Finding
+from .finding import Finding, assess
 from .load import LATE, finding_if_busy
 
 __all__ = ["Torch", "ask_engine", "ask_torch", "look_at_software"]
 
 _SECTION = "Software"
-_OLDEST_PYTHON = (3, 10)
 
 _ASK_TORCH = """
 import json, torch, torch.distributed as dist
@@ -70,7 +69,7 @@ def look_at_software(torch: Torch, engine: tuple[dict[str, Any] | None, str], ti
     return [
         _python(),
         _engine(*engine),
-        *_torch(torch),
+        _torch(torch),
         *_gpus(torch.facts or {}, timeout_s),
         _program("mpirun", "MPI", timeout_s),
         _program("srun", "Slurm", timeout_s),
@@ -78,11 +77,7 @@ def look_at_software(torch: Torch, engine: tuple[dict[str, Any] | None, str], ti
 
 
 def _python() -> Finding:
-    version = platform.python_version()
-    value = f"{version} ({sys.executable}), Photinus {__version__}"
-    if sys.version_info[:2] < _OLDEST_PYTHON:
-        return Finding(_SECTION, "Python", "bad", value, "Photinus needs Python 3.10 or newer.")
-    return Finding(_SECTION, "Python", "good", value)
+    return assess(_SECTION, "Python", f"{platform.python_version()} ({sys.executable}), Photinus {__version__}")
 
 
 def _engine(facts: dict[str, Any] | None, error: str) -> Finding:
@@ -92,33 +87,33 @@ def _engine(facts: dict[str, Any] | None, error: str) -> Finding:
         )
         return finding_if_busy(_SECTION, "engine", error) or Finding(_SECTION, "engine", "bad", error, advice)
     value = f"adds with {facts['instruction_set']}; {facts['usable_cores']} usable cores"
-    if facts["instruction_set"] == "baseline" and platform.machine() in ("x86_64", "AMD64"):
-        advice = "Neither AVX2 nor AVX-512: a processor of before 2013, or PHOTINUS_INSTRUCTION_SET is set."
-        return Finding(_SECTION, "engine", "note", value, advice, facts)
-    return Finding(_SECTION, "engine", "good", value, facts=facts)
+    advice = "Neither AVX2 nor AVX-512: a processor of before 2013, or PHOTINUS_INSTRUCTION_SET is set."
+    is_old = facts["instruction_set"] == "baseline" and platform.machine() in ("x86_64", "AMD64")
+    return assess(_SECTION, "engine", value, note=advice if is_old else "", facts=facts)
 
 
-def _torch(torch: Torch) -> list[Finding]:
+def _torch(torch: Torch) -> Finding:
     facts = torch.facts
     if facts is None:
         advice = "Install PyTorch as its site says for this machine (pytorch.org). Without it, photinus.engine works."
-        bad = Finding(_SECTION, "torch", "bad", torch.error, advice)
-        return [finding_if_busy(_SECTION, "torch", torch.error) or bad]
+        busy = finding_if_busy(_SECTION, "torch", torch.error)
+        return busy or assess(_SECTION, "torch", torch.error, bad=advice)
     build = f"CUDA {facts['cuda']}" if facts["cuda"] else f"ROCm {facts['hip']}" if facts["hip"] else "CPU only"
     value = f"{facts['version']} ({build})"
+    bad = note = ""
     if is_too_old(facts["version"]):
-        advice = f"Photinus needs torch {'.'.join(map(str, OLDEST))} or newer."
-        return [Finding(_SECTION, "torch", "bad", value, advice, facts)]
-    if not facts["distributed"]:
-        advice = "This build of torch has no torch.distributed; install one that has."
-        return [Finding(_SECTION, "torch", "bad", value, advice, facts)]
-    if not facts["photinus"]:
-        advice = (
+        bad = f"Photinus needs torch {'.'.join(map(str, OLDEST))} or newer."
+    elif not facts["distributed"]:
+        bad = "This build of torch has no torch.distributed; install one that has."
+    elif facts["photinus"]:
+        value += "; backend photinus registers by itself"
+    else:
+        value += "; backend photinus is not registered"
+        note = (
             "import torch did not register backend photinus: TORCH_DEVICE_BACKEND_AUTOLOAD=0 switches that off; "
             "`import photinus` before init_process_group does it too."
         )
-        return [Finding(_SECTION, "torch", "note", f"{value}; backend photinus is not registered", advice, facts)]
-    return [Finding(_SECTION, "torch", "good", f"{value}; backend photinus registers by itself", facts=facts)]
+    return assess(_SECTION, "torch", value, bad=bad, note=note, facts=facts)
 
 
 def _gpus(facts: dict[str, Any], timeout_s: float) -> list[Finding]:
@@ -130,13 +125,11 @@ def _gpus(facts: dict[str, Any], timeout_s: float) -> list[Finding]:
         listed = _run([driver, "-L"], timeout_s)
         if not listed.strip().startswith("GPU"):
             return [Finding(section, "GPUs", "absent", "the driver is here, but shows no GPU")]
-        if facts and not facts["built_for_cuda"]:
-            advice = "Install a torch built for CUDA, as pytorch.org says."
-            return [
-                Finding(section, "GPUs", "bad", "the driver shows GPUs, but this torch is built without CUDA", advice)
-            ]
+        what = "torch sees none"
         advice = "Look at CUDA_VISIBLE_DEVICES, and whether the driver is new enough for this torch (nvidia-smi)."
-        return [Finding(section, "GPUs", "bad", "the driver shows GPUs, but torch sees none", advice)]
+        if facts and not facts["built_for_cuda"]:
+            what, advice = "this torch is built without CUDA", "Install a torch built for CUDA, as pytorch.org says."
+        return [assess(section, "GPUs", f"the driver shows GPUs, but {what}", bad=advice)]
     found = [
         Finding(section, f"GPU {index}", "good", f"{gpu['name']}, {gpu['bytes'] / (1 << 30):.0f} GiB", facts=gpu)
         for index, gpu in enumerate(facts["gpus"])
@@ -147,9 +140,9 @@ def _gpus(facts: dict[str, Any], timeout_s: float) -> list[Finding]:
     if len(found) > 1 and without:
         value = f"no peer access between {', '.join(without[:8])}" + (" ..." if len(without) > 8 else "")
         advice = "GPUs exchange through host memory there; NCCL is slow so, and backend photinus is meant for that."
-        found.append(Finding(section, "links", "note", value, advice))
+        found.append(assess(section, "links", value, note=advice))
     elif len(found) > 1:
-        found.append(Finding(section, "links", "good", "every GPU reaches every other directly"))
+        found.append(assess(section, "links", "every GPU reaches every other directly"))
     return found
 
 
