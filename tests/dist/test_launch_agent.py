@@ -22,7 +22,7 @@ from photinus.launcher.workers.store import StoreProcess
 folder = Path(sys.argv[1])
 with start_guard() as guard, handle_signals() as interrupts, closing(StoreProcess()) as store:
     from photinus.launcher.agent import Agent
-    from photinus.launcher.hosts.one_host import OneHost
+    from photinus.launcher.hosts.peer_hosts import OneHost
     from photinus.launcher.hosts.peer_hosts import Order
     from photinus.launcher.workers.job import Job
     from photinus.launcher.command_line.program import Program

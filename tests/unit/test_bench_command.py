@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from photinus.launcher.bench import measure
-from photinus.launcher.bench.explain import choose, limits
 from photinus.launcher.bench.options import Options, parse_bench, size_name
-from photinus.launcher.bench.result import COPY, Result, bus_factor
+from photinus.launcher.bench.result import COPY, Result, bus_factor, choose, limits
 from photinus.launcher.bench.table import print_table
 from photinus.launcher.cli import main
 from photinus.launcher.command_line.usage import UsageError

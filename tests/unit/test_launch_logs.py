@@ -14,14 +14,20 @@ import pytest
 
 from photinus.launcher.command_line.flags import LogFlags, parse_run
 from photinus.launcher.command_line.usage import UsageError
-from photinus.launcher.workers.logs import BOTH, LogPlan, Logs, open_logs, plan_logs
+from photinus.launcher.workers.logs import BOTH, Logs
 from photinus.launcher.workers.output import Output
 
 OUT, ERR, NONE = frozenset({"out"}), frozenset({"err"}), frozenset[str]()
 
 
-def plan(*words: str) -> LogPlan:
-    return plan_logs(parse_run([*words, "train.py"]).logs)
+def plan(*words: str) -> Logs:
+    return Logs(parse_run([*words, "train.py"]).logs)
+
+
+def opened(*words: str) -> Logs:
+    logs = plan(*words)
+    logs.open()
+    return logs
 
 
 @pytest.mark.parametrize(
@@ -84,7 +90,7 @@ def test_a_worker_that_this_host_does_not_have_is_named(words: tuple[str, ...], 
 
 
 def test_files_lie_where_torchrun_puts_them_by_rank_of_the_job(tmp_path: Path) -> None:
-    logs = open_logs(plan("--log-dir", str(tmp_path / "new" / "logs"), "--tee", "0:3,1:2"))
+    logs = opened("--log-dir", str(tmp_path / "new" / "logs"), "--tee", "0:3,1:2")
     folder = tmp_path / "new" / "logs" / "my_job_1"
     assert logs.folder("my/job 1") == folder
     assert logs.files("my/job 1", 2, rank=4, local_rank=0) == {
@@ -100,10 +106,10 @@ def test_without_a_folder_redirected_output_has_a_temporary_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    base = open_logs(plan("--redirects", "3")).base
+    base = opened("--redirects", "3").base
     assert base is not None
     assert base.parent == tmp_path
-    assert open_logs(plan("--local-ranks-filter", "0")).base is None
+    assert opened("--local-ranks-filter", "0").base is None
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -112,11 +118,11 @@ def test_a_folder_that_cannot_be_written_is_refused_with_the_reason(tmp_path: Pa
     with pytest.raises(
         UsageError, match=r"--log-dir .*file: nothing can be written there: (Not a directory|File exists)"
     ):
-        open_logs(plan("--log-dir", str(tmp_path / "file")))
+        opened("--log-dir", str(tmp_path / "file"))
     with pytest.raises(
         UsageError, match=r"nothing can be written there: .* Give another folder, or leave the flag out"
     ):
-        open_logs(plan("--log-dir", "/proc/nothing"))
+        opened("--log-dir", "/proc/nothing")
 
 
 class Launcher:
@@ -132,7 +138,9 @@ class Launcher:
             self._reads, out = os.pipe()
             self.ends = [out, os.dup(out)]
         self.output = Output(stdout=self.ends[0], stderr=self.ends[1])
-        self.output.log_to(Logs(plan("--log-dir", str(folder), *words), folder.parent))
+        logs = plan("--log-dir", str(folder), *words)
+        logs.base = folder.parent
+        self.output.log_to(logs)
         self.output._told = folder
         self.output.begin_attempt(0, folder.name)
         self.shown = b""
@@ -305,5 +313,8 @@ def test_words_of_the_launcher_end_the_file_that_one_looks_into_first(tmp_path: 
 
 
 def test_flags_that_say_nothing_change_nothing() -> None:
-    assert plan_logs(LogFlags()) == LogPlan()
-    assert open_logs(LogPlan()) == Logs(LogPlan(), None)
+    logs = Logs(LogFlags())
+    logs.open()
+    assert not logs.writes
+    assert logs.base is None
+    assert (logs.file_streams(0), logs.terminal_streams(0)) == (NONE, BOTH)

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from ..env import STARTED_AS
-from ..errors import LaunchError, PhotinusError
+from ..errors import LaunchError, MissingLibraryError, PhotinusError
 from ..version import __version__
 from .command_line.usage import UsageError, closest
 
@@ -85,6 +85,10 @@ def _run(words: list[str]) -> int:
         return _tell(f"LaunchError: {error}", error.exit_code)
     except PhotinusError as error:
         return _tell(f"{_host()}{type(error).__name__}: {error}", _WRONG_USE)
+    except ModuleNotFoundError as error:  # a library that comes with `pip install`, but not with --no-deps
+        if error.name is None or error.name.startswith("photinus"):
+            raise
+        return _tell(str(MissingLibraryError(f"photinus {words[0]}", error.name)), _WRONG_USE)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader has gone, as after `| head`

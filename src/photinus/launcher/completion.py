@@ -6,7 +6,8 @@ import argparse
 import importlib
 from collections.abc import Sequence
 
-from ..errors import MissingLibraryError
+import shtab
+
 from .cli import COMMANDS
 from .command_line.parser import Parser
 
@@ -35,11 +36,6 @@ def main(arguments: Sequence[str]) -> int:
         UsageError: no shell is named, or one that is not known.
     """
     shell = parser().parse(arguments).shell
-
-    try:
-        import shtab
-    except ModuleNotFoundError:
-        raise MissingLibraryError("photinus completion", "shtab") from None
     root = argparse.ArgumentParser("photinus")
     root.add_argument("--version", action="version", version="")
     below = root.add_subparsers()

@@ -9,14 +9,14 @@ import sys
 
 from .command_line.flags import HostFlags
 from .workers.job import Formation, Job
-from .workers.logs import LogPlan
+from .workers.logs import Logs
 
 __all__ = ["dry_run_text"]
 
 _CHOSEN_LATER = "chosen when it starts"
 
 
-def dry_run_text(job: Job, hosts: HostFlags, logs: LogPlan) -> str:
+def dry_run_text(job: Job, hosts: HostFlags, logs: Logs) -> str:
     """The job as text: the command, what all workers share, and what is each one's own.
 
     With several hosts the ranks are known only for the first, unless the hosts run equally many workers.

@@ -20,8 +20,7 @@ from .command_line.program import Program
 from .dry_run import dry_run_text
 from .hosts.join import join_job
 from .hosts.member import Member
-from .hosts.one_host import OneHost
-from .hosts.peer_hosts import JobEndedError, PeerHosts
+from .hosts.peer_hosts import JobEndedError, OneHost, PeerHosts
 from .ssh.lifeline import hold_lifeline
 from .workers.devices import (
     VISIBLE,
@@ -35,7 +34,7 @@ from .workers.devices import (
 from .workers.guard import Guard, start_guard
 from .workers.interrupts import Interrupted, Interrupts, handle_signals
 from .workers.job import Job
-from .workers.logs import open_logs, plan_logs
+from .workers.logs import Logs
 from .workers.output import Output
 from .workers.ports import listen
 from .workers.processes import adopt_orphans
@@ -120,12 +119,13 @@ def supervise(flags: RunFlags, program: Program) -> int:
             gpus=gpu_names(chosen.count, counted[-1] if counted else 0, environ.get(VISIBLE), flags.ranks_per_gpu),
             temporary=temporary,
         )
-        logs = plan_logs(flags.logs)
+        logs = Logs(flags.logs)
         logs.check(job.local_world_size)
         if flags.dry_run:
             print(dry_run_text(job, flags.hosts, logs))
             return 0
-        output.log_to(open_logs(logs))
+        logs.open()
+        output.log_to(logs)
         peers = _peers(flags, job, member, output, store)
         agent = Agent(job, peers, guard=guard, output=output, interrupts=interrupts)
         try:

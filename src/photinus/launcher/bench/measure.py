@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import platform
 import shutil
@@ -12,15 +13,16 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from rich.console import Console
+
 from ...errors import LaunchError
 from ...version import __version__
 from ..contestants.contestant import Contestant, torch_ranks
 from ..doctor.software import ask_torch
 from ..workers.devices import usable_cores
-from .explain import choose, limits
 from .options import DTYPES, Options, parse_bench, parser
-from .plot import check_plot, plot
-from .result import COPY, Result
+from .result import COPY, Result, choose, limits
+from .table import plot, print_table
 
 __all__ = ["main", "parser"]
 
@@ -36,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     options = parse_bench(arguments)
     if options.plot is not None:
-        check_plot()
+        importlib.import_module("matplotlib")  # found missing before anything is measured
     torch = ask_torch(options.timeout_s)
     if torch.facts is None:
         raise LaunchError(f"photinus bench needs PyTorch: {torch.error}")
@@ -55,8 +57,6 @@ def main(arguments: Sequence[str]) -> int:
     if options.as_json:
         print(json.dumps(_as_json(results, title, absent, best, reason, torch.facts), indent=1))
     else:
-        from .table import print_table
-
         print(f"{title}; {platform.machine()}, torch {torch.facts['version']}, Photinus {__version__}\n")
         print_table(results, backends)
         print()
@@ -106,8 +106,6 @@ def _measure(options: Options, backends: Sequence[str], ranks: int) -> tuple[lis
 @contextlib.contextmanager
 def _status() -> Iterator[Callable[[str], object]]:
     """A line that says what is measured now, where stderr is a terminal; gone in the end."""
-    from rich.console import Console
-
     with Console(stderr=True, highlight=False).status("starting") as status:
         yield status.update
 

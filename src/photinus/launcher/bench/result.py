@@ -1,12 +1,26 @@
-"""One measurement, and the bandwidths that follow from it."""
+"""One measurement, its bandwidths; and what many of them mean: what limits a backend here, and which one to choose."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["COPY", "Result", "bus_factor"]
+from .options import size_name
+
+__all__ = ["COPY", "Result", "bus_factor", "choose", "limits"]
 
 COPY = "copy"
+_BUCKET_BYTES = 25 << 20
+"""What torch's and our DDP exchange at once."""
+_LATENCY_BOUND = 0.5  # of a call's time that a call of next to nothing takes
+_MEMORY_BOUND = 0.5  # of what copying reaches
+_OWN_WORK = {
+    "photinus": "steps through shared memory, waiting for the other ranks",
+    "gloo": "sockets, extra copies",
+    "nccl": "kernels, links between the GPUs",
+    "ucc": "whichever transport it chose",
+}
 
 
 def bus_factor(operation: str, ranks: int) -> float:
@@ -34,3 +48,57 @@ class Result:
     def busbw(self, backend: str) -> float:
         """What each rank has to move for it, per second, in GB/s."""
         return self.algbw(backend) * bus_factor(self.operation, self.ranks)
+
+
+def limits(results: Sequence[Result], backend: str) -> list[str]:
+    """A sentence about small and one about large tensors."""
+    known = [each for each in results if backend in each.seconds and each.operation == results[0].operation]
+    if not known:
+        return []
+    smallest, largest = known[0], known[-1]
+    overhead = smallest.seconds[backend]
+    lines = []
+    bound = [each for each in known if overhead >= _LATENCY_BOUND * each.seconds[backend]]
+    if len(bound) < len(known) or len(known) == 1:
+        what = f"the {overhead * 1e6:.0f} µs that a call takes whatever its size"
+        lines.append(f"{backend}: up to {size_name(bound[-1].size_bytes)} the limit is {what}.")
+    else:
+        lines.append(f"{backend}: at every size here, most of the time is what a call takes in any case.")
+    if COPY in largest.seconds and largest is not smallest:
+        # An all_reduce reads and writes each byte once at least, as a copy does.
+        share = largest.seconds[COPY] / largest.seconds[backend]
+        size = size_name(largest.size_bytes)
+        if share >= 1:
+            lines.append(f"{backend}: at {size} it is as fast as a copy of the tensor: memory is the limit.")
+        elif share >= _MEMORY_BOUND:
+            lines.append(f"{backend}: at {size} it runs at {share:.0%} of the speed of a copy: memory is the limit.")
+        else:
+            lines.append(
+                f"{backend}: at {size} it runs at {share:.0%} of the speed of a copy: its own work "
+                f"({_OWN_WORK[backend]}) is the limit, not memory."
+            )
+    return lines
+
+
+def choose(results: Sequence[Result], backends: Sequence[str]) -> tuple[str, str]:
+    """The backend for training here, and why: the fastest near the size of a gradient bucket.
+
+    Raises:
+        ValueError: there is no result.
+    """
+    operation = results[0].operation if results else ""
+    known = [each for each in results if each.operation == operation and any(name in each.seconds for name in backends)]
+    if not known:
+        raise ValueError("nothing was measured, so nothing can be chosen")
+    near = min(known, key=lambda each: abs(math.log(each.size_bytes / _BUCKET_BYTES)))
+    ranked = sorted((name for name in backends if name in near.seconds), key=lambda name: near.seconds[name])
+    best, size = ranked[0], size_name(near.size_bytes)
+    if len(ranked) == 1:
+        return best, f"it is the only one that was measured, {near.algbw(best):.1f} GB/s at {size}"
+    ratio = near.seconds[ranked[1]] / near.seconds[best]
+    reason = f"{ratio:.1f} × as fast as {ranked[1]} at {size}, near the size in which gradients travel"
+    small = known[0]
+    faster = [n for n in ranked[1:] if n in small.seconds and small.seconds[n] < small.seconds.get(best, 0) / 1.2]
+    if faster:
+        reason += f" (for single small tensors {faster[0]} is faster)"
+    return best, reason

@@ -1,9 +1,10 @@
-"""The table of all measurements."""
+"""All measurements as a table, and as a picture."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -11,18 +12,11 @@ from rich.table import Table
 from .options import size_name
 from .result import COPY, Result
 
-__all__ = ["print_table", "table"]
+__all__ = ["plot", "print_table"]
 
 
 def print_table(results: Sequence[Result], backends: Sequence[str]) -> None:
-    """Prints it: two backends fit 80 columns, and more go beyond rather than lose figures."""
-    console = Console(highlight=False)
-    console.width = max(console.width, 31 + 25 * len(backends))
-    console.print(table(results, backends))
-
-
-def table(results: Sequence[Result], backends: Sequence[str]) -> Table:
-    """The results for a terminal, three columns for each backend; two backends fit 80 columns."""
+    """Prints three columns for each backend: two fit 80 columns, and more go beyond rather than lose figures."""
     made = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     made.add_column("size", justify="right")
     made.add_column("operation")
@@ -39,4 +33,39 @@ def table(results: Sequence[Result], backends: Sequence[str]) -> Table:
             cells += known if name in result.seconds else ["–"] * 3
         copy = f"{result.algbw(COPY):.1f}" if COPY in result.seconds else "–"
         made.add_row(size_name(result.size_bytes), result.operation, *cells, copy)
-    return made
+    console = Console(highlight=False)
+    console.width = max(console.width, 31 + 25 * len(backends))
+    console.print(made)
+
+
+def plot(results: Sequence[Result], backends: Sequence[str], title: str, path: Path) -> None:
+    """Draws bandwidth over size, a line for each backend and operation."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), constrained_layout=True)
+    operations = list(dict.fromkeys(each.operation for each in results))
+    styles = ("-", "--", ":", "-.", (0, (1, 3)))
+    for number, backend in enumerate(backends):
+        for operation, style in zip(operations, styles, strict=False):
+            chosen = [each for each in results if each.operation == operation and backend in each.seconds]
+            label = backend if len(operations) == 1 else f"{backend}, {operation}"
+            sizes, speeds = [each.size_bytes for each in chosen], [each.algbw(backend) for each in chosen]
+            axes.plot(sizes, speeds, linestyle=style, color=f"C{number}", marker="o", markersize=4, label=label)
+    copied = [each for each in results if each.operation == operations[0] and COPY in each.seconds]
+    speeds = [each.algbw(COPY) for each in copied]
+    axes.plot([each.size_bytes for each in copied], speeds, color="0.6", label="all ranks copy memory")
+    sizes = sorted({each.size_bytes for each in results})
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(sizes, [size_name(size) for size in sizes], rotation=30)
+    axes.minorticks_off()
+    axes.set_xlabel("tensor")
+    axes.set_ylabel("GB/s (tensor's bytes / time)")
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

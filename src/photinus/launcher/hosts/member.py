@@ -13,10 +13,11 @@ import queue
 import secrets
 import select
 import socket
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from importlib import metadata
-from typing import Any
+from typing import Any, TypeVar
 
 from ... import env
 from ...errors import LaunchError
@@ -25,7 +26,6 @@ from ...world.own_address import interface_of
 from ..workers.job import Formation
 from ..workers.store import StoreProcess
 from . import messages
-from .background import Background
 from .handshake import dial
 from .peer_hosts import JobEndedError, Order
 from .relay import Relay
@@ -33,6 +33,7 @@ from .restart_policy import Verdict
 
 __all__ = ["Member"]
 
+T = TypeVar("T")
 _SAY_AFTER_S = 3.0
 _GOODBYE_S = 2.0
 _CHECK_S = 0.1
@@ -71,7 +72,7 @@ class Member:
         self._own_address = ""
         self._over: JobEndedError | None = None
         self._store = StoreProcess()
-        self._background: Background | None = None
+        self._background: _Background | None = None
 
     @property
     def fd(self) -> int | None:
@@ -84,7 +85,7 @@ class Member:
         names = {"host": socket.gethostname(), "launcher": secrets.token_hex(8)}
         place = {"workers": workers, "node_rank": node_rank, "nnodes": nnodes, "leads": self.leads}
         self._hello = {"type": "hello", **versions, **names, **place}
-        self._background = Background("photinus-member")
+        self._background = _Background("photinus-member")
         self._background.start(self._stay_connected())
 
     def meet(self, check: Callable[[], None]) -> Formation:
@@ -330,3 +331,44 @@ class Member:
     def _enqueue(self, message: Mapping[str, Any]) -> None:
         self._came.put(message)
         os.eventfd_write(self._fd, 1)
+
+
+class _Background:
+    """An asyncio loop in a thread of its own, from construction to `close`."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()
+
+    def start(self, work: Coroutine[Any, Any, object]) -> None:
+        """Begins `work` and does not wait for it."""
+        asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def do(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """Carries out `work` and returns what it returns.
+
+        Raises:
+            TimeoutError: it took longer.
+        """
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Calls a function in the loop's thread, soon."""
+        self._loop.call_soon_threadsafe(function)
+
+    def close(self) -> None:
+        """Cancels what is under way and ends the thread."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(5)

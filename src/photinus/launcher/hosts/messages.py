@@ -140,19 +140,12 @@ def report_from_json(fields: Mapping[str, Any]) -> Report:
         for each in fields["deaths"]:
             raised = each["raised"]
             if raised is not None:
-                at_s = raised["raised_at_s"]
+                at_s = None if raised["raised_at_s"] is None else now - raised["raised_at_s"]
                 chain = tuple((str(name), str(text)) for name, text in raised["chain"])
-                raised_at_s = None if at_s is None else now - at_s
-                raised = Raised(
-                    chain, str(raised["traceback"]), int(raised["exit_code"]), raised_at_s, str(raised["place"])
-                )
-            last_lines = tuple(str(line) for line in each["last_lines"])
-            at_s = now - each["seen_at_s"]
-            deaths.append(Death(**{**each, "seen_at_s": at_s, "raised": raised, "last_lines": last_lines}))
-        before, after = (
-            None if fields[name] is None else OomKills(**fields[name]) for name in ("oom_before", "oom_after")
-        )
-        finished = tuple(int(rank) for rank in fields["finished"])
-        return Report(tuple(deaths), finished, int(fields["steps"]), int(fields["saved"]), before, after)
+                raised = Raised(**{**raised, "raised_at_s": at_s, "chain": chain})
+            own = {"seen_at_s": now - each["seen_at_s"], "raised": raised, "last_lines": tuple(each["last_lines"])}
+            deaths.append(Death(**{**each, **own}))
+        kills = {name: fields[name] and OomKills(**fields[name]) for name in ("oom_before", "oom_after")}
+        return Report(**{**fields, **kills, "deaths": tuple(deaths), "finished": tuple(fields["finished"])})
     except (KeyError, TypeError, ValueError) as error:
         raise MessageError(f"no report: {type(error).__name__}: {error}") from None

@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from .background import splice
 from .handshake import HandshakeError, prove
 
-__all__ = ["Relay"]
+__all__ = ["Relay", "splice"]
 
+_READ_BYTES = 64 * 1024
 _DIAL_S = 10.0
 
 
@@ -61,3 +61,28 @@ class Relay:
         finally:
             writer.close()
             self._carried.discard(task)
+
+
+async def splice(
+    first: tuple[asyncio.StreamReader, asyncio.StreamWriter], second: tuple[asyncio.StreamReader, asyncio.StreamWriter]
+) -> None:
+    """Carries bytes both ways until either side closes; closes both."""
+    ways = [
+        asyncio.ensure_future(_pump(first[0], second[1])),
+        asyncio.ensure_future(_pump(second[0], first[1])),
+    ]
+    try:
+        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for way in ways:
+            way.cancel()
+        for _, writer in (first, second):
+            writer.close()
+        await asyncio.gather(*ways, return_exceptions=True)
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):  # either end went away: the other is closed by `splice`
+        while data := await reader.read(_READ_BYTES):
+            writer.write(data)
+            await writer.drain()

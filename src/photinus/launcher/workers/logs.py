@@ -13,13 +13,12 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..command_line.flags import LogFlags
 from ..command_line.usage import UsageError
 
-__all__ = ["BOTH", "LogFile", "LogPlan", "Logs", "open_logs", "plan_logs"]
+__all__ = ["BOTH", "LogFile", "Logs"]
 
 Streams = frozenset[str]
 BOTH: Streams = frozenset({"out", "err"})
@@ -27,40 +26,40 @@ _FILE_NAMES = {"out": "stdout.log", "err": "stderr.log"}
 _PROBE_BYTES = 4096
 
 
-@dataclass(frozen=True)
-class LogPlan:
-    """What the flags say about the output of this host's workers.
+class Logs:
+    """What goes where of the output of this host's workers. Nothing is made before `open`.
 
     Attributes:
-        folder: the user's DIR; None: a temporary one, if anything is written.
-        redirects, tee: streams ("out", "err") by local rank, under -1 those of all that are not named.
-        shown_local_ranks: who may write to the terminal; None: all.
+        base: the user's DIR, or a temporary folder; None when nothing is written, and before `open`.
     """
 
-    folder: str | None = None
-    redirects: Mapping[int, Streams] = field(default_factory=dict)
-    tee: Mapping[int, Streams] = field(default_factory=dict)
-    shown_local_ranks: frozenset[int] | None = None
+    def __init__(self, flags: LogFlags) -> None:
+        self.base: Path | None = None
+        self._flags = flags
+        self._redirects, self._tee = flags.redirects or {}, flags.tee or {}
+        if flags.log_dir is not None and flags.redirects is None and flags.tee is None:
+            self._tee = {-1: BOTH}
 
     def file_streams(self, local_rank: int) -> Streams:
         """The streams of a worker that are written to files."""
-        return _of(self.redirects, local_rank) | _of(self.tee, local_rank)
+        return _of(self._redirects, local_rank) | _of(self._tee, local_rank)
 
     def terminal_streams(self, local_rank: int) -> Streams:
         """The streams of a worker that are written to the terminal."""
-        if self.shown_local_ranks is not None and local_rank not in self.shown_local_ranks:
+        shown = self._flags.shown_local_ranks
+        if shown is not None and local_rank not in shown:
             return frozenset()
-        return BOTH - (_of(self.redirects, local_rank) - _of(self.tee, local_rank))
+        return BOTH - (_of(self._redirects, local_rank) - _of(self._tee, local_rank))
 
     @property
     def writes(self) -> bool:
         """Whether anything is written to files."""
-        return any(self.redirects.values()) or any(self.tee.values())
+        return any(self._redirects.values()) or any(self._tee.values())
 
     def check(self, local_world_size: int) -> None:
         """Raises UsageError when a flag names a worker that this host does not have."""
-        shown = dict.fromkeys(self.shown_local_ranks or (), BOTH)
-        for flag, named in (("--redirects", self.redirects), ("--tee", self.tee), ("--local-ranks-filter", shown)):
+        shown = dict.fromkeys(self._flags.shown_local_ranks or (), BOTH)
+        for flag, named in (("--redirects", self._redirects), ("--tee", self._tee), ("--local-ranks-filter", shown)):
             absent = [rank for rank in named if rank >= local_world_size]
             if absent:
                 there = "only local rank 0" if local_world_size == 1 else f"local ranks 0 to {local_world_size - 1}"
@@ -68,34 +67,32 @@ class LogPlan:
 
     def describe(self, folder: Path | None = None) -> str:
         """In a line, for people."""
-        where = folder or self.folder or "a temporary folder"
-        everything = all(_of(self.tee, rank) == BOTH for rank in (-1, *self.tee))
+        where = folder or self._flags.log_dir or "a temporary folder"
+        everything = all(_of(self._tee, rank) == BOTH for rank in (-1, *self._tee))
         return f"{'all output also' if everything else 'logs'} in {where}"
 
+    def open(self) -> None:
+        """Makes DIR and tries whether it can be written to: refused now rather than while training.
 
-def _of(streams: Mapping[int, Streams], local_rank: int) -> Streams:
-    return streams.get(local_rank, streams.get(-1, frozenset()))
-
-
-def plan_logs(flags: LogFlags) -> LogPlan:
-    """What the flags come to; makes nothing yet."""
-    redirects, tee = flags.redirects, flags.tee
-    if flags.log_dir is not None and redirects is None and tee is None:
-        tee = {-1: BOTH}
-    return LogPlan(flags.log_dir, redirects or {}, tee or {}, flags.shown_local_ranks)
-
-
-@dataclass(frozen=True)
-class Logs:
-    """The log files of this host's workers. Made by `open_logs`.
-
-    Attributes:
-        plan: what goes where.
-        base: DIR; None when nothing is written.
-    """
-
-    plan: LogPlan
-    base: Path | None
+        Raises:
+            UsageError: it cannot.
+        """
+        if not self.writes:
+            return
+        base = self._flags.log_dir
+        try:
+            if base is None:
+                base = tempfile.mkdtemp(prefix="photinus-logs-")
+            Path(base).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=base, buffering=0) as probe:
+                if probe.write(bytes(_PROBE_BYTES)) < _PROBE_BYTES:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise UsageError(
+                f"--log-dir {base}: nothing can be written there: {error.strerror}. Give another folder, or leave the "
+                f"flag out."
+            ) from error
+        self.base = Path(base)
 
     def folder(self, job_id: str) -> Path | None:
         """DIR/JOB, the folder of a job; None when nothing is written."""
@@ -107,31 +104,11 @@ class Logs:
         if folder is None:
             return {}
         place = folder / f"attempt_{attempt}" / str(rank)
-        return {stream: place / _FILE_NAMES[stream] for stream in sorted(self.plan.file_streams(local_rank))}
+        return {stream: place / _FILE_NAMES[stream] for stream in sorted(self.file_streams(local_rank))}
 
 
-def open_logs(plan: LogPlan) -> Logs:
-    """Makes DIR and tries whether it can be written to: refused now rather than while training.
-
-    Raises:
-        UsageError: it cannot.
-    """
-    if not plan.writes:
-        return Logs(plan, None)
-    base = plan.folder
-    try:
-        if base is None:
-            base = tempfile.mkdtemp(prefix="photinus-logs-")
-        Path(base).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=base, buffering=0) as probe:
-            if probe.write(bytes(_PROBE_BYTES)) < _PROBE_BYTES:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    except OSError as error:
-        raise UsageError(
-            f"--log-dir {base}: nothing can be written there: {error.strerror}. Give another folder, or leave the flag "
-            f"out."
-        ) from error
-    return Logs(plan, Path(base))
+def _of(streams: Mapping[int, Streams], local_rank: int) -> Streams:
+    return streams.get(local_rank, streams.get(-1, frozenset()))
 
 
 class LogFile:

@@ -102,7 +102,7 @@ class Output:
         folder = None if self._logs is None else self._logs.folder(job_id)
         if self._logs is not None and folder != self._told:
             self._told = folder
-            self.say(f"photinus: {self._logs.plan.describe(folder)}\n")
+            self.say(f"photinus: {self._logs.describe(folder)}\n")
         with self._quiet:
             self._files.clear()
             self._last.clear()
@@ -116,7 +116,7 @@ class Output:
         """
         logs = self._logs
         files = {} if logs is None else logs.files(*self._attempt, rank, local_rank)
-        shown = BOTH if logs is None else logs.plan.terminal_streams(local_rank)
+        shown = BOTH if logs is None else logs.terminal_streams(local_rank)
         with self._quiet:
             self._files[rank] = files
             self._last[rank] = deque(maxlen=_LAST_LINES)

@@ -19,7 +19,8 @@ import textwrap
 from collections.abc import Sequence
 
 from rich.bar import Bar
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -30,15 +31,16 @@ from ....runlog.stragglers import RankShare, shares, stragglers
 from ....runlog.windows import PHASES, Window
 from ..event_text import describe_event, describe_state, hosts_in_words, is_bad, printable
 from ..units import clock_time, count, duration, number, percent, plural, size, step_time
-from .curve import Sparkline
 
-__all__ = ["parts", "recent_windows", "view"]
+__all__ = ["parts", "recent_windows", "sparkline", "view"]
 
 _ALARM = "bold yellow"
 _COLOURS = dict(zip(PHASES, ("yellow", "cyan", "blue", "red", "green", "bright_black"), strict=True))
 _LETTERS = dict(zip(PHASES, "dfbwo·", strict=True))
 _RECENT = 10
 _WIDEST = 120
+_LEVELS = "▁▂▃▄▅▆▇█"
+_MISSING = "×"
 
 
 def view(run: Run, *, width: int, height: int | None, now_s: float, colour: bool) -> Group:
@@ -196,7 +198,7 @@ def _curves(run: Run, width: int) -> list[Table | Text]:
     table.add_column()
 
     def add(name: str, last: float, told: str, curve: Curve) -> None:
-        table.add_row(printable(name), number(last), *([told] if width >= 60 else []), Sparkline(curve))
+        table.add_row(printable(name), number(last), *([told] if width >= 60 else []), _Sparkline(curve))
 
     if run.losses.count:
         add("loss", run.last_loss, f"lowest {number(run.losses.low)}", run.losses)
@@ -215,6 +217,42 @@ def _curves(run: Run, width: int) -> list[Table | Text]:
     last = f", the last at step {count(run.not_finite[-1])}" if run.not_finite else ""
     what = "step's loss was" if run.losses.missing == 1 else "steps' losses were"
     return [table, _line((f"{count(run.losses.missing)} {what} no number (×){last}", _ALARM))]
+
+
+class _Sparkline:
+    """A curve of at most 60 characters, for rich; nothing where it has one point or next to no room."""
+
+    def __init__(self, curve: Curve) -> None:
+        self._curve = curve
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = min(options.max_width, 60)
+        drawn = width >= 4 and len(self._curve.buckets) > 1
+        yield Text(sparkline(self._curve.means(width)) if drawn else "", "cyan", no_wrap=True)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(1, min(options.max_width, 60))
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """A character per value, from the lowest to the highest one; × where there is none (NaN, infinite).
+
+    Values that are all equal lie in the middle. Where all are positive and span more than a factor of 20, heights
+    follow their logarithms, or the end of a falling loss would be a flat line.
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return _MISSING * len(values)
+    low, high = min(finite), max(finite)
+    if low > 0 and high > 20 * low:
+        values = [math.log(value) if math.isfinite(value) else value for value in values]
+        low, high = math.log(low), math.log(high)
+    top = len(_LEVELS) - 1
+
+    def level(value: float) -> str:
+        return _LEVELS[round((value - low) / (high - low) * top) if high > low else 3]
+
+    return "".join(level(value) if math.isfinite(value) else _MISSING for value in values)
 
 
 # -- where the time goes ----------------------------------------------------------------------------------------------

@@ -1,15 +1,27 @@
-"""The command `photinus top`: which run, and how often to look."""
+"""The command `photinus top`: a run printed once, or redrawn in place until the user leaves; the terminal as it was."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
+import signal
+import sys
+import termios
+import time
+import tty
 from argparse import SUPPRESS, ArgumentTypeError
 from collections.abc import Sequence
+
+from rich.console import Console, Group
+from rich.live import Live
 
 from ....runlog.run import Run
 from ...command_line.flag_values import seconds
 from ...command_line.parser import Parser
 from ...command_line.usage import UsageError
 from ..run_argument import run_folder
+from .view import view
 
 __all__ = ["main", "parser"]
 
@@ -50,11 +62,7 @@ def main(arguments: Sequence[str]) -> int:
     asked = parser().parse(arguments)
     if len(asked.runs) > 1:
         raise UsageError(f"photinus top shows one run, but was given {' and '.join(asked.runs)}.")
-    run = Run(run_folder("top", *(asked.runs or [None])))
-
-    from .screen import show
-
-    show(run, once=asked.once, interval_s=asked.interval)
+    _show(Run(run_folder("top", *(asked.runs or [None]))), once=asked.once, interval_s=asked.interval)
     return 0
 
 
@@ -62,3 +70,55 @@ def _interval(text: str) -> float:
     if not 0.05 <= seconds(text) <= 3600:
         raise ArgumentTypeError("needs a number of seconds from 0.05 to 3600.")
     return float(text)
+
+
+def _show(run: Run, *, once: bool, interval_s: float) -> None:
+    """Shows the run; where standard input and output are no terminals, once and in plain text."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    if once or not (console.is_terminal and sys.stdin.isatty()) or console.is_dumb_terminal:
+        with console.capture() as printed:
+            console.print(_picture(run, console, None))
+        text = "\n".join(line.rstrip() for line in printed.get().splitlines())
+        # In a locale of ASCII a picture with question marks is better than none.
+        encoding = sys.stdout.encoding or "utf-8"
+        print(text.encode(encoding, "replace").decode(encoding))
+        return
+    with contextlib.suppress(KeyboardInterrupt):  # a way to leave like any other
+        _watch(run, console, interval_s)
+
+
+def _picture(run: Run, console: Console, height: int | None) -> Group:
+    run.refresh()
+    colour = console.color_system is not None and not console.no_color
+    return view(run, width=console.width, height=height, now_s=time.time(), colour=colour)
+
+
+def _watch(run: Run, console: Console, interval_s: float) -> None:
+    """Shows the run on the terminal's second page; whatever ends it, the terminal is left as it was found."""
+
+    def on_end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, on_end)
+    before = termios.tcgetattr(sys.stdin)
+    try:
+        tty.setcbreak(sys.stdin)  # keys come at once and are not echoed; Ctrl-C stays a signal
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                size = console.size
+                live.update(_picture(run, console, size.height), refresh=True)
+                deadline = time.monotonic() + interval_s
+                while time.monotonic() < deadline and console.size == size:
+                    if _is_leaving(min(0.25, max(0.0, deadline - time.monotonic()))):
+                        return
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _is_leaving(timeout_s: float) -> bool:
+    """Whether the user types q, or the terminal is gone, within so many seconds."""
+    if not select.select([sys.stdin], [], [], timeout_s)[0]:
+        return False
+    typed = os.read(sys.stdin.fileno(), 64)
+    return not typed or bool(set(b"qQ\x03\x04") & set(typed))
