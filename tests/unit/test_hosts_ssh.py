@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import fields
 
 import pytest
@@ -17,13 +16,14 @@ from photinus.launcher.command_line.program import Program
 from photinus.launcher.command_line.usage import UsageError
 from photinus.launcher.ssh.command import is_here, remote_command
 from photinus.launcher.ssh.environ import exported_variables, variable_files
-from photinus.launcher.ssh.host import RemoteHost, leave, pump
+from photinus.launcher.ssh.host import Hosts, RemoteHost
 from photinus.launcher.ssh.hostfile import Host
 from photinus.launcher.ssh.lines import HostLines, Screen
 from photinus.launcher.ssh.selection import Share
 from photinus.launcher.ssh.start_hosts import start_hosts
 from photinus.launcher.ssh.trouble import trouble
 from photinus.launcher.ssh.words import host_words
+from photinus.launcher.workers.interrupts import handle_signals
 from photinus.version import __version__
 
 A = Host("a", 4, None, "hosts:1")
@@ -209,22 +209,24 @@ def test_each_trouble_names_the_host_and_what_to_do(status, said, told):
         assert words in text
 
 
-def remote_host(monkeypatch, program: str) -> RemoteHost:
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    with handle_signals() as interrupts:
+        reached = Hosts(interrupts)
+        yield reached
+        reached.leave()
+
+
+def remote_host(hosts: Hosts, monkeypatch, program: str) -> RemoteHost:
     """A host where this program is in the place of `remote`."""
     monkeypatch.setattr(host_module, "remote_command", lambda *_, **__: [sys.executable, "-c", program])
-    return RemoteHost(Host("a"), here=True)
-
-
-def wait_for(host: RemoteHost, enough: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not enough() and time.monotonic() < deadline:
-        pump([host], 0.1)
+    return hosts.add(Host("a"), here=True)
 
 
 HELLO = f'MARK + b\'{{"hello": {{"photinus": "{__version__}", "address": null, "seen": null}}}}\\n\''
 
 
-def test_answers_are_read_behind_what_a_shell_prints_and_output_behind_the_last_order(monkeypatch):
+def test_answers_are_read_behind_what_a_shell_prints_and_output_behind_the_last_order(hosts, monkeypatch):
     program = (
         "import os, sys\nfrom photinus.launcher.ssh.command import MARK\n"
         f"for byte in b'motd\\n' + {HELLO}: os.write(1, bytes([byte]))\n"
@@ -232,39 +234,30 @@ def test_answers_are_read_behind_what_a_shell_prints_and_output_behind_the_last_
         "sys.stdin.readline(); os.write(1, b'{\"x\": 1}'); os.write(2, b'words')\n"
         "sys.exit(sys.stdin.readline() != '15\\n')"
     )
-    host = remote_host(monkeypatch, program)
-    try:
-        wait_for(host, lambda: host.hello)
-        host.send({"do": "prepare"})
-        wait_for(host, lambda: host.answers)
-        assert list(host.answers) == [{"prepared": {}}]
-        host.send({"do": "run"})
-        host.pass_signal(15)
-        wait_for(host, lambda: host.done)
-        assert sorted(host.output) == [("err", b"words"), ("out", b'{"x": 1}')]
-        assert (host.ended, host.trouble) == (0, None)
-    finally:
-        leave([host])
+    host = remote_host(hosts, monkeypatch, program)
+    assert hosts.wait(lambda: host.hello is not None, 20)
+    host.send({"do": "prepare"})
+    assert hosts.wait(lambda: bool(host.answers), 20)
+    assert list(host.answers) == [{"prepared": {}}]
+    host.send({"do": "run"})
+    host.pass_signal(15)
+    assert hosts.wait(lambda: host.done, 20)
+    assert sorted(host.output) == [("err", b"words"), ("out", b'{"x": 1}')]
+    assert (host.ended, host.trouble) == (0, None)
 
 
-def test_what_is_printed_in_place_of_a_hello_is_told(monkeypatch):
-    host = remote_host(monkeypatch, "print('bash: no such thing'); raise SystemExit(3)")
-    try:
-        wait_for(host, lambda: host.done)
-        assert host.trouble == "host a: the command there ended with code 3 before it began: bash: no such thing"
-    finally:
-        leave([host])
+def test_what_is_printed_in_place_of_a_hello_is_told(hosts, monkeypatch):
+    host = remote_host(hosts, monkeypatch, "print('bash: no such thing'); raise SystemExit(3)")
+    assert hosts.wait(lambda: host.done, 20)
+    assert host.trouble == "host a: the command there ended with code 3 before it began: bash: no such thing"
 
 
-def test_an_answer_of_another_program_is_refused(monkeypatch):
+def test_an_answer_of_another_program_is_refused(hosts, monkeypatch):
     program = "import os\nfrom photinus.launcher.ssh.command import MARK\nos.write(1, MARK + b'hello\\n'); input()"
-    host = remote_host(monkeypatch, program)
-    try:
-        wait_for(host, lambda: host.done)
-        assert host.trouble is not None
-        assert host.trouble.startswith("host a: it does not answer as expected")
-    finally:
-        leave([host])
+    host = remote_host(hosts, monkeypatch, program)
+    assert hosts.wait(lambda: host.done, 20)
+    assert host.trouble is not None
+    assert host.trouble.startswith("host a: it does not answer as expected")
 
 
 class Pipe:

@@ -19,10 +19,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ..ssh.command import check_ssh, find_here
+from ..ssh.host import Hosts, address_towards
 from ..ssh.host import RemoteHost as FarHost
-from ..ssh.host import address_towards, leave, pump, reach
 from ..ssh.hostfile import Host
-from ..workers.interrupts import Interrupts, handle_signals
+from ..workers.interrupts import handle_signals
 from .finding import Finding, as_json, exit_code, print_findings, terminal
 
 __all__ = ["Pair", "examine_hosts", "judge", "matrix", "rounds"]
@@ -77,15 +77,14 @@ def examine_hosts(
     if not all(here):
         check_ssh(ssh)
     with handle_signals() as interrupts:
-        fars: list[FarHost] = []
+        fars = Hosts(interrupts)
         try:
             for host, is_this in zip(hosts, here, strict=True):
-                fars.append(FarHost(host, here=is_this, ssh=ssh, ssh_port=ssh_port, any_version=True))
-            reach(fars, interrupts)
-            examination = _Examination(fars, interrupts, timeout_s)
-            findings, pairs = examination.run()
+                fars.add(host, here=is_this, ssh=ssh, ssh_port=ssh_port, any_version=True)
+            fars.reach()
+            findings, pairs = _Examination(fars, timeout_s).run()
         finally:
-            leave(fars)
+            fars.leave()
         if interrupts.received:
             return 128 + interrupts.received[0]
     if not as_text:
@@ -93,7 +92,7 @@ def examine_hosts(
         return exit_code(findings)
     console = terminal()
     if pairs:
-        matrix([far.name for far in fars], pairs, console)
+        matrix([far.name for far in fars.all], pairs, console)
     print_findings(findings, console)
     return exit_code(findings)
 
@@ -101,10 +100,10 @@ def examine_hosts(
 class _Examination:
     """Questions to all hosts, and their answers."""
 
-    def __init__(self, fars: Sequence[FarHost], interrupts: Interrupts, timeout_s: float) -> None:
+    def __init__(self, fars: Hosts, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._fars = fars
-        self._interrupts = interrupts
+        self._hosts = fars
+        self._fars = fars.all
 
     def run(self) -> tuple[list[Finding], list[Pair]]:
         present = [far for far in self._fars if far.hello is not None and far.trouble is None]
@@ -181,16 +180,11 @@ class _Examination:
         """The answers of those hosts that answer in time."""
         for far, order in orders.items():
             far.send(order)
-        deadline = time.monotonic() + self._timeout_s
         waiting = [far for far in orders if not far.done]
-        while not self._interrupts.received and any(not far.answers and not far.done for far in waiting):
-            if time.monotonic() > deadline:
-                for far in waiting:
-                    if not far.answers and not far.done:
-                        far.trouble = f"host {far.name}: no answer within {self._timeout_s:g} s."
-                break
-            pump(self._fars, 0.5, self._interrupts.fd)
-            self._interrupts.drain()
+        if not self._hosts.wait(lambda: all(far.answers or far.done for far in waiting), self._timeout_s):
+            for far in waiting:
+                if not far.answers and not far.done:
+                    far.trouble = f"host {far.name}: no answer within {self._timeout_s:g} s."
         return {far: far.answers.popleft() for far in waiting if far.answers}
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 
 from ..command_line.usage import UsageError
+from ..workers.ports import local_addresses_of
 from .hostfile import Host
 
 __all__ = ["CONNECT_S", "MARK", "check_ssh", "find_here", "is_here", "remote_command", "safe_path"]
@@ -79,10 +80,9 @@ def is_here(host: Host) -> bool:
     if host.name in ("localhost", "127.0.0.1", "::1", socket.gethostname()):
         return True
     try:
-        found = socket.getaddrinfo(host.name, None, type=socket.SOCK_STREAM)
+        return bool(local_addresses_of(host.name))
     except OSError:  # a name that only ssh knows
         return False
-    return any(_can_be_bound(family, address) for family, _, _, _, address in found)
 
 
 def find_here(hosts: Sequence[Host]) -> list[bool]:
@@ -99,12 +99,3 @@ def find_here(hosts: Sequence[Host]) -> list[bool]:
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     return list(found)
-
-
-def _can_be_bound(family: int, address: tuple[object, ...]) -> bool:
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as tried:
-            tried.bind((address[0], 0, *address[2:]))
-    except OSError:
-        return False
-    return True

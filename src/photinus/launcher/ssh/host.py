@@ -1,17 +1,20 @@
-"""One host, seen from the place where the user typed: the command that reaches it, and what comes and goes."""
+"""Hosts, seen from the place where the user typed: the command that reaches each of them, and what comes and goes."""
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
 import json
+import math
 import os
 import select
+import selectors
 import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ...version import __version__
@@ -21,7 +24,7 @@ from .command import CONNECT_S, MARK, remote_command
 from .hostfile import Host
 from .trouble import trouble
 
-__all__ = ["LOST", "RemoteHost", "address_towards", "leave", "pump", "reach"]
+__all__ = ["LOST", "Hosts", "RemoteHost", "address_towards"]
 
 LOST = 255
 """What ssh ends with when it has lost the connection."""
@@ -33,10 +36,11 @@ HELLO_S = CONNECT_S + 22.0
 
 
 class RemoteHost:
-    """A host, the command that reaches it, and what was started there. Made, used and closed by one thread.
+    """A host, the command that reaches it, and what was started there.
 
     Args:
         host: where.
+        selector: gets a function for each descriptor, to be called when that is ready.
         here: it is this host: a child process takes the place of ssh.
         ssh, ssh_port: how to reach it.
         silence_s: after about so long without a sign of life ssh gives up.
@@ -53,6 +57,7 @@ class RemoteHost:
     def __init__(
         self,
         host: Host,
+        selector: selectors.BaseSelector,
         *,
         here: bool,
         ssh: str = "ssh",
@@ -68,6 +73,7 @@ class RemoteHost:
         self.hello: dict[str, Any] | None = None
         self.ended: int | None = None
         self.trouble: str | None = None
+        self._selector = selector
         self._any_version = any_version
         self._ssh = ssh if ssh_port is None else f"{ssh} -p {ssh_port}"
         self._is_running = False  # `photinus run`: what comes from now on is its output
@@ -91,6 +97,9 @@ class RemoteHost:
         self._open = {process.stdout.fileno(): "out", process.stderr.fileno(): "err"}
         os.set_blocking(self._in, False)
         self._pidfd = os.pidfd_open(process.pid)
+        for descriptor in self._open:
+            selector.register(descriptor, selectors.EVENT_READ, partial(self._read, descriptor))
+        selector.register(self._pidfd, selectors.EVENT_READ, self._note_end)
 
     @property
     def on_this_machine(self) -> bool:
@@ -111,24 +120,6 @@ class RemoteHost:
     def pass_signal(self, number: int | None) -> None:
         """Passes a signal on to its `photinus run`; None only says that somebody is still here."""
         self._write(b"\n" if number is None else b"%d\n" % number)
-
-    def events(self) -> dict[int, int]:
-        """Descriptors to wait for, and for what."""
-        wanted = dict.fromkeys(self._open, select.POLLIN)
-        if self._unsent:
-            wanted[self._in] = select.POLLOUT
-        if self._status is None:
-            wanted[self._pidfd] = select.POLLIN
-        return wanted
-
-    def react(self, descriptor: int) -> None:
-        """Does what can be done now that a descriptor is ready."""
-        if descriptor == self._in:
-            self._flush()
-        elif descriptor == self._pidfd:
-            self._status = self._process.wait()
-        elif descriptor in self._open:
-            self._read(descriptor)
 
     def check(self) -> None:
         """Notes that the command has ended, or that nothing answers."""
@@ -151,18 +142,19 @@ class RemoteHost:
 
     def close(self) -> None:
         """Ends the lifeline, so that the host ends what was started there."""
-        with contextlib.suppress(OSError):  # what is unsent is of no use any more
+        if self._unsent:  # of no use any more
+            self._selector.unregister(self._in)
+        with contextlib.suppress(OSError):
             assert self._process.stdin is not None
             self._process.stdin.close()
 
-    def gone(self) -> bool:
-        """Whether the command that reaches it has ended."""
-        return self._process.poll() is not None
-
-    def end(self, number: signal.Signals) -> None:
-        """Sends a signal to the command that reaches it, unless it has ended."""
-        if self._process.poll() is None:
+    def end(self, number: signal.Signals | None = None) -> bool:
+        """Whether the command that reaches it has ended; it is sent the signal, if there is one, unless it has."""
+        if self._process.poll() is not None:
+            return True
+        if number is not None:
             self._process.send_signal(number)
+        return False
 
     def forget(self) -> None:
         """Lets go of everything, once the command has ended."""
@@ -174,6 +166,8 @@ class RemoteHost:
 
     def _write(self, data: bytes) -> None:
         if not self.done:
+            if not self._unsent:
+                self._selector.register(self._in, selectors.EVENT_WRITE, self._flush)
             self._unsent += data
             self._flush()
 
@@ -182,9 +176,14 @@ class RemoteHost:
             while self._unsent:
                 del self._unsent[: os.write(self._in, self._unsent)]
         except BlockingIOError:
-            pass
+            return
         except OSError:  # it is gone; its end is seen apart
             self._unsent.clear()
+        self._selector.unregister(self._in)
+
+    def _note_end(self) -> None:
+        self._status = self._process.wait()
+        self._selector.unregister(self._pidfd)
 
     def _more_to_read(self) -> bool:
         """Whether some of what the ended command wrote has not been read yet."""
@@ -197,6 +196,7 @@ class RemoteHost:
         data, name = os.read(descriptor, _READ_BYTES), self._open[descriptor]
         if not data:
             del self._open[descriptor]
+            self._selector.unregister(descriptor)
         elif self._is_running:
             self.output.append((name, data))
         else:
@@ -232,51 +232,70 @@ class RemoteHost:
             self.answers.append(answer)
 
 
-def pump(hosts: Sequence[RemoteHost], timeout_s: float, *also: int) -> None:
-    """Waits until something comes from a host (or `also` is readable) or the time is over, and takes it in."""
-    poll = select.poll()
-    owners: dict[int, RemoteHost] = {}
-    for host in hosts:
-        for descriptor, events in host.events().items():
-            poll.register(descriptor, events)
-            owners[descriptor] = host
-    for descriptor in also:
-        poll.register(descriptor, select.POLLIN)
-    for descriptor, _ in poll.poll(max(0.0, timeout_s) * 1000):
-        if descriptor in owners:
-            owners[descriptor].react(descriptor)
-    for host in hosts:
-        host.check()
+class Hosts:
+    """Several hosts, reached side by side. Made, used and closed by one thread."""
 
+    def __init__(self, interrupts: Interrupts) -> None:
+        self.all: list[RemoteHost] = []
+        self._interrupts = interrupts
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(interrupts.fd, selectors.EVENT_READ, interrupts.drain)
 
-def leave(hosts: Sequence[RemoteHost], patience_s: float = 1.0) -> None:
-    """Ends all lifelines, waits a moment for the commands to end, ends those that do not, and forgets all."""
-    for host in hosts:
-        host.close()
-    for number, wait_s in ((None, patience_s), (signal.SIGTERM, 0.3), (signal.SIGKILL, 0.0)):
-        deadline = time.monotonic() + wait_s
-        for host in hosts:
-            if number is not None:
+    def add(self, host: Host, **options: Any) -> RemoteHost:
+        """Starts the command that reaches one more; for the options see RemoteHost."""
+        self.all.append(RemoteHost(host, self._selector, **options))
+        return self.all[-1]
+
+    def pump(self, timeout_s: float) -> None:
+        """Waits until something comes from a host, a signal comes or the time is over, and takes it in."""
+        for key, _ in self._selector.select(max(0.0, timeout_s)):
+            key.data()
+        for host in self.all:
+            host.check()
+
+    def wait(self, enough: Callable[[], bool], timeout_s: float) -> bool:
+        """Waits until it is enough, or a signal has come; False when it is not enough in time."""
+        deadline = time.monotonic() + timeout_s
+        while not self._interrupts.received and not enough():
+            if time.monotonic() > deadline:
+                return False
+            self.pump(_STEP_S)
+        return True
+
+    def reach(self) -> list[str]:
+        """Waits until each host has said hello or is in trouble, and returns the troubles. Ends early at a signal."""
+        first_trouble_s: float | None = None
+        begun_s = time.monotonic()
+
+        def enough() -> bool:
+            nonlocal first_trouble_s
+            if first_trouble_s is None and any(host.trouble for host in self.all):
+                first_trouble_s = time.monotonic()
+            # Others may be in trouble too, and are named with it; but not for ever.
+            if first_trouble_s is not None and time.monotonic() > max(first_trouble_s, begun_s + CONNECT_S + 1.0):
+                return True
+            return all(host.hello is not None or host.done for host in self.all)
+
+        self.wait(enough, math.inf)
+        return self.troubles()
+
+    def troubles(self) -> list[str]:
+        """Of all hosts."""
+        return [host.trouble for host in self.all if host.trouble is not None]
+
+    def leave(self, patience_s: float = 1.0) -> None:
+        """Ends all lifelines, waits a moment for the commands to end, ends those that do not, and forgets all."""
+        for host in self.all:
+            host.close()
+        for number, wait_s in ((None, patience_s), (signal.SIGTERM, 0.3), (signal.SIGKILL, 0.0)):
+            deadline = time.monotonic() + wait_s
+            for host in self.all:
                 host.end(number)
-        while not all(host.gone() for host in hosts) and time.monotonic() < deadline:
-            time.sleep(0.005)
-    for host in hosts:
-        host.forget()
-
-
-def reach(hosts: Sequence[RemoteHost], interrupts: Interrupts) -> list[str]:
-    """Waits until each host has said hello or is in trouble, and returns the troubles. Ends early at a signal."""
-    first_trouble_s: float | None = None
-    begun_s = time.monotonic()
-    while not interrupts.received and any(host.hello is None and not host.done for host in hosts):
-        if first_trouble_s is None and any(host.trouble for host in hosts):
-            first_trouble_s = time.monotonic()
-        # Others may be in trouble too, and are named with it; but not for ever.
-        if first_trouble_s is not None and time.monotonic() > max(first_trouble_s, begun_s + CONNECT_S + 1.0):
-            break
-        pump(hosts, _STEP_S, interrupts.fd)
-        interrupts.drain()
-    return [host.trouble for host in hosts if host.trouble is not None]
+            while not all(host.end() for host in self.all) and time.monotonic() < deadline:
+                time.sleep(0.005)
+        for host in self.all:
+            host.forget()
+        self._selector.close()
 
 
 def address_towards(host: RemoteHost) -> str | None:

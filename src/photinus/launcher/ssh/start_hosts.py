@@ -33,7 +33,7 @@ from ..hosts.join import DEFAULT_PORT
 from ..workers.interrupts import FROM_A_KEYBOARD, SIGNALS, Interrupts, handle_signals
 from .command import check_ssh, find_here
 from .environ import exported_variables, variable_files
-from .host import LOST, RemoteHost, address_towards, leave, pump, reach
+from .host import LOST, Hosts, RemoteHost, address_towards
 from .hostfile import read_hostfile
 from .lines import HostLines, Screen
 from .selection import Share, select
@@ -116,21 +116,15 @@ class _Job:
             {name: HostLines(screen, first=number == 0) for name, screen in self._screens.items()}
             for number in range(len(shares))
         ]
-        self._hosts: list[RemoteHost] = []
+        self._reached = Hosts(interrupts)
+        self._hosts = self._reached.all
 
     def run(self) -> int:
         selection = self._flags.selection
         for share, is_this in zip(self._shares, self._here, strict=True):
-            self._hosts.append(
-                RemoteHost(
-                    share.host,
-                    here=is_this,
-                    ssh=selection.ssh,
-                    ssh_port=selection.ssh_port,
-                    silence_s=self._flags.hosts.heartbeat_timeout_s,
-                )
-            )
-        troubles = reach(self._hosts, self._interrupts)
+            way = {"ssh": selection.ssh, "ssh_port": selection.ssh_port}
+            self._reached.add(share.host, here=is_this, silence_s=self._flags.hosts.heartbeat_timeout_s, **way)
+        troubles = self._reached.reach()
         if self._interrupts.received:
             return self._report_interrupt("before the job was started")
         self._refuse(troubles)
@@ -162,7 +156,7 @@ class _Job:
 
     def close(self) -> None:
         """Ends the lifelines of all hosts, and leaves none of the commands that reached them."""
-        leave(self._hosts, _HASTE_S if self._interrupts.received else _PATIENCE_S)
+        self._reached.leave(_HASTE_S if self._interrupts.received else _PATIENCE_S)
 
     def _refuse(self, troubles: Sequence[str]) -> None:
         if not troubles:
@@ -182,17 +176,14 @@ class _Job:
                     "listen": self._meeting_place() if number == 0 and len(self._hosts) > 1 else None,
                 }
             )
-        deadline = time.monotonic() + _PREPARE_S
-        while not self._interrupts.received and any(not host.answers and not host.done for host in self._hosts):
-            if time.monotonic() > deadline:
-                late = ", ".join(host.name for host in self._hosts if not host.answers)
-                raise LaunchError(
-                    f"no answer within {_PREPARE_S:.0f} s from {late}: its file system may hang, with the folder "
-                    f"{os.getcwd()}. Nothing was started."
-                )
-            self._pump(_STEP_S)
+        if not self._reached.wait(lambda: all(host.answers or host.done for host in self._hosts), _PREPARE_S):
+            late = ", ".join(host.name for host in self._hosts if not host.answers)
+            raise LaunchError(
+                f"no answer within {_PREPARE_S:.0f} s from {late}: its file system may hang, with the folder "
+                f"{os.getcwd()}. Nothing was started."
+            )
         if not self._interrupts.received:
-            self._refuse([host.trouble for host in self._hosts if host.trouble is not None])
+            self._refuse(self._reached.troubles())
 
     def _meeting_place(self) -> dict[str, Any]:
         """What the first host shall listen on."""
@@ -282,8 +273,7 @@ class _Job:
             host.pass_signal(number)
 
     def _pump(self, timeout_s: float) -> None:
-        pump(self._hosts, timeout_s, self._interrupts.fd)
-        self._interrupts.drain()
+        self._reached.pump(timeout_s)
         for host, lines in zip(self._hosts, self._lines, strict=True):
             while host.output:
                 name, data = host.output.popleft()
