@@ -14,10 +14,9 @@ from rich.console import Console
 
 from photinus.launcher.cli import main
 from photinus.launcher.contestants import contestant
-from photinus.launcher.doctor import backends, examine, load, network, software
+from photinus.launcher.doctor import backends, examine, host, network, software
 from photinus.launcher.doctor.finding import Finding, as_json, exit_code, print_findings
-from photinus.launcher.doctor.host import look_at_host
-from photinus.launcher.doctor.load import Load
+from photinus.launcher.doctor.host import Load, look_at_host
 from photinus.launcher.doctor.network import look_at_network
 
 TORCH = {
@@ -132,15 +131,15 @@ def busy(folder: Path, average: str = "28.00", now: int = 30) -> Path:
 
 
 def test_a_busy_machine_is_told_and_allows_more_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "usable_cores", lambda: 8)
-    found = load.read_load(busy(tmp_path))
+    monkeypatch.setattr(host, "usable_cores", lambda: 8)
+    found = host.read_load(busy(tmp_path))
     assert found == Load(29.0, 8)  # those that want to run now, but this one
     assert found.allow(60) == 217.5
     assert Load(1000.0, 8).allow(60) == 300
     assert Load(0.5, 8).allow(60) == 60
-    assert load.look_at_load(found).state == "note"
-    assert load.look_at_load(found).value == "load 29.0 on 8 usable cores"
-    assert load.look_at_load(load.read_load(busy(tmp_path, "3.00", 2))).state == "good"
+    assert host.look_at_load(found).state == "note"
+    assert host.look_at_load(found).value == "load 29.0 on 8 usable cores"
+    assert host.look_at_load(host.read_load(busy(tmp_path, "3.00", 2))).state == "good"
 
 
 # ---- the network
@@ -248,12 +247,12 @@ def test_a_backend_that_fails_is_bad_with_its_last_words() -> None:
 def test_a_backend_that_hangs_is_ended_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rank.py").write_text("import time; time.sleep(300)")
     monkeypatch.setattr(contestant, "_RANK", tmp_path / "rank.py")
-    monkeypatch.setattr(load, "read_load", lambda: Load(0.5, 2))
+    monkeypatch.setattr(host, "read_load", lambda: Load(0.5, 2))
     start = time.monotonic()
     finding = backends._try("photinus", 1.0)
     assert time.monotonic() - start < 30
     assert (finding.state, finding.value) == ("bad", "no answer within 1 s")
-    monkeypatch.setattr(load, "read_load", lambda: Load(28.0, 2))
+    monkeypatch.setattr(host, "read_load", lambda: Load(28.0, 2))
     finding = backends._try("photinus", 0.5)
     assert finding.state == "unknown"
     assert finding.value == "not judged: load 28.0 on 2 usable cores; no answer within 0.5 s"

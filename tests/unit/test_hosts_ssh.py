@@ -19,10 +19,9 @@ from photinus.launcher.ssh.environ import exported_variables, variable_files
 from photinus.launcher.ssh.host import Hosts, RemoteHost
 from photinus.launcher.ssh.hostfile import Host
 from photinus.launcher.ssh.lines import HostLines, Screen
-from photinus.launcher.ssh.selection import Share
+from photinus.launcher.ssh.selection import Share, host_words
 from photinus.launcher.ssh.start_hosts import start_hosts
 from photinus.launcher.ssh.trouble import trouble
-from photinus.launcher.ssh.words import host_words
 from photinus.launcher.workers.interrupts import handle_signals
 from photinus.version import __version__
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from photinus.launcher.workers.environment import Place, worker_environ
+from photinus.launcher.workers.job import Place, worker_environ
 from photinus.world import World
 
 PLACE = Place(

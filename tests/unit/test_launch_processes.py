@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from photinus.launcher.command_line.program import Program
-from photinus.launcher.workers.deaths import first_cause
-from photinus.launcher.workers.failure_text import suspension_words
+from photinus.launcher.workers.deaths import first_cause, suspension_words
 from photinus.launcher.workers.guard import Guard
 from photinus.launcher.workers.interrupts import Interrupted, handle_signals
 from photinus.launcher.workers.output import Output

@@ -8,8 +8,15 @@ import signal
 import pytest
 
 from photinus.launcher.workers.cgroup import OomKills
-from photinus.launcher.workers.deaths import Death, Raised, exit_code_of, first_cause, signature
-from photinus.launcher.workers.failure_text import failure_text, last_words
+from photinus.launcher.workers.deaths import (
+    Death,
+    Raised,
+    exit_code_of,
+    failure_text,
+    first_cause,
+    last_words,
+    signature,
+)
 
 KILLED = -signal.SIGKILL
 GLOO_LOSS = (

@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 
 from ..errors import LaunchError
 from ..launcher.workers.deaths import Raised
-from ..launcher.workers.environment import Place, worker_environ
+from ..launcher.workers.job import Place, worker_environ
+from ..launcher.workers.worker import describe
 
 __all__ = ["launch"]
 
@@ -252,13 +253,5 @@ class _Rank:
         try:
             return True, main(*args, **kwargs)
         except BaseException as error:  # noqa: BLE001 - told to the caller, who names the rank
-            return False, (_chain(error), "".join(traceback.format_exception(error)))
-
-
-def _chain(error: BaseException) -> list[tuple[str, str]]:
-    chain: list[tuple[str, str]] = []
-    link: BaseException | None = error
-    while link is not None and len(chain) < 16:
-        chain.append((type(link).__name__, str(link)[:2000]))
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
-    return chain
+            chain = describe(error, "", 1, 0.0)["photinus"]["chain"]
+            return False, (tuple(map(tuple, chain)), "".join(traceback.format_exception(error)))

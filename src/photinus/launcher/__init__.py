@@ -10,8 +10,7 @@ contestants/   backends and other libraries that are measured, by doctor, bench 
 doctor/        `photinus doctor`: what works here, found by trying it
 bench/         `photinus bench`: how fast collectives are here
 agent          the attempts of a job: meet, start, watch, and again where it may help
-dry_run        `photinus run --dry-run`: what would be started
-supervise      one job on this host, from its start to its exit code
+supervise      one job on this host, from its start to its exit code; `--dry-run`
 run            `photinus run`: reads the words, looks at the program, starts the job
 again          `photinus again`: a run once more, from its config.json
 new            `photinus new`: projects made of the files in photinus/templates

@@ -15,7 +15,7 @@ from .hosts.messages import Report
 from .hosts.peer_hosts import Order, PeerHosts
 from .hosts.restart_policy import Verdict
 from .workers.cgroup import OomKills, oom_kills
-from .workers.failure_text import failure_text, last_words, suspension_words
+from .workers.deaths import failure_text, last_words, suspension_words
 from .workers.guard import Guard
 from .workers.interrupts import FROM_A_KEYBOARD, Interrupted, Interrupts
 from .workers.job import Formation, Job
@@ -69,7 +69,8 @@ class Agent:
         try:
             while True:
                 formation = self._peers.meet(self._raise_if_interrupted)
-                self._wait_out(delay_s)
+                self._interrupts.comes_within(delay_s)
+                self._raise_if_interrupted()
                 self.attempts += 1
                 oom_before = oom_kills()
                 processes = self._start(formation)
@@ -197,15 +198,6 @@ class Agent:
         if self._processes is not None:
             self._processes.close()
             self._processes = None
-
-    def _wait_out(self, delay_s: float) -> None:
-        deadline = time.monotonic() + delay_s
-        while True:
-            self._raise_if_interrupted()
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                return
-            time.sleep(min(0.05, left_s))
 
     def _raise_if_interrupted(self) -> None:
         number = self._interrupts.first

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from ..env import STARTED_AS
 from ..errors import LaunchError, MissingLibraryError, PhotinusError
 from ..version import __version__
-from .command_line.usage import UsageError, closest
+from .command_line.usage import UsageError, hint
 
 __all__ = ["COMMANDS", "main"]
 
@@ -114,8 +114,7 @@ def _unknown(word: str) -> str:
         return f"unknown flag {word}. Flags stand after the command: photinus run {word} ...; see `photinus --help`."
     if word.endswith(".py"):
         return f"{word} is not a command. To start it: photinus run {word}"
-    near = closest(word, COMMANDS)
-    return f"unknown command {word}." + (f" Did you mean {near}?" if near else " See `photinus --help`.")
+    return f"unknown command {word}." + hint(word, COMMANDS, " See `photinus --help`.")
 
 
 def _host() -> str:

@@ -13,8 +13,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -25,13 +26,19 @@ from ..errors import LaunchError
 from ..world.launchers import read_scheduler
 from . import function
 from .workers.deaths import Raised
-from .workers.private_folder import private_folder
+from .workers.interrupts import block_signals
 
 __all__ = ["launch"]
 
 T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1
 _END_S = 10.0
+# A process of the owners may still write while the folder is being removed: then once more.
+_KEEPER = """cd /
+while read -r _; do :; done
+tries=0
+until rm -rf -- "$1" || [ $tries -ge 50 ]; do tries=$((tries+1)); sleep 0.1; done
+"""
 
 
 def launch(
@@ -80,7 +87,7 @@ def launch(
             f"open files, process groups, loggers with sockets) inside the function."
         ) from error
     _warn_of_cuda()
-    with private_folder("photinus-launch-") as (folder, held):
+    with _private_folder("photinus-launch-") as (folder, held):
         (folder / function.PATH).write_text("\0".join(sys.path))
         (folder / function.CALL).write_bytes(call)
         command = [sys.executable, "-m", "photinus", "run", "--standalone", "--nproc-per-node", str(nprocs)]
@@ -196,3 +203,41 @@ def _first_error(folder: Path, code: int) -> str:
         return f"the job failed with exit code {code}; what the ranks said is above"
     *_, rank, text = min(found)
     return f"rank {rank} failed with {text} (exit code {code}; its traceback is above)"
+
+
+@contextlib.contextmanager
+def _private_folder(prefix: str) -> Iterator[tuple[Path, int]]:
+    """A new folder that only this user can enter, and a file descriptor: the folder lasts while a process holds it.
+
+    The descriptor is closed in processes that are started, unless it is passed on (`pass_fds`). At the end of the block
+    the folder is removed, whoever holds it.
+
+    `tempfile.TemporaryDirectory` leaves its folder when the process is killed by SIGKILL. Here a shell in a session of
+    its own waits at a pipe for its end, which comes when nobody holds the pipe any more, and then removes the folder.
+    """
+    with tempfile.TemporaryDirectory(prefix=prefix) as name:
+        reading, writing = os.pipe()
+        try:
+            keeper = _start_keeper(name, reading)
+        finally:
+            os.close(reading)
+        try:
+            yield Path(name), writing
+        finally:
+            os.close(writing)
+            if keeper is not None:
+                keeper.kill()  # the rest is ours to do
+                keeper.wait()
+
+
+def _start_keeper(name: str, reading: int) -> subprocess.Popen[bytes] | None:
+    """None where there is no shell (a container that holds nothing but Python): only SIGKILL then leaves the folder."""
+    with contextlib.suppress(FileNotFoundError), block_signals():
+        return subprocess.Popen(
+            ["/bin/sh", "-c", _KEEPER, "photinus-keeper", name],
+            stdin=reading,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    return None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .command_line.parser import Parser
-from .command_line.usage import UsageError, closest
+from .command_line.usage import UsageError, hint
 
 __all__ = ["TEMPLATES", "main", "parser"]
 
@@ -103,14 +103,9 @@ def _parse(arguments: Sequence[str]) -> tuple[Path, str]:
     if len(folders) > 1:
         raise UsageError(f"one folder is needed, but {len(folders)} are named: {' '.join(map(shlex.quote, folders))}.")
     if name not in TEMPLATES:
-        near = closest(name, TEMPLATES)
-        raise UsageError(f"there is no template {name}, but {_names()}." + (f" Did you mean {near}?" if near else ""))
+        *most, last = TEMPLATES
+        raise UsageError(f"there is no template {name}, but {', '.join(most)} and {last}.{hint(name, TEMPLATES)}")
     return Path(folders[0]), name
-
-
-def _names() -> str:
-    *most, last = TEMPLATES
-    return f"{', '.join(most)} and {last}"
 
 
 def _check_empty(folder: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
+import shlex
 import shutil
+import socket
 import sys
 import tempfile
 import uuid
@@ -15,9 +18,8 @@ from .. import env
 from ..errors import LaunchError
 from ..torch_version import check_torch
 from .agent import Agent
-from .command_line.flags import RunFlags
+from .command_line.flags import HostFlags, RunFlags
 from .command_line.program import Program
-from .dry_run import dry_run_text
 from .hosts.join import join_job
 from .hosts.member import Member
 from .hosts.peer_hosts import JobEndedError, OneHost, PeerHosts
@@ -33,14 +35,16 @@ from .workers.devices import (
 )
 from .workers.guard import Guard, start_guard
 from .workers.interrupts import Interrupted, Interrupts, handle_signals
-from .workers.job import Job
+from .workers.job import Formation, Job
 from .workers.logs import Logs
 from .workers.output import Output
 from .workers.ports import listen
 from .workers.processes import adopt_orphans
 from .workers.store import LOOPBACK, StoreProcess
 
-__all__ = ["supervise"]
+__all__ = ["dry_run_text", "supervise"]
+
+_CHOSEN_LATER = "chosen when it starts"
 
 _INTERRUPT_GRACE_S = 1.5
 _SIGNAL_TO_ALL_S = 0.3
@@ -80,12 +84,7 @@ def supervise(flags: RunFlags, program: Program) -> int:
                 environ[VISIBLE] = os.environ[VISIBLE] = visible_devices(flags.devices, environ.get(VISIBLE))
             with interrupts.raise_at_once():
                 environ[env.RANKS_PER_GPU.name] = str(flags.ranks_per_gpu)
-                counted: list[int] = []
-
-                def gpus() -> int:
-                    counted.append(count_gpus())
-                    return counted[-1]
-
+                gpus = functools.cache(count_gpus)
                 wanted = flags.nproc_per_node
                 if flags.devices is not None:
                     wanted = len(flags.devices) * flags.ranks_per_gpu
@@ -98,9 +97,10 @@ def supervise(flags: RunFlags, program: Program) -> int:
                     oversubscribe=flags.oversubscribe,
                 )
                 if flags.devices is not None:
-                    check_devices(flags.devices, count_gpus())
+                    check_devices(flags.devices, gpus())
         except Interrupted:
             return _report_interrupt(interrupts, output, "before any worker was started")
+        present = gpus() if gpus.cache_info().currsize else 0  # not asked where GPUs do not matter
         if chosen.reason:
             where = "" if (name := env.STARTED_AS.get()) is None else f"host {name}: "
             plural = "s" if chosen.count != 1 else ""
@@ -116,7 +116,7 @@ def supervise(flags: RunFlags, program: Program) -> int:
             cpu_only=flags.cpu,
             base_environ=environ,
             preempt_after_s=flags.preempt_after_s,
-            gpus=gpu_names(chosen.count, counted[-1] if counted else 0, environ.get(VISIBLE), flags.ranks_per_gpu),
+            gpus=gpu_names(chosen.count, present, environ.get(VISIBLE), flags.ranks_per_gpu),
             temporary=temporary,
         )
         logs = Logs(flags.logs)
@@ -216,3 +216,48 @@ def _temporary_folder(guard: Guard) -> Iterator[str]:
         yield folder if len(os.fsencode(folder)) <= _LONGEST_FOLDER_BYTES else ""
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def dry_run_text(job: Job, hosts: HostFlags, logs: Logs) -> str:
+    """The job as text: the command, what all workers share, and what is each one's own.
+
+    With several hosts the ranks are known only for the first, unless the hosts run equally many workers.
+    """
+    least, most = hosts.nnodes or (1, 1)
+    host_rank = hosts.node_rank or 0
+    program = job.program
+    python = {"script": [sys.executable], "module": [sys.executable, "-m"], "program": []}[program.kind]
+    command = [*python, program.target, *program.arguments_of("LOCAL_RANK")]
+    own = []
+    formation = Formation((job.local_world_size,) * most, host_rank, 0, job.job_id, 0)
+    for rank in range(job.local_world_size):
+        environ = job.environ(formation, rank, _CHOSEN_LATER)
+        environ |= {"MASTER_PORT": _CHOSEN_LATER, "TORCHELASTIC_RUN_ID": _CHOSEN_LATER}
+        own.append({name: value for name, value in environ.items() if os.environ.get(name) != value or _ours(name)})
+    shared = {name: value for name, value in own[0].items() if all(each.get(name) == value for each in own)}
+    lines = []
+    if most > 1:
+        lines = [
+            f"{most if least == most else f'{least} to {most}'} hosts, which are numbered "
+            + ("by --node-rank" if hosts.node_rank is not None else "as they come")
+            + f"; this one as number {host_rank}, if {most} of them run as many workers:"
+        ]
+    count = f"{job.local_world_size} worker{'s' * (job.local_world_size != 1)}"
+    lines += [
+        f"{count} on {socket.gethostname()}, in {os.getcwd()}:",
+        f"  {shlex.join(command)}",
+        f"restarted at most {job.max_restarts} time{'s' * (job.max_restarts != 1)} when one fails",
+        *([logs.describe()] if logs.writes else []),
+        "",
+        "in the environment of all:",
+        *(f"  {name}={value}" for name, value in sorted(shared.items())),
+        "",
+        "and of each:",
+    ]
+    for each in own:
+        lines.append("  " + " ".join(f"{name}={value}" for name, value in sorted(each.items()) if name not in shared))
+    return "\n".join(lines)
+
+
+def _ours(name: str) -> bool:
+    return name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")

@@ -13,8 +13,6 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from rich.console import Console
-
 from ...errors import LaunchError
 from ...version import __version__
 from ..contestants.contestant import Contestant, torch_ranks
@@ -22,7 +20,6 @@ from ..doctor.software import ask_torch
 from ..workers.devices import usable_cores
 from .options import DTYPES, Options, parse_bench, parser
 from .result import COPY, Result, choose, limits
-from .table import plot, print_table
 
 __all__ = ["main", "parser"]
 
@@ -50,6 +47,8 @@ def main(arguments: Sequence[str]) -> int:
     backends = [name for name in wanted if name not in absent]
     if not backends or not results:
         raise LaunchError("; ".join(f"{name} failed: {reason}" for name, reason in absent.items()))
+    from .table import plot, print_table
+
     best, reason = choose(results, backends)
     title = f"{ranks} ranks, {options.dtype}, {usable_cores()} usable cores"
     if options.device == "cuda":
@@ -106,6 +105,8 @@ def _measure(options: Options, backends: Sequence[str], ranks: int) -> tuple[lis
 @contextlib.contextmanager
 def _status() -> Iterator[Callable[[str], object]]:
     """A line that says what is measured now, where stderr is a terminal; gone in the end."""
+    from rich.console import Console
+
     with Console(stderr=True, highlight=False).status("starting") as status:
         yield status.update
 

@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from .usage import UsageError, closest
+from .usage import UsageError, closest, hint
 
 __all__ = ["Parser"]
 
@@ -168,7 +168,7 @@ def _choice(known: Sequence[str]) -> Callable[[str], str]:
     def read(text: str) -> str:
         if text not in known:
             needed = " or ".join(filter(None, (", ".join(known[:-1]), known[-1])))
-            raise argparse.ArgumentTypeError(f"needs {needed}.{_hint(text, known)}")
+            raise argparse.ArgumentTypeError(f"needs {needed}.{hint(text, known)}")
         return text
 
     return read
@@ -179,14 +179,9 @@ def _choices(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
         words = dict.fromkeys(text.replace(",", " ").split())
         for word in words:
             if word not in known:
-                raise argparse.ArgumentTypeError(f"there are {', '.join(known)}, but no {word}.{_hint(word, known)}")
+                raise argparse.ArgumentTypeError(f"there are {', '.join(known)}, but no {word}.{hint(word, known)}")
         if not words:
             raise argparse.ArgumentTypeError(f"needs one or more of {', '.join(known)}.")
         return tuple(words)
 
     return read
-
-
-def _hint(word: str, known: Sequence[str]) -> str:
-    near = closest(word, known)
-    return f" Did you mean {near}?" if near else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["UsageError", "closest"]
+__all__ = ["UsageError", "closest", "hint"]
 
 
 class UsageError(ValueError):
@@ -16,3 +16,9 @@ def closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The known word most like `word`, or None when nothing is near."""
     found = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return found[0] if found else None
+
+
+def hint(word: str, known: Iterable[str], otherwise: str = "") -> str:
+    """` Did you mean X?`, or `otherwise` when nothing is near."""
+    near = closest(word, known)
+    return f" Did you mean {near}?" if near else otherwise

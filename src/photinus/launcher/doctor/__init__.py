@@ -2,8 +2,7 @@
 
 finding     what one look found; all of it on the terminal, by section
 hosts       several hosts, over ssh: versions, and every pair tried both ways
-load        how busy this host is, and what patience that asks for
-host        processors, memory, limits, the engine's needs
+host        processors, memory, limits, load, the engine's needs
 network     interfaces, addresses, the host's own name
 software    Python, torch, launchers, GPUs; asked in child processes
 backends    every backend of torch.distributed, really tried: two processes, an all_reduce, a deadline

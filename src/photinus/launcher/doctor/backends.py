@@ -6,7 +6,7 @@ from typing import Any
 
 from ..contestants.contestant import Contestant, torch_ranks
 from .finding import Finding
-from .load import LATE, finding_if_busy
+from .host import LATE, finding_if_busy
 
 __all__ = ["look_at_backends"]
 

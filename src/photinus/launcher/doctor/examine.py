@@ -15,8 +15,7 @@ from ..command_line.parser import Parser
 from ..command_line.usage import UsageError
 from .backends import look_at_backends
 from .finding import as_json, exit_code, print_findings
-from .host import look_at_host
-from .load import look_at_load, read_load
+from .host import look_at_host, look_at_load, read_load
 from .network import look_at_network
 from .software import ask_engine, ask_torch, look_at_software
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = ["Finding", "as_json", "assess", "exit_code", "print_findings", "terminal"]
 
@@ -68,6 +67,8 @@ def exit_code(findings: Sequence[Finding]) -> int:
 
 def terminal() -> Console:
     """Standard output, lines of at most 100 columns."""
+    from rich.console import Console
+
     console = Console(highlight=False, markup=False, emoji=False)
     console.width = min(_WIDEST, console.width)
     return console
@@ -75,6 +76,9 @@ def terminal() -> Console:
 
 def print_findings(findings: Sequence[Finding], console: Console | None = None) -> None:
     """Prints a table for each section, and a verdict."""
+    from rich.table import Table
+    from rich.text import Text
+
     console = console or terminal()
     for section, found in itertools.groupby(findings, key=lambda finding: finding.section):
         rows = Table.grid(padding=(0, 1, 0, 0))

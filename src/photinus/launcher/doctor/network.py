@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 
 from ...world.own_address import interfaces
+from ..workers.cgroup import text_of
 from .finding import Finding, assess
 
 __all__ = ["look_at_network"]
@@ -39,12 +40,12 @@ def _interfaces(root: Path) -> list[Finding]:
     for folder in sorted((root / "sys/class/net").glob("*")):
         if folder.name.startswith(_VIRTUAL):
             continue
-        address, speed = addresses.get(folder.name, ""), _read(folder / "speed")
-        up = _read(folder / "operstate") in ("up", "unknown")
+        address, speed = addresses.get(folder.name, ""), text_of(folder / "speed").strip()
+        up = text_of(folder / "operstate").strip() in ("up", "unknown")
         parts = [address or "no IPv4 address", "up" if up else "down"]
         if speed.lstrip("-").isdigit() and int(speed) > 0:
             parts.append(f"{int(speed) / 1000:g} Gbit/s")
-        facts = {"address": address, "up": up, "speed_mbit": speed, "mtu": _read(folder / "mtu")}
+        facts = {"address": address, "up": up, "speed_mbit": speed, "mtu": text_of(folder / "mtu").strip()}
         state = "good" if up and address else "absent"
         found.append(Finding(_SECTION, folder.name, state, ", ".join(parts), facts=facts))
     return found or [Finding(_SECTION, "interfaces", "absent", "none but loopback: this host cannot meet others")]
@@ -69,7 +70,7 @@ def _own_name() -> Finding:
 
 
 def _congestion(root: Path) -> Finding:
-    control = _read(root / "proc/sys/net/ipv4/tcp_congestion_control")
+    control = text_of(root / "proc/sys/net/ipv4/tcp_congestion_control").strip()
     if control == "bbr":
         value = "bbr, which paces traffic inside the host too and slows gloo by a third or so"
         advice = "sysctl -w net.ipv4.tcp_congestion_control=reno (or cubic), unless the hosts are far apart."
@@ -82,10 +83,3 @@ def _rdma(root: Path) -> Finding:
     if devices:
         return Finding(_SECTION, "RDMA", "good", ", ".join(devices), facts={"devices": devices})
     return Finding(_SECTION, "RDMA", "absent", "no InfiniBand or RoCE device; hosts meet over TCP")
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:  # absent for this kind of interface, or not readable while it is down
-        return ""

@@ -17,7 +17,7 @@ from typing import Any
 from ...torch_version import OLDEST, is_too_old
 from ...version import __version__
 from .finding import Finding, assess
-from .load import LATE, finding_if_busy
+from .host import LATE, finding_if_busy
 
 __all__ = ["Torch", "ask_engine", "ask_torch", "look_at_software"]
 

@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..workers.deaths import Death, ended_by_suspension, exit_code_of, first_cause, signature
-from ..workers.failure_text import failure_text, suspension_text
+from ..workers.deaths import (
+    Death,
+    ended_by_suspension,
+    exit_code_of,
+    failure_text,
+    first_cause,
+    signature,
+    suspension_text,
+)
 from .messages import Report
 
 __all__ = ["Attempt", "RestartPolicy", "Verdict", "backoff_s", "reason_to_stop"]

@@ -3,6 +3,5 @@
 detect_scheduler  inside srun or mpirun: which hosts, which of them is this one, where to meet
 sbatch            `photinus run --slurm`: writes the batch script (batch.sh.j2), and submits it
 kubernetes        `photinus run --kubernetes`: writes the manifest (manifest.yaml.j2), a PyTorchJob or a JobSet
-inside            the command line that either of them starts on each host
-output            templates filled in; a script or manifest put into a file, never over one that is there
+inside            what the two have in common: the words that they start on each host, templates, the file
 """

@@ -16,8 +16,7 @@ from ...version import __version__
 from ..command_line.flags import RunFlags
 from ..command_line.program import Program
 from ..command_line.usage import UsageError
-from .inside import gpus_per_host, program_words, run_words
-from .output import fill, put
+from .inside import fill, gpus_per_host, program_words, put, run_words
 
 __all__ = ["batch_script", "main"]
 

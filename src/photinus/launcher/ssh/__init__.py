@@ -7,10 +7,8 @@ hostfile       the file of hosts, as DeepSpeed and Open MPI have it: a host on e
 lines          the output of several hosts on one terminal: the first host's as it comes, the others' in whole lines
 lifeline       the standard input of a `photinus run` that another host started: signals, and whether anybody is there
 remote         what `photinus run --hostfile` and `photinus doctor --hosts` start on each host, over ssh
-remote_listen  the socket on which the first host of a job is met
 remote_probe   what a host answers to `photinus doctor --hosts`: versions, clock, and how well it reaches another host
-selection      which hosts and devices a job gets: --include, --exclude, --num-nodes and --num-gpus
+selection      which hosts and devices a job gets (--include, --exclude, ...), and the words for each host
 start_hosts    a job on several hosts, started from one place: `photinus run --hostfile FILE`
 trouble        why a host could not be started over ssh, in words that name the host and what to do. A pure function
-words          the words of `photinus run` for one host of a job that was typed in one place
 """

@@ -27,8 +27,8 @@ from ...errors import PhotinusError
 from ...version import __version__
 from ..command_line.program import Program, check_program
 from ..command_line.usage import UsageError
+from ..workers.ports import listen_as
 from .command import MARK, safe_path
-from .remote_listen import listen
 
 __all__ = ["main"]
 
@@ -81,7 +81,7 @@ def _prepare(order: dict[str, Any]) -> socket.socket | None:
     if order["listen"] is None:
         _say({"prepared": {}})
         return None
-    listener = listen(**order["listen"])
+    listener = listen_as(**order["listen"])
     address, port = listener.getsockname()[:2]
     _say({"prepared": {"address": address, "port": port}})
     return listener

@@ -19,7 +19,7 @@ import time
 from typing import Any
 
 from ...version import __version__
-from .remote_listen import listen
+from ..workers.ports import listen_as
 
 __all__ = ["answer"]
 
@@ -40,7 +40,7 @@ def answer(order: dict[str, Any]) -> dict[str, Any]:
     if order["do"] == "facts":
         return {"facts": _facts()}
     if order["do"] == "serve":
-        listener = listen(order["name"], 0, or_another=False, otherwise=order["otherwise"], alone=order["alone"])
+        listener = listen_as(order["name"], 0, or_another=False, otherwise=order["otherwise"], alone=order["alone"])
         threading.Thread(target=_serve, args=(listener, order["secret"]), daemon=True).start()
         address, port = listener.getsockname()[:2]
         return {"serving": {"address": address, "port": port}}

@@ -1,5 +1,7 @@
 """Which hosts and devices a job gets: --include, --exclude, --num-nodes and --num-gpus, with DeepSpeed's meaning.
 
+Then each host's words of `photinus run` are those that were typed, without all that chose hosts.
+
     --include a:0,2@b   devices 0 and 2 of a, all of b; nothing else
     --exclude a:0@b     all but device 0 of a, and without b
 
@@ -15,13 +17,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ..command_line.usage import UsageError, closest
+from ..command_line.flags import RunFlags
+from ..command_line.usage import UsageError, hint
 from .hostfile import Host
 
 if TYPE_CHECKING:
     from ..command_line.flags import RunFlags, SelectionFlags
 
-__all__ = ["Share", "flags_text", "for_this_host", "select"]
+__all__ = ["Share", "flags_text", "for_this_host", "host_words", "select"]
+
+# What chose the hosts and their devices, or is said anew for each host.
+_LEFT_OUT = {
+    *("--hostfile", "--include", "--exclude", "--num-nodes", "--num-gpus", "--nproc-per-node", "--master-addr"),
+    *("--master-port", "--ssh", "--ssh-port", "--export", "--dry-run", "-m"),
+}
 
 _ITEM = re.compile(r"(?P<name>[^:@\s]+|\[[0-9a-fA-F:.%\w]+\])(?::(?P<slots>[\d,\s-]*))?")
 
@@ -167,9 +176,8 @@ def _parse_names(flag: str, text: str, hosts: Sequence[Host]) -> Mapping[str, tu
     named: dict[str, tuple[int, ...]] = {}
     for name, slots in _items(flag, text):
         if name not in known:
-            near = closest(name, known)
-            hint = f" Did you mean {near}?" if near else f" It names {', '.join(known)}."
-            raise UsageError(f"{flag} {text}: host {name} is not in the host file.{hint}")
+            near = hint(name, known, f" It names {', '.join(known)}.")
+            raise UsageError(f"{flag} {text}: host {name} is not in the host file.{near}")
         present = known[name].slots
         beyond = [slot for slot in slots if present is not None and slot >= present]
         if beyond:
@@ -218,3 +226,48 @@ def _slots(flag: str, text: str, listed: str | None) -> tuple[int, ...]:
             raise UsageError(f"{flag} {text}: {word!r} is no device. They are numbers from 0, like 0,2 or 0-3.")
         numbers += range(first, last + 1)
     return tuple(numbers)
+
+
+def host_words(
+    flags: RunFlags, share: Share, *, host_rank: int = 0, hosts: int = 1, leader: str = "", port: int = 0
+) -> list[str]:
+    """What stands after `photinus run` on this host: flags and program as typed, without all that chose hosts.
+
+    Args:
+        flags: what the user typed.
+        share: what the job gets of this host.
+        host_rank, hosts: which host of how many; for one alone, nothing is said of leader and port.
+        leader, port: where the first host listens.
+
+    Raises:
+        UsageError: --nproc-per-node asks for more workers than the host has slots.
+    """
+    words = _workers(flags, share)
+    words += [f"{name}={text}" if text else name for name, (_, text) in flags.given.items() if name not in _LEFT_OUT]
+    if hosts > 1:
+        words += ["--nnodes", str(hosts), "--node-rank", str(host_rank)]
+        words += ["--master-addr", leader, "--master-port", str(port)]
+    module = ["-m"] if flags.program.kind == "module" else []
+    return [*words, *module, flags.program.target, *flags.program.arguments]
+
+
+def _workers(flags: RunFlags, share: Share) -> list[str]:
+    wanted = flags.nproc_per_node
+    if isinstance(wanted, int):
+        if share.count is not None and wanted > share.count:
+            raise UsageError(
+                f"--nproc-per-node {wanted} asks for {wanted} workers on each host, but {share.host.name} has "
+                f"{share.count} slot{'s' * (share.count != 1)} for this job"
+                + (f" ({share.host.where})." if share.host.where else ".")
+            )
+        devices = share.devices[:wanted] if share.devices is not None else None
+        count: int | None = wanted
+    elif wanted != "auto":
+        return ["--nproc-per-node", wanted]
+    else:
+        devices, count = share.devices, share.count
+    if devices is not None and not flags.cpu:
+        return ["--device", ",".join(map(str, devices))]
+    if count is None:
+        return []
+    return ["--num-gpus" if share.gpus and not flags.cpu else "--nproc-per-node", str(count)]

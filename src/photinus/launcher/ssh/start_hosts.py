@@ -36,8 +36,7 @@ from .environ import exported_variables, variable_files
 from .host import LOST, Hosts, RemoteHost, address_towards
 from .hostfile import read_hostfile
 from .lines import HostLines, Screen
-from .selection import Share, select
-from .words import host_words
+from .selection import Share, host_words, select
 
 __all__ = ["start_hosts"]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["OomKills", "cpu_quota_cores", "memory_limit", "oom_kills"]
+__all__ = ["OomKills", "cpu_quota_cores", "memory_limit", "oom_kills", "text_of"]
 
 _NO_LIMIT = 2**60  # version 1 writes "no limit" as a number near 2**63
 
@@ -24,10 +24,13 @@ def cpu_quota_cores(root: Path = Path("/")) -> float | None:
     """The tightest CPU quota of this control group and those around it, in cores; None when there is none."""
     quotas = []
     for folder in _folders("cpu", root):
-        version_2 = _read(folder / "cpu.max").split()
+        version_2 = text_of(folder / "cpu.max").split()
         if len(version_2) == 2 and version_2[0] != "max":
             quotas.append(int(version_2[0]) / int(version_2[1]))
-        quota_us, period_us = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+        quota_us, period_us = (
+            text_of(folder / "cpu.cfs_quota_us"),
+            text_of(folder / "cpu.cfs_period_us"),
+        )
         if quota_us and period_us and int(quota_us) > 0:
             quotas.append(int(quota_us) / int(period_us))
     return min(quotas, default=None)
@@ -38,7 +41,7 @@ def memory_limit(root: Path = Path("/")) -> int | None:
     limits = []
     for folder in _folders("memory", root):
         for name in ("memory.max", "memory.limit_in_bytes"):
-            text = _read(folder / name).strip()
+            text = text_of(folder / name).strip()
             if text.isdigit() and int(text) < _NO_LIMIT:
                 limits.append(int(text))
     return min(limits, default=None)
@@ -53,19 +56,19 @@ def oom_kills(root: Path = Path("/")) -> OomKills | None:
     own = next(_folders("memory", root), None)
     if own is not None:
         for name, limit in (("memory.events", "memory.max"), ("memory.oom_control", "memory.limit_in_bytes")):
-            count = _field(_read(own / name), "oom_kill")
+            count = _field(text_of(own / name), "oom_kill")
             if count is not None:
-                text = _read(own / limit).strip()
+                text = text_of(own / limit).strip()
                 limit_bytes = int(text) if text.isdigit() and int(text) < _NO_LIMIT else None
                 return OomKills(count, "this control group", limit_bytes)
-    count = _field(_read(root / "proc/vmstat"), "oom_kill")
+    count = _field(text_of(root / "proc/vmstat"), "oom_kill")
     return None if count is None else OomKills(count, "this machine")
 
 
 def _folders(controller: str, root: Path) -> Iterator[Path]:
     """The folders of this process's control group and its parents, own first, for version 1 and then version 2."""
     mounts = list(_mounts(root))
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in text_of(root / "proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
         version_2 = number == "0" and controllers == ""
         if not version_2 and controller not in controllers.split(","):
@@ -85,7 +88,7 @@ def _folders(controller: str, root: Path) -> Iterator[Path]:
 
 
 def _mounts(root: Path) -> Iterator[tuple[str, list[str], str, str]]:
-    for line in _read(root / "proc/self/mountinfo").splitlines():
+    for line in text_of(root / "proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
         fields, rest = before.split(), after.split()
         if len(fields) >= 5 and len(rest) >= 3 and rest[0].startswith("cgroup"):
@@ -100,8 +103,9 @@ def _field(text: str, name: str) -> int | None:
     return None
 
 
-def _read(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """The text of a file in /proc or /sys; "" where it is absent, on this kernel or at all, or may not be read."""
     try:
         return path.read_text()
-    except OSError:  # absent for this version, controller or level: the caller looks elsewhere
+    except OSError:
         return ""

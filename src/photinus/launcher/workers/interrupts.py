@@ -73,9 +73,12 @@ class Interrupts:
             self._raise_at_once = False
 
     def comes_within(self, timeout_s: float) -> bool:
-        """Whether a signal has been received; waits for one."""
-        if not self.received:
-            select.select([self.fd], [], [], timeout_s)
+        """Whether a signal that ends the job has been received; waits for one."""
+        deadline = time.monotonic() + timeout_s
+        self.drain()
+        while not self.received and (left_s := deadline - time.monotonic()) > 0:
+            select.select([self.fd], [], [], left_s)
+            self.drain()
         return bool(self.received)
 
     def drain(self) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import ipaddress
 import os
 import socket
 from pathlib import Path
 
 from ...errors import LaunchError
+from .cgroup import text_of
 
-__all__ = ["PortTakenError", "holder_of", "listen", "local_addresses_of"]
+__all__ = ["PortTakenError", "holder_of", "listen", "listen_as", "local_addresses_of"]
 
 _BACKLOG = 4096
 _LISTENS = "0A"  # TCP_LISTEN, as /proc/net/tcp writes it
@@ -65,7 +68,7 @@ def holder_of(port: int, root: Path = Path("/")) -> str:
     """Who listens on the port: "python train.py (pid 12, user ann)", or what can be said when /proc shows no more."""
     inodes, uids = set(), set()
     for name in ("tcp", "tcp6"):
-        for line in _lines(root / "proc/net" / name)[1:]:
+        for line in text_of(root / "proc/net" / name).splitlines()[1:]:
             fields = line.split()
             if fields[3] == _LISTENS and int(fields[1].rpartition(":")[2], 16) == port:
                 uids.add(int(fields[7]))
@@ -103,8 +106,36 @@ def _user(uid: int) -> str:
         return str(uid)
 
 
-def _lines(path: Path) -> list[str]:
+def listen_as(name: str, port: int, *, or_another: bool, otherwise: str | None, alone: bool) -> socket.socket:
+    """A listening socket at this host's address of that name: bound before anybody is told of it, so nobody takes it.
+
+    Args:
+        name: name or address of this host, as the user typed it.
+        port: 0 for one that is free.
+        or_another: when the port is taken, one that is free is as good.
+        otherwise: an address at which this host was reached, for when the name means nothing here, or only loopback
+            (as in many a /etc/hosts).
+        alone: no other host has to reach it, so loopback will do.
+
+    Raises:
+        LaunchError: no address of this host is meant, or the port is taken.
+    """
+    own: list[str] = []
+    for each in (name, otherwise):
+        with contextlib.suppress(OSError):  # means nothing here
+            own += local_addresses_of(each) if each is not None else []
+    usable = [address for address in own if alone or not ipaddress.ip_address(address.partition("%")[0]).is_loopback]
+    if not usable:
+        means = f"which only means {own[0]} there, and others" if own else "which is no address of it: the others"
+        raise LaunchError(
+            f"it cannot be met as {name}, {means} need one that they can reach. Name it by its address in the host "
+            f"file, or give --master-addr."
+        )
+    # IPv4 first: it is what clusters are wired for.
+    usable.sort(key=lambda address: ":" in address)
     try:
-        return path.read_text().splitlines()
-    except OSError:  # no IPv6 here, or no /proc
-        return []
+        return listen(usable[0], port)
+    except PortTakenError:
+        if not or_another:
+            raise
+        return listen(usable[0], 0)

@@ -32,17 +32,25 @@ def _collect(value: object, found: list[torch.Tensor]) -> None:
             _collect(getattr(value, field.name, None), found)
 
 
-def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A copy of nested lists, tuples (named ones too) and dicts with each tensor changed; anything else as it is."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(item, change) for item in value))
-    if type(value) in (list, tuple):
-        return type(value)(map_tensors(item, change) for item in value)
-    if type(value) is dict:
-        return {key: map_tensors(item, change) for key, item in value.items()}
-    return value
+def map_tensors(data: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`data` with `change` applied to its tensors, in tuples, named tuples, lists and mappings at any depth.
+
+    Containers are made anew (a mapping whose class cannot be made from a dict becomes a dict); everything else is
+    handed through as it is.
+    """
+    if isinstance(data, torch.Tensor):
+        return change(data)
+    if isinstance(data, Mapping):
+        changed = {key: map_tensors(value, change) for key, value in data.items()}
+        try:
+            return type(data)(changed)  # type: ignore[call-arg]
+        except TypeError:
+            return changed
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(map_tensors(value, change) for value in data))
+    if isinstance(data, (list, tuple)):
+        return type(data)(map_tensors(value, change) for value in data)
+    return data
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:

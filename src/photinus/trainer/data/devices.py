@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-__all__ = ["map_tensors", "pin_memory", "to_device"]
+from ...parallel.exchange.tensors import map_tensors
 
-
-def map_tensors(data: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`data` with `change` applied to its tensors, in tuples, named tuples, lists and mappings at any depth.
-
-    Containers are made anew (a mapping whose class cannot be made from a dict becomes a dict); everything else is
-    handed through as it is.
-    """
-    if isinstance(data, torch.Tensor):
-        return change(data)
-    if isinstance(data, Mapping):
-        changed = {key: map_tensors(value, change) for key, value in data.items()}
-        try:
-            return type(data)(changed)  # type: ignore[call-arg]
-        except TypeError:
-            return changed
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(map_tensors(value, change) for value in data))
-    if isinstance(data, (list, tuple)):
-        return type(data)(map_tensors(value, change) for value in data)
-    return data
+__all__ = ["pin_memory", "to_device"]
 
 
 def to_device(data: Any, device: torch.device | None) -> Any:

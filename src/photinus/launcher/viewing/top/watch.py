@@ -12,16 +12,16 @@ import time
 import tty
 from argparse import SUPPRESS, ArgumentTypeError
 from collections.abc import Sequence
-
-from rich.console import Console, Group
-from rich.live import Live
+from typing import TYPE_CHECKING
 
 from ....runlog.run import Run
 from ...command_line.flag_values import seconds
 from ...command_line.parser import Parser
 from ...command_line.usage import UsageError
 from ..run_argument import run_folder
-from .view import view
+
+if TYPE_CHECKING:
+    from rich.console import Console, Group
 
 __all__ = ["main", "parser"]
 
@@ -74,6 +74,8 @@ def _interval(text: str) -> float:
 
 def _show(run: Run, *, once: bool, interval_s: float) -> None:
     """Shows the run; where standard input and output are no terminals, once and in plain text."""
+    from rich.console import Console
+
     console = Console(highlight=False, markup=False, emoji=False)
     if once or not (console.is_terminal and sys.stdin.isatty()) or console.is_dumb_terminal:
         with console.capture() as printed:
@@ -88,6 +90,8 @@ def _show(run: Run, *, once: bool, interval_s: float) -> None:
 
 
 def _picture(run: Run, console: Console, height: int | None) -> Group:
+    from .view import view
+
     run.refresh()
     colour = console.color_system is not None and not console.no_color
     return view(run, width=console.width, height=height, now_s=time.time(), colour=colour)
@@ -95,6 +99,7 @@ def _picture(run: Run, console: Console, height: int | None) -> Group:
 
 def _watch(run: Run, console: Console, interval_s: float) -> None:
     """Shows the run on the terminal's second page; whatever ends it, the terminal is left as it was found."""
+    from rich.live import Live
 
     def on_end(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
