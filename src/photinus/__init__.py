@@ -12,23 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .compat.deepspeed import deepspeed_config as deepspeed_config
-    from .errors import AbortedError as AbortedError
-    from .errors import CheckpointError as CheckpointError
-    from .errors import CollectiveError as CollectiveError
-    from .errors import CollectiveTimeoutError as CollectiveTimeoutError
-    from .errors import DeviceError as DeviceError
-    from .errors import LaunchError as LaunchError
-    from .errors import MismatchError as MismatchError
-    from .errors import MissingGradientError as MissingGradientError
-    from .errors import MissingLibraryError as MissingLibraryError
-    from .errors import ModelMismatchError as ModelMismatchError
-    from .errors import NonFiniteGradientError as NonFiniteGradientError
-    from .errors import NotInitializedError as NotInitializedError
-    from .errors import OldTorchError as OldTorchError
-    from .errors import PeerLostError as PeerLostError
-    from .errors import PhotinusError as PhotinusError
-    from .errors import UnsuitableModelError as UnsuitableModelError
-    from .errors import WorldSizeError as WorldSizeError
     from .launcher.from_python import launch as launch
     from .parallel import DistributedDataParallel as DistributedDataParallel
     from .parallel import SyncBatchNorm as SyncBatchNorm
@@ -48,53 +31,26 @@ if TYPE_CHECKING:
     from .trainer import wrap as wrap
     from .world import World as World
 
+from . import errors
+from .errors import *  # noqa: F403 - the whole tree; the module is small, and needs nothing
 from .version import __version__
 
 _HOMES = {
-    "DistributedDataParallel": "photinus.parallel",
-    "SyncBatchNorm": "photinus.parallel",
-    "Loop": "photinus.trainer",
-    "Trainer": "photinus.trainer",
-    "backward": "photinus.trainer",
-    "deepspeed_config": "photinus.compat.deepspeed",
-    "evaluate": "photinus.trainer",
-    "launch": "photinus.launcher.from_python",
-    "init": "photinus.trainer",
-    "load": "photinus.trainer",
-    "loader": "photinus.trainer",
-    "save": "photinus.trainer",
-    "trace": "photinus.parallel",
-    "Suspended": "photinus.trainer",
-    "suspend": "photinus.trainer",
-    "suspend_requested": "photinus.trainer",
-    "unwrap": "photinus.trainer",
-    "wrap": "photinus.trainer",
-    "World": "photinus.world",
-    **dict.fromkeys(
-        (
-            "AbortedError",
-            "CheckpointError",
-            "CollectiveError",
-            "CollectiveTimeoutError",
-            "DeviceError",
-            "LaunchError",
-            "MismatchError",
-            "MissingGradientError",
-            "MissingLibraryError",
-            "ModelMismatchError",
-            "NonFiniteGradientError",
-            "NotInitializedError",
-            "OldTorchError",
-            "PeerLostError",
-            "PhotinusError",
-            "UnsuitableModelError",
-            "WorldSizeError",
+    name: f"photinus.{home}"
+    for home, names in {
+        "compat.deepspeed": ("deepspeed_config",),
+        "launcher.from_python": ("launch",),
+        "parallel": ("DistributedDataParallel", "SyncBatchNorm", "trace"),
+        "trainer": (
+            *("Loop", "Suspended", "Trainer", "backward", "evaluate", "init", "load", "loader", "save"),
+            *("suspend", "suspend_requested", "unwrap", "wrap"),
         ),
-        "photinus.errors",
-    ),
+        "world": ("World",),
+    }.items()
+    for name in names
 }
 
-__all__ = ["__version__", *sorted(_HOMES)]
+__all__ = ["__version__", *sorted([*errors.__all__, *_HOMES])]
 
 _LIBRARIES = ("torch", "cloudpickle")  # imported beside us; without the others of our dependencies less is shown
 
@@ -103,17 +59,15 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'photinus' has no attribute {name!r}")
-    from .errors import MissingLibraryError
     from .torch_version import check_torch
 
-    if home != "photinus.errors":
-        check_torch()
+    check_torch()
     try:
         value = getattr(importlib.import_module(home), name)
     except ModuleNotFoundError as error:
         if error.name not in _LIBRARIES:
             raise
-        raise MissingLibraryError(f"photinus.{name}", error.name) from None
+        raise errors.MissingLibraryError(f"photinus.{name}", error.name) from None
     globals()[name] = value
     return value
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from . import env
 
-__all__ = ["Launch", "notable"]
+__all__ = ["Launch", "ask_git", "notable"]
 
 _PREFIXES = (
     "CUBLAS_",
@@ -85,3 +87,12 @@ class Launch:
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"this is no record of a launch: {error}") from error
         return cls(tuple(parts[0]), tuple(parts[1]), environ)
+
+
+def ask_git(folder: Path, *words: str) -> str | None:
+    """What git says in a folder; None without git, repository or commit, or where it is too slow to wait for."""
+    command = ["git", "-C", str(folder), *words]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

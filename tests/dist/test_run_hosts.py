@@ -236,7 +236,7 @@ def test_a_port_held_by_another_job_is_told_apart(tmp_path):
     ours = launch(port, "--rdzv-id", "ours", path, tmp_path).end()
     assert ours.code == 1
     assert f"127.0.0.1 port {port} is not where this job is led: another job is led from there" in ours.err
-    assert f"hosts.leading job theirs of pid {other_job.process.pid} (pid " in ours.err
+    assert f"hosts.leader job theirs of pid {other_job.process.pid} (pid " in ours.err
     other_job.send(signal.SIGINT)
     assert other_job.end().code == 130
 

@@ -17,6 +17,7 @@ from photinus.errors import LaunchError
 from photinus.launcher.command_line.usage import UsageError
 from photinus.launcher.hosts import join, messages
 from photinus.launcher.hosts.handshake import HandshakeError, RefusedError, answer, key_of, prove
+from photinus.launcher.hosts.restart_policy import Report
 from photinus.launcher.workers.deaths import Death, Raised
 from photinus.launcher.workers.ports import PortTakenError, holder_of, listen, local_addresses_of
 
@@ -163,7 +164,7 @@ def test_a_report_travels_by_ages_and_comes_back_the_same():
         Death(3, 1, 44, "b", 1, now - 1.0, 9.0, raised=raised),
         Death(2, 0, 43, "b", -9, now - 0.5, 9.0, ended_by_us=True),
     )
-    back = messages.report_from_json(messages.report_to_json(messages.Report(deaths, (5, 6), 120, 100)))
+    back = messages.report_from_json(messages.report_to_json(Report(deaths, (5, 6), 120, 100)))
     assert (back.finished, back.steps, back.saved) == ((5, 6), 120, 100)
     assert back.deaths[0].raised is not None
     assert (back.deaths[0].raised.chain, back.deaths[0].raised.place) == (raised.chain, raised.place)

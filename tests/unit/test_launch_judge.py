@@ -6,8 +6,7 @@ import signal
 
 import pytest
 
-from photinus.launcher.hosts.messages import Report
-from photinus.launcher.hosts.restart_policy import Attempt, RestartPolicy, reason_to_stop
+from photinus.launcher.hosts.restart_policy import Attempt, Report, RestartPolicy, reason_to_stop
 from photinus.launcher.workers.deaths import Death, Raised
 from photinus.status import Status, read
 

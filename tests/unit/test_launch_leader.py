@@ -12,6 +12,7 @@ from photinus.launcher.hosts.handshake import dial, key_of
 from photinus.launcher.hosts.leader import Leader
 from photinus.launcher.hosts.membership import Membership
 from photinus.launcher.hosts.relay import Relay
+from photinus.launcher.hosts.restart_policy import Report
 from photinus.launcher.workers.deaths import Death, Raised
 from photinus.launcher.workers.ports import listen
 
@@ -84,7 +85,7 @@ async def store() -> asyncio.Server:
 
 def failure() -> dict[str, Any]:
     death = Death(2, 0, 7, "b", 1, 0.0, 1.0, raised=Raised((("OSError", "disk"),), "Traceback ..."))
-    return messages.report_to_json(messages.Report((death,), (), steps=1))
+    return messages.report_to_json(Report((death,), (), steps=1))
 
 
 def test_workers_reach_the_store_of_their_attempt_and_those_of_an_earlier_one_are_refused():
@@ -104,7 +105,7 @@ def test_workers_reach_the_store_of_their_attempt_and_those_of_an_earlier_one_ar
 
         second.say("report", report=failure())
         await first.hear("stop")
-        first.say("report", report=messages.report_to_json(messages.Report((), ())))
+        first.say("report", report=messages.report_to_json(Report((), ())))
         verdict = await second.hear("verdict")
         assert (verdict["restart"], verdict["rank"], verdict["host"]) == (True, 2, "b")
         said = ""

@@ -15,7 +15,7 @@ from photinus.launcher.hosts.membership import (
     Say,
     Stop,
 )
-from photinus.launcher.hosts.messages import Report
+from photinus.launcher.hosts.restart_policy import Report
 from photinus.launcher.workers.deaths import Death, Raised
 
 

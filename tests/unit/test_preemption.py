@@ -12,8 +12,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import photinus
-from photinus.launcher.hosts.messages import Report
-from photinus.launcher.hosts.restart_policy import RestartPolicy
+from photinus.launcher.hosts.restart_policy import Report, RestartPolicy
 from photinus.launcher.workers.deaths import Death, Raised
 from photinus.launcher.workers.interrupts import handle_signals
 from photinus.trainer.session import preemption

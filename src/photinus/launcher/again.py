@@ -11,14 +11,13 @@ import json
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..relaunch import Launch
+from ..relaunch import Launch, ask_git
 from .command_line.parser import Parser
 from .command_line.usage import UsageError
 
@@ -201,20 +200,10 @@ def _changes(start: Mapping[str, Any], folder: Path) -> list[str]:
     if git is not None:
         script = start["command"][1]
         place = (folder / script).resolve().parent if script != "-m" else folder
-        commit = _commit(place)
+        commit = ask_git(place, "rev-parse", "HEAD")
         if commit is not None and commit != git["commit"]:
             notes.append(f"the commit was {git['commit'][:10]} and is {commit[:10]} now")
     return notes
-
-
-def _commit(folder: Path) -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=True
-        )
-    except (OSError, subprocess.SubprocessError):  # no git, or no repository any more
-        return None
-    return done.stdout.strip()
 
 
 def _command_text(again: Again) -> str:

@@ -9,11 +9,11 @@ import signal
 import socket
 import time
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ..errors import LaunchError
-from .hosts.messages import Report
-from .hosts.peer_hosts import Order, PeerHosts
-from .hosts.restart_policy import Verdict
+from .hosts.peer_hosts import OneHost, Order
+from .hosts.restart_policy import Report, Verdict
 from .workers.cgroup import OomKills, oom_kills
 from .workers.deaths import failure_text, last_words, suspension_words
 from .workers.guard import Guard
@@ -21,6 +21,9 @@ from .workers.interrupts import FROM_A_KEYBOARD, Interrupted, Interrupts
 from .workers.job import Formation, Job
 from .workers.output import Output
 from .workers.processes import Processes, Start
+
+if TYPE_CHECKING:
+    from .hosts.member import Member
 
 __all__ = ["Agent"]
 
@@ -43,7 +46,9 @@ class Agent:
         suspension: words for it, when the workers saved and left because the launcher was asked to end.
     """
 
-    def __init__(self, job: Job, peers: PeerHosts, *, guard: Guard, output: Output, interrupts: Interrupts) -> None:
+    def __init__(
+        self, job: Job, peers: OneHost | Member, *, guard: Guard, output: Output, interrupts: Interrupts
+    ) -> None:
         self._job = job
         self._peers = peers
         self._guard = guard

@@ -13,6 +13,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
+from typing import TYPE_CHECKING
 
 from .. import env
 from ..errors import LaunchError
@@ -20,9 +21,7 @@ from ..torch_version import check_torch
 from .agent import Agent
 from .command_line.flags import HostFlags, RunFlags
 from .command_line.program import Program
-from .hosts.join import join_job
-from .hosts.member import Member
-from .hosts.peer_hosts import JobEndedError, OneHost, PeerHosts
+from .hosts.peer_hosts import JobEndedError, OneHost
 from .ssh.lifeline import hold_lifeline
 from .workers.devices import (
     VISIBLE,
@@ -41,6 +40,9 @@ from .workers.output import Output
 from .workers.ports import listen
 from .workers.processes import adopt_orphans
 from .workers.store import LOOPBACK, StoreProcess
+
+if TYPE_CHECKING:
+    from .hosts.member import Member
 
 __all__ = ["dry_run_text", "supervise"]
 
@@ -170,6 +172,8 @@ def _join(
         if hosts.port and not several:
             listen(LOOPBACK, hosts.port).close()
         return None
+    from .hosts.join import join_job  # with asyncio, which one host does without
+
     try:
         with interrupts.raise_at_once():
             return stack.enter_context(
@@ -181,7 +185,7 @@ def _join(
         raise LaunchError(f"ended by {number.name} before any worker was started", exit_code=128 + number) from None
 
 
-def _peers(flags: RunFlags, job: Job, member: Member | None, output: Output, store: StoreProcess) -> PeerHosts:
+def _peers(flags: RunFlags, job: Job, member: Member | None, output: Output, store: StoreProcess) -> OneHost | Member:
     if member is None:
         port = flags.hosts.port or 0
         return OneHost(job.job_id, job.local_world_size, job.max_restarts, output.say, store=store, port=port)

@@ -95,7 +95,7 @@ async def _prove(
 
 @dataclass(frozen=True)
 class Caller:
-    """A caller that has proved itself and waits for an answer: `accept` or `refuse`."""
+    """A caller that waits for an answer: `accept`, if it has proved itself, or `refuse`."""
 
     purpose: str
     writer: asyncio.StreamWriter
@@ -107,7 +107,9 @@ class Caller:
 
     async def refuse(self, reason: str) -> None:
         """Sends it away with a reason, of which 255 bytes arrive."""
-        await _refuse(self.writer, reason)
+        words = reason.encode()[:255]
+        self.writer.write(b"-" + bytes([len(words)]) + words)
+        await self.writer.drain()
 
 
 async def answer(
@@ -118,9 +120,10 @@ async def answer(
     writer.write(BANNER + mine)
     try:
         theirs, proof, purpose = await asyncio.wait_for(_claim(reader), timeout_s)
+        caller = Caller(purpose.decode("utf-8", "replace"), writer, _proof(key, b"leader", mine, theirs, purpose))
         if hmac.compare_digest(proof, _proof(key, b"caller", mine, theirs, purpose)):
-            return Caller(purpose.decode("utf-8", "replace"), writer, _proof(key, b"leader", mine, theirs, purpose))
-        await _refuse(writer, "another job is led from there, or this one with another secret")
+            return caller
+        await caller.refuse("another job is led from there, or this one with another secret")
     except (asyncio.TimeoutError, asyncio.IncompleteReadError, OSError):
         pass  # a stranger, a scanner, or a caller that has gone: there is nobody to tell
     return None
@@ -131,12 +134,6 @@ async def _claim(reader: asyncio.StreamReader) -> tuple[bytes, bytes, bytes]:
     proof = await reader.readexactly(_PROOF_BYTES)
     length = await reader.readexactly(1)
     return theirs, proof, await reader.readexactly(length[0])
-
-
-async def _refuse(writer: asyncio.StreamWriter, reason: str) -> None:
-    words = reason.encode()[:255]
-    writer.write(b"-" + bytes([len(words)]) + words)
-    await writer.drain()
 
 
 def _excerpt(heard: bytes | bytearray) -> str:

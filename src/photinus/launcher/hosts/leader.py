@@ -97,7 +97,9 @@ class Leader:
                 await self._serve_store(caller, reader, writer, token)
             elif kind == "host":
                 caller.accept()
-                await self._serve_host(reader, writer)
+                self._connected.add(writer)
+                messages.retry_soon(writer, self._rules.heartbeat_timeout_s)
+                await self._host(reader, writer)
             elif kind == "look":
                 caller.accept()  # it only wanted to know whether this is the place
             else:
@@ -107,6 +109,7 @@ class Leader:
         except asyncio.CancelledError:
             pass  # by `close` or a new attempt; Python 3.10 and 3.11 would print a traceback for a server's task
         finally:
+            self._connected.discard(writer)
             writer.close()
 
     async def _serve_store(
@@ -123,14 +126,6 @@ class Leader:
             await splice((reader, writer), await asyncio.open_connection("127.0.0.1", self._store_port))
         finally:
             self._carried.discard(task)
-
-    async def _serve_host(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._connected.add(writer)
-        messages.retry_soon(writer, self._rules.heartbeat_timeout_s)
-        try:
-            await self._host(reader, writer)
-        finally:
-            self._connected.discard(writer)
 
     async def _host(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         hello: dict[str, Any] = {"type": "beat"}

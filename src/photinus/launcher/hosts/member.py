@@ -29,7 +29,7 @@ from . import messages
 from .handshake import dial
 from .peer_hosts import JobEndedError, Order
 from .relay import Relay
-from .restart_policy import Verdict
+from .restart_policy import Report, Verdict
 
 __all__ = ["Member"]
 
@@ -41,7 +41,12 @@ _RELAY_S = 30.0
 
 
 class Member:
-    """The other hosts of the job, for this host's agent (see `PeerHosts`). Begins to dial with `introduce`."""
+    """The other hosts of the job, for this host's agent. Begins to dial with `introduce`.
+
+    Attributes:
+        leads: whether the leader is on this host.
+        fd: readable when something came from the leader.
+    """
 
     def __init__(
         self,
@@ -63,7 +68,7 @@ class Member:
         self._comes_back = comes_back
         self._say = say
         self.leads = leads
-        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._came: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
         self._outgoing: asyncio.Queue[Mapping[str, Any]] = asyncio.Queue()
         self._relay: Relay | None = None
@@ -73,11 +78,6 @@ class Member:
         self._over: JobEndedError | None = None
         self._store = StoreProcess()
         self._background: _Background | None = None
-
-    @property
-    def fd(self) -> int | None:
-        """Readable when something came from the leader."""
-        return self._fd
 
     def introduce(self, workers: int, node_rank: int | None, nnodes: tuple[int, int]) -> None:
         """Dials the leader and says who this host is; before the first `meet`."""
@@ -89,7 +89,11 @@ class Member:
         self._background.start(self._stay_connected())
 
     def meet(self, check: Callable[[], None]) -> Formation:
-        """Says that this host is ready and waits for the next attempt (see `PeerHosts.meet`)."""
+        """Says that this host is ready and waits for the next attempt; calls `check` often, which may raise.
+
+        Raises:
+            JobEndedError: there is none.
+        """
         self._send({"type": "ready"})
         while True:
             message = self._next(check)
@@ -99,10 +103,14 @@ class Member:
                 self._send({"type": "ready"})
 
     def order(self) -> Order | None:
-        """The leader's next order, None when none has come (see `PeerHosts.order`)."""
+        """The leader's next order, None when none has come.
+
+        Raises:
+            JobEndedError: the job is over.
+        """
         self._store.check()
         with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._fd)
+            os.eventfd_read(self.fd)
         while True:
             try:
                 message = self._came.get_nowait()
@@ -113,18 +121,24 @@ class Member:
                 return order
 
     def report_ended(self, ranks: Sequence[int]) -> None:
-        """Lets the workers of all hosts know, by the store that the leader's host holds."""
+        """Says that these of this host's workers ended well while others run: they may be waited for in vain.
+
+        The workers of all hosts read it in the store that the leader's host holds.
+        """
         if self.leads:
             self._store.tell_ended(ranks)
         else:
             self._send({"type": "ended", "ranks": list(ranks)})
 
     def report_finished(self) -> None:
-        """Tells the leader that all workers of this host ended well."""
+        """Says that all workers of this host ended well; "done" will follow, or another order."""
         self._send({"type": "finished"})
 
-    def verdict_on(self, report: messages.Report, check: Callable[[], None]) -> Verdict | Order:
-        """Tells the leader how this host's workers ended, and waits for the verdict, or an order to gather anew."""
+    def verdict_on(self, report: Report, check: Callable[[], None]) -> Verdict | Order:
+        """Tells how this host's workers ended in a failed attempt, and waits for the verdict on those of all hosts.
+
+        Returns the order "regroup" in place of a verdict when what failed was another host.
+        """
         self._send({"type": "report", "report": messages.report_to_json(report)})
         while True:
             message = self._next(check)
@@ -149,7 +163,7 @@ class Member:
             with contextlib.suppress(TimeoutError):
                 self._background.do(self._close(), _GOODBYE_S)
             self._background.close()
-        os.close(self._fd)
+        os.close(self.fd)
 
     def _formation(self, message: Mapping[str, Any]) -> Formation:
         if message["hosts_store"]:
@@ -188,15 +202,15 @@ class Member:
             check()
             if self._over is not None:
                 raise self._over
-            select.select([self._fd], [], [], _CHECK_S)
+            select.select([self.fd], [], [], _CHECK_S)
             with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._fd)
+                os.eventfd_read(self.fd)
             with contextlib.suppress(queue.Empty):
                 message = self._came.get_nowait()
                 if message["type"] == "end":
                     self._over = JobEndedError(str(message["reason"]), int(message["exit_code"]))
                     continue
-                os.eventfd_write(self._fd, 1)  # there may be more
+                os.eventfd_write(self.fd, 1)  # there may be more
                 if message["type"] != "say":
                     return message
                 self._order(message)
@@ -330,26 +344,22 @@ class Member:
 
     def _enqueue(self, message: Mapping[str, Any]) -> None:
         self._came.put(message)
-        os.eventfd_write(self._fd, 1)
+        os.eventfd_write(self.fd, 1)
 
 
 class _Background:
     """An asyncio loop in a thread of its own, from construction to `close`."""
 
     def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=asyncio.run, args=(self._run(),), name=name, daemon=True)
         self._thread.start()
+        self._ready.wait()
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-        tasks = asyncio.all_tasks(self._loop)
-        for task in tasks:
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-        self._loop.close()
+    async def _run(self) -> None:
+        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        self._ready.set()
+        await self._over.wait()
 
     def start(self, work: Coroutine[Any, Any, object]) -> None:
         """Begins `work` and does not wait for it."""
@@ -370,5 +380,5 @@ class _Background:
     def close(self) -> None:
         """Cancels what is under way and ends the thread."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop.call_soon_threadsafe(self._over.set)
             self._thread.join(5)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from .messages import Report
+from .restart_policy import Report
 
 __all__ = ["Act", "Decide", "End", "Form", "Membership", "PeerHost", "RefusedHostError", "Regroup", "Say", "Stop"]
 

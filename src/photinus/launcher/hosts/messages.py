@@ -12,16 +12,16 @@ import json
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from ..workers.cgroup import OomKills
 from ..workers.deaths import Death, Raised
+from .restart_policy import Report
 
 __all__ = [
     "BEAT_S",
     "MessageError",
-    "Report",
     "hear",
     "read",
     "report_from_json",
@@ -40,25 +40,6 @@ _LIMIT_BYTES = 16 << 20  # the tracebacks of a host's ranks
 
 class MessageError(Exception):
     """The other end of a proved connection sent something that is no message."""
-
-
-@dataclass(frozen=True)
-class Report:
-    """How the workers of one host ended in an attempt that failed.
-
-    Attributes:
-        deaths: of those that did not end well; empty when the host's workers only had to be stopped.
-        finished: the ranks that ended with exit code 0.
-        steps, saved: the most that one of the workers told of (see status.py).
-        oom_before, oom_after: kills for want of memory, counted before and after the attempt.
-    """
-
-    deaths: tuple[Death, ...]
-    finished: tuple[int, ...]
-    steps: int = 0
-    saved: int = -1
-    oom_before: OomKills | None = None
-    oom_after: OomKills | None = None
 
 
 def write(writer: asyncio.StreamWriter, message: Mapping[str, Any]) -> None:

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from ..workers.job import Formation
 from ..workers.store import StoreProcess
-from .messages import Report
-from .restart_policy import RestartPolicy, Verdict
+from .restart_policy import Report, RestartPolicy, Verdict
 
-__all__ = ["JobEndedError", "OneHost", "Order", "PeerHosts"]
+__all__ = ["JobEndedError", "OneHost", "Order"]
 
 
 class JobEndedError(Exception):
@@ -41,43 +39,6 @@ class Order:
     unharmed: bool = False
 
 
-class PeerHosts(Protocol):
-    """The other hosts, as the agent sees them. `fd` becomes readable when there may be an order."""
-
-    @property
-    def fd(self) -> int | None:
-        """A file descriptor for poll, None when orders never come by themselves."""
-
-    def meet(self, check: Callable[[], None]) -> Formation:
-        """Waits for the others and agrees on the next attempt; calls `check` often, which may raise.
-
-        Raises:
-            JobEndedError: there is none.
-        """
-
-    def order(self) -> Order | None:
-        """The next order, None when there is none.
-
-        Raises:
-            JobEndedError: the job is over.
-        """
-
-    def report_ended(self, ranks: Sequence[int]) -> None:
-        """Says that these of this host's workers ended well while others run: they may be waited for in vain."""
-
-    def report_finished(self) -> None:
-        """Says that all workers of this host ended well; "done" will follow, or another order."""
-
-    def verdict_on(self, report: Report, check: Callable[[], None]) -> Verdict | Order:
-        """Tells how this host's workers ended in a failed attempt, and waits for the verdict on all of them.
-
-        Returns "regroup" in place of a verdict when what failed was another host.
-        """
-
-    def leave(self, reason: str, exit_code: int) -> None:
-        """Says that this host goes, why, and with which exit code."""
-
-
 class OneHost:
     """No peers to meet or to hear of: meets at once, decides by itself, and is done when its workers are."""
 
@@ -100,10 +61,7 @@ class OneHost:
         self._attempt = -1
         self._finished = False
 
-    @property
-    def fd(self) -> int | None:
-        """Nobody gives orders."""
-        return None
+    fd = None  # nobody gives orders
 
     def meet(self, check: Callable[[], None]) -> Formation:
         """The next attempt, with a store of its own."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..workers.cgroup import OomKills
 from ..workers.deaths import (
     Death,
     ended_by_suspension,
@@ -14,9 +15,8 @@ from ..workers.deaths import (
     signature,
     suspension_text,
 )
-from .messages import Report
 
-__all__ = ["Attempt", "RestartPolicy", "Verdict", "backoff_s", "reason_to_stop"]
+__all__ = ["Attempt", "Report", "RestartPolicy", "Verdict", "backoff_s", "reason_to_stop"]
 
 _QUICK_S = 10.0
 _BACKOFF_LIMIT_S = 5.0
@@ -25,6 +25,25 @@ _BACKOFF_LIMIT_S = 5.0
 def backoff_s(quick_failures: int) -> float:
     """Seconds to wait before the next attempt after so many in a row that failed soon: 0, 0, 1, 2, 4, then 5."""
     return min(_BACKOFF_LIMIT_S, 2.0 ** (quick_failures - 2)) if quick_failures >= 2 else 0.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """How the workers of one host ended in an attempt that failed.
+
+    Attributes:
+        deaths: of those that did not end well; empty when the host's workers only had to be stopped.
+        finished: the ranks that ended with exit code 0.
+        steps, saved: the most that one of the workers told of (see status.py).
+        oom_before, oom_after: kills for want of memory, counted before and after the attempt.
+    """
+
+    deaths: tuple[Death, ...]
+    finished: tuple[int, ...]
+    steps: int = 0
+    saved: int = -1
+    oom_before: OomKills | None = None
+    oom_after: OomKills | None = None
 
 
 @dataclass(frozen=True)

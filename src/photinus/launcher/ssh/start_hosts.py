@@ -239,7 +239,7 @@ class _Job:
                 stream.show_rest()
 
     def _waits(self) -> list[float]:
-        waits = [stream.overdue_in_s() for lines in self._lines for stream in lines.values()]
+        waits = [stream.overdue_in_s() for stream in self._lines[0].values()]  # the first host's alone are shown late
         if self._leave_at_s is not None:
             waits.append(max(0.0, self._leave_at_s - time.monotonic()))
         return [wait for wait in waits if wait is not None] or [_STEP_S]
@@ -277,10 +277,9 @@ class _Job:
             while host.output:
                 name, data = host.output.popleft()
                 lines[name].take(data)
-        for lines in self._lines:
-            for stream in lines.values():
-                if stream.overdue_in_s() == 0.0:
-                    stream.show_rest()
+        for stream in self._lines[0].values():
+            if stream.overdue_in_s() == 0.0:
+                stream.show_rest()
 
     def _report_interrupt(self, what: str) -> int:
         number = self._interrupts.received[0]
@@ -298,12 +297,8 @@ def _dry_run_text(flags: RunFlags, shares: Sequence[Share], here: Sequence[bool]
     lines = [f"{len(shares)} host{'s' * (len(shares) != 1)}, each in {os.getcwd()}:"]
     leader = flags.hosts.leader or shares[0].host.name
     port = DEFAULT_PORT if flags.hosts.port is None else flags.hosts.port
+    way = flags.selection.ssh + ("" if flags.selection.ssh_port is None else f" -p {flags.selection.ssh_port}")
     for number, (share, is_this) in enumerate(zip(shares, here, strict=True)):
-        way = (
-            flags.selection.ssh
-            if flags.selection.ssh_port is None
-            else f"{flags.selection.ssh} -p {flags.selection.ssh_port}"
-        )
         how = "this host" if is_this else f"over {way} {share.host.destination}"
         words = host_words(flags, share, host_rank=number, hosts=len(shares), leader=leader, port=port)
         lines += ["", f"  {share.host.name} ({how})", f"    photinus run {shlex.join(words)}"]

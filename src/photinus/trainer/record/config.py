@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 
 from ... import env
-from ...relaunch import Launch, notable
+from ...relaunch import Launch, ask_git, notable
 from ...runlog.run import CONFIG
 from ...runlog.tables import write_atomically
 from ..session.session import Session
@@ -176,20 +175,10 @@ def _versions() -> dict[str, str | None]:
 
 def _git_state(folder: Path) -> dict[str, Any] | None:
     """The commit of the script's repository; None where there is no repository or no git."""
-
-    def ask(*words: str) -> str | None:
-        try:
-            done = subprocess.run(
-                ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=5, check=True
-            )
-        except (OSError, subprocess.SubprocessError):
-            return None  # no git, no repository, no commit yet, or a repository too slow to wait for
-        return done.stdout.strip()
-
-    commit = ask("rev-parse", "HEAD")
+    commit = ask_git(folder, "rev-parse", "HEAD")
     if commit is None:
         return None
-    changes = ask("status", "--porcelain", "--untracked-files=no")
+    changes = ask_git(folder, "status", "--porcelain", "--untracked-files=no")
     return {"commit": commit, "changed": None if changes is None else bool(changes)}
 
 
