@@ -13,11 +13,11 @@ import pytest
 
 import photinus.launcher.viewing.page.page
 from photinus.launcher.cli import main
-from photinus.launcher.viewing.page.chart import Chart, Series
-from photinus.launcher.viewing.page.figures import mean_windows
 from photinus.launcher.viewing.page.page import labels_of, page
 from photinus.launcher.viewing.top.view import view
+from photinus.runlog.chart import Chart, Series
 from photinus.runlog.curve import Curve
+from photinus.runlog.figures import mean_windows
 from photinus.runlog.run import Run
 from photinus.runlog.tables import RunFiles, StepLoss
 from photinus.runlog.windows import PHASES, RANKS

@@ -2,7 +2,6 @@
 
 event_text    a run's events and state in words, for terminals and pages alike
 run_argument  RUN on the command line: the folder of a run, something in it, a folder with runs in it, or nothing at all
-units         numbers as people read them: durations, speeds, sizes, losses. For terminals and pages alike
 top/          `photinus top`: a run as it goes on, in the terminal
 page/         `photinus report`: one HTML page of a run, or of several beside each other
 """

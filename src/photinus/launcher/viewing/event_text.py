@@ -6,7 +6,7 @@ from typing import Any
 
 from ...runlog.events import Event, cause_of
 from ...runlog.run import Run, State
-from .units import count, duration, plural
+from ...runlog.units import count, duration, plural
 
 __all__ = ["describe_event", "describe_state", "hosts_in_words", "is_bad", "printable"]
 

@@ -2,7 +2,5 @@
 
 make      the command: which runs, and where the page goes
 page      the page: fills page.html.j2, beside which lies style.css with the colours of light and dark windows
-figures   the charts of one run or several: what is drawn
 facts     all else that the page says: key figures, bars, rows of tables
-chart     a chart as SVG, by matplotlib; knows nothing of runs
 """

@@ -12,9 +12,9 @@ from ....runlog.events import OF_A_ROW, Event
 from ....runlog.run import Run
 from ....runlog.stragglers import RankShare, shares, stragglers
 from ....runlog.tables import Row
+from ....runlog.units import count, duration, number, percent, plural, size, step_time
 from ....runlog.windows import PHASES, Window
 from ..event_text import hosts_in_words
-from ..units import count, duration, number, percent, plural, size, step_time
 
 __all__ = [
     "bars",

@@ -11,10 +11,10 @@ from pathlib import Path
 from ....errors import LaunchError
 from ....runlog.run import Run
 from ....runlog.tables import write_atomically
+from ....runlog.units import size
 from ...command_line.parser import Parser
 from ...command_line.usage import UsageError
 from ..run_argument import run_folder
-from ..units import size
 
 __all__ = ["main", "parser"]
 

@@ -28,9 +28,9 @@ from ....runlog.curve import Curve
 from ....runlog.events import OF_A_ROW
 from ....runlog.run import Run
 from ....runlog.stragglers import RankShare, shares, stragglers
+from ....runlog.units import clock_time, count, duration, number, percent, plural, size, step_time
 from ....runlog.windows import PHASES, Window
 from ..event_text import describe_event, describe_state, hosts_in_words, is_bad, printable
-from ..units import clock_time, count, duration, number, percent, plural, size, step_time
 
 __all__ = ["parts", "recent_windows", "sparkline", "view"]
 

@@ -1,15 +1,16 @@
-"""A chart as SVG, drawn by matplotlib: lines with gaps, bands, layers, marks. Knows nothing of runs.
+"""Charts drawn by matplotlib: lines with gaps, bands, layers, marks. Know nothing of runs.
 
-What is drawn is named and not coloured: a colour is the name of one of style.css, and each kind of mark is a class, so
-that the page's style sheet decides how it looks in a light and in a dark window.
+A colour is a name. In a picture it has the value of PRINTED. In the SVG of a page it stays a name of style.css, and
+each kind of mark is a class, so that the page's style sheet decides how it looks in a light and in a dark window.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,28 +19,44 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from ....runlog.windows import PHASES
-from ..units import short_count
+from .units import short_count
+from .windows import PHASES
 
-__all__ = ["RUN_COLOURS", "Chart", "Layer", "Series", "plain_tick"]
+__all__ = ["PRINTED", "RUN_COLOURS", "Chart", "Layer", "Series", "picture", "plain_tick"]
 
 RUN_COLOURS = 6  # run0 to run5 in style.css
 
 _INCHES = (480 / 72, 270 / 72)  # a point is a unit of the picture
+_IN_A_ROW = 4
 _LOG_FROM = 20  # a curve over a larger factor is drawn over the logarithm
 _NAMES = (*PHASES, *(f"run{index}" for index in range(RUN_COLOURS)), "soft", "rule", "bad")
 # matplotlib wants a colour for each; they become names again in the text of the picture.
-_COLOUR = {name: f"#0102{index:02x}" for index, name in enumerate(_NAMES)}
-_STYLE: dict[Any, Any] = {
-    "font.family": "sans-serif",
-    "font.size": 12,
-    "svg.fonttype": "none",  # text stays text, in the page's own font
-    "axes.edgecolor": _COLOUR["rule"],
-    "xtick.labelcolor": _COLOUR["soft"],
-    "ytick.labelcolor": _COLOUR["soft"],
-    "lines.linewidth": 1.8,
-    "lines.markersize": 4.5,
-}
+_NAMED = {name: f"#0102{index:02x}" for index, name in enumerate(_NAMES)}
+PRINTED = dict(
+    zip(
+        _NAMES,
+        (
+            *("#b26a00", "#2f86c4", "#1d4f91", "#c2392b", "#1e8449", "#78838f"),
+            *("#1f6fb2", "#c4521a", "#22814f", "#7c4fa3", "#95690a", "#b8336a"),
+            *("#55606d", "#dfe3e8", "#b3261e"),
+        ),
+        strict=True,
+    )
+)
+"""Colours on white: those of style.css for a light window."""
+
+
+def _style(colours: Mapping[str, str]) -> dict[Any, Any]:
+    return {
+        "font.family": "sans-serif",
+        "font.size": 12,
+        "svg.fonttype": "none",  # text stays text, in the page's own font
+        "axes.edgecolor": colours["rule"],
+        "xtick.labelcolor": colours["soft"],
+        "ytick.labelcolor": colours["soft"],
+        "lines.linewidth": 1.8,
+        "lines.markersize": 4.5,
+    }
 
 
 def plain_tick(value: float) -> str:
@@ -112,24 +129,29 @@ class Chart:
 
     def svg(self, name: str) -> str:
         """What stands inside the <svg> element; `name` is unique on the page. "" where there is no number to draw."""
-        values = self._values()
-        if not values:
+        if not self._values():
             return ""
-        log = self.may_be_log and min(values) > 0 and max(values) > _LOG_FROM * min(values)
-        with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
+        with matplotlib.rc_context({**_style(_NAMED), "svg.hashsalt": name}):
             figure = Figure(figsize=_INCHES)
             axes = figure.add_axes((58 / 480, 34 / 270, 408 / 480, 224 / 270))
             axes.patch.set_visible(False)
             figure.patch.set_visible(False)
-            self._prepare(axes, values, log)
-            self._draw_layers(axes)
-            for each in self.series:
-                _draw(axes, each)
-            for x in self.starts:
-                axes.axvline(x, color=_COLOUR["soft"], linewidth=1, linestyle=(0, (2, 4)), gid="again")
+            self.draw(axes, _NAMED)
             text = io.StringIO()
             figure.savefig(text, format="svg")
         return _inline(text.getvalue())
+
+    def draw(self, axes: Axes, colours: Mapping[str, str]) -> None:
+        """Draws it, with a colour for each name; at least one value has to be finite."""
+        values = self._values()
+        log = self.may_be_log and min(values) > 0 and max(values) > _LOG_FROM * min(values)
+        self._prepare(axes, values, log)
+        axes.grid(axis="y", color=colours["rule"], linewidth=1)
+        self._draw_layers(axes, colours)
+        for each in self.series:
+            _draw(axes, each, colours)
+        for x in self.starts:
+            axes.axvline(x, color=colours["soft"], linewidth=1, linestyle=(0, (2, 4)), gid="again")
 
     def _values(self) -> list[float]:
         values = [y for each in self.series for _, y in each.points]
@@ -157,22 +179,46 @@ class Chart:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, place: self.show(value)))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, place: short_count(x) if x else "step 0"))
         axes.tick_params(left=False, bottom=False, which="both", pad=7)
-        axes.grid(axis="y", color=_COLOUR["rule"], linewidth=1)
         axes.set_axisbelow(True)
         for spine in axes.spines.values():
             spine.set_visible(False)
 
-    def _draw_layers(self, axes: Axes) -> None:
+    def _draw_layers(self, axes: Axes, colours: Mapping[str, str]) -> None:
         # Staircases: a block's height is a mean over its steps, and between blocks there is nothing to interpolate.
         below = [0.0] * (len(self.edges) - 1)
         for layer in self.layers:
             above = [b + height for b, height in zip(below, layer.heights, strict=True)]
-            axes.stairs(above, self.edges, baseline=below, fill=True, color=_COLOUR[layer.colour], linewidth=0)
+            colour = colours[layer.colour]
+            axes.stairs(above, self.edges, baseline=below, fill=True, color=colour, linewidth=0, label=layer.label)
             below = above
 
 
-def _draw(axes: Axes, series: Series) -> None:
-    colour = _COLOUR[series.colour]
+def picture(charts: Sequence[Chart], title: str) -> Figure:
+    """Charts in one picture, four in a row; those without a finite value are left out."""
+    drawn = [chart for chart in charts if chart._values()]
+    columns = max(1, min(_IN_A_ROW, len(drawn)))
+    rows = max(1, -(-len(drawn) // columns))
+    width, height = 4.6 * columns + 0.2, 3.4 * rows + 0.7
+    with matplotlib.rc_context({**_style(PRINTED), "font.size": 9}):
+        # No pyplot: it would pick a window system and keep global state in the user's process.
+        # Fixed margins, in inches: a layout engine would draw everything twice to find them.
+        figure = Figure(figsize=(width, height), facecolor="white")
+        panels = figure.subplots(rows, columns, squeeze=False).flat
+        figure.subplots_adjust(0.62 / width, 0.4 / height, 1 - 0.3 / width, 1 - 0.75 / height, 0.2, 0.3)
+        for axes, chart in itertools.zip_longest(panels, drawn):
+            if chart is None:
+                axes.set_visible(False)
+                continue
+            chart.draw(axes, PRINTED)
+            axes.set_title(chart.title, loc="left", fontsize=10)
+            if chart.key:
+                axes.legend(frameon=False, fontsize=8)
+        figure.suptitle(title, fontsize=11, x=0.15 / width, ha="left")
+    return figure
+
+
+def _draw(axes: Axes, series: Series, colours: Mapping[str, str]) -> None:
+    colour = colours[series.colour]
     if series.band:
         xs, lows, highs = zip(*series.band, strict=True)
         axes.fill_between(xs, lows, highs, color=colour, alpha=0.2, linewidth=0)
@@ -180,11 +226,11 @@ def _draw(axes: Axes, series: Series) -> None:
     known = [False, *(math.isfinite(y) for _, y in points), False]
     dots = [i for i in range(len(points)) if known[i + 1] and (series.dots or not (known[i] or known[i + 2]))]
     xs, ys = zip(*points, strict=True) if points else ((), ())
-    axes.plot(xs, ys, color=colour, marker="o" if dots else "", markevery=dots, gid="line")
+    axes.plot(xs, ys, color=colour, marker="o" if dots else "", markevery=dots, label=series.label, gid="line")
     if series.missing:
         top = [1.0 - 0.02] * len(series.missing)
         at_top = axes.get_xaxis_transform()
-        axes.plot(series.missing, top, "x", color=_COLOUR["bad"], transform=at_top, gid="missing")
+        axes.plot(series.missing, top, "x", color=colours["bad"], transform=at_top, gid="missing")
 
 
 def _inline(text: str) -> str:
@@ -195,6 +241,6 @@ def _inline(text: str) -> str:
     text = re.sub(r'<g id="([^"]+?)(_\d+)?"', r'<g class="\1"', text).replace("xlink:href", "href")
     text = re.sub(r"font-(size|family): [^;]*; |stroke-linecap: square|\s*transform=\"rotate[^\"]*\"", "", text)
     text = re.sub(r"(?<=[ \"])(-?\d+\.\d)\d+", r"\1", text)  # of places; labels stay as they are
-    for name, colour in _COLOUR.items():
+    for name, colour in _NAMED.items():
         text = text.replace(colour, f"var(--{name})")
     return re.sub(r"\s*\n\s*", "", text)

@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from ....runlog.curve import Bucket, Curve
-from ....runlog.run import Run
-from ....runlog.windows import PHASES, Window
-from ..units import number, plural, short_count, size, step_time
 from .chart import RUN_COLOURS, Chart, Layer, Series, plain_tick
+from .curve import Bucket, Curve
+from .run import Run
+from .units import number, plural, short_count, size, step_time
+from .windows import PHASES, Window
 
-__all__ = ["charts", "mean_windows", "run_colour"]
+__all__ = ["charts", "curves", "mean_windows", "run_colour"]
 
 _POINTS = 240
 _LAYERED = 160
@@ -21,17 +21,27 @@ _RANK_LINES = RUN_COLOURS
 
 def charts(runs: Sequence[Run], labels: Sequence[str]) -> list[Chart]:
     """All charts for which there are numbers, the loss first. `labels` are the runs' names, no two alike."""
-    drawn = [_loss(runs, labels)]
-    for name in dict.fromkeys(name for run in runs for name in run.logged):
-        if not (len(runs) == 1 and "loss" in name):  # of one run they stand beside the training loss
-            drawn.append(_metric(runs, labels, name, name.replace("_", " ")))
-    drawn.append(_speed(runs, labels))
+    drawn: list[Chart | None] = [*curves(runs, labels)]
     if len(runs) == 1:
         drawn += [_phases(runs[0]), _waiting(runs[0]), _memory(runs[0])]
     else:
         drawn.append(_over_windows(runs, labels, "time of a step", lambda w: _mean_step_s(w) * 1e3, _milliseconds))
     if any(len({row.get("learning_rate") for row in run.epochs}) > 1 for run in runs):
         drawn.append(_metric(runs, labels, "learning_rate", "learning rate"))
+    return _alike(runs, drawn)
+
+
+def curves(runs: Sequence[Run], labels: Sequence[str]) -> list[Chart]:
+    """The first of the charts: loss, what was logged, and the speed."""
+    drawn = [_loss(runs, labels)]
+    for name in dict.fromkeys(name for run in runs for name in run.logged):
+        if not (len(runs) == 1 and "loss" in name):  # of one run they stand beside the training loss
+            drawn.append(_metric(runs, labels, name, name.replace("_", " ")))
+    return _alike(runs, [*drawn, _speed(runs, labels)])
+
+
+def _alike(runs: Sequence[Run], drawn: Sequence[Chart | None]) -> list[Chart]:
+    """Those that there are, over the same steps."""
     until = max((float(run.step) for run in runs), default=0.0)
     return [replace(chart, until=until) for chart in drawn if chart is not None]
 
