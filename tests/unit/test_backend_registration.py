@@ -44,7 +44,7 @@ def test_import_torch_registers_the_backend_without_loading_the_engine() -> None
         import photinus.backend
         assert time.perf_counter() - started < 0.05
     """
-    assert _run(script) == "['photinus.version', 'photinus.backend.name', 'photinus.backend']\n"
+    assert _run(script) == "['photinus.errors', 'photinus.version', 'photinus.backend.name', 'photinus.backend']\n"
 
 
 @pytest.mark.slow  # a process for each order
