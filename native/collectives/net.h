@@ -5,6 +5,10 @@
 //   collective       algorithm      rounds in a row        bytes that one host sends, and receives
 //   all_reduce       flat           levels                 S((r1-1) + (r2-1) + ...)
 //                    arena, staged  2 levels, pipelined    2S(H-1)/H
+//   reduce_scatter   all            levels                 SL(H-1), L ranks on each host
+//   all_gather       flat           levels                 SL(H-1)
+//                    arena, staged  2 levels               SL(H-1)
+//   barrier                         levels                 nothing but frames' headers
 //
 // The algorithm is that of this host (flat: of all), for only its ranks know where their tensors lie; how
 // tensors are cut depends on none of it. Nothing is written into recv before this rank has heard, over
@@ -29,5 +33,14 @@ struct NetSizes {
 
 Plan net_all_reduce(const Call& call, const Levels& levels, uint32_t rank, Algorithm algorithm,
                     const SlotSizes& sizes, const NetSizes& net);
+Plan net_reduce_scatter(const Call& call, const Levels& levels, uint32_t rank, Algorithm algorithm,
+                        const SlotSizes& sizes, const NetSizes& net);
+Plan net_all_gather(const Call& call, const Levels& levels, uint32_t rank, Algorithm algorithm,
+                    const SlotSizes& sizes, const NetSizes& net);
+Plan net_barrier(const Levels& levels, uint32_t rank);
+
+// The plan of any of these.
+Plan net_plan(const Call& call, const Levels& levels, uint32_t rank, Algorithm algorithm,
+              const SlotSizes& sizes, const NetSizes& net);
 
 }  // namespace photinus

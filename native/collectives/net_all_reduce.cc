@@ -113,7 +113,7 @@ class Pipeline {
         // What is sent as it is need not be added first.
         direct_(s_.locals.size() == 1 && call.reduction != Reduction::premul_sum && size_ == wire_),
         stages_(2 * s_.depth() + 3),
-        cut_(levels, call.elems, size_, wire_, stages_ + 1, sizes, net),
+        cut_(levels, {call.elems, s_.slices, 1, s_.slices, size_, wire_, stages_ + 1}, sizes, net),
         up_(s_.depth()),
         down_(s_.depth()) {}
 

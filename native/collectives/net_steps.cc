@@ -26,6 +26,26 @@ void NetSteps::wait_received(const std::vector<Frame>& frames) {
   for (const Frame& frame : frames) add(wait_received_step(frame.rank, frame.count));
 }
 
+void NetSteps::agree() {
+  for (size_t level = 0; level < depth(); ++level) {
+    std::vector<Frame> frames;
+    for (uint32_t slice : carried)
+      for (uint32_t i = 1; i < levels.sizes[level]; ++i) {
+        const uint32_t peer = counterpart(level, (member(level) + i) % levels.sizes[level], slice);
+        send(peer, {}, 0);
+        frames.push_back(receive(peer, {}, 0));
+      }
+    wait_received(frames);
+  }
+}
+
+std::vector<uint32_t> NetSteps::reached(size_t level) const {
+  const uint32_t step = levels.stride(level);
+  std::vector<uint32_t> hosts;
+  for (uint32_t h = host % step; h < levels.hosts.size(); h += step) hosts.push_back(h);
+  return hosts;
+}
+
 void NetSteps::wait_sent(const Mark& mark) {
   for (const auto& [to, count] : mark) add(wait_sent_step(to, count));
 }
@@ -46,21 +66,15 @@ Kernels kernels_of(const Call& call, bool exact) {
           {call.reduction == Reduction::avg ? Reduction::avg : between, wire, call.dtype}};
 }
 
-NetCut::NetCut(const Levels& levels, uint64_t elems, uint64_t elem_bytes, uint64_t wire_bytes, uint64_t ring,
-               const SlotSizes& sizes, const NetSizes& net)
-    : elems_(elems),
-      elem_bytes_(elem_bytes),
-      wire_bytes_(wire_bytes),
-      unit_(kLineBytes / elem_bytes),
-      ring_(ring),
-      slices_(levels.slices()) {
+NetCut::NetCut(const Levels& levels, const CutOf& of, const SlotSizes& sizes, const NetSizes& net)
+    : of_(of), unit_(kLineBytes / of.elem_bytes) {
   for (const auto& ranks : levels.hosts)
-    carried_ = std::max<uint64_t>(carried_, (slices_ + ranks.size() - 1) / ranks.size());
-  // How long an entry is when a slice has `units`.
+    carried_ = std::max<uint64_t>(carried_, (levels.slices() + ranks.size() - 1) / ranks.size());
+  // How long an entry is when a part of it has `units`.
   auto lay_out = [&](uint64_t units) {
     level_at_.clear();
     piece_units_.clear();
-    uint64_t at = units, span = units;
+    uint64_t span = units * of_.entry_parts, at = span;
     for (const uint32_t size : levels.sizes) {
       span = (span + size - 1) / size;
       level_at_.push_back(at);
@@ -69,28 +83,30 @@ NetCut::NetCut(const Levels& levels, uint64_t elems, uint64_t elem_bytes, uint64
     }
     return at;
   };
-  const uint64_t slot_units = sizes.chunks * sizes.chunk_bytes / ring / kLineBytes;
-  const uint64_t landing_units = net.landing_bytes / (ring * carried_ * unit_ * wire_bytes);
-  slice_units_ = std::min({net.slice_bytes / kLineBytes, slot_units / slices_, landing_units});
-  while (slice_units_ > 0 && lay_out(slice_units_) > landing_units) --slice_units_;
-  if (slice_units_ == 0)
-    throw Error(ErrorKind::invalid_argument,
-                text("%llu bytes for slots and %llu for landing do not hold %llu chunks of %llu slices",
-                     static_cast<unsigned long long>(sizes.chunks * sizes.chunk_bytes),
-                     static_cast<unsigned long long>(net.landing_bytes),
-                     static_cast<unsigned long long>(ring), static_cast<unsigned long long>(slices_)));
-  entry_units_ = lay_out(slice_units_);
-  chunk_elems_ = slice_units_ * slices_ * unit_;
+  const uint64_t slot_units = sizes.chunks * sizes.chunk_bytes / of_.ring / kLineBytes / of_.slot_parts;
+  const uint64_t landing_units = net.landing_bytes / (of_.ring * carried_ * unit_ * of_.wire_bytes);
+  part_units_ = std::min({net.slice_bytes / kLineBytes, slot_units, landing_units});
+  while (part_units_ > 0 && lay_out(part_units_) > landing_units)
+    part_units_ -= std::max<uint64_t>(part_units_ / 16, 1);
+  if (part_units_ == 0)
+    throw Error(
+        ErrorKind::invalid_argument,
+        text("%llu bytes for slots and %llu for landing do not hold %llu chunks of %llu parts",
+             static_cast<unsigned long long>(sizes.chunks * sizes.chunk_bytes),
+             static_cast<unsigned long long>(net.landing_bytes), static_cast<unsigned long long>(of_.ring),
+             static_cast<unsigned long long>(of_.slot_parts)));
+  entry_units_ = lay_out(part_units_);
+  chunk_elems_ = part_units_ * of_.slices * unit_;
 }
 
 Slice NetCut::chunk(uint64_t chunk) const {
   const uint64_t first = chunk * chunk_elems_;
-  return {first, std::min(chunk_elems_, elems_ - first)};
+  return {first, std::min(chunk_elems_, of_.elems - first)};
 }
 
 Slice NetCut::slice(uint64_t of_chunk, uint32_t slice) const {
   const Slice whole = chunk(of_chunk);
-  const Slice part = slice_of(whole.elems, slices_, slice, unit_);
+  const Slice part = slice_of(whole.elems, of_.slices, slice, unit_);
   return {whole.first + part.first, part.elems};
 }
 
@@ -99,12 +115,29 @@ Slice NetCut::piece(Slice span, uint32_t size, uint32_t member) const {
   return {span.first + part.first, part.elems};
 }
 
-uint64_t NetCut::partial_at(uint64_t chunk, uint64_t carried) const {
-  return (chunk % ring_ * carried_ + carried) * entry_units_ * unit_ * wire_bytes_;
+uint64_t NetCut::partial_at(uint64_t chunk, uint64_t carried, uint64_t part) const {
+  return ((chunk % of_.ring * carried_ + carried) * entry_units_ + part * part_units_) * unit_ *
+         of_.wire_bytes;
 }
 
-uint64_t NetCut::landing_at(uint64_t chunk, uint64_t carried, size_t level, uint32_t member) const {
-  return partial_at(chunk, carried) + (level_at_[level] + member * piece_units_[level]) * unit_ * wire_bytes_;
+uint64_t NetCut::landing_at(uint64_t chunk, uint64_t carried, size_t level, uint32_t member,
+                            uint64_t part) const {
+  return partial_at(chunk, carried, part) +
+         (level_at_[level] + member * piece_units_[level]) * unit_ * of_.wire_bytes;
+}
+
+Plan net_plan(const Call& call, const Levels& levels, uint32_t rank, Algorithm algorithm,
+              const SlotSizes& sizes, const NetSizes& net) {
+  switch (call.operation) {
+    case Operation::all_reduce:
+      return net_all_reduce(call, levels, rank, algorithm, sizes, net);
+    case Operation::reduce_scatter:
+      return net_reduce_scatter(call, levels, rank, algorithm, sizes, net);
+    case Operation::all_gather:
+      return net_all_gather(call, levels, rank, algorithm, sizes, net);
+    default:
+      return net_barrier(levels, rank);
+  }
 }
 
 }  // namespace photinus

@@ -27,6 +27,10 @@ class NetSteps {
   std::vector<uint32_t> carried;  // the slices that this rank carries
   std::vector<Step> steps;
 
+  // The hosts whose parts this one still has to do with when it comes to a level, on the way up: those that
+  // are the same member as this one in all levels before.
+  std::vector<uint32_t> reached(size_t level) const;
+  bool has(uint32_t of_host, uint32_t slice) const { return slice < levels.hosts[of_host].size(); }
   size_t depth() const { return levels.sizes.size(); }
   uint32_t member(size_t level) const { return levels.member_of(host, level); }
   // Who carries `slice` on the host that is `member` of this host's group in a level.
@@ -38,6 +42,8 @@ class NetSteps {
   void send(uint32_t to, Region from, uint64_t bytes);
   Frame receive(uint32_t from, Region to, uint64_t bytes);
   void wait_received(const std::vector<Frame>& frames);
+  // Exchanges frames of no bytes in all levels, after which this rank has heard from all hosts.
+  void agree();
   // Until all that was sent up to now, or to when `mark` was taken, has left.
   using Mark = std::map<uint32_t, uint64_t>;
   Mark mark() const { return sent_; }
@@ -57,27 +63,39 @@ struct Kernels {
 };
 Kernels kernels_of(const Call& call, bool exact);
 
-// How a tensor of several chunks is cut, and where each chunk's frames land. `ring` chunks are under way at a
-// time. An entry of the landing is for one slice of one of them: its partial result, then for each level a
-// place for what each other member sends.
+// How tensors are cut into chunks, and where each chunk's frames land. `ring` chunks are under way at a time.
+// A chunk is some elements of a tensor, in as many slices as `slices` says, or (1) the same elements of the
+// part of each rank. Of each chunk the landing has an entry for each slice that a rank carries: `entry_parts`
+// partial results, then for each level a place for what each other member sends; and a slot holds
+// `slot_parts`.
+struct CutOf {
+  uint64_t elems = 0, slices = 1, entry_parts = 1, slot_parts = 1;
+  uint64_t elem_bytes = 1, wire_bytes = 1;
+  uint64_t ring = 1;
+};
+
 class NetCut {
  public:
-  NetCut(const Levels& levels, uint64_t elems, uint64_t elem_bytes, uint64_t wire_bytes, uint64_t ring,
-         const SlotSizes& sizes, const NetSizes& net);
+  NetCut(const Levels& levels, const CutOf& of, const SlotSizes& sizes, const NetSizes& net);
 
-  uint64_t chunks() const { return (elems_ + chunk_elems_ - 1) / chunk_elems_; }
+  uint64_t chunks() const { return (of_.elems + chunk_elems_ - 1) / chunk_elems_; }
   Slice chunk(uint64_t chunk) const;
   Slice slice(uint64_t chunk, uint32_t slice) const;  // of the tensor
   // What member `member` adds of a part of a slice.
   Slice piece(Slice span, uint32_t size, uint32_t member) const;
 
-  uint64_t slot_at(uint64_t chunk) const { return chunk % ring_ * chunk_elems_ * elem_bytes_; }
-  uint64_t partial_at(uint64_t chunk, uint64_t carried) const;
-  uint64_t landing_at(uint64_t chunk, uint64_t carried, size_t level, uint32_t member) const;
+  // Each `part` where there are several.
+  uint64_t slot_at(uint64_t chunk, uint64_t part = 0) const {
+    return (chunk % of_.ring * of_.slot_parts + part) * part_units_ * kLineBytes;
+  }
+  uint64_t partial_at(uint64_t chunk, uint64_t carried, uint64_t part = 0) const;
+  uint64_t landing_at(uint64_t chunk, uint64_t carried, size_t level, uint32_t member,
+                      uint64_t part = 0) const;
 
  private:
-  const uint64_t elems_, elem_bytes_, wire_bytes_, unit_, ring_, slices_;
-  uint64_t carried_ = 1, slice_units_ = 1, chunk_elems_ = 0, entry_units_ = 0;
+  const CutOf of_;
+  const uint64_t unit_;  // elements
+  uint64_t carried_ = 1, part_units_ = 1, chunk_elems_ = 0, entry_units_ = 0;
   std::vector<uint64_t> level_at_, piece_units_;  // within an entry, in units
 };
 

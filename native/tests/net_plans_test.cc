@@ -59,14 +59,14 @@ const std::vector<double> kFactors = {0.3, 1.7, -0.9, 1e-3, 0.1, 12.3, 1.1, -1.0
 void run(const Call& call, const Levels& levels, Algorithm algorithm, bool in_place,
          std::mt19937_64& random) {
   const uint32_t ranks = ranks_of(levels);
+  const uint64_t elems = call.operation == Operation::reduce_scatter ? call.elems * ranks : call.elems;
   std::vector<Plan> plans;
   std::vector<Bytes> inputs;
   for (uint32_t r = 0; r < ranks; ++r) {
     // On which way a host shares its work is its own affair.
     const bool other = algorithm != Algorithm::flat && levels.host_of(r) == 1;
-    plans.push_back(
-        net_all_reduce(call, levels, r, other ? Algorithm::arena : algorithm, kTinySlots, kTinyNet));
-    inputs.push_back(random_elements(call.dtype, call.elems, random));
+    plans.push_back(net_plan(call, levels, r, other ? Algorithm::arena : algorithm, kTinySlots, kTinyNet));
+    inputs.push_back(random_elements(call.dtype, elems, random));
   }
   const auto expected = naive(call, inputs, kFactors, levels);
   Simulator simulator(call, std::move(plans), in_place, inputs, kTinySlots, levels, kFactors,
@@ -118,27 +118,70 @@ TEST(all_reduce_over_several_hosts_knows_all_types_and_reductions) {
       }
 }
 
-// What a host sends and receives of others.
-TEST(all_reduce_over_several_hosts_moves_the_least_bytes) {
-  const Call call{Operation::all_reduce, Dtype::float32, Reduction::sum, 0, 16 << 20};
-  const double size = 64 << 20;
+namespace {
+
+// What hosts send to others and receive, against what they must, given for hosts of `ranks` on average.
+void check_bytes(const Call& call, double must(double hosts, double ranks), bool uneven) {
   std::vector<Case> all = cases();
   all.push_back({"4x2 at once", in_blocks({2, 2, 2, 2}, {4})});
-  all.push_back({"16x8", in_blocks(std::vector<uint32_t>(16, 8), {4, 4})});
+  all.push_back({"16x2", in_blocks(std::vector<uint32_t>(16, 2), {4, 4})});
   for (const auto& [name, levels] : all) {
-    std::vector<uint64_t> out(levels.hosts.size()), in(levels.hosts.size());
+    const auto hosts = levels.hosts.size();
+    if (!uneven && ranks_of(levels) != hosts * levels.slices()) continue;
+    std::vector<uint64_t> out(hosts), in(hosts);
     for (uint32_t r = 0; r < ranks_of(levels); ++r)
-      for (const Step& step : net_all_reduce(call, levels, r, Algorithm::arena, {}, {}).after) {
+      for (const Step& step : net_plan(call, levels, r, Algorithm::arena, {}, {}).after) {
         if (step.kind == Step::Kind::send) out[levels.host_of(r)] += step.bytes;
         if (step.kind == Step::Kind::receive) in[levels.host_of(r)] += step.bytes;
       }
-    const auto hosts = static_cast<double>(levels.hosts.size());
-    const double bound = 2 * (hosts - 1) / hosts * size;
+    const double bound = must(static_cast<double>(hosts), ranks_of(levels) / static_cast<double>(hosts)) *
+                         static_cast<double>(call.elems * size_bytes(call.dtype));
     const double most = static_cast<double>(
         std::max(*std::max_element(out.begin(), out.end()), *std::max_element(in.begin(), in.end())));
-    std::printf("  %s: %.5f of the bound\n", name.c_str(), most / bound);
+    std::printf("  %s, %s: %.5f of the bound\n", photinus::name(call.operation), name.c_str(), most / bound);
     CHECK(most <= 1.002 * bound);
   }
+}
+
+}  // namespace
+
+TEST(plans_of_several_hosts_move_the_least_bytes) {
+  auto of = [](Operation operation, uint64_t elems) {
+    return Call{operation, Dtype::float32, Reduction::sum, 0, elems};
+  };
+  check_bytes(of(Operation::all_reduce, 16 << 20), [](double h, double) { return 2 * (h - 1) / h; }, true);
+  check_bytes(of(Operation::reduce_scatter, 1 << 20), [](double h, double l) { return (h - 1) * l; }, false);
+  check_bytes(of(Operation::all_gather, 1 << 20), [](double h, double l) { return (h - 1) * l; }, false);
+}
+
+TEST(reduce_scatter_and_all_gather_over_several_hosts_give_the_naive_result) {
+  std::mt19937_64 random(29);
+  for (const auto& [name, levels] : cases())
+    for (Operation operation : {Operation::reduce_scatter, Operation::all_gather})
+      for (Algorithm algorithm : {Algorithm::flat, Algorithm::arena, Algorithm::staged})
+        for (uint64_t elems : {0, 1, 15, 16, 17, 100, 333}) {
+          if (algorithm == Algorithm::flat && elems > 15) continue;
+          for (int seed = 0; seed < 6; ++seed)
+            run({operation, Dtype::float32, Reduction::sum, 0, elems}, levels, algorithm, false, random);
+        }
+}
+
+TEST(reduce_scatter_over_several_hosts_knows_all_types_and_reductions) {
+  std::mt19937_64 random(31);
+  for (const auto& [name, levels] : cases())
+    for (Dtype dtype : kAllDtypes)
+      for (Reduction reduction : kAllReductions) {
+        if (!exists(dtype, reduction)) continue;
+        Levels given = levels;
+        given.exact = random() % 2;
+        run({Operation::reduce_scatter, dtype, reduction, 0, 300}, given,
+            random() % 2 ? Algorithm::arena : Algorithm::staged, false, random);
+      }
+}
+
+TEST(a_barrier_over_several_hosts_hears_from_all) {
+  std::mt19937_64 random(37);
+  for (const auto& [name, levels] : cases()) run({}, levels, Algorithm::flat, false, random);
 }
 
 TEST(a_plan_of_several_hosts_can_be_read) {

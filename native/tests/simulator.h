@@ -70,16 +70,19 @@ class Simulator {
       CHECK(!ready.empty());  // nobody can go on: a deadlock
       uint32_t r = ready[random() % ready.size()];
       for (uint64_t burst = random() % 20 + 1; burst > 0 && !done(r) && can_step(r); --burst) step(r);
-      if (done(r)) busy.erase(std::find(busy.begin(), busy.end(), r));
+      if (!done(r)) continue;
+      busy.erase(std::find(busy.begin(), busy.end(), r));
+      finish(ranks_[r]);
     }
-    for (auto& [pair, link] : links_) CHECK(link.sent.empty() && link.places.empty());
+    for (auto& [pair, link] : links_)
+      CHECK(link.sent.empty() && link.places.empty());  // nobody was left alone
   }
 
-  const Bytes& result(uint32_t r) const { return in_place_ ? ranks_[r].send : ranks_[r].recv; }
+  const Bytes& result(uint32_t r) const { return ranks_[r].result; }
 
  private:
   struct Rank {
-    Bytes send, recv, flat, slot, landing;
+    Bytes send, recv, flat, slot, landing, result;
     uint64_t counters[kCounterCount] = {};
     Plan plan;
     size_t next = 0;  // of before, then the meeting, then after
@@ -98,6 +101,14 @@ class Simulator {
     uint64_t carried = 0;  // bytes of the first
     uint64_t frames = 0;   // have arrived
   };
+
+  // The caller has its tensors back, and changes them; the landing is used for the next call.
+  void finish(Rank& rank) {
+    CHECK(rank.heard.size() == levels_.hosts.size());
+    rank.result = in_place_ ? rank.send : rank.recv;
+    for (Bytes* bytes : {&rank.send, &rank.recv, &rank.landing})
+      std::fill(bytes->begin(), bytes->end(), std::byte{0xa5});
+  }
 
   size_t meeting(const Rank& rank) const { return rank.plan.before.size(); }
   bool done(uint32_t r) const {
@@ -129,6 +140,7 @@ class Simulator {
 
   // Where `r` finds `bytes` of a region, to write them or to read them.
   std::byte* at(uint32_t r, const Region& region, uint64_t bytes, bool writes) {
+    if (bytes == 0) return nullptr;
     Rank& owner = ranks_[region.rank];
     CHECK(owner.host == ranks_[r].host);
     CHECK(region.place != Place::landing || region.rank == r);

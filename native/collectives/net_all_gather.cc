@@ -1,0 +1,142 @@
+#include <functional>
+
+#include "collectives/net_steps.h"
+
+namespace photinus {
+namespace {
+
+// A slice is what the ranks bring that have one place on their hosts. From the last level to the first, each
+// member sends the others all that it has of a slice. A pipeline over chunks of what each rank brings; small
+// ones come to the landing first, as nothing may be written into recv before all hosts are known to agree,
+// and large ones straight into recv, after an exchange of empty frames.
+class Pipeline {
+ public:
+  Pipeline(const Call& call, const Levels& levels, uint32_t rank, Algorithm algorithm, const SlotSizes& sizes,
+           const NetSizes& net)
+      : s_(levels, rank),
+        elems_(call.elems),
+        size_(size_bytes(call.dtype)),
+        ranks_(ranks_of(levels)),
+        algorithm_(algorithm),
+        ring_(s_.depth() + 3),
+        cut_(levels, {elems_, 1, is_flat() ? levels.hosts.size() : 0, ranks_, size_, size_, ring_}, sizes,
+             net),
+        frames_(s_.depth(), std::vector<std::vector<Frame>>(ring_)),
+        marks_(ring_) {}
+
+  Plan plan() {
+    Plan plan{algorithm_, {}, {}};
+    // Where a host has no part in a slice, nothing else would tell of it.
+    if (!is_flat() || ranks_ < s_.levels.hosts.size() * s_.slices) s_.agree();
+    std::vector<std::function<void(uint64_t)>> stages;
+    for (size_t level = s_.depth(); level-- > 0;)
+      stages.push_back([this, level](uint64_t chunk) {
+        if (level + 1 == s_.depth()) s_.wait_sent(marks_[chunk % ring_]);  // what lay in the landing before
+        if (level + 1 < s_.depth()) s_.wait_received(frames_[level + 1][chunk % ring_]);
+        exchange(chunk, level);
+      });
+    stages.push_back([this](uint64_t chunk) {
+      s_.wait_received(frames_[0][chunk % ring_]);
+      share(chunk);
+    });
+    stages.push_back([this](uint64_t chunk) { copy_out(chunk); });
+    for (uint64_t round = 0; round < cut_.chunks() + stages.size(); ++round)
+      for (size_t stage = 0; stage < stages.size(); ++stage)
+        if (round >= stage && round - stage < cut_.chunks()) stages[stage](round - stage);
+    if (algorithm_ == Algorithm::arena && !alone()) {  // others write into the tensor
+      s_.add(advance_step(Counter::finished, 1));
+      s_.add(wait_step(Counter::finished, 1));
+    }
+    s_.wait_sent();
+    plan.after = std::move(s_.steps);
+    return plan;
+  }
+
+ private:
+  static uint32_t ranks_of(const Levels& levels) {
+    size_t ranks = 0;
+    for (const auto& host : levels.hosts) ranks += host.size();
+    return static_cast<uint32_t>(ranks);
+  }
+  bool is_flat() const { return algorithm_ == Algorithm::flat; }
+  bool alone() const { return s_.locals.size() == 1; }
+  bool pushes() const { return algorithm_ == Algorithm::arena; }
+  uint64_t bytes(uint64_t chunk) const { return cut_.chunk(chunk).elems * size_; }
+  uint64_t own_at(uint64_t chunk) const { return cut_.chunk(chunk).first * size_; }
+  Region out(uint32_t rank, uint64_t chunk, uint32_t from) const {
+    return {Place::recv, rank, from * elems_ * size_ + own_at(chunk)};
+  }
+  // Where this rank has what a carried slice's rank on a host brought.
+  Region part(uint64_t chunk, size_t c, uint32_t host) const {
+    const uint32_t from = s_.levels.hosts[host][s_.carried[c]];
+    if (from == s_.me) return {Place::send, s_.me, own_at(chunk)};
+    if (is_flat()) return {Place::landing, s_.me, cut_.partial_at(chunk, c, host)};
+    return out(s_.me, chunk, from);
+  }
+
+  void exchange(uint64_t chunk, size_t level) {
+    const uint32_t members = s_.levels.sizes[level], own = s_.member(level);
+    auto& frames = frames_[level][chunk % ring_];
+    frames.clear();
+    for (size_t c = 0; c < s_.carried.size(); ++c)
+      for (uint32_t i = 1; i < members; ++i) {
+        const uint32_t member = (own + i) % members, peer = s_.counterpart(level, member, s_.carried[c]);
+        for (uint32_t host : s_.reached(level + 1))
+          if (s_.has(host, s_.carried[c])) s_.send(peer, part(chunk, c, host), bytes(chunk));
+        for (uint32_t host : s_.reached(level))
+          if (s_.levels.member_of(host, level) == member && s_.has(host, s_.carried[c]))
+            frames.push_back(s_.receive(peer, part(chunk, c, host), bytes(chunk)));
+      }
+    marks_[chunk % ring_] = s_.mark();
+  }
+
+  // What this rank carries, its own part first, to where its host's ranks find it.
+  void share(uint64_t chunk) {
+    if (staged() && chunk >= ring_) s_.add(wait_step(Counter::finished, chunk - ring_ + 1));
+    for (size_t c = 0; c < s_.carried.size(); ++c)
+      for (uint32_t host = 0; host < s_.levels.hosts.size(); ++host) {
+        if (!s_.has(host, s_.carried[c])) continue;
+        const uint32_t from = s_.levels.hosts[host][s_.carried[c]];
+        const Region where = part(chunk, c, host);
+        if (where.place != Place::recv) s_.add(copy_step(out(s_.me, chunk, from), where, bytes(chunk)));
+        if (staged()) s_.add(copy_step({Place::slot, s_.me, cut_.slot_at(chunk, from)}, where, bytes(chunk)));
+        if (pushes())
+          for (uint32_t rank : s_.locals)
+            if (rank != s_.me) s_.add(copy_step(out(rank, chunk, from), where, bytes(chunk)));
+      }
+    if (staged()) s_.add(advance_step(Counter::reduced, chunk + 1));
+  }
+
+  void copy_out(uint64_t chunk) {
+    if (!staged()) return;
+    for (uint32_t host = 0; host < s_.levels.hosts.size(); ++host)
+      for (uint32_t slice = 0; slice < s_.levels.hosts[host].size(); ++slice) {
+        const uint32_t peer = s_.levels.carrier(s_.host, slice), from = s_.levels.hosts[host][slice];
+        if (peer == s_.me) continue;
+        s_.add(wait_step(Counter::reduced, chunk + 1, peer));
+        s_.add(
+            copy_step(out(s_.me, chunk, from), {Place::slot, peer, cut_.slot_at(chunk, from)}, bytes(chunk)));
+      }
+    s_.add(advance_step(Counter::finished, chunk + 1));
+  }
+  bool staged() const { return !pushes() && !alone(); }
+
+  NetSteps s_;
+  const uint64_t elems_, size_;
+  const uint32_t ranks_;
+  const Algorithm algorithm_;
+  const uint64_t ring_;
+  const NetCut cut_;
+  std::vector<std::vector<std::vector<Frame>>> frames_;  // by level and place in the ring
+  std::vector<NetSteps::Mark> marks_;
+};
+
+}  // namespace
+
+Plan net_all_gather(const Call& call, const Levels& levels, uint32_t rank, Algorithm algorithm,
+                    const SlotSizes& sizes, const NetSizes& net) {
+  if (call.elems == 0) return net_barrier(levels, rank);
+  return Pipeline(call, levels, rank, algorithm, sizes, net).plan();
+}
+
+}  // namespace photinus
