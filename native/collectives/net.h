@@ -8,6 +8,13 @@
 //   reduce_scatter   all            levels                 SL(H-1), L ranks on each host
 //   all_gather       flat           levels                 SL(H-1)
 //                    arena, staged  2 levels               SL(H-1)
+//   reduce           flat           2 levels               S at most, S((r1-1) + (r2-1) + ...) into the
+//   root's
+//                    arena, staged  3 levels, pipelined    2S(H-1)/H into the root's, S(H-1)/H + S/H out of
+//                    others
+//   broadcast        flat           2 levels               S((r1-1) + (r2-1) + ...) out of the root's, S into
+//   others
+//                    arena, staged  3 levels, pipelined    2S(H-1)/H out of the root's, S into others
 //   barrier                         levels                 nothing but frames' headers
 //
 // The algorithm is that of this host (flat: of all), for only its ranks know where their tensors lie; how
@@ -37,6 +44,10 @@ Plan net_reduce_scatter(const Call& call, const Levels& levels, uint32_t rank, A
                         const SlotSizes& sizes, const NetSizes& net);
 Plan net_all_gather(const Call& call, const Levels& levels, uint32_t rank, Algorithm algorithm,
                     const SlotSizes& sizes, const NetSizes& net);
+Plan net_reduce(const Call& call, const Levels& levels, uint32_t rank, Algorithm algorithm,
+                const SlotSizes& sizes, const NetSizes& net);
+Plan net_broadcast(const Call& call, const Levels& levels, uint32_t rank, Algorithm algorithm,
+                   const SlotSizes& sizes, const NetSizes& net);
 Plan net_barrier(const Levels& levels, uint32_t rank);
 
 // The plan of any of these.

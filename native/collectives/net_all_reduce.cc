@@ -6,17 +6,39 @@
 namespace photinus {
 namespace {
 
-// Small: one round a level, in which everyone sends all that it has and adds all that comes. A host's ranks
-// share the tensor as long as that leaves frames worth sending.
+// all_reduce, and reduce, in which results go to the root alone.
+bool everywhere(const Call& call) {
+  return call.operation == Operation::all_reduce;
+}
+
+Slice flat_slice(const Call& call, const Levels& levels, uint32_t index, const NetSizes& net) {
+  return slice_of(call.elems, levels.slices(), index, net.frame_bytes / size_bytes(call.dtype));
+}
+
+// Whether everyone's landing holds all that comes: a partial result before each level, and in it what the
+// others send.
+bool fits(const Call& call, const Levels& levels, const NetSizes& net) {
+  size_t fewest = levels.slices(), places = 1;
+  for (const auto& ranks : levels.hosts) fewest = std::min(fewest, ranks.size());
+  for (const uint32_t size : levels.sizes) places += size;
+  const size_t carried = (levels.slices() + fewest - 1) / fewest;
+  const Dtype wire = wire_dtype(call.dtype, call.reduction, levels.exact);
+  return carried * places * flat_slice(call, levels, 0, net).elems * size_bytes(wire) <= net.landing_bytes;
+}
+
+// Small: one round a level, in which everyone sends all that it has and adds all that comes; in reduce,
+// everyone but the member that is the root's sends it to that one, and is done. A host's ranks share the
+// tensor as long as that leaves frames worth sending.
 Plan flat(const Call& call, const Levels& levels, uint32_t rank, const NetSizes& net) {
   NetSteps s(levels, rank);
+  const uint32_t root_host = levels.host_of(call.root);
   Plan plan{Algorithm::flat, {}, {}};
   const Kernels kernels = kernels_of(call, levels.exact);
   const uint64_t size = size_bytes(call.dtype), wire = size_bytes(kernels.partial.from);
   const bool alone = s.locals.size() == 1;
   if (!alone)
     plan.before.push_back(copy_step({Place::flat, s.me, 0}, {Place::send, s.me, 0}, call.elems * size));
-  auto slice = [&](uint32_t index) { return slice_of(call.elems, s.slices, index, net.frame_bytes / size); };
+  auto slice = [&](uint32_t index) { return flat_slice(call, levels, index, net); };
 
   // Before each level a place for the partial results, which stay as they are while they are sent; behind it
   // the places for what comes.
@@ -32,18 +54,20 @@ Plan flat(const Call& call, const Levels& levels, uint32_t rank, const NetSizes&
   };
   std::vector<Part> parts;
   for (uint32_t index : s.carried)
-    if (const Slice where = slice(index); where.elems > 0 || index == 0)
+    if (const Slice where = slice(index); where.elems > 0)
       parts.push_back({index, where, {Place::landing, s.me, take(where.elems * wire)}});
   for (const Part& part : parts) {
     const uint64_t at = part.where.first * size;
-    if (part.where.elems == 0) continue;
     Step step = reduce_step({part.partial}, s.of_locals(Place::flat, at, {Place::send, s.me, at}),
                             part.where.elems * size);
     step.kernel = kernels.tensors;
     s.add(step);
   }
-  for (size_t level = 0; level < s.depth(); ++level) {
-    const uint32_t members = levels.sizes[level];
+  if (!everywhere(call)) s.agree();
+  bool goes_on = true;
+  for (size_t level = 0; goes_on && level < s.depth(); ++level) {
+    const uint32_t members = levels.sizes[level], to = levels.member_of(root_host, level);
+    goes_on = everywhere(call) || s.member(level) == to;
     std::vector<std::vector<Region>> sources;
     std::vector<Frame> frames;
     for (const Part& part : parts) {
@@ -53,12 +77,14 @@ Plan flat(const Call& call, const Levels& levels, uint32_t rank, const NetSizes&
       for (uint32_t i = 1; i < members; ++i) {
         const uint32_t member = (s.member(level) + i) % members;
         const uint32_t peer = s.counterpart(level, member, part.slice);
+        if (everywhere(call) || (member == to && !goes_on)) s.send(peer, part.partial, bytes);
+        if (!goes_on) continue;
         const Region place{Place::landing, s.me, take(bytes)};
-        s.send(peer, part.partial, bytes);
         frames.push_back(s.receive(peer, place, bytes));
         sources.back()[member] = place;
       }
     }
+    if (!goes_on) break;
     s.wait_received(frames);
     const bool last = level + 1 == s.depth();
     for (size_t p = 0; p < parts.size(); ++p) {
@@ -66,9 +92,9 @@ Plan flat(const Call& call, const Levels& levels, uint32_t rank, const NetSizes&
       const uint64_t at = part.where.first * size;
       std::vector<Region> results = {{Place::landing, s.me, last ? 0 : take(part.where.elems * wire)}};
       part.partial = results[0];
-      if (part.where.elems == 0) continue;
       if (last) {
-        results[0] = {Place::recv, s.me, at};
+        results.clear();
+        if (everywhere(call) || s.me == call.root) results.push_back({Place::recv, s.me, at});
         if (!alone) results.push_back({Place::slot, s.me, at});
       }
       Step step = reduce_step(results, sources[p], part.where.elems * wire);
@@ -79,16 +105,15 @@ Plan flat(const Call& call, const Levels& levels, uint32_t rank, const NetSizes&
   if (!alone) {
     s.add(advance_step(Counter::reduced, 1));
     for (uint32_t peer : s.locals) {
-      if (peer == s.me) continue;
+      if (peer == s.me || !(everywhere(call) || s.me == call.root)) continue;
       bool waits = true;
       for (uint32_t index = 0; index < s.slices; ++index) {
         const Slice theirs = slice(index);
-        if (levels.carrier(s.host, index) != peer || (theirs.elems == 0 && index > 0)) continue;
+        if (levels.carrier(s.host, index) != peer || theirs.elems == 0) continue;
         if (waits) s.add(wait_step(Counter::reduced, 1, peer));
         waits = false;
-        if (theirs.elems > 0)
-          s.add(copy_step({Place::recv, s.me, theirs.first * size}, {Place::slot, peer, theirs.first * size},
-                          theirs.elems * size));
+        s.add(copy_step({Place::recv, s.me, theirs.first * size}, {Place::slot, peer, theirs.first * size},
+                        theirs.elems * size));
       }
     }
   }
@@ -99,13 +124,16 @@ Plan flat(const Call& call, const Levels& levels, uint32_t rank, const NetSizes&
 
 // A pipeline over chunks, one stage a round: of a chunk, this rank adds the slices that it carries, over its
 // host; in each level it sends each other member its piece, adds what comes to its own, and goes on with that
-// piece; then back down, each member sends the others what it has. So in each round one chunk is added while
-// others are on their way.
+// piece; then back down, each member sends the others what it has (in reduce: sends it to the one that is the
+// root's). So in each round one chunk is added while others are on their way.
 class Pipeline {
  public:
   Pipeline(const Call& call, const Levels& levels, uint32_t rank, Algorithm algorithm, const SlotSizes& sizes,
            const NetSizes& net)
       : s_(levels, rank),
+        everywhere_(everywhere(call)),
+        root_(call.root),
+        root_host_(levels.host_of(call.root)),
         kernels_(kernels_of(call, levels.exact)),
         size_(size_bytes(call.dtype)),
         wire_(size_bytes(kernels_.partial.from)),
@@ -115,10 +143,12 @@ class Pipeline {
         stages_(2 * s_.depth() + 3),
         cut_(levels, {call.elems, s_.slices, 1, s_.slices, size_, wire_, stages_ + 1}, sizes, net),
         up_(s_.depth()),
-        down_(s_.depth()) {}
+        down_(s_.depth()),
+        marks_(stages_ + 1) {}
 
   Plan plan(Algorithm algorithm) {
     using Stage = std::function<void(uint64_t)>;
+    if (!everywhere_) s_.agree();
     std::vector<Stage> stages;
     stages.push_back([this](uint64_t chunk) { copy_in(chunk); });
     stages.push_back([this](uint64_t chunk) {
@@ -165,6 +195,23 @@ class Pipeline {
   Region slot(uint32_t rank, uint64_t chunk, uint64_t first) const {
     return {Place::slot, rank, cut_.slot_at(chunk) + (first - cut_.chunk(chunk).first) * size_};
   }
+  // Where results lie. On the way to the root: in the place for what this rank would send itself.
+  Region result(uint64_t chunk, size_t c, uint64_t first) const {
+    if (everywhere_ || s_.me == root_) return {Place::recv, s_.me, first * size_};
+    if (s_.host == root_host_)
+      return staged_ ? slot(s_.me, chunk, first) : Region{Place::recv, root_, first * size_};
+    const uint64_t from = span(chunk, s_.carried[c], 1).first;
+    return {Place::landing, s_.me, cut_.landing_at(chunk, c, 0, s_.member(0)) + (first - from) * size_};
+  }
+  bool is_roots(uint32_t member, size_t level) const {
+    return member == s_.levels.member_of(root_host_, level);
+  }
+  // Whether results come to this host's group in a level: it is the root's in all levels after.
+  bool leads_to_root(size_t level) const {
+    for (size_t l = level + 1; l < s_.depth(); ++l)
+      if (!is_roots(s_.member(l), l)) return false;
+    return true;
+  }
   uint64_t ring() const { return stages_ + 1; }
 
   // All but the slices that it carries itself.
@@ -181,6 +228,8 @@ class Pipeline {
   }
 
   void add(uint64_t chunk) {
+    // What lay in the landing before: where all comes back down, it is known to have left.
+    if (!everywhere_) s_.wait_sent(marks_[chunk % ring()]);
     if (direct_) return;
     if (staged_) s_.add(wait_step(Counter::staged, chunk + 1));
     for (size_t c = 0; c < s_.carried.size(); ++c) {
@@ -213,6 +262,7 @@ class Pipeline {
                                       mine.elems * wire_));
       }
     }
+    if (!everywhere_) marks_[chunk % ring()] = s_.mark();
   }
 
   void combine(uint64_t chunk, size_t level) {
@@ -227,9 +277,9 @@ class Pipeline {
                               ? partial(chunk, c, level, mine.first)
                               : Region{Place::landing, s_.me, cut_.landing_at(chunk, c, level, member)});
       const bool last = level + 1 == s_.depth();
-      Step step = reduce_step(
-          {last ? Region{Place::recv, s_.me, mine.first * size_} : partial(chunk, c, level + 1, mine.first)},
-          std::move(sources), mine.elems * wire_);
+      Step step =
+          reduce_step({last ? result(chunk, c, mine.first) : partial(chunk, c, level + 1, mine.first)},
+                      std::move(sources), mine.elems * wire_);
       step.kernel = last ? kernels_.last : kernels_.partial;
       s_.add(step);
     }
@@ -239,25 +289,28 @@ class Pipeline {
     const uint32_t members = s_.levels.sizes[level], own = s_.member(level);
     auto& frames = down_[level][chunk % ring()];
     frames.clear();
+    if (!everywhere_ && !leads_to_root(level)) return;
+    const bool gets = everywhere_ || is_roots(own, level);
     for (size_t c = 0; c < s_.carried.size(); ++c) {
       const Slice whole = span(chunk, s_.carried[c], level);
       const Slice mine = cut_.piece(whole, members, own);
       for (uint32_t i = 1; i < members; ++i) {
         const uint32_t member = (own + i) % members, peer = s_.counterpart(level, member, s_.carried[c]);
         const Slice theirs = cut_.piece(whole, members, member);
-        if (mine.elems > 0) s_.send(peer, {Place::recv, s_.me, mine.first * size_}, mine.elems * size_);
-        if (theirs.elems > 0)
-          frames.push_back(
-              s_.receive(peer, {Place::recv, s_.me, theirs.first * size_}, theirs.elems * size_));
+        if (mine.elems > 0 && (everywhere_ || (!gets && is_roots(member, level))))
+          s_.send(peer, result(chunk, c, mine.first), mine.elems * size_);
+        if (theirs.elems > 0 && gets)
+          frames.push_back(s_.receive(peer, result(chunk, c, theirs.first), theirs.elems * size_));
       }
     }
+    if (!everywhere_) marks_[chunk % ring()] = s_.mark();
   }
 
   // What has come to the others of this host.
   void share(uint64_t chunk) {
     for (uint32_t slice : s_.carried) {
       const Slice where = cut_.slice(chunk, slice);
-      if (where.elems == 0) continue;
+      if (where.elems == 0 || !everywhere_) continue;
       const Region own{Place::recv, s_.me, where.first * size_};
       if (staged_) {
         s_.add(copy_step(slot(s_.me, chunk, where.first), own, where.elems * size_));
@@ -275,7 +328,7 @@ class Pipeline {
     for (uint32_t slice = 0; slice < s_.slices; ++slice) {
       const uint32_t peer = s_.levels.carrier(s_.host, slice);
       const Slice where = cut_.slice(chunk, slice);
-      if (where.elems == 0 || peer == s_.me) continue;
+      if (where.elems == 0 || peer == s_.me || !(everywhere_ || s_.me == root_)) continue;
       s_.add(wait_step(Counter::reduced, chunk + 1, peer));
       s_.add(copy_step({Place::recv, s_.me, where.first * size_}, slot(peer, chunk, where.first),
                        where.elems * size_));
@@ -284,6 +337,8 @@ class Pipeline {
   }
 
   NetSteps s_;
+  const bool everywhere_;
+  const uint32_t root_, root_host_;
   const Kernels kernels_;
   const uint64_t size_, wire_;
   const bool staged_, direct_;
@@ -291,14 +346,24 @@ class Pipeline {
   const NetCut cut_;
   // By level and place in the ring.
   std::vector<std::vector<std::vector<Frame>>> up_, down_;
+  std::vector<NetSteps::Mark> marks_;
 };
 
 }  // namespace
 
 Plan net_all_reduce(const Call& call, const Levels& levels, uint32_t rank, Algorithm algorithm,
                     const SlotSizes& sizes, const NetSizes& net) {
-  if (algorithm == Algorithm::flat || call.elems == 0) return flat(call, levels, rank, net);
+  if (call.elems == 0) return net_barrier(levels, rank);
+  if (algorithm == Algorithm::flat) {
+    if (fits(call, levels, net)) return flat(call, levels, rank, net);
+    algorithm = Algorithm::staged;
+  }
   return Pipeline(call, levels, rank, algorithm, sizes, net).plan(algorithm);
+}
+
+Plan net_reduce(const Call& call, const Levels& levels, uint32_t rank, Algorithm algorithm,
+                const SlotSizes& sizes, const NetSizes& net) {
+  return net_all_reduce(call, levels, rank, algorithm, sizes, net);
 }
 
 }  // namespace photinus

@@ -135,6 +135,10 @@ Plan net_plan(const Call& call, const Levels& levels, uint32_t rank, Algorithm a
       return net_reduce_scatter(call, levels, rank, algorithm, sizes, net);
     case Operation::all_gather:
       return net_all_gather(call, levels, rank, algorithm, sizes, net);
+    case Operation::reduce:
+      return net_reduce(call, levels, rank, algorithm, sizes, net);
+    case Operation::broadcast:
+      return net_broadcast(call, levels, rank, algorithm, sizes, net);
     default:
       return net_barrier(levels, rank);
   }

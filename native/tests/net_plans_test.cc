@@ -151,6 +151,8 @@ TEST(plans_of_several_hosts_move_the_least_bytes) {
   };
   check_bytes(of(Operation::all_reduce, 16 << 20), [](double h, double) { return 2 * (h - 1) / h; }, true);
   check_bytes(of(Operation::reduce_scatter, 1 << 20), [](double h, double l) { return (h - 1) * l; }, false);
+  check_bytes(of(Operation::reduce, 4 << 20), [](double h, double) { return 2 * (h - 1) / h; }, true);
+  check_bytes(of(Operation::broadcast, 4 << 20), [](double h, double) { return 2 * (h - 1) / h; }, true);
   check_bytes(of(Operation::all_gather, 1 << 20), [](double h, double l) { return (h - 1) * l; }, false);
 }
 
@@ -179,9 +181,53 @@ TEST(reduce_scatter_over_several_hosts_knows_all_types_and_reductions) {
       }
 }
 
+TEST(reduce_and_broadcast_over_several_hosts_give_the_naive_result_for_any_root) {
+  std::mt19937_64 random(41);
+  for (const auto& [name, levels] : cases())
+    for (Operation operation : {Operation::reduce, Operation::broadcast})
+      for (Algorithm algorithm : {Algorithm::flat, Algorithm::arena, Algorithm::staged})
+        for (uint32_t root = 0; root < ranks_of(levels); ++root)
+          for (uint64_t elems : {0, 1, 33, 100, 1500}) {
+            if (algorithm == Algorithm::flat && elems > 100) continue;
+            run({operation, Dtype::float32, Reduction::sum, root, elems}, levels, algorithm,
+                operation == Operation::broadcast, random);
+          }
+}
+
+TEST(reduce_over_several_hosts_knows_all_types_and_reductions) {
+  std::mt19937_64 random(43);
+  for (const auto& [name, levels] : cases())
+    for (Dtype dtype : kAllDtypes)
+      for (Reduction reduction : kAllReductions) {
+        if (!exists(dtype, reduction)) continue;
+        Levels given = levels;
+        given.exact = random() % 2;
+        const Algorithm all[] = {Algorithm::flat, Algorithm::arena, Algorithm::staged};
+        const Algorithm algorithm = all[random() % 3];
+        run({Operation::reduce, dtype, reduction, static_cast<uint32_t>(random() % ranks_of(levels)),
+             algorithm == Algorithm::flat ? 60u : 900u},
+            given, algorithm, false, random);
+      }
+}
+
 TEST(a_barrier_over_several_hosts_hears_from_all) {
   std::mt19937_64 random(37);
   for (const auto& [name, levels] : cases()) run({}, levels, Algorithm::flat, false, random);
+}
+
+TEST(small_tensors_that_do_not_fit_the_landing_of_many_hosts_are_cut) {
+  const Levels levels = in_blocks(std::vector<uint32_t>(150, 1), {150});
+  const Call call{Operation::all_reduce, Dtype::float32, Reduction::sum, 0, 120};
+  CHECK(net_plan(call, levels, 0, Algorithm::flat, kTinySlots, kTinyNet).algorithm == Algorithm::staged);
+  CHECK(net_plan(call, levels, 0, Algorithm::flat, kTinySlots, {}).algorithm == Algorithm::flat);
+}
+
+TEST(sizes_that_do_not_hold_the_chunks_of_a_plan_are_refused) {
+  const Call call{Operation::all_reduce, Dtype::float32, Reduction::sum, 0, 1000};
+  auto [kind, message] = error_of(
+      [&] { net_plan(call, in_blocks({2, 2}, {2}), 0, Algorithm::staged, kTinySlots, {1024, 512, 128}); });
+  CHECK(kind == ErrorKind::invalid_argument);
+  CHECK_CONTAINS(message, "4096 bytes for slots and 1024 for landing do not hold 6 chunks of 2 parts");
 }
 
 TEST(a_plan_of_several_hosts_can_be_read) {
