@@ -90,9 +90,9 @@ class Pipeline {
     marks_[chunk % ring_] = s_.mark();
   }
 
-  // What this rank carries, its own part first, to where its host's ranks find it.
+  // What this rank carries, to where its host's ranks find it. They have copied the chunk that lay there
+  // before: in copy_out this rank has waited until they had come further.
   void share(uint64_t chunk) {
-    if (staged() && chunk >= ring_) s_.add(wait_step(Counter::finished, chunk - ring_ + 1));
     for (size_t c = 0; c < s_.carried.size(); ++c)
       for (uint32_t host = 0; host < s_.levels.hosts.size(); ++host) {
         if (!s_.has(host, s_.carried[c])) continue;
@@ -117,7 +117,6 @@ class Pipeline {
         s_.add(
             copy_step(out(s_.me, chunk, from), {Place::slot, peer, cut_.slot_at(chunk, from)}, bytes(chunk)));
       }
-    s_.add(advance_step(Counter::finished, chunk + 1));
   }
   bool staged() const { return !pushes() && !alone(); }
 

@@ -262,7 +262,6 @@ class Pipeline {
                                       mine.elems * wire_));
       }
     }
-    if (!everywhere_) marks_[chunk % ring()] = s_.mark();
   }
 
   void combine(uint64_t chunk, size_t level) {

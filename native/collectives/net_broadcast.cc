@@ -168,9 +168,10 @@ class Pipeline {
     }
   }
 
+  // On other hosts, to where a host's ranks find it. They have copied the chunk that lay there before: in
+  // copy_out this rank has waited until they had come further.
   void share(uint64_t chunk) {
     if (s_.locals.size() == 1) return;
-    if (staged() && chunk >= ring_) s_.add(wait_step(Counter::finished, chunk - ring_ + 1));
     for (uint32_t slice : s_.carried) {
       const Slice where = cut_.slice(chunk, slice);
       if (where.elems == 0) continue;
@@ -194,7 +195,6 @@ class Pipeline {
       s_.add(wait_step(Counter::reduced, chunk + 1, peer));
       s_.add(copy_step(mine(where.first), slot(peer, chunk, where.first), where.elems * size_));
     }
-    s_.add(advance_step(Counter::finished, chunk + 1));
   }
 
   NetSteps s_;

@@ -71,10 +71,10 @@ class Pipeline {
     return {Place::landing, s_.me, cut_.partial_at(chunk, c, host)};
   }
 
-  // What others of this host add.
+  // What others of this host add. They have added the chunk that lay there before: this rank has waited until
+  // they had come further.
   void copy_in(uint64_t chunk) {
     if (!staged()) return;
-    if (chunk >= ring_) s_.add(wait_step(Counter::finished, chunk - ring_ + 1));
     for (uint32_t host = 0; host < s_.levels.hosts.size(); ++host)
       for (uint32_t slice = 0; slice < s_.levels.hosts[host].size(); ++slice) {
         const uint32_t to = s_.levels.hosts[host][slice];
@@ -103,7 +103,6 @@ class Pipeline {
         step.kernel = kernels_.tensors;
         s_.add(step);
       }
-    if (staged()) s_.add(advance_step(Counter::finished, chunk + 1));
   }
 
   void send_up(uint64_t chunk, size_t level) {

@@ -162,7 +162,7 @@ TEST(reduce_scatter_and_all_gather_over_several_hosts_give_the_naive_result) {
     for (Operation operation : {Operation::reduce_scatter, Operation::all_gather})
       for (Algorithm algorithm : {Algorithm::flat, Algorithm::arena, Algorithm::staged})
         for (uint64_t elems : {0, 1, 15, 16, 17, 100, 333}) {
-          if (algorithm == Algorithm::flat && elems > 15) continue;
+          if (algorithm == Algorithm::flat && operation == Operation::reduce_scatter && elems > 15) continue;
           for (int seed = 0; seed < 6; ++seed)
             run({operation, Dtype::float32, Reduction::sum, 0, elems}, levels, algorithm, false, random);
         }
@@ -188,7 +188,7 @@ TEST(reduce_and_broadcast_over_several_hosts_give_the_naive_result_for_any_root)
       for (Algorithm algorithm : {Algorithm::flat, Algorithm::arena, Algorithm::staged})
         for (uint32_t root = 0; root < ranks_of(levels); ++root)
           for (uint64_t elems : {0, 1, 33, 100, 1500}) {
-            if (algorithm == Algorithm::flat && elems > 100) continue;
+            if (algorithm == Algorithm::flat && operation == Operation::reduce && elems > 100) continue;
             run({operation, Dtype::float32, Reduction::sum, root, elems}, levels, algorithm,
                 operation == Operation::broadcast, random);
           }
