@@ -37,6 +37,7 @@ std::vector<Case> cases() {
           {"3+1", in_blocks({3, 1}, {2})},
           {"1+2+3", in_blocks({1, 2, 3}, {3})},
           {"4x1 at once", in_blocks({1, 1, 1, 1}, {4})},
+          {"2+1+2+1 by halves", in_blocks({2, 1, 2, 1}, {2, 2})},
           {"4x1 by halves", in_blocks({1, 1, 1, 1}, {2, 2})},
           {"4x2 by halves", in_blocks({2, 2, 2, 2}, {2, 2})},
           {"3x2", in_blocks({2, 2, 2}, {3})},
