@@ -96,7 +96,8 @@ class Connections {
   void join(const Membership& member);
   // The group's openings fail, its listener's ear closes; its links live on.
   void leave(const std::string& job, const std::string& group);
-  // A link with a peer of a group that was joined; exactly one of the two dials. `handler` is the link's.
+  // A link with a peer of a group that was joined; exactly one of the two dials. `addresses`: of the peer;
+  // streams for data spread over them. `handler` is the link's.
   std::shared_ptr<Opening> dial(const std::string& job, const std::string& group, uint32_t peer,
                                 const std::vector<SocketAddress>& addresses, const Deadline& deadline,
                                 Link::Handler handler);

@@ -17,7 +17,9 @@ namespace photinus {
 class Dialing {
  public:
   struct Order {
-    std::vector<SocketAddress> addresses;  // of the peer; tried in turn
+    // Of the peer. Data stream k tries the k-th first, so that streams spread over its network cards; then
+    // the others, in turn.
+    std::vector<SocketAddress> addresses;
     Membership own;
     uint32_t peer = 0;
     uint8_t streams = 1;  // for data
@@ -30,7 +32,8 @@ class Dialing {
   enum class State : uint8_t { under_way, done, failed };
 
   // `id`: names its socket among the events.
-  Dialing(const Order& order, uint8_t stream, uint64_t id) : order_(order), stream_(stream), id_(id) {}
+  Dialing(const Order& order, uint8_t stream, uint64_t id)
+      : order_(order), stream_(stream), id_(id), next_address_(stream == 0 ? 0 : stream - 1u) {}
 
   // Its socket may go on.
   void note() { has_moved_ = true; }
@@ -56,11 +59,11 @@ class Dialing {
   const Order& order_;
   const uint8_t stream_;
   const uint64_t id_;
+  size_t next_address_;
   bool has_moved_ = true;
   Phase phase_ = Phase::idle;
   State state_ = State::under_way;
   PrivateDescriptor socket_;
-  size_t next_address_ = 0;
   std::string where_;
   double due_s_ = 0;  // when the current phase is over
   double pause_s_ = 0;

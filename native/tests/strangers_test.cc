@@ -1,0 +1,233 @@
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <fstream>
+#include <random>
+
+#include "check.h"
+#include "connected.h"
+#include "net/connections.h"
+
+using namespace photinus;
+using namespace photinus::test;
+
+namespace {
+
+size_t resident_bytes() {
+  std::ifstream file("/proc/self/statm");
+  size_t all = 0, resident = 0;
+  file >> all >> resident;
+  return resident * static_cast<size_t>(sysconf(_SC_PAGESIZE));
+}
+
+}  // namespace
+
+TEST(who_does_not_belong_is_refused_and_both_sides_are_named) {
+  struct Case {
+    Membership caller;
+    uint32_t to = 0;
+    uint8_t streams = 1;
+    Dialect dialect;
+    const char* reason;
+  } cases[] = {
+      {member(1, "secret", 7), 0, 1, {}, "it is of attempt 7, and here is attempt 1 of the job"},
+      {member(1), 2, 1, {}, "it wants rank 2, and here is rank 0"},
+      {member(1), 0, 2, {}, "it makes links of 2 streams for data, and here they have 1"},
+      {member(1, "wrong"), 0, 1, {}, "it does not know the secret of group world of job job, attempt 1"},
+      {member(1), 0, 1, {9, 'l'}, "speaks version 1, little endian"},
+      {member(1), 0, 1, {kLinkVersion, 'b'}, "this process version 1, big endian"},
+  };
+  std::vector<std::unique_ptr<Connections>> callers;
+  std::vector<std::shared_ptr<Opening>> openings;
+  Connections a(options());
+  a.join(member(0));
+  auto at_a = a.await("job", "world", 1, soon(30), kDeaf);
+  for (Case& each : cases) {
+    Connections::Options given = options();
+    given.streams = each.streams;
+    given.dialect = each.dialect;
+    given.stranger_s = 0.3;
+    callers.push_back(std::make_unique<Connections>(given));
+    callers.back()->join(each.caller);
+    openings.push_back(callers.back()->dial("job", "world", each.to, a.addresses(), soon(30), kDeaf));
+  }
+  const double start = now_s();
+  for (size_t i = 0; i < callers.size(); ++i) {
+    Lines lines;
+    std::string error;
+    run({&a}, [&] {
+      for (auto& caller : callers) caller->poll();
+      try {
+        CHECK(!openings[i]->link());
+        return false;
+      } catch (const Error& met) {
+        CHECK(met.kind() == ErrorKind::invalid_argument);
+        error = met.what();
+        return true;
+      }
+    });
+    CHECK_CONTAINS(error,
+                   text("rank 1 (pid %d on host-1) cannot make a link with rank %u of group world of job job",
+                        getpid(), cases[i].to));
+    CHECK_CONTAINS(error, cases[i].reason);
+    CHECK_CONTAINS(error, a.addresses().front().text());
+  }
+  CHECK(now_s() - start < 3);
+  CHECK(!at_a->link());
+}
+
+TEST(the_listener_says_whom_it_turned_away) {
+  Lines lines;
+  Connections a(options()), b(options());
+  a.join(member(0));
+  b.join(member(1, "secret", 7));
+  auto at_b = b.dial("job", "world", 0, a.addresses(), soon(), kDeaf);
+  failure(at_b, {&a, &b});
+  CHECK_CONTAINS(lines.text(), "a connection from 127.0.0.1:");
+  CHECK_CONTAINS(lines.text(),
+                 text("was turned away: it is rank 1 (pid %d on host-1); it is of attempt 7, and here "
+                      "is attempt 1 of the job (rank 0 (pid %d on host-0))",
+                      getpid(), getpid()));
+}
+
+TEST(a_second_claimant_of_a_rank_is_refused_and_the_link_goes_on) {
+  Pair pair;
+  Connections c(options());
+  Lines lines;
+  Membership second = member(1);
+  second.pid = 4711;
+  second.host = "host-x";
+  c.join(second);
+  auto at_c = c.dial("job", "world", 0, pair.a.addresses(), soon(), kDeaf);
+  auto [kind, message] = failure(at_c, {&pair.a, &pair.b, &c});
+  CHECK(kind == ErrorKind::invalid_argument);
+  CHECK_CONTAINS(message,
+                 "a second one says that it is rank 1: rank 1 (pid 4711 on host-x), and there is a link "
+                 "with rank 1 (pid ");
+  exchange(*pair.link_a, *pair.link_b, 1, 100000, [&] { poll_all({&pair.a, &pair.b}); });
+}
+
+TEST(hostile_connections_cost_little_and_change_nothing) {
+  Lines lines;
+  Connections::Options given = options();
+  given.incoming.pending = 1000;
+  Pair pair(given);
+  const SocketAddress at = pair.a.addresses().front();
+  std::atomic<bool> over{false};
+  std::atomic<int> accepted{0}, rounds{0};
+  const size_t before = resident_bytes();
+  std::thread attacker([&] {
+    std::mt19937_64 random(1);
+    std::vector<std::unique_ptr<Socket>> slow;
+    for (int i = 0; i < 1000; ++i) slow.push_back(std::make_unique<Socket>(at));
+    const Token token{};
+    Claim recorded;
+    {
+      Socket first(at);  // as if it had been heard on the wire
+      Challenge challenge;
+      CHECK(first.hear(challenge));
+      recorded = make_claim(challenge, member(2), 0, 0, 1, token);
+    }
+    for (int i = 0; i < 1000; ++i) {
+      Socket one(at);
+      Challenge challenge;
+      Claim claim;
+      fill_random(claim.data(), claim.size());
+      switch (i % 8) {
+        case 0:  // random bytes, more than a claim
+          for (int k = 0; k < 4; ++k) one.say(claim.data(), claim.size());
+          break;
+        case 1:  // a torn claim
+          CHECK(one.hear(challenge));
+          claim = make_claim(challenge, member(2), 0, 0, 1, token);
+          one.say(claim.data(), random() % claim.size());
+          break;
+        case 2:  // the wrong secret
+          CHECK(one.hear(challenge));
+          claim = make_claim(challenge, member(2, "guessed"), 0, 0, 1, token);
+          one.say(claim.data(), claim.size());
+          break;
+        case 3:  // a replay
+          CHECK(one.hear(challenge));
+          one.say(recorded.data(), recorded.size());
+          break;
+        case 4: {  // another job's
+          Membership other = member(2);
+          other.job = "other";
+          CHECK(one.hear(challenge));
+          claim = make_claim(challenge, other, 0, 0, 1, token);
+          one.say(claim.data(), claim.size());
+          break;
+        }
+        case 5:  // closes its side at once
+          shutdown(one.file.get(), SHUT_WR);
+          break;
+        case 6: {  // frames without a handshake, of 2^62 bytes
+          FrameHeader header;
+          header.channel = 1;
+          header.bytes = uint64_t{1} << 62;
+          header.checksum = header.expected_checksum();
+          for (int k = 0; k < 32; ++k) one.say(&header, sizeof header);
+          break;
+        }
+        default:  // a claim that is begun, and one byte now and then
+          one.say(claim.data(), 1);
+          slow[random() % slow.size()]->say("x", 1);
+      }
+      Verdict verdict;
+      if (i % 8 >= 2 && i % 8 <= 4 && one.hear(verdict)) {
+        const Heard heard = read(verdict, claim, challenge, member(2));
+        if (heard.answer == Answer::accepted || heard.is_proved) accepted.fetch_add(1);
+      }
+      rounds.fetch_add(1);
+    }
+    over.store(true);
+  });
+  // Meanwhile the link works, and another process gets in.
+  uint64_t sequence = 0;
+  Connections c(options());
+  c.join(member(3));
+  std::shared_ptr<Opening> at_a, at_c;
+  while (!over.load()) {
+    exchange(*pair.link_a, *pair.link_b, sequence, 30000 + sequence % 7,
+             [&] { poll_all({&pair.a, &pair.b, &c}); });
+    if (++sequence == 20) {
+      at_a = pair.a.await("job", "world", 3, soon(), kDeaf);
+      at_c = c.dial("job", "world", 0, pair.a.addresses(), soon(), kDeaf);
+    }
+  }
+  attacker.join();
+  run({&pair.a, &c}, [&] { return at_a && at_a->link() && at_c->link(); });
+  exchange(*at_c->link(), *at_a->link(), 1, 50000, [&] { poll_all({&pair.a, &c}); });
+  CHECK(accepted.load() == 0 && rounds.load() == 1000);
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+  const size_t allowed = size_t{256} << 20;  // their own memory, which what is freed does not leave at once
+#else
+  const size_t allowed = size_t{16} << 20;
+#endif
+  CHECK(resident_bytes() < before + allowed);
+  const std::string said = lines.text();
+  CHECK_CONTAINS(said, "was turned away");
+  CHECK(std::count(said.begin(), said.end(), '\n') <= 4);  // one every five seconds
+}
+
+TEST(a_silent_connection_is_given_up_in_time) {
+  Lines lines;
+  Connections::Options given = options();
+  given.incoming.handshake_s = 0.1;
+  Connections a(given);
+  Socket silent(a.addresses().front());
+  Challenge challenge;
+  char more;
+  const double start = now_s();
+  std::thread thread([&] {  // sleeps on the connections' descriptor only
+    while (recv(silent.file.get(), &more, 1, MSG_PEEK | MSG_DONTWAIT) != 0 && now_s() - start < 5) a.poll(1);
+  });
+  CHECK(silent.hear(challenge));
+  CHECK(recv(silent.file.get(), &more, 1, 0) <= 0);
+  CHECK(now_s() - start < 1);
+  thread.join();
+  CHECK_CONTAINS(lines.text(), "did not finish the handshake in time");
+}
