@@ -100,6 +100,21 @@ struct Socket {
   }
 };
 
+// A port on which nobody listens, or somebody who is no peer.
+struct Squatter {
+  FileDescriptor file{socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)};
+  SocketAddress address;
+  explicit Squatter(bool listens) {
+    const SocketAddress any = numeric_address("127.0.0.1", 0);
+    CHECK(bind(file.get(), any.get(), any.bytes()) == 0);
+    if (listens) CHECK(listen(file.get(), 100) == 0);
+    sockaddr_storage bound;
+    socklen_t bytes = sizeof bound;
+    CHECK(getsockname(file.get(), reinterpret_cast<sockaddr*>(&bound), &bytes) == 0);
+    address = SocketAddress(reinterpret_cast<sockaddr*>(&bound), bytes);
+  }
+};
+
 inline const Link::Handler kDeaf = [](auto...) {};
 inline Deadline soon(double seconds = 10) {
   return Deadline::in(seconds);

@@ -16,25 +16,6 @@
 using namespace photinus;
 using namespace photinus::test;
 
-namespace {
-
-// A port on which nobody listens, or somebody who is no peer.
-struct Squatter {
-  FileDescriptor file{socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)};
-  SocketAddress address;
-  explicit Squatter(bool listens) {
-    const SocketAddress any = numeric_address("127.0.0.1", 0);
-    CHECK(bind(file.get(), any.get(), any.bytes()) == 0);
-    if (listens) CHECK(listen(file.get(), 100) == 0);
-    sockaddr_storage bound;
-    socklen_t bytes = sizeof bound;
-    CHECK(getsockname(file.get(), reinterpret_cast<sockaddr*>(&bound), &bytes) == 0);
-    address = SocketAddress(reinterpret_cast<sockaddr*>(&bound), bytes);
-  }
-};
-
-}  // namespace
-
 TEST(addresses_are_read_and_shown) {
   CHECK(numeric_address("10.1.2.3", 4000).text() == "10.1.2.3:4000");
   CHECK(numeric_address("fd00::1", 4000).text() == "[fd00::1]:4000");

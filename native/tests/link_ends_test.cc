@@ -168,6 +168,37 @@ TEST(what_is_no_frame_fails_the_link_and_allocates_nothing) {
   CHECK_CONTAINS(heard(1, damaged), "whose checksum is");
 }
 
+TEST(a_frame_that_is_torn_by_the_end_is_an_error_even_after_a_goodbye) {
+  for (bool is_torn : {false, true}) {
+    std::pair<std::unique_ptr<FakeStream>, std::unique_ptr<FakeStream>> pairs[] = {FakeStream::pair(4),
+                                                                                   FakeStream::pair(6)};
+    std::vector<std::unique_ptr<Stream>> streams;
+    for (auto& pair : pairs) streams.push_back(std::move(pair.second));
+    Link link(std::move(streams), "rank 1", "rank 0", [](auto...) {});
+    FrameHeader goodbye, data;
+    goodbye.kind = FrameKind::goodbye;
+    data.bytes = 8;
+    for (FrameHeader* header : {&goodbye, &data}) header->checksum = header->expected_checksum();
+    auto say = [](FakeStream& stream, const FrameHeader& header, size_t bytes) {
+      for (size_t at = 0; at < bytes;) {
+        const iovec piece{const_cast<char*>(reinterpret_cast<const char*>(&header)) + at, bytes - at};
+        at += stream.write(&piece, 1).bytes;
+      }
+      stream.finish_writing();
+    };
+    say(*pairs[0].first, goodbye, sizeof goodbye);
+    say(*pairs[1].first, data, is_torn ? 20 : 0);
+    for (Deadline deadline = Deadline::in(5); !link.has_failed() && !link.has_peer_left();) {
+      CHECK(!deadline.passed());
+      link.poll();
+    }
+    CHECK(link.has_failed() == is_torn);
+    if (is_torn)
+      CHECK_CONTAINS(error_of([&] { link.check(); }).second,
+                     "the connection was closed in the middle of a frame");
+  }
+}
+
 TEST(a_peer_that_takes_no_control_frames_costs_bounded_memory) {
   Ends ends(Carrier::fake, 3);
   ends.links[1].reset(new Link({[] {
@@ -195,8 +226,8 @@ TEST(a_forked_child_holds_no_connection_open) {
     ::close(release[1]);
     const bool refused =
         error_of([&] { ends.links[1]->send_control(1, 1, "x", 1); }).first == ErrorKind::aborted;
-    ends.links[0].reset();  // does nothing
     [[maybe_unused]] const ssize_t got = read(release[0], &byte, 1);
+    ends.links[0].reset();  // does nothing
     _exit(refused ? 0 : 1);
   }
   ::close(release[0]);

@@ -3,7 +3,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <fstream>
+#include <list>
 #include <random>
 
 #include "check.h"
@@ -107,6 +109,100 @@ TEST(a_second_claimant_of_a_rank_is_refused_and_the_link_goes_on) {
                  "a second one says that it is rank 1: rank 1 (pid 4711 on host-x), and there is a link "
                  "with rank 1 (pid ");
   exchange(*pair.link_a, *pair.link_b, 1, 100000, [&] { poll_all({&pair.a, &pair.b}); });
+}
+
+TEST(a_listener_that_cannot_prove_itself_is_not_believed) {
+  const Squatter rogue(true);
+  std::thread thread([&] {
+    while (true) {
+      const FileDescriptor met(accept4(rogue.file.get(), nullptr, nullptr, SOCK_CLOEXEC));
+      if (!met.valid()) return;  // shut down
+      const Challenge challenge = make_challenge();
+      Claim claim;
+      if (send(met.get(), challenge.data(), challenge.size(), MSG_NOSIGNAL) < 0 ||
+          recv(met.get(), claim.data(), claim.size(), MSG_WAITALL) != static_cast<ssize_t>(claim.size()))
+        continue;
+      const Membership guesses = member(0, "guessed");
+      const Verdict verdict = make_verdict({Answer::accepted, "", true}, &guesses, claim, challenge);
+      if (send(met.get(), verdict.data(), verdict.size(), MSG_NOSIGNAL) < 0) continue;
+    }
+  });
+  Connections::Options given = options();
+  given.stranger_s = 0.2;
+  Connections b(given);
+  b.join(member(1));
+  auto at_b = b.dial("job", "world", 0, {rogue.address}, soon(), kDeaf);
+  CHECK_CONTAINS(failure(at_b, {&b}).second,
+                 "it accepts this process and cannot prove that it is of the group");
+  shutdown(rogue.file.get(), SHUT_RDWR);
+  thread.join();
+}
+
+TEST(streams_of_two_claimants_are_never_joined) {
+  Lines lines;
+  Connections a(options());
+  a.join(member(0));
+  auto at_a = a.await("job", "world", 1, soon(), kDeaf);
+  auto claim_of = [&](int pid, uint8_t stream, uint8_t token) {
+    auto socket = std::make_unique<Socket>(a.addresses().front());
+    Membership own = member(1);
+    own.pid = pid;
+    Challenge challenge{};
+    Verdict verdict{};
+    size_t heard = 0;
+    auto hear = [&](auto& message) {
+      heard = 0;
+      run({&a}, [&] {
+        const ssize_t got =
+            recv(socket->file.get(), message.data() + heard, message.size() - heard, MSG_DONTWAIT);
+        if (got > 0) heard += static_cast<size_t>(got);
+        return heard == message.size();
+      });
+    };
+    hear(challenge);
+    const Claim claim = make_claim(challenge, own, 0, stream, 1, Token{token});
+    CHECK(socket->say(claim.data(), claim.size()));
+    hear(verdict);
+    return std::pair{read(verdict, claim, challenge, own), std::move(socket)};
+  };
+  auto first = claim_of(71, 0, 1);
+  CHECK(first.first.is_proved && first.first.answer == Answer::accepted);
+  auto second = claim_of(72, 1, 2);
+  CHECK(second.first.is_proved && second.first.answer == Answer::refused);
+  CHECK_CONTAINS(second.first.reason,
+                 "a second one says that it is rank 1: rank 1 (pid 72 on host-1), and there is "
+                 "a link with rank 1 (pid 71 on host-1)");
+  CHECK(!at_a->link());
+  auto again = claim_of(71, 1, 3);  // the first has begun anew: what came before counts no more
+  CHECK(again.first.answer == Answer::accepted);
+  CHECK(!at_a->link());
+  auto rest = claim_of(71, 0, 3);
+  run({&a}, [&] { return at_a->link() != nullptr; });
+}
+
+TEST(of_too_many_strangers_the_oldest_is_closed) {
+  Lines lines;
+  Connections::Options given = options();
+  given.incoming.pending = 10;
+  Connections a(given);
+  std::list<Socket> strangers;
+  auto are_closed = [&] {
+    int closed = 0;
+    for (Socket& one : strangers) {
+      Challenge challenge;
+      const ssize_t got = recv(one.file.get(), challenge.data(), challenge.size(), MSG_DONTWAIT);
+      closed += got == 0 || (got < 0 && errno != EAGAIN);
+    }
+    return closed;
+  };
+  for (int i = 0; i < 30; ++i) {
+    strangers.emplace_back(a.addresses().front());
+    a.poll();
+  }
+  run({&a}, [&] { return are_closed() >= 20; }, 1);
+  for (int i = 0; i < 20; ++i) strangers.pop_front();
+  CHECK(are_closed() == 0);  // the youngest are heard on
+  CHECK_CONTAINS(lines.text(), "too many connections were in their handshake, and this was the oldest");
 }
 
 TEST(hostile_connections_cost_little_and_change_nothing) {
