@@ -32,7 +32,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from .. import engine
 from ..errors import CollectiveError, MismatchError, PeerLostError
 from ..world.own_address import is_loopback, reaches_from
-from .joining import Joining, name_ranks
+from ..world.ranks import name_ranks
+from .joining import Joining
 
 __all__ = ["Meeting", "Member", "meet", "tidy"]
 
@@ -91,8 +92,7 @@ class Meeting:
             ranks.setdefault((member.host_name, member.host_id), []).append(rank)
         names = [name for name, _ in ranks]
         return ", ".join(
-            f"{name if names.count(name) == 1 else f'{name} [{host_id}]'} "
-            f"(rank{'s' if len(those) > 1 else ''} {', '.join(map(str, those))})"
+            f"{name if names.count(name) == 1 else f'{name} [{host_id}]'} ({name_ranks(those)})"
             for (name, host_id), those in ranks.items()
         )
 
@@ -186,7 +186,7 @@ def _lead(store: Store, joining: Joining, me: Member) -> Meeting:
 
     def came() -> str:
         shown = [f"{rank} (pid {here[rank].pid} on {here[rank].host_name})" for rank in sorted(here)]
-        return name_ranks(shown if size <= _SHOWN else sorted(here), "came")
+        return f"{name_ranks(shown if size <= _SHOWN else sorted(here))} came"
 
     joining.until(all_here, missing, came)
     meeting = Meeting(session, tuple(here[rank] for rank in range(size)), None)

@@ -16,8 +16,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from .. import engine, env
 from ..errors import CollectiveTimeoutError, PeerLostError
 from ..world.ended import ended
+from ..world.ranks import name_ranks
 
-__all__ = ["Joining", "name_ranks"]
+__all__ = ["Joining"]
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
 _LOOK_EVERY_S = 0.1
@@ -98,14 +99,14 @@ class Joining:
         gone = [rank for rank in missing if self.members[rank] in ended(self._store)]
         if gone:
             raise PeerLostError(
-                f"{self.who}: {name_ranks(gone, 'ended with exit code 0')} before joining the group, which waited for "
+                f"{self.who}: {name_ranks(gone)} ended with exit code 0 before joining the group, which waited for "
                 f"{'it' if len(gone) == 1 else 'them'} {waited_s:.1f} s in {self.call}. Every rank has to come; did "
                 f"the script leave early there (sys.exit, a branch that returns)?"
             )
         if waited_s >= self._timeout_s:
             raise CollectiveTimeoutError(
                 f"{self.who}: the group was not complete within {self._timeout_s:g} s: "
-                f"{name_ranks(missing, 'did not come')}{there}. "
+                f"{name_ranks(missing)} did not come{there}. "
                 f"Waited in {self.call}. Start every rank with the same MASTER_ADDR, MASTER_PORT and "
                 f"WORLD_SIZE (or init_method), make the same groups in the same order on every rank, or raise the "
                 f"timeout."
@@ -114,15 +115,10 @@ class Joining:
             self._has_spoken = True
             line = (
                 f"photinus: rank {self.rank} of {self.world_size} has been waiting for {waited_s:.0f} s for "
-                f"{name_ranks(missing, 'to join')} group {self.name}{there}; {self.call}; it gives up in "
+                f"{name_ranks(missing)} to join group {self.name}{there}; {self.call}; it gives up in "
                 f"{self._timeout_s - waited_s:.0f} s"
             )
             print(line, file=sys.stderr, flush=True)
-
-
-def name_ranks(ranks: Sequence[object], what: str) -> str:
-    """ "ranks 1, 2 did not come"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} {what}"
 
 
 def _without_prefix(store: Store) -> Store:

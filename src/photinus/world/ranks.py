@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .. import env
@@ -11,7 +11,7 @@ from ..errors import WorldSizeError
 from .check_world import check_participants
 from .launchers import Told, read_scheduler, read_torchrun
 
-__all__ = ["World"]
+__all__ = ["World", "name_ranks"]
 
 
 @dataclass(frozen=True)
@@ -97,3 +97,9 @@ class World:
 
 def _show(value: int | None) -> str:
     return "not set" if value is None else str(value)
+
+
+def name_ranks(ranks: Sequence[object], most: int | None = None) -> str:
+    """For messages: `rank 3`, or `ranks 0, 1`; of more than `most` the first ones, and how many there are."""
+    more = f", ... ({len(ranks)} ranks)" if most is not None and len(ranks) > most else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:most]))}{more}"

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...world.ranks import name_ranks
 from .cgroup import OomKills
 
 __all__ = [
@@ -312,7 +313,7 @@ def _details(cause: Death, oom_before: OomKills | None, oom_after: OomKills | No
 def _others(cause: Death, deaths: Sequence[Death], finished: Sequence[int]) -> list[str]:
     rest = sorted((death for death in deaths if death is not cause), key=lambda death: death.rank)
     same = [d.rank for d in rest if not d.ended_by_us and d.raised is not None and signature(d) == signature(cause)]
-    lines = [f"the same on {_ranks(same)}"] if same else []
+    lines = [f"the same on {name_ranks(same, 8)}"] if same else []
     for death in rest:
         if death.ended_by_us or death.rank in same:
             continue
@@ -328,19 +329,12 @@ def _others(cause: Death, deaths: Sequence[Death], finished: Sequence[int]) -> l
     killed = [death.rank for death in rest if death.ended_by_us and death.status == -signal.SIGKILL]
     ended = [death.rank for death in rest if death.ended_by_us and death.status != -signal.SIGKILL]
     if ended:
-        lines.append(f"{_ranks(ended)} ended by the launcher")
+        lines.append(f"{name_ranks(ended, 8)} ended by the launcher")
     if killed:
-        lines.append(f"{_ranks(killed)} did not leave in time: killed by the launcher")
+        lines.append(f"{name_ranks(killed, 8)} did not leave in time: killed by the launcher")
     if finished and cause.consequence:
-        lines.append(f"{_ranks(finished)} had finished with exit code 0 before")
+        lines.append(f"{name_ranks(finished, 8)} had finished with exit code 0 before")
     return lines
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:8])) + (f", ... ({len(ranks)} ranks)" if len(ranks) > 8 else "")
-    return f"ranks {shown}"
 
 
 def _one_line(text: str) -> str:

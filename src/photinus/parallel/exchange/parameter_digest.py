@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import ModelMismatchError
+from ...world.ranks import name_ranks
 from .collectives import control_device
 from .tensors import dense_strides
 
@@ -55,8 +56,8 @@ def compare_parameters(named: Sequence[tuple[str, torch.Tensor]], group: dist.Pr
     others = [rank for rank, value in enumerate(column) if value != usual]
     more = f" (and {len(differing) - 1} more of {len(named)} parameters)" if len(differing) > 1 else ""
     raise ModelMismatchError(
-        f"the ranks hold different weights: {_ranks(others)} {'have' if len(others) > 1 else 'has'} other values than "
-        f"{_ranks([rank for rank in range(len(column)) if rank not in others])} in parameter {name} "
+        f"the ranks hold different weights: {name_ranks(others)} {'have' if len(others) > 1 else 'has'} other values "
+        f"than {name_ranks([rank for rank in range(len(column)) if rank not in others])} in parameter {name} "
         f"{list(parameter.shape)}{more}; seen from rank {group.rank()}. All ranks start from one model and make the "
         f"same steps, so something was done on some ranks only: another learning rate or optimizer, a step left out, "
         f"weights that were loaded or changed. Do it on all ranks, or on none. Where weights are to differ (local SGD, "
@@ -122,7 +123,3 @@ def _digest(flat: torch.Tensor) -> torch.Tensor:
         data = data.clone()
     whole = data.numel() // _WORD_BYTES * _WORD_BYTES
     return data[:whole].view(torch.int64).sum() + data[whole:].sum(dtype=torch.int64)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ... import env
 from ...errors import ModelMismatchError
+from ...world.ranks import name_ranks
 from .collectives import all_gather_bytes
 from .gpu_sharing import refuse_shared_gpus
 from .tensors import dense_strides
@@ -67,8 +68,7 @@ def _difference(models: Sequence[Sequence[str]], rank: int) -> str:
     for other, text in enumerate(at[line]):
         sides.setdefault(text, []).append(other)
     told = "; ".join(
-        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {'nothing more' if text is None else text}"
-        for text, ranks in sides.items()
+        f"{name_ranks(ranks)}: {'nothing more' if text is None else text}" for text, ranks in sides.items()
     )
     counts = sorted({len(model) for model in models})
     sizes = f" (the models have {' and '.join(map(str, counts))} lines)" if len(counts) > 1 else ""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
 
+from ...world.ranks import name_ranks
 from .gradient_memory import Slot
 
 __all__ = ["changed_graph_text", "missing_text", "other_ranks_text"]
@@ -64,7 +65,7 @@ def missing_text(rank: int, missing: Sequence[Slot], total: int, path: str, *, s
 def other_ranks_text(rank: int, ranks: Sequence[int]) -> str:
     """For a rank on which all went well, when others failed."""
     return (
-        f"rank {rank}: the backward of rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} went wrong "
+        f"rank {rank}: the backward of {name_ranks(ranks)} went wrong "
         f"(parameters without gradient, or an exception; the error there says more), so this backward's gradients are "
         f"not the average over all ranks."
     )

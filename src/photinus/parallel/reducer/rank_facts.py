@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ...errors import MismatchError
+from ...world.ranks import name_ranks
 from ..exchange.collectives import Average, control_device
 from ..exchange.parameter_digest import ParameterPieces, compare_parameters
 from .gradient_memory import Slot
@@ -163,10 +164,7 @@ class RankFacts:
             if word:
                 behind = (self._steps - (word - 1) + _BASE // 2) % _BASE - _BASE // 2
                 ranks.setdefault(self._steps - behind, []).append(rank)
-        told = "; ".join(
-            f"rank{'s' if len(those) > 1 else ''} {', '.join(map(str, those))}: {steps} optimizer steps"
-            for steps, those in sorted(ranks.items())
-        )
+        told = "; ".join(f"{name_ranks(those)}: {steps} optimizer steps" for steps, those in sorted(ranks.items()))
         return (
             f"the ranks are out of step, seen from rank {own}: the gradients averaged just now were computed after "
             f"{told}. Some rank ran a backward inside no_sync() that others ran outside of it, or one backward more "

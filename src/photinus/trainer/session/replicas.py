@@ -30,6 +30,7 @@ from ...errors import ModelMismatchError
 from ...parallel import strategy_of, unwrap_compiled
 from ...parallel.exchange.agreement import JSON, check_alike, gather_per_rank
 from ...parallel.exchange.parameter_digest import digest_of
+from ...world.ranks import name_ranks
 from ..checkpoint.states import unwrap
 from .session import Session
 
@@ -169,16 +170,12 @@ def _difference(ranks: Sequence[Mapping[str, int]]) -> str:
     others = [rank for side in sides.values() if side is not most for rank in side]
     if len(most) > len(others):
         differ = "differs" if len(others) == 1 else "differ"
-        told = f"{_name_ranks(others)} {differ} from the other {len(most)} ranks in the values of {first}{more}"
+        told = f"{name_ranks(others)} {differ} from the other {len(most)} ranks in the values of {first}{more}"
     else:
-        told = f"{' and '.join(map(_name_ranks, sides.values()))} hold different values of {first}{more}"
+        told = f"{' and '.join(map(name_ranks, sides.values()))} hold different values of {first}{more}"
     return (
         f"{told}. Every rank has to make the same changes: was a weight loaded or set, or an optimizer stepped, on one "
         f"rank only? No checkpoint of this was saved; go on from the last one. If ranks are to differ for a while "
         f"(local SGD), or round differently because their processors do, give the loop compare_parameters=False, and "
         f"photinus.wrap check_ranks=False."
     )
-
-
-def _name_ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
