@@ -107,11 +107,11 @@ def _plan(run: Path, config: Mapping[str, Any], added: list[str]) -> Again:
     if shutil.which(python) is None:
         notes.append(f"{python} is not there any more; {sys.executable} takes its place")
         python = sys.executable
-    arguments = (
-        list(launch.arguments)
-        if launch is not None
-        else _own_arguments(script[2:] if script[0] == "-m" else script[1:])
-    )
+    if launch is not None:
+        arguments = list(launch.arguments)
+    else:  # without what a launcher gave to each process
+        words = script[2:] if script[0] == "-m" else script[1:]
+        arguments = [word for word in words if word.partition("=")[0] not in _OF_A_LAUNCHER]
     arguments = [*_resume(arguments, config["options"]["resume"]), *added]
     hosts = list(dict.fromkeys(start["hosts"]))
     if launch is not None:
@@ -124,17 +124,14 @@ def _plan(run: Path, config: Mapping[str, Any], added: list[str]) -> Again:
             f"start it the same way once more, and it goes on from its newest checkpoint. (What `photinus run` starts "
             f"can be started again from here.)"
         )
-    if len(hosts) > 1 and not (launch is not None and _starts_all_hosts(launch)):
+    # With a host file the words, typed in one place, start the workers of all hosts over ssh.
+    over_ssh = launch is not None and any(word.partition("=")[0] in ("--hostfile", "-H") for word in launch.words)
+    if len(hosts) > 1 and not over_ssh:
         raise UsageError(
             f"the run had {len(hosts)} hosts ({', '.join(hosts)}). Start it on each of them as before; on {hosts[0]}, "
             f"in {folder}: {_command_text(Again(tuple(command), folder, environ))}"
         )
     return Again(tuple(command), folder, environ, tuple(notes))
-
-
-def _starts_all_hosts(launch: Launch) -> bool:
-    """Whether the words, typed in one place, start the workers of all hosts over ssh."""
-    return any(word.partition("=")[0] in ("--hostfile", "-H") for word in launch.words)
 
 
 def _read(run: Path) -> Mapping[str, Any]:
@@ -162,11 +159,6 @@ def _check_place(run: Path, folder: Path, out: str) -> None:
             f"{run} was written to {folder / out}, and has been moved or copied since: the same command would write "
             f"there again. Start it by hand."
         )
-
-
-def _own_arguments(arguments: Sequence[str]) -> list[str]:
-    """Without what a launcher gave to each process."""
-    return [word for word in arguments if word.partition("=")[0] not in _OF_A_LAUNCHER]
 
 
 def _resume(arguments: list[str], resume: str | None) -> list[str]:

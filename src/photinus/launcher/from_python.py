@@ -17,7 +17,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import cloudpickle
 
@@ -157,8 +157,11 @@ def _run(command: list[str], held: int) -> int:
     try:
         if carried:
             assert process.stdout is not None
-            _carry(process.stdout)
-        return _code(process.wait())
+            for line in process.stdout:
+                sys.stdout.write(line.decode(errors="replace"))
+                sys.stdout.flush()
+        code = process.wait()
+        return 128 - code if code < 0 else code
     except BaseException:
         # Ctrl-C in a terminal reaches the launcher too; a notebook's interrupt only this process.
         if process.poll() is None:
@@ -173,16 +176,6 @@ def _run(command: list[str], held: int) -> int:
     finally:
         if process.stdout is not None:
             process.stdout.close()
-
-
-def _code(returned: int) -> int:
-    return 128 - returned if returned < 0 else returned
-
-
-def _carry(source: IO[bytes]) -> None:
-    for line in source:
-        sys.stdout.write(line.decode(errors="replace"))
-        sys.stdout.flush()
 
 
 def _is_file(stream: Any, number: int) -> bool:

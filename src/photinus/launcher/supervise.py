@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = ["dry_run_text", "supervise"]
 
+_SHOWN = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")  # whoever has set them
 _CHOSEN_LATER = "chosen when it starts"
 
 _INTERRUPT_GRACE_S = 1.5
@@ -237,7 +238,7 @@ def dry_run_text(job: Job, hosts: HostFlags, logs: Logs) -> str:
     for rank in range(job.local_world_size):
         environ = job.environ(formation, rank, _CHOSEN_LATER)
         environ |= {"MASTER_PORT": _CHOSEN_LATER, "TORCHELASTIC_RUN_ID": _CHOSEN_LATER}
-        own.append({name: value for name, value in environ.items() if os.environ.get(name) != value or _ours(name)})
+        own.append({name: value for name, value in environ.items() if os.environ.get(name) != value or name in _SHOWN})
     shared = {name: value for name, value in own[0].items() if all(each.get(name) == value for each in own)}
     lines = []
     if most > 1:
@@ -261,7 +262,3 @@ def dry_run_text(job: Job, hosts: HostFlags, logs: Logs) -> str:
     for each in own:
         lines.append("  " + " ".join(f"{name}={value}" for name, value in sorted(each.items()) if name not in shared))
     return "\n".join(lines)
-
-
-def _ours(name: str) -> bool:
-    return name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     torch = ask_torch(options.timeout_s)
     if torch.facts is None:
         raise LaunchError(f"photinus bench needs PyTorch: {torch.error}")
-    ranks = options.ranks or _ranks(torch.facts)
+    ranks = options.ranks or max(2, len(torch.facts["gpus"]) or min(8, usable_cores()))
     if options.device == "cuda" and not torch.facts["gpus"]:
         raise LaunchError("photinus bench --device cuda: torch sees no GPU here. `photinus doctor` says why.")
     wanted = options.backends or _usable_backends(torch.facts, ranks, options.device)
@@ -67,10 +67,6 @@ def main(arguments: Sequence[str]) -> int:
         plot(results, backends, f"Collectives on one host: {title}", options.plot)
         print(f"The picture is in {options.plot}.", file=sys.stderr)
     return int(bool(options.backends and absent))
-
-
-def _ranks(facts: dict[str, Any]) -> int:
-    return max(2, len(facts["gpus"]) or min(8, usable_cores()))
 
 
 def _usable_backends(facts: dict[str, Any], ranks: int, device: str) -> tuple[str, ...]:

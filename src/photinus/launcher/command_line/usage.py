@@ -12,9 +12,9 @@ class UsageError(ValueError):
     """The command line cannot be carried out as typed; the message says why and what to type instead."""
 
 
-def closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+def closest(word: str, known: Iterable[str]) -> str | None:
     """The known word most like `word`, or None when nothing is near."""
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    found = difflib.get_close_matches(word, list(known), n=1)
     return found[0] if found else None
 
 

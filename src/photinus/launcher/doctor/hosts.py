@@ -277,7 +277,8 @@ def _of_host(name: str, facts: Mapping[str, Mapping[str, Any]], ahead_s: float) 
         advice = f"Install the torch of the other hosts in the same environment on {name}."
         return Finding(_SECTION, name, "bad", value, advice, dict(own))
     for what in ("Photinus", "torch", "Python"):
-        usual = _most_common([each[what.lower()] for each in facts.values()])
+        versions = [each[what.lower()] for each in facts.values()]
+        usual = max(dict.fromkeys(versions), key=versions.count)
         if _version_to_compare(what, own[what.lower()]) != _version_to_compare(what, usual):
             advice = f"The other hosts have {what} {usual}: ranks of one job need the same on all."
             return Finding(_SECTION, name, "bad", value, advice, dict(own))
@@ -289,10 +290,6 @@ def _version_to_compare(what: str, version: str | None) -> str | None:
     if version is None:
         return None
     return version.rpartition(".")[0] if what == "Python" else version.partition("+")[0]
-
-
-def _most_common(versions: Sequence[str | None]) -> str | None:
-    return max(dict.fromkeys(versions), key=versions.count)
 
 
 def _of_all(reached: Sequence[Pair], pairs: Sequence[Pair]) -> Finding:

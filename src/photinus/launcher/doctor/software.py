@@ -66,18 +66,15 @@ def ask_engine(timeout_s: float) -> tuple[dict[str, Any] | None, str]:
 
 def look_at_software(torch: Torch, engine: tuple[dict[str, Any] | None, str], timeout_s: float) -> list[Finding]:
     """Python, Photinus, its engine, torch, the GPUs and the other launchers."""
+    python = f"{platform.python_version()} ({sys.executable}), Photinus {__version__}"
     return [
-        _python(),
+        assess(_SECTION, "Python", python),
         _engine(*engine),
         _torch(torch),
         *_gpus(torch.facts or {}, timeout_s),
         _program("mpirun", "MPI", timeout_s),
         _program("srun", "Slurm", timeout_s),
     ]
-
-
-def _python() -> Finding:
-    return assess(_SECTION, "Python", f"{platform.python_version()} ({sys.executable}), Photinus {__version__}")
 
 
 def _engine(facts: dict[str, Any] | None, error: str) -> Finding:

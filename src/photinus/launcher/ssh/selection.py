@@ -62,7 +62,10 @@ def select(hosts: Sequence[Host], selection: SelectionFlags) -> tuple[Share, ...
     _refuse_contradictions(selection)
     if selection.include is not None:
         named = _parse_names("--include", selection.include, hosts)
-        return tuple(_include(host, named[host.name]) for host in hosts if host.name in named)
+        chosen = [(host, named[host.name]) for host in hosts if host.name in named]
+        return tuple(
+            Share(h, slots, len(slots), gpus=True) if slots else Share(h, count=h.slots) for h, slots in chosen
+        )
     if selection.exclude is not None:
         named = _parse_names("--exclude", selection.exclude, hosts)
         shares = [_exclude(host, named.get(host.name)) for host in hosts]
@@ -150,10 +153,6 @@ def _refuse_contradictions(selection: SelectionFlags) -> None:
     given = _flag_texts(selection)
     if len(given) > 1 and not given[0].startswith("--num-nodes"):
         raise UsageError(f"{given[0]} and {given[1]} contradict each other: leave out one of them.")
-
-
-def _include(host: Host, slots: tuple[int, ...]) -> Share:
-    return Share(host, devices=slots, count=len(slots), gpus=True) if slots else Share(host, count=host.slots)
 
 
 def _exclude(host: Host, slots: tuple[int, ...] | None) -> Share | None:

@@ -40,7 +40,9 @@ def describe_event(event: Event) -> str:
     tell = {
         "start": _start,
         "world_size": lambda e: f"world size {printable(facts.get('before'))} -> {printable(facts.get('now'))}",
-        "epoch": lambda e: f"epoch {printable(facts.get('epoch'))} done" + _validation(facts.get("validation_s")),
+        "epoch": lambda e: (
+            f"epoch {printable(facts.get('epoch'))} done" + _took(facts.get("validation_s"), "validation ")
+        ),
         "validation": lambda e: f"validation at step {count(e.step)}" + _took(facts.get("validation_s")),
         "checkpoint": lambda e: f"checkpoint of step {count(e.step)}" + _took(facts.get("seconds")),
         "warning": lambda e: f"warning: {printable(facts.get('text'))} (step {count(e.step)})",
@@ -80,12 +82,8 @@ def _end(event: Event) -> str:
     return f"{_STATES.get(how, how)} at step {count(event.step)}{why}"
 
 
-def _took(seconds: Any) -> str:
-    return f", {duration(seconds)}" if isinstance(seconds, (int, float)) and seconds >= 0.05 else ""
-
-
-def _validation(seconds: Any) -> str:
-    return f", validation {duration(seconds)}" if isinstance(seconds, (int, float)) and seconds >= 0.05 else ""
+def _took(seconds: Any, what: str = "") -> str:
+    return f", {what}{duration(seconds)}" if isinstance(seconds, (int, float)) and seconds >= 0.05 else ""
 
 
 def printable(value: object) -> str:

@@ -265,6 +265,7 @@ class Processes:
             # A worker that was asked to leave has no failure of its own, unless somebody else killed it just then.
             outright = worker.ended_outright and worker.status == -signal.SIGKILL
             struck = worker.status == -signal.SIGKILL and not worker.killed_by_us and not outright
+            stack = [line for line in _content(worker.fault_file).splitlines() if _WORKER_FILE not in line]
             deaths.append(
                 Death(
                     rank=worker.start.rank,
@@ -277,7 +278,7 @@ class Processes:
                     lived_s=worker.seen_at_s - worker.started_at_s,
                     raised=worker.record(),
                     ended_by_us=worker.asked_to_leave and not struck,
-                    fault_stack=_without_bootstrap(_content(worker.fault_file)),
+                    fault_stack="\n".join(stack),
                     overdue_s=worker.overdue_s,
                     last_lines=self._output.last_lines(worker.start.rank),
                     log=str(self._output.log_of(worker.start.rank) or ""),
@@ -395,10 +396,6 @@ def _bury_group(process_group: int) -> bool:
     except ChildProcessError:
         return False
     return True
-
-
-def _without_bootstrap(stack: str) -> str:
-    return "\n".join(line for line in stack.splitlines() if _WORKER_FILE not in line)
 
 
 def _content(file: int) -> str:

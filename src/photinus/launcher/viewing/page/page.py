@@ -20,14 +20,9 @@ from . import facts
 __all__ = ["labels_of", "page"]
 
 
-def page(runs: Sequence[Run], *, now_s: float | None = None) -> str:
-    """A whole HTML document that needs no other file.
-
-    Args:
-        runs: read already; at least one.
-        now_s: when the page is made, Unix time; default: now.
-    """
-    now_s = time.time() if now_s is None else now_s
+def page(runs: Sequence[Run]) -> str:
+    """A whole HTML document that needs no other file, of runs that have been read, at least one."""
+    now_s = time.time()
     files = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
