@@ -11,7 +11,7 @@ from harness import MIB, size_name
 KIB = 1 << 10
 BOTH = ("float32", "bfloat16")
 GLOO, OPEN_MPI, MPICH, INTEL_MPI = "gloo", "Open MPI", "MPICH", "Intel MPI"
-DEEPSPEED, LOOP = "DeepSpeed shm", "moving loop"
+DEEPSPEED, LOOP, IMB = "DeepSpeed shm", "moving loop", "Intel MPI, IMB"
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,14 @@ TORCH = (
     Bar("python layer", 4, 4, at_most_s=20e-6, ranks=1),
 )
 """Through torch.distributed (all_reduce.py)."""
+
+COMMITS = (
+    *(Bar(ours, 4, 4, at_most_s=0.5e-6, ranks=2) for ours in ("arena", "ordinary")),
+    *(Bar(ours, 4 * KIB, 4 * KIB, at_most_s=0.8e-6, ranks=2) for ours in ("arena", "ordinary")),
+    Bar("torch", 4, 4 * KIB, at_most_s=4.5e-6, ranks=2),
+    *(Bar(ours, 4, 64 * MIB, f"{ours}, before", at_least=0.97) for ours in ("arena", "ordinary", "torch")),
+)
+"""Now and at an older commit (all_reduce_commits.py); the times for two ranks that have a core each."""
 
 
 def misses(bars: Sequence[Bar], rows: Sequence[dict[str, Any]]) -> tuple[list[str], int]:

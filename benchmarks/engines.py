@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from imb import Imb
 from turns import Contestant
 
 from photinus.launcher.contestants.contestant import Commands, torch_ranks
@@ -156,15 +157,27 @@ def _mpich(home: Path, ranks: int) -> Commands:
 
 
 def _intel_mpi(home: Path, ranks: int) -> Commands:
+    words, environment = _start_intel_mpi(home, ranks)
+    rank = [str(home / "bin/python"), str(RANKS / "mpi_rank.py")]
+    return lambda folder: [([*words, *rank, folder], environment)]
+
+
+def intel_mpi_alone(folder: Path, ranks: int) -> Contestant:
+    """Intel MPI without Python."""
+    home = folder / "intelmpi"
+    words, environment = _start_intel_mpi(home, ranks)
+    return Imb([*words, str(home / "bin/IMB-MPI1")], environment, ranks, _why_not(home))
+
+
+def _start_intel_mpi(home: Path, ranks: int) -> tuple[list[str], dict[str, str]]:
+    """The words up to the program, and variables."""
     environment = {
         "I_MPI_ROOT": str(home),
         "LD_LIBRARY_PATH": str(home / "lib"),
         "I_MPI_FABRICS": "shm",
         "I_MPI_PIN": "0",  # the ranks pin themselves, as everybody's do
     }
-    run = [str(home / "bin/mpiexec.hydra"), "-n", str(ranks)]
-    rank = [str(home / "bin/python"), str(RANKS / "mpi_rank.py")]
-    return lambda folder: [([*run, *rank, folder], environment)]
+    return [str(home / "bin/mpiexec.hydra"), "-n", str(ranks)], environment
 
 
 def _deepspeed_environment(home: Path) -> dict[str, str]:
