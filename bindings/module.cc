@@ -289,6 +289,7 @@ NB_MODULE(_native, m) {
       .def_prop_ro("source_rank", &Work::source_rank)
       .def_prop_ro("description", &Work::description);
 
+  // The engine's word for what a call and its circumstances are together; Python knows no other record.
   nb::class_<Submission>(m, "Call", kCallDoc)
       .def("__init__", &make_call, "operation"_a, "send"_a = 0, "recv"_a = 0, "elems"_a = 0, "dtype"_a = 0,
            "reduction"_a = 0, "root"_a = 0, "timeout_s"_a = 0.0, "asynchronous"_a = true, "factor"_a = 1.0,
