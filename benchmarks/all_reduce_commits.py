@@ -135,7 +135,7 @@ def _is_behind(times: dict[str, float], our: str) -> bool:
 
 def main() -> None:
     parser = harness.options(__doc__, SIZES)
-    parser.set_defaults(ranks=[2], rounds=9, turn_s=0.02)
+    parser.set_defaults(rounds=9, turn_s=0.01)
     parser.add_argument("--setup", action="store_true", help="build the older commit, install Intel MPI, then end")
     parser.add_argument("--before", metavar="COMMIT", help="the older commit (with --setup)")
     parser.add_argument("--engines-dir", type=Path, default=engines.SOURCE / "build/engines", help="where they lie")
