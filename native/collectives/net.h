@@ -18,8 +18,10 @@
 //   barrier                         levels                 nothing but frames' headers
 //
 // The algorithm is that of this host (flat: of all), for only its ranks know where their tensors lie; how
-// tensors are cut depends on none of it. Nothing is written into recv before this rank has heard, over
-// others, from every host: a mismatch leaves outputs as they were.
+// tensors are cut depends on none of it. arena needs in the arenas of this host's ranks: for all_reduce all
+// inputs and outputs, reduce_scatter all inputs, all_gather all outputs, reduce all inputs and on the root's
+// host its output, broadcast on the root's host its input and elsewhere all outputs. Nothing is written into
+// recv before this rank has heard, over others, from every host: a mismatch leaves outputs as they were.
 //
 // Exchanging in groups of r1, r2, ... is BlueConnect's (Cho et al., MLSys 2019) and gloo's bcube; [H] is
 // direct exchange and [2, 2, ...] recursive halving and doubling (Thakur et al., 2005). All move the least
