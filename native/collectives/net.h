@@ -2,20 +2,17 @@
 // bytes of one rank's tensor. Inside a host work is shared through memory as in shm.h; between hosts each
 // slice travels by itself, over links of the rank that carries it, so no rank leads.
 //
-//   collective       algorithm      rounds in a row        bytes that one host sends, and receives
-//   all_reduce       flat           levels                 S((r1-1) + (r2-1) + ...)
-//                    arena, staged  2 levels, pipelined    2S(H-1)/H
-//   reduce_scatter   all            levels                 SL(H-1), L ranks on each host
-//   all_gather       flat           levels                 SL(H-1)
-//                    arena, staged  2 levels               SL(H-1)
-//   reduce           flat           2 levels               S at most, S((r1-1) + (r2-1) + ...) into the
-//   root's
-//                    arena, staged  3 levels, pipelined    2S(H-1)/H into the root's, S(H-1)/H + S/H out of
-//                    others
-//   broadcast        flat           2 levels               S((r1-1) + (r2-1) + ...) out of the root's, S into
-//   others
-//                    arena, staged  3 levels, pipelined    2S(H-1)/H out of the root's, S into others
-//   barrier                         levels                 nothing but frames' headers
+//   collective       algorithm      rounds in a row   bytes that one host sends, and receives
+//   all_reduce       flat           levels            S((r1-1) + (r2-1) + ...)
+//                    arena, staged  2 levels          2S(H-1)/H
+//   reduce_scatter   all            levels            SL(H-1), L ranks on each host
+//   all_gather       flat           levels            SL(H-1)
+//                    arena, staged  2 levels          SL(H-1)
+//   reduce           flat           2 levels          up to S out, S((r1-1) + (r2-1) + ...) into the root's
+//                    arena, staged  3 levels          2S(H-1)/H into the root's, up to S out of others
+//   broadcast        flat           2 levels          S((r1-1) + (r2-1) + ...) out of the root's, S in
+//                    arena, staged  3 levels          2S(H-1)/H out of the root's, S into others
+//   barrier                         levels            nothing
 //
 // The algorithm is that of this host (flat: of all), for only its ranks know where their tensors lie; how
 // tensors are cut depends on none of it. arena needs in the arenas of this host's ranks: for all_reduce all
