@@ -299,6 +299,11 @@ __attribute__((always_inline)) inline typename Format::Lanes combined(const Redu
   }
 }
 
+// Called, as short code would copy byte by byte.
+[[gnu::noinline]] inline void copy_bytes(void* to, const void* from, uint64_t bytes) {
+  __builtin_memcpy(to, from, bytes);
+}
+
 // Less than a vector, through a padded one, so that its arithmetic is the very same. (cold: short code.)
 template <class Format, class How>
 [[gnu::cold, gnu::noinline]] typename Format::Lanes combined_tail(const ReduceCall& call, uint64_t at,
@@ -306,8 +311,8 @@ template <class Format, class How>
   using Element = typename Format::Element;
   if (sources == 1) {
     Element padded[Format::kLanes] = {};
-    __builtin_memcpy(padded, static_cast<const Element*>(call.sources[first]) + at,
-                     (call.elems - at) * sizeof(Element));
+    copy_bytes(padded, static_cast<const Element*>(call.sources[first]) + at,
+               (call.elems - at) * sizeof(Element));
     return load_source<Format, How>(call, first, padded);
   }
   const uint32_t left = left_of(sources);
@@ -339,8 +344,7 @@ template <class Format, class How>
   Format::store(padded,
                 finished<Format, How>(call, combined_tail<Format, How>(call, at, 0, call.source_count)));
   for (uint32_t d = 0; d < call.destination_count; ++d)
-    __builtin_memcpy(static_cast<Element*>(call.destinations[d]) + at, padded,
-                     (call.elems - at) * sizeof(Element));
+    copy_bytes(static_cast<Element*>(call.destinations[d]) + at, padded, (call.elems - at) * sizeof(Element));
 }
 
 // Any number of sources, by a stack as in a binary counter. Sources come in fours; after the n-th four, as
@@ -419,7 +423,10 @@ void reduce_few(const ReduceCall& call) {
       lanes[v] = combined<Format, How, kSources>(call, at + v * Format::kLanes);
     store<Format, How>(call, at, lanes);
   }
-  reduce_many<Format, How>(call, at);
+  if (call.elems - at < Format::kLanes)
+    reduce_tail<Format, How>(call, at);
+  else
+    reduce_many<Format, How>(call, at);
 }
 
 template <class Format, class How>
