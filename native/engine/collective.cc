@@ -247,8 +247,7 @@ void Collective::agree_and_plan() {
 void Collective::check_peers() const {
   for (uint32_t rank = 0; rank < group_->ranks(); ++rank)
     if (rank != group_->rank() && group_->peers->presence(rank) == Presence::failed)
-      throw PeerLost(rank, group_->peers->who(rank) + " gave up in the middle of " + description() + ": " +
-                               group_->peers->reason(rank));
+      throw group_->given_up_by(rank, description());
 }
 
 // Waits a little for those who may be at work on this rank's tensors: all have posted, so they have begun.

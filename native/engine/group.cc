@@ -107,6 +107,16 @@ void Group::leave(const std::string& reason) {
   peers->end(Presence::left, kOwnFault, false);
 }
 
+PeerLost Group::given_up_by(uint32_t rank, const std::string& description) const {
+  const std::string what = peers->who(rank) + " gave up in the middle of " + description;
+  const uint32_t culprit = (*peers)[rank].block->culprit.load(std::memory_order_acquire);
+  if (culprit != kOwnFault && culprit != this->rank() && peers->is_lost(culprit))
+    return PeerLost(culprit, peers->who(culprit) + " " + peers->how_it_went(culprit) + ", and so " + what +
+                                 ". Its own output says more; restart the job to go on from the last "
+                                 "checkpoint.");
+  return PeerLost(rank, what + ": " + peers->reason(rank));
+}
+
 void Group::retire(const std::shared_ptr<Group>& group) {
   static std::mutex mutex;
   static auto* retired = new std::vector<std::shared_ptr<Group>>;

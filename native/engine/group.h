@@ -78,6 +78,10 @@ class Group {
   }
   void check(const std::string& description) const;
 
+  // The error of an operation in the middle of which a rank has failed: it names who ended first, if that is
+  // another one.
+  PeerLost given_up_by(uint32_t rank, const std::string& description) const;
+
   // Keeps a group's memory for ever: a copy that has not ended may still write into it.
   static void retire(const std::shared_ptr<Group>& group);
 

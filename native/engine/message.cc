@@ -238,9 +238,7 @@ Poll Receive::advance() {
     }
   }
   // A sender that gave up may have changed its tensor meanwhile; it shows that before its caller has it back.
-  if (group_->peers->presence(source_) == Presence::failed)
-    throw PeerLost(source_, group_->peers->who(source_) + " gave up in the middle of " + description() +
-                                ": " + group_->peers->reason(source_));
+  if (group_->peers->presence(source_) == Presence::failed) throw group_->given_up_by(source_, description());
   offer_->set({order_, OfferState::done});
   group_->peers->show(source_, *offer_);
   return Poll::done;

@@ -62,7 +62,7 @@ def make(dtype: str, elems: int, pattern: str, seed: int) -> Any:
 
 
 def reduced(inputs: list[Any], dtype: str, reduction: str, factors: list[float]) -> Any:
-    """The definition: one rank after the other, in the type of accumulation, rounded once."""
+    """The definition: a binary tree over ranks, in the type of accumulation, rounded once."""
     kind = inputs[0].dtype
     if dtype == "bool":
         truths = [values.view(np.uint8) != 0 for values in inputs]
@@ -86,9 +86,14 @@ def reduced(inputs: list[Any], dtype: str, reduction: str, factors: list[float])
         "bxor": np.bitwise_xor,
     }
     step = steps.get(reduction, lambda a, b: a + b)
-    total = terms[0]
-    for term in terms[1:]:
-        total = step(total, term)
+
+    def tree(terms: list[Any]) -> Any:
+        if len(terms) == 1:
+            return terms[0]
+        left = 1 << (len(terms) - 1).bit_length() - 1  # the largest power of two below
+        return step(tree(terms[:left]), tree(terms[left:]))
+
+    total = tree(terms)
     if reduction == "avg":
         total = total / wide.type(len(terms)) if _is_float(dtype) else _truncated(total, len(terms))
     return total.astype(kind)
