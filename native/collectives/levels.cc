@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
+#include <map>
+#include <numeric>
 
 #include "base/error.h"
 
@@ -37,6 +40,17 @@ uint32_t Levels::stride(size_t level) const {
 uint32_t Levels::peer(uint32_t host, size_t level, uint32_t member) const {
   const uint32_t step = stride(level);
   return host - member_of(host, level) * step + member * step;
+}
+
+std::vector<uint32_t> Levels::counterparts(uint32_t rank, size_t level) const {
+  const uint32_t host = host_of(rank), own = member_of(host, level);
+  std::vector<uint32_t> ranks;
+  for (size_t slice = local_index(rank); slice < slices(); slice += hosts[host].size())
+    for (uint32_t member = 0; member < sizes[level]; ++member)
+      if (member != own) ranks.push_back(carrier(peer(host, level, member), static_cast<uint32_t>(slice)));
+  std::sort(ranks.begin(), ranks.end());
+  ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
+  return ranks;
 }
 
 void check(const Levels& levels) {
@@ -84,6 +98,39 @@ Dtype wire_dtype(Dtype dtype, Reduction reduction, bool exact) {
     default:
       return dtype;
   }
+}
+
+std::vector<uint32_t> choose_levels(uint32_t hosts) {
+  constexpr uint32_t kMostAtOnce = 8, kMostTwos = 3;
+  if (hosts < 2) return {};
+  if (hosts <= kMostAtOnce) return {hosts};
+  const auto twos = static_cast<uint32_t>(std::countr_zero(hosts));
+  auto in_rounds = [&](uint32_t rounds) {  // and one for the odd rest
+    std::vector<uint32_t> sizes;
+    for (uint32_t round = 0; round < rounds; ++round)
+      sizes.push_back(1u << (twos / rounds + (round < twos % rounds)));
+    if (hosts >> twos > 1) sizes.push_back(hosts >> twos);
+    return sizes;
+  };
+  const uint32_t fewest = (twos + kMostTwos - 1) / kMostTwos;
+  for (uint32_t rounds = fewest; rounds <= twos; ++rounds) {
+    const std::vector<uint32_t> sizes = in_rounds(rounds);
+    const uint64_t links = std::accumulate(sizes.begin(), sizes.end(), uint64_t{0}) - sizes.size();
+    if (static_cast<double>(links) <= 4 + 2 * std::log2(hosts)) return sizes;
+  }
+  return in_rounds(fewest);
+}
+
+Levels levels_of(const std::vector<std::string>& host_of_rank) {
+  Levels levels;
+  std::map<std::string, size_t> found;
+  for (uint32_t rank = 0; rank < host_of_rank.size(); ++rank) {
+    const size_t host = found.try_emplace(host_of_rank[rank], levels.hosts.size()).first->second;
+    if (host == levels.hosts.size()) levels.hosts.emplace_back();
+    levels.hosts[host].push_back(rank);
+  }
+  levels.sizes = choose_levels(static_cast<uint32_t>(levels.hosts.size()));
+  return levels;
 }
 
 }  // namespace photinus

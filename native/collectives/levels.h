@@ -14,6 +14,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "base/dtype.h"
@@ -38,6 +39,9 @@ struct Levels {
   uint32_t stride(size_t level) const;
   uint32_t member_of(uint32_t host, size_t level) const { return host / stride(level) % sizes[level]; }
   uint32_t peer(uint32_t host, size_t level, uint32_t member) const;
+  // The ranks that carry, on the other hosts of a level, what `rank` carries, each once, in their order. Two
+  // ranks are each other's counterparts, in one level at most.
+  std::vector<uint32_t> counterparts(uint32_t rank, size_t level) const;
 };
 
 // Throws Error(invalid_argument) unless every rank of 0 ... n-1 stands on one host, no host is empty, and the
@@ -47,5 +51,14 @@ void check(const Levels& levels);
 // The type in which partial results cross between hosts: that of the elements, wider for averages of integers
 // (whose sums may not wrap) and, where `exact`, for 16-bit floats that are added or multiplied.
 Dtype wire_dtype(Dtype dtype, Reduction reduction, bool exact);
+
+// The levels for so many hosts: none for one, one for up to 8. Beyond, groups of 2, 4 or 8 that are as few
+// and as equal as can be, then the odd rest; so few rounds, and where the factors of `hosts` allow it, a rank
+// has links to at most 4 + 2 log2(hosts) counterparts for each slice that it carries.
+std::vector<uint32_t> choose_levels(uint32_t hosts);
+
+// The placement of ranks of which each names its host as it likes: hosts in the order of their first ranks,
+// the ranks of each in theirs.
+Levels levels_of(const std::vector<std::string>& host_of_rank);
 
 }  // namespace photinus

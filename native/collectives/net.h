@@ -8,8 +8,8 @@
 //   reduce_scatter   all            levels            SL(H-1), L ranks on each host
 //   all_gather       flat           levels            SL(H-1)
 //                    arena, staged  2 levels          SL(H-1)
-//   reduce           flat           2 levels          up to S out, S((r1-1) + (r2-1) + ...) into the root's
-//                    arena, staged  3 levels          2S(H-1)/H into the root's, up to S out of others
+//   reduce           flat           levels            up to S out, S((r1-1) + (r2-1) + ...) into the root's
+//                    arena, staged  2 levels          2S(H-1)/H into the root's, up to S out of others
 //   broadcast        flat           2 levels          S((r1-1) + (r2-1) + ...) out of the root's, S in
 //                    arena, staged  3 levels          2S(H-1)/H out of the root's, S into others
 //   barrier                         levels            nothing
@@ -18,7 +18,8 @@
 // tensors are cut depends on none of it. arena needs in the arenas of this host's ranks: for all_reduce all
 // inputs and outputs, reduce_scatter all inputs, all_gather all outputs, reduce all inputs and on the root's
 // host its output, broadcast on the root's host its input and elsewhere all outputs. Nothing is written into
-// recv before this rank has heard, over others, from every host: a mismatch leaves outputs as they were.
+// recv before this rank has heard, over others, from every host: a mismatch leaves outputs as they were. All
+// plans tell and hear in the levels' order, whatever the operation: so hosts whose calls differ hear of it.
 //
 // Exchanging in groups of r1, r2, ... is BlueConnect's (Cho et al., MLSys 2019) and gloo's bcube; [H] is
 // direct exchange and [2, 2, ...] recursive halving and doubling (Thakur et al., 2005). All move the least

@@ -5,10 +5,11 @@
 namespace photinus {
 namespace {
 
-// A slice is what the ranks bring that have one place on their hosts. From the last level to the first, each
-// member sends the others all that it has of a slice. A pipeline over chunks of what each rank brings; small
-// ones come to the landing first, as nothing may be written into recv before all hosts are known to agree,
-// and large ones straight into recv, after an exchange of empty frames.
+// A slice is what the ranks bring that have one place on their hosts. In each level, each member sends the
+// others all that it has of a slice. A pipeline over chunks of what each rank brings. Small ones come to the
+// landing first, as nothing may be written into recv before all hosts are known to agree, so levels come in
+// the order in which they are told. Large ones come straight into recv, after all have heard, and from the
+// last level to the first: so most bytes go between hosts that follow on each other.
 class Pipeline {
  public:
   Pipeline(const Call& call, const Levels& levels, uint32_t rank, Algorithm algorithm, const SlotSizes& sizes,
@@ -26,17 +27,16 @@ class Pipeline {
 
   Plan plan() {
     Plan plan{algorithm_, {}, {}};
-    // Where a host has no part in a slice, nothing else would tell of it.
-    if (!is_flat() || ranks_ < s_.levels.hosts.size() * s_.slices) s_.agree();
+    if (!is_flat()) s_.agree();
     std::vector<std::function<void(uint64_t)>> stages;
-    for (size_t level = s_.depth(); level-- > 0;)
-      stages.push_back([this, level](uint64_t chunk) {
-        if (level + 1 == s_.depth()) s_.wait_sent(marks_[chunk % ring_]);  // what lay in the landing before
-        if (level + 1 < s_.depth()) s_.wait_received(frames_[level + 1][chunk % ring_]);
-        exchange(chunk, level);
+    for (size_t round = 0; round < s_.depth(); ++round)
+      stages.push_back([this, round](uint64_t chunk) {
+        if (round == 0) s_.wait_sent(marks_[chunk % ring_]);  // what lay in the landing before
+        if (round > 0) s_.wait_received(frames_[round - 1][chunk % ring_]);
+        exchange(chunk, round);
       });
     stages.push_back([this](uint64_t chunk) {
-      s_.wait_received(frames_[0][chunk % ring_]);
+      s_.wait_received(frames_[s_.depth() - 1][chunk % ring_]);
       share(chunk);
     });
     stages.push_back([this](uint64_t chunk) { copy_out(chunk); });
@@ -74,19 +74,30 @@ class Pipeline {
     return out(s_.me, chunk, from);
   }
 
-  void exchange(uint64_t chunk, size_t level) {
-    const uint32_t members = s_.levels.sizes[level], own = s_.member(level);
-    auto& frames = frames_[level][chunk % ring_];
+  // The hosts of which a host has what they bring when it comes to a level.
+  std::vector<uint32_t> gathered(uint32_t by, size_t level) const {
+    std::vector<uint32_t> hosts;
+    const uint32_t below = s_.levels.stride(level), above = below * s_.levels.sizes[level];
+    for (uint32_t host = 0; host < s_.levels.hosts.size(); ++host)
+      if (is_flat() ? host / below == by / below : host % above == by % above) hosts.push_back(host);
+    return hosts;
+  }
+
+  void exchange(uint64_t chunk, size_t round) {
+    const size_t level = is_flat() ? round : s_.depth() - 1 - round;
+    auto& frames = frames_[round][chunk % ring_];
     frames.clear();
-    for (size_t c = 0; c < s_.carried.size(); ++c)
-      for (uint32_t i = 1; i < members; ++i) {
-        const uint32_t member = (own + i) % members, peer = s_.counterpart(level, member, s_.carried[c]);
-        for (uint32_t host : s_.reached(level + 1))
-          if (s_.has(host, s_.carried[c])) s_.send(peer, part(chunk, c, host), bytes(chunk));
-        for (uint32_t host : s_.reached(level))
-          if (s_.levels.member_of(host, level) == member && s_.has(host, s_.carried[c]))
-            frames.push_back(s_.receive(peer, part(chunk, c, host), bytes(chunk)));
-      }
+    s_.tell(level);
+    s_.for_others(level, [&](size_t c, uint32_t, uint32_t peer) {
+      for (uint32_t host : gathered(s_.host, level))
+        if (s_.has(host, s_.carried[c])) s_.send(peer, part(chunk, c, host), bytes(chunk));
+    });
+    s_.hear(level);
+    s_.for_others(level, [&](size_t c, uint32_t member, uint32_t peer) {
+      for (uint32_t host : gathered(s_.levels.peer(s_.host, level, member), level))
+        if (s_.has(host, s_.carried[c]))
+          frames.push_back(s_.receive(peer, part(chunk, c, host), bytes(chunk)));
+    });
     marks_[chunk % ring_] = s_.mark();
   }
 
@@ -126,7 +137,7 @@ class Pipeline {
   const Algorithm algorithm_;
   const uint64_t ring_;
   const NetCut cut_;
-  std::vector<std::vector<std::vector<Frame>>> frames_;  // by level and place in the ring
+  std::vector<std::vector<std::vector<Frame>>> frames_;  // by round and place in the ring
   std::vector<NetSteps::Mark> marks_;
 };
 

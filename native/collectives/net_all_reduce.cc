@@ -63,28 +63,32 @@ Plan flat(const Call& call, const Levels& levels, uint32_t rank, const NetSizes&
     step.kernel = kernels.tensors;
     s.add(step);
   }
-  if (!everywhere(call)) s.agree();
   bool goes_on = true;
-  for (size_t level = 0; goes_on && level < s.depth(); ++level) {
+  for (size_t level = 0; level < s.depth(); ++level) {
+    s.tell(level);
     const uint32_t members = levels.sizes[level], to = levels.member_of(root_host, level);
-    goes_on = everywhere(call) || s.member(level) == to;
+    const bool sends = goes_on;
+    goes_on = goes_on && (everywhere(call) || s.member(level) == to);
+    for (const Part& part : parts)
+      for (uint32_t i = 1; i < members; ++i) {
+        const uint32_t member = (s.member(level) + i) % members;
+        if (everywhere(call) || (sends && !goes_on && member == to))
+          s.send(s.counterpart(level, member, part.slice), part.partial, part.where.elems * wire);
+      }
+    s.hear(level);
+    if (!goes_on) continue;
     std::vector<std::vector<Region>> sources;
     std::vector<Frame> frames;
     for (const Part& part : parts) {
       const uint64_t bytes = part.where.elems * wire;
-      sources.emplace_back();
-      for (uint32_t i = 0; i < members; ++i) sources.back().push_back(part.partial);
+      sources.emplace_back(members, part.partial);
       for (uint32_t i = 1; i < members; ++i) {
         const uint32_t member = (s.member(level) + i) % members;
-        const uint32_t peer = s.counterpart(level, member, part.slice);
-        if (everywhere(call) || (member == to && !goes_on)) s.send(peer, part.partial, bytes);
-        if (!goes_on) continue;
         const Region place{Place::landing, s.me, take(bytes)};
-        frames.push_back(s.receive(peer, place, bytes));
+        frames.push_back(s.receive(s.counterpart(level, member, part.slice), place, bytes));
         sources.back()[member] = place;
       }
     }
-    if (!goes_on) break;
     s.wait_received(frames);
     const bool last = level + 1 == s.depth();
     for (size_t p = 0; p < parts.size(); ++p) {
@@ -148,7 +152,6 @@ class Pipeline {
 
   Plan plan(Algorithm algorithm) {
     using Stage = std::function<void(uint64_t)>;
-    if (!everywhere_) s_.agree();
     std::vector<Stage> stages;
     stages.push_back([this](uint64_t chunk) { copy_in(chunk); });
     stages.push_back([this](uint64_t chunk) {
@@ -250,18 +253,20 @@ class Pipeline {
     const uint32_t members = s_.levels.sizes[level], own = s_.member(level);
     auto& frames = up_[level][chunk % ring()];
     frames.clear();
-    for (size_t c = 0; c < s_.carried.size(); ++c) {
-      const Slice whole = span(chunk, s_.carried[c], level);
-      const Slice mine = cut_.piece(whole, members, own);
-      for (uint32_t i = 1; i < members; ++i) {
-        const uint32_t member = (own + i) % members, peer = s_.counterpart(level, member, s_.carried[c]);
-        const Slice theirs = cut_.piece(whole, members, member);
-        if (theirs.elems > 0) s_.send(peer, partial(chunk, c, level, theirs.first), theirs.elems * wire_);
-        if (mine.elems > 0)
-          frames.push_back(s_.receive(peer, {Place::landing, s_.me, cut_.landing_at(chunk, c, level, member)},
-                                      mine.elems * wire_));
-      }
-    }
+    auto piece = [&](size_t c, uint32_t member) {
+      return cut_.piece(span(chunk, s_.carried[c], level), members, member);
+    };
+    s_.tell(level);
+    s_.for_others(level, [&](size_t c, uint32_t member, uint32_t peer) {
+      if (const Slice theirs = piece(c, member); theirs.elems > 0)
+        s_.send(peer, partial(chunk, c, level, theirs.first), theirs.elems * wire_);
+    });
+    s_.hear(level);
+    s_.for_others(level, [&](size_t c, uint32_t member, uint32_t peer) {
+      if (const Slice mine = piece(c, own); mine.elems > 0)
+        frames.push_back(s_.receive(peer, {Place::landing, s_.me, cut_.landing_at(chunk, c, level, member)},
+                                    mine.elems * wire_));
+    });
   }
 
   void combine(uint64_t chunk, size_t level) {
@@ -290,18 +295,14 @@ class Pipeline {
     frames.clear();
     if (!everywhere_ && !leads_to_root(level)) return;
     const bool gets = everywhere_ || is_roots(own, level);
-    for (size_t c = 0; c < s_.carried.size(); ++c) {
+    s_.for_others(level, [&](size_t c, uint32_t member, uint32_t peer) {
       const Slice whole = span(chunk, s_.carried[c], level);
-      const Slice mine = cut_.piece(whole, members, own);
-      for (uint32_t i = 1; i < members; ++i) {
-        const uint32_t member = (own + i) % members, peer = s_.counterpart(level, member, s_.carried[c]);
-        const Slice theirs = cut_.piece(whole, members, member);
-        if (mine.elems > 0 && (everywhere_ || (!gets && is_roots(member, level))))
-          s_.send(peer, result(chunk, c, mine.first), mine.elems * size_);
-        if (theirs.elems > 0 && gets)
-          frames.push_back(s_.receive(peer, result(chunk, c, theirs.first), theirs.elems * size_));
-      }
-    }
+      const Slice mine = cut_.piece(whole, members, own), theirs = cut_.piece(whole, members, member);
+      if (mine.elems > 0 && (everywhere_ || (!gets && is_roots(member, level))))
+        s_.send(peer, result(chunk, c, mine.first), mine.elems * size_);
+      if (theirs.elems > 0 && gets)
+        frames.push_back(s_.receive(peer, result(chunk, c, theirs.first), theirs.elems * size_));
+    });
     if (!everywhere_) marks_[chunk % ring()] = s_.mark();
   }
 

@@ -106,22 +106,23 @@ class Pipeline {
   }
 
   void send_up(uint64_t chunk, size_t level) {
-    const uint32_t members = s_.levels.sizes[level], own = s_.member(level);
     auto& frames = up_[level][chunk % ring_];
     frames.clear();
-    for (size_t c = 0; c < s_.carried.size(); ++c)
-      for (uint32_t i = 1; i < members; ++i) {
-        const uint32_t member = (own + i) % members, peer = s_.counterpart(level, member, s_.carried[c]);
-        for (uint32_t host : s_.reached(level))
-          if (s_.levels.member_of(host, level) == member && s_.has(host, s_.carried[c]))
-            s_.send(peer, partial(chunk, c, level, host), bytes(chunk, wire_));
-        const auto rest = s_.reached(level + 1);
-        for (uint32_t part = 0; part < rest.size(); ++part)
-          if (s_.has(rest[part], s_.carried[c]))
-            frames.push_back(
-                s_.receive(peer, {Place::landing, s_.me, cut_.landing_at(chunk, c, level, member, part)},
-                           bytes(chunk, wire_)));
-      }
+    s_.tell(level);
+    s_.for_others(level, [&](size_t c, uint32_t member, uint32_t peer) {
+      for (uint32_t host : s_.reached(level))
+        if (s_.levels.member_of(host, level) == member && s_.has(host, s_.carried[c]))
+          s_.send(peer, partial(chunk, c, level, host), bytes(chunk, wire_));
+    });
+    s_.hear(level);
+    const auto rest = s_.reached(level + 1);
+    s_.for_others(level, [&](size_t c, uint32_t member, uint32_t peer) {
+      for (uint32_t part = 0; part < rest.size(); ++part)
+        if (s_.has(rest[part], s_.carried[c]))
+          frames.push_back(s_.receive(peer,
+                                      {Place::landing, s_.me, cut_.landing_at(chunk, c, level, member, part)},
+                                      bytes(chunk, wire_)));
+    });
     marks_[chunk % ring_] = s_.mark();
   }
 

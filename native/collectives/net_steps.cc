@@ -1,6 +1,7 @@
 #include "collectives/net_steps.h"
 
 #include <algorithm>
+#include <cassert>
 
 #include "base/error.h"
 
@@ -26,16 +27,22 @@ void NetSteps::wait_received(const std::vector<Frame>& frames) {
   for (const Frame& frame : frames) add(wait_received_step(frame.rank, frame.count));
 }
 
+void NetSteps::tell(size_t level) {
+  if (level < told_) return;
+  assert(level == told_ && level == heard_);
+  add(tell_step(told_++));
+}
+
+void NetSteps::hear(size_t level) {
+  if (level < heard_) return;
+  assert(level + 1 == told_ && level == heard_);
+  add(hear_step(heard_++));
+}
+
 void NetSteps::agree() {
   for (size_t level = 0; level < depth(); ++level) {
-    std::vector<Frame> frames;
-    for (uint32_t slice : carried)
-      for (uint32_t i = 1; i < levels.sizes[level]; ++i) {
-        const uint32_t peer = counterpart(level, (member(level) + i) % levels.sizes[level], slice);
-        send(peer, {}, 0);
-        frames.push_back(receive(peer, {}, 0));
-      }
-    wait_received(frames);
+    tell(level);
+    hear(level);
   }
 }
 

@@ -42,8 +42,23 @@ class NetSteps {
   void send(uint32_t to, Region from, uint64_t bytes);
   Frame receive(uint32_t from, Region to, uint64_t bytes);
   void wait_received(const std::vector<Frame>& frames);
-  // Exchanges frames of no bytes in all levels, after which this rank has heard from all hosts.
+  // The first time in a level: what its ranks tell each other of their calls. Levels come in their order in
+  // all plans, since hosts whose calls differ must still hear each other.
+  void tell(size_t level);
+  void hear(size_t level);
+  // In all levels, after which this rank has heard from all hosts.
   void agree();
+  // What goes to counterparts in a level, for each slice that this rank carries: `body(c, member, peer)` for
+  // the c-th of them and each other member.
+  template <typename Body>
+  void for_others(size_t level, Body body) const {
+    const uint32_t members = levels.sizes[level];
+    for (size_t c = 0; c < carried.size(); ++c)
+      for (uint32_t i = 1; i < members; ++i) {
+        const uint32_t other = (member(level) + i) % members;
+        body(c, other, counterpart(level, other, carried[c]));
+      }
+  }
   // Until all that was sent up to now, or to when `mark` was taken, has left.
   using Mark = std::map<uint32_t, uint64_t>;
   Mark mark() const { return sent_; }
@@ -55,6 +70,7 @@ class NetSteps {
 
  private:
   Mark sent_, received_;
+  size_t told_ = 0, heard_ = 0;  // levels
 };
 
 // Kernels for partial results: of a host's tensors; of results of a level; of those of the last level.

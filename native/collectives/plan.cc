@@ -53,6 +53,10 @@ std::string print(const Step& step) {
       return text("wait until rank %u was sent %llu", step.rank, value);
     case Step::Kind::wait_received:
       return text("wait until rank %u has sent %llu", step.rank, value);
+    case Step::Kind::tell:
+      return text("tell level %llu", value);
+    case Step::Kind::hear:
+      return text("hear level %llu", value);
   }
   return "?";
 }
@@ -137,6 +141,18 @@ Step wait_sent_step(uint32_t rank, uint64_t frames) {
 Step wait_received_step(uint32_t rank, uint64_t frames) {
   Step step{Step::Kind::wait_received, Counter::posted, rank};
   step.value = frames;
+  return step;
+}
+
+Step tell_step(size_t level) {
+  Step step{Step::Kind::tell};
+  step.value = level;
+  return step;
+}
+
+Step hear_step(size_t level) {
+  Step step{Step::Kind::hear};
+  step.value = level;
   return step;
 }
 

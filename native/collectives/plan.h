@@ -5,7 +5,10 @@
 // All ranks "meet" between the two parts of a plan: each posts its call's descriptor after `before` and sees
 // everyone's before `after`. Meeting orders memory: what a rank wrote before it is visible to all after it.
 // Where there are several hosts, the ranks of each meet by themselves: memory, counters and meeting are a
-// host's own, and ranks of different hosts know of each other only what they receive.
+// host's own. Ranks of different hosts tell each other beside the data, in one level (levels.h) after
+// the other. One that hears of a call unlike its own gives its plan up, and only tells and hears in the
+// levels that are left, so that all ranks hear of it in the same call. Frames that others wait for may then
+// never come. So who waits, for whatever, tells and hears meanwhile in the next levels, ahead of its plan.
 #pragma once
 
 #include <cstdint>
@@ -46,13 +49,25 @@ struct Step {
   // advance: the own `counter` to `value`.
   // wait: until `counter` of `rank` (or kEveryone on this host) is at least `value`.
   // send: give the link to `rank` the next frame, `bytes` from `from`. It goes on while later steps run, so
-  // the
-  //   bytes must stay as they are until it has left.
-  // receive: tell the link from `rank` where its next frame goes, `bytes` to `to`; goes on likewise. A frame
-  //   of no bytes says that its sender has come so far.
+  //   the bytes must stay as they are until it has left.
+  // receive: tell the link from `rank` where its next frame goes, `bytes` to `to`; goes on likewise.
   // wait_sent, wait_received: until the first `value` frames of this plan to or from `rank` have left or
-  // come.
-  enum class Kind : uint8_t { copy, reduce, advance, wait, send, receive, wait_sent, wait_received };
+  //   come.
+  // tell: say to each counterpart in the level `value` which calls this rank knows of: its host's and those
+  //   of which it has heard. Stands before any frame to one of them.
+  // hear: until each of them has told. Stands before any frame of one of them is received.
+  enum class Kind : uint8_t {
+    copy,
+    reduce,
+    advance,
+    wait,
+    send,
+    receive,
+    wait_sent,
+    wait_received,
+    tell,
+    hear
+  };
   Kind kind;
   Counter counter = Counter::posted;
   uint32_t rank = kEveryone;
@@ -72,6 +87,8 @@ Step send_step(uint32_t rank, Region from, uint64_t bytes);
 Step receive_step(uint32_t rank, Region to, uint64_t bytes);
 Step wait_sent_step(uint32_t rank, uint64_t frames);
 Step wait_received_step(uint32_t rank, uint64_t frames);
+Step tell_step(size_t level);
+Step hear_step(size_t level);
 
 enum class Algorithm : uint8_t {
   flat,    // small: everyone copies in, meets, and reads everyone; one exchange

@@ -1,5 +1,11 @@
 #include "collectives/levels.h"
 
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <map>
+#include <set>
+
 #include "check.h"
 #include "data.h"
 
@@ -77,6 +83,60 @@ TEST(counterparts_are_found_level_by_level) {
   check(uneven);
   CHECK(uneven.slices() == 3 && uneven.host_of(3) == 1 && uneven.local_index(3) == 1);
   CHECK(uneven.carrier(0, 2) == 4 && uneven.carrier(1, 2) == 1);
+}
+
+TEST(two_ranks_are_each_others_counterparts_in_one_level_at_most) {
+  const std::vector<Levels> all = {
+      in_blocks({3, 1}, {2}),          in_blocks({3, 1, 2}, {3}),
+      in_blocks({3, 1, 2, 5}, {2, 2}), in_blocks(std::vector<uint32_t>(12, 2), {4, 3}),
+      {{{0, 2, 4}, {1, 3, 5}}, {2}},   {{{0, 4, 6}, {1, 5}, {2}, {3, 7}}, {2, 2}}};
+  for (const Levels& levels : all) {
+    check(levels);
+    std::map<std::pair<uint32_t, uint32_t>, int> met;
+    for (uint32_t host = 0; host < levels.hosts.size(); ++host)
+      for (uint32_t rank : levels.hosts[host])
+        for (size_t level = 0; level < levels.sizes.size(); ++level) {
+          const auto ranks = levels.counterparts(rank, level);
+          CHECK(std::is_sorted(ranks.begin(), ranks.end()));
+          std::set<uint32_t> hosts;
+          for (uint32_t other : ranks) {
+            hosts.insert(levels.host_of(other));
+            CHECK((++met[std::pair(rank, other)] == 1));
+            const auto back = levels.counterparts(other, level);
+            CHECK(std::count(back.begin(), back.end(), rank) == 1);
+          }
+          CHECK(hosts.size() == levels.sizes[level] - 1 && hosts.count(host) == 0);
+        }
+  }
+  CHECK(all[0].counterparts(3, 0) == std::vector<uint32_t>({0, 1, 2}));
+  CHECK(all[1].counterparts(0, 0) == std::vector<uint32_t>({3, 4}));
+  CHECK(all[1].counterparts(2, 0) == std::vector<uint32_t>({3, 4}));
+  CHECK(all[4].counterparts(2, 0) == std::vector<uint32_t>({3}));
+}
+
+TEST(levels_are_few_and_so_are_links_where_the_number_of_hosts_allows_it) {
+  for (uint32_t hosts = 2; hosts <= 1024; ++hosts) {
+    Levels levels = in_blocks(std::vector<uint32_t>(hosts, 1), choose_levels(hosts));
+    check(levels);
+    double links = 0;
+    for (uint32_t size : levels.sizes) links += size - 1;
+    const uint32_t twos = static_cast<uint32_t>(std::countr_zero(hosts)), odd = hosts >> twos;
+    const double fewest = twos + odd - 1, limit = 4 + 2 * std::log2(hosts);
+    CHECK(fewest > limit || links <= limit);
+  }
+  using Sizes = std::vector<uint32_t>;
+  CHECK(choose_levels(1) == Sizes{} && choose_levels(7) == Sizes{7} && choose_levels(8) == Sizes{8});
+  CHECK(choose_levels(9) == Sizes{9} && choose_levels(12) == Sizes({4, 3}) &&
+        choose_levels(16) == Sizes({4, 4}));
+  CHECK(choose_levels(64) == Sizes({8, 8}) && choose_levels(88) == Sizes({4, 2, 11}));
+  CHECK(choose_levels(1024) == Sizes({8, 8, 4, 4}) && choose_levels(101) == Sizes{101});
+}
+
+TEST(hosts_stand_in_the_order_of_their_first_ranks) {
+  const Levels levels = levels_of({"b", "a", "b", "c", "a"});
+  CHECK(levels.hosts == std::vector<std::vector<uint32_t>>({{0, 2}, {1, 4}, {3}}));
+  CHECK(levels.sizes == std::vector<uint32_t>{3});
+  CHECK(levels_of({"x", "x"}).sizes.empty());
 }
 
 TEST(placements_and_levels_that_do_not_fit_are_refused_with_the_reason) {

@@ -216,6 +216,33 @@ TEST(a_barrier_over_several_hosts_hears_from_all) {
   for (const auto& [name, levels] : cases()) run({}, levels, Algorithm::flat, false, random);
 }
 
+TEST(hosts_that_call_different_things_hear_of_each_other_and_touch_no_output) {
+  std::mt19937_64 random(47);
+  const Operation operations[] = {Operation::all_reduce, Operation::reduce_scatter, Operation::all_gather,
+                                  Operation::reduce,     Operation::broadcast,      Operation::barrier};
+  const Algorithm algorithms[] = {Algorithm::flat, Algorithm::arena, Algorithm::staged};
+  for (const auto& [name, levels] : cases())
+    for (Operation operation : operations)
+      for (Operation other : operations)
+        for (int seed = 0; seed < 6; ++seed) {
+          if (operation == other) continue;
+          const uint32_t ranks = ranks_of(levels),
+                         odd = static_cast<uint32_t>(random() % levels.hosts.size());
+          const uint64_t elems = seed % 2 ? 300 : 15;
+          std::vector<Plan> plans;
+          std::vector<Bytes> inputs(ranks, Bytes(elems * ranks * 4));
+          for (uint32_t r = 0; r < ranks; ++r)
+            plans.push_back(net_plan(
+                {levels.host_of(r) == odd ? other : operation, Dtype::float32, Reduction::sum, 0, elems},
+                levels, r, algorithms[seed % 2 ? 1 + seed / 2 % 2 : 0], kTinySlots, kTinyNet));
+          const Call longest{Operation::all_reduce, Dtype::float32, Reduction::sum, 0, elems * ranks};
+          Simulator simulator(longest, std::move(plans), false, inputs, kTinySlots, levels, {},
+                              kTinyNet.landing_bytes, odd);
+          simulator.run(random);
+          for (uint32_t r = 0; r < ranks; ++r) CHECK(simulator.result(r) == Bytes(elems * ranks * 4));
+        }
+}
+
 TEST(small_tensors_that_do_not_fit_the_landing_of_many_hosts_are_cut) {
   const Levels levels = in_blocks(std::vector<uint32_t>(150, 1), {150});
   const Call call{Operation::all_reduce, Dtype::float32, Reduction::sum, 0, 120};
@@ -235,7 +262,7 @@ TEST(a_plan_of_several_hosts_can_be_read) {
   const Call call{Operation::all_reduce, Dtype::bfloat16, Reduction::avg, 0, 64};
   const std::string text = print(net_all_reduce(call, in_blocks({2, 2}, {2}), 2, Algorithm::flat, {}, {}));
   CHECK_CONTAINS(text, "reduce (sum) 128 landing[2]+0 <- send[2]+0 flat[3]+0");
-  CHECK_CONTAINS(text, "send 128 to rank 0 <- landing[2]+0");
+  CHECK_CONTAINS(text, "tell level 0\n  send 128 to rank 0 <- landing[2]+0\n  hear level 0");
   CHECK_CONTAINS(text, "receive 128 from rank 0 -> landing[2]+128");
   CHECK_CONTAINS(text, "wait until rank 0 has sent 1");
   CHECK_CONTAINS(text, "reduce (avg) 128 recv[2]+0 slot[2]+0 <- landing[2]+128 landing[2]+0");

@@ -7,11 +7,15 @@
 // A link takes a frame's bytes from where they lie when it carries them, some at a time, and only when the
 // receiver has said where they go; so bytes that change too early, or frames in another order on both sides,
 // show up too.
+//
+// With an `odd_host` that calls something else, every rank must still hear of all hosts, and nobody's output
+// be touched.
 #pragma once
 
 #include <algorithm>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 
 #include "check.h"
@@ -27,11 +31,12 @@ class Simulator {
   // Without levels, all ranks are on one host.
   Simulator(const Call& call, std::vector<Plan> plans, bool in_place, const std::vector<Bytes>& inputs,
             const SlotSizes& sizes, Levels levels = {}, const std::vector<double>& factors = {},
-            uint64_t landing_bytes = 0)
+            uint64_t landing_bytes = 0, std::optional<uint32_t> odd_host = {})
       : call_(call),
         in_place_(in_place),
         levels_(std::move(levels)),
         factors_(factors),
+        odd_host_(odd_host),
         ranks_(inputs.size()) {
     if (levels_.hosts.empty()) {
       levels_.hosts.resize(1);
@@ -45,7 +50,7 @@ class Simulator {
       ranks_[r].slot.resize(sizes.chunks * sizes.chunk_bytes);
       ranks_[r].landing.resize(landing_bytes);
       ranks_[r].host = levels_.host_of(r);
-      ranks_[r].heard = {ranks_[r].host};
+      ranks_[r].known = {ranks_[r].host};
       ranks_[r].plan = std::move(plans[r]);
     }
   }
@@ -59,23 +64,30 @@ class Simulator {
       // A rank runs on for a random while, so that ranks get far apart too.
       std::vector<uint32_t> ready;
       for (uint32_t r : busy)
-        if (can_step(r)) ready.push_back(r);
+        if (can_step(r) || can_meet(r)) ready.push_back(r);
       std::vector<Link*> links;
       for (auto& [pair, link] : links_)
-        if (!link.sent.empty() && !link.places.empty()) links.push_back(&link);
+        if (!link.sent.empty() && !link.places.empty() && !ranks_[link.from].gave_up &&
+            !ranks_[link.to].gave_up)
+          links.push_back(&link);
       if (!links.empty() && (ready.empty() || (slowness < 2 && random() % (slowness ? 10 : 2) == 0))) {
         carry(*links[random() % links.size()], random);
         continue;
       }
       CHECK(!ready.empty());  // nobody can go on: a deadlock
       uint32_t r = ready[random() % ready.size()];
-      for (uint64_t burst = random() % 20 + 1; burst > 0 && !done(r) && can_step(r); --burst) step(r);
+      for (uint64_t burst = random() % 20 + 1; burst > 0 && !done(r); --burst) {
+        if (can_meet(r) && (!can_step(r) || random() % 16 == 0))
+          meet(r);
+        else if (can_step(r))
+          step(r);
+      }
       if (!done(r)) continue;
       busy.erase(std::find(busy.begin(), busy.end(), r));
       finish(ranks_[r]);
     }
     for (auto& [pair, link] : links_)
-      CHECK(link.sent.empty() && link.places.empty());  // nobody was left alone
+      CHECK(odd_host_ || (link.sent.empty() && link.places.empty()));  // nobody was left alone
   }
 
   const Bytes& result(uint32_t r) const { return ranks_[r].result; }
@@ -87,12 +99,13 @@ class Simulator {
     Plan plan;
     size_t next = 0;  // of before, then the meeting, then after
     uint32_t host = 0;
-    std::set<uint32_t> heard;  // of which hosts it knows, over others, that they have come
+    std::set<uint32_t> known;    // hosts whose call it knows
+    size_t told = 0, heard = 0;  // levels
+    bool gave_up = false;
   };
   struct Frame {
     Region from;
     uint64_t bytes;
-    std::set<uint32_t> heard;
   };
   struct Link {  // from one rank to another
     uint32_t from, to;
@@ -104,7 +117,8 @@ class Simulator {
 
   // The caller has its tensors back, and changes them; the landing is used for the next call.
   void finish(Rank& rank) {
-    CHECK(rank.heard.size() == levels_.hosts.size());
+    CHECK(rank.known.size() == levels_.hosts.size() && rank.gave_up == odd_host_.has_value());
+    CHECK(rank.told == levels_.sizes.size() && rank.heard == levels_.sizes.size());
     rank.result = in_place_ ? rank.send : rank.recv;
     for (Bytes* bytes : {&rank.send, &rank.recv, &rank.landing})
       std::fill(bytes->begin(), bytes->end(), std::byte{0xa5});
@@ -112,7 +126,9 @@ class Simulator {
 
   size_t meeting(const Rank& rank) const { return rank.plan.before.size(); }
   bool done(uint32_t r) const {
-    return ranks_[r].next == meeting(ranks_[r]) + 1 + ranks_[r].plan.after.size();
+    const Rank& rank = ranks_[r];
+    return rank.gave_up ? rank.heard == levels_.sizes.size()
+                        : rank.next == meeting(rank) + 1 + rank.plan.after.size();
   }
 
   Link& link(uint32_t from, uint32_t to) {
@@ -128,6 +144,8 @@ class Simulator {
         return other.host != rank.host || other.next >= meeting(other);
       });
     const Step& s = rank.plan.after[rank.next - meeting(rank) - 1];
+    if (rank.gave_up) return false;
+    if (s.kind == Step::Kind::hear) return rank.heard > s.value;
     if (s.kind == Step::Kind::wait_sent) return link(r, s.rank).frames >= s.value;
     if (s.kind == Step::Kind::wait_received) return link(s.rank, r).frames >= s.value;
     if (s.kind != Step::Kind::wait) return true;
@@ -142,10 +160,10 @@ class Simulator {
   std::byte* at(uint32_t r, const Region& region, uint64_t bytes, bool writes) {
     if (bytes == 0) return nullptr;
     Rank& owner = ranks_[region.rank];
-    CHECK(owner.host == ranks_[r].host);
+    CHECK(owner.host == ranks_[r].host && !ranks_[r].gave_up);
     CHECK(region.place != Place::landing || region.rank == r);
     // An output must not be written before all hosts are known to agree.
-    if (writes && region.place == Place::recv) CHECK(ranks_[r].heard.size() == levels_.hosts.size());
+    if (writes && region.place == Place::recv) CHECK(ranks_[r].heard == levels_.sizes.size());
     Bytes* place = nullptr;
     switch (region.place) {
       case Place::send:
@@ -183,25 +201,58 @@ class Simulator {
       case Step::Kind::advance:
         rank.counters[static_cast<size_t>(s.counter)] = s.value;
         break;
-      case Step::Kind::wait:
-        for (uint32_t other : levels_.hosts[rank.host])
-          if (s.rank == kEveryone || s.rank == other)
-            rank.heard.insert(ranks_[other].heard.begin(), ranks_[other].heard.end());
-        break;
       case Step::Kind::reduce:
         reduce(r, s);
         break;
       case Step::Kind::send:
+        CHECK(rank.told > level_between(r, s.rank));
         at(r, s.from, s.bytes, false);
-        link(r, s.rank).sent.push_back({s.from, s.bytes, rank.heard});
+        link(r, s.rank).sent.push_back({s.from, s.bytes});
         break;
       case Step::Kind::receive:
+        CHECK(rank.heard > level_between(r, s.rank));
         link(s.rank, r).places.push_back({s.to, s.bytes});
         break;
-      case Step::Kind::wait_sent:
-      case Step::Kind::wait_received:
+      case Step::Kind::tell:
+        CHECK(rank.heard >= s.value);
+        if (rank.told == s.value) meet(r);
+        break;
+      default:  // waits are over
         break;
     }
+  }
+
+  // Whether a rank that has met its host's can tell or hear in the next level, whatever its plan waits for.
+  bool can_meet(uint32_t r) const {
+    const Rank& rank = ranks_[r];
+    if (rank.next <= meeting(rank) || rank.heard == levels_.sizes.size()) return false;
+    if (rank.told == rank.heard) return true;
+    const auto peers = levels_.counterparts(r, rank.heard);
+    return std::all_of(peers.begin(), peers.end(), [&](uint32_t peer) { return told_.count({peer, r}) > 0; });
+  }
+
+  void meet(uint32_t r) {
+    Rank& rank = ranks_[r];
+    if (rank.told == rank.heard) {
+      for (uint32_t peer : levels_.counterparts(r, rank.told)) told_[{r, peer}] = rank.known;
+      ++rank.told;
+      return;
+    }
+    for (uint32_t peer : levels_.counterparts(r, rank.heard)) {
+      const auto& told = told_[{peer, r}];
+      rank.known.insert(told.begin(), told.end());
+    }
+    ++rank.heard;
+    rank.gave_up = odd_host_ && rank.known.count(*odd_host_) > 0 && rank.known.size() > 1;
+  }
+
+  // In which of them two ranks are counterparts. Others may exchange frames once all levels have been heard.
+  size_t level_between(uint32_t a, uint32_t b) const {
+    for (size_t level = 0; level < levels_.sizes.size(); ++level) {
+      const auto peers = levels_.counterparts(a, level);
+      if (std::count(peers.begin(), peers.end(), b) > 0) return level;
+    }
+    return levels_.sizes.size() - 1;
   }
 
   void reduce(uint32_t r, const Step& s) {
@@ -227,9 +278,7 @@ class Simulator {
     Frame& frame = link.sent.front();
     auto [to, bytes] = link.places.front();
     CHECK(frame.bytes == bytes);
-    Rank& receiver = ranks_[link.to];
     const uint64_t part = std::min<uint64_t>(random() % 2 ? bytes : random() % 100 + 1, bytes - link.carried);
-    if (link.carried == 0) receiver.heard.insert(frame.heard.begin(), frame.heard.end());
     if (part > 0)
       std::memcpy(at(link.to, to, bytes, true) + link.carried,
                   at(link.from, frame.from, bytes, false) + link.carried, part);
@@ -245,7 +294,9 @@ class Simulator {
   bool in_place_;
   Levels levels_;
   std::vector<double> factors_;
+  std::optional<uint32_t> odd_host_;
   std::vector<Rank> ranks_;
+  std::map<std::pair<uint32_t, uint32_t>, std::set<uint32_t>> told_;  // by who told whom
   std::map<std::pair<uint32_t, uint32_t>, Link> links_;
 };
 
