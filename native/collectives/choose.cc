@@ -11,6 +11,8 @@ namespace {
 // algorithm costs less than the reading.
 constexpr uint64_t kFlatReadBytes = 128 << 10;
 constexpr uint64_t kAlwaysFlatBytes = 4 << 10;
+// What a line carries while a frame is on its way: some 2 KiB at 1 Gbit/s, 25 KiB at 10.
+constexpr uint64_t kRoundBytes = 8 << 10;
 
 uint64_t input_bytes(const Call& call, uint32_t ranks) {
   const uint64_t bytes = call.elems * size_bytes(call.dtype);
@@ -53,6 +55,60 @@ Choice choose(const Call& call, const std::vector<CallDescriptor>& descriptors, 
   }
   if (reachable) return {Algorithm::arena, "all tensors that peers read or write lie in arenas"};
   return {Algorithm::staged, "a tensor lies in ordinary memory"};
+}
+
+// Flat saves a round in each level. all_reduce, reduce and broadcast pay with bytes: in a level of r hosts a
+// host sends the tensor r-1 times, against not quite twice over all levels. all_gather pays with a copy of
+// all that comes; reduce_scatter with none.
+bool is_flat(const Call& call, const Levels& levels, const SlotSizes& sizes, const NetSizes& net) {
+  size_t ranks = 0;
+  for (const auto& host : levels.hosts) ranks += host.size();
+  const uint64_t bytes = input_bytes(call, static_cast<uint32_t>(ranks));
+  if (call.operation == Operation::reduce_scatter) return bytes <= sizes.flat_bytes;
+  if (call.operation == Operation::all_gather) return bytes * ranks <= kFlatReadBytes;
+  uint64_t more = 0;  // bytes that a host sends beyond one tensor
+  for (const uint32_t size : levels.sizes) more += (size - 1) * bytes;
+  more -= std::min(more, bytes);
+  return bytes <= std::min(sizes.flat_bytes, sizes.chunks * sizes.chunk_bytes) &&
+         more <= kRoundBytes * levels.sizes.size() && fits_flat(call, levels, net);
+}
+
+Choice choose(const Call& call, const Levels& levels, uint32_t rank,
+              const std::vector<CallDescriptor>& descriptors, const SlotSizes& sizes, const NetSizes& net) {
+  if (is_flat(call, levels, sizes, net))
+    return {Algorithm::flat, "small: one round a level costs less than sending less"};
+  const auto& locals = levels.hosts[levels.host_of(rank)];
+  if (locals.size() == 1) return {Algorithm::staged, "a host's only rank shares its part with nobody"};
+  auto sends = [&](uint32_t local) { return descriptors[local].send_offset != kNowhere; };
+  auto recvs = [&](uint32_t local) { return descriptors[local].recv_offset != kNowhere; };
+  const bool all_send = std::all_of(locals.begin(), locals.end(), sends);
+  const bool all_recv = std::all_of(locals.begin(), locals.end(), recvs);
+  const bool has_root = levels.host_of(call.root) == levels.host_of(rank);
+  bool reachable = false;
+  switch (call.operation) {
+    case Operation::all_reduce:
+      reachable = all_send && all_recv;
+      break;
+    case Operation::broadcast:
+      reachable = has_root ? sends(call.root) : all_recv;
+      break;
+    case Operation::all_gather:
+      reachable = all_recv;
+      break;
+    case Operation::reduce_scatter:
+      reachable = all_send;
+      break;
+    case Operation::reduce:
+      reachable = all_send && (!has_root || recvs(call.root));
+      break;
+    default:
+      reachable = true;
+      break;
+  }
+  if (reachable)
+    return {Algorithm::arena,
+            "all tensors that ranks of this host read or write of each other lie in arenas"};
+  return {Algorithm::staged, "a tensor lies in ordinary memory on this host"};
 }
 
 Plan shm_plan(const Call& call, Seat seat, Algorithm algorithm, const SlotSizes& sizes) {

@@ -50,6 +50,10 @@ Plan net_broadcast(const Call& call, const Levels& levels, uint32_t rank, Algori
                    const SlotSizes& sizes, const NetSizes& net);
 Plan net_barrier(const Levels& levels, uint32_t rank);
 
+// Whether what comes to a rank in a flat all_reduce, reduce or broadcast has room everywhere. Where it has
+// not, the plan of the first two is staged.
+bool fits_flat(const Call& call, const Levels& levels, const NetSizes& net);
+
 // The plan of any of these.
 Plan net_plan(const Call& call, const Levels& levels, uint32_t rank, Algorithm algorithm,
               const SlotSizes& sizes, const NetSizes& net);

@@ -15,17 +15,6 @@ Slice flat_slice(const Call& call, const Levels& levels, uint32_t index, const N
   return slice_of(call.elems, levels.slices(), index, net.frame_bytes / size_bytes(call.dtype));
 }
 
-// Whether everyone's landing holds all that comes: a partial result before each level, and in it what the
-// others send.
-bool fits(const Call& call, const Levels& levels, const NetSizes& net) {
-  size_t fewest = levels.slices(), places = 1;
-  for (const auto& ranks : levels.hosts) fewest = std::min(fewest, ranks.size());
-  for (const uint32_t size : levels.sizes) places += size;
-  const size_t carried = (levels.slices() + fewest - 1) / fewest;
-  const Dtype wire = wire_dtype(call.dtype, call.reduction, levels.exact);
-  return carried * places * flat_slice(call, levels, 0, net).elems * size_bytes(wire) <= net.landing_bytes;
-}
-
 // Small: one round a level, in which everyone sends all that it has and adds all that comes; in reduce,
 // everyone but the member that is the root's sends it to that one, and is done. A host's ranks share the
 // tensor as long as that leaves frames worth sending.
@@ -351,11 +340,22 @@ class Pipeline {
 
 }  // namespace
 
+// Whether everyone's landing holds all that comes: a partial result before each level, and in it what the
+// others send.
+bool fits_flat(const Call& call, const Levels& levels, const NetSizes& net) {
+  size_t fewest = levels.slices(), places = 1;
+  for (const auto& ranks : levels.hosts) fewest = std::min(fewest, ranks.size());
+  for (const uint32_t size : levels.sizes) places += size;
+  const size_t carried = (levels.slices() + fewest - 1) / fewest;
+  const Dtype wire = wire_dtype(call.dtype, call.reduction, levels.exact);
+  return carried * places * flat_slice(call, levels, 0, net).elems * size_bytes(wire) <= net.landing_bytes;
+}
+
 Plan net_all_reduce(const Call& call, const Levels& levels, uint32_t rank, Algorithm algorithm,
                     const SlotSizes& sizes, const NetSizes& net) {
   if (call.elems == 0) return net_barrier(levels, rank);
   if (algorithm == Algorithm::flat) {
-    if (fits(call, levels, net)) return flat(call, levels, rank, net);
+    if (fits_flat(call, levels, net)) return flat(call, levels, rank, net);
     algorithm = Algorithm::staged;
   }
   return Pipeline(call, levels, rank, algorithm, sizes, net).plan(algorithm);

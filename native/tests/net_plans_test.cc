@@ -1,6 +1,6 @@
 // The plans of several hosts, run by the simulator over links that carry bytes when they like.
 #include "check.h"
-#include "collectives/net.h"
+#include "collectives/choose.h"
 #include "data.h"
 #include "simulator.h"
 
@@ -256,6 +256,61 @@ TEST(sizes_that_do_not_hold_the_chunks_of_a_plan_are_refused) {
       [&] { net_plan(call, in_blocks({2, 2}, {2}), 0, Algorithm::staged, kTinySlots, {1024, 512, 128}); });
   CHECK(kind == ErrorKind::invalid_argument);
   CHECK_CONTAINS(message, "4096 bytes for slots and 1024 for landing do not hold 6 chunks of 2 parts");
+}
+
+TEST(what_is_chosen_for_several_hosts_can_be_planned_and_is_flat_on_all_or_none) {
+  std::mt19937_64 random(53);
+  std::vector<Case> all = cases();
+  all.push_back({"1+600", in_blocks({1, 600}, {2})});
+  all.push_back({"100x8", in_blocks(std::vector<uint32_t>(100, 8), choose_levels(100))});
+  all.push_back({"1024x1", in_blocks(std::vector<uint32_t>(1024, 1), choose_levels(1024))});
+  for (const auto& [name, levels] : all) {
+    const uint32_t ranks = ranks_of(levels);
+    for (Operation operation : {Operation::all_reduce, Operation::reduce_scatter, Operation::all_gather,
+                                Operation::reduce, Operation::broadcast, Operation::barrier})
+      for (Dtype dtype : {Dtype::float32, Dtype::int8})
+        for (uint64_t elems : {1, 1000, 5000}) {
+          const Call call{operation, dtype, Reduction::avg, 0, elems};
+          std::vector<CallDescriptor> descriptors(ranks);
+          for (auto& d : descriptors) {
+            d.send_offset = random() % 8 ? 0 : kNowhere;
+            d.recv_offset = random() % 8 ? 0 : kNowhere;
+          }
+          const bool flat = is_flat(call, levels, {}, {});
+          for (uint32_t rank = 0; rank < ranks; rank += std::max(ranks / 3, 1u)) {
+            const Algorithm algorithm = choose(call, levels, rank, descriptors, {}, {}).algorithm;
+            CHECK((algorithm == Algorithm::flat) == flat);
+            const Plan plan = net_plan(call, levels, rank, algorithm, {}, {});
+            CHECK(operation == Operation::barrier || plan.algorithm == algorithm);
+            for (const Step& step : plan.before)
+              CHECK(step.to.place == Place::flat && step.bytes <= SlotSizes{}.flat_bytes);
+          }
+        }
+  }
+}
+
+TEST(the_choice_for_several_hosts_says_why) {
+  const Levels levels = in_blocks({2, 2, 1}, {3});
+  std::vector<CallDescriptor> descriptors(5);
+  for (CallDescriptor& d : descriptors) d.send_offset = d.recv_offset = 0;
+  auto chosen = [&](Operation operation, uint64_t elems, uint32_t rank) {
+    return choose({operation, Dtype::float32, Reduction::sum, 0, elems}, levels, rank, descriptors, {}, {});
+  };
+  CHECK(chosen(Operation::all_reduce, 2048, 0).algorithm == Algorithm::flat);
+  CHECK(chosen(Operation::all_reduce, 2049, 0).algorithm == Algorithm::arena);
+  CHECK_CONTAINS(chosen(Operation::all_reduce, 1 << 20, 4).reason, "only rank");
+  descriptors[1].recv_offset = kNowhere;
+  CHECK(chosen(Operation::all_reduce, 1 << 20, 0).algorithm == Algorithm::staged);
+  CHECK_CONTAINS(chosen(Operation::all_reduce, 1 << 20, 0).reason, "ordinary memory on this host");
+  CHECK(chosen(Operation::all_reduce, 1 << 20, 2).algorithm == Algorithm::arena);
+  CHECK(chosen(Operation::all_gather, 1 << 20, 1).algorithm == Algorithm::staged);
+  CHECK(chosen(Operation::reduce_scatter, 1 << 20, 0).algorithm == Algorithm::arena);
+  CHECK(chosen(Operation::reduce, 1 << 20, 0).algorithm == Algorithm::arena);  // rank 1 is not the root
+  CHECK(chosen(Operation::broadcast, 1 << 20, 0).algorithm == Algorithm::arena);
+  descriptors[0].recv_offset = descriptors[2].send_offset = kNowhere;
+  CHECK(chosen(Operation::reduce, 1 << 20, 0).algorithm == Algorithm::staged);
+  CHECK(chosen(Operation::reduce, 1 << 20, 3).algorithm == Algorithm::staged);
+  CHECK(chosen(Operation::broadcast, 1 << 20, 3).algorithm == Algorithm::arena);
 }
 
 TEST(a_plan_of_several_hosts_can_be_read) {
