@@ -7,31 +7,32 @@
 namespace photinus {
 namespace {
 
-// Sizes of parts are compared pair by pair (find_disagreement).
-bool agree(const CallDescriptor& a, const CallDescriptor& b) {
-  return a.operation == b.operation && a.dtype == b.dtype && a.reduction == b.reduction && a.root == b.root &&
-         a.has_parts == b.has_parts && (a.has_parts || a.elems == b.elems) && a.label == b.label;
-}
-
-std::string list_of(const std::vector<uint32_t>& ranks) {
+// "ranks 0-7, 9": four in a row or more are said as a range.
+std::string list_of(const RankSet& set) {
+  const std::vector<uint32_t> ranks = set.list();
   std::string out = ranks.size() == 1 ? "rank " : "ranks ";
-  for (size_t i = 0; i < ranks.size(); ++i) out += text(i ? ", %u" : "%u", ranks[i]);
+  for (size_t i = 0, end; i < ranks.size(); i = end) {
+    end = i + 1;
+    while (end < ranks.size() && ranks[end] == ranks[end - 1] + 1) ++end;
+    if (end - i < 4) end = i + 1;
+    out += text(i ? ", %u" : "%u", ranks[i]);
+    if (end - i > 1) out += text("-%u", ranks[end - 1]);
+  }
   return out;
 }
 
-// The ranks, in sets of those that called alike.
-std::vector<std::vector<uint32_t>> alike(const std::vector<PostedCall>& calls) {
-  std::vector<std::vector<uint32_t>> sets;
-  for (uint32_t rank = 0; rank < calls.size(); ++rank) {
-    auto same = std::find_if(sets.begin(), sets.end(), [&](const std::vector<uint32_t>& ranks) {
-      const PostedCall& other = calls[ranks[0]];
-      return agree(other.facts, calls[rank].facts) && other.facts.elems == calls[rank].facts.elems &&
-             other.site == calls[rank].site;
+// Of calls that look alike, one with all their ranks.
+std::vector<PostedCall> distinct(const std::vector<PostedCall>& calls) {
+  std::vector<PostedCall> sets;
+  for (const PostedCall& call : calls) {
+    auto same = std::find_if(sets.begin(), sets.end(), [&](const PostedCall& other) {
+      return agree(other.facts, call.facts) && other.facts.elems == call.facts.elems &&
+             other.site == call.site;
     });
     if (same == sets.end())
-      sets.push_back({rank});
+      sets.push_back(call);
     else
-      same->push_back(rank);
+      same->ranks.insert(call.ranks);
   }
   return sets;
 }
@@ -53,17 +54,24 @@ std::string describe(const PostedCall& posted) {
   return out;
 }
 
+bool agree(const CallDescriptor& a, const CallDescriptor& b) {
+  return a.operation == b.operation && a.dtype == b.dtype && a.reduction == b.reduction && a.root == b.root &&
+         a.has_parts == b.has_parts && (a.has_parts || a.elems == b.elems) && a.label == b.label;
+}
+
 bool agree(const std::vector<CallDescriptor>& calls) {
   for (size_t rank = 1; rank < calls.size(); ++rank)
     if (!agree(calls[0], calls[rank])) return false;
   return true;
 }
 
-std::string mismatch_text(const std::string& group, uint64_t sequence, const std::vector<PostedCall>& calls) {
+std::string mismatch_text(const std::string& group, uint64_t sequence, const std::vector<PostedCall>& calls,
+                          const RankSet& others) {
   std::string out = text("the ranks of group %s called different collectives as #%llu:", group.c_str(),
                          static_cast<unsigned long long>(sequence));
-  for (const auto& ranks : alike(calls))
-    out += " " + list_of(ranks) + " called " + describe(calls[ranks[0]]) + ";";
+  for (const PostedCall& call : distinct(calls))
+    out += " " + list_of(call.ranks) + " called " + describe(call) + ";";
+  if (!others.is_empty()) out += " " + list_of(others) + " called still others;";
   return out +
          " no output was written. Every rank must call the same collectives, in the same order, on tensors "
          "of the "
@@ -74,8 +82,8 @@ std::string suspicion_text(const std::string& group, uint64_t sequence,
                            const std::vector<PostedCall>& calls) {
   std::string out = text("ranks may be out of step in group %s: as #%llu", group.c_str(),
                          static_cast<unsigned long long>(sequence));
-  for (const auto& ranks : alike(calls))
-    out += ", " + list_of(ranks) + " called " + describe(calls[ranks[0]]);
+  for (const PostedCall& call : distinct(calls))
+    out += ", " + list_of(call.ranks) + " called " + describe(call);
   return out +
          ". All ranks have called from each of these lines together before, or have just swapped them. If "
          "this "

@@ -8,24 +8,28 @@
 
 #include "collectives/exchange.h"
 #include "collectives/plan.h"
+#include "collectives/rank_set.h"
 
 namespace photinus {
 
-// What a rank posted, with the texts beside it.
+// What ranks posted, with the texts beside it.
 struct PostedCall {
   CallDescriptor facts;
   std::string site, label;
+  RankSet ranks;
 };
 
 // "all_reduce of float32[100] (sum) labelled 'loss' at train.py:41"
 std::string describe(const PostedCall& posted);
 
 // Whether the calls agree in everything that must be equal on all ranks. Sites may differ: rank 0 often has a
-// line of its own. Cheap: this runs in every collective.
+// line of its own. Sizes of parts are compared elsewhere, pair by pair. Cheap: this runs in every collective.
+bool agree(const CallDescriptor& a, const CallDescriptor& b);
 bool agree(const std::vector<CallDescriptor>& calls);
 
-// The error's text for calls that do not agree.
-std::string mismatch_text(const std::string& group, uint64_t sequence, const std::vector<PostedCall>& calls);
+// The error's text for calls that do not agree, and for ranks of which only that is known.
+std::string mismatch_text(const std::string& group, uint64_t sequence, const std::vector<PostedCall>& calls,
+                          const RankSet& others = {});
 
 // The warning's text for calls that agree, but look as if the ranks were out of step.
 std::string suspicion_text(const std::string& group, uint64_t sequence, const std::vector<PostedCall>& calls);

@@ -1,5 +1,6 @@
 #include "collectives/update_history.h"
 
+#include <algorithm>
 #include <cstdlib>
 
 #include "base/error.h"
@@ -23,19 +24,55 @@ std::vector<int32_t> UpdateHistory::unequal_updates(const std::vector<CallDescri
   return since;
 }
 
-std::string updates_text(const std::string& group, uint64_t sequence, const PostedCall& call,
-                         const std::vector<int32_t>& updates) {
-  std::string out =
-      text("the ranks of group %s are out of step: all called %s as #%llu, but since the call before it ",
-           group.c_str(), describe(call).c_str(), static_cast<unsigned long long>(sequence));
-  for (size_t rank = 0; rank < updates.size(); ++rank)
-    out += text("%srank %zu made %d optimizer step%s", rank ? ", " : "", rank, updates[rank],
-                updates[rank] == 1 ? "" : "s");
-  return out +
+std::optional<UpdateRange> UpdateHistory::unequal_updates(const UpdateRange& now) {
+  const UpdateRange before = range_before_;
+  range_before_ = now;
+  const UpdateRange since{now.least - before.least, now.most - before.most};
+  if (!now.told || before.least <= 0 || since.least == since.most) return std::nullopt;
+  return since;
+}
+
+void UpdateRange::add(int32_t updates) {
+  merge({std::abs(updates), std::abs(updates), updates > 0});
+}
+
+void UpdateRange::merge(const UpdateRange& other) {
+  least = std::min(least, other.least);
+  most = std::max(most, other.most);
+  told &= other.told;
+}
+
+namespace {
+
+std::string steps(int32_t updates) {
+  return text("%d optimizer step%s", updates, updates == 1 ? "" : "s");
+}
+
+std::string out_of_step(const std::string& group, uint64_t sequence, const PostedCall& call,
+                        const std::string& updates) {
+  return text("the ranks of group %s are out of step: all called %s as #%llu, but since the call before it ",
+              group.c_str(), describe(call).c_str(), static_cast<unsigned long long>(sequence)) +
+         updates +
          ". A rank left out an exchange of gradients that others made, or made one more (no_sync(), or a "
          "forward "
          "and backward, on some ranks only): gradients of different steps would be averaged. No output was "
          "written.";
+}
+
+}  // namespace
+
+std::string updates_text(const std::string& group, uint64_t sequence, const PostedCall& call,
+                         const std::vector<int32_t>& updates) {
+  std::string out;
+  for (size_t rank = 0; rank < updates.size(); ++rank)
+    out += text("%srank %zu made ", rank ? ", " : "", rank) + steps(updates[rank]);
+  return out_of_step(group, sequence, call, out);
+}
+
+std::string updates_text(const std::string& group, uint64_t sequence, const PostedCall& call,
+                         const UpdateRange& updates) {
+  return out_of_step(group, sequence, call,
+                     "some made " + steps(updates.least) + ", others " + steps(updates.most));
 }
 
 }  // namespace photinus

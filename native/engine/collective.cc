@@ -186,17 +186,18 @@ void Collective::agree_and_plan() {
   const bool alike = agree(memory.descriptors);
   const std::vector<int32_t> updates = state_->updates.unequal_updates(memory.descriptors);
   if (alike && !updates.empty())
-    throw Error(ErrorKind::mismatch, updates_text(group_->options.name, sequence_,
-                                                  {memory.descriptors[0], peers[0].block->sites[side],
-                                                   peers[0].block->labels[side]},
-                                                  updates));
+    throw Error(
+        ErrorKind::mismatch,
+        updates_text(group_->options.name, sequence_,
+                     {memory.descriptors[0], peers[0].block->sites[side], peers[0].block->labels[side], {}},
+                     updates));
   const bool suspicious =
       alike && state_->sites.look_out_of_step(memory.descriptors, group_->options.strict_sites);
   if (!alike || suspicious) {
     std::vector<PostedCall> calls;
     for (uint32_t rank = 0; rank < ranks; ++rank)
-      calls.push_back(
-          {memory.descriptors[rank], peers[rank].block->sites[side], peers[rank].block->labels[side]});
+      calls.push_back({memory.descriptors[rank], peers[rank].block->sites[side],
+                       peers[rank].block->labels[side], RankSet::of(rank)});
     std::string message = mismatch_text(group_->options.name, sequence_, calls);
     if (!alike) throw Error(ErrorKind::mismatch, message);
     if (group_->options.strict_sites)
