@@ -6,7 +6,9 @@
 #include <numeric>
 
 #include "check.h"
+#include "collectives/net_exchange.h"
 #include "data.h"
+#include "simulator.h"
 
 using namespace photinus;
 using namespace photinus::test;
@@ -17,108 +19,6 @@ Bytes content(uint32_t from, uint32_t to, uint64_t bytes) {
   std::mt19937_64 random(from * 1000 + to);
   return random_elements(Dtype::uint8, bytes, random);
 }
-
-struct Rank {
-  std::vector<Bytes> sends, recvs;
-  Bytes flat, slot;
-  uint64_t counters[kCounterCount] = {};
-  std::vector<Step> before, after;
-  size_t next = 0;
-  bool returned = false;
-};
-
-// Every rank's memory and counters as plain data; a rank that has returned overwrites what it sent.
-class Simulator {
- public:
-  Simulator(const Exchange& exchange, const SlotSizes& sizes) : exchange_(exchange), ranks_(exchange.ranks) {
-    for (uint32_t r = 0; r < exchange.ranks; ++r) {
-      Rank& rank = ranks_[r];
-      for (uint32_t p = 0; p < exchange.ranks; ++p) {
-        rank.sends.push_back(content(r, p, exchange.sent_bytes(r, p)));
-        rank.recvs.push_back(Bytes(exchange.sent_bytes(p, r)));
-      }
-      rank.flat.resize(sizes.flat_bytes);
-      rank.slot.resize(sizes.chunks * sizes.chunk_bytes);
-      rank.before = exchange_before(exchange, {r, exchange.ranks}, sizes);
-      rank.after = exchange_after(exchange, {r, exchange.ranks}, sizes);
-    }
-  }
-
-  void run(std::mt19937_64& random) {
-    while (true) {
-      std::vector<uint32_t> ready;
-      bool all_done = true;
-      for (uint32_t r = 0; r < ranks_.size(); ++r) {
-        all_done &= ranks_[r].returned;
-        if (!ranks_[r].returned && can_step(r)) ready.push_back(r);
-      }
-      if (all_done) break;
-      CHECK(!ready.empty());  // nobody can go on: a deadlock
-      const uint32_t r = ready[random() % ready.size()];
-      for (uint64_t burst = random() % 20 + 1; burst > 0 && !ranks_[r].returned && can_step(r); --burst)
-        step(r);
-    }
-    for (uint32_t to = 0; to < ranks_.size(); ++to)
-      for (uint32_t from = 0; from < ranks_.size(); ++from)
-        CHECK(ranks_[to].recvs[from] == content(from, to, exchange_.sent_bytes(from, to)));
-  }
-
- private:
-  bool can_step(uint32_t r) const {
-    const Rank& rank = ranks_[r];
-    const size_t meeting = rank.before.size();
-    if (rank.next < meeting) return true;
-    if (rank.next == meeting)
-      return std::all_of(ranks_.begin(), ranks_.end(),
-                         [](const Rank& other) { return other.next >= other.before.size(); });
-    if (rank.next == meeting + 1 + rank.after.size()) return true;
-    const Step& s = rank.after[rank.next - meeting - 1];
-    if (s.kind != Step::Kind::wait) return true;
-    for (uint32_t other = 0; other < ranks_.size(); ++other)
-      if ((s.rank == kEveryone || s.rank == other) &&
-          ranks_[other].counters[static_cast<size_t>(s.counter)] < s.value)
-        return false;
-    return true;
-  }
-
-  std::byte* at(const Region& region, uint64_t bytes) {
-    Rank& rank = ranks_[region.rank];
-    auto inside = [&](Bytes& memory) {
-      CHECK(region.offset_bytes + bytes <= memory.size());
-      return memory.data() + region.offset_bytes;
-    };
-    switch (region.place) {
-      case Place::send_part:
-        return inside(rank.sends[region.part]);
-      case Place::recv_part:
-        return inside(rank.recvs[region.part]);
-      case Place::flat:
-        return inside(rank.flat);
-      default:
-        return inside(rank.slot);
-    }
-  }
-
-  void step(uint32_t r) {
-    Rank& rank = ranks_[r];
-    const size_t index = rank.next++, meeting = rank.before.size();
-    if (index == meeting) return;
-    if (index == meeting + 1 + rank.after.size()) {
-      rank.returned = true;
-      for (Bytes& sent : rank.sends) std::fill(sent.begin(), sent.end(), std::byte{0xee});
-      return;
-    }
-    const Step& s = index < meeting ? rank.before[index] : rank.after[index - meeting - 1];
-    if (s.kind == Step::Kind::copy) std::memcpy(at(s.to, s.bytes), at(s.from, s.bytes), s.bytes);
-    if (s.kind == Step::Kind::advance) {
-      CHECK(rank.counters[static_cast<size_t>(s.counter)] < s.value);
-      rank.counters[static_cast<size_t>(s.counter)] = s.value;
-    }
-  }
-
-  const Exchange& exchange_;
-  std::vector<Rank> ranks_;
-};
 
 Exchange random_exchange(std::mt19937_64& random, uint32_t ranks, uint64_t most) {
   Exchange exchange{ranks, 1, std::vector<PostedPart>(ranks * ranks)};
@@ -135,6 +35,30 @@ Exchange random_exchange(std::mt19937_64& random, uint32_t ranks, uint64_t most)
   return exchange;
 }
 
+const std::vector<std::string> kHosts[] = {{"a", "b"},           {"a", "a", "b", "b"},
+                                           {"a", "a", "a", "b"}, {"a", "b", "a", "b", "a", "b"},
+                                           {"a", "b", "b", "c"}, {"a", "a", "b", "b", "c", "c", "d"}};
+
+// What a rank of one of several hosts knows of the whole matrix.
+HostExchange seen_by(uint32_t rank, const Exchange& all, const Levels& levels) {
+  HostExchange exchange{levels, rank, all.item_bytes, {}};
+  for (uint32_t local : exchange.locals()) exchange.rows.push_back(&all.parts[local * all.ranks]);
+  return exchange;
+}
+
+void check_run(const Exchange& exchange, std::vector<Plan> plans, const SlotSizes& sizes, Levels levels,
+               std::mt19937_64& random) {
+  std::vector<std::vector<Bytes>> parts(exchange.ranks);
+  for (uint32_t from = 0; from < exchange.ranks; ++from)
+    for (uint32_t to = 0; to < exchange.ranks; ++to)
+      parts[from].push_back(content(from, to, exchange.sent_bytes(from, to)));
+  Simulator simulator(std::move(plans), parts, sizes, std::move(levels));
+  simulator.run(random);
+  for (uint32_t to = 0; to < exchange.ranks; ++to)
+    for (uint32_t from = 0; from < exchange.ranks; ++from)
+      CHECK(simulator.received_parts(to)[from] == parts[from][to]);
+}
+
 }  // namespace
 
 TEST(every_rank_gets_its_parts_in_every_interleaving_tried) {
@@ -143,8 +67,60 @@ TEST(every_rank_gets_its_parts_in_every_interleaving_tried) {
   for (int run = 0; run < 2000; ++run) {
     const Exchange exchange = random_exchange(random, 2 + random() % 5, 700);
     CHECK(!find_disagreement(exchange));
-    Simulator(exchange, tiny).run(random);
+    std::vector<Plan> plans;
+    for (uint32_t r = 0; r < exchange.ranks; ++r)
+      plans.push_back({Algorithm::parts, exchange_before(exchange, {r, exchange.ranks}, tiny),
+                       exchange_after(exchange, {r, exchange.ranks}, tiny)});
+    check_run(exchange, std::move(plans), tiny, {}, random);
   }
+}
+
+TEST(every_rank_of_several_hosts_gets_its_parts_in_every_interleaving_tried) {
+  std::mt19937_64 random(7);
+  const SlotSizes tiny{128, 64, 3};
+  for (const auto& hosts : kHosts)
+    for (int run = 0; run < 200; ++run) {
+      Levels levels = levels_of(hosts);
+      if (levels.hosts.size() == 4) levels.sizes = {2, 2};
+      const Exchange all = random_exchange(random, static_cast<uint32_t>(hosts.size()), 700);
+      uint64_t sum = 0;
+      std::vector<Plan> plans;
+      for (uint32_t r = 0; r < all.ranks; ++r) {
+        HostExchange exchange = seen_by(r, all, levels);
+        Plan plan{Algorithm::parts, {}, net_exchange_after(exchange, tiny)};
+        for (uint32_t local : exchange.locals())  // it has not met the others yet
+          if (local != r) exchange.rows[levels.local_index(local)] = nullptr;
+        plan.before = net_exchange_before(exchange, tiny);
+        plans.push_back(std::move(plan));
+        sum += parts_sum(r, &all.parts[r * all.ranks], all.ranks);
+      }
+      CHECK(sum == 0);
+      check_run(all, std::move(plans), tiny, levels, random);
+    }
+}
+
+TEST(sizes_that_disagree_over_hosts_change_the_sum_and_are_told) {
+  std::mt19937_64 random(8);
+  const Levels levels = levels_of(kHosts[2]);
+  for (int run = 0; run < 200; ++run) {
+    Exchange all = random_exchange(random, 4, 50);
+    const uint32_t from = static_cast<uint32_t>(random() % 4), to = static_cast<uint32_t>(random() % 4);
+    all.parts[from * 4 + to].send_elems += 1 + random() % 3;
+    if (run % 2) all.parts[from * 4 + (to + 1) % 4].send_elems += 1;  // and another
+    uint64_t sum = 0;
+    for (uint32_t r = 0; r < 4; ++r) sum += parts_sum(r, &all.parts[r * 4], 4);
+    CHECK(sum != 0);
+  }
+  Exchange all{4, 4, std::vector<PostedPart>(16)};
+  all.parts[0 * 4 + 3].send_elems = 5;
+  all.parts[3 * 4 + 0].recv_elems = 6;
+  CHECK_CONTAINS(disagreement_text("all_to_all", seen_by(0, all, levels)),
+                 "here rank 3 gets 5 elements and is to send 0; no output");
+  CHECK_CONTAINS(disagreement_text("all_to_all", seen_by(3, all, levels)),
+                 "here rank 0 gets 0 elements and is to send 6; no output");
+  all.parts[0 * 4 + 2].send_elems = 7;  // both on one host
+  CHECK_CONTAINS(disagreement_text("all_to_all", seen_by(2, all, levels)),
+                 "all_to_all: rank 0 sends 7 elements to rank 2, which expects 0; no output");
 }
 
 TEST(a_disagreement_about_sizes_names_both_ranks) {

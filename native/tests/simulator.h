@@ -32,26 +32,24 @@ class Simulator {
   Simulator(const Call& call, std::vector<Plan> plans, bool in_place, const std::vector<Bytes>& inputs,
             const SlotSizes& sizes, Levels levels = {}, const std::vector<double>& factors = {},
             uint64_t landing_bytes = 0, std::optional<uint32_t> odd_host = {})
-      : call_(call),
-        in_place_(in_place),
-        levels_(std::move(levels)),
-        factors_(factors),
-        odd_host_(odd_host),
-        ranks_(inputs.size()) {
-    if (levels_.hosts.empty()) {
-      levels_.hosts.resize(1);
-      for (uint32_t r = 0; r < ranks_.size(); ++r) levels_.hosts[0].push_back(r);
-    }
+      : call_(call), in_place_(in_place), levels_(std::move(levels)), factors_(factors), odd_host_(odd_host) {
+    begin(std::move(plans), sizes);
     const auto expected = naive(call, inputs, factors, levels_);
     for (uint32_t r = 0; r < ranks_.size(); ++r) {
       ranks_[r].send = inputs[r];
       ranks_[r].recv.resize(expected[r].size());
-      ranks_[r].flat.resize(sizes.flat_bytes);
-      ranks_[r].slot.resize(sizes.chunks * sizes.chunk_bytes);
       ranks_[r].landing.resize(landing_bytes);
-      ranks_[r].host = levels_.host_of(r);
-      ranks_[r].known = {ranks_[r].host};
-      ranks_[r].plan = std::move(plans[r]);
+    }
+  }
+
+  // Of an exchange: parts[r][p] is what rank r sends to rank p.
+  Simulator(std::vector<Plan> plans, const std::vector<std::vector<Bytes>>& parts, const SlotSizes& sizes,
+            Levels levels = {})
+      : levels_(std::move(levels)) {
+    begin(std::move(plans), sizes);
+    for (uint32_t r = 0; r < ranks_.size(); ++r) {
+      ranks_[r].send_parts = parts[r];
+      for (const auto& row : parts) ranks_[r].recv_parts.emplace_back(row[r].size());
     }
   }
 
@@ -91,10 +89,12 @@ class Simulator {
   }
 
   const Bytes& result(uint32_t r) const { return ranks_[r].result; }
+  const std::vector<Bytes>& received_parts(uint32_t r) const { return ranks_[r].result_parts; }
 
  private:
   struct Rank {
     Bytes send, recv, flat, slot, landing, result;
+    std::vector<Bytes> send_parts, recv_parts, result_parts;
     uint64_t counters[kCounterCount] = {};
     Plan plan;
     size_t next = 0;  // of before, then the meeting, then after
@@ -115,13 +115,31 @@ class Simulator {
     uint64_t frames = 0;   // have arrived
   };
 
+  void begin(std::vector<Plan> plans, const SlotSizes& sizes) {
+    ranks_.resize(plans.size());
+    if (levels_.hosts.empty()) {
+      levels_.hosts.resize(1);
+      for (uint32_t r = 0; r < ranks_.size(); ++r) levels_.hosts[0].push_back(r);
+    }
+    for (uint32_t r = 0; r < ranks_.size(); ++r) {
+      ranks_[r].flat.resize(sizes.flat_bytes);
+      ranks_[r].slot.resize(sizes.chunks * sizes.chunk_bytes);
+      ranks_[r].host = levels_.host_of(r);
+      ranks_[r].known = {ranks_[r].host};
+      ranks_[r].plan = std::move(plans[r]);
+    }
+  }
+
   // The caller has its tensors back, and changes them; the landing is used for the next call.
   void finish(Rank& rank) {
     CHECK(rank.known.size() == levels_.hosts.size() && rank.gave_up == odd_host_.has_value());
     CHECK(rank.told == levels_.sizes.size() && rank.heard == levels_.sizes.size());
     rank.result = in_place_ ? rank.send : rank.recv;
-    for (Bytes* bytes : {&rank.send, &rank.recv, &rank.landing})
-      std::fill(bytes->begin(), bytes->end(), std::byte{0xa5});
+    rank.result_parts = rank.recv_parts;
+    auto spoil = [](Bytes& bytes) { std::fill(bytes.begin(), bytes.end(), std::byte{0xa5}); };
+    for (Bytes* bytes : {&rank.send, &rank.recv, &rank.landing}) spoil(*bytes);
+    for (Bytes& part : rank.send_parts) spoil(part);
+    for (Bytes& part : rank.recv_parts) spoil(part);
   }
 
   size_t meeting(const Rank& rank) const { return rank.plan.before.size(); }
@@ -161,9 +179,10 @@ class Simulator {
     if (bytes == 0) return nullptr;
     Rank& owner = ranks_[region.rank];
     CHECK(owner.host == ranks_[r].host && !ranks_[r].gave_up);
-    CHECK(region.place != Place::landing || region.rank == r);
+    CHECK((region.place != Place::landing && region.place != Place::recv_part) || region.rank == r);
     // An output must not be written before all hosts are known to agree.
-    if (writes && region.place == Place::recv) CHECK(ranks_[r].heard == levels_.sizes.size());
+    if (writes && (region.place == Place::recv || region.place == Place::recv_part))
+      CHECK(ranks_[r].heard == levels_.sizes.size());
     Bytes* place = nullptr;
     switch (region.place) {
       case Place::send:
@@ -177,6 +196,12 @@ class Simulator {
         break;
       case Place::slot:
         place = &owner.slot;
+        break;
+      case Place::send_part:
+        place = &owner.send_parts.at(region.part);
+        break;
+      case Place::recv_part:
+        place = &owner.recv_parts.at(region.part);
         break;
       case Place::landing:
         place = &owner.landing;
@@ -199,6 +224,7 @@ class Simulator {
         std::memmove(at(r, s.to, s.bytes, true), at(r, s.from, s.bytes, false), s.bytes);
         break;
       case Step::Kind::advance:
+        CHECK(rank.counters[static_cast<size_t>(s.counter)] < s.value);
         rank.counters[static_cast<size_t>(s.counter)] = s.value;
         break;
       case Step::Kind::reduce:
@@ -291,7 +317,7 @@ class Simulator {
   }
 
   Call call_;
-  bool in_place_;
+  bool in_place_ = false;
   Levels levels_;
   std::vector<double> factors_;
   std::optional<uint32_t> odd_host_;
