@@ -104,6 +104,13 @@ HOST_ID: Variable[str | None] = Variable(
     None,
     "identity of this host; ranks with equal identities share memory (default: found out)",
 )
+INTERFACE: Variable[tuple[str, ...]] = Variable(
+    "PHOTINUS_INTERFACE",
+    lambda text: tuple(name.strip() for name in text.split(",") if name.strip()),
+    (),
+    "network cards (eth0,eth1) over which ranks of several hosts exchange tensors (default: what GLOO_SOCKET_IFNAME "
+    "names, which `photinus run` sets, else the one with the way to the other hosts)",
+)
 BACKEND: Variable[str] = Variable(
     "PHOTINUS_BACKEND", str, "auto", "torch.distributed backend that photinus.init uses when none is given"
 )
@@ -171,6 +178,7 @@ ALL: tuple[Variable[object], ...] = (  # type: ignore[assignment]
     RANKS_PER_GPU,
     FULL_TRACEBACK,
     HOST_ID,
+    INTERFACE,
     BACKEND,
     INSTRUCTION_SET,
     JOB_SECRET,

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 
 import pytest
 
 from photinus.backend.hosts import Meeting, Member
 from photinus.world import own_address as module
-from photinus.world.own_address import interface_of, outside_addresses, own_address, reaches_from
+from photinus.world.own_address import (
+    addresses_of_interfaces,
+    interface_of,
+    outside_addresses,
+    own_address,
+    reaches_from,
+)
 
 
 @pytest.fixture
@@ -22,6 +29,34 @@ def test_loopback_is_an_interface_and_another_hosts_address_is_none():
     assert interface_of("127.0.1.1") == "lo"
     assert interface_of("192.0.2.1") is None
     assert all(interface_of(address) not in (None, "lo") for address in outside_addresses())
+
+
+def test_the_addresses_of_ipv6_are_known_but_not_those_of_one_cable(monkeypatch, tmp_path):
+    table = tmp_path / "if_inet6"
+    lines = ["20010db8000000000000000000000005 02 40 00 80", "fe800000000000000000000000000005 02 40 20 80"]
+    table.write_text("".join(f"{line} {'lo':>8}\n" for line in lines))
+    monkeypatch.setattr(module, "_IPV6_INTERFACES", table)
+    assert interface_of("2001:db8::5") == "lo"
+    assert interface_of("fe80::5") is None
+    assert interface_of("fe80::5%eth7") == "eth7"
+    found = [str(address) for _, address, _ in module.interfaces() if address.version == 6]
+    assert found == ["2001:db8::5"]
+
+
+def test_a_card_without_an_ipv4_address_goes_by_its_ipv6_one_and_a_wrong_one_is_told_with_those_there_are(monkeypatch):
+    parts = [("eth0", "10.0.0.7"), ("eth0", "2001:db8::7"), ("eth1", "2001:db8::8")]
+    cards = [(name, ipaddress.ip_address(address), 0x40) for name, address in parts]
+    monkeypatch.setattr(module, "interfaces", lambda: cards)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "eth0"), (2, "eth1"), (3, "eth2")])
+    assert addresses_of_interfaces(["eth1", "eth0"]) == ["2001:db8::8", "10.0.0.7"]
+    assert outside_addresses() == ["10.0.0.7"]
+    there = r"those with one: eth0 \(10.0.0.7\), eth1 \(2001:db8::8\)"
+    with pytest.raises(ValueError, match=rf"eth2 of host .* has no address .*{there}"):
+        addresses_of_interfaces(["eth0", "eth2"])
+    with pytest.raises(ValueError, match=rf"ib0 of host .* does not exist.*{there}"):
+        addresses_of_interfaces(["ib0"])
+    del cards[0]
+    assert outside_addresses() == ["2001:db8::7", "2001:db8::8"]
 
 
 @pytest.mark.parametrize("name", ["127.0.0.1", "127.0.1.1", "localhost"])

@@ -12,10 +12,12 @@ import socket
 import struct
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from .slurm import reachable_address
 
 __all__ = [
+    "addresses_of_interfaces",
     "interface_of",
     "interfaces",
     "is_loopback",
@@ -25,6 +27,9 @@ __all__ = [
     "reaches_from",
 ]
 
+Address: TypeAlias = "ipaddress.IPv4Address | ipaddress.IPv6Address"
+
+_IPV6_INTERFACES = Path("/proc/net/if_inet6")
 _ANY_PORT = 9
 _ELSEWHERE = "198.51.100.1"  # an address for examples, which no host has: asks for the way out
 _GET_FLAGS, _GET_ADDRESS = 0x8913, 0x8915  # SIOCGIFFLAGS, SIOCGIFADDR
@@ -83,19 +88,40 @@ def reaches_from(target: str) -> str:
 
 
 def outside_addresses() -> list[str]:
-    """The IPv4 addresses of this host on interfaces that are connected to something, without loopback."""
-    return [str(address) for _, address, flags in interfaces() if flags & _RUNNING_FLAG and not flags & _LOOPBACK_FLAG]
+    """The addresses of this host on interfaces that are connected to something, without loopback.
+
+    IPv4; of a host that has none, IPv6.
+    """
+    found = [address for _, address, flags in interfaces() if flags & _RUNNING_FLAG and not flags & _LOOPBACK_FLAG]
+    return [str(address) for address in found if address.version == found[0].version]
 
 
-def interface_of(address: str, root: Path = Path("/")) -> str | None:
+def addresses_of_interfaces(names: Sequence[str]) -> list[str]:
+    """The address by which other hosts reach each of these interfaces: IPv4; of one that has none, IPv6.
+
+    Raises:
+        ValueError: there is no such interface, or it has no address; lists those that have one.
+    """
+    known: dict[str, str] = {}
+    for name, address, _ in interfaces():
+        known.setdefault(name, str(address))
+    for name in names:
+        if name not in known:
+            there = name in [other for _, other in socket.if_nameindex()]
+            raise ValueError(
+                f"network card {name} of host {socket.gethostname()} "
+                f"{'has no address that other hosts could reach' if there else 'does not exist'}; those with one: "
+                f"{', '.join(f'{other} ({address})' for other, address in known.items()) or 'none'}"
+            )
+    return [known[name] for name in names]
+
+
+def interface_of(address: str) -> str | None:
     """The name of the network interface that has this address, None when none has it."""
-    wanted = ipaddress.ip_address(address.partition("%")[0])
-    if wanted.version == 6:
-        with contextlib.suppress(FileNotFoundError):  # no IPv6 here
-            for line in (root / "proc/net/if_inet6").read_text().splitlines():
-                if int(line.split()[0], 16) == int(wanted):
-                    return line.split()[-1]
-        return None
+    digits, _, scope = address.partition("%")
+    if scope:
+        return scope
+    wanted = ipaddress.ip_address(digits)
     for name, own, flags in interfaces():
         if wanted == own or (wanted.is_loopback and flags & _LOOPBACK_FLAG):
             return name
@@ -107,14 +133,24 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def interfaces() -> list[tuple[str, ipaddress.IPv4Address, int]]:
-    """(name, first IPv4 address, flags) of each interface that has such an address."""
-    found = []
+def interfaces() -> list[tuple[str, Address, int]]:
+    """(name, address, flags) of each interface's first IPv4 address, and then of the IPv6 ones.
+
+    Without those of IPv6 that mean something on one cable only (fe80::...).
+    """
+    found: list[tuple[str, Address, int]] = []
+    flags: dict[str, int] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
             with contextlib.suppress(OSError):  # has no IPv4 address, or has just gone
+                (flags[name],) = struct.unpack("H", fcntl.ioctl(asker.fileno(), _GET_FLAGS, request)[16:18])
                 address = ipaddress.IPv4Address(fcntl.ioctl(asker.fileno(), _GET_ADDRESS, request)[20:24])
-                (flags,) = struct.unpack("H", fcntl.ioctl(asker.fileno(), _GET_FLAGS, request)[16:18])
-                found.append((name, address, flags))
+                found.append((name, address, flags[name]))
+    with contextlib.suppress(FileNotFoundError):  # no IPv6 here
+        for line in _IPV6_INTERFACES.read_text().splitlines():
+            digits, *_, name = line.split()
+            own = ipaddress.IPv6Address(int(digits, 16))
+            if name in flags and not own.is_link_local:
+                found.append((name, own, flags[name]))
     return found

@@ -36,13 +36,14 @@ def _loopback() -> Finding:
 
 
 def _interfaces(root: Path) -> list[Finding]:
-    found, addresses = [], {name: str(address) for name, address, _ in interfaces()}
+    found: list[Finding] = []
+    addresses = {name: str(address) for name, address, _ in reversed(interfaces())}  # IPv4 before IPv6
     for folder in sorted((root / "sys/class/net").glob("*")):
         if folder.name.startswith(_VIRTUAL):
             continue
         address, speed = addresses.get(folder.name, ""), text_of(folder / "speed").strip()
         up = text_of(folder / "operstate").strip() in ("up", "unknown")
-        parts = [address or "no IPv4 address", "up" if up else "down"]
+        parts = [address or "no address", "up" if up else "down"]
         if speed.lstrip("-").isdigit() and int(speed) > 0:
             parts.append(f"{int(speed) / 1000:g} Gbit/s")
         facts = {"address": address, "up": up, "speed_mbit": speed, "mtu": text_of(folder / "mtu").strip()}
