@@ -73,8 +73,8 @@ def cmake() -> str:
     return found
 
 
-def build_native(folder: Path) -> Path:
-    """The native bench, built from the source as it is now: an old one would measure yesterday's engine.
+def build_native(folder: Path, program: str = "all_reduce_bench") -> Path:
+    """A program of the native bench, built from the source as it is now: an old one would measure yesterday's engine.
 
     Raises:
         RuntimeError: there is no cmake, or it does not compile.
@@ -82,12 +82,12 @@ def build_native(folder: Path) -> Path:
     configure = [cmake(), "-S", str(SOURCE / "native"), "-B", str(folder), "-DCMAKE_BUILD_TYPE=Release"]
     for step in (
         configure,
-        [cmake(), "--build", str(folder), "--parallel", str(os.cpu_count()), "--target", "all_reduce_bench"],
+        [cmake(), "--build", str(folder), "--parallel", str(os.cpu_count()), "--target", program],
     ):
         result = subprocess.run(step, capture_output=True, text=True)
         if result.returncode != 0:
             raise RuntimeError(f"the native bench does not build:\n{result.stdout[-2000:]}{result.stderr[-2000:]}")
-    return folder / "bench/all_reduce_bench"
+    return folder / "bench" / program
 
 
 NATIVE = {"arena": "arena", "ordinary": "ordinary", "moving loop": "moving"}
@@ -124,7 +124,7 @@ def others(folder: Path, ranks: int) -> list[Contestant]:
     }
     contestants = [Contestant("gloo", {"gloo": "all_reduce:ordinary"}, torch_ranks("gloo", ranks, pin=True), ranks)]
     for name, (home, commands) in known.items():
-        absent = _why_not(folder / home)
+        absent = why_not(folder / home)
         contestants.append(Contestant(name, {name: "ordinary"}, commands, ranks, dtypes=["float32"], absent=absent))
     return [*contestants, _deepspeed(folder / "deepspeed", ranks)]
 
@@ -134,7 +134,8 @@ HEAP_KEPT = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": s
 glibc maps it anew each time, and the kernel zeroes every page before it copies into it."""
 
 
-def _why_not(home: Path) -> str | None:
+def why_not(home: Path) -> str | None:
+    """Why what `install` puts there is not there; None when it is."""
     if (home / "installed").exists():
         return None
     reason = home / "why_not"
@@ -166,7 +167,7 @@ def intel_mpi_alone(folder: Path, ranks: int) -> Contestant:
     """Intel MPI without Python."""
     home = folder / "intelmpi"
     words, environment = _start_intel_mpi(home, ranks)
-    return Imb([*words, str(home / "bin/IMB-MPI1")], environment, ranks, _why_not(home))
+    return Imb([*words, str(home / "bin/IMB-MPI1")], environment, ranks, why_not(home))
 
 
 def _start_intel_mpi(home: Path, ranks: int) -> tuple[list[str], dict[str, str]]:
@@ -218,4 +219,4 @@ def _deepspeed(home: Path, ranks: int) -> Contestant:
             Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_{rank}").unlink(missing_ok=True)
 
     columns = {"DeepSpeed shm": "ordinary"}
-    return Contestant("DeepSpeed shm", columns, commands, ranks, absent=_why_not(home), clean_up=clean_up)
+    return Contestant("DeepSpeed shm", columns, commands, ranks, absent=why_not(home), clean_up=clean_up)

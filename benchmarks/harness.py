@@ -26,6 +26,12 @@ def options(doc: str | None, sizes: Sequence[int]) -> argparse.ArgumentParser:
     """The options that all benchmarks have."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks (default 2 4)")
+    add_options(parser, sizes)
+    return parser
+
+
+def add_options(parser: argparse.ArgumentParser, sizes: Sequence[int]) -> None:
+    """Those of them that say how to measure."""
     parser.add_argument(
         "--sizes", type=size_of, nargs="+", default=list(sizes), help="like 4, 64KiB, 16MiB (default: see above)"
     )
@@ -39,7 +45,6 @@ def options(doc: str | None, sizes: Sequence[int]) -> argparse.ArgumentParser:
         "--wait-quiet-s", type=float, default=0, help="before each round, wait so long at most for others to be idle"
     )
     parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed, and say which (bars.py)")
-    return parser
 
 
 def effort(arguments: argparse.Namespace) -> Effort:

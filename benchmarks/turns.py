@@ -54,7 +54,8 @@ class Effort:
     """How long to measure: rounds in which all take turns, and how long a turn lasts, or how many calls it has.
 
     With `wait_quiet_s`, each round waits at most so long for the rest of the machine to be idle. Contestants make what
-    they work on anew in each round, unless that takes long and pages decide little.
+    they work on anew in each round, unless that takes long and pages decide little. A turn has at least two calls,
+    or `fewest` where one call lasts ten turns.
     """
 
     rounds: int = 7
@@ -62,14 +63,17 @@ class Effort:
     fixed_calls: int = 0
     wait_quiet_s: float = 0
     prepare_each_round: bool = True
+    fewest: int = 2
 
     def calls(self, time_one: Callable[[int], float | None]) -> int:
-        """How many calls fill a turn, at least 2."""
+        """How many calls fill a turn."""
         if self.fixed_calls:
             return self.fixed_calls
         first = time_one(1)
         if first is None:
             return 0
+        if first > 10 * self.turn_s:
+            return self.fewest
         second = time_one(max(1, int(self.turn_s / 5 / first)))
         return max(2, min(20_000, int(self.turn_s / second))) if second else 0
 

@@ -1,0 +1,161 @@
+"""Emulated hosts: network namespaces whose cards have a rate; what went over these, and what processors did."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(SOURCE))
+
+from tests.netns import NetworkHost, network_hosts  # noqa: E402
+
+__all__ = ["Counters", "Layout", "NetworkHost", "bits_per_s", "layout", "ranks_of"]
+
+_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+
+
+def ranks_of(case: str) -> list[int]:
+    """How many ranks each host has: 2x4 are two hosts with four ranks each, 3+1 two hosts with three and one."""
+    try:
+        if "x" in case:
+            hosts, ranks = map(int, case.split("x"))
+            counts = [ranks] * hosts
+        else:
+            counts = [int(word) for word in case.split("+")]
+    except ValueError:
+        counts = []
+    if len(counts) < 2 or min(counts) < 1:
+        raise ValueError(f"{case!r} is no case: HOSTSxRANKS, like 2x4, or the ranks of each host, like 3+1; two hosts")
+    return counts
+
+
+def bits_per_s(rate: str) -> float:
+    """A rate in tc's words (100mbit, 1gbit) as a number; infinite for none."""
+    if rate == "none":
+        return float("inf")
+    found = re.fullmatch(r"([\d.]+)([kmg]bit)", rate)
+    if found is None:
+        raise ValueError(f"{rate!r} is no rate: a number with kbit, mbit or gbit, or none")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Hosts and where the ranks are: blocks of ranks, host by host."""
+
+    case: str
+    hosts: tuple[NetworkHost, ...]
+    counts: tuple[int, ...]
+
+    @property
+    def ranks(self) -> list[tuple[int, int]]:
+        """For each rank its host, and its number there."""
+        return [(host, local) for host, count in enumerate(self.counts) for local in range(count)]
+
+    def limit(self, rate: str) -> None:
+        """Limits what each card sends and receives."""
+        bits = bits_per_s(rate)
+        for host in self.hosts:
+            port, switch = _other_end(host)
+            for namespace, card in ((host.namespace, "eth0"), (switch, port)):
+                tc = ["ip", "netns", "exec", namespace, "tc", "qdisc"]
+                subprocess.run([*tc, "del", "dev", card, "root"], capture_output=True, timeout=20)
+                if rate != "none":
+                    # A millisecond's worth, and no less than two of the largest packets that are cut up by the card.
+                    burst = max(128 << 10, int(bits / 8 / 1000))
+                    bucket = ["tbf", "rate", rate, "burst", str(burst), "latency", "20ms"]
+                    _run([*tc, "add", "dev", card, "root", *bucket])
+
+
+@contextlib.contextmanager
+def layout(case: str) -> Iterator[Layout]:
+    """The hosts of a case, with congestion control reno (see README.md), for the duration of the block."""
+    counts = ranks_of(case)
+    with network_hosts(len(counts)) as hosts:
+        for host in hosts:
+            host.run(["sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno"])
+        yield Layout(case, hosts, tuple(counts))
+
+
+class Counters:
+    """What the hosts have done up to now.
+
+    Attributes:
+        processor_s: of all threads that are on the hosts.
+    """
+
+    def __init__(self, where: Layout) -> None:
+        self.processor_s = sum(_processor_s(pid) for host in where.hosts for pid in host.pids())
+        read = [_run(["ip", "netns", "exec", host.namespace, "sh", "-c", _COUNTERS]) for host in where.hosts]
+        self._cards = [_card(text) for text in read]
+        self._connections = [_connections(text) for text in read]
+
+    def on_cards(self, before: Counters) -> int:
+        """Bytes since then by the cards' counters: of the host and direction that had most."""
+        pairs = zip(before._cards, self._cards, strict=True)
+        return max(now - earlier for old, new in pairs for earlier, now in zip(old, new, strict=True))
+
+    def payload(self, before: Counters) -> int:
+        """Bytes of payload since then on the TCP connections that are still there, without what was sent again."""
+        found = []
+        for old, new in zip(before._connections, self._connections, strict=True):
+            for way in (0, 1):
+                found.append(sum(counts[way] - old.get(ends, (0, 0))[way] for ends, counts in new.items()))
+        return max(found)
+
+
+_COUNTERS = "cat /sys/class/net/eth0/statistics/tx_bytes /sys/class/net/eth0/statistics/rx_bytes; ss -tinHO"
+
+
+def _card(text: str) -> tuple[int, int]:
+    sent, received = text.split(maxsplit=2)[:2]
+    return int(sent), int(received)
+
+
+def _connections(text: str) -> dict[tuple[str, str], tuple[int, int]]:
+    """Bytes sent and received on each connection to another host, by its two ends."""
+    found = {}
+    for line in text.splitlines()[2:]:
+        words = line.split()
+        ends = words[3], words[4]
+        if len({end.rpartition(":")[0] for end in ends}) == 2:
+            counts = {name: int(count) for name, count in _COUNT.findall(line)}
+            sent = counts.get("bytes_sent", 0) - counts.get("bytes_retrans", 0)
+            found[ends] = sent, counts.get("bytes_received", 0)
+    return found
+
+
+_COUNT = re.compile(r"\b(bytes_sent|bytes_retrans|bytes_received):(\d+)")
+
+
+def _processor_s(pid: int) -> float:
+    total = 0.0
+    for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            total += int(file.read_text().split()[0]) * 1e-9
+    return total
+
+
+def _other_end(host: NetworkHost) -> tuple[str, str]:
+    """The switch's port that a host's card is joined to, and the namespace of the switch."""
+    found = re.search(
+        r"eth0@if(\d+):.* link-netns (\S+)", _run(["ip", "-o", "-n", host.namespace, "link", "show", "eth0"])
+    )
+    assert found is not None, f"{host.name}: eth0 is joined to nothing"
+    index, switch = found.groups()
+    port = re.search(rf"^{index}: ([^@:]+)", _run(["ip", "-o", "-n", switch, "link"]), re.MULTILINE)
+    assert port is not None, f"{switch} has no port of index {index}"
+    return port[1], switch
+
+
+def _run(words: list[str]) -> str:
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=20)
+    if ended.returncode != 0:
+        raise RuntimeError(f"{' '.join(words)}: {ended.stderr.strip()}")
+    return ended.stdout
