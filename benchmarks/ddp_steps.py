@@ -97,7 +97,7 @@ def tables(kept: dict[str, Any]) -> str:
             seconds = row["seconds"]
             cells = [
                 row["dtype"],
-                *(_milliseconds(seconds.get(name)) for name in (OURS, THEIRS, GLOO, LEAST, IN_STEP, BARE)),
+                *(milliseconds(seconds.get(name)) for name in (OURS, THEIRS, GLOO, LEAST, IN_STEP, BARE)),
             ]
             known = {OURS, GLOO, LEAST} <= set(seconds)
             gain = seconds[GLOO] - seconds[LEAST] if known else 0.0
@@ -114,7 +114,7 @@ def tables(kept: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _milliseconds(seconds: float | None) -> str:
+def milliseconds(seconds: float | None) -> str:
     return "–" if seconds is None else f"{seconds * 1e3:.1f} ms"
 
 

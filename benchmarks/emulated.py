@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import os
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +18,7 @@ sys.path.insert(0, str(SOURCE))
 
 from tests.netns import NetworkHost, network_hosts  # noqa: E402
 
-__all__ = ["Counters", "Layout", "NetworkHost", "bits_per_s", "layout", "ranks_of"]
+__all__ = ["Counters", "Layout", "NetworkHost", "add_where", "begin", "bits_per_s", "layout", "ranks_of"]
 
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
@@ -43,6 +46,49 @@ def bits_per_s(rate: str) -> float:
     if found is None:
         raise ValueError(f"{rate!r} is no rate: a number with kbit, mbit or gbit, or none")
     return float(found[1]) * _UNITS[found[2]]
+
+
+def add_where(parser: argparse.ArgumentParser, cases: Sequence[str], rates: Sequence[str]) -> None:
+    """The options that say which hosts there are, and for how long."""
+    case, rate = _known(ranks_of), _known(bits_per_s)
+    parser.add_argument("--cases", nargs="+", type=case, default=list(cases), help="hosts, like 2x4 or 3+1")
+    parser.add_argument("--rates", nargs="+", type=rate, default=list(rates), help="of a card, like 300mbit, or none")
+    parser.add_argument("--limit-s", type=int, default=6 * 3600, help="give the whole run up after so long (6 hours)")
+
+
+def _known(check: Callable[[str], object]) -> Callable[[str], str]:
+    """An option's type: the texts that the check takes."""
+
+    def text_of(text: str) -> str:
+        try:
+            check(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return text
+
+    return text_of
+
+
+def begin(limit_s: int) -> None:
+    """To be called first: sees to root's rights, and to hosts and ranks being taken away when this program is ended.
+
+    Args:
+        limit_s: it ends itself after so long.
+    """
+    if os.geteuid() != 0:
+        sys.exit("network namespaces need root: run this with sudo")
+    for number in _ENDINGS:
+        signal.signal(number, _end)
+    signal.alarm(limit_s)
+
+
+_ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
+
+
+def _end(number: int, _: object) -> None:
+    for other in _ENDINGS:
+        signal.signal(other, signal.SIG_IGN)  # what is done on the way out is done to its end
+    sys.exit(f"given up: {signal.Signals(number).name}")
 
 
 @dataclass(frozen=True)

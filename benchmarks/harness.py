@@ -26,15 +26,20 @@ def options(doc: str | None, sizes: Sequence[int]) -> argparse.ArgumentParser:
     """The options that all benchmarks have."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks (default 2 4)")
-    add_options(parser, sizes)
+    add_sizes(parser, sizes)
+    add_effort(parser)
     return parser
 
 
-def add_options(parser: argparse.ArgumentParser, sizes: Sequence[int]) -> None:
-    """Those of them that say how to measure."""
+def add_sizes(parser: argparse.ArgumentParser, sizes: Sequence[int]) -> None:
+    """The option --sizes."""
     parser.add_argument(
         "--sizes", type=size_of, nargs="+", default=list(sizes), help="like 4, 64KiB, 16MiB (default: see above)"
     )
+
+
+def add_effort(parser: argparse.ArgumentParser) -> None:
+    """The options that say how long to measure, and what becomes of the figures."""
     parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds: to see that it works")
     parser.add_argument("--rounds", type=int, default=7, help="rounds in which all take turns (default 7)")
     parser.add_argument("--turn-s", type=float, default=0.1, help="seconds that a turn lasts at least (default 0.1)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ GLOO, PLAIN, LEAST = "gloo / ours", "ours / bare", "ours / (bytes / rate)"
 OPEN_MPI, MPICH = "Open MPI / ours", "MPICH / ours"
 PAYLOAD, CARD, PROCESSOR = "payload / least", "card / least", "processor: ours / gloo"
 SECONDS = "seconds"
+RIVALS = {GLOO: who.GLOO, OPEN_MPI: who.OPEN_MPI, MPICH: who.MPICH, PLAIN: who.PLAIN, PROCESSOR: who.GLOO}
 OF_TIME = (GLOO, OPEN_MPI, MPICH, PLAIN, LEAST)
 
 
@@ -32,14 +34,15 @@ def least_bytes(operation: str, case: str, size_bytes: int) -> float:
 
 def ratios(row: dict[str, Any]) -> dict[str, float]:
     """All that can be compared in a row, by name."""
-    seconds, found = row["seconds"], {}
+    seconds = row["seconds"]
+    found: dict[str, float] = {}
     least = least_bytes(row["operation"], row["case"], row["bytes"])
     ours = seconds.get(who.PHOTINUS)
     if ours is None:
         return found
-    for name, rival in ((GLOO, who.GLOO), (OPEN_MPI, who.OPEN_MPI), (MPICH, who.MPICH)):
-        if rival in seconds:
-            found[name] = seconds[rival] / ours
+    for name in (GLOO, OPEN_MPI, MPICH):
+        if RIVALS[name] in seconds:
+            found[name] = seconds[RIVALS[name]] / ours
     if who.PLAIN in seconds:
         found[PLAIN] = ours / seconds[who.PLAIN]
     if row["rate"] != "none":
@@ -101,3 +104,8 @@ BARS = (
     Bar(GLOO, 4 * KIB, 4 * KIB, ("4x1",), FREE, at_least=10),
     *(Bar(rival, 4 * KIB, 64 * MIB, CASES, FREE, at_least=1) for rival in (OPEN_MPI, MPICH)),
 )
+
+
+def bars_of(contestants: Sequence[str]) -> list[Bar]:
+    """The bars for which these are enough."""
+    return [bar for bar in BARS if {who.PHOTINUS, RIVALS.get(bar.what, who.PHOTINUS)} <= set(contestants)]

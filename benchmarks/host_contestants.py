@@ -27,6 +27,7 @@ __all__ = [
     "HostContestant",
     "Use",
     "contestant",
+    "environment",
 ]
 
 GLOO, PHOTINUS, PLAIN, OPEN_MPI, MPICH = "gloo", "photinus", "bare", "openmpi", "mpich"
@@ -129,14 +130,15 @@ def _torch(where: Layout, backend: str) -> Commands:
     def commands(folder: str) -> list[tuple[list[str], dict[str, str]]]:
         words = [sys.executable, engines.RANKS / "host_rank.py", backend, folder]
         return [
-            (where.hosts[host].command(words), _environment(where, rank, port))
+            (where.hosts[host].command(words), environment(where, rank, port))
             for rank, (host, _) in enumerate(where.ranks)
         ]
 
     return commands
 
 
-def _environment(where: Layout, rank: int, port: int) -> dict[str, str]:
+def environment(where: Layout, rank: int, port: int) -> dict[str, str]:
+    """What a launcher tells a rank; the store is on the first host, at this port."""
     host, local = where.ranks[rank]
     return {
         "MASTER_ADDR": where.hosts[0].address,

@@ -12,10 +12,7 @@ measured and which traps are avoided stands in README.md beside this file.
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 import statistics
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +24,7 @@ import host_bars
 import host_contestants
 import report
 from harness import MIB, size_name
-from host_bars import BARS, CASES
+from host_bars import CASES, bars_of
 from host_contestants import HostContestant
 from turns import DTYPES, Effort, take_turns
 
@@ -39,24 +36,15 @@ QUICK = {"cases": ["2x1", "2x2"], "rates": ["1gbit"], "sizes": [64 << 10, 16 * M
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    harness.add_options(parser, SIZES)
-    parser.add_argument(
-        "--cases", nargs="+", type=_known(emulated.ranks_of), default=list(CASES), help="like 2x4 or 3+1"
-    )
-    parser.add_argument(
-        "--rates",
-        nargs="+",
-        type=_known(emulated.bits_per_s),
-        default=RATES,
-        help="of each card, like 300mbit, or none",
-    )
+    harness.add_sizes(parser, SIZES)
+    harness.add_effort(parser)
+    emulated.add_where(parser, CASES, RATES)
     names = list(host_contestants.NAMES)
     parser.add_argument("--contestants", nargs="+", choices=names, default=names, help="who takes part")
     parser.add_argument(
         "--operation", choices=OPERATIONS, default="all_reduce", help="others: by torch's backends alone"
     )
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=["float32"], help="element types")
-    parser.add_argument("--limit-s", type=int, default=6 * 3600, help="give the whole run up after so long (6 hours)")
     parser.add_argument("--setup", action="store_true", help="install Open MPI and MPICH, then end")
     parser.add_argument("--engines-dir", type=Path, default=engines.SOURCE / "build/engines", help="where they lie")
     parser.set_defaults(rounds=5)
@@ -68,19 +56,6 @@ def parsed() -> argparse.Namespace:
     if arguments.operation != "all_reduce":
         arguments.contestants = [name for name in arguments.contestants if name in host_contestants.OF_TORCH]
     return arguments
-
-
-def _known(check: Any) -> Any:
-    """An option's type: texts that the check takes."""
-
-    def text_of(text: str) -> str:
-        try:
-            check(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-        return text
-
-    return text_of
 
 
 def measured(
@@ -171,21 +146,12 @@ def _number(value: float | None, digits: int = 2) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
-def _end(signal_number: int, _: object) -> None:
-    # As an exception, so that hosts and ranks are taken away on the way out.
-    sys.exit(f"given up: {signal.Signals(signal_number).name}")
-
-
 def main() -> None:
     arguments = parsed()
     if arguments.setup:
         engines.install(arguments.engines_dir.resolve(), [host_contestants.OPEN_MPI, host_contestants.MPICH])
         return
-    if os.geteuid() != 0:
-        sys.exit("network namespaces need root: run this with sudo")
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
-        signal.signal(number, _end)
-    signal.alarm(arguments.limit_s)
+    emulated.begin(arguments.limit_s)
     facts = {**harness.machine(), "congestion control": "reno"}
     harness.warn(facts)
     if host_contestants.PLAIN in arguments.contestants:
@@ -198,7 +164,7 @@ def main() -> None:
                 for row in measured(arguments, where, rate, everybody):
                     rows.append(row)
                     print(f"{case} rate {rate} {report.progress(row)}", flush=True)
-    report.finish(arguments, harness.record(facts, everybody.values(), rows), tables, BARS)
+    report.finish(arguments, harness.record(facts, everybody.values(), rows), tables, bars_of(arguments.contestants))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 WRAPPER is torch (its DistributedDataParallel), photinus (ours) or none (the bare model). Paths: sync, a whole step;
 no_sync, the same without any exchange; in_step, the same and then one number is exchanged, so that each rank waits for
-the slowest in every step, as it does wherever gradients are exchanged.
+the slowest in every step, as it does wherever gradients are exchanged; forward, no more than the way to the loss.
 """
 
 from __future__ import annotations
@@ -47,8 +47,12 @@ def main(wrapper: str, backend: str, rank: int, world_size: int, folder: str) ->
 
     def step_of(path: str) -> Callable[[], None]:
         ddp, optimizer, inputs = held
-        quiet = ddp.no_sync if path in ("no_sync", "in_step") and wrapper != "none" else contextlib.nullcontext
+        quiet = ddp.no_sync if path != "sync" and wrapper != "none" else contextlib.nullcontext
         number = torch.zeros(1)
+
+        def forward() -> None:
+            with quiet():
+                ddp(*inputs)
 
         def step() -> None:
             with quiet():
@@ -58,7 +62,7 @@ def main(wrapper: str, backend: str, rank: int, world_size: int, folder: str) ->
             optimizer.step()
             optimizer.zero_grad()
 
-        return step
+        return forward if path == "forward" else step
 
     version = f"{wrapper} DDP over {backend}, torch {torch.__version__}, photinus {photinus.__version__}"
     rank_loop.serve(rank, folder, version, prepare, step_of, dist.barrier)
