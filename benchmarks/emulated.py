@@ -149,11 +149,17 @@ class Counters:
 
     def payload(self, before: Counters) -> int:
         """Bytes of payload since then on the TCP connections that are still there, without what was sent again."""
-        found = []
+        received: dict[str, int] = {}
+        sent: dict[str, int] = {}
+        # What a host sends is what others have received: the kernel's count of sent bytes has some twice.
         for old, new in zip(before._connections, self._connections, strict=True):
-            for way in (0, 1):
-                found.append(sum(counts[way] - old.get(ends, (0, 0))[way] for ends, counts in new.items()))
-        return max(found)
+            for (own, peer), count in new.items():
+                more = count - old.get((own, peer), 0)
+                to, by = _address(own), _address(peer)
+                if to != by:
+                    received[to] = received.get(to, 0) + more
+                    sent[by] = sent.get(by, 0) + more
+        return max([*received.values(), *sent.values()], default=0)
 
 
 _COUNTERS = "cat /sys/class/net/eth0/statistics/tx_bytes /sys/class/net/eth0/statistics/rx_bytes; ss -tinHO"
@@ -164,20 +170,18 @@ def _card(text: str) -> tuple[int, int]:
     return int(sent), int(received)
 
 
-def _connections(text: str) -> dict[tuple[str, str], tuple[int, int]]:
-    """Bytes sent and received on each connection to another host, by its two ends."""
+def _connections(text: str) -> dict[tuple[str, str], int]:
+    """Bytes received on each connection, by its two ends."""
     found = {}
     for line in text.splitlines()[2:]:
-        words = line.split()
-        ends = words[3], words[4]
-        if len({end.rpartition(":")[0] for end in ends}) == 2:
-            counts = {name: int(count) for name, count in _COUNT.findall(line)}
-            sent = counts.get("bytes_sent", 0) - counts.get("bytes_retrans", 0)
-            found[ends] = sent, counts.get("bytes_received", 0)
+        words, received = line.split(), re.search(r"\bbytes_received:(\d+)", line)
+        found[words[3], words[4]] = int(received[1]) if received else 0
     return found
 
 
-_COUNT = re.compile(r"\b(bytes_sent|bytes_retrans|bytes_received):(\d+)")
+def _address(end: str) -> str:
+    """Without its port; an IPv4 address in digits of IPv6 as what it is."""
+    return end.rpartition(":")[0].removeprefix("[::ffff:").removesuffix("]")
 
 
 def _processor_s(pid: int) -> float:

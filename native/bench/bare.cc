@@ -154,7 +154,8 @@ class Rank {
 
   static bool advance(size_t& done, ssize_t moved) {
     if (moved < 0 && (errno == EAGAIN || errno == EINTR)) return false;
-    if (moved <= 0) fail("a connection broke");
+    if (moved == 0) throw std::runtime_error("a rank has ended");
+    if (moved < 0) fail("a connection broke");
     done += static_cast<size_t>(moved);
     return true;
   }
