@@ -112,9 +112,37 @@ class ArenaBuffer {
 PyType_Slot arena_buffer_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(ArenaBuffer::get_buffer)},
                                     {0, nullptr}};
 
+// "10.0.0.1:4000", "[fe80::1%eth0]:4000"
+SocketAddress with_port(const std::string& given) {
+  const size_t colon = given.rfind(':');
+  std::string host = given.substr(0, colon);
+  if (host.size() > 1 && host.front() == '[' && host.back() == ']') host = host.substr(1, host.size() - 2);
+  const bool has_port = colon != std::string::npos && colon + 1 < given.size() &&
+                        given.find_first_not_of("0123456789", colon + 1) == std::string::npos;
+  const unsigned long port = has_port ? std::strtoul(given.c_str() + colon + 1, nullptr, 10) : 0;
+  if (port == 0 || port > 65535)
+    throw Error(ErrorKind::invalid_argument, "'" + given + "' is no address with a port, like 10.0.0.1:4000");
+  return numeric_address(host, static_cast<uint16_t>(port));
+}
+
+// Where this process listens for ranks of other hosts, from the first call on.
+std::vector<std::string> listen(const std::vector<std::string>& addresses) {
+  std::vector<SocketAddress> wanted;
+  for (const std::string& address : addresses) wanted.push_back(numeric_address(address, 0));
+  std::vector<std::string> found;
+  for (const SocketAddress& address : Network::of_this_process(wanted)->connections().addresses())
+    found.push_back(address.text());
+  return found;
+}
+
+// Of one rank: a key that ranks which share memory have in common, its host's name, its pid, its addresses.
+using Place = std::tuple<std::string, std::string, int, std::vector<std::string>>;
+
 std::shared_ptr<Communicator> connect(uint32_t rank, uint32_t world_size, const std::string& address,
                                       const std::string& name, double timeout_s, double grace_s,
-                                      double waiting_s, uint64_t chunk_bytes, bool strict_sites) {
+                                      double waiting_s, uint64_t chunk_bytes, bool strict_sites,
+                                      const std::vector<Place>& places, const std::string& job,
+                                      uint32_t attempt) {
   Communicator::Options options;
   options.rank = rank;
   options.world_size = world_size;
@@ -125,6 +153,12 @@ std::shared_ptr<Communicator> connect(uint32_t rank, uint32_t world_size, const 
   options.limits.waiting_s = waiting_s;
   options.strict_sites = strict_sites;
   if (chunk_bytes > 0) options.sizes.chunk_bytes = chunk_bytes;
+  for (const auto& [host_key, host_name, pid, addresses] : places) {
+    HostPlace& place = options.places.emplace_back(HostPlace{host_key, host_name, pid, {}});
+    for (const std::string& each : addresses) place.addresses.push_back(with_port(each));
+  }
+  options.job = job;
+  options.attempt = attempt;
   Unlocked unlocked;
   return Communicator::create(options);
 }
@@ -254,6 +288,7 @@ NB_MODULE(_native, m) {
   });
 
   m.def("new_address", &new_address);
+  m.def("listen", &photinus::listen, "addresses"_a);
   m.def("set_label", &set_label, "label"_a);
   m.def("set_library_folders", &set_library_folders, "folders"_a);
   m.def("call_site", &site_text);
@@ -313,8 +348,9 @@ NB_MODULE(_native, m) {
       .def("look", &OutsideWait::look, "missing"_a, "description"_a, nb::call_guard<Unlocked>());
 
   nb::class_<Communicator>(m, "Communicator")
-      .def_static("connect", &connect, "rank"_a, "world_size"_a, "address"_a, "name"_a, "timeout_s"_a,
-                  "grace_s"_a, "waiting_s"_a, "chunk_bytes"_a, "strict_sites"_a)
+      .def_static("connect", &photinus::connect, "rank"_a, "world_size"_a, "address"_a, "name"_a,
+                  "timeout_s"_a, "grace_s"_a, "waiting_s"_a, "chunk_bytes"_a, "strict_sites"_a, "places"_a,
+                  "job"_a, "attempt"_a)
       .def_prop_ro("rank", &Communicator::rank)
       .def_prop_ro("world_size", &Communicator::world_size)
       .def("submit", &submit, "call"_a)

@@ -69,11 +69,12 @@ INCLUDES: dict[str, set[str]] = {
     "peers": {"base"},
     "shm": {"base", "peers"},
     "net": {"base"},
+    "hosts": {"base", "peers", "shm", "net"},
     "device": {"base"},
     "kernels": {"base"},
     "collectives": {"base", "peers", "kernels"},
     "progress": {"base", "peers", "shm"},
-    "engine": {"base", "peers", "shm", "device", "kernels", "collectives", "progress"},
+    "engine": {"base", "peers", "shm", "net", "hosts", "device", "kernels", "collectives", "progress"},
 }
 
 Module = tuple[str, ...]  # ("launcher", "hosts", "leader"); a folder's __init__ is the folder; () is the front door

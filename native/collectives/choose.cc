@@ -61,9 +61,7 @@ Choice choose(const Call& call, const std::vector<CallDescriptor>& descriptors, 
 // host sends the tensor r-1 times, against not quite twice over all levels. all_gather pays with a copy of
 // all that comes; reduce_scatter with none.
 bool is_flat(const Call& call, const Levels& levels, const SlotSizes& sizes, const NetSizes& net) {
-  size_t ranks = 0;
-  for (const auto& host : levels.hosts) ranks += host.size();
-  const uint64_t bytes = input_bytes(call, static_cast<uint32_t>(ranks));
+  const uint64_t ranks = levels.ranks(), bytes = input_bytes(call, levels.ranks());
   if (call.operation == Operation::reduce_scatter) return bytes <= sizes.flat_bytes;
   if (call.operation == Operation::all_gather) return bytes * ranks <= kFlatReadBytes;
   uint64_t more = 0;  // bytes that a host sends beyond one tensor

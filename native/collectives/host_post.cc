@@ -82,7 +82,7 @@ class Reader {
   }
   bool get(std::string& text) {
     uint8_t length;
-    if (!get(&length, 1) || length > kTextLimit || length > left_) return false;
+    if (!get(&length, 1)) return false;
     text.resize(length);
     return get(text.data(), length);
   }

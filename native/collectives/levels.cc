@@ -10,6 +10,12 @@
 
 namespace photinus {
 
+uint32_t Levels::ranks() const {
+  size_t ranks = 0;
+  for (const auto& host : hosts) ranks += host.size();
+  return static_cast<uint32_t>(ranks);
+}
+
 uint32_t Levels::host_of(uint32_t rank) const {
   uint32_t host = 0;
   while (std::find(hosts[host].begin(), hosts[host].end(), rank) == hosts[host].end()) ++host;

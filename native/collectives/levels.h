@@ -28,6 +28,7 @@ struct Levels {
   // level rounds.
   bool exact = false;
 
+  uint32_t ranks() const;
   uint32_t host_of(uint32_t rank) const;
   uint32_t local_index(uint32_t rank) const;  // its place in its host's list
   // Into how many slices a tensor is cut: as many as the largest host has ranks. Slice s is that of rank

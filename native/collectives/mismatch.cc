@@ -78,6 +78,14 @@ std::string mismatch_text(const std::string& group, uint64_t sequence, const std
          "same size and type.";
 }
 
+std::string out_of_step_text(const std::string& group, uint64_t sequence,
+                             const std::vector<PostedCall>& calls) {
+  return mismatch_text(group, sequence, calls) +
+         " (The calls look alike, but all ranks have called from each of these lines together before, or "
+         "have just "
+         "swapped them: the ranks are out of step.)";
+}
+
 std::string suspicion_text(const std::string& group, uint64_t sequence,
                            const std::vector<PostedCall>& calls) {
   std::string out = text("ranks may be out of step in group %s: as #%llu", group.c_str(),

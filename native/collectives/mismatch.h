@@ -31,6 +31,10 @@ bool agree(const std::vector<CallDescriptor>& calls);
 std::string mismatch_text(const std::string& group, uint64_t sequence, const std::vector<PostedCall>& calls,
                           const RankSet& others = {});
 
+// The error's text for calls that agree, where it is one that they look as if ranks were out of step.
+std::string out_of_step_text(const std::string& group, uint64_t sequence,
+                             const std::vector<PostedCall>& calls);
+
 // The warning's text for calls that agree, but look as if the ranks were out of step.
 std::string suspicion_text(const std::string& group, uint64_t sequence, const std::vector<PostedCall>& calls);
 

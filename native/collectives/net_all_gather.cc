@@ -17,7 +17,7 @@ class Pipeline {
       : s_(levels, rank),
         elems_(call.elems),
         size_(size_bytes(call.dtype)),
-        ranks_(ranks_of(levels)),
+        ranks_(levels.ranks()),
         algorithm_(algorithm),
         ring_(s_.depth() + 3),
         cut_(levels, {elems_, 1, is_flat() ? levels.hosts.size() : 0, ranks_, size_, size_, ring_}, sizes,
@@ -53,11 +53,6 @@ class Pipeline {
   }
 
  private:
-  static uint32_t ranks_of(const Levels& levels) {
-    size_t ranks = 0;
-    for (const auto& host : levels.hosts) ranks += host.size();
-    return static_cast<uint32_t>(ranks);
-  }
   bool is_flat() const { return algorithm_ == Algorithm::flat; }
   bool alone() const { return s_.locals.size() == 1; }
   bool pushes() const { return algorithm_ == Algorithm::arena; }

@@ -6,12 +6,6 @@
 namespace photinus {
 namespace {
 
-uint32_t ranks_of(const Levels& levels) {
-  size_t ranks = 0;
-  for (const auto& host : levels.hosts) ranks += host.size();
-  return static_cast<uint32_t>(ranks);
-}
-
 // Steps of ranks called by their places on their host.
 std::vector<Step> by_rank(std::vector<Step> steps, const std::vector<uint32_t>& locals) {
   for (Step& step : steps) {
@@ -24,7 +18,7 @@ std::vector<Step> by_rank(std::vector<Step> steps, const std::vector<uint32_t>& 
   return steps;
 }
 
-Seat seat_of(const HostExchange& exchange) {
+Seat seat_of(const HostParts& exchange) {
   return {exchange.levels.local_index(exchange.rank), static_cast<uint32_t>(exchange.locals().size())};
 }
 
@@ -42,7 +36,7 @@ uint64_t mix(uint32_t from, uint32_t to, uint64_t elems) {
 
 }  // namespace
 
-Exchange among_locals(const HostExchange& exchange) {
+Exchange among_locals(const HostParts& exchange) {
   const auto& locals = exchange.locals();
   const auto count = static_cast<uint32_t>(locals.size());
   Exchange among{count, exchange.item_bytes, std::vector<PostedPart>(size_t{count} * count)};
@@ -52,13 +46,13 @@ Exchange among_locals(const HostExchange& exchange) {
   return among;
 }
 
-std::vector<Step> net_exchange_before(const HostExchange& exchange, const SlotSizes& sizes) {
+std::vector<Step> net_exchange_before(const HostParts& exchange, const SlotSizes& sizes) {
   return by_rank(exchange_before(among_locals(exchange), seat_of(exchange), sizes), exchange.locals());
 }
 
-std::vector<Step> net_exchange_after(const HostExchange& exchange, const SlotSizes& sizes) {
+std::vector<Step> net_exchange_after(const HostParts& exchange, const SlotSizes& sizes) {
   const Levels& levels = exchange.levels;
-  const uint32_t ranks = ranks_of(levels), me = exchange.rank;
+  const uint32_t ranks = levels.ranks(), me = exchange.rank;
   NetSteps s(levels, me);
   s.agree();
   // In round t to the rank t places behind and from the one t places before, so nobody is everybody's first
@@ -86,7 +80,7 @@ uint64_t parts_sum(uint32_t rank, const PostedPart* row, uint32_t ranks) {
   return sum;
 }
 
-std::string disagreement_text(const std::string& call, const HostExchange& exchange) {
+std::string disagreement_text(const std::string& call, const HostParts& exchange) {
   constexpr size_t kMostNamed = 16;
   std::string what;
   if (const auto wrong = find_disagreement(among_locals(exchange))) {
@@ -98,7 +92,7 @@ std::string disagreement_text(const std::string& call, const HostExchange& excha
         "some rank does not send what another one expects, and both are not on this host. Of other hosts' "
         "ranks, here";
     size_t named = 0;
-    for (uint32_t peer = 0; peer < ranks_of(exchange.levels); ++peer) {
+    for (uint32_t peer = 0; peer < exchange.levels.ranks(); ++peer) {
       const PostedPart& part = exchange.part(peer);
       if (exchange.levels.host_of(peer) == exchange.levels.host_of(exchange.rank)) continue;
       if (part.send_elems == 0 && part.recv_elems == 0) continue;

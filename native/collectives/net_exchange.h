@@ -15,7 +15,7 @@
 
 namespace photinus {
 
-struct HostExchange {
+struct HostParts {
   const Levels& levels;
   uint32_t rank = 0;
   uint64_t item_bytes = 1;
@@ -28,12 +28,12 @@ struct HostExchange {
 };
 
 // Among the ranks of this host, of which each is called by its place there.
-Exchange among_locals(const HostExchange& exchange);
+Exchange among_locals(const HostParts& exchange);
 
-std::vector<Step> net_exchange_before(const HostExchange& exchange, const SlotSizes& sizes);
+std::vector<Step> net_exchange_before(const HostParts& exchange, const SlotSizes& sizes);
 // When calls agree and the sum is 0 after the last level, this can be done. Where ranks of this host disagree
 // (find_disagreement) it cannot be made: the plan of a barrier then tells the other hosts.
-std::vector<Step> net_exchange_after(const HostExchange& exchange, const SlotSizes& sizes);
+std::vector<Step> net_exchange_after(const HostParts& exchange, const SlotSizes& sizes);
 
 // What a rank adds to the sum: something made of who sends how much to whom for each part that it sends, and
 // the negative for each that it expects. So over all ranks it is 0 where all agree, and else (but for one
@@ -41,6 +41,6 @@ std::vector<Step> net_exchange_after(const HostExchange& exchange, const SlotSiz
 uint64_t parts_sum(uint32_t rank, const PostedPart* row, uint32_t ranks);
 
 // The error's text when the sum is not 0: the pair, where it is one of this host, else this rank's sizes.
-std::string disagreement_text(const std::string& call, const HostExchange& exchange);
+std::string disagreement_text(const std::string& call, const HostParts& exchange);
 
 }  // namespace photinus

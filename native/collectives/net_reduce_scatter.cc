@@ -17,7 +17,7 @@ class Pipeline {
         part_elems_(call.elems),
         size_(size_bytes(call.dtype)),
         wire_(size_bytes(kernels_.partial.from)),
-        ranks_(ranks_of(levels)),
+        ranks_(levels.ranks()),
         algorithm_(algorithm),
         direct_(s_.locals.size() == 1 && call.reduction != Reduction::premul_sum && size_ == wire_),
         ring_(s_.depth() + 3),
@@ -55,11 +55,6 @@ class Pipeline {
   }
 
  private:
-  static uint32_t ranks_of(const Levels& levels) {
-    size_t ranks = 0;
-    for (const auto& host : levels.hosts) ranks += host.size();
-    return static_cast<uint32_t>(ranks);
-  }
   bool staged() const { return algorithm_ == Algorithm::staged && s_.locals.size() > 1; }
   uint64_t bytes(uint64_t chunk, uint64_t of_each) const { return cut_.chunk(chunk).elems * of_each; }
   uint32_t target(uint32_t host, size_t c) const { return s_.levels.hosts[host][s_.carried[c]]; }

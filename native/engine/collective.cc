@@ -7,6 +7,7 @@
 
 #include "base/log.h"
 #include "collectives/choose.h"
+#include "collectives/net.h"
 #include "collectives/shm.h"
 
 namespace photinus {
@@ -42,7 +43,11 @@ const Plan& CollectiveState::plan(const Call& call, Seat seat, Algorithm algorit
   auto found = plans_.find(key);
   if (found == plans_.end()) {
     if (plans_.size() >= kPlansKept) plans_.clear();
-    found = plans_.emplace(key, shm_plan(call, seat, algorithm, memory.sizes)).first;
+    found = plans_
+                .emplace(key, hosts ? net_plan(call, hosts->levels(), seat.rank, algorithm, memory.sizes,
+                                               hosts->sizes())
+                                    : shm_plan(call, seat, algorithm, memory.sizes))
+                .first;
   }
   last_ = &found->second;
   last_call_ = call;
@@ -57,7 +62,7 @@ Collective::Collective(const std::shared_ptr<Group>& group, const std::shared_pt
       state_(state),
       given_(std::move(submission)),
       sequence_(sequence),
-      executor_(*group->peers, *group->options.device, state->operands) {
+      executor_(*group->peers, *group->options.device, state->operands, state->hosts.get()) {
   // A list's all_gather sends the same to everybody: its size is worth telling.
   if (has_parts() && given_.call.operation == Operation::all_gather)
     given_.call.elems = given_.send_parts[0].elems;
@@ -86,19 +91,27 @@ Poll Collective::advance() {
   if (phase_ == Phase::meeting) {
     if (!all_posted()) return moved ? Poll::moved : Poll::blocked;
     next_ = 0;
-    agree_and_plan();
+    if (state_->hosts)
+      agree_on_host();
+    else
+      agree_and_plan();
     moved = true;
   }
-  if (run_steps(moved)) {
+  if (phase_ == Phase::working && run_steps(moved)) {
     if (reads_peers_) check_peers();
     return Poll::done;
   }
+  // Told and heard to the end, so that all ranks raise in the same call.
+  if (phase_ == Phase::disagreeing &&
+      (state_->hosts->meet() || (group_->peers->poll() && state_->hosts->meet())))
+    throw Error(ErrorKind::mismatch, state_->hosts->fault());
   return moved ? Poll::moved : Poll::blocked;
 }
 
 bool Collective::run_steps(bool& moved) {
   const size_t before = next_;
-  const bool done = executor_.run(*steps_, next_, given_.call, state_->memory);
+  bool done = executor_.run(*steps_, next_, given_.call, state_->memory);
+  if (!done && state_->hosts && phase_ == Phase::working) done = run_on_with_hosts();
   moved |= next_ != before;
   return done;
 }
@@ -113,22 +126,34 @@ void Collective::begin() {
   memory.send = static_cast<std::byte*>(const_cast<void*>(given_.send));
   memory.recv = static_cast<std::byte*>(given_.recv);
   memory.sequence = sequence_;
+  if (state_->hosts) memory.landing = state_->hosts->landing();
   if (has_parts()) {
     memory.send_parts.clear();
     memory.recv_parts.clear();
-    exchange_ = {seat.ranks, size_bytes(call.dtype), std::vector<PostedPart>(seat.ranks * seat.ranks)};
+    const uint64_t item_bytes = size_bytes(call.dtype);
+    PostedPart* const row = group_->peers->own().parts[sequence_ % 2];
     for (uint32_t peer = 0; peer < seat.ranks; ++peer) {
       const Part &out = given_.send_parts[peer], &in = given_.recv_parts[peer];
       memory.send_parts.push_back(static_cast<std::byte*>(out.buffer));
       memory.recv_parts.push_back(static_cast<std::byte*>(in.buffer));
-      PostedPart part{out.elems, in.elems,
-                      group_->peers->place(out.buffer, out.elems * exchange_.item_bytes)};
-      group_->peers->own().parts[sequence_ % 2][peer] = exchange_.parts[seat.rank * seat.ranks + peer] = part;
+      row[peer] = {out.elems, in.elems, group_->peers->place(out.buffer, out.elems * item_bytes)};
     }
-    own_steps_ = exchange_before(exchange_, seat, memory.sizes);
-  } else if (seat.ranks > 1 && is_flat(call, seat.ranks, memory.sizes)) {
+    if (state_->hosts) {
+      own_steps_ = net_exchange_before(exchange_of_hosts(), memory.sizes);
+    } else {
+      exchange_ = {seat.ranks, item_bytes, std::vector<PostedPart>(seat.ranks * seat.ranks)};
+      std::copy_n(row, seat.ranks, &exchange_.parts[seat.rank * seat.ranks]);
+      own_steps_ = exchange_before(exchange_, seat, memory.sizes);
+    }
+  } else if (seat.ranks > 1 && is_flat()) {
     steps_ = &state_->plan(call, seat, Algorithm::flat).before;
   }
+}
+
+bool Collective::is_flat() const {
+  const SlotSizes& sizes = state_->memory.sizes;
+  if (!state_->hosts) return photinus::is_flat(given_.call, group_->ranks(), sizes);
+  return photinus::is_flat(given_.call, state_->hosts->levels(), sizes, state_->hosts->sizes());
 }
 
 void Collective::post() {
@@ -172,8 +197,10 @@ void Collective::fetch(const PeerView& peer) const {
 // less with a core for each.
 bool Collective::all_posted() {
   const Peers& peers = *group_->peers;
-  while (met_ < peers.ranks() && peers.value(met_, Counter::posted) >= sequence_) fetch(peers[met_++]);
-  return met_ == peers.ranks();
+  const std::vector<uint32_t>& ranks = peers.locals();
+  while (met_ < ranks.size() && peers.value(ranks[met_], Counter::posted) >= sequence_)
+    fetch(peers[ranks[met_++]]);
+  return met_ == ranks.size();
 }
 
 void Collective::agree_and_plan() {
@@ -198,13 +225,9 @@ void Collective::agree_and_plan() {
     for (uint32_t rank = 0; rank < ranks; ++rank)
       calls.push_back({memory.descriptors[rank], peers[rank].block->sites[side],
                        peers[rank].block->labels[side], RankSet::of(rank)});
-    std::string message = mismatch_text(group_->options.name, sequence_, calls);
-    if (!alike) throw Error(ErrorKind::mismatch, message);
+    if (!alike) throw Error(ErrorKind::mismatch, mismatch_text(group_->options.name, sequence_, calls));
     if (group_->options.strict_sites)
-      throw Error(ErrorKind::mismatch,
-                  message +
-                      " (The calls look alike, but all ranks have called from each of these lines together "
-                      "before, or have just swapped them: the ranks are out of step.)");
+      throw Error(ErrorKind::mismatch, out_of_step_text(group_->options.name, sequence_, calls));
     if (group_->rank() == 0) say(suspicion_text(group_->options.name, sequence_, calls));
   }
   const Seat seat{group_->rank(), ranks};
@@ -254,8 +277,7 @@ void Collective::check_peers() const {
 // Waits a little for those who may be at work on this rank's tensors: all have posted, so they have begun.
 void Collective::await_peers() const {
   const Peers& peers = *group_->peers;
-  const uint32_t ranks = peers.ranks();
-  for (uint32_t rank = 0; rank < ranks; ++rank)
+  for (const uint32_t rank : peers.locals())
     if (peers.value(rank, Counter::posted) < sequence_) return;  // nobody has begun, and nobody will
   auto is_through = [&](uint32_t rank) {
     return rank == peers.rank() || peers.value(rank, Counter::finished) >= mark(sequence_, 1) ||
@@ -263,13 +285,14 @@ void Collective::await_peers() const {
            peers.is_lost(rank);
   };
   const Deadline deadline = Deadline::in(kAwaitPeers_s);
-  for (uint32_t rank = 0; rank < ranks; ++rank)
+  for (const uint32_t rank : peers.locals())
     while (!is_through(rank) && !deadline.passed()) usleep(200);
 }
 
 void Collective::fail(const std::exception_ptr& error) {
   group_->keep_error(error);
   if (!executor_.copy().settle(kSettle_s)) Group::retire(group_);
+  if (state_->hosts && phase_ >= Phase::working) state_->hosts->forget();
   if (phase_ == Phase::queued || !group_->failure()) return;
   await_peers();
   // Peers that are stopped may still write into tensors that lie in the arena, for ever: it is not used
@@ -279,10 +302,11 @@ void Collective::fail(const std::exception_ptr& error) {
   arena->retire(given_.send);
 }
 
-std::vector<uint32_t> Collective::missing() const {
+std::vector<uint32_t> Collective::missing() {
+  if (phase_ == Phase::disagreeing) return state_->hosts->missing();
   if (phase_ == Phase::working) return executor_.missing((*steps_)[next_], sequence_);
   std::vector<uint32_t> ranks;
-  for (uint32_t rank = met_; rank < group_->ranks(); ++rank)
+  for (const uint32_t rank : group_->peers->locals())
     if (group_->peers->value(rank, Counter::posted) < sequence_) ranks.push_back(rank);
   return ranks;
 }

@@ -10,6 +10,7 @@
 
 #include "collectives/exchange.h"
 #include "collectives/mismatch.h"
+#include "collectives/net_exchange.h"
 #include "collectives/update_history.h"
 #include "engine/executor.h"
 #include "engine/group.h"
@@ -52,6 +53,7 @@ struct CollectiveState {
   Operands operands;
   SiteHistory sites;
   UpdateHistory updates;
+  std::unique_ptr<HostTraffic> hosts;  // null: all ranks are on one
 
   const Plan& plan(const Call& call, Seat seat, Algorithm algorithm);
 
@@ -80,11 +82,18 @@ class Collective final : public Work {
   bool run_steps(bool& moved);
   void post();
   bool all_posted();
+  bool is_flat() const;
   void fetch(const PeerView& peer) const;
   void check_peers() const;
   void await_peers() const;
   void agree_and_plan();
-  std::vector<uint32_t> missing() const;
+  // Over several hosts (collective_hosts.cc).
+  void agree_on_host();
+  void plan_over_hosts();
+  HostParts exchange_of_hosts() const;
+  std::string fault_of(const HostPost& post);
+  bool run_on_with_hosts();
+  std::vector<uint32_t> missing();
 
   std::shared_ptr<Group> group_;
   std::shared_ptr<Watchdog> watchdog_;
@@ -93,8 +102,8 @@ class Collective final : public Work {
   uint64_t sequence_;
   std::optional<WaitState> wait_;
 
-  enum class Phase : uint8_t { queued, preparing, meeting, working } phase_ = Phase::queued;
-  uint32_t met_ = 0;  // ranks below have posted
+  enum class Phase : uint8_t { queued, preparing, meeting, working, disagreeing } phase_ = Phase::queued;
+  size_t met_ = 0;  // so many ranks of this host have posted
   Exchange exchange_;
   std::vector<Step> own_steps_;  // of calls with parts
   const std::vector<Step>* steps_ = &own_steps_;

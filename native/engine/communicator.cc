@@ -23,9 +23,13 @@ Communicator::Communicator(const Options& options)
       watchdog_(std::make_shared<Watchdog>(*group_)),
       send_orders_(std::make_shared<SendOrders>()),
       state_(std::make_shared<CollectiveState>()),
-      collectives_(std::make_shared<Lane>(group_->peers, SpinTimes::for_ranks(options.world_size))) {
+      collectives_(std::make_shared<Lane>(group_->peers, group_->levels
+                                                             ? SpinTimes::for_hosts()
+                                                             : SpinTimes::for_ranks(options.world_size))) {
   send_orders_->orders.resize(options.world_size);
   state_->memory.sizes = group_->options.sizes;
+  if (group_->levels)
+    state_->hosts = std::make_unique<HostTraffic>(*group_->peers, *group_->levels, group_->options.net);
 }
 
 Communicator::~Communicator() {
@@ -170,7 +174,7 @@ std::shared_ptr<Work> Communicator::submit(const MessageCall& call) {
       return entry.second.use_count() == 1 && entry.second->is_empty();
     });
   std::shared_ptr<Lane>& lane = messages_[{call.operation, call.peer, call.tag}];
-  if (!lane) lane = std::make_shared<Lane>(group_->peers, SpinTimes::for_ranks(group_->ranks()));
+  if (!lane) lane = std::make_shared<Lane>(group_->peers, collectives_->spin_times());
   std::shared_ptr<Work> work;
   if (call.operation == Operation::send)
     work = std::make_shared<Send>(group_, watchdog_, call, send_orders_);

@@ -23,7 +23,9 @@ std::byte* Memory::find(const Region& region, const Peers& peers) const {
       return peer.slots + sequence % 2 * sizes.flat_bytes + region.offset_bytes;
     case Place::slot:
       return peer.slots + 2 * sizes.flat_bytes + region.offset_bytes;
-    case Place::landing:  // of plans that use links
+    case Place::landing:
+      assert(own && "nobody reads another rank's landing");
+      return landing + region.offset_bytes;
     case Place::none:
       break;
   }
@@ -49,14 +51,24 @@ bool Executor::run(const std::vector<Step>& steps, size_t& next, const Call& cal
       case Step::Kind::wait:
         if (!is_reached(step, memory.sequence)) return false;
         break;
-      case Step::Kind::send:
-      case Step::Kind::receive:
-      case Step::Kind::wait_sent:
-      case Step::Kind::wait_received:
       case Step::Kind::tell:
+        hosts_->tell(step.value);
+        break;
       case Step::Kind::hear:
-        assert(false && "plans of one host use no links");
-        return false;
+        if (!hosts_->hear(step.value) || hosts_->is_refused()) return false;
+        break;
+      case Step::Kind::send:
+        if (!hosts_->send(step.rank, memory.find(step.from, peers_), step.bytes)) return false;
+        break;
+      case Step::Kind::receive:
+        if (!hosts_->receive(step.rank, memory.find(step.to, peers_), step.bytes)) return false;
+        break;
+      case Step::Kind::wait_sent:
+        if (!hosts_->have_left(step.rank, step.value)) return false;
+        break;
+      case Step::Kind::wait_received:
+        if (!hosts_->have_come(step.rank, step.value)) return false;
+        break;
     }
   }
   return true;
@@ -66,14 +78,29 @@ bool Executor::run(const std::vector<Step>& steps, size_t& next, const Call& cal
 bool Executor::is_reached(const Step& step, uint64_t sequence) const {
   const uint64_t wanted = mark(sequence, step.value);
   if (step.rank != kEveryone) return peers_.value(step.rank, step.counter) >= wanted;
-  for (uint32_t rank = 0; rank < peers_.ranks(); ++rank)
+  for (const uint32_t rank : peers_.locals())
     if (peers_.value(rank, step.counter) < wanted) return false;
   return true;
 }
 
-std::vector<uint32_t> Executor::missing(const Step& step, uint64_t sequence) const {
+std::vector<uint32_t> Executor::missing(const Step& step, uint64_t sequence) {
   std::vector<uint32_t> ranks;
-  for (uint32_t rank = 0; rank < peers_.ranks(); ++rank)
+  switch (step.kind) {
+    case Step::Kind::hear:
+      return hosts_->missing();
+    case Step::Kind::send:
+    case Step::Kind::receive:
+      return {step.rank};
+    case Step::Kind::wait_sent:
+      if (!hosts_->have_left(step.rank, step.value)) ranks.push_back(step.rank);
+      return ranks;
+    case Step::Kind::wait_received:
+      if (!hosts_->have_come(step.rank, step.value)) ranks.push_back(step.rank);
+      return ranks;
+    default:
+      break;
+  }
+  for (const uint32_t rank : peers_.locals())
     if ((step.rank == kEveryone || step.rank == rank) &&
         peers_.value(rank, step.counter) < mark(sequence, step.value))
       ranks.push_back(rank);
@@ -91,11 +118,11 @@ void Executor::reduce(const Step& step, const Call& call, const Memory& memory) 
     factors.clear();
     for (const Region& source : step.sources) factors.push_back(memory.factors[source.rank]);
   }
-  ReduceFunction function = find_reduce(call.dtype, call.reduction, best_instruction_set());
-  assert(function && "calls without a kernel are refused when they are submitted");
-  function({sources.data(), static_cast<uint32_t>(sources.size()), destinations.data(),
-            static_cast<uint32_t>(destinations.size()), step.bytes / size_bytes(call.dtype), peers_.ranks(),
-            premultiplies ? factors.data() : nullptr});
+  const Kernel kernel = step.kernel.value_or(Kernel{call.reduction, call.dtype, call.dtype});
+  reduce_between(kernel.from, kernel.to, kernel.reduction, best_instruction_set(),
+                 {sources.data(), static_cast<uint32_t>(sources.size()), destinations.data(),
+                  static_cast<uint32_t>(destinations.size()), step.bytes / size_bytes(kernel.from),
+                  peers_.ranks(), premultiplies ? factors.data() : nullptr});
 }
 
 }  // namespace photinus

@@ -7,6 +7,7 @@
 
 #include "collectives/plan.h"
 #include "device/device.h"
+#include "engine/host_traffic.h"
 #include "kernels/reduce.h"
 #include "peers/peers.h"
 
@@ -16,6 +17,7 @@ namespace photinus {
 struct Memory {
   std::byte* send = nullptr;  // the own tensors
   std::byte* recv = nullptr;
+  std::byte* landing = nullptr;
   std::vector<std::byte*> send_parts, recv_parts;  // the own ones, by peer
   std::vector<CallDescriptor> descriptors;         // by rank, once ranks have met: where peers' tensors lie
   SlotSizes sizes;
@@ -34,15 +36,16 @@ struct Operands {
 
 class Executor {
  public:
-  Executor(Peers& peers, Device& device, Operands& operands)
-      : peers_(peers), copy_(device), operands_(operands) {}
+  // `hosts`: null where all ranks are on one.
+  Executor(Peers& peers, Device& device, Operands& operands, HostTraffic* hosts)
+      : peers_(peers), copy_(device), operands_(operands), hosts_(hosts) {}
 
-  // Does steps from `next` on; false when the step at `next` must wait.
+  // Does steps from `next` on; false when the step at `next` must wait, or when hosts turn out to disagree.
   bool run(const std::vector<Step>& steps, size_t& next, const Call& call, const Memory& memory);
   // The copy for which `run` ended, if it did for one.
   CopyInFlight& copy() { return copy_; }
   // The ranks for which a wait step waits.
-  std::vector<uint32_t> missing(const Step& step, uint64_t sequence) const;
+  std::vector<uint32_t> missing(const Step& step, uint64_t sequence);
 
  private:
   bool is_reached(const Step& step, uint64_t sequence) const;
@@ -51,6 +54,7 @@ class Executor {
   Peers& peers_;
   CopyInFlight copy_;
   Operands& operands_;
+  HostTraffic* const hosts_;
 };
 
 }  // namespace photinus

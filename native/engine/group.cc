@@ -17,6 +17,9 @@ GroupOptions checked(GroupOptions options) {
   if (options.world_size < 1 || options.world_size > kRanksLimit || options.rank >= options.world_size)
     throw Error(ErrorKind::invalid_argument, text("rank %u of %u: needs 0 <= rank < world_size <= %u",
                                                   options.rank, options.world_size, kRanksLimit));
+  if (!options.places.empty() && options.places.size() != options.world_size)
+    throw Error(ErrorKind::invalid_argument, text("places of %zu ranks were given for a group of %u",
+                                                  options.places.size(), options.world_size));
   // A chunk holds a cache line for each rank; that is a need of the plans, not of the user.
   options.sizes.chunk_bytes = std::max<uint64_t>(options.sizes.chunk_bytes, options.world_size * kLineBytes);
   if (options.sizes.chunks < 3 || options.sizes.chunk_bytes % kLineBytes ||
@@ -40,12 +43,33 @@ uint64_t id_of(const std::string& address, uint64_t fallback) {
   return address.empty() ? fallback : hash | 1;
 }
 
-std::shared_ptr<Peers> meet(const GroupOptions& options) {
+std::optional<Levels> levels_among(const GroupOptions& options) {
+  std::vector<std::string> hosts;
+  for (const HostPlace& place : options.places) hosts.push_back(place.host_key);
+  if (std::all_of(hosts.begin(), hosts.end(), [&](const auto& host) { return host == hosts[0]; }))
+    return std::nullopt;
+  return levels_of(hosts);
+}
+
+std::shared_ptr<Peers> meet(const GroupOptions& options, const std::optional<Levels>& levels) {
   const SlotSizes& sizes = options.sizes;
   const uint64_t settings = (sizes.flat_bytes * 1000003 + sizes.chunk_bytes) * 1000003 + sizes.chunks;
-  return std::make_shared<ShmPeers>(ShmPeers::Options{
-      options.rank, options.world_size, options.address, options.name, sizes.bytes(), settings,
-      options.limits.timeout_s, options.limits.waiting_s, options.progress->arena()});
+  const ShmPeers::Options ranks{options.rank,
+                                options.world_size,
+                                options.address,
+                                options.name,
+                                sizes.bytes(),
+                                settings,
+                                options.limits.timeout_s,
+                                options.limits.waiting_s,
+                                options.progress->arena()};
+  if (!levels) return std::make_shared<ShmPeers>(ranks);
+  std::vector<uint32_t> counterparts;
+  for (size_t level = 0; level < levels->sizes.size(); ++level)
+    for (const uint32_t rank : levels->counterparts(options.rank, level)) counterparts.push_back(rank);
+  return std::make_shared<NetPeers>(NetPeers::Options{ranks, options.places, counterparts, options.job,
+                                                      options.attempt, options.network,
+                                                      &options.progress->processes()});
 }
 
 }  // namespace
@@ -53,9 +77,10 @@ std::shared_ptr<Peers> meet(const GroupOptions& options) {
 Group::Group(const GroupOptions& given)
     : options(checked(given)),
       owner(getpid()),
-      peers(options.peers ? options.peers : meet(options)),
+      levels(levels_among(options)),
+      peers(options.peers ? options.peers : meet(options, levels)),
       id(id_of(options.address, peers->own().page->id.load())) {
-  for (uint32_t rank = 0; rank < ranks(); ++rank)
+  for (const uint32_t rank : peers->locals())
     options.progress->processes().add((*peers)[rank].page, peers->who(rank));
 }
 

@@ -8,11 +8,16 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "base/error.h"
+#include "collectives/levels.h"
+#include "collectives/net.h"
 #include "collectives/plan.h"
 #include "device/device.h"
+#include "hosts/net_peers.h"
 #include "peers/peers.h"
 #include "progress/progress.h"
 
@@ -35,8 +40,14 @@ struct GroupOptions {
   Limits limits;
   std::shared_ptr<Progress> progress;  // default: this process's
   SlotSizes sizes;
-  bool strict_sites = false;  // calls from lines that show ranks out of step are errors, not warnings
-  // The other ranks, when they have been met already; default: those of this host that have the address.
+  NetSizes net;
+  // Where each rank is, if not all are on this host; the group's address is then known on all hosts.
+  std::vector<HostPlace> places;
+  std::string job;                   // for links: those of another job or attempt are refused
+  uint32_t attempt = 0;              // of the job
+  std::shared_ptr<Network> network;  // default: this process's
+  bool strict_sites = false;         // calls from lines that show ranks out of step are errors, not warnings
+  // The other ranks, when they have been met already; default: those that have the address.
   std::shared_ptr<Peers> peers;
   // What copies between the callers' tensors and memory that peers see; default: the host's processor.
   std::shared_ptr<Device> device;
@@ -87,6 +98,7 @@ class Group {
 
   const GroupOptions options;
   const pid_t owner;
+  const std::optional<Levels> levels;  // of the hosts, where there are several
   const std::shared_ptr<Peers> peers;
   const uint64_t id;  // the same on all ranks, another for each group
 

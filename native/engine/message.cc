@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "hosts/words.h"
+
 namespace photinus {
 namespace {
 
@@ -56,6 +58,7 @@ void MessageWork::begin() {
 void MessageWork::fail(const std::exception_ptr& error) {
   group_->keep_error(error);
   if (!copy_.settle(kSettle_s)) Group::retire(group_);
+  if (transfers_) group_->peers->forget(kMessages);  // after anything but a mismatch the group is over
 }
 
 double MessageWork::look(bool caller_waits) {
@@ -82,13 +85,18 @@ Send::~Send() {
 }
 
 bool Send::make_offer() {
+  if (!group_->peers->is_local(call_.peer) && !group_->peers->link(call_.peer, LinkUse::send)) {
+    group_->peers->poll();
+    return false;
+  }
   std::lock_guard lock(send_orders_->claiming);
   Offer* all = (*group_->peers)[call_.peer].sent;
   for (Offer* offer = all; offer < all + kOffers; ++offer) {
     if (offer->look().state != OfferState::free) continue;
     const std::shared_ptr<Arena>& arena = group_->options.progress->arena();
     const uint64_t place = group_->peers->place(call_.buffer, bytes());
-    if (place == kNowhere && bytes() > 0) ring_ = arena->allocate(std::min(bytes(), kRingBytes));
+    const bool is_local = group_->peers->is_local(call_.peer);
+    if (is_local && place == kNowhere && bytes() > 0) ring_ = arena->allocate(std::min(bytes(), kRingBytes));
     offer->dtype = call_.dtype;
     offer->tag.store(call_.tag, std::memory_order_relaxed);
     order_ = send_orders_->orders[call_.peer]++;
@@ -125,8 +133,25 @@ bool Send::fill() {
   return filled != start;
 }
 
+// Gives the data to the link once the receiver has a place for them; whether it did so now.
+bool Send::send_frame() {
+  const OfferState state = offer_->look().state;
+  if (transfers_ || bytes() == 0 || (state != OfferState::taken && state != OfferState::done)) return false;
+  Link* const link = group_->peers->link(call_.peer, LinkUse::send);
+  if (!link) return false;
+  const iovec piece{call_.buffer, bytes()};
+  transfers_ = true;
+  try {
+    link->send(kMessages, order_, {&piece, 1}, transfer_, kMessageStream);
+  } catch (const Error&) {
+    if (!link->has_failed()) throw;  // the receiver is about to be known as lost
+  }
+  return true;
+}
+
 bool Send::can_go_on() const {
   if (!offer_) {
+    if (!group_->peers->is_local(call_.peer) && !group_->peers->link(call_.peer, LinkUse::send)) return false;
     Offer* all = (*group_->peers)[call_.peer].sent;
     return std::any_of(all, all + kOffers,
                        [](const Offer& offer) { return offer.look().state == OfferState::free; });
@@ -143,7 +168,12 @@ Poll Send::advance() {
     if (!make_offer()) return Poll::blocked;
     moved = true;
   }
-  moved |= fill();
+  if (group_->peers->is_local(call_.peer)) {
+    moved |= fill();
+  } else {
+    group_->peers->poll();
+    moved |= send_frame();
+  }
   if (copy_.is_running()) return moved ? Poll::moved : Poll::blocked;
   const OfferState state = offer_->look().state;
   if (state == OfferState::done) {
@@ -195,6 +225,7 @@ bool Receive::take_offer() {
 }
 
 bool Receive::can_go_on() const {
+  if (offer_ && !group_->peers->is_local(source_)) return transfer_.is_done();
   if (offer_) return offer_->filled.load() > offer_->drained.load();
   for (uint32_t from = 0; from < group_->ranks(); ++from)
     if (OfferWord seen; from != group_->rank() && (call_.peer == kAnyRank || call_.peer == from))
@@ -202,11 +233,27 @@ bool Receive::can_go_on() const {
   return false;
 }
 
+// Gives the link the place for the data and says so; whether they have come.
+bool Receive::receive_frame() {
+  Link* const link = group_->peers->link(source_, LinkUse::receive);
+  if (!transfers_ && link) {
+    transfers_ = true;
+    try {
+      link->expect(kMessages, order_, call_.buffer, bytes(), transfer_);
+    } catch (const Error&) {
+      if (!link->has_failed()) throw;  // the sender is about to be known as lost
+    }
+    group_->peers->show(source_, *offer_);
+  }
+  group_->peers->poll();
+  return transfer_.is_done();
+}
+
 Poll Receive::advance() {
   bool moved = false;
   if (!wait_) begin();
   if (!offer_) {
-    if (!take_offer()) return Poll::blocked;
+    if (!take_offer() && !(group_->peers->poll() && take_offer())) return Poll::blocked;
     moved = true;
     if (offer_->dtype != call_.dtype || offer_->elems != call_.elems) {
       offer_->recv_dtype = call_.dtype;
@@ -219,7 +266,9 @@ Poll Receive::advance() {
     }
   }
   auto* to = static_cast<std::byte*>(call_.buffer);
-  if (offer_->ring_bytes == 0) {
+  if (!group_->peers->is_local(source_)) {
+    if (bytes() > 0 && !receive_frame()) return moved ? Poll::moved : Poll::blocked;
+  } else if (offer_->ring_bytes == 0) {
     if (bytes() > 0 && !copy_.run(to, (*group_->peers)[source_].memory + offer_->offset, bytes()))
       return moved ? Poll::moved : Poll::blocked;
   } else {

@@ -1,4 +1,6 @@
-// A message from one rank to another (send, recv) as a state machine over a channel (peers/offers.h).
+// A message from one rank to another (send, recv) as a state machine over a channel (peers/offers.h). To a
+// rank of another host the data go over a link, in one frame, once the offer is taken: its place is known
+// then.
 #pragma once
 
 #include <mutex>
@@ -8,6 +10,7 @@
 #include "engine/collective.h"
 #include "engine/group.h"
 #include "engine/watchdog.h"
+#include "net/link.h"
 #include "progress/work.h"
 
 namespace photinus {
@@ -48,7 +51,6 @@ class MessageWork : public Work {
   virtual bool can_go_on() const = 0;  // whether advance() would find something to do
   void begin();
   uint64_t bytes() const { return call_.elems * size_bytes(call_.dtype); }
-
   std::shared_ptr<Group> group_;
   std::shared_ptr<Watchdog> watchdog_;
   MessageCall call_;
@@ -57,6 +59,8 @@ class MessageWork : public Work {
   uint64_t piece_ = 0;  // bytes of the copy
   Offer* offer_ = nullptr;
   uint64_t order_ = 0;  // of the offer
+  Transfer transfer_;   // to or from a rank of another host
+  bool transfers_ = false;
 };
 
 class Send final : public MessageWork {
@@ -71,6 +75,7 @@ class Send final : public MessageWork {
   bool can_go_on() const override;
   bool make_offer();
   bool fill();
+  bool send_frame();
 
   std::shared_ptr<SendOrders> send_orders_;
   std::byte* ring_ = nullptr;  // in the arena, when the tensor does not lie there
@@ -86,6 +91,7 @@ class Receive final : public MessageWork {
   bool can_go_on() const override;
   Offer* find_offer(uint32_t from, OfferWord& seen) const;
   bool take_offer();
+  bool receive_frame();
 
   uint32_t source_ = kAnyRank;
 };

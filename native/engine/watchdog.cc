@@ -211,8 +211,10 @@ double Watchdog::look_for_deadlock(WaitState& wait, const std::vector<uint32_t>&
   mine.wait_record.affirm();
   std::vector<uint64_t> waits_for;
   for (uint32_t rank : missing) waits_for.push_back((*group_.peers)[rank].page->id.load());
-  if (wait.published != missing || wait.published_version != mine.wait_record.version()) {
+  if (wait.published != missing || wait.published_for != waits_for ||
+      wait.published_version != mine.wait_record.version()) {
     wait.published_version = mine.wait_record.write({lane, waits_for, description});
+    wait.published_for = waits_for;
     wait.published = missing;
     for (uint32_t rank : missing) group_.peers->wake(rank);  // so that both sides see the cycle
   }

@@ -20,13 +20,14 @@ struct WaitState {
 
   Deadline deadline;
   double last_look_s = 0;
-  bool any_will_do = false;         // one of the missing ranks suffices
-  bool is_message = false;          // a message has no place in the sequence of collectives
-  bool spoke = false;               // of the ranks that have not come
-  double consequence_since_s = 0;   // since when only the consequence of another rank's end is known
-  std::vector<uint32_t> published;  // the missing ranks that peers know of, as of
-  uint64_t published_version = 0;   // this version of the process's page
-  uint64_t cycle = 0;               // fingerprint of the cycle that was seen last
+  bool any_will_do = false;             // one of the missing ranks suffices
+  bool is_message = false;              // a message has no place in the sequence of collectives
+  bool spoke = false;                   // of the ranks that have not come
+  double consequence_since_s = 0;       // since when only the consequence of another rank's end is known
+  std::vector<uint32_t> published;      // the missing ranks that peers know of, as of
+  uint64_t published_version = 0;       // this version of the process's page
+  std::vector<uint64_t> published_for;  // their processes; of other hosts' they come to be known later
+  uint64_t cycle = 0;                   // fingerprint of the cycle that was seen last
   double cycle_since_s = 0;
   std::vector<uint64_t> affirmed;  // by its processes, when it was first seen
 };

@@ -1,6 +1,7 @@
 #include "net/connections.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "base/error.h"
 #include "base/file_descriptor.h"
@@ -121,8 +122,10 @@ std::shared_ptr<Opening> Connections::open(const std::string& job, const std::st
     throw Error(ErrorKind::invalid_argument,
                 text("a second link with rank %u of group %s was asked for", peer, group.c_str()));
   opening->until_s_ = now_s() + deadline.left_s();
-  under_way_.push_back(opening);
-  busy_.store(true);
+  if (std::isfinite(opening->until_s_)) {  // what may come at any time needs no work
+    under_way_.push_back(opening);
+    busy_.store(true);
+  }
   return opening;
 }
 

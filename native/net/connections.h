@@ -97,7 +97,8 @@ class Connections {
   // The group's openings fail, its listener's ear closes; its links live on.
   void leave(const std::string& job, const std::string& group);
   // A link with a peer of a group that was joined; exactly one of the two dials. `addresses`: of the peer;
-  // streams for data spread over them. `handler` is the link's.
+  // streams for data spread over them. `handler` is the link's. Who awaits may do so for ever (an infinite
+  // deadline).
   std::shared_ptr<Opening> dial(const std::string& job, const std::string& group, uint32_t peer,
                                 const std::vector<SocketAddress>& addresses, const Deadline& deadline,
                                 Link::Handler handler);

@@ -1,5 +1,6 @@
 // All that an operation asks of the other ranks of its group, whatever carries it: shared memory
-// (shm/shm_peers.h), delays and deaths made up by a test (tests/fake_peers.h).
+// (shm/shm_peers.h), links to other hosts beside it (hosts/net_peers.h), delays and deaths made up by a test
+// (tests/fake_peers.h).
 //
 // What is known here of a rank lies in memory, so looking at it is a load; whoever carries what ranks say
 // keeps it up to date. What this rank says goes through the virtual functions. The promise: who sees a
@@ -10,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -19,12 +21,17 @@
 
 namespace photinus {
 
+class Link;
+enum class LinkUse : uint8_t { collective, send, receive };
+
 // One rank, as it is seen here. Only `received` of others is written here, and what is this rank's own.
 struct PeerView {
   RankBlock* block = nullptr;
   PostedPart* parts[2] = {};          // that it posted with calls of even and odd numbers, one for each rank
   std::shared_ptr<ProcessPage> page;  // of its process
-  std::byte* memory = nullptr;  // what it sees of this rank's memory begins there: offsets count from it
+  // What this rank sees of its memory begins there: offsets count from it. Null, like the slots and the
+  // parts: it is on another host.
+  std::byte* memory = nullptr;
   std::byte* slots = nullptr;
   Offer* sent = nullptr;      // kOffers to it
   Offer* received = nullptr;  // kOffers from it
@@ -41,6 +48,9 @@ class Peers {
 
   const PeerView& operator[](uint32_t rank) const { return views_[rank]; }
   const PeerView& own() const { return views_[rank_]; }
+  // The ranks of this host, which share memory; the others are known by what comes over links.
+  const std::vector<uint32_t>& locals() const { return locals_; }
+  bool is_local(uint32_t rank) const { return views_[rank].memory; }
   uint64_t value(uint32_t rank, Counter counter) const {
     return views_[rank].block->counter(counter).load(std::memory_order_seq_cst);
   }
@@ -77,11 +87,28 @@ class Peers {
   // Nothing is seen or said any more.
   virtual void close() = 0;
 
+  // --- ranks of other hosts
+
+  // The link with one; null while it is being made, and when it has ended (then is_lost will say so). The
+  // first call makes it; that of a receiver is made by the sender.
+  virtual Link* link(uint32_t, LinkUse) { return nullptr; }
+  // An operation was given up: what comes and goes on its channel of all links is dropped.
+  virtual void forget(uint32_t) {}
+  // Tells one what is known here of the collective of this number, and what it has told; empty: nothing yet.
+  // Who tells of number s has heard in s-1 from all that it tells and hears in s.
+  virtual void tell(uint32_t, uint64_t, std::span<const std::byte>) {}
+  virtual std::span<const std::byte> told(uint32_t, uint64_t) const { return {}; }
+  // Brings in what has come, for a thread that waits; whether something has.
+  virtual bool poll() { return false; }
+
  protected:
-  Peers(uint32_t rank, uint32_t ranks) : rank_(rank), views_(ranks) {}
+  Peers(uint32_t rank, uint32_t ranks) : rank_(rank), views_(ranks) {
+    for (uint32_t r = 0; r < ranks; ++r) locals_.push_back(r);
+  }
 
   const uint32_t rank_;
   std::vector<PeerView> views_;
+  std::vector<uint32_t> locals_;
 };
 
 }  // namespace photinus

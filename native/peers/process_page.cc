@@ -38,6 +38,12 @@ std::vector<WaitRecord::Wait> WaitRecord::deadlocked() const {
   return waits;
 }
 
+void WaitRecord::mirror(const Facts& facts) {
+  write(facts);
+  affirmed_.store(facts.affirmed, std::memory_order_seq_cst);
+  version_.store(facts.version, std::memory_order_seq_cst);
+}
+
 std::optional<WaitRecord::Facts> WaitRecord::read() const {
   Facts facts;
   facts.version = version_.load(std::memory_order_seq_cst);

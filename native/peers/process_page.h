@@ -42,6 +42,8 @@ class WaitRecord {
   void set_deadlocked(const std::vector<Wait>& waits);
   std::vector<Wait> deadlocked() const;
   std::optional<Facts> read() const;  // nothing when it is not stuck, or moved while it was read
+  // What another process's record holds, as it was told; lane 0: it is not stuck.
+  void mirror(const Facts& facts);
 
  private:
   std::atomic<uint64_t> version_{0};  // odd while it is written

@@ -32,6 +32,7 @@ class Lane {
   // `peers`: the ranks for which this lane's operations wait.
   Lane(std::shared_ptr<Peers> peers, const SpinTimes& times) : peers_(std::move(peers)), spin_(times) {}
   bool is_empty() const { return !first_.load(std::memory_order_seq_cst); }
+  const SpinTimes& spin_times() const { return spin_; }
 
  private:
   friend class Progress;

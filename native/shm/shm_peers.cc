@@ -9,25 +9,28 @@ namespace {
 constexpr size_t kSleepersBytes = 64;
 
 struct Offsets {
-  size_t parts, offers, slots, end;
-  Offsets(uint32_t ranks, uint64_t slot_bytes) {
+  size_t parts, offers, slots, losses, end;
+  Offsets(uint32_t ranks, uint32_t all_ranks, uint64_t slot_bytes) {
+    const uint32_t each = all_ranks ? all_ranks : ranks;
     auto page_up = [](size_t bytes) { return (bytes + 4095) / 4096 * 4096; };
     parts = kSleepersBytes + ranks * sizeof(RankBlock);
-    offers = page_up(parts + sizeof(PostedPart) * 2 * ranks * ranks);
+    offers = page_up(parts + sizeof(PostedPart) * 2 * ranks * each);
     slots = page_up(offers + sizeof(Offer) * kOffers * ranks * ranks);
-    end = slots + slot_bytes * ranks;
+    losses = slots + slot_bytes * ranks;
+    end = losses + sizeof(Loss) * all_ranks;
   }
 };
 
 }  // namespace
 
 ShmPeers::ShmPeers(const Options& options) : Peers(options.rank, options.world_size), arena_(options.arena) {
-  const uint32_t ranks = options.world_size;
-  const Offsets layout(ranks, options.slot_bytes);
+  const uint32_t ranks = options.world_size, parts = options.all_ranks ? options.all_ranks : ranks;
+  const Offsets layout(ranks, options.all_ranks, options.slot_bytes);
   local_ = join_local_group(rank_, ranks, options.address, options.name, {layout.end, options.settings},
                             arena_, Deadline::in(options.timeout_s), options.waiting_s);
   std::byte* base = local_.shared->base();
   sleepers_ = reinterpret_cast<std::atomic<uint32_t>*>(base);
+  losses_ = reinterpret_cast<Loss*>(base + layout.losses);
   auto offers = [&](uint32_t from, uint32_t to) {
     return reinterpret_cast<Offer*>(base + layout.offers) + (from * ranks + to) * kOffers;
   };
@@ -35,7 +38,7 @@ ShmPeers::ShmPeers(const Options& options) : Peers(options.rank, options.world_s
     PeerView& view = views_[rank];
     view.block = reinterpret_cast<RankBlock*>(base + kSleepersBytes) + rank;
     for (uint32_t side : {0u, 1u})
-      view.parts[side] = reinterpret_cast<PostedPart*>(base + layout.parts) + (side * ranks + rank) * ranks;
+      view.parts[side] = reinterpret_cast<PostedPart*>(base + layout.parts) + (side * ranks + rank) * parts;
     view.page = {local_.peers[rank].arena, &Arena::page_of(*local_.peers[rank].arena)};
     view.memory = local_.peers[rank].arena->base();
     view.slots = base + layout.slots + rank * options.slot_bytes;
@@ -44,8 +47,10 @@ ShmPeers::ShmPeers(const Options& options) : Peers(options.rank, options.world_s
   }
   own().block->presence.store(Presence::active, std::memory_order_release);
   if (ranks > 1)
-    watch_.emplace(local_.peers, *this, own().page->heartbeat,
-                   [this](uint32_t) { photinus::wake(own().page->futex); });
+    watch_.emplace(local_.peers, *this, own().page->heartbeat, [this, on_loss = options.on_loss](uint32_t) {
+      photinus::wake(own().page->futex);
+      on_loss();
+    });
 }
 
 std::string ShmPeers::who(uint32_t rank) const {

@@ -7,10 +7,12 @@
 //   parts      for each rank two rows, of even and odd calls, with one part for each rank
 //   offers     for each ordered pair of ranks a page of offers; begins on a page of memory, as what follows
 //   slots      of each rank
+//   losses     one for each rank of all hosts, if there are others
 //
 // Fresh memory, all zero, is a group in which nobody is present: no rank has to prepare it for the others.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -24,6 +26,13 @@
 
 namespace photinus {
 
+// That a rank of another host went without a word, and how: the first of this host to know tells the others.
+struct Loss {
+  enum State : uint32_t { none, being_written, known };
+  std::atomic<uint32_t> state{none};
+  char how[252] = {};
+};
+
 class ShmPeers final : public Peers {
  public:
   struct Options {
@@ -33,6 +42,8 @@ class ShmPeers final : public Peers {
     uint64_t settings = 0;    // a fingerprint of what must be equal on all ranks besides
     double timeout_s = 300, waiting_s = 5;
     std::shared_ptr<Arena> arena;
+    uint32_t all_ranks = 0;  // of all hosts, and as many parts does each rank post; 0: there is one host
+    std::function<void()> on_loss = [] {};  // runs when a rank has gone without a word
   };
   // Meets the other ranks (join_local_group says what it throws).
   explicit ShmPeers(const Options& options);
@@ -53,12 +64,15 @@ class ShmPeers final : public Peers {
   void end_sleep() override;
   void close() override;
 
+  Loss& loss(uint32_t rank_of_all) const { return losses_[rank_of_all]; }
+
  private:
   void wake_if_asleep(uint32_t rank);
 
   const std::shared_ptr<Arena> arena_;
   LocalGroup local_;
   std::atomic<uint32_t>* sleepers_;
+  Loss* losses_;
   std::atomic<bool> ended_{false};
   std::mutex writing_reason_;
   std::optional<PeerWatch> watch_;

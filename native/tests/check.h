@@ -22,10 +22,13 @@
 
 namespace photinus::test {
 
+// Besides ranks that share memory, what a test holds for.
+enum : unsigned { kLateWords = 1, kSeveralHosts = 2 };
+
 struct Test {
   const char* name;
   void (*body)();
-  bool any_peers;
+  unsigned also;
 };
 
 inline std::vector<Test>& tests() {
@@ -34,13 +37,32 @@ inline std::vector<Test>& tests() {
 }
 
 struct Registered {
-  Registered(const char* name, void (*body)(), bool any_peers) { tests().push_back({name, body, any_peers}); }
+  Registered(const char* name, void (*body)(), unsigned also) { tests().push_back({name, body, also}); }
 };
 
 // With a schedule, run_ranks() takes ranks whose words to each other are late in ways that follow from it.
 inline std::optional<uint64_t>& schedule() {
   static std::optional<uint64_t> now;
   return now;
+}
+
+// With a layout, run_ranks() puts ranks on several hosts, with links over loopback between them.
+inline std::optional<std::string>& layout() {
+  static std::optional<std::string> now;
+  return now;
+}
+inline std::string host_of(uint32_t rank, uint32_t ranks) {
+  if (*layout() == "apart") return std::to_string(rank);
+  if (*layout() == "pairs") return std::to_string(rank / 2);
+  if (*layout() == "uneven") return rank + 1 == ranks ? "small" : "large";
+  if (*layout() == "robin") return std::to_string(rank % 2);
+  std::fprintf(stderr, "layouts are apart, pairs, uneven and robin\n");
+  std::exit(2);
+}
+inline std::vector<std::string> hosts_of(uint32_t ranks) {
+  std::vector<std::string> hosts;
+  for (uint32_t rank = 0; rank < ranks; ++rank) hosts.push_back(layout() ? host_of(rank, ranks) : "only");
+  return hosts;
 }
 
 [[noreturn]] inline void fail_check(const char* file, int line, const std::string& what) {
@@ -50,12 +72,16 @@ inline std::optional<uint64_t>& schedule() {
 }
 
 // A test reads as a sentence: TEST(all_ranks_get_the_same_bits) { ... }
-#define TEST(name) PHOTINUS_TEST(name, false)
-// One that holds whatever carries what the ranks tell each other: it is run in any number of schedules too.
-#define TEST_ANY_PEERS(name) PHOTINUS_TEST(name, true)
-#define PHOTINUS_TEST(name, any_peers)                                                  \
-  static void test_##name();                                                            \
-  static ::photinus::test::Registered registered_##name{#name, test_##name, any_peers}; \
+#define TEST(name) PHOTINUS_TEST(name, 0)
+// One that holds with ranks on several hosts, too; one that is run in any number of schedules; and one that
+// holds whatever carries what the ranks tell each other.
+#define TEST_ANY_HOSTS(name) PHOTINUS_TEST(name, ::photinus::test::kSeveralHosts)
+#define TEST_LATE_WORDS(name) PHOTINUS_TEST(name, ::photinus::test::kLateWords)
+#define TEST_ANY_PEERS(name) \
+  PHOTINUS_TEST(name, ::photinus::test::kSeveralHosts | ::photinus::test::kLateWords)
+#define PHOTINUS_TEST(name, also)                                                  \
+  static void test_##name();                                                       \
+  static ::photinus::test::Registered registered_##name{#name, test_##name, also}; \
   static void test_##name()
 
 #define CHECK(condition)                                                                       \
@@ -89,6 +115,13 @@ inline void die() {
   own_peers()->die();
 }
 
+// What this rank's communicator was made with; other groups of the same ranks, or of some, are made with much
+// of it.
+inline Communicator::Options& own_options() {
+  static thread_local Communicator::Options own;
+  return own;
+}
+
 // Runs a body for each rank, each rank a thread with an arena and a progress engine of its own.
 inline void run_ranks(uint32_t world_size, const std::function<void(Communicator&)>& body,
                       double timeout_s = 60, SlotSizes sizes = {}, Limits limits = {},
@@ -99,6 +132,13 @@ inline void run_ranks(uint32_t world_size, const std::function<void(Communicator
   sizes.chunk_bytes = std::max<uint64_t>(sizes.chunk_bytes, world_size * kLineBytes);
   std::shared_ptr<FakeNetwork> network;
   if (schedule()) network = std::make_shared<FakeNetwork>(arenas, sizes.bytes(), *schedule());
+  std::vector<std::shared_ptr<Network>> networks;
+  std::vector<HostPlace> places;
+  if (layout())
+    for (const std::string& host : hosts_of(world_size)) {
+      networks.push_back(std::make_shared<Network>(std::vector{numeric_address("127.0.0.1", 0)}));
+      places.push_back({host, "host-" + host, getpid(), networks.back()->connections().addresses()});
+    }
   std::vector<std::thread> threads;
   for (uint32_t rank = 0; rank < world_size; ++rank) {
     threads.emplace_back([&, rank] {
@@ -111,6 +151,8 @@ inline void run_ranks(uint32_t world_size, const std::function<void(Communicator
         options.limits.timeout_s = timeout_s;
         options.progress = std::make_shared<Progress>(arenas[rank]);
         options.sizes = sizes;
+        options.places = places;
+        if (layout()) options.network = networks[rank];
         if (network) {
           auto fake = std::make_shared<FakePeers>(network, rank);
           own_peers() = fake.get();
@@ -119,9 +161,11 @@ inline void run_ranks(uint32_t world_size, const std::function<void(Communicator
             options.device = std::make_shared<SlowDevice>(arenas[rank]->page().futex, *schedule() + rank);
         }
         if (configure) configure(options);
+        own_options() = options;
         auto communicator = Communicator::create(options);
         body(*communicator);
         communicator->close();
+        own_options() = {};
       } catch (const std::exception& error) {
         fail_check(__FILE__, __LINE__, "rank " + std::to_string(rank) + ": " + error.what());
       }
@@ -133,13 +177,14 @@ inline void run_ranks(uint32_t world_size, const std::function<void(Communicator
 }  // namespace photinus::test
 
 //   X_test                        every test, over shared memory
+//   X_test --hosts LAYOUT         those that hold there, with ranks on several hosts
 //   X_test --schedules N [FIRST]  N schedules from FIRST on, each of one of the tests that take any peers
 int main(int argc, char** argv) {
   using namespace photinus::test;
   if (argc > 2 && std::strcmp(argv[1], "--schedules") == 0) {
     std::vector<Test> chosen;
     for (const Test& test : tests())
-      if (test.any_peers) chosen.push_back(test);
+      if (test.also & kLateWords) chosen.push_back(test);
     const uint64_t first = argc > 3 ? std::strtoull(argv[3], nullptr, 10) : 0;
     const uint64_t count = std::strtoull(argv[2], nullptr, 10);
     for (uint64_t seed = first; seed < first + count; ++seed) {
@@ -152,6 +197,10 @@ int main(int argc, char** argv) {
     }
     std::printf("%llu schedules passed\n", (unsigned long long)count);
     return 0;
+  }
+  if (argc > 2 && std::strcmp(argv[1], "--hosts") == 0) {
+    layout() = argv[2];
+    std::erase_if(tests(), [](const Test& test) { return !(test.also & kSeveralHosts); });
   }
   for (const Test& test : tests()) {
     std::printf("%s\n", test.name);

@@ -21,7 +21,7 @@ struct Reference {
       inputs.push_back(random_elements(call.dtype, call.elems * (scatters ? ranks : 1), random));
       factors.push_back(0.25 * (r + 1));
     }
-    expected = naive(call, inputs, factors);
+    expected = naive(call, inputs, factors, levels_of(hosts_of(ranks)));
   }
 
   const Call call;
@@ -62,6 +62,8 @@ void compare(Communicator& communicator, const Call& call, bool in_arena, bool a
   given.asynchronous = asynchronous;
   given.factor = reference->factors[me];
   communicator.submit(given)->wait();
+  if (!same(call.dtype, recv, expected.data(), expected.size() / size))
+    std::fprintf(stderr, "%s of %u, rank %u\n", describe(call).c_str(), communicator.world_size(), me);
   CHECK(same(call.dtype, recv, expected.data(), expected.size() / size));
   if (in_arena) {
     communicator.arena()->free(send);
@@ -71,7 +73,7 @@ void compare(Communicator& communicator, const Call& call, bool in_arena, bool a
 
 }  // namespace
 
-TEST(every_collective_and_type_equals_the_naive_reference) {
+TEST_ANY_HOSTS(every_collective_and_type_equals_the_naive_reference) {
   for (uint32_t ranks : {1u, 2u, 3u, 4u}) {
     run_ranks(
         ranks,
@@ -100,7 +102,7 @@ TEST(every_collective_and_type_equals_the_naive_reference) {
   }
 }
 
-TEST(default_slot_sizes_carry_large_messages) {
+TEST_ANY_HOSTS(default_slot_sizes_carry_large_messages) {
   run_ranks(3, [](Communicator& communicator) {
     for (uint64_t elems : {uint64_t{8192}, uint64_t{65537}, uint64_t{1500003}})
       for (bool in_arena : {false, true})
@@ -123,18 +125,15 @@ TEST_ANY_PEERS(calls_run_in_order_and_many_may_be_queued) {
   });
 }
 
-TEST(several_threads_of_a_rank_share_a_communicator_of_their_own_each) {
-  const std::string a = new_address(), b = new_address();
-  std::vector<std::thread> threads;
-  for (uint32_t rank = 0; rank < 2; ++rank) {
-    auto progress = std::make_shared<Progress>(std::make_shared<Arena>(size_t{8} << 20));
-    for (const std::string* address : {&a, &b}) {
-      threads.emplace_back([rank, address, progress] {
-        Communicator::Options options;
-        options.rank = rank;
-        options.world_size = 2;
-        options.address = *address;
-        options.progress = progress;
+TEST_ANY_HOSTS(several_threads_of_a_rank_share_a_communicator_of_their_own_each) {
+  const std::vector<std::string> addresses{new_address(), new_address()};
+  run_ranks(2, [&](Communicator&) {
+    std::vector<std::thread> threads;
+    for (const std::string& address : addresses) {
+      Communicator::Options options = own_options();
+      options.address = address;
+      options.name = "of a thread";
+      threads.emplace_back([options] {
         auto communicator = Communicator::create(options);
         std::vector<float> data(20000, 1.0f);
         for (int i = 0; i < 50; ++i) {
@@ -148,8 +147,8 @@ TEST(several_threads_of_a_rank_share_a_communicator_of_their_own_each) {
         communicator->close();
       });
     }
-  }
-  for (auto& thread : threads) thread.join();
+    for (auto& thread : threads) thread.join();
+  });
 }
 
 TEST_ANY_PEERS(barrier_returns_only_when_all_have_come) {
@@ -183,7 +182,7 @@ TEST_ANY_PEERS(wrong_arguments_are_refused_before_anything_is_exchanged) {
   });
 }
 
-TEST(more_ranks_than_cores_finish) {
+TEST_ANY_HOSTS(more_ranks_than_cores_finish) {
   run_ranks(16, [](Communicator& communicator) {
     std::vector<float> data(16384, 1.0f);
     for (int i = 0; i < 10; ++i) {

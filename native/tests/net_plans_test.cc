@@ -49,17 +49,11 @@ std::vector<Case> cases() {
           {"uneven and round-robin by halves", {{{0, 4, 6}, {1, 5}, {2}, {3, 7}}, {2, 2}}}};
 }
 
-uint32_t ranks_of(const Levels& levels) {
-  uint32_t ranks = 0;
-  for (const auto& host : levels.hosts) ranks += static_cast<uint32_t>(host.size());
-  return ranks;
-}
-
 const std::vector<double> kFactors = {0.3, 1.7, -0.9, 1e-3, 0.1, 12.3, 1.1, -1.0 / 3};
 
 void run(const Call& call, const Levels& levels, Algorithm algorithm, bool in_place,
          std::mt19937_64& random) {
-  const uint32_t ranks = ranks_of(levels);
+  const uint32_t ranks = levels.ranks();
   const uint64_t elems = call.operation == Operation::reduce_scatter ? call.elems * ranks : call.elems;
   std::vector<Plan> plans;
   std::vector<Bytes> inputs;
@@ -128,14 +122,14 @@ void check_bytes(const Call& call, double must(double hosts, double ranks), bool
   all.push_back({"16x2", in_blocks(std::vector<uint32_t>(16, 2), {4, 4})});
   for (const auto& [name, levels] : all) {
     const auto hosts = levels.hosts.size();
-    if (!uneven && ranks_of(levels) != hosts * levels.slices()) continue;
+    if (!uneven && levels.ranks() != hosts * levels.slices()) continue;
     std::vector<uint64_t> out(hosts), in(hosts);
-    for (uint32_t r = 0; r < ranks_of(levels); ++r)
+    for (uint32_t r = 0; r < levels.ranks(); ++r)
       for (const Step& step : net_plan(call, levels, r, Algorithm::arena, {}, {}).after) {
         if (step.kind == Step::Kind::send) out[levels.host_of(r)] += step.bytes;
         if (step.kind == Step::Kind::receive) in[levels.host_of(r)] += step.bytes;
       }
-    const double bound = must(static_cast<double>(hosts), ranks_of(levels) / static_cast<double>(hosts)) *
+    const double bound = must(static_cast<double>(hosts), levels.ranks() / static_cast<double>(hosts)) *
                          static_cast<double>(call.elems * size_bytes(call.dtype));
     const double most = static_cast<double>(
         std::max(*std::max_element(out.begin(), out.end()), *std::max_element(in.begin(), in.end())));
@@ -187,7 +181,7 @@ TEST(reduce_and_broadcast_over_several_hosts_give_the_naive_result_for_any_root)
   for (const auto& [name, levels] : cases())
     for (Operation operation : {Operation::reduce, Operation::broadcast})
       for (Algorithm algorithm : {Algorithm::flat, Algorithm::arena, Algorithm::staged})
-        for (uint32_t root = 0; root < ranks_of(levels); ++root)
+        for (uint32_t root = 0; root < levels.ranks(); ++root)
           for (uint64_t elems : {0, 1, 33, 100, 1500}) {
             if (algorithm == Algorithm::flat && operation == Operation::reduce && elems > 100) continue;
             run({operation, Dtype::float32, Reduction::sum, root, elems}, levels, algorithm,
@@ -205,7 +199,7 @@ TEST(reduce_over_several_hosts_knows_all_types_and_reductions) {
         given.exact = random() % 2;
         const Algorithm all[] = {Algorithm::flat, Algorithm::arena, Algorithm::staged};
         const Algorithm algorithm = all[random() % 3];
-        run({Operation::reduce, dtype, reduction, static_cast<uint32_t>(random() % ranks_of(levels)),
+        run({Operation::reduce, dtype, reduction, static_cast<uint32_t>(random() % levels.ranks()),
              algorithm == Algorithm::flat ? 60u : 900u},
             given, algorithm, false, random);
       }
@@ -226,8 +220,7 @@ TEST(hosts_that_call_different_things_hear_of_each_other_and_touch_no_output) {
       for (Operation other : operations)
         for (int seed = 0; seed < 6; ++seed) {
           if (operation == other) continue;
-          const uint32_t ranks = ranks_of(levels),
-                         odd = static_cast<uint32_t>(random() % levels.hosts.size());
+          const uint32_t ranks = levels.ranks(), odd = static_cast<uint32_t>(random() % levels.hosts.size());
           const uint64_t elems = seed % 2 ? 300 : 15;
           std::vector<Plan> plans;
           std::vector<Bytes> inputs(ranks, Bytes(elems * ranks * 4));
@@ -265,7 +258,7 @@ TEST(what_is_chosen_for_several_hosts_can_be_planned_and_is_flat_on_all_or_none)
   all.push_back({"100x8", in_blocks(std::vector<uint32_t>(100, 8), choose_levels(100))});
   all.push_back({"1024x1", in_blocks(std::vector<uint32_t>(1024, 1), choose_levels(1024))});
   for (const auto& [name, levels] : all) {
-    const uint32_t ranks = ranks_of(levels);
+    const uint32_t ranks = levels.ranks();
     for (Operation operation : {Operation::all_reduce, Operation::reduce_scatter, Operation::all_gather,
                                 Operation::reduce, Operation::broadcast, Operation::barrier})
       for (Dtype dtype : {Dtype::float32, Dtype::int8})

@@ -103,7 +103,7 @@ TEST(a_plan_may_name_any_sources_in_the_simulator_and_on_real_memory) {
         FakePeers peers(network, r);
         SlowDevice device(arenas[r]->page().futex, seed);
         Operands operands;
-        Executor executor(peers, device, operands);
+        Executor executor(peers, device, operands, nullptr);
         Memory memory;
         memory.send = inputs[r].data();
         memory.recv = results[r].data();

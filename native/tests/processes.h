@@ -5,6 +5,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
+
 #include "check.h"
 
 namespace photinus::test {
@@ -21,16 +23,27 @@ inline std::vector<Report> run_processes(
   const std::string address = new_address();
   struct Child {
     pid_t pid;
-    int pipe;
+    int pipe, others;
   };
+  // Ports of this host that are free now; each child listens on its own.
+  std::vector<HostPlace> places;
+  if (layout()) {
+    std::vector<std::unique_ptr<Network>> held;
+    for (const std::string& host : hosts_of(world_size)) {
+      held.push_back(std::make_unique<Network>(std::vector{numeric_address("127.0.0.1", 0)}));
+      places.push_back({host, "host-" + host, 0, held.back()->connections().addresses()});
+    }
+  }
   std::vector<Child> children;
   for (uint32_t rank = 0; rank < world_size; ++rank) {
-    int ends[2];
-    CHECK(pipe(ends) == 0);
+    int ends[2], others[2];
+    CHECK(pipe(ends) == 0 && pipe(others) == 0);
     pid_t pid = fork();
     if (pid == 0) {
       ::close(ends[0]);
       alarm(60);
+      for (HostPlace& place : places)
+        CHECK(::read(others[0], &place.pid, sizeof place.pid) == static_cast<ssize_t>(sizeof place.pid));
       std::string text;
       try {
         Communicator::Options options;
@@ -39,7 +52,10 @@ inline std::vector<Report> run_processes(
         options.address = address;
         options.limits = limits;
         options.limits.timeout_s = 30;
+        options.places = places;
+        if (layout()) options.network = std::make_shared<Network>(places[rank].addresses);
         options.progress = std::make_shared<Progress>(std::make_shared<Arena>(size_t{64} << 20));
+        own_options() = options;
         auto communicator = Communicator::create(options);
         text = body(*communicator);
       } catch (const std::exception& error) {
@@ -49,7 +65,13 @@ inline std::vector<Report> run_processes(
       _exit(0);
     }
     ::close(ends[1]);
-    children.push_back({pid, ends[0]});
+    ::close(others[0]);
+    children.push_back({pid, ends[0], others[1]});
+  }
+  for (const Child& each : children) {
+    for (const Child& child : children)
+      if (layout()) CHECK(write(each.others, &child.pid, sizeof child.pid) > 0);
+    ::close(each.others);
   }
   if (meanwhile) {
     std::vector<pid_t> pids;
@@ -60,12 +82,20 @@ inline std::vector<Report> run_processes(
   for (uint32_t rank = 0; rank < world_size; ++rank) {
     char buffer[4096];
     ssize_t got;
-    while ((got = read(children[rank].pipe, buffer, sizeof buffer)) > 0)
+    while ((got = ::read(children[rank].pipe, buffer, sizeof buffer)) > 0)
       reports[rank].text.append(buffer, static_cast<size_t>(got));
     ::close(children[rank].pipe);
     CHECK(waitpid(children[rank].pid, &reports[rank].status, 0) == children[rank].pid);
   }
   return reports;
+}
+
+// How a rank went, as far as its survivors can tell: only another rank of its host sees its process.
+inline std::string as_seen(uint32_t victim, uint32_t ranks, const std::string& how) {
+  const std::vector<std::string> hosts = hosts_of(ranks);
+  return std::count(hosts.begin(), hosts.end(), hosts[victim]) > 1
+             ? how
+             : "closed its connections without a goodbye: its process was killed, or its host is gone";
 }
 
 inline std::string error_text(const std::function<void()>& body) {

@@ -1,4 +1,4 @@
-"""The engine's Python face: collectives among processes of one host through shared memory. Needs no torch.
+"""The engine's Python face: collectives among processes, in shared memory and between hosts. Needs no torch.
 
     address = engine.new_address()                    # in one process; bring it to the others by any means
     with engine.Communicator(rank, world_size, address) as communicator:
@@ -17,7 +17,7 @@ from typing import Any
 
 from . import _native, env
 from .arrays import DTYPES, facts
-from .group import ANY_RANK, OPERATIONS, REDUCTIONS, Call, Group, Part, Work
+from .group import ANY_RANK, OPERATIONS, REDUCTIONS, Call, Group, Part, Place, Work
 
 __all__ = [
     "ANY_RANK",
@@ -27,11 +27,14 @@ __all__ = [
     "Call",
     "Communicator",
     "Part",
+    "Place",
     "Work",
     "allocate",
     "call_site",
     "host_id",
     "label",
+    "listen",
+    "network_id",
     "new_address",
     "pass_over_frames_of",
 ]
@@ -58,7 +61,7 @@ def new_address() -> str:
     """A new printable rendezvous of one group: the name of an abstract Unix socket and a secret of 128 bits.
 
     One rank makes it and brings it to the others by any means (a store, an argument). Nothing appears in the file
-    system; only processes of the same user that have the address can join.
+    system; only processes that have the address can join, and of those on this host only the same user's.
     """
     address: str = _native.new_address()
     return address
@@ -69,12 +72,31 @@ def host_id() -> str:
 
     PHOTINUS_HOST_ID overrides it.
     """
-    given = env.HOST_ID.get()
-    if given:
-        return given
+    return env.HOST_ID.get() or f"{network_id()}-{os.geteuid()}"
+
+
+def network_id() -> str:
+    """A text that is equal for processes that have loopback in common: same boot and network namespace."""
     with open(_BOOT_ID) as file:
         boot = file.read().strip()
-    return f"{boot}-{os.stat(_NETWORK).st_ino}-{os.geteuid()}"
+    return f"{boot}-{os.stat(_NETWORK).st_ino}"
+
+
+def listen(addresses: Sequence[str]) -> list[str]:
+    """Opens this process's listener for ranks of other hosts, on some addresses of this host; once for all groups.
+
+    Args:
+        addresses: of IPv4 or IPv6, in digits. Nobody who does not know a group's address is let in.
+
+    Returns:
+        Where it listens, "ip:port" each: for the `Place` of this process. The same again for the same addresses.
+
+    Raises:
+        ValueError: text that is no address, or other addresses than before.
+        OSError: no address of this host, or the process may open too few descriptors (ulimit -n).
+    """
+    found: list[str] = _native.listen(list(addresses))
+    return found
 
 
 def allocate(nbytes: int) -> memoryview:

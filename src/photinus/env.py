@@ -168,6 +168,7 @@ STATUS_FILE: Variable[str | None] = Variable(
 ATTEMPT: Variable[int] = Variable(
     "TORCHELASTIC_RESTART_COUNT", int, 0, "how often the launcher has restarted the workers; set by the launcher"
 )
+JOB_ID: Variable[str] = Variable("TORCHELASTIC_RUN_ID", str, "", "the job's name; set by the launcher")
 
 ALL: tuple[Variable[object], ...] = (  # type: ignore[assignment]
     EXPECTED_WORLD_SIZE,
@@ -189,4 +190,5 @@ ALL: tuple[Variable[object], ...] = (  # type: ignore[assignment]
     PREEMPT_AT_STEP,
     STATUS_FILE,
     ATTEMPT,
+    JOB_ID,
 )

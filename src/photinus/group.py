@@ -1,4 +1,4 @@
-"""A group of ranks on one host: its operations on raw memory. `photinus.engine` adds those on arrays."""
+"""A group of ranks: its operations on raw memory. `photinus.engine` adds those on arrays."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from . import _native, env
 from ._native import Call, OutsideWait, Work
 from .arrays import DTYPES
 
-__all__ = ["ANY_RANK", "OPERATIONS", "REDUCTIONS", "Call", "Group", "Part", "Work"]
+__all__ = ["ANY_RANK", "OPERATIONS", "REDUCTIONS", "Call", "Group", "Part", "Place", "Work"]
 
 REDUCTIONS: dict[str, int] = _native.REDUCTIONS
 """Reductions by name. "avg" divides the sum by the number of ranks; on integers it truncates towards zero.
@@ -31,11 +31,26 @@ Part = tuple[int, int]
 """What goes to or comes from one rank: the address and the number of elements."""
 
 
+class Place(NamedTuple):
+    """Where a rank of a group over several hosts is.
+
+    Attributes:
+        host_key: equal for ranks that share memory (`engine.host_id`).
+        host_name, pid: for messages.
+        links: where ranks of other hosts reach it: what `engine.listen` returned there.
+    """
+
+    host_key: str
+    host_name: str
+    pid: int
+    links: list[str]
+
+
 _G = TypeVar("_G", bound="Group")
 
 
 class Group:
-    """The operations of a group of ranks on one host.
+    """The operations of a group of ranks, which share memory where they are on one host.
 
     Collectives run in the order in which they are submitted, one at a time; messages (send, recv) run beside them, in
     order for each peer, direction and tag; different communicators are independent. All methods may be called from
@@ -50,6 +65,9 @@ class Group:
         name: the group's name in messages.
         grace_s: how long a rank may show no sign of life before the others give it up. Default PHOTINUS_GRACE_S (120).
         chunk_bytes: of what tensors outside the arena travel in; a multiple of 64, equal on all ranks. Default 256 KiB.
+        places: where each rank is, the same on all ranks; empty when all are on one host.
+        job, attempt: which job the group is of, and how often it was restarted; the same on all ranks. With `places`,
+            processes of other jobs and attempts are turned away with a line that names both.
 
     Raises:
         CollectiveTimeoutError: not all ranks came in time; names those that are missing.
@@ -67,6 +85,9 @@ class Group:
         name: str = "world",
         grace_s: float | None = None,
         chunk_bytes: int | None = None,
+        places: Sequence[Place] = (),
+        job: str = "",
+        attempt: int = 0,
     ) -> None:
         self._native = _native.Communicator.connect(
             rank,
@@ -78,6 +99,9 @@ class Group:
             env.WAITING_S.get(),
             chunk_bytes or 0,
             env.STRICT_SITES.get(),
+            places,
+            job,
+            attempt,
         )
         self.rank = rank
         self.world_size = world_size

@@ -22,7 +22,7 @@ def _meet_all(store: Any, ranks: range, world_size: int, timeout_s: float = 20.0
     def meet(rank: int) -> None:
         try:
             results[rank] = hosts.meet(store, rank, world_size, timeout_s=timeout_s, name="test")
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             results[rank] = error
 
     threads = [threading.Thread(target=meet, args=(rank,)) for rank in ranks]
@@ -48,19 +48,63 @@ def test_ranks_of_one_host_agree_on_a_fresh_session_and_address_each_time() -> N
     assert len(sessions) == 5
 
 
-def test_ranks_of_several_hosts_get_no_address_and_a_text_that_names_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    of_thread = {}
+@pytest.fixture
+def several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread is on host a or b, in turn, and listens where nobody comes."""
+    of_thread: dict[int, str] = {}
 
     def host_id() -> str:
         return of_thread.setdefault(threading.get_ident(), "a" if len(of_thread) % 2 else "b")
 
     monkeypatch.setattr(engine, "host_id", host_id)
-    meetings = _meet_all(dist.HashStore(), range(3), 3)
-    assert {meeting.address for meeting in meetings.values()} == {None}
-    assert not meetings[0].one_host
-    text = meetings[0].hosts()
-    assert "[a]" in text
-    assert "[b]" in text
+    monkeypatch.setattr(
+        engine, "listen", lambda addresses: [f"{address}:{threading.get_ident()}" for address in addresses]
+    )
+
+
+@pytest.mark.usefixtures("several_hosts")
+def test_ranks_of_several_hosts_learn_where_each_listens_and_of_rank_0s_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "night")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    store = dist.HashStore()
+    meetings = _meet_all(store, range(3), 3)
+    assert len({str(meeting) for meeting in meetings.values()}) == 1
+    meeting = meetings[0]
+    assert (meeting.job, meeting.attempt, meeting.one_host) == ("night", 3, False)
+    assert meeting.address
+    places = meeting.places()
+    assert sorted(place.host_key for place in places)[0::2] == ["a", "b"]
+    assert all(place.links[0].startswith("127.0.0.1:") for place in places)
+    assert len({place.links[0] for place in places}) == 3
+    text = meeting.hosts()
+    assert text.startswith("2 hosts: ")
+    assert "[a] (rank" in text
+    assert "[b] (rank" in text
+    assert text.count("; lo)") == 2
+    hosts.tidy(store, meeting)
+    private = dist.PrefixStore("photinus", store)
+    assert not any(private.check([f"session/{meeting.session}/links{part}"]) for part in ("", "/1", "/2"))
+
+
+@pytest.mark.usefixtures("several_hosts")
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_rank_that_cannot_listen_says_so_to_all_at_once(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    threads: list[int] = []
+
+    def listen(addresses: list[str]) -> list[str]:
+        threads.append(threading.get_ident())
+        if len(threads) == 1 + number:
+            raise OSError("ulimit -n is 8")
+        return ["127.0.0.1:1"]
+
+    monkeypatch.setattr(engine, "listen", listen)
+    began = time.monotonic()
+    raised = _meet_all(dist.HashStore(), range(3), 3)
+    assert time.monotonic() - began < 10
+    errors = [error for error in raised.values() if isinstance(error, PeerLostError)]
+    assert len(errors) == 2
+    assert sum(isinstance(error, OSError) for error in raised.values()) == 1
+    assert all("cannot be reached by other hosts: ulimit -n is 8" in str(error) for error in errors)
 
 
 def test_keys_of_dead_attempts_are_not_taken_for_ranks() -> None:

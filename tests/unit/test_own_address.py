@@ -7,14 +7,12 @@ import socket
 
 import pytest
 
-from photinus.backend.hosts import Meeting, Member
 from photinus.world import own_address as module
 from photinus.world.own_address import (
     addresses_of_interfaces,
     interface_of,
     outside_addresses,
     own_address,
-    reaches_from,
 )
 
 
@@ -78,16 +76,3 @@ def test_a_host_that_does_not_know_its_own_name_has_an_address_and_another_name_
     assert own_address(socket.gethostname()) == "10.1.0.7"
     with pytest.raises(socket.gaierror):
         own_address("no-such-host")
-
-
-def test_a_rank_beside_the_store_is_reached_where_it_reaches_the_other_hosts():
-    store = (Member("a", "a", 1, "127.0.0.1"), Member("a", "a", 2, "127.0.0.1"))
-    try:
-        expected = reaches_from("192.0.2.1")  # nobody has it: this machine's way out
-    except OSError:
-        expected = "127.0.0.1"
-    far = Meeting("s", (*store, Member("b", "b", 3, "192.0.2.1")), None)
-    assert [far.own_address(rank) for rank in (0, 1)] == [expected] * 2
-    near = Meeting("s", (*store, Member("b", "b", 3, "127.0.0.1")), None)
-    assert near.own_address(0) == near.own_address(2) == "127.0.0.1"
-    assert Meeting("s", (Member("a", "a", 1), Member("b", "b", 2)), None).own_address(1) is None

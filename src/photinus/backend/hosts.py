@@ -7,13 +7,17 @@ several times, so keys from before may lie in it. Nothing here trusts a key that
 2. Rank 0 answers each nonce: welcome/<nonce> = session, a nonce of rank 0. Rank r now knows that rank 0 is alive.
 3. Rank r writes session/<session>/r = its host and pid, and which group it means. Rank 0 now knows that rank r is
    alive, and whether it means the same. While ranks are missing, rank 0 writes which: session/<session>/missing.
-4. Rank 0, when all have done so, writes session/<session>/plan = the hosts and, if there is only one, the address of
-   the engine's rendezvous; all read it. When the group stands, rank 0 deletes the keys (the address holds a secret),
-   but not hello/r, which may be the next group's already.
+4. Rank 0, when all have done so, writes session/<session>/plan = the hosts and the address of the engine's
+   rendezvous; all read it.
+5. If there are several hosts, each rank listens, writes session/<session>/links/r = where, and rank 0, when all have
+   done so, session/<session>/links = all of it. A rank that cannot listen writes why in its place.
+
+When the group stands, rank 0 deletes the keys (the address holds a secret), but not hello/r, which may be the next
+group's already.
 
 An old hello/r only gets a welcome that nobody reads, and rank 0 looks again until it changes. Nobody blocks in the
 store (a blocking get holds up every other use of the same client, from other threads too): all waits poll.
-Cost: a rank writes 2 keys and reads 2, rank 0 writes and reads one per rank on top.
+Cost: a rank writes 2 keys and reads 2 (over several hosts 3), rank 0 writes and reads one per rank on top (two).
 """
 
 from __future__ import annotations
@@ -23,34 +27,22 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from .. import engine
+from .. import engine, env
 from ..errors import CollectiveError, MismatchError, PeerLostError
-from ..world.own_address import is_loopback, reaches_from
+from ..world.own_address import interface_of, reaches_from
 from ..world.ranks import name_ranks
+from .cards import Member, choose_addresses
 from .joining import Joining
 
-__all__ = ["Meeting", "Member", "meet", "tidy"]
+__all__ = ["Meeting", "meet", "tidy"]
 
-_SHOWN = 8  # ranks with their pids in a message
-
-
-@dataclass(frozen=True)
-class Member:
-    """A rank of the group: the host that it shares memory on, that host's name, and its process.
-
-    `address` is the one from which it reaches the store; None where that is no server.
-    """
-
-    host_id: str
-    host_name: str
-    pid: int
-    address: str | None = None
+_SHOWN = 8  # ranks with their pids, or hosts, in a message
 
 
 @dataclass(frozen=True)
@@ -60,41 +52,39 @@ class Meeting:
     Attributes:
         session: a text that no other group, attempt or job has.
         members: by group rank.
-        address: of the engine's rendezvous; None where the ranks sit on several hosts.
+        address: of the engine's rendezvous; None for one rank alone.
+        job, attempt: rank 0's, from its launcher. (Those of torchrun count restarts of their own.)
     """
 
     session: str
     members: tuple[Member, ...]
     address: str | None
+    job: str = ""
+    attempt: int = 0
 
     @property
     def one_host(self) -> bool:
         """Whether all ranks can share memory."""
         return len({member.host_id for member in self.members}) == 1
 
-    def own_address(self, rank: int) -> str | None:
-        """The address at which ranks of other hosts reach this one; None where that cannot be known.
-
-        The store's own host may reach it on loopback (127.0.1.1); there it is the address that reaches another host.
-        """
-        me = self.members[rank]
-        others = [member for member in self.members if member.host_id != me.host_id]
-        for member in (me, *others):
-            if member.address is not None and not is_loopback(member.address):
-                with contextlib.suppress(OSError):
-                    return reaches_from(member.address)
-        return me.address
+    def places(self) -> list[engine.Place]:
+        """Where the ranks are, for the engine; empty when all are on one host."""
+        if self.one_host:
+            return []
+        return [engine.Place(m.host_id, m.host_name, m.pid, list(m.links)) for m in self.members]
 
     def hosts(self) -> str:
-        """The hosts and their ranks, for messages: "a (ranks 0, 1), b (rank 2)"."""
+        """The hosts with their ranks and cards, for people: "2 hosts: a (ranks 0, 1; eth0), b (rank 2; eth0)"."""
         ranks: dict[tuple[str, str], list[int]] = {}
         for rank, member in enumerate(self.members):
             ranks.setdefault((member.host_name, member.host_id), []).append(rank)
         names = [name for name, _ in ranks]
-        return ", ".join(
-            f"{name if names.count(name) == 1 else f'{name} [{host_id}]'} ({name_ranks(those)})"
-            for (name, host_id), those in ranks.items()
-        )
+        shown = [
+            f"{name if names.count(name) == 1 else f'{name} [{host_id}]'} "
+            f"({'; '.join([name_ranks(those, _SHOWN), *self.members[those[0]].cards])})"
+            for (name, host_id), those in list(ranks.items())[:_SHOWN]
+        ]
+        return f"{len(names)} host{'s' * (len(names) > 1)}: {', '.join(shown)}{', ...' * (len(names) > _SHOWN)}"
 
 
 def meet(
@@ -120,14 +110,16 @@ def meet(
         CollectiveTimeoutError: not all came in time; names those that did not.
         PeerLostError: one of them has ended, or the store's server is gone.
         MismatchError: ranks make different groups under one name, or wait for each other in different calls.
+        ValueError, OSError: this host has no card that was named, or no address, or the process may not listen there.
     """
-    me = Member(engine.host_id(), socket.gethostname(), os.getpid(), _address_towards(store))
+    me = Member(engine.host_id(), socket.gethostname(), os.getpid(), engine.network_id(), _address_towards(store))
     if world_size == 1:
         return Meeting(secrets.token_hex(8), (me,), None)
     joining = Joining(store, rank, world_size, timeout_s=timeout_s, name=name, members=members, world=world)
     store = PrefixStore("photinus", store)
     try:
-        return _lead(store, joining, me) if rank == 0 else _follow(store, joining, me)
+        meeting = _lead(store, joining, me) if rank == 0 else _follow(store, joining, me)
+        return meeting if meeting.one_host else _exchange_links(store, joining, meeting)
     except RuntimeError as error:
         if isinstance(error, CollectiveError):
             raise
@@ -151,7 +143,9 @@ def _address_towards(store: Store) -> str | None:
 def tidy(store: Store, meeting: Meeting) -> None:
     """Deletes the meeting's keys. For rank 0, after something that every rank took part in after `meet`."""
     store = PrefixStore("photinus", store)
-    for part in ("plan", "missing", *range(1, len(meeting.members))):
+    ranks = range(1, len(meeting.members))
+    links = () if meeting.one_host else ("links", *(f"links/{rank}" for rank in ranks))
+    for part in ("plan", "missing", *ranks, *links):
         store.delete_key(f"session/{meeting.session}/{part}")
 
 
@@ -159,7 +153,6 @@ def _lead(store: Store, joining: Joining, me: Member) -> Meeting:
     session, size = secrets.token_hex(8), joining.world_size
     here: dict[int, Member] = {0: me}
     welcomed: set[str] = set()
-    told: list[int] = []
     store.set("hello/0", session)
 
     def all_here() -> bool:
@@ -170,32 +163,37 @@ def _lead(store: Store, joining: Joining, me: Member) -> Meeting:
                 came = json.loads(reply)
                 if came["group"] != joining.members:
                     _refuse(store, session, joining, rank, came)
-                here[rank] = Member(**came["member"])
+                here[rank] = _member(came["member"])
             elif (nonce := _read(store, f"hello/{rank}")) is not None and nonce not in welcomed:
                 welcomed.add(nonce)
                 store.set(f"welcome/{nonce}", session)
         return len(here) == size
 
-    def missing() -> list[int]:
-        nonlocal told
-        ranks = sorted(set(range(size)) - here.keys())
-        if ranks != told:  # for the others, who cannot know
-            told = ranks
-            store.set(f"session/{session}/missing", json.dumps(told))
-        return ranks
-
     def came() -> str:
         shown = [f"{rank} (pid {here[rank].pid} on {here[rank].host_name})" for rank in sorted(here)]
         return f"{name_ranks(shown if size <= _SHOWN else sorted(here))} came"
 
-    joining.until(all_here, missing, came)
-    meeting = Meeting(session, tuple(here[rank] for rank in range(size)), None)
-    if meeting.one_host:
-        meeting = Meeting(session, meeting.members, engine.new_address())
+    joining.until(all_here, _tell_missing(store, session, size, here), came)
+    members = tuple(here[rank] for rank in range(size))
+    meeting = Meeting(session, members, engine.new_address(), env.JOB_ID.get(), env.ATTEMPT.get())
     store.set(f"session/{session}/plan", json.dumps(asdict(meeting)))
     for nonce in welcomed:
         store.delete_key(f"welcome/{nonce}")
     return meeting
+
+
+def _tell_missing(store: Store, session: str, size: int, here: dict[int, Any]) -> Callable[[], list[int]]:
+    """Tells who is not here, and writes it for the others, who cannot know."""
+    told: list[int] = []
+
+    def missing() -> list[int]:
+        ranks = sorted(set(range(size)) - here.keys())
+        if ranks != told:
+            told[:] = ranks
+            store.set(f"session/{session}/missing", json.dumps(told))
+        return ranks
+
+    return missing
 
 
 def _refuse(store: Store, session: str, joining: Joining, rank: int, came: dict[str, Any]) -> NoReturn:
@@ -219,15 +217,54 @@ def _follow(store: Store, joining: Joining, me: Member) -> Meeting:
     session = store.get(f"welcome/{nonce}").decode()
     reply = {"member": asdict(me), "group": joining.members, "call": joining.call}
     store.set(f"session/{session}/{joining.rank}", json.dumps(reply))
-
-    def missing() -> list[int]:
-        return json.loads(_read(store, f"session/{session}/missing") or "[]") or [0]
-
-    joining.until(lambda: store.check([f"session/{session}/plan"]), missing, lambda: "")
-    plan = json.loads(store.get(f"session/{session}/plan"))
+    plan_key = f"session/{session}/plan"
+    joining.until(lambda: store.check([plan_key]), lambda: _told_missing(store, session), lambda: "")
+    plan = json.loads(store.get(plan_key))
     if "refused" in plan:
         raise MismatchError(f"{joining.who}: {plan['refused']}")
-    return Meeting(plan["session"], tuple(Member(**member) for member in plan["members"]), plan["address"])
+    return Meeting(**{**plan, "members": tuple(map(_member, plan["members"]))})
+
+
+def _told_missing(store: Store, session: str) -> list[int]:
+    return json.loads(_read(store, f"session/{session}/missing") or "[]") or [0]
+
+
+def _exchange_links(store: Store, joining: Joining, meeting: Meeting) -> Meeting:
+    """Opens this process's listener, if it has none yet, and brings together where those of all ranks are."""
+    rank, size, key = joining.rank, joining.world_size, f"session/{meeting.session}/links"
+    try:
+        own = engine.listen(addresses := choose_addresses(meeting.members, rank))
+    except (ValueError, OSError) as error:
+        store.set(key, json.dumps({"refused": f"rank {rank} cannot be reached by other hosts: {error}"}))
+        raise
+    mine = {"links": own, "cards": [interface_of(address) or address for address in addresses]}
+    here: dict[int, Any] = {}
+    if rank == 0:
+        here[0] = mine
+
+        def all_here() -> bool:
+            for other in range(1, size):
+                if other not in here and (said := _read(store, f"{key}/{other}")) is not None:
+                    here[other] = json.loads(said)
+            return len(here) == size or store.check([key])
+
+        joining.until(all_here, _tell_missing(store, meeting.session, size, here), lambda: "")
+        if len(here) == size:
+            store.set(key, json.dumps({"all": [here[other] for other in range(size)]}))
+    else:
+        store.set(f"{key}/{rank}", json.dumps(mine))
+        joining.until(lambda: store.check([key]), lambda: _told_missing(store, meeting.session), lambda: "")
+    told = json.loads(store.get(key))
+    if "refused" in told:
+        raise PeerLostError(f"{joining.who}: {told['refused']}")
+    members = tuple(
+        _member({**asdict(member), **more}) for member, more in zip(meeting.members, told["all"], strict=True)
+    )
+    return replace(meeting, members=members)
+
+
+def _member(fields: dict[str, Any]) -> Member:
+    return Member(**{**fields, "links": tuple(fields["links"]), "cards": tuple(fields["cards"])})
 
 
 def _read(store: Store, key: str) -> str | None:

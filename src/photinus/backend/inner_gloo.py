@@ -6,7 +6,6 @@ torch's `Backend` cannot be subclassed in Python, `ProcessGroupGloo` can; so the
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from ..world.own_address import outside_addresses
 from .tensors import allocate
 
 __all__ = ["InnerGloo", "Limit"]
@@ -30,21 +28,19 @@ class Limit:
 
 
 class InnerGloo(dist.ProcessGroupGloo):
-    """gloo over the loopback interface for ranks of one host, otherwise over the one that reaches the other hosts.
+    """gloo whose ranks connect when they first exchange something, which few programs ever make them do.
 
     Args:
         store: with a prefix that no earlier group used, since gloo takes any address that it finds there.
         rank, size: of the group.
         limit: the group's timeout.
-        one_host: whether all ranks run on this host.
-        address: of this rank's host, at which the other hosts reach it, where that is known.
+        address: of this rank's host, in digits, at which the others reach it. (gloo's own choice is that of the host's
+            name, which is often 127.0.1.1, or none.)
     """
 
-    def __init__(
-        self, store: Store, rank: int, size: int, limit: Limit, *, one_host: bool, address: str | None = None
-    ) -> None:
+    def __init__(self, store: Store, rank: int, size: int, limit: Limit, address: str) -> None:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [_loopback()] if one_host else _devices(address)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=True)]
         options._threads = 2
         options._timeout = timedelta(seconds=limit.timeout_s)
         super().__init__(store, rank, size, options)
@@ -70,24 +66,3 @@ class InnerGloo(dist.ProcessGroupGloo):
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
         """An uninitialised tensor of `size` elements in the arena; FSDP2 takes its buffers from here when told to."""
         return allocate(size, dtype)
-
-
-def _loopback() -> dist.ProcessGroupGloo.Device:
-    try:
-        return dist.ProcessGroupGloo.create_device(interface="lo")
-    except RuntimeError:  # an interface of another name
-        return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
-
-
-def _devices(address: str | None) -> list[dist.ProcessGroupGloo.Device]:
-    """What GLOO_SOCKET_IFNAME names, as in torch; else the interface with the address, or the first that there is.
-
-    (gloo's own choice is the address of the host's name, which is often 127.0.1.1, or none.)
-    """
-    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    if names:
-        return [dist.ProcessGroupGloo.create_device(interface=name) for name in names]
-    for known in (address, *outside_addresses()):
-        if known is not None:
-            return [dist.ProcessGroupGloo.create_device(hostname=known)]
-    return [dist.ProcessGroupGloo.create_default_device()]

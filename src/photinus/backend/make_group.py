@@ -1,9 +1,9 @@
-"""Makes a process group with all its ranks: finds the hosts, and chooses engine or gloo."""
+"""Makes a process group with all its ranks: finds the hosts, and joins them through the engine."""
 
 from __future__ import annotations
 
-import logging
 import os
+import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -13,18 +13,16 @@ from torch._C._distributed_c10d import PrefixStore
 from .. import engine, env
 from ..errors import WorldSizeError
 from . import device_map, hosts
+from .cards import LOOPBACK, choose_addresses
 from .inner_gloo import InnerGloo, Limit
 from .process_group import ProcessGroup
 from .single_rank import Alone
 from .through_engine import ThroughEngine
-from .through_gloo import ThroughGloo
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import _DistributedBackendOptions
 
 __all__ = ["make"]
-
-_log = logging.getLogger(__name__)
 
 _JOINING_S = 60.0  # for the engine's rendezvous, after all ranks have shown themselves in the store
 
@@ -41,6 +39,7 @@ def make(given: _DistributedBackendOptions, wanted: device_map.Request | None = 
         WorldSizeError: the default group is not as large as the launcher means.
         CollectiveTimeoutError: ranks are missing; names them.
         PeerLostError, MismatchError: a missing rank has ended, or makes another group.
+        OSError: other hosts cannot reach this one, or this process may not open what it needs.
     """
     if wanted is None or not wanted.devices:
         return _make_for_cpu(given)
@@ -54,7 +53,7 @@ def make(given: _DistributedBackendOptions, wanted: device_map.Request | None = 
     return group
 
 
-def _make_for_cpu(given: _DistributedBackendOptions) -> ThroughEngine | ThroughGloo:
+def _make_for_cpu(given: _DistributedBackendOptions) -> ThroughEngine:
     rank, size, store = given.group_rank, given.group_size, given.store
     members = list(given.global_ranks_in_group)
     if not members:  # the default group
@@ -65,32 +64,31 @@ def _make_for_cpu(given: _DistributedBackendOptions) -> ThroughEngine | ThroughG
     meeting = hosts.meet(
         store, rank, size, timeout_s=limit.timeout_s, name=label, members=members, world=world and world.communicator
     )
-    communicator: engine.Communicator | Alone | None = None
-    if size == 1:
+    communicator: engine.Communicator | Alone
+    if meeting.address is None:
         communicator = Alone()
-    elif meeting.address is not None:
-        joining_s = min(limit.timeout_s, _JOINING_S)
-        communicator = engine.Communicator(rank, size, meeting.address, timeout_s=joining_s, name=label)
-    elif rank == 0:
-        _log.warning(
-            "photinus: group %s spans several hosts, %s; its collectives go through gloo, without the engine",
-            label,
-            meeting.hosts(),
+    else:
+        communicator = engine.Communicator(
+            rank,
+            size,
+            meeting.address,
+            timeout_s=min(limit.timeout_s, _JOINING_S),
+            name=label,
+            places=meeting.places(),
+            job=meeting.job,
+            attempt=meeting.attempt,
         )
     try:
         private = PrefixStore(f"photinus/{meeting.session}", store)
-        address = None if meeting.one_host else meeting.own_address(rank)
-        gloo = InnerGloo(private, rank, size, limit, one_host=meeting.one_host, address=address)
+        address = LOOPBACK if meeting.one_host else choose_addresses(meeting.members, rank)[0]
+        gloo = InnerGloo(private, rank, size, limit, address)
         if rank == 0 and size > 1:
             hosts.tidy(store, meeting)
-        group: ThroughEngine | ThroughGloo
-        if communicator is None:
-            group = ThroughGloo(gloo, store, limit, label)
-        else:
-            group = ThroughEngine(communicator, gloo, store, limit, label)
+            if not meeting.one_host and not members:
+                print(f"photinus: {size} ranks on {meeting.hosts()}", file=sys.stderr, flush=True)
+        group = ThroughEngine(communicator, gloo, store, limit, label)
     except BaseException:
-        if communicator is not None:
-            communicator.close()
+        communicator.close()
         raise
     group.made_by(lambda part, _: _make_for_cpu(part), members)
     return group

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...env import ATTEMPT
+from ...env import ATTEMPT, JOB_ID
 from ...errors import CheckpointError
 from ...runlog.run import FILES
 from ..checkpoint.folder import Checkpoint, CheckpointFolder
@@ -43,8 +43,7 @@ class Source:
 
 def job_name(environ: Mapping[str, str] | None = None) -> str:
     """What stays the same over a job's restarts: the launcher's run id, else the parent process that starts workers."""
-    environ = os.environ if environ is None else environ
-    run_id = environ.get("TORCHELASTIC_RUN_ID", "")
+    run_id = JOB_ID.get(environ)
     return run_id if run_id not in ("", "none") else f"parent {os.getppid()}"
 
 

@@ -1,0 +1,83 @@
+// What the collectives of a group on several hosts, of which one runs at a time, have besides shared memory:
+// the meeting of the hosts, level by level, and frames of data over links.
+//
+// All ranks count how many collectives have ended as mismatches, for all raise in the same one: frames use
+// the channel of that number, so what still comes of a collective that was given up is told from what is new.
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "collectives/host_post.h"
+#include "collectives/levels.h"
+#include "collectives/net.h"
+#include "net/link.h"
+#include "peers/peers.h"
+
+namespace photinus {
+
+class HostTraffic {
+ public:
+  HostTraffic(Peers& peers, Levels levels, const NetSizes& sizes);
+
+  const Levels& levels() const { return levels_; }
+  const NetSizes& sizes() const { return sizes_; }
+  std::byte* landing() const { return landing_.get(); }
+
+  // A collective begins, with what is known of it on this host. `fault` says, once all hosts were heard, what
+  // is wrong besides calls that differ; empty: nothing.
+  void begin(uint64_t sequence, HostPost post, std::function<std::string(const HostPost&)> fault);
+  // Tells the counterparts of a level what is known up to now, if that was not done ahead of the plan.
+  void tell(size_t level);
+  // Whether all of them have told; what they told is known from then on.
+  bool hear(size_t level);
+  // Tells and hears in the levels that are left, as far as it goes now, ahead of the plan: while it waits for
+  // frames, those who would send them may have given up. Whether that is all.
+  bool meet();
+  // Who has to come before the next level is heard.
+  std::vector<uint32_t> missing() const;
+  const HostPost& post() const { return post_; }
+  // Whether the collective must be given up, and, after the last level, what is wrong but for calls that
+  // differ.
+  bool is_refused() const { return refused_; }
+  const std::string& fault() const { return fault_text_; }
+
+  // Begins the next frame to or from a rank; false while there is no link.
+  bool send(uint32_t rank, const std::byte* from, uint64_t bytes);
+  bool receive(uint32_t rank, std::byte* to, uint64_t bytes);
+  // Whether the first `count` frames have left, or come.
+  bool have_left(uint32_t rank, uint64_t count) { return has_moved(sent_[rank], count); }
+  bool have_come(uint32_t rank, uint64_t count) { return has_moved(received_[rank], count); }
+
+  // The collective was given up. Afterwards no link touches its memory.
+  void forget() { peers_.forget(channel_++); }
+
+ private:
+  // The frames in one direction of a link; transfers are used again for the next collective.
+  struct Frames {
+    std::deque<Transfer> transfers;
+    uint64_t begun = 0, moved = 0;
+  };
+  void learn(size_t level);
+  static Transfer& next(Frames& frames);
+  static bool has_moved(Frames& frames, uint64_t count);
+
+  Peers& peers_;
+  const Levels levels_;
+  const NetSizes sizes_;
+  std::vector<std::vector<uint32_t>> counterparts_;  // by level
+  std::unique_ptr<std::byte[]> landing_;             // pages are taken when first touched
+  uint64_t sequence_ = 0;
+  HostPost post_;
+  std::function<std::string(const HostPost&)> fault_;
+  std::string fault_text_;
+  bool refused_ = false;
+  size_t told_ = 0, heard_ = 0;  // levels
+  uint32_t channel_;
+  std::vector<Frames> sent_, received_;  // by rank
+};
+
+}  // namespace photinus
