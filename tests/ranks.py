@@ -48,10 +48,12 @@ def run_ranks(
     environ: Mapping[str, str] | None = None,
     expect: Mapping[int, int] | None = None,
     arguments: Mapping[str, Any] | None = None,
+    hosts: Sequence[str] | None = None,
 ) -> list[RankResult]:
     """Runs `module:function` on `world_size` processes; raises RanksFailedError unless each exits as expected.
 
-    `expect` maps a rank to the exit code that it should have (default 0; -9 for a rank that kills itself).
+    `expect` maps a rank to the exit code that it should have (default 0; -9 for a rank that kills itself). `hosts` has
+    for each rank what it takes for its host (by PHOTINUS_HOST_ID), as in "aabb"; default: all are on one.
     """
     with tempfile.TemporaryDirectory(prefix="photinus-test-") as folder:
         processes, started = [], time.monotonic()
@@ -63,6 +65,7 @@ def run_ranks(
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(world_size),
                 "LOCAL_WORLD_SIZE": str(world_size),
+                **({"PHOTINUS_HOST_ID": hosts[rank]} if hosts else {}),
                 **(environ or {}),
             }
             log = open(Path(folder, f"{rank}.log"), "w+")  # noqa: SIM115 - closed below

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
+
+import pytest
 
 from tests.ranks import run_ranks, values
 
 
-def test_overlapping_groups_may_be_used_in_another_order_on_every_rank() -> None:
-    results = run_ranks(f"{__name__}:_overlapping", world_size=3, backend="photinus", timeout_s=90)
+@pytest.mark.parametrize("hosts", [None, "aab"])
+def test_overlapping_groups_may_be_used_in_another_order_on_every_rank(hosts: str | None) -> None:
+    results = run_ranks(f"{__name__}:_overlapping", world_size=3, backend="photinus", timeout_s=90, hosts=hosts)
     for value in values(results):
         assert value == {"sums": [6.0, 3.0, 5.0, 4.0], "rounds": 20}
 
@@ -39,8 +43,9 @@ def _overlapping(rank: int, world_size: int) -> dict[str, Any]:
     return {"sums": sums, "rounds": 20}
 
 
-def test_twenty_groups_work_at_once() -> None:
-    results = run_ranks(f"{__name__}:_many", world_size=2, backend="photinus", timeout_s=120)
+@pytest.mark.parametrize("hosts", [None, "ab"])
+def test_twenty_groups_work_at_once(hosts: str | None) -> None:
+    results = run_ranks(f"{__name__}:_many", world_size=2, backend="photinus", timeout_s=120, hosts=hosts)
     assert values(results) == [20, 20]
 
 
@@ -80,3 +85,31 @@ def _joined(rank: int, world_size: int) -> float:
                 model(torch.ones(2, 4)).sum().backward()
                 optimizer.step()
     return float(model.module.weight.sum().item())
+
+
+PARTS = ([0, 1], [2, 3], [0, 3], [3, 0, 2], [1])
+
+
+def test_parts_of_a_group_over_two_hosts_lie_on_one_of_them_or_both_and_one_line_says_who_is_where() -> None:
+    results = run_ranks(f"{__name__}:_parts", world_size=4, backend="photinus", timeout_s=60, hosts="aabb")
+    for rank, sums in enumerate(values(results)):
+        parts = [*(ranks for ranks in PARTS if rank in ranks), [rank % 2, 2 + rank % 2]]
+        assert sums == [[str(ranks), sum(10.0**member for member in ranks)] for ranks in parts]
+    said = [line for result in results for line in result.output.splitlines() if "hosts" in line]
+    assert len(said) == 1
+    there = r"photinus: 4 ranks on 2 hosts: \S+ \[a\] \(ranks 0, 1; lo\), \S+ \[b\] \(ranks 2, 3; lo\)"
+    assert re.fullmatch(there, said[0])
+
+
+def _parts(rank: int, world_size: int) -> list[tuple[str, float]]:
+    import torch
+    import torch.distributed as dist
+
+    groups = [(ranks, dist.new_group(ranks)) for ranks in PARTS]
+    mine = [rank % 2, 2 + rank % 2]
+    sums = []
+    for ranks, group in [*groups, (mine, dist.group.WORLD.split_group(mine))]:
+        if rank in ranks:
+            group.allreduce([total := torch.tensor([10.0**rank])]).wait()
+            sums.append((str(ranks), total.item()))
+    return sums

@@ -7,6 +7,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.ranks import run_ranks, values
 
 
@@ -47,14 +49,17 @@ def _mismatches(rank: int, world_size: int) -> dict[str, Any]:
     return {"errors": errors, "after": tensor.item()}
 
 
-def test_killed_peer_is_named_in_the_error() -> None:
+@pytest.mark.parametrize("hosts", [None, "abc", "abb"])
+def test_killed_peer_is_named_in_the_error(hosts: str | None) -> None:
+    expect = {0: 1, 1: -signal.SIGKILL, 2: 1}
     results = run_ranks(
-        f"{__name__}:_killed", world_size=3, backend="photinus", timeout_s=90, expect={0: 1, 1: -signal.SIGKILL, 2: 1}
+        f"{__name__}:_killed", world_size=3, backend="photinus", timeout_s=90, expect=expect, hosts=hosts
     )
     for survivor in (results[0], results[2]):
-        assert "PeerLostError" in survivor.output
-        assert "rank 1" in survivor.output
+        assert "PeerLostError: rank 1" in survivor.output
         assert str(results[1].pid) in survivor.output
+    if hosts != "abc":  # how it ended is known where another rank of its host lives
+        assert all("SIGKILL" in survivor.output for survivor in (results[0], results[2]))
 
 
 def _killed(rank: int, world_size: int) -> None:

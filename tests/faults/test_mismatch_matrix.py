@@ -12,6 +12,7 @@ import pytest
 from tests.ranks import RankResult, run_ranks, values
 
 WORLD_SIZES = [2, 3, pytest.param(4, marks=pytest.mark.slow)]
+HOSTS = ["ab", pytest.param("aabb", marks=pytest.mark.slow), pytest.param("aaab", marks=pytest.mark.slow)]
 LIMIT_S = 1.0  # 0.1 on a machine with nothing else to do
 Call = Callable[[], object]
 HERE = "test_mismatch_matrix.py"
@@ -19,7 +20,16 @@ HERE = "test_mismatch_matrix.py"
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_kind_of_disagreement_is_an_error_on_every_rank_and_the_group_goes_on(world_size: int) -> None:
-    results = run_ranks(f"{__name__}:_matrix", world_size=world_size, backend="photinus", timeout_s=120)
+    _check_matrix(world_size)
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_disagreement_between_hosts_is_an_error_on_every_rank_and_the_group_goes_on(hosts: str) -> None:
+    _check_matrix(len(hosts), hosts)
+
+
+def _check_matrix(world_size: int, hosts: str | None = None) -> None:
+    results = run_ranks(f"{__name__}:_matrix", world_size=world_size, backend="photinus", timeout_s=120, hosts=hosts)
     cases = values(results)
     slowest = 0.0
     for name in cases[0]:
