@@ -82,7 +82,7 @@ def _mixed(rank: int, world_size: int, store: str, backend: str) -> dict[str, An
             shapes.append(list(there.shape))
     devices = [device.type for device in group._device_types]
     backends = {name: group._get_backend(torch.device(name)).name() for name in devices if name != "cpu"}
-    engine = group.uses_engine and sub_group.uses_engine
+    engine = None not in (group.communicator, sub_group.communicator)
     group.set_timeout(timedelta(seconds=50))
     only_cpu = [torch.device("cpu")]
     parts = [group.split_group([0, 1]), group.split_group([rank]), group.split_group([0, 1], device_types=only_cpu)]

@@ -15,7 +15,6 @@ from photinus.backend.engine_reductions import _one_behind_the_other
 from photinus.backend.single_rank import Alone
 from photinus.backend.tensors import DTYPES, CopyBack, allocate, dense, is_dense, reals, transfer_type
 from photinus.backend.through_engine import ThroughEngine
-from photinus.backend.through_gloo import ThroughGloo
 from photinus.engine import Call
 from photinus.errors import AbortedError, MismatchError
 
@@ -129,7 +128,7 @@ def test_all_call_forms_become_options() -> None:
         options.one_tensor([torch.zeros(1)] * 2, "all_reduce")
 
 
-@pytest.mark.parametrize("group", [ThroughEngine, ThroughGloo, ByDevice])
+@pytest.mark.parametrize("group", [ThroughEngine, ByDevice])
 def test_every_method_that_cpp_calls_is_overridden(group: type) -> None:
     """Without an override torch runs its own method with the GIL held, and deadlocks against gloo's threads."""
     called = """getBackendName getRank getSize setGroupName getGroupName setGroupDesc getGroupDesc abort allreduce

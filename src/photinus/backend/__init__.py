@@ -7,15 +7,16 @@ loaded before the first group is made.
     import torch.distributed as dist
     dist.init_process_group("photinus")
 
+cards              which of this host's addresses ranks of other hosts reach this process at
 completer          completes the futures of a group's operations, from as many threads as its callbacks keep busy
 device_map         groups that serve several kinds of devices: "cpu:photinus,cuda:nccl"
-engine_group       how a group whose ranks share a host starts operations of the engine, and how it ends
+engine_group       how a group starts operations of the engine, and how it ends
 engine_moves       the collectives that compute nothing, through the engine
 engine_reductions  all_reduce, reduce and reduce_scatter through the engine
 hosts              how the ranks of a new group find one another in the store, and on which host each is
-inner_gloo         the gloo backend inside each group, for what the engine does not do
+inner_gloo         the gloo backend inside each group, for what torch's C++ asks of one past the group
 joining            a rank's wait for the others of a group that is being made
-make_group         makes a process group with all its ranks: finds the hosts, and chooses engine or gloo
+make_group         makes a process group with all its ranks: finds the hosts, and joins them through the engine
 messages           messages from one rank to another through the engine: send, recv, and recv from whoever sends first
 monitored          what a monitored barrier says when ranks are missing
 name               what `init_process_group` calls the backend
@@ -27,8 +28,7 @@ profiling          collectives in torch.profiler's timeline
 single_rank        the communicator of a group of one: every collective is at most a copy, done when it is called
 sparse             all_reduce of sparse tensors: every rank gathers all ranks' entries and adds them up in rank order
 tensors            which memory a collective works on: dense copies of tensors that are not dense, and the way back
-through_engine     the process group whose ranks share a host: every collective and message goes through the engine
-through_gloo       every collective over gloo: the group whose ranks sit on several hosts
+through_engine     the process group: every collective and message goes through the engine
 updates            how often the parameters that are reduced over a group were updated
 work               handles of operations in flight, as torch.distributed expects them
 """

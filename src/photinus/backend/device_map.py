@@ -162,11 +162,6 @@ class ByDevice(ProcessGroup):
             self.bound_device_id = device
 
     @property
-    def uses_engine(self) -> bool:
-        """Whether the engine serves CPU tensors."""
-        return self._cpu.uses_engine
-
-    @property
     def communicator(self) -> engine.Communicator | None:
         """The engine's, which serves CPU tensors."""
         return self._cpu.communicator

@@ -1,4 +1,4 @@
-"""How a group whose ranks share a host starts operations of the engine, and how it ends."""
+"""How a group starts operations of the engine, and how it ends."""
 
 from __future__ import annotations
 
@@ -72,11 +72,6 @@ class EngineGroup(ProcessGroup):
         # C++ may hold a work whose Python half nobody else holds (DDP's join does), and would then wait for ever in the
         # base class. Small ones only: what keeps a work keeps its tensors.
         self._recent: deque[EngineWork] = deque(maxlen=_RECENT_WORKS)
-
-    @property
-    def uses_engine(self) -> bool:
-        """Whether the engine serves this group; if not, it was destroyed."""
-        return self._communicator is not None
 
     @property
     def communicator(self) -> engine.Communicator | None:

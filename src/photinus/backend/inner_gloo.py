@@ -1,4 +1,4 @@
-"""The gloo backend inside each photinus group: what the engine does not do, and what torch asks a group's backend.
+"""The gloo backend inside each photinus group: what torch asks a group's backend, and C++ past the group's methods.
 
 torch's `Backend` cannot be subclassed in Python, `ProcessGroupGloo` can; so the questions that torch puts to
 `group._get_backend(device)` (timeout, memory for FSDP2's buffers) are answered here for the whole group.

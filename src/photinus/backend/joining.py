@@ -1,8 +1,8 @@
 """A rank's wait for the others of a group that is being made: what it says meanwhile, and what ends it.
 
-Where the engine serves the default group, it watches all ranks of it, so the wait is one like any other: a line after
-some seconds, an error at once when a missing rank has ended or waits for this one elsewhere, and a deadline. Else (the
-default group itself, several hosts) all that is known is what stands in the store, and what the launcher writes there.
+Where the default group is one of ours, the engine watches all ranks of it, so the wait is one like any other: a line
+after some seconds, an error at once when a missing rank has ended or waits for this one elsewhere, and a deadline. Else
+(as for the default group itself) all that is known is what stands in the store, and what the launcher writes there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Joining:
         timeout_s: deadline of the whole.
         name: of the group, for messages.
         members: the group's ranks in the default group.
-        world: the default group, where it is there already and the engine serves it.
+        world: the default group, where it is there already and one of ours.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """The face of a photinus process group towards torch: who it is, its memory, several collectives at once.
 
-`ThroughEngine` fills it in where the ranks share a host, `ThroughGloo` where they do not; `making` chooses.
+`ThroughEngine` fills it in, and `ByDevice` for groups that serve several kinds of devices.
 
 torch calls a group's methods in three ways: C++ through a trampoline class (allreduce, broadcast, allgather,
 reduce_scatter, all_to_all_single, barrier, send, recv and their coalesced forms), dist.* as plain attributes, and
@@ -45,8 +45,8 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
     """See the module.
 
     Args:
-        gloo: the inner gloo of this group, also where the engine does the work: torch asks it what the group's backend
-            can do, and C++ code that goes past the group's methods reaches it.
+        gloo: the inner gloo of this group: torch asks it what the group's backend can do, and C++ code that goes past
+            the group's methods reaches it.
         store: of this group.
         limit: timeout of operations for which the caller gives none.
         label: the group's name in messages.
@@ -74,13 +74,8 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         self._make, self._members = make, list(members)
 
     @property
-    def uses_engine(self) -> bool:
-        """Whether the engine serves this group; if not, its ranks sit on several hosts, or it was destroyed."""
-        return False
-
-    @property
     def communicator(self) -> engine.Communicator | None:
-        """The engine's, where it serves this group of several ranks."""
+        """The engine's; None for one rank alone, and when the group was destroyed."""
         return None
 
     @property

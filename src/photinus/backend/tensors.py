@@ -147,16 +147,6 @@ class CopyBack:
             self._copies.append((tensor, stand_in))
         return torch.view_as_real(stand_in) if stand_in.is_complex() else stand_in
 
-    def join(self, tensors: Sequence[Tensor]) -> Tensor:
-        """One new flat tensor, cut into the outputs, which may differ in size, when the operation is done."""
-        for tensor in tensors:
-            check_dense(tensor)
-            check_apart(tensor)
-        flat = torch.empty(sum(t.numel() for t in tensors), dtype=tensors[0].dtype)
-        pieces = torch.split(flat, [t.numel() for t in tensors])
-        self._copies.extend((t.detach(), piece.view(t.shape)) for t, piece in zip(tensors, pieces, strict=True))
-        return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-
     def __bool__(self) -> bool:
         return bool(self._copies)
 

@@ -1,4 +1,4 @@
-"""The process group whose ranks share a host: every collective and message goes through the engine."""
+"""The process group: every collective and message goes through the engine."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from ..waiting_time import waiting_time
 from .completer import Apart, Completer
 from .outside_dynamo import outside_dynamo
 
-__all__ = ["EngineWork", "GlooWork", "Handle", "JoinedWork", "MessageWork"]
+__all__ = ["EngineWork", "Handle", "JoinedWork", "MessageWork"]
 
 NO_TIMEOUT = timedelta(0)
 
@@ -184,75 +184,6 @@ class MessageWork(EngineWork):
     def source_rank(self) -> int:
         """The sender, once the message is here."""
         return self._handle.source_rank
-
-    _source_rank = source_rank
-
-
-@outside_dynamo
-class GlooWork(_Work):
-    """An operation of gloo whose outputs must be worked on when it ends (copied back, divided).
-
-    Args:
-        inner: gloo's work.
-        outputs: the caller's output tensors, kept alive with the work.
-        finish: runs once, on the thread that first sees the operation's end.
-    """
-
-    def __init__(self, inner: dist.Work, outputs: Sequence[Tensor], finish: Callable[[], None]) -> None:
-        super().__init__()
-        self._inner = inner
-        self._outputs = outputs
-        self._finish: Callable[[], None] | None = finish
-        self._finishing = threading.Lock()
-        self._future: Future[Any] | None = None
-
-    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Blocks until the operation is done and its outputs hold the result; raises gloo's error."""
-        began = waiting_time.begin() if waiting_time.on else 0
-        self._inner.wait(timeout)
-        self._finish_once()
-        if self._future is not None:
-            self._future.wait()
-        if began:
-            waiting_time.end(began)
-        return True
-
-    def _finish_once(self) -> None:
-        with self._finishing:
-            if self._finish is not None:
-                self._finish()
-                self._finish = None
-
-    def is_completed(self) -> bool:
-        """Whether the operation has ended, well or not, and its outputs hold the result."""
-        if not self._inner.is_completed():
-            return False
-        if self._inner.exception() is None:
-            self._finish_once()
-        return True
-
-    def exception(self) -> BaseException | None:
-        """The error of an operation that has ended with one."""
-        error: BaseException | None = self._inner.exception()
-        return error
-
-    def get_future(self) -> Future[Any]:
-        """A future of the list of output tensors. gloo has none for send, recv and reduce_scatter: RuntimeError."""
-        outputs = list(self._outputs)
-
-        def finished(future: Future[Any]) -> list[Tensor]:
-            future.value()  # raises the operation's error
-            self._finish_once()
-            return outputs
-
-        with _making_future:
-            if self._future is None:
-                self._future = self._inner.get_future().then(finished)
-            return self._future
-
-    def source_rank(self) -> int:
-        """The sender of a message received from any source."""
-        return self._inner._source_rank()
 
     _source_rank = source_rank
 
