@@ -111,9 +111,9 @@ def wait_until(jobs: Sequence[HostJob], *files: Path, within_s: float = DEADLINE
         time.sleep(0.02)
 
 
-def wait_for(job: HostJob, said: str) -> None:
+def wait_for(job: HostJob, said: str, times: int = 1) -> None:
     deadline = time.monotonic() + DEADLINE_S
-    while said not in job.text:
+    while job.text.count(said) < times:
         assert time.monotonic() < deadline, f"{said!r} awaited in vain on {job.host.name}\n{job.text}"
         time.sleep(0.05)
 
@@ -256,7 +256,7 @@ def test_a_link_that_is_cut_for_some_seconds_is_told_and_costs_nothing(hosts, tm
     path = script(tmp_path, TRAIN)
     jobs = [launch(hosts, index, tmp_path, path, tmp_path, nnodes="2") for index in (0, 1)]
     wait_until(jobs, *trains(tmp_path, 4, 0))
-    for cut, seconds in zip(hosts, (5, 10), strict=True):
+    for turn, (cut, seconds) in enumerate(zip(hosts, (5, 10), strict=True), 1):
         cut.cut_off()
         time.sleep(seconds)
         cut.connect()
@@ -265,11 +265,14 @@ def test_a_link_that_is_cut_for_some_seconds_is_told_and_costs_nothing(hosts, tm
             assert all(job.process.poll() is None for job in jobs), [job.text for job in jobs]
             assert time.monotonic() - begun < DEADLINE_S
             time.sleep(0.1)
+        for job in jobs:  # the workers' connections may be back before the launchers'
+            wait_for(job, " is back after ", turn)
     (tmp_path / "stop").write_text("now")
     assert_ended_well(*jobs)
     for job, other in zip(jobs, ("host host-1 (192.168.78.2)", "the host that leads the job"), strict=True):
         assert job.text.count(f"nothing was heard of {other} for 3 s; it counts as lost after 30 s") == 2, job.text
         assert job.text.count(f"{other} is back after ") == 2, job.text
+        assert "shows signs of life again after" in job.text
     assert not notes(tmp_path, attempt=1)
 
 
