@@ -7,7 +7,10 @@ must come out. It compares only after the last call, so that ranks stay in step 
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import random
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -61,8 +64,11 @@ def make(dtype: str, elems: int, pattern: str, seed: int) -> Any:
     return chance.integers(0 if dtype == "uint8" else -9, 10, elems).astype(kind)
 
 
-def reduced(inputs: list[Any], dtype: str, reduction: str, factors: list[float]) -> Any:
-    """The definition: a binary tree over ranks, in the type of accumulation, rounded once."""
+def reduced(inputs: list[Any], dtype: str, reduction: str, factors: list[float], hosts: str) -> Any:
+    """The definition: a binary tree over each host's ranks, and one over hosts, in the type of accumulation.
+
+    It is rounded once. (16-bit floats that cross between hosts are rounded there too, which is not told here.)
+    """
     kind = inputs[0].dtype
     if dtype == "bool":
         truths = [values.view(np.uint8) != 0 for values in inputs]
@@ -93,7 +99,10 @@ def reduced(inputs: list[Any], dtype: str, reduction: str, factors: list[float])
         left = 1 << (len(terms) - 1).bit_length() - 1  # the largest power of two below
         return step(tree(terms[:left]), tree(terms[left:]))
 
-    total = tree(terms)
+    on_host: dict[str, list[Any]] = {}
+    for host, term in zip(hosts, terms, strict=True):
+        on_host.setdefault(host, []).append(term)
+    total = tree([tree(those) for those in on_host.values()])
     if reduction == "avg":
         total = total / wide.type(len(terms)) if _is_float(dtype) else _truncated(total, len(terms))
     return total.astype(kind)
@@ -158,16 +167,30 @@ class Answers:
     def __init__(self, rank: int, world_size: int, address: str) -> None:
         self.rank, self.world_size = rank, world_size
         self.communicators: dict[int, engine.Communicator] = {}
+        self.hosts = os.environ.get("TEST_HOSTS") or "a" * world_size
         with engine.Communicator(rank, world_size, address, timeout_s=30) as meeting:
+            places = self._places(meeting)
             for chunk_bytes in CHUNKS_BYTES:
                 further = np.zeros(200, np.uint8)
                 if rank == 0:
                     text = np.frombuffer(engine.new_address().encode(), np.uint8)
                     further[: text.size] = text
                 meeting.broadcast(further)
+                further_address = further.tobytes().rstrip(b"\0").decode()
                 self.communicators[chunk_bytes] = engine.Communicator(
-                    rank, world_size, further.tobytes().rstrip(b"\0").decode(), timeout_s=30, chunk_bytes=chunk_bytes
+                    rank, world_size, further_address, timeout_s=30, chunk_bytes=chunk_bytes, places=places
                 )
+
+    def _places(self, meeting: engine.Communicator) -> list[engine.Place]:
+        """Where the ranks are, each listening on IPv4 and IPv6; empty for one host."""
+        if len(set(self.hosts)) == 1:
+            return []
+        mine = np.zeros(100, np.uint8)
+        text = json.dumps([os.getpid(), engine.listen(["127.0.0.1", "::1"])]).encode()
+        mine[: len(text)] = np.frombuffer(text, np.uint8)
+        meeting.all_gather(told := np.zeros((self.world_size, mine.size), np.uint8), mine)
+        name, texts = socket.gethostname(), [row.tobytes().rstrip(b"\0") for row in told]
+        return [engine.Place(host, name, *json.loads(text)) for host, text in zip(self.hosts, texts, strict=True)]
 
     def __call__(self, command: dict[str, Any]) -> str:
         communicator = self.communicators[command["chunk_bytes"]]
@@ -202,9 +225,9 @@ class Answers:
             if scatters:
                 mine = slice(self.rank * elems, (self.rank + 1) * elems)
                 parts = [values[mine] for values in inputs]
-                expected = reduced(parts, dtype, reduction, [1.0] * len(ranks))
+                expected = reduced(parts, dtype, reduction, [1.0] * len(ranks), self.hosts)
             else:
-                expected = reduced(inputs, dtype, reduction, factors)
+                expected = reduced(inputs, dtype, reduction, factors, self.hosts)
         array = _Array(dtype, inputs[0].size, place, inputs[self.rank])
         if operation == "all_reduce":
             return (

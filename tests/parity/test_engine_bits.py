@@ -26,7 +26,8 @@ from tests.parity.engine_cases import (
 from tests.rank_pool import RankPool
 
 WORLD_SIZES = (1, 2, 3, 4)
-FAST_EXAMPLES, SLOW_EXAMPLES = 500, 5000
+SEVERAL_HOSTS = ("ab", "abc", "aaab", "abab", "abcd")
+FAST_EXAMPLES, SLOW_EXAMPLES, HOSTS_EXAMPLES = 500, 5000, 100
 
 sizes = st.one_of(
     st.integers(0, 70),
@@ -84,15 +85,18 @@ def commands(elems: st.SearchStrategy[int]) -> st.SearchStrategy[dict[str, Any]]
 
 
 class Pools:
-    """One pool for each world size, made when it is first needed, and again after it broke."""
+    """One pool for each world size, or placement on hosts, made when it is first needed, and again after it broke."""
 
     def __init__(self) -> None:
-        self._pools: dict[int, RankPool] = {}
+        self._pools: dict[int | str, RankPool] = {}
 
-    def ask(self, world_size: int, command: dict[str, Any]) -> list[str]:
-        pool = self._pools.get(world_size)
+    def ask(self, world: int | str, command: dict[str, Any]) -> list[str]:
+        pool = self._pools.get(world)
         if pool is None or pool.is_broken:
-            pool = self._pools[world_size] = RankPool("tests.parity.engine_cases:Answers", world_size=world_size)
+            hosts = "a" * world if isinstance(world, int) else world
+            pool = self._pools[world] = RankPool(
+                "tests.parity.engine_cases:Answers", world_size=len(hosts), environ={"TEST_HOSTS": hosts}
+            )
         answers: list[str] = pool.ask(command)
         return answers
 
@@ -108,10 +112,10 @@ def pools() -> Iterator[Pools]:
     made.close()
 
 
-def check(pools: Pools, world_size: int, command: dict[str, Any]) -> None:
-    first = pools.ask(world_size, command)
+def check(pools: Pools, world: int | str, command: dict[str, Any]) -> None:
+    first = pools.ask(world, command)
     assert len(set(first)) == 1, f"ranks hold different bits: {command}"
-    again = pools.ask(world_size, {**command, "sleeps": command["sleeps"] + 1})
+    again = pools.ask(world, {**command, "sleeps": command["sleeps"] + 1})
     assert again == first, f"another run gave other bits: {command}"
 
 
@@ -134,6 +138,19 @@ def test_every_collective_gives_the_bits_of_the_naive_reference(
     pools: Pools, world_size: int, command: dict[str, Any]
 ) -> None:
     check(pools, world_size, command)
+
+
+@pytest.mark.timeout(240)
+@seed(2)
+@profile(HOSTS_EXAMPLES)
+@given(hosts=st.sampled_from(SEVERAL_HOSTS), command=commands(sizes))
+def test_over_several_hosts_the_bits_are_those_of_a_tree_over_each_host_and_one_over_hosts(
+    pools: Pools, hosts: str, command: dict[str, Any]
+) -> None:
+    for call in command["calls"]:
+        if call["operation"] in REDUCING and call["dtype"] in ("float16", "bfloat16"):
+            call["dtype"] = "float32"  # what crosses is rounded once more
+    check(pools, hosts, command)
 
 
 @pytest.mark.slow
