@@ -80,6 +80,8 @@ def run(case: Case) -> Result:
         _tool(["cc", "-O2", "-w", "-DCOLLAPSE", memory, *kind, "-o", "pan", "pan.c"], directory)
         start = time.monotonic()
         search = ["./pan", f"-m{DEPTH}", *(["-a"] if case.liveness else [])]
+        if case.expect is Verdict.ASSERTION:
+            search.append("-E")  # a mutation that also deadlocks must be seen to do what it is said to do
         try:
             output = subprocess.run(search, cwd=directory, capture_output=True, text=True, timeout=LIMIT_S).stdout
         except subprocess.TimeoutExpired:
@@ -114,6 +116,9 @@ def _ranks(count: int, *more: str) -> tuple[str, ...]:
     return (f"RANKS={count}", *more)
 
 
+LINKED = _ranks(2, "DIRECT", "DATA", "CALLS=2")  # of links.pml
+
+
 def _models() -> list[Case]:
     cases = [
         Case("no wake-up is lost between two ranks", "sleep", _ranks(2)),
@@ -146,6 +151,14 @@ def _models() -> list[Case]:
         Case("the survivor of 2 ranks names the dead", "failure", _ranks(2, "DEATH")),
         Case("the survivors of 3 ranks name the dead", "failure", _ranks(3, "CALLS=1", "DEATH")),
         Case("the survivor of 2 ranks ends", "failure", _ranks(2, "DEATH"), liveness=True),
+        Case("4 hosts in two levels agree on a mismatch and go on", "levels", _ranks(4, "CALLS=3", "MIXED=1")),
+        Case("4 hosts in two levels agree on mismatches in two calls", "levels", _ranks(4)),
+        Case("4 hosts in two levels, long frames", "levels", _ranks(4, "MIXED=1", "UNBUFFERED")),
+        Case("3 hosts in one level agree on mismatches", "levels", _ranks(3, "DIRECT")),
+        Case("2 hosts end all calls", "levels", _ranks(2, "DIRECT"), liveness=True),
+        Case("leaving over a link fails nobody", "links", LINKED),
+        Case("the survivor of 2 hosts ends with a result or an error", "links", (*LINKED, "DEATH")),
+        Case("the survivor of 2 hosts ends", "links", (*LINKED, "DEATH"), liveness=True),
     ]
     return cases
 
@@ -153,6 +166,7 @@ def _models() -> list[Case]:
 def _mutations() -> list[Case]:
     assertion, deadlock, cycle = Verdict.ASSERTION, Verdict.DEADLOCK, Verdict.CYCLE
     death = _ranks(3, "CALLS=1", "DEATH")
+    mixed = _ranks(4, "MIXED=1")
     return [
         Case("futexes looked at before the counter is written", "sleep", ("BUG_WAKE_BEFORE_STORE",), deadlock),
         Case("no futex woken", "sleep", ("BUG_NO_WAKE",), deadlock),
@@ -192,6 +206,23 @@ def _mutations() -> list[Case]:
         Case("presence written before the reason", "failure", (*death, "BUG_PRESENCE_BEFORE_REASON"), assertion),
         Case("a loss wakes nobody", "failure", _ranks(2, "DEATH", "BUG_WATCH_DOES_NOT_WAKE"), deadlock),
         Case("more than promised: errors begin with the dead rank", "failure", (*death, "DEAD_RANK_FIRST"), assertion),
+        Case("nothing is forgotten", "levels", (*mixed, "BUG_NO_FORGET"), deadlock),
+        Case("the channel's number stays", "levels", (*mixed, "BUG_CHANNEL_KEPT"), deadlock),
+        Case("output written before the last hearing", "levels", (*mixed, "BUG_OUTPUT_BEFORE_HEARD"), assertion),
+        Case("one place for tells", "levels", (*mixed, "BUG_ONE_PLACE_FOR_TELLS"), assertion),
+        Case("places posted before hearing", "levels", (*mixed, "BUG_POSTED_BEFORE_HEARD"), assertion),
+        Case("who waits for a frame does not meet ahead", "levels", (*mixed, "BUG_NO_MEETING_AHEAD"), deadlock),
+        Case("frames without the call's number, channel stays", "levels",
+             (*mixed, "BUG_CHANNEL_KEPT", "BUG_NO_NUMBER"), assertion),
+        Case("only the own call is told", "levels", (*mixed, "BUG_OWN_CALL_TOLD_ONLY"), assertion),
+        Case("who finds a mismatch tells no more", "levels", (*mixed, "BUG_RAISED_AT_ONCE"), deadlock),
+        Case("long frames must leave before hearing", "levels",
+             (*mixed, "UNBUFFERED", "BUG_SENT_BEFORE_HEARD"), deadlock),
+        Case("news of a death is not passed on", "links",
+             _ranks(4, "DEATH", "STAY", "BUG_NEWS_NOT_PASSED_ON"), deadlock),
+        Case("no second look at what has come", "links", (*LINKED, "BUG_NO_SECOND_LOOK"), assertion),
+        Case("one stream's goodbye is enough", "links", (*LINKED, "BUG_ONE_GOODBYE"), assertion),
+        Case("who leaves does not wait for delivery", "links", (*LINKED, "BUG_CLOSED_AT_ONCE"), assertion),
     ]  # fmt: skip
 
 
