@@ -1,4 +1,5 @@
-// The roof of the engine and the one class that bindings see: the operations of a group of ranks on one host.
+// The roof of the engine and the one class that bindings see: the operations of a group of ranks, on
+// one host or on several.
 //
 // Collectives of a communicator run in the order in which they are submitted, one at a time; messages run
 // beside them, in order for each peer, direction and tag; different communicators are independent. Whoever

@@ -28,7 +28,7 @@ class HostTraffic {
   std::byte* landing() const { return landing_.get(); }
 
   // A collective begins, with what is known of it on this host. `fault` says, once all hosts were heard, what
-  // is wrong besides calls that differ; empty: nothing.
+  // is wrong; empty: nothing.
   void begin(uint64_t sequence, HostPost post, std::function<std::string(const HostPost&)> fault);
   // Tells the counterparts of a level what is known up to now, if that was not done ahead of the plan.
   void tell(size_t level);
@@ -39,9 +39,7 @@ class HostTraffic {
   bool meet();
   // Who has to come before the next level is heard.
   std::vector<uint32_t> missing() const;
-  const HostPost& post() const { return post_; }
-  // Whether the collective must be given up, and, after the last level, what is wrong but for calls that
-  // differ.
+  // Whether the collective must be given up, and, after the last level, why.
   bool is_refused() const { return refused_; }
   const std::string& fault() const { return fault_text_; }
 

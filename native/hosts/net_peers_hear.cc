@@ -127,14 +127,14 @@ void NetPeers::hear_offer(uint32_t from, Reader& reader) {
     if (offer.look().order != word.order) return;
     offer.recv_dtype = shown->dtype;
     offer.recv_elems = shown->elems;
-    std::memcpy(offer.recv_site, shown->site, sizeof offer.recv_site);
+    std::memcpy(offer.recv_site, shown->site, sizeof offer.recv_site - 1);
     offer.set(word);
   } else if (word.state == OfferState::offered) {
     Offer& offer = views_[from].received[shown->index];
     offer.tag.store(shown->tag, std::memory_order_relaxed);
     offer.dtype = shown->dtype;
     offer.elems = shown->elems;
-    std::memcpy(offer.send_site, shown->site, sizeof offer.send_site);
+    std::memcpy(offer.send_site, shown->site, sizeof offer.send_site - 1);
     offer.set(word);
   }
 }
