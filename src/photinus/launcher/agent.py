@@ -1,6 +1,6 @@
 """The attempts of a job on this host: meet the other hosts, start the workers, watch them, and again where it may help.
 
-What follows from a failure is decided elsewhere (`judge`, on one host for all); here it is carried out.
+What follows from a failure is decided elsewhere (`restart_policy`, on one host for all); here it is carried out.
 """
 
 from __future__ import annotations
