@@ -76,13 +76,9 @@ bool signal_arrived() {
 }
 
 nb::object error_of(const Work& work) {
-  std::exception_ptr error = work.error();
+  const Error* error = work.error();
   if (!error) return nb::none();
-  try {
-    std::rethrow_exception(error);
-  } catch (const Error& e) {
-    return python_class(e.kind())(e.what());
-  }
+  return python_class(error->kind())(error->what());
 }
 
 // Bytes in this process's arena as a Python buffer; the block is given back when the last view of it is

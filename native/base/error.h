@@ -2,8 +2,9 @@
 // class it becomes.
 #pragma once
 
-#include <stdexcept>
+#include <exception>
 #include <string>
+#include <utility>
 
 namespace photinus {
 
@@ -17,13 +18,19 @@ enum class ErrorKind {
   system,            // the operating system refused something
 };
 
-class Error : public std::runtime_error {
+// What a thread keeps for others is an Error by value, and each of them throws a copy of its own. An
+// exception shared by std::exception_ptr, and the text of a std::runtime_error, are freed by the last of
+// them: the counts lie in libstdc++, where ThreadSanitizer, a user's too, does not see them and reports a
+// race.
+class Error : public std::exception {
  public:
-  Error(ErrorKind kind, const std::string& message) : std::runtime_error(message), kind_(kind) {}
+  Error(ErrorKind kind, std::string message) : kind_(kind), message_(std::move(message)) {}
   ErrorKind kind() const { return kind_; }
+  const char* what() const noexcept override { return message_.c_str(); }
 
  private:
   ErrorKind kind_;
+  std::string message_;
 };
 
 // printf into a string.

@@ -289,11 +289,11 @@ void Collective::await_peers() const {
     while (!is_through(rank) && !deadline.passed()) usleep(200);
 }
 
-void Collective::fail(const std::exception_ptr& error) {
-  group_->keep_error(error);
+void Collective::fail() {
+  group_->keep_error();
   if (!executor_.copy().settle(kSettle_s)) Group::retire(group_);
   if (state_->hosts && phase_ >= Phase::working) state_->hosts->forget();
-  if (phase_ == Phase::queued || !group_->failure()) return;
+  if (phase_ == Phase::queued || !group_->is_failed()) return;
   await_peers();
   // Peers that are stopped may still write into tensors that lie in the arena, for ever: it is not used
   // again.

@@ -73,7 +73,7 @@ class Collective final : public Work {
  private:
   Poll advance() override;
   double look(bool caller_waits) override;
-  void fail(const std::exception_ptr& error) override;
+  void fail() override;
   void abandon(const std::string& reason) override { group_->abort(reason); }
   void end_wait() override { group_->peers->own().page->wait_record.clear(); }
 

@@ -9,7 +9,6 @@
 #include <unistd.h>
 
 #include <condition_variable>
-#include <exception>
 #include <functional>
 #include <map>
 #include <memory>
@@ -69,9 +68,6 @@ class Communicator {
   }
   // Leaves in order; calls that are still queued end with Error(aborted). Idempotent.
   void close();
-  // Whether a failure has made the communicator unusable, and which.
-  std::exception_ptr failure() const { return group_->failure(); }
-
   // How a call like this would run if all tensors lay in arenas (or in ordinary memory): for people.
   std::string explain(const Call& call, bool in_arena) const;
 

@@ -84,30 +84,29 @@ Group::Group(const GroupOptions& given)
     options.progress->processes().add((*peers)[rank].page, peers->who(rank));
 }
 
-void Group::fail(const std::exception_ptr& error, const std::string& reason, uint32_t culprit,
-                 bool in_deadlock) {
+void Group::fail(const Error& error, uint32_t culprit, bool in_deadlock) {
   {
     std::lock_guard lock(mutex_);
     if (failure_) return;
-    failure_ = error;
+    failure_.emplace(error);
   }
   failed_.store(true, std::memory_order_release);
-  peers->set_reason(reason);
+  peers->set_reason(error.what());
   peers->end(Presence::failed, culprit, in_deadlock);
 }
 
-void Group::keep_error(const std::exception_ptr& error) {
+void Group::keep_error() {
   try {
-    std::rethrow_exception(error);
+    throw;
   } catch (const PeerLost& lost) {
-    fail(error, lost.what(), lost.rank);
+    fail(lost, lost.rank);
   } catch (const Deadlock& deadlock) {
-    fail(error, deadlock.what(), kOwnFault, true);
+    fail(deadlock, kOwnFault, true);
   } catch (const Error& other) {
     // Ranks that disagree about one call are still in step; everything else leaves them apart.
-    if (other.kind() != ErrorKind::mismatch) fail(error, other.what());
+    if (other.kind() != ErrorKind::mismatch) fail(other);
   } catch (const std::exception& other) {  // memory ran out
-    fail(error, other.what());
+    fail(Error(ErrorKind::system, other.what()));
   }
 }
 
@@ -118,7 +117,7 @@ void Group::abort(const std::string& reason) {
     if (ended_.load()) return;
     end_reason_ = full;
   }
-  fail(std::make_exception_ptr(Error(ErrorKind::aborted, full)), full);
+  fail(Error(ErrorKind::aborted, full));
   ended_.store(true, std::memory_order_release);
   peers->wake(rank());
 }
@@ -149,15 +148,10 @@ void Group::retire(const std::shared_ptr<Group>& group) {
   retired->push_back(group);
 }
 
-std::exception_ptr Group::failure() const {
-  std::lock_guard lock(mutex_);
-  return failure_;
-}
-
 void Group::check(const std::string& description) const {
-  if (failed_.load(std::memory_order_acquire)) std::rethrow_exception(failure());
-  if (!ended_.load(std::memory_order_acquire)) return;
+  if (!is_over()) return;
   std::lock_guard lock(mutex_);
+  if (failure_) throw Error(*failure_);
   throw Error(ErrorKind::aborted, description + ": " + end_reason_);
 }
 

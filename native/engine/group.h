@@ -5,7 +5,6 @@
 #include <sys/types.h>
 
 #include <atomic>
-#include <exception>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -73,20 +72,16 @@ class Group {
   uint32_t rank() const { return options.rank; }
   uint32_t ranks() const { return options.world_size; }
 
-  // A failure stays. `error` is what later operations throw, `reason` what peers read; `culprit`: because of
-  // whom.
-  void fail(const std::exception_ptr& error, const std::string& reason, uint32_t culprit = kOwnFault,
-            bool in_deadlock = false);
-  // Keeps the error of an operation if the group is of no more use after it.
-  void keep_error(const std::exception_ptr& error);
+  // A failure stays: later operations throw it, and peers read its text. `culprit`: because of whom.
+  void fail(const Error& error, uint32_t culprit = kOwnFault, bool in_deadlock = false);
+  // Keeps the error of an operation, the exception being handled, if the group is of no more use after it.
+  void keep_error();
   void abort(const std::string& reason);
   // Ends operations with this text; peers are told that this rank has left.
   void leave(const std::string& reason);
-  std::exception_ptr failure() const;
+  bool is_failed() const { return failed_.load(std::memory_order_acquire); }
   // Whether something ends all operations of this group; `check` throws it.
-  bool is_over() const {
-    return failed_.load(std::memory_order_acquire) || ended_.load(std::memory_order_acquire);
-  }
+  bool is_over() const { return is_failed() || ended_.load(std::memory_order_acquire); }
   void check(const std::string& description) const;
 
   // The error of an operation in the middle of which a rank has failed: it names who ended first, if that is
@@ -104,7 +99,7 @@ class Group {
 
  private:
   mutable std::mutex mutex_;  // guards what follows
-  std::exception_ptr failure_;
+  std::optional<Error> failure_;
   std::string end_reason_;
   std::atomic<bool> failed_{false}, ended_{false};
 };

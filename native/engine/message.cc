@@ -55,8 +55,8 @@ void MessageWork::begin() {
   wait_->is_message = true;
 }
 
-void MessageWork::fail(const std::exception_ptr& error) {
-  group_->keep_error(error);
+void MessageWork::fail() {
+  group_->keep_error();
   if (!copy_.settle(kSettle_s)) Group::retire(group_);
   if (transfers_) group_->peers->forget(kMessages);  // after anything but a mismatch the group is over
 }
@@ -81,7 +81,7 @@ double MessageWork::look(bool caller_waits) {
 
 Send::~Send() {
   // After a failure the receiver may still read it.
-  if (ring_ && !group_->failure()) group_->options.progress->arena()->free(ring_);
+  if (ring_ && !group_->is_failed()) group_->options.progress->arena()->free(ring_);
 }
 
 bool Send::make_offer() {

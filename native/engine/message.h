@@ -45,7 +45,7 @@ class MessageWork : public Work {
 
  protected:
   double look(bool caller_waits) override;
-  void fail(const std::exception_ptr& error) override;
+  void fail() override;
   void abandon(const std::string& reason) override { group_->abort(reason); }
   void end_wait() override { group_->peers->own().page->wait_record.clear(); }
   virtual bool can_go_on() const = 0;  // whether advance() would find something to do

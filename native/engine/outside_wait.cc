@@ -26,10 +26,10 @@ void OutsideWait::look(const std::vector<uint32_t>& missing, const std::string& 
         wait_, [&] { return missing; }, description, lane_,
         group_->options.progress->is_idle_but_for_this_thread());
   } catch (const PeerLost&) {
-    group_->keep_error(std::current_exception());
+    group_->keep_error();
     throw;
   } catch (const Deadlock&) {
-    group_->keep_error(std::current_exception());
+    group_->keep_error();
     throw;
   }
 }

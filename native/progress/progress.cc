@@ -52,11 +52,11 @@ struct SleepScope {
 
 void Work::wait(double timeout_s, const std::function<bool()>& interrupted) {
   if (!is_completed()) progress_->wait(*this, timeout_s, interrupted);
-  if (error_) std::rethrow_exception(error_);
+  if (error_) throw Error(*error_);
 }
 
-std::exception_ptr Work::error() const {
-  return is_completed() ? error_ : nullptr;
+const Error* Work::error() const {
+  return is_completed() && error_ ? &*error_ : nullptr;
 }
 
 double Work::duration_s() const {
@@ -106,23 +106,35 @@ Progress::Drive Progress::drive(Lane& lane, bool as_progress_thread) {
       work->begun_ = true;
       work->begun_s_ = now_s();
     }
+    Poll now = Poll::done;
+    std::optional<Error> error;
     try {
-      const Poll now = work->advance();
-      if (now != Poll::blocked) result = Drive::moved;
-      if (now != Poll::done) break;
-      end(lane, *work, nullptr);
+      now = work->advance();
     } catch (...) {
-      end(lane, *work, std::current_exception());
-      result = Drive::moved;
+      error = fail(*work);
     }
+    if (now != Poll::blocked) result = Drive::moved;
+    if (now != Poll::done) break;
+    end(lane, *work, std::move(error));
   }
   driving.unlock();
   if (as_progress_thread) hand_over(lane);
   return result;
 }
 
-void Progress::end(Lane& lane, Work& work, std::exception_ptr error) {
-  if (error) work.fail(error);
+// While an exception is handled: tells the work, and returns what is to be kept.
+Error Progress::fail(Work& work) {
+  work.fail();
+  try {
+    throw;
+  } catch (const Error& error) {
+    return Error(error);
+  } catch (const std::exception& other) {  // memory ran out
+    return Error(ErrorKind::system, work.description() + ": " + other.what());
+  }
+}
+
+void Progress::end(Lane& lane, Work& work, std::optional<Error> error) {
   work.error_ = std::move(error);
   work.ended_s_ = now_s();
   const std::shared_ptr<Work> kept = lane.pop();
@@ -142,12 +154,14 @@ double Progress::look_at(Lane& lane, bool caller_waits) {
   if (!driving) return kSleepSlice_s;
   Work* const work = lane.first_.load(std::memory_order_seq_cst);
   if (!work || !work->begun_) return kSleepSlice_s;
+  std::optional<Error> error;
   try {
     return work->look(caller_waits);
   } catch (...) {
-    end(lane, *work, std::current_exception());
-    return 0;
+    error = fail(*work);
   }
+  end(lane, *work, std::move(error));
+  return 0;
 }
 
 // Whether this thread, waiting for a lane, is all that could move the process: all calls come from it, and

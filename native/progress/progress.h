@@ -80,7 +80,8 @@ class Progress : public std::enable_shared_from_this<Progress> {
   void note_caller();
   bool is_only_caller() const;
   bool is_stuck(Lane& lane) const;
-  void end(Lane& lane, Work& work, std::exception_ptr error);
+  void end(Lane& lane, Work& work, std::optional<Error> error = std::nullopt);
+  static Error fail(Work& work);
   void wake_own_threads();
   void hand_over(Lane& lane);
   void call_thread(const std::shared_ptr<Lane>& lane);

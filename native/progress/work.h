@@ -3,12 +3,13 @@
 #pragma once
 
 #include <atomic>
-#include <exception>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "base/error.h"
 #include "progress/wait_loop.h"
 
 namespace photinus {
@@ -25,8 +26,8 @@ class Work {
   // then; when it returns true the operation's group is aborted, for its ranks are no longer in step.
   void wait(double timeout_s = 0, const std::function<bool()>& interrupted = {});
   bool is_completed() const { return done_.load(std::memory_order_acquire); }
-  std::exception_ptr error() const;  // null while it runs and when it went well
-  double duration_s() const;         // from start to end, without the time in the queue
+  const Error* error() const;  // null while it runs and when it went well
+  double duration_s() const;   // from start to end, without the time in the queue
   virtual std::string description() const = 0;
   // The rank from which a message from any rank came; -1 for all else.
   virtual int source_rank() const { return -1; }
@@ -41,8 +42,9 @@ class Work {
   // seconds it need not be called again. `caller_waits`: it is the one thread from which all the process's
   // calls come, so nothing else will be called meanwhile.
   virtual double look(bool caller_waits) = 0;
-  // It ended with an error, which other operations of its group may have to know.
-  virtual void fail(const std::exception_ptr& error) = 0;
+  // It ended with an error, the exception being handled, which other operations of its group may have to
+  // know.
+  virtual void fail() = 0;
   // The caller gives up waiting for good.
   virtual void abandon(const std::string& reason) = 0;
   // A caller has stopped waiting in vain (what look() told others about it no longer holds).
@@ -51,7 +53,7 @@ class Work {
  private:
   std::shared_ptr<Progress> progress_;  // set from submission on
   std::shared_ptr<Lane> lane_;
-  std::exception_ptr error_;
+  std::optional<Error> error_;
   bool begun_ = false;
   double begun_s_ = 0, ended_s_ = 0;
   std::atomic<bool> done_{false};
