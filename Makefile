@@ -70,14 +70,14 @@ check: setup
 
 native: setup
 	MAKEFLAGS= nice $(BIN)/ninja -C $(BUILD_DIR) --quiet native/tests/all native/bench/all
-	$(BIN)/ctest --test-dir $(BUILD_DIR)/native --output-on-failure --no-tests=error
+	$(BIN)/ctest --test-dir $(BUILD_DIR)/native --parallel 2 --output-on-failure --no-tests=error
 
 # The same native tests with the address, undefined-behaviour and thread sanitizers.
 sanitized: address thread
 address thread: setup
 	$(CMAKE) -S native -B build/$@ -DPHOTINUS_SANITIZE=$@ > /dev/null
 	MAKEFLAGS= nice $(BIN)/ninja -C build/$@ --quiet tests/all
-	$(BIN)/ctest --test-dir build/$@ --output-on-failure --no-tests=error
+	$(BIN)/ctest --test-dir build/$@ --parallel 2 --output-on-failure --no-tests=error
 
 # A thousand schedules of made-up peers, and twenty minutes of random use: SOAK_S seconds each as processes, as threads,
 # and as threads under both sanitizers.

@@ -73,6 +73,8 @@ void compare(Communicator& communicator, const Call& call, bool in_arena, bool a
 
 }  // namespace
 
+// Under a sanitizer, where the naive reference takes most of the time, without those that differ from the sum
+// in nothing but their kernel: kernels_test takes all of them through all kernels there too.
 TEST_ANY_HOSTS(every_collective_and_type_equals_the_naive_reference) {
   for (uint32_t ranks : {1u, 2u, 3u, 4u}) {
     run_ranks(
@@ -84,6 +86,7 @@ TEST_ANY_HOSTS(every_collective_and_type_equals_the_naive_reference) {
             for (Dtype dtype : kAllDtypes) {
               for (Reduction reduction : kAllReductions) {
                 if (!has_reduction(operation) && reduction != Reduction::sum) continue;
+                if (kSanitized && reduction > Reduction::avg && reduction != Reduction::premul_sum) continue;
                 if (!exists(dtype, reduction)) continue;
                 for (bool in_arena : {false, true}) {
                   for (uint64_t elems : {0, 1, 300, 5000}) {

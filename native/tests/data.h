@@ -19,6 +19,12 @@ inline constexpr Reduction kAllReductions[] = {Reduction::sum, Reduction::avg,  
                                                Reduction::max, Reduction::product, Reduction::band,
                                                Reduction::bor, Reduction::bxor,    Reduction::premul_sum};
 
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+inline constexpr bool kSanitized = true;
+#else
+inline constexpr bool kSanitized = false;
+#endif
+
 inline Bytes random_elements(Dtype dtype, uint64_t elems, std::mt19937_64& random) {
   const size_t size = size_bytes(dtype);
   Bytes bytes(elems * size);
