@@ -74,12 +74,13 @@ class NetworkHost:
 
 @contextlib.contextmanager
 def network_hosts(
-    count: int, *, own_name: str | None = "127.0.1.1", other_network: bool = False
+    count: int, *, own_name: str | None = "127.0.1.1", cards: int = 1, other_network: bool = False
 ) -> Iterator[tuple[NetworkHost, ...]]:
     """So many hosts that reach each other, for the duration of the block.
 
     Args:
         own_name: what a host's own name means to itself; None: nothing.
+        cards: how many each has (eth0, eth1, ...), each in a network of its own with a switch of its own.
         other_network: whether each has a second interface, with the default route, on which none reaches another.
     """
     _skip_where_impossible()
@@ -95,38 +96,29 @@ def network_hosts(
             lines += [f"{other.address} {other.name}" for other in hosts if other is not host]
             Path(host.hosts_file).write_text("\n".join(lines) + "\n")
         _add_namespace(switch, stack)
-        _ip("-n", switch, "link", "add", "br0", "type", "bridge", "stp_state", "0", "forward_delay", "0")
-        _ip("-n", switch, "link", "set", "br0", "up")
+        for card in range(cards):
+            _ip("-n", switch, "link", "add", f"br{card}", "type", "bridge", "stp_state", "0", "forward_delay", "0")
+            _ip("-n", switch, "link", "set", f"br{card}", "up")
         for index, host in enumerate(hosts):
             _add_namespace(host.namespace, stack)
-            _ip(
-                "-n",
-                host.namespace,
-                "link",
-                "add",
-                "eth0",
-                "type",
-                "veth",
-                "peer",
-                "name",
-                f"p{index}",
-                "netns",
-                switch,
-            )
             _ip("-n", host.namespace, "link", "set", "lo", "up")
-            _ip("-n", host.namespace, "link", "set", "eth0", "up")
-            _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", "eth0")
-            _ip("-n", switch, "link", "set", f"p{index}", "master", "br0", "up")
+            for card in range(cards):
+                port = f"p{index}" if card == 0 else f"p{index}x{card}"
+                _add_card(host, f"eth{card}", f"192.168.{78 - card}.{index + 1}", switch, port)
+                _ip("-n", switch, "link", "set", port, "master", f"br{card}")
             if other_network:
-                away = ["link", "add", "away0", "type", "veth", "peer", "name", f"q{index}", "netns", switch]
-                _ip("-n", host.namespace, *away)
-                _ip("-n", host.namespace, "link", "set", "away0", "up")
-                _ip("-n", switch, "link", "set", f"q{index}", "up")
-                _ip("-n", host.namespace, "addr", "add", f"192.168.79.{index + 1}/24", "dev", "away0")
+                _add_card(host, "away0", f"192.168.79.{index + 1}", switch, f"q{index}")
                 _ip("-n", host.namespace, "route", "add", "default", "via", "192.168.79.254")
         yield hosts
         left = _left_on(hosts)
         assert not left, "processes are left on the hosts:\n" + "\n".join(left)
+
+
+def _add_card(host: NetworkHost, name: str, address: str, switch: str, port: str) -> None:
+    _ip("-n", host.namespace, "link", "add", name, "type", "veth", "peer", "name", port, "netns", switch)
+    _ip("-n", host.namespace, "link", "set", name, "up")
+    _ip("-n", host.namespace, "addr", "add", f"{address}/24", "dev", name)
+    _ip("-n", switch, "link", "set", port, "up")
 
 
 def _add_namespace(name: str, stack: contextlib.ExitStack) -> None:

@@ -106,7 +106,9 @@ bool HostTraffic::send(uint32_t rank, const std::byte* from, uint64_t bytes) {
   Transfer& transfer = next(frames);
   const iovec piece{const_cast<std::byte*>(from), bytes};
   try {
-    link->send(channel_, mark(sequence_, frames.begun + 1), {&piece, 1}, transfer, kCollectiveStream);
+    const auto stream = kCollectiveStreams + frames.begun % (link->data_streams() - kCollectiveStreams);
+    link->send(channel_, mark(sequence_, frames.begun + 1), {&piece, 1}, transfer,
+               static_cast<uint32_t>(stream));
   } catch (const Error&) {
     if (!link->has_failed()) throw;
     return false;

@@ -19,7 +19,7 @@ constexpr double kTendEvery_s = 0.01, kSleep_s = 0.1;
 Connections::Options options_of(const std::vector<SocketAddress>& listen) {
   Connections::Options options;
   options.listen = listen;
-  options.streams = kDataStreams;
+  options.streams = static_cast<uint8_t>(std::min<size_t>(kCollectiveStreams + listen.size(), UINT8_MAX));
   return options;
 }
 

@@ -25,8 +25,9 @@ enum Channel : uint32_t {
   kCollectives  // data of collectives, on the first of them that was not forgotten
 };
 
-// Streams of a link for data: messages wait for nobody's collective.
-enum DataStream : uint32_t { kCollectiveStream, kMessageStream, kDataStreams };
+// Streams of a link for data: messages have their own, for they wait for nobody's collective; then comes one
+// for each network card, on which the frames of a collective take turns.
+enum DataStream : uint32_t { kMessageStream, kCollectiveStreams };
 
 struct Beat {
   uint32_t first = 0, count = 0;  // places in the sender's host's list of ranks; behind it so many signs

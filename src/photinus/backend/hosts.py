@@ -81,7 +81,7 @@ class Meeting:
         names = [name for name, _ in ranks]
         shown = [
             f"{name if names.count(name) == 1 else f'{name} [{host_id}]'} "
-            f"({'; '.join([name_ranks(those, _SHOWN), *self.members[those[0]].cards])})"
+            f"({'; '.join(filter(None, (name_ranks(those, _SHOWN), ', '.join(self.members[those[0]].cards))))})"
             for (name, host_id), those in list(ranks.items())[:_SHOWN]
         ]
         return f"{len(names)} host{'s' * (len(names) > 1)}: {', '.join(shown)}{', ...' * (len(names) > _SHOWN)}"
@@ -260,7 +260,20 @@ def _exchange_links(store: Store, joining: Joining, meeting: Meeting) -> Meeting
     members = tuple(
         _member({**asdict(member), **more}) for member, more in zip(meeting.members, told["all"], strict=True)
     )
+    _check_cards(joining.who, members)
     return replace(meeting, members=members)
+
+
+def _check_cards(who: str, members: Sequence[Member]) -> None:
+    """Links have a connection for each card, so both their ends need as many."""
+    first = members[0]
+    other = next((member for member in members if len(member.cards) != len(first.cards)), first)
+    if other is not first:
+        raise ValueError(
+            f"{who}: {first.host_name} has {len(first.cards)} network cards for this job ({', '.join(first.cards)}) "
+            f"and {other.host_name} has {len(other.cards)} ({', '.join(other.cards)}): all hosts need as many. "
+            f"PHOTINUS_INTERFACE names them, on each host"
+        )
 
 
 def _member(fields: dict[str, Any]) -> Member:
