@@ -26,6 +26,8 @@
 // bytes.
 #pragma once
 
+#include <memory>
+
 #include "collectives/levels.h"
 #include "collectives/plan.h"
 
@@ -49,6 +51,18 @@ Plan net_reduce(const Call& call, const Levels& levels, uint32_t rank, Algorithm
 Plan net_broadcast(const Call& call, const Levels& levels, uint32_t rank, Algorithm algorithm,
                    const SlotSizes& sizes, const NetSizes& net);
 Plan net_barrier(const Levels& levels, uint32_t rank);
+
+// The steps of an all_reduce after its meeting, arena or staged, of at least one element: made some at a
+// time, for plans of a long tensor and of many ranks have no room all at once (bench/simulate).
+class StepSource {
+ public:
+  virtual ~StepSource() = default;
+  // Appends what comes next; false when that was all. `levels` must still be there.
+  virtual bool next(std::vector<Step>& steps) = 0;
+};
+std::unique_ptr<StepSource> net_all_reduce_steps(const Call& call, const Levels& levels, uint32_t rank,
+                                                 Algorithm algorithm, const SlotSizes& sizes,
+                                                 const NetSizes& net);
 
 // Whether what comes to a rank in a flat all_reduce, reduce or broadcast has room everywhere. Where it has
 // not, the plan of the first two is staged.

@@ -1,5 +1,5 @@
 #include <algorithm>
-#include <functional>
+#include <iterator>
 
 #include "collectives/net_steps.h"
 
@@ -119,7 +119,7 @@ Plan flat(const Call& call, const Levels& levels, uint32_t rank, const NetSizes&
 // host; in each level it sends each other member its piece, adds what comes to its own, and goes on with that
 // piece; then back down, each member sends the others what it has (in reduce: sends it to the one that is the
 // root's). So in each round one chunk is added while others are on their way.
-class Pipeline {
+class Pipeline : public StepSource {
  public:
   Pipeline(const Call& call, const Levels& levels, uint32_t rank, Algorithm algorithm, const SlotSizes& sizes,
            const NetSizes& net)
@@ -137,41 +137,55 @@ class Pipeline {
         cut_(levels, {call.elems, s_.slices, 1, s_.slices, size_, wire_, stages_ + 1}, sizes, net),
         up_(s_.depth()),
         down_(s_.depth()),
-        marks_(stages_ + 1) {}
+        marks_(stages_ + 1) {
+    for (auto* frames : {&up_, &down_})
+      for (auto& of_level : *frames) of_level.resize(stages_ + 1);
+  }
 
-  Plan plan(Algorithm algorithm) {
-    using Stage = std::function<void(uint64_t)>;
-    std::vector<Stage> stages;
-    stages.push_back([this](uint64_t chunk) { copy_in(chunk); });
-    stages.push_back([this](uint64_t chunk) {
-      add(chunk);
-      send_up(chunk, 0);
-    });
-    for (size_t level = 0; level < s_.depth(); ++level)
-      stages.push_back([this, level](uint64_t chunk) {
-        combine(chunk, level);
-        level + 1 < s_.depth() ? send_up(chunk, level + 1) : send_down(chunk, level);
-      });
-    for (size_t level = s_.depth(); level-- > 0;)
-      stages.push_back([this, level](uint64_t chunk) {
-        s_.wait_received(down_[level][chunk % (stages_ + 1)]);
-        level > 0 ? send_down(chunk, level - 1) : share(chunk);
-      });
-    stages.push_back([this](uint64_t chunk) { copy_out(chunk); });
-    for (auto& frames : up_) frames.resize(stages_ + 1);
-    for (auto& frames : down_) frames.resize(stages_ + 1);
-    for (uint64_t round = 0; round < cut_.chunks() + stages.size(); ++round)
-      for (size_t stage = 0; stage < stages.size(); ++stage)
-        if (round >= stage && round - stage < cut_.chunks()) stages[stage](round - stage);
-    if (s_.locals.size() > 1 && !staged_) {  // others write into the tensor
-      s_.add(advance_step(Counter::finished, 1));
-      s_.add(wait_step(Counter::finished, 1));
+  bool next(std::vector<Step>& steps) override {
+    const uint64_t rounds = cut_.chunks() + stages_;
+    s_.steps.clear();
+    while (s_.steps.empty() && round_ < rounds) {
+      if (round_ >= stage_ && round_ - stage_ < cut_.chunks()) run(stage_, round_ - stage_);
+      if (++stage_ == stages_) {
+        stage_ = 0;
+        ++round_;
+      }
     }
-    s_.wait_sent();
-    return {algorithm, {}, std::move(s_.steps)};
+    if (round_ == rounds && !ended_) {
+      ended_ = true;
+      if (s_.locals.size() > 1 && !staged_) {  // others write into the tensor
+        s_.add(advance_step(Counter::finished, 1));
+        s_.add(wait_step(Counter::finished, 1));
+      }
+      s_.wait_sent();
+    }
+    steps.insert(steps.end(), std::make_move_iterator(s_.steps.begin()),
+                 std::make_move_iterator(s_.steps.end()));
+    return !s_.steps.empty();
   }
 
  private:
+  // Copying in, adding, then combining in each level, coming back down in each, copying out.
+  void run(size_t stage, uint64_t chunk) {
+    const size_t depth = s_.depth();
+    if (stage == 0) {
+      copy_in(chunk);
+    } else if (stage == 1) {
+      add(chunk);
+      send_up(chunk, 0);
+    } else if (stage < 2 + depth) {
+      const size_t level = stage - 2;
+      combine(chunk, level);
+      level + 1 < depth ? send_up(chunk, level + 1) : send_down(chunk, level);
+    } else if (stage < 2 + 2 * depth) {
+      const size_t level = 1 + 2 * depth - stage;
+      s_.wait_received(down_[level][chunk % ring()]);
+      level > 0 ? send_down(chunk, level - 1) : share(chunk);
+    } else {
+      copy_out(chunk);
+    }
+  }
   // The part of a slice that this rank has when it comes to a level.
   Slice span(uint64_t chunk, uint32_t slice, size_t level) const {
     Slice span = cut_.slice(chunk, slice);
@@ -336,6 +350,9 @@ class Pipeline {
   // By level and place in the ring.
   std::vector<std::vector<std::vector<Frame>>> up_, down_;
   std::vector<NetSteps::Mark> marks_;
+  uint64_t round_ = 0;
+  size_t stage_ = 0;
+  bool ended_ = false;
 };
 
 }  // namespace
@@ -358,7 +375,16 @@ Plan net_all_reduce(const Call& call, const Levels& levels, uint32_t rank, Algor
     if (fits_flat(call, levels, net)) return flat(call, levels, rank, net);
     algorithm = Algorithm::staged;
   }
-  return Pipeline(call, levels, rank, algorithm, sizes, net).plan(algorithm);
+  Plan plan{algorithm, {}, {}};
+  Pipeline pipeline(call, levels, rank, algorithm, sizes, net);
+  while (pipeline.next(plan.after)) continue;
+  return plan;
+}
+
+std::unique_ptr<StepSource> net_all_reduce_steps(const Call& call, const Levels& levels, uint32_t rank,
+                                                 Algorithm algorithm, const SlotSizes& sizes,
+                                                 const NetSizes& net) {
+  return std::make_unique<Pipeline>(call, levels, rank, algorithm, sizes, net);
 }
 
 Plan net_reduce(const Call& call, const Levels& levels, uint32_t rank, Algorithm algorithm,

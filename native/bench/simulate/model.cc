@@ -1,0 +1,97 @@
+#include "simulate/model.h"
+
+#include <algorithm>
+#include <cmath>
+#include <fstream>
+#include <sstream>
+
+#include "base/error.h"
+
+namespace photinus::simulate {
+
+const std::vector<Parameter>& parameters() {
+  static const std::vector<Parameter> all = {
+      {"rate-gbit", &Model::rate_gbit, "of a card, each way"},
+      {"latency-us", &Model::latency_us, "from one host's card to another's"},
+      {"payload-bytes", &Model::payload_bytes, "of a packet"},
+      {"header-bytes", &Model::header_bytes, "of a packet on the wire, beside its payload"},
+      {"send-us", &Model::send_us, "processor time to send a frame"},
+      {"receive-us", &Model::receive_us, "processor time to take in a frame, or what a rank tells"},
+      {"socket-ns", &Model::socket_ns, "processor time per byte to send, and again to receive"},
+      {"copy-ns", &Model::copy_ns, "per byte that is copied"},
+      {"add-ns", &Model::add_ns, "per byte that is added to another"},
+      {"counter-us", &Model::counter_us, "until ranks of a host see what one has done"},
+      {"call-us", &Model::call_us, "of a call, besides its steps"},
+      {"cores", &Model::cores, "of a host; 0: one for each rank"},
+      {"machines", &Model::machines, "that all hosts share: with 1, `cores` are those of all hosts; 0: none"},
+      {"switch-us", &Model::switch_us, "when a core goes over to another rank"},
+      {"leaf-hosts", &Model::leaf_hosts, "hosts at one switch; 0: all"},
+      {"oversubscription", &Model::oversubscription, "cards' rate of a switch / what it has towards others"},
+      {"jitter-us", &Model::jitter_us,
+       "mean of what a frame's latency is longer by, exponentially distributed"},
+      {"seed", &Model::seed, "of jitter"},
+  };
+  return all;
+}
+
+bool set(Model& model, const std::string& name, const std::string& value) {
+  for (const Parameter& parameter : parameters()) {
+    if (name != parameter.name) continue;
+    char* end = nullptr;
+    const double number = std::strtod(value.c_str(), &end);
+    const bool divides = name == "rate-gbit" || name == "payload-bytes" || name == "oversubscription";
+    if (value.empty() || *end || !std::isfinite(number) || number < 0 || (divides && number == 0))
+      throw Error(ErrorKind::invalid_argument, text("%s must be a number %s 0, and is '%s'", name.c_str(),
+                                                    divides ? "above" : "from", value.c_str()));
+    model.*parameter.value = number;
+    return true;
+  }
+  return false;
+}
+
+void read(Model& model, const std::string& file) {
+  std::ifstream in(file);
+  if (!in) throw Error(ErrorKind::invalid_argument, "the model " + file + " cannot be read");
+  for (std::string line; std::getline(in, line);) {
+    std::istringstream words(line.substr(0, line.find('#')));
+    std::string name, value, more;
+    if (!(words >> name)) continue;
+    if (!(words >> value) || words >> more || !set(model, name, value))
+      throw Error(ErrorKind::invalid_argument,
+                  file + ": '" + line + "' is not the name of a parameter and its value");
+  }
+}
+
+namespace {
+
+double seconds_per_byte(const Model& model) {
+  return (1 + model.header_bytes / model.payload_bytes) * 8e-9 / model.rate_gbit;
+}
+
+double hop_s(const Model& model) {
+  return (model.latency_us + model.send_us + model.receive_us) * 1e-6;
+}
+
+}  // namespace
+
+double least_s(const Model& model, uint32_t hosts, double bytes) {
+  return 2 * (hosts - 1.0) / hosts * bytes * seconds_per_byte(model);
+}
+
+double ring_s(const Model& model, uint32_t hosts, double bytes) {
+  return least_s(model, hosts, bytes) + 2 * (hosts - 1.0) * hop_s(model);
+}
+
+// Each host sends and receives the tensor twice but for two hosts, which exchange halves, and three. A chunk
+// is halved, passes up a tree and back down; one chunk is behind the other.
+double double_tree_s(const Model& model, uint32_t hosts, double bytes) {
+  if (hosts < 2) return 0;
+  const double times = hosts == 2 ? 1 : hosts == 3 ? 1.5 : 2;
+  const double wire = times * bytes * seconds_per_byte(model);
+  const double hops = 2 * std::ceil(std::log2(hosts));
+  // (hops + m - 1) (hop + wire / m) is least at this m.
+  const double chunks = std::max(1.0, std::sqrt((hops - 1) * wire / hop_s(model)));
+  return (hops + chunks - 1) * (hop_s(model) + wire / chunks);
+}
+
+}  // namespace photinus::simulate

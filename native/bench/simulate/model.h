@@ -1,0 +1,52 @@
+// What hosts, cards and the network between them cost.
+//
+// A rank does its steps one after the other, and each takes time of a core; it waits without one. A frame
+// leaves through the card of its host, after what was given to the card before it, crosses the network, and
+// comes in through the card of the other host, after what came before it; so it takes latency + bytes / rate
+// where nothing else is under way. What a rank has sent lies in buffers of the kernel, and so does what has
+// come for it, until it takes it.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace photinus::simulate {
+
+struct Model {
+  double rate_gbit = 200;
+  double latency_us = 3;
+  double payload_bytes = 1448, header_bytes = 90;
+  double send_us = 1, receive_us = 1;
+  double socket_ns = 0.12;
+  double copy_ns = 0.1, add_ns = 0.1;
+  double counter_us = 0.3;
+  double call_us = 1;
+  double cores = 0;
+  double machines = 0;
+  double switch_us = 2;
+  double leaf_hosts = 0, oversubscription = 1;
+  double jitter_us = 0, seed = 1;
+};
+
+struct Parameter {
+  const char* name;
+  double Model::* value;
+  const char* text;
+};
+const std::vector<Parameter>& parameters();
+
+// False where there is no such parameter. Throws Error(invalid_argument) for a value that cannot be.
+bool set(Model& model, const std::string& name, const std::string& value);
+// Lines of a name and a value; # begins a comment. Throws Error(invalid_argument).
+void read(Model& model, const std::string& file);
+
+// What an all_reduce of `bytes` over `hosts` would take by two algorithms that the engine has not, were there
+// nothing but cards, latency and frames: a ring, and two binary trees of half the tensor each, in the number
+// of chunks that is best.
+double ring_s(const Model& model, uint32_t hosts, double bytes);
+double double_tree_s(const Model& model, uint32_t hosts, double bytes);
+// What cards need at the rate at least, headers included.
+double least_s(const Model& model, uint32_t hosts, double bytes);
+
+}  // namespace photinus::simulate

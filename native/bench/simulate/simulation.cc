@@ -1,0 +1,537 @@
+#include "simulate/simulation.h"
+
+#include <cmath>
+
+#include "base/error.h"
+#include "collectives/choose.h"
+#include "collectives/shm.h"
+#include "peers/posts.h"
+#include "simulate/ranks.h"
+
+namespace photinus::simulate {
+namespace {
+
+// A post of one line, with the header of its frame (collectives/host_post.h).
+constexpr uint64_t kToldBytes = 132;
+
+Time time_of(double seconds) {
+  return static_cast<Time>(std::llround(seconds * kPerSecond));
+}
+
+struct Event {
+  enum class Kind : uint8_t { run, leave, rise, fall, enter };
+  Time at;
+  Kind kind;
+  bool is_told = false;  // not a frame
+  uint32_t from = 0, to = 0, link = 0;
+  uint64_t bytes = 0;
+};
+
+class Simulation {
+ public:
+  explicit Simulation(const Setup& setup) : setup_(setup), levels_(setup.levels), model_(setup.model) {
+    check_setup();
+    if (!setup.followed.empty()) sums_.emplace(levels_, setup.call, setup.followed);
+    choose_algorithm();
+    make_ranks();
+    if (model_.leaf_hosts > 0) {
+      const auto leaves = static_cast<size_t>(std::ceil(hosts() / model_.leaf_hosts));
+      up_.resize(leaves);
+      down_.resize(leaves);
+    }
+    out_.resize(hosts());
+    in_.resize(hosts());
+    sent_bytes_.resize(hosts());
+    received_bytes_.resize(hosts());
+    jitter_ = model_.jitter_us > 0;
+  }
+
+  Outcome run() {
+    for (Rank& r : ranks_) {
+      begin(r);
+      wake(r, 0);
+    }
+    while (!events_.empty()) {
+      const Event event = events_.take();
+      switch (event.kind) {
+        case Event::Kind::run:
+          run_rank(event);
+          break;
+        case Event::Kind::leave:
+          leave(event);
+          break;
+        case Event::Kind::rise:
+          cross(event, up_[leaf(event.from)], Event::Kind::fall, 0);
+          break;
+        case Event::Kind::fall:
+          cross(event, down_[leaf(event.to)], Event::Kind::enter, latency(event));
+          break;
+        case Event::Kind::enter:
+          enter(event);
+          break;
+      }
+    }
+    return outcome();
+  }
+
+ private:
+  // What carries one thing at a time.
+  struct Pipe {
+    Time free = 0, busy = 0;
+
+    Time take(Time at, Time needs) {  // when it begins
+      const Time begins = std::max(at, free);
+      free = begins + needs;
+      busy += needs;
+      return begins;
+    }
+  };
+  struct Core {
+    Time free = 0, busy = 0;
+    uint32_t last = UINT32_MAX;
+  };
+
+  uint32_t hosts() const { return static_cast<uint32_t>(levels_.hosts.size()); }
+  size_t leaf(uint32_t rank) const {
+    return static_cast<size_t>(levels_host_[rank] / static_cast<uint32_t>(model_.leaf_hosts));
+  }
+
+  void check_setup() const {
+    check(levels_);
+    auto wrong = [](const char* why) { throw Error(ErrorKind::invalid_argument, why); };
+    if (setup_.calls == 0) wrong("there must be at least one call");
+    if (!setup_.followed.empty() &&
+        (setup_.folded || setup_.calls > 1 || setup_.call.operation != Operation::all_reduce))
+      wrong(
+          "sums are followed through one all_reduce of all ranks, not through other operations, several "
+          "calls, "
+          "or where all hosts but one are left out");
+    if (!setup_.folded) return;
+    for (const auto& ranks : levels_.hosts)
+      if (ranks.size() != levels_.hosts[0].size()) wrong("hosts of different sizes are not alike");
+    if (model_.jitter_us > 0 || model_.leaf_hosts > 0 || model_.machines > 0 ||
+        has_root(setup_.call.operation))
+      wrong("with jitter, several switches, shared cores or a root, hosts do not all do the same");
+  }
+
+  void choose_algorithm() {
+    std::vector<CallDescriptor> descriptors(levels_.ranks());
+    for (CallDescriptor& each : descriptors)
+      each.send_offset = each.recv_offset = setup_.in_arenas ? 0 : kNowhere;
+    algorithm_ = hosts() == 1
+                     ? choose(setup_.call, descriptors, setup_.slots).algorithm
+                     : choose(setup_.call, levels_, 0, descriptors, setup_.slots, setup_.net).algorithm;
+  }
+
+  void make_ranks() {
+    levels_host_.resize(levels_.ranks());
+    std::vector<uint32_t> index(levels_.ranks());
+    for (uint32_t host = 0; host < hosts(); ++host)
+      for (uint32_t i = 0; i < levels_.hosts[host].size(); ++i) {
+        levels_host_[levels_.hosts[host][i]] = host;
+        index[levels_.hosts[host][i]] = i;
+      }
+    const std::vector<uint32_t>& first = levels_.hosts[0];
+    if (setup_.folded)
+      for (uint32_t i = 0; i < first.size(); ++i)
+        if (first[i] != i)
+          throw Error(ErrorKind::invalid_argument, "the first host must have the first ranks");
+    ranks_.resize(setup_.folded ? first.size() : levels_.ranks());
+    const auto cores = static_cast<uint32_t>(model_.cores);
+    uint32_t count = 0;
+    for (uint32_t rank = 0; rank < ranks_.size(); ++rank) {
+      Rank& r = ranks_[rank];
+      r.rank = rank;
+      r.host = levels_host_[rank];
+      if (cores == 0)
+        r.core = rank;
+      else
+        r.core = model_.machines > 0 ? rank % cores : r.host * cores + index[rank] % cores;
+      count = std::max(count, r.core + 1);
+      link(r, index[rank]);
+    }
+    cores_.resize(count);
+    for (Rank& r : ranks_)
+      for (Link& each : r.links) {
+        // Where all hosts do alike, what this one sends to the next comes to it from the one before.
+        each.to_rank = setup_.folded ? r.rank : each.peer;
+        each.to_link = static_cast<uint32_t>(setup_.folded ? r.link_with(mirrored(r, each))
+                                                           : ranks_[each.peer].link_with(r.rank));
+      }
+  }
+
+  // The counterparts, as Levels::counterparts finds them.
+  void link(Rank& r, uint32_t index) {
+    const auto own = static_cast<uint32_t>(levels_.hosts[r.host].size());
+    for (size_t level = 0; level < levels_.sizes.size(); ++level)
+      for (uint32_t slice = index; slice < levels_.slices(); slice += own)
+        for (uint32_t member = 0; member < levels_.sizes[level]; ++member) {
+          if (member == levels_.member_of(r.host, level)) continue;
+          Link made;
+          made.peer = levels_.carrier(levels_.peer(r.host, level, member), slice);
+          made.level = static_cast<uint32_t>(level);
+          r.links.push_back(std::move(made));
+        }
+    auto by_peer = [](const Link& a, const Link& b) { return a.peer < b.peer; };
+    std::sort(r.links.begin(), r.links.end(), by_peer);
+    const auto same = [](const Link& a, const Link& b) { return a.peer == b.peer; };
+    r.links.erase(std::unique(r.links.begin(), r.links.end(), same), r.links.end());
+    r.links.shrink_to_fit();
+  }
+
+  uint32_t mirrored(const Rank& r, const Link& link) const {
+    const uint32_t size = levels_.sizes[link.level], own = levels_.member_of(r.host, link.level);
+    const uint32_t member = levels_.member_of(levels_host_[link.peer], link.level);
+    const uint32_t host = levels_.peer(r.host, link.level, (2 * own + size - member) % size);
+    return levels_.hosts[host][r.rank];
+  }
+
+  // ---- a rank's plan
+
+  void begin(Rank& r) {
+    ++r.sequence;
+    r.has_met = false;
+    for (Link& each : r.links) each.before = each.asked;
+    r.now += time_of(model_.call_us * 1e-6);
+    r.steps.made.clear();
+    r.steps.next = 0;
+    r.steps.source.reset();
+    if (algorithm_ == Algorithm::flat || !is_lazy()) {
+      Plan plan = plan_of(r.rank);
+      r.steps.made = std::move(plan.before);
+    }
+  }
+
+  bool is_lazy() const {
+    return hosts() > 1 && setup_.call.operation == Operation::all_reduce && setup_.call.elems > 0 &&
+           algorithm_ != Algorithm::flat;
+  }
+  Plan plan_of(uint32_t rank) const {
+    return hosts() > 1 ? net_plan(setup_.call, levels_, rank, algorithm_, setup_.slots, setup_.net)
+                       : shm_plan(setup_.call, {rank, levels_.ranks()}, algorithm_, setup_.slots);
+  }
+
+  void meet(Rank& r) {
+    r.has_met = true;
+    if (is_lazy()) {
+      r.steps.source =
+          net_all_reduce_steps(setup_.call, levels_, r.rank, algorithm_, setup_.slots, setup_.net);
+    } else {
+      r.steps.made = plan_of(r.rank).after;
+      r.steps.next = 0;
+    }
+  }
+
+  // Does the rank's steps until it must wait, for what nobody knows when it will be, or with a core that
+  // others wait for.
+  void run_rank(const Event& event) {
+    Rank& r = ranks_[event.to];
+    Core& core = cores_[r.core];
+    if (r.waits != Rank::Waits::no || event.at < r.now) return;  // it was woken for something else since
+    if (core.free > event.at) return wake(r, core.free);
+    r.now = event.at;
+    if (core.last != r.rank && core.last != UINT32_MAX) r.now += time_of(model_.switch_us * 1e-6);
+    core.last = r.rank;
+    const Time began = event.at;
+    waited_ = 0;
+    std::optional<Time> later;
+    while (!later && !r.is_done) later = step(r);
+    core.free = r.now;
+    core.busy += r.now - began - waited_;
+    if (!later || r.is_done) return;
+    if (*later < kNever) wake(r, *later);
+  }
+
+  void wake(Rank& r, Time at) {
+    r.waits = Rank::Waits::no;
+    r.now = std::max(at, r.now);
+    events_.add({r.now, Event::Kind::run, false, r.rank, r.rank});
+  }
+
+  // Until then the rank has its core, unless others want it too.
+  std::optional<Time> wait_until(Rank& r, Time at) {
+    if (at <= r.now) return {};
+    if (at == kNever || model_.cores > 0) return at;
+    waited_ += at - r.now;
+    r.now = at;
+    return {};
+  }
+
+  void spend(Rank& r, double microseconds, double nanoseconds_per_byte, uint64_t bytes) {
+    r.now += time_of(microseconds * 1e-6 + nanoseconds_per_byte * 1e-9 * static_cast<double>(bytes));
+  }
+
+  // Done, or when to try again.
+  std::optional<Time> step(Rank& r) {
+    const Step* const s = r.steps.now();
+    if (!s) return next_phase(r);
+    ++steps_;
+    switch (s->kind) {
+      case Step::Kind::copy:
+        spend(r, 0, model_.copy_ns, s->bytes);
+        if (sums_) sums_->copy(s->to, s->from, s->bytes);
+        break;
+      case Step::Kind::reduce: {
+        const auto added = static_cast<double>(s->sources.size() - 1);
+        const auto copied = static_cast<double>(s->results.size() - (added > 0 ? 1 : 0));
+        spend(r, 0, model_.add_ns * added + model_.copy_ns * copied, s->bytes);
+        if (sums_) sums_->reduce(*s);
+        break;
+      }
+      case Step::Kind::advance:
+        advance(r, s->counter, mark(r.sequence, s->value));
+        break;
+      case Step::Kind::wait:
+        if (const auto at = wait_until(r, reached(r, s->counter, s->rank, mark(r.sequence, s->value))))
+          return at;
+        break;
+      case Step::Kind::send:
+        send(r, *s);
+        break;
+      case Step::Kind::receive: {
+        Link& link = r.links[r.link_with(s->rank)];
+        ++link.asked;
+        if (sums_) link.places.push_back({s->to, s->bytes});
+        break;
+      }
+      case Step::Kind::wait_received:
+        if (const auto at = take_frames(r, *s)) return at;
+        break;
+      case Step::Kind::wait_sent:  // what was sent lies in the kernel
+        break;
+      case Step::Kind::tell:
+        for (Link& link : r.links)
+          if (link.level == s->value) {
+            spend(r, model_.send_us, 0, 0);
+            events_.add({r.now, Event::Kind::leave, true, r.rank, link.to_rank, link.to_link, kToldBytes});
+          }
+        break;
+      case Step::Kind::hear:
+        if (const auto at = hear(r, s->value)) return at;
+        break;
+    }
+    ++r.steps.next;
+    return {};
+  }
+
+  // Before the meeting, the meeting, the end.
+  std::optional<Time> next_phase(Rank& r) {
+    if (r.has_met) {
+      if (r.sequence == setup_.calls) {
+        r.is_done = true;
+        ended_ = std::max(ended_, r.now);
+        ++done_;
+      } else {
+        begin(r);
+      }
+      return {};
+    }
+    if (r.marks[0].reached(r.sequence) == kNever) advance(r, Counter::posted, r.sequence);
+    const auto at = wait_until(r, reached(r, Counter::posted, kEveryone, r.sequence));
+    if (!at) meet(r);
+    return at;
+  }
+
+  void advance(Rank& r, Counter counter, uint64_t value) {
+    r.marks[static_cast<size_t>(counter)].add(value, r.now);
+    for (const uint32_t waiter : r.waiters) {
+      Rank& other = ranks_[waiter];
+      if (other.waits == Rank::Waits::counter) wake(other, r.now + time_of(model_.counter_us * 1e-6));
+    }
+    r.waiters.clear();
+  }
+
+  Time reached(Rank& r, Counter counter, uint32_t rank, uint64_t value) {
+    Time at = 0;
+    for (const uint32_t other : levels_.hosts[r.host]) {
+      if (other == r.rank || (rank != kEveryone && rank != other)) continue;
+      const Time then = ranks_[other].marks[static_cast<size_t>(counter)].reached(value);
+      if (then == kNever) {
+        ranks_[other].waiters.push_back(r.rank);
+        r.waits = Rank::Waits::counter;
+        return kNever;
+      }
+      at = std::max(at, then + time_of(model_.counter_us * 1e-6));
+    }
+    return at;
+  }
+
+  void send(Rank& r, const Step& s) {
+    Link& link = r.links[r.link_with(s.rank)];
+    spend(r, model_.send_us, model_.socket_ns, s.bytes);
+    ++frames_;
+    if (sums_) sums_->send(uint64_t{link.to_rank} << 32 | link.to_link, link.sent, s.from, s.bytes);
+    ++link.sent;
+    events_.add({r.now, Event::Kind::leave, false, r.rank, link.to_rank, link.to_link, s.bytes});
+  }
+
+  std::optional<Time> take_frames(Rank& r, const Step& s) {
+    const size_t index = r.link_with(s.rank);
+    Link& link = r.links[index];
+    while (link.taken < link.before + s.value) {
+      if (link.taken == link.arrived) {
+        r.waits = Rank::Waits::frame;
+        r.waits_for = index;
+        return kNever;
+      }
+      const auto [at, bytes] = link.waiting[link.first];
+      if (const auto later = wait_until(r, at)) return later;
+      if (++link.first == link.waiting.size()) {
+        link.waiting.clear();
+        link.first = 0;
+      }
+      if (sums_) {
+        const auto& [to, expected] = link.places[0];
+        if (expected != bytes)
+          throw Error(ErrorKind::system, text("rank %u gets %llu bytes from rank %u in place of %llu", r.rank,
+                                              static_cast<unsigned long long>(bytes), link.peer,
+                                              static_cast<unsigned long long>(expected)));
+        sums_->receive(uint64_t{r.rank} << 32 | index, link.taken, to, bytes);
+        link.places.erase(link.places.begin());
+      }
+      ++link.taken;
+      spend(r, model_.receive_us, model_.socket_ns, bytes);
+    }
+    return {};
+  }
+
+  std::optional<Time> hear(Rank& r, uint64_t level) {
+    Time last = r.now;
+    size_t heard = 0;
+    for (const Link& link : r.links) {
+      if (link.level != level) continue;
+      if (link.told < r.sequence) {
+        r.waits = Rank::Waits::told;
+        r.waits_for = level;
+        return kNever;
+      }
+      last = std::max(last, link.told_at[r.sequence % 2]);
+      ++heard;
+    }
+    if (const auto at = wait_until(r, last)) return at;
+    spend(r, model_.receive_us * static_cast<double>(heard), 0, 0);
+    return {};
+  }
+
+  // ---- the network
+
+  Time wire(uint64_t bytes) const {
+    const double packets = std::ceil(static_cast<double>(bytes) / model_.payload_bytes);
+    const double all = static_cast<double>(bytes) + packets * model_.header_bytes;
+    return time_of(all * 8e-9 / model_.rate_gbit);
+  }
+
+  Time latency(const Event& event) const {
+    double seconds = model_.latency_us * 1e-6;
+    if (jitter_) {  // drawn from who sends what when, not from the order in which events are looked at
+      uint64_t x = static_cast<uint64_t>(model_.seed) * 0x9e3779b97f4a7c15 + event.at;
+      for (const uint64_t part : {uint64_t{event.from} << 32 | event.to, uint64_t{event.link}, event.bytes}) {
+        x = (x ^ part) * 0xff51afd7ed558ccd;
+        x ^= x >> 33;
+      }
+      seconds -= model_.jitter_us * 1e-6 * std::log((static_cast<double>(x >> 11) + 0.5) * 0x1p-53);
+    }
+    return time_of(seconds);
+  }
+
+  void leave(Event event) {
+    const uint32_t host = ranks_[event.from].host;
+    event.at = out_[host].take(event.at, wire(event.bytes));
+    if (!event.is_told) sent_bytes_[host] += event.bytes;
+    const bool crosses = !up_.empty() && leaf(event.from) != leaf(event.to);
+    event.kind = crosses ? Event::Kind::rise : Event::Kind::enter;
+    if (!crosses) event.at += latency(event);
+    events_.add(event);
+  }
+
+  void cross(Event event, Pipe& pipe, Event::Kind next, Time more) {
+    const double share = model_.oversubscription / model_.leaf_hosts;
+    event.at = pipe.take(event.at, static_cast<Time>(static_cast<double>(wire(event.bytes)) * share)) + more;
+    event.kind = next;
+    events_.add(event);
+  }
+
+  void enter(const Event& event) {
+    Rank& r = ranks_[event.to];
+    Link& link = r.links[event.link];
+    const Time needs = wire(event.bytes);
+    const Time at = std::max(in_[r.host].take(event.at, needs) + needs, link.last);
+    link.last = at;
+    if (event.is_told) {
+      ++link.told;
+      link.told_at[link.told % 2] = at;
+    } else {
+      received_bytes_[r.host] += event.bytes;
+      ++link.arrived;
+      link.waiting.push_back({at, event.bytes});
+    }
+    if (event.is_told ? r.waits == Rank::Waits::told && r.waits_for == link.level
+                      : r.waits == Rank::Waits::frame && r.waits_for == event.link)
+      wake(r, at);
+  }
+
+  Outcome outcome() {
+    if (done_ != ranks_.size())
+      for (const Rank& r : ranks_)
+        if (!r.is_done)
+          throw Error(ErrorKind::system, text("rank %u is stuck in call %llu", r.rank,
+                                              static_cast<unsigned long long>(r.sequence)));
+    Outcome o;
+    o.algorithm = algorithm_;
+    const double calls = setup_.calls, all = static_cast<double>(ended_);
+    o.seconds = all / kPerSecond / calls;
+    auto most = [](const auto& values, auto&& of) {
+      double found = 0;
+      for (const auto& value : values) found = std::max(found, static_cast<double>(of(value)));
+      return found;
+    };
+    auto busy = [](const auto& each) { return each.busy; };
+    o.sent_bytes = most(sent_bytes_, [](uint64_t bytes) { return bytes; }) / calls;
+    o.received_bytes = most(received_bytes_, [](uint64_t bytes) { return bytes; }) / calls;
+    o.least_bytes = 2 * (hosts() - 1.0) / hosts() *
+                    static_cast<double>(setup_.call.elems * size_bytes(setup_.call.dtype));
+    o.card_out = most(out_, busy) / all;
+    o.card_in = most(in_, busy) / all;
+    o.core = most(cores_, busy) / all;
+    o.switches = std::max(most(up_, busy), most(down_, busy)) / all;
+    o.frames = frames_;
+    o.steps = steps_;
+    if (sums_) {
+      sums_->finish();
+      o.sums = sums_->elements();
+    }
+    return o;
+  }
+
+  const Setup& setup_;
+  const Levels& levels_;
+  const Model& model_;
+  Algorithm algorithm_ = Algorithm::flat;
+  std::vector<uint32_t> levels_host_;  // of each rank
+  std::vector<Rank> ranks_;
+  std::vector<Core> cores_;
+  std::vector<Pipe> out_, in_, up_, down_;
+  std::vector<uint64_t> sent_bytes_, received_bytes_;
+  std::optional<Sums> sums_;
+  Events<Event> events_;
+  Time ended_ = 0, waited_ = 0;
+  size_t done_ = 0;
+  uint64_t frames_ = 0, steps_ = 0;
+  bool jitter_ = false;
+};
+
+}  // namespace
+
+std::string Outcome::binds() const {
+  const std::pair<double, const char*> all[] = {
+      {std::max(card_out, card_in), "cards"}, {core, "cores"}, {switches, "switches"}};
+  const auto [share, what] = *std::max_element(std::begin(all), std::end(all));
+  if (share >= 0.8) return text("%s (busy %.0f %%)", what, 100 * share);
+  return text("waiting (%s busy %.0f %%)", what, 100 * share);
+}
+
+Outcome run(const Setup& setup) {
+  return Simulation(setup).run();
+}
+
+}  // namespace photinus::simulate
