@@ -75,8 +75,9 @@ Kernels kernels_of(const Call& call, bool exact) {
 
 NetCut::NetCut(const Levels& levels, const CutOf& of, const SlotSizes& sizes, const NetSizes& net)
     : of_(of), unit_(kLineBytes / of.elem_bytes) {
+  const uint32_t slices = levels.slices();
   for (const auto& ranks : levels.hosts)
-    carried_ = std::max<uint64_t>(carried_, (levels.slices() + ranks.size() - 1) / ranks.size());
+    carried_ = std::max<uint64_t>(carried_, (slices + ranks.size() - 1) / ranks.size());
   // How long an entry is when a part of it has `units`.
   auto lay_out = [&](uint64_t units) {
     level_at_.clear();

@@ -12,6 +12,8 @@ namespace photinus::simulate {
 const std::vector<Parameter>& parameters() {
   static const std::vector<Parameter> all = {
       {"rate-gbit", &Model::rate_gbit, "of a card, each way"},
+      {"burst-bytes", &Model::burst_bytes,
+       "that a card that was idle sends or takes at once, as a token bucket does"},
       {"latency-us", &Model::latency_us, "from one host's card to another's"},
       {"payload-bytes", &Model::payload_bytes, "of a packet"},
       {"header-bytes", &Model::header_bytes, "of a packet on the wire, beside its payload"},
@@ -25,6 +27,8 @@ const std::vector<Parameter>& parameters() {
       {"cores", &Model::cores, "of a host; 0: one for each rank"},
       {"machines", &Model::machines, "that all hosts share: with 1, `cores` are those of all hosts; 0: none"},
       {"switch-us", &Model::switch_us, "when a core goes over to another rank"},
+      {"spin-us", &Model::spin_us, "for which a rank that waits does not sleep"},
+      {"wake-us", &Model::wake_us, "until one that sleeps runs"},
       {"leaf-hosts", &Model::leaf_hosts, "hosts at one switch; 0: all"},
       {"oversubscription", &Model::oversubscription, "cards' rate of a switch / what it has towards others"},
       {"jitter-us", &Model::jitter_us,

@@ -15,6 +15,7 @@ namespace photinus::simulate {
 
 struct Model {
   double rate_gbit = 200;
+  double burst_bytes = 0;
   double latency_us = 3;
   double payload_bytes = 1448, header_bytes = 90;
   double send_us = 1, receive_us = 1;
@@ -25,6 +26,7 @@ struct Model {
   double cores = 0;
   double machines = 0;
   double switch_us = 2;
+  double spin_us = 60, wake_us = 5;
   double leaf_hosts = 0, oversubscription = 1;
   double jitter_us = 0, seed = 1;
 };

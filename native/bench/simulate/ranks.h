@@ -89,7 +89,7 @@ struct Rank {
   Time now = 0;
   uint32_t rank = 0, host = 0, core = 0;
   uint64_t sequence = 0;  // of the call
-  bool has_met = false, is_done = false;
+  bool has_met = false, is_done = false, is_scheduled = false;
   // For what it waits of which nobody knows yet when it will be: the next frame of a link, what is told in a
   // level.
   enum class Waits : uint8_t { no, counter, frame, told } waits = Waits::no;

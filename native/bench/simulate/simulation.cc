@@ -44,12 +44,13 @@ class Simulation {
     sent_bytes_.resize(hosts());
     received_bytes_.resize(hosts());
     jitter_ = model_.jitter_us > 0;
+    burst_ = time_of(model_.burst_bytes * 8e-9 / model_.rate_gbit);
   }
 
   Outcome run() {
     for (Rank& r : ranks_) {
       begin(r);
-      wake(r, 0);
+      run_at(r, r.now);
     }
     while (!events_.empty()) {
       const Event event = events_.take();
@@ -75,15 +76,14 @@ class Simulation {
   }
 
  private:
-  // What carries one thing at a time.
+  // What carries one thing at a time. Of a time in which it had nothing to carry it makes up for `burst`.
   struct Pipe {
     Time free = 0, busy = 0;
 
-    Time take(Time at, Time needs) {  // when it begins
-      const Time begins = std::max(at, free);
-      free = begins + needs;
+    Time take(Time at, Time needs, Time burst = 0) {  // when it is through
+      free = std::max(free, at - std::min(at, burst)) + needs;
       busy += needs;
-      return begins;
+      return std::max(at, free);
     }
   };
   struct Core {
@@ -162,9 +162,9 @@ class Simulation {
 
   // The counterparts, as Levels::counterparts finds them.
   void link(Rank& r, uint32_t index) {
-    const auto own = static_cast<uint32_t>(levels_.hosts[r.host].size());
+    const auto own = static_cast<uint32_t>(levels_.hosts[r.host].size()), slices = levels_.slices();
     for (size_t level = 0; level < levels_.sizes.size(); ++level)
-      for (uint32_t slice = index; slice < levels_.slices(); slice += own)
+      for (uint32_t slice = index; slice < slices; slice += own)
         for (uint32_t member = 0; member < levels_.sizes[level]; ++member) {
           if (member == levels_.member_of(r.host, level)) continue;
           Link made;
@@ -228,7 +228,7 @@ class Simulation {
     Rank& r = ranks_[event.to];
     Core& core = cores_[r.core];
     if (r.waits != Rank::Waits::no || event.at < r.now) return;  // it was woken for something else since
-    if (core.free > event.at) return wake(r, core.free);
+    if (core.free > event.at) return run_at(r, core.free);
     r.now = event.at;
     if (core.last != r.rank && core.last != UINT32_MAX) r.now += time_of(model_.switch_us * 1e-6);
     core.last = r.rank;
@@ -239,21 +239,32 @@ class Simulation {
     core.free = r.now;
     core.busy += r.now - began - waited_;
     if (!later || r.is_done) return;
-    if (*later < kNever) wake(r, *later);
+    if (*later < kNever) run_at(r, waits_in_host_ ? *later : awake(r, *later));
   }
 
+  // What it waits for has come from another host. Who has waited for longer than it spins is asleep by then,
+  // and it takes the thread that watches the sockets to wake it.
   void wake(Rank& r, Time at) {
     r.waits = Rank::Waits::no;
-    r.now = std::max(at, r.now);
+    run_at(r, awake(r, at));
+  }
+  void run_at(Rank& r, Time at) {
+    r.now = at;
     events_.add({r.now, Event::Kind::run, false, r.rank, r.rank});
+  }
+  Time awake(const Rank& r, Time at) const {
+    if (at <= r.now) return r.now;
+    return at - r.now > time_of(model_.spin_us * 1e-6) ? at + time_of(model_.wake_us * 1e-6) : at;
   }
 
   // Until then the rank has its core, unless others want it too.
-  std::optional<Time> wait_until(Rank& r, Time at) {
+  std::optional<Time> wait_until(Rank& r, Time at, bool for_others = true) {
     if (at <= r.now) return {};
+    waits_in_host_ = !for_others;
     if (at == kNever || model_.cores > 0) return at;
-    waited_ += at - r.now;
-    r.now = at;
+    const Time until = for_others ? awake(r, at) : at;
+    waited_ += until - r.now;
+    r.now = until;
     return {};
   }
 
@@ -282,7 +293,7 @@ class Simulation {
         advance(r, s->counter, mark(r.sequence, s->value));
         break;
       case Step::Kind::wait:
-        if (const auto at = wait_until(r, reached(r, s->counter, s->rank, mark(r.sequence, s->value))))
+        if (const auto at = wait_until(r, reached(r, s->counter, s->rank, mark(r.sequence, s->value)), false))
           return at;
         break;
       case Step::Kind::send:
@@ -327,7 +338,7 @@ class Simulation {
       return {};
     }
     if (r.marks[0].reached(r.sequence) == kNever) advance(r, Counter::posted, r.sequence);
-    const auto at = wait_until(r, reached(r, Counter::posted, kEveryone, r.sequence));
+    const auto at = wait_until(r, reached(r, Counter::posted, kEveryone, r.sequence), false);
     if (!at) meet(r);
     return at;
   }
@@ -336,7 +347,9 @@ class Simulation {
     r.marks[static_cast<size_t>(counter)].add(value, r.now);
     for (const uint32_t waiter : r.waiters) {
       Rank& other = ranks_[waiter];
-      if (other.waits == Rank::Waits::counter) wake(other, r.now + time_of(model_.counter_us * 1e-6));
+      if (other.waits != Rank::Waits::counter) continue;
+      other.waits = Rank::Waits::no;
+      run_at(other, std::max(other.now, r.now + time_of(model_.counter_us * 1e-6)));
     }
     r.waiters.clear();
   }
@@ -436,7 +449,8 @@ class Simulation {
 
   void leave(Event event) {
     const uint32_t host = ranks_[event.from].host;
-    event.at = out_[host].take(event.at, wire(event.bytes));
+    const Time needs = wire(event.bytes), through = out_[host].take(event.at, needs, burst_);
+    event.at = std::max(event.at, through - std::min(through, needs));  // when its first byte leaves
     if (!event.is_told) sent_bytes_[host] += event.bytes;
     const bool crosses = !up_.empty() && leaf(event.from) != leaf(event.to);
     event.kind = crosses ? Event::Kind::rise : Event::Kind::enter;
@@ -446,7 +460,8 @@ class Simulation {
 
   void cross(Event event, Pipe& pipe, Event::Kind next, Time more) {
     const double share = model_.oversubscription / model_.leaf_hosts;
-    event.at = pipe.take(event.at, static_cast<Time>(static_cast<double>(wire(event.bytes)) * share)) + more;
+    const auto needs = static_cast<Time>(static_cast<double>(wire(event.bytes)) * share);
+    event.at = pipe.take(event.at, needs) - needs + more;
     event.kind = next;
     events_.add(event);
   }
@@ -455,7 +470,7 @@ class Simulation {
     Rank& r = ranks_[event.to];
     Link& link = r.links[event.link];
     const Time needs = wire(event.bytes);
-    const Time at = std::max(in_[r.host].take(event.at, needs) + needs, link.last);
+    const Time at = std::max(in_[r.host].take(event.at, needs, burst_), link.last);
     link.last = at;
     if (event.is_told) {
       ++link.told;
@@ -474,8 +489,12 @@ class Simulation {
     if (done_ != ranks_.size())
       for (const Rank& r : ranks_)
         if (!r.is_done)
-          throw Error(ErrorKind::system, text("rank %u is stuck in call %llu", r.rank,
-                                              static_cast<unsigned long long>(r.sequence)));
+          throw Error(
+              ErrorKind::system,
+              text("rank %u is stuck in call %llu%s", r.rank, static_cast<unsigned long long>(r.sequence),
+                   setup_.folded ? ": some pieces are empty, so hosts are not alike; simulate all of them, "
+                                   "or give chunks more memory"
+                                 : ""));
     Outcome o;
     o.algorithm = algorithm_;
     const double calls = setup_.calls, all = static_cast<double>(ended_);
@@ -517,7 +536,8 @@ class Simulation {
   Time ended_ = 0, waited_ = 0;
   size_t done_ = 0;
   uint64_t frames_ = 0, steps_ = 0;
-  bool jitter_ = false;
+  Time burst_ = 0;
+  bool jitter_ = false, waits_in_host_ = false;
 };
 
 }  // namespace
