@@ -239,6 +239,8 @@ void run_all(Asked asked) {
             ? s.levels.ranks()
             : 1;
     s.call.elems = size / parts / size_bytes(s.call.dtype);
+    if (s.call.elems == 0 && s.call.operation != Operation::barrier)
+      wrong(text("a tensor of %llu bytes has nothing for every rank", static_cast<unsigned long long>(size)));
     if (asked.checks_sums) s.followed = some_elements(s.call.elems, asked.sums);
     const auto count = static_cast<uint32_t>(s.levels.hosts.size());
     const auto whole = static_cast<double>(size);

@@ -1,11 +1,10 @@
 #include "simulate/simulation.h"
 
-#include <cmath>
-
 #include "base/error.h"
 #include "collectives/choose.h"
 #include "collectives/shm.h"
 #include "peers/posts.h"
+#include "simulate/network.h"
 #include "simulate/ranks.h"
 
 namespace photinus::simulate {
@@ -14,19 +13,6 @@ namespace {
 // A post of one line, with the header of its frame (collectives/host_post.h).
 constexpr uint64_t kToldBytes = 132;
 
-Time time_of(double seconds) {
-  return static_cast<Time>(std::llround(seconds * kPerSecond));
-}
-
-struct Event {
-  enum class Kind : uint8_t { run, leave, rise, fall, enter };
-  Time at;
-  Kind kind;
-  bool is_told = false;  // not a frame
-  uint32_t from = 0, to = 0, link = 0;
-  uint64_t bytes = 0;
-};
-
 class Simulation {
  public:
   explicit Simulation(const Setup& setup) : setup_(setup), levels_(setup.levels), model_(setup.model) {
@@ -34,17 +20,6 @@ class Simulation {
     if (!setup.followed.empty()) sums_.emplace(levels_, setup.call, setup.followed);
     choose_algorithm();
     make_ranks();
-    if (model_.leaf_hosts > 0) {
-      const auto leaves = static_cast<size_t>(std::ceil(hosts() / model_.leaf_hosts));
-      up_.resize(leaves);
-      down_.resize(leaves);
-    }
-    out_.resize(hosts());
-    in_.resize(hosts());
-    sent_bytes_.resize(hosts());
-    received_bytes_.resize(hosts());
-    jitter_ = model_.jitter_us > 0;
-    burst_ = time_of(model_.burst_bytes * 8e-9 / model_.rate_gbit);
   }
 
   Outcome run() {
@@ -54,48 +29,23 @@ class Simulation {
     }
     while (!events_.empty()) {
       const Event event = events_.take();
-      switch (event.kind) {
-        case Event::Kind::run:
-          run_rank(event);
-          break;
-        case Event::Kind::leave:
-          leave(event);
-          break;
-        case Event::Kind::rise:
-          cross(event, up_[leaf(event.from)], Event::Kind::fall, 0);
-          break;
-        case Event::Kind::fall:
-          cross(event, down_[leaf(event.to)], Event::Kind::enter, latency(event));
-          break;
-        case Event::Kind::enter:
-          enter(event);
-          break;
-      }
+      if (event.kind == Event::Kind::run)
+        run_rank(event);
+      else if (event.kind == Event::Kind::enter)
+        enter(event);
+      else
+        events_.add(network_->pass(event));
     }
     return outcome();
   }
 
  private:
-  // What carries one thing at a time. Of a time in which it had nothing to carry it makes up for `burst`.
-  struct Pipe {
-    Time free = 0, busy = 0;
-
-    Time take(Time at, Time needs, Time burst = 0) {  // when it is through
-      free = std::max(free, at - std::min(at, burst)) + needs;
-      busy += needs;
-      return std::max(at, free);
-    }
-  };
   struct Core {
     Time free = 0, busy = 0;
     uint32_t last = UINT32_MAX;
   };
 
   uint32_t hosts() const { return static_cast<uint32_t>(levels_.hosts.size()); }
-  size_t leaf(uint32_t rank) const {
-    return static_cast<size_t>(levels_host_[rank] / static_cast<uint32_t>(model_.leaf_hosts));
-  }
-
   void check_setup() const {
     check(levels_);
     auto wrong = [](const char* why) { throw Error(ErrorKind::invalid_argument, why); };
@@ -124,13 +74,13 @@ class Simulation {
   }
 
   void make_ranks() {
-    levels_host_.resize(levels_.ranks());
-    std::vector<uint32_t> index(levels_.ranks());
-    for (uint32_t host = 0; host < hosts(); ++host)
-      for (uint32_t i = 0; i < levels_.hosts[host].size(); ++i) {
-        levels_host_[levels_.hosts[host][i]] = host;
-        index[levels_.hosts[host][i]] = i;
+    std::vector<uint32_t> host(levels_.ranks()), index(levels_.ranks());
+    for (uint32_t h = 0; h < hosts(); ++h)
+      for (uint32_t i = 0; i < levels_.hosts[h].size(); ++i) {
+        host[levels_.hosts[h][i]] = h;
+        index[levels_.hosts[h][i]] = i;
       }
+    network_.emplace(model_, std::move(host), hosts());
     const std::vector<uint32_t>& first = levels_.hosts[0];
     if (setup_.folded)
       for (uint32_t i = 0; i < first.size(); ++i)
@@ -142,7 +92,7 @@ class Simulation {
     for (uint32_t rank = 0; rank < ranks_.size(); ++rank) {
       Rank& r = ranks_[rank];
       r.rank = rank;
-      r.host = levels_host_[rank];
+      r.host = network_->host_of(rank);
       if (cores == 0)
         r.core = rank;
       else
@@ -181,7 +131,7 @@ class Simulation {
 
   uint32_t mirrored(const Rank& r, const Link& link) const {
     const uint32_t size = levels_.sizes[link.level], own = levels_.member_of(r.host, link.level);
-    const uint32_t member = levels_.member_of(levels_host_[link.peer], link.level);
+    const uint32_t member = levels_.member_of(network_->host_of(link.peer), link.level);
     const uint32_t host = levels_.peer(r.host, link.level, (2 * own + size - member) % size);
     return levels_.hosts[host][r.rank];
   }
@@ -426,57 +376,15 @@ class Simulation {
     return {};
   }
 
-  // ---- the network
-
-  Time wire(uint64_t bytes) const {
-    const double packets = std::ceil(static_cast<double>(bytes) / model_.payload_bytes);
-    const double all = static_cast<double>(bytes) + packets * model_.header_bytes;
-    return time_of(all * 8e-9 / model_.rate_gbit);
-  }
-
-  Time latency(const Event& event) const {
-    double seconds = model_.latency_us * 1e-6;
-    if (jitter_) {  // drawn from who sends what when, not from the order in which events are looked at
-      uint64_t x = static_cast<uint64_t>(model_.seed) * 0x9e3779b97f4a7c15 + event.at;
-      for (const uint64_t part : {uint64_t{event.from} << 32 | event.to, uint64_t{event.link}, event.bytes}) {
-        x = (x ^ part) * 0xff51afd7ed558ccd;
-        x ^= x >> 33;
-      }
-      seconds -= model_.jitter_us * 1e-6 * std::log((static_cast<double>(x >> 11) + 0.5) * 0x1p-53);
-    }
-    return time_of(seconds);
-  }
-
-  void leave(Event event) {
-    const uint32_t host = ranks_[event.from].host;
-    const Time needs = wire(event.bytes), through = out_[host].take(event.at, needs, burst_);
-    event.at = std::max(event.at, through - std::min(through, needs));  // when its first byte leaves
-    if (!event.is_told) sent_bytes_[host] += event.bytes;
-    const bool crosses = !up_.empty() && leaf(event.from) != leaf(event.to);
-    event.kind = crosses ? Event::Kind::rise : Event::Kind::enter;
-    if (!crosses) event.at += latency(event);
-    events_.add(event);
-  }
-
-  void cross(Event event, Pipe& pipe, Event::Kind next, Time more) {
-    const double share = model_.oversubscription / model_.leaf_hosts;
-    const auto needs = static_cast<Time>(static_cast<double>(wire(event.bytes)) * share);
-    event.at = pipe.take(event.at, needs) - needs + more;
-    event.kind = next;
-    events_.add(event);
-  }
-
   void enter(const Event& event) {
     Rank& r = ranks_[event.to];
     Link& link = r.links[event.link];
-    const Time needs = wire(event.bytes);
-    const Time at = std::max(in_[r.host].take(event.at, needs, burst_), link.last);
+    const Time at = std::max(network_->enter(event), link.last);
     link.last = at;
     if (event.is_told) {
       ++link.told;
       link.told_at[link.told % 2] = at;
     } else {
-      received_bytes_[r.host] += event.bytes;
       ++link.arrived;
       link.waiting.push_back({at, event.bytes});
     }
@@ -499,20 +407,14 @@ class Simulation {
     o.algorithm = algorithm_;
     const double calls = setup_.calls, all = static_cast<double>(ended_);
     o.seconds = all / kPerSecond / calls;
-    auto most = [](const auto& values, auto&& of) {
-      double found = 0;
-      for (const auto& value : values) found = std::max(found, static_cast<double>(of(value)));
-      return found;
-    };
-    auto busy = [](const auto& each) { return each.busy; };
-    o.sent_bytes = most(sent_bytes_, [](uint64_t bytes) { return bytes; }) / calls;
-    o.received_bytes = most(received_bytes_, [](uint64_t bytes) { return bytes; }) / calls;
+    o.sent_bytes = static_cast<double>(network_->sent_bytes()) / calls;
+    o.received_bytes = static_cast<double>(network_->received_bytes()) / calls;
     o.least_bytes = 2 * (hosts() - 1.0) / hosts() *
                     static_cast<double>(setup_.call.elems * size_bytes(setup_.call.dtype));
-    o.card_out = most(out_, busy) / all;
-    o.card_in = most(in_, busy) / all;
-    o.core = most(cores_, busy) / all;
-    o.switches = std::max(most(up_, busy), most(down_, busy)) / all;
+    o.card_out = static_cast<double>(network_->card_out()) / all;
+    o.card_in = static_cast<double>(network_->card_in()) / all;
+    o.switches = static_cast<double>(network_->switches()) / all;
+    for (const Core& core : cores_) o.core = std::max(o.core, static_cast<double>(core.busy) / all);
     o.frames = frames_;
     o.steps = steps_;
     if (sums_) {
@@ -526,18 +428,15 @@ class Simulation {
   const Levels& levels_;
   const Model& model_;
   Algorithm algorithm_ = Algorithm::flat;
-  std::vector<uint32_t> levels_host_;  // of each rank
+  std::optional<Network> network_;
   std::vector<Rank> ranks_;
   std::vector<Core> cores_;
-  std::vector<Pipe> out_, in_, up_, down_;
-  std::vector<uint64_t> sent_bytes_, received_bytes_;
   std::optional<Sums> sums_;
   Events<Event> events_;
   Time ended_ = 0, waited_ = 0;
   size_t done_ = 0;
   uint64_t frames_ = 0, steps_ = 0;
-  Time burst_ = 0;
-  bool jitter_ = false, waits_in_host_ = false;
+  bool waits_in_host_ = false;
 };
 
 }  // namespace
