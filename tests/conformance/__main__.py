@@ -52,6 +52,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--answers-as", help="what get_backend says of the backend's groups (the truth)")
     parser.add_argument("--ddp", default="torch", help=f"{', '.join(DDP_CLASSES)} or module:Class (torch)")
     parser.add_argument("--cuda-on-cpu", action="store_true", help="run the tests that want CUDA devices on CPU")
+    parser.add_argument("--hosts", help="a letter for each rank: those of one letter are on one host, as in aabb (all)")
     parser.add_argument("--only", default="", metavar="REGEX", help="tests in whose names this is found")
     parser.add_argument("--names", type=Path, metavar="FILE", help="tests named in this file, one per line")
     parser.add_argument("--timeout", type=float, default=TEST_TIMEOUT_S, help="seconds for each test (180)")
@@ -62,7 +63,9 @@ def arguments() -> argparse.ArgumentParser:
 
 def main() -> int:
     given = arguments().parse_args()
-    plan = Plan(given.backend, given.world_size, given.like, given.answers_as, given.ddp, given.cuda_on_cpu)
+    plan = Plan(
+        given.backend, given.world_size, given.like, given.answers_as, given.ddp, given.cuda_on_cpu, given.hosts
+    )
     names = set(given.names.read_text().split()) if given.names else None
     wanted = lambda name: bool(re.search(given.only, name)) and (names is None or name in names)  # noqa: E731
     outcomes = run_plan(plan, wanted, given.timeout, lambda line: print(line, flush=True))
@@ -71,7 +74,7 @@ def main() -> int:
         given.json.write_text(json.dumps(outcomes, indent=1, sort_keys=True))
     if not given.against_gloo:
         return 0
-    oracle = replace(plan, backend="gloo", answers_as=None, ddp="torch")
+    oracle = replace(plan, backend="gloo", answers_as=None, ddp="torch", hosts=None)
     expected = measure(oracle, outcomes, timeout_s=given.timeout, deadline_s=60 + given.timeout * len(outcomes))
     print(f"{oracle}: {counts(expected)}")
     lost = [name for name in outcomes if expected[name]["status"] == "pass" != outcomes[name]["status"]]

@@ -23,6 +23,7 @@ def plan_arguments(plan: Plan) -> list[str]:
     """The command line of a plan."""
     given = [f"--backend={plan.backend}", f"--world-size={plan.world_size}", f"--like={plan.like}", f"--ddp={plan.ddp}"]
     given += [f"--answers-as={plan.answers_as}"] if plan.answers_as is not None else []
+    given += [f"--hosts={plan.hosts}"] if plan.hosts is not None else []
     return given + (["--cuda-on-cpu"] if plan.cuda_on_cpu else [])
 
 

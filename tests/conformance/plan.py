@@ -23,6 +23,7 @@ class Plan:
             of torch.distributed refuse, by that name alone, what the backend can do.
         ddp: DDP_CLASSES' short name, or module:Class, of what stands in place of torch's DistributedDataParallel.
         cuda_on_cpu: tests that want CUDA devices run on CPU (see cuda_on_cpu.py).
+        hosts: for each rank what it takes for its host (PHOTINUS_HOST_ID), as in "aabb"; None: all are on one.
     """
 
     backend: str
@@ -31,6 +32,11 @@ class Plan:
     answers_as: str | None = None
     ddp: str = "torch"
     cuda_on_cpu: bool = False
+    hosts: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.hosts is not None and len(self.hosts) != self.world_size:
+            raise ValueError(f"hosts={self.hosts!r} needs one letter for each of {self.world_size} ranks")
 
     @property
     def ddp_class(self) -> str:
@@ -50,4 +56,5 @@ class Plan:
         words.append(f"{self.ddp} DDP")
         if self.cuda_on_cpu:
             words.append("CUDA tests on CPU")
-        return f"{', '.join(words)}, {self.world_size} ranks"
+        where = f" on hosts {self.hosts}" if self.hosts is not None else ""
+        return f"{', '.join(words)}, {self.world_size} ranks{where}"

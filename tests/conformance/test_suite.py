@@ -111,17 +111,17 @@ def test_a_test_of_each_family_passes_over_photinus_with_its_ddp() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(960)
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_what_passes_over_gloo_passes_over_photinus(world_size: int) -> None:
-    plan = Plan("photinus", world_size)
+@pytest.mark.parametrize("hosts", ["aa", "aaa", "aaaa", "ab", "aba", "aabb"])
+def test_what_passes_over_gloo_passes_over_photinus_on_any_hosts(hosts: str) -> None:
+    plan = Plan("photinus", len(hosts), hosts=hosts)
     assert_all_pass(plan, set(baseline.passing(plan)) - OF_GLOO_ALONE, 900)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1860)
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_what_passes_over_gloo_with_cuda_tests_on_cpu_passes_over_photinus(world_size: int) -> None:
-    plan = Plan("photinus", world_size, cuda_on_cpu=True)
+@pytest.mark.parametrize("hosts", ["aa", "aaaa", "ab"])
+def test_what_passes_over_gloo_with_cuda_tests_on_cpu_passes_over_photinus_on_any_hosts(hosts: str) -> None:
+    plan = Plan("photinus", len(hosts), cuda_on_cpu=True, hosts=hosts)
     assert_all_pass(plan, set(baseline.passing(plan)) - OF_GLOO_ALONE_ON_CPU, 1800)
 
 
@@ -136,8 +136,9 @@ def test_what_torch_refuses_by_name_passes_under_gloos_name(world_size: int) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_the_all_to_all_tests_that_the_suite_keeps_for_mpi_pass() -> None:
-    assert_all_pass(Plan("photinus", 3, like="mpi", cuda_on_cpu=True), ALL_TO_ALL, 200)
+@pytest.mark.parametrize("hosts", ["aaa", "aba"])
+def test_the_all_to_all_tests_that_the_suite_keeps_for_mpi_pass(hosts: str) -> None:
+    assert_all_pass(Plan("photinus", 3, like="mpi", cuda_on_cpu=True, hosts=hosts), ALL_TO_ALL, 200)
 
 
 @pytest.mark.slow

@@ -136,6 +136,8 @@ def _rank(suite: Suite, name: str, rank: int, folder: str, runner: int) -> None:
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     os.environ.update(TEMP_DIR=folder, TMPDIR=folder, RANK=str(rank), PYTORCH_PRINT_REPRO_ON_FAILURE="0")
+    if suite.plan.hosts is not None:
+        os.environ["PHOTINUS_HOST_ID"] = suite.plan.hosts[rank]
     tempfile.tempdir = folder
     suite.module.INIT_METHOD = f"file://{folder}/init_dir/again"  # type: ignore[attr-defined] - to make a group anew
     if suite.plan.cuda_on_cpu:
