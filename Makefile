@@ -79,17 +79,21 @@ address thread: setup
 	MAKEFLAGS= nice $(BIN)/ninja -C build/$@ --quiet tests/all
 	$(BIN)/ctest --test-dir build/$@ --parallel 2 --output-on-failure --no-tests=error
 
-# A thousand schedules of made-up peers, and twenty minutes of random use: SOAK_S seconds each as processes, as threads,
-# and as threads under both sanitizers.
+# A thousand schedules of made-up peers, 64 hosts, and twenty minutes of random use: SOAK_S seconds each as processes, as
+# threads, and as threads under both sanitizers; half of it on one host, half on several.
 SOAK_S ?= 300
 soak: native sanitized
 	for subject in communicator failures exchange messages link; do \
 	  $(BUILD_DIR)/native/tests/$${subject}_test --schedules 250 || exit 1; \
 	done
-	$(BUILD_DIR)/native/tests/soak --processes $(SOAK_S) 4
-	$(BUILD_DIR)/native/tests/soak $(SOAK_S) 4
-	build/address/tests/soak $(SOAK_S) 4
-	build/thread/tests/soak $(SOAK_S) 3
+	$(BUILD_DIR)/native/tests/many
+	for run in '--processes' '--processes --hosts pairs' ' ' '--hosts uneven'; do \
+	  $(BUILD_DIR)/native/tests/soak $$run $$(($(SOAK_S) / 2)) 4 || exit 1; \
+	done
+	for run in address thread; do \
+	  build/$$run/tests/soak $$(($(SOAK_S) / 2)) 3 || exit 1; \
+	  build/$$run/tests/soak --hosts robin $$(($(SOAK_S) / 2)) 4 || exit 1; \
+	done
 
 # Shown as it goes, unlike what runs beside it: to make, a + says that this minds itself. Not so with make -n, as some
 # tests say; those are no part of this make.

@@ -71,6 +71,15 @@ class NetworkHost:
         """Puts it back."""
         _ip("-n", self.namespace, "link", "set", "eth0", "up")
 
+    def lose_what_goes_to(self, other: NetworkHost) -> None:
+        """What this host sends to the other one gets lost, without a word; the way back stays whole."""
+        nobody = ["lladdr", "02:00:00:00:00:01", "nud", "permanent"]
+        _ip("-n", self.namespace, "neigh", "replace", other.address, *nobody, "dev", "eth0")
+
+    def deliver_to(self, other: NetworkHost) -> None:
+        """Puts an end to that."""
+        _ip("-n", self.namespace, "neigh", "del", other.address, "dev", "eth0")
+
 
 @contextlib.contextmanager
 def network_hosts(

@@ -15,6 +15,7 @@
 #include "base/error.h"
 #include "engine/communicator.h"
 #include "fake_peers.h"
+#include "layouts.h"
 #include "progress/progress.h"
 #include "shm/arena.h"
 #include "shm/local_group.h"
@@ -44,25 +45,6 @@ struct Registered {
 inline std::optional<uint64_t>& schedule() {
   static std::optional<uint64_t> now;
   return now;
-}
-
-// With a layout, run_ranks() puts ranks on several hosts, with links over loopback between them.
-inline std::optional<std::string>& layout() {
-  static std::optional<std::string> now;
-  return now;
-}
-inline std::string host_of(uint32_t rank, uint32_t ranks) {
-  if (*layout() == "apart") return std::to_string(rank);
-  if (*layout() == "pairs") return std::to_string(rank / 2);
-  if (*layout() == "uneven") return rank + 1 == ranks ? "small" : "large";
-  if (*layout() == "robin") return std::to_string(rank % 2);
-  std::fprintf(stderr, "layouts are apart, pairs, uneven and robin\n");
-  std::exit(2);
-}
-inline std::vector<std::string> hosts_of(uint32_t ranks) {
-  std::vector<std::string> hosts;
-  for (uint32_t rank = 0; rank < ranks; ++rank) hosts.push_back(layout() ? host_of(rank, ranks) : "only");
-  return hosts;
 }
 
 [[noreturn]] inline void fail_check(const char* file, int line, const std::string& what) {
@@ -132,13 +114,8 @@ inline void run_ranks(uint32_t world_size, const std::function<void(Communicator
   sizes.chunk_bytes = std::max<uint64_t>(sizes.chunk_bytes, world_size * kLineBytes);
   std::shared_ptr<FakeNetwork> network;
   if (schedule()) network = std::make_shared<FakeNetwork>(arenas, sizes.bytes(), *schedule());
-  std::vector<std::shared_ptr<Network>> networks;
-  std::vector<HostPlace> places;
-  if (layout())
-    for (const std::string& host : hosts_of(world_size)) {
-      networks.push_back(std::make_shared<Network>(std::vector{numeric_address("127.0.0.1", 0)}));
-      places.push_back({host, "host-" + host, getpid(), networks.back()->connections().addresses()});
-    }
+  auto [networks, places] = listeners_of(world_size);
+  for (HostPlace& place : places) place.pid = getpid();
   std::vector<std::thread> threads;
   for (uint32_t rank = 0; rank < world_size; ++rank) {
     threads.emplace_back([&, rank] {

@@ -26,14 +26,7 @@ inline std::vector<Report> run_processes(
     int pipe, others;
   };
   // Ports of this host that are free now; each child listens on its own.
-  std::vector<HostPlace> places;
-  if (layout()) {
-    std::vector<std::unique_ptr<Network>> held;
-    for (const std::string& host : hosts_of(world_size)) {
-      held.push_back(std::make_unique<Network>(std::vector{numeric_address("127.0.0.1", 0)}));
-      places.push_back({host, "host-" + host, 0, held.back()->connections().addresses()});
-    }
-  }
+  std::vector<HostPlace> places = listeners_of(world_size).places;
   std::vector<Child> children;
   for (uint32_t rank = 0; rank < world_size; ++rank) {
     int ends[2], others[2];

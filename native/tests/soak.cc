@@ -1,7 +1,7 @@
 // Random operations, sizes, groups and threads for as long as one likes; every result is compared with the
 // naive one.
-//   soak [SECONDS [RANKS [SEED]]]            ranks are threads of this process (for the sanitizers)
-//   soak --processes [SECONDS [RANKS [SEED]]]
+//   soak [--processes] [--hosts LAYOUT] [SECONDS [RANKS [SEED]]]
+// Ranks are threads of this process (for the sanitizers), or processes; on one host, or on several.
 // Each rank has two calling threads with groups of their own: the world and, by turns, subsets of it. Exits 1
 // at the first wrong result, and when the memory in use has grown between the first fifth and the end.
 #include <malloc.h>
@@ -22,6 +22,7 @@
 #include "collectives/naive.h"
 #include "data.h"
 #include "engine/communicator.h"
+#include "layouts.h"
 #include "shm/local_group.h"
 
 #if defined(__SANITIZE_ADDRESS__)
@@ -48,6 +49,7 @@ struct Soak {
   uint32_t ranks = 4;
   uint64_t seed = 1;
   std::string addresses[kCallers][kGroups];
+  std::vector<HostPlace> places = {};
 };
 
 [[noreturn]] void give_up(const std::string& what) {
@@ -95,7 +97,8 @@ struct Job {
 
 class Caller {
  public:
-  Caller(const Soak& plan, uint32_t rank, uint32_t index, std::shared_ptr<Progress> progress)
+  Caller(const Soak& plan, uint32_t rank, uint32_t index, std::shared_ptr<Progress> progress,
+         std::shared_ptr<Network> network)
       : plan_(plan), rank_(rank), progress_(std::move(progress)), random_(plan.seed * 1000 + index) {
     for (uint32_t g = 0; g < kGroups; ++g) {
       const auto ranks = members(plan, g);
@@ -110,6 +113,13 @@ class Caller {
       options.progress = progress_;
       options.limits.timeout_s = 120;
       options.sizes = {4096, 8192, 4};
+      options.network = network;
+      std::vector<std::string> hosts;
+      for (const uint32_t member : layout() ? ranks : std::vector<uint32_t>{}) {
+        options.places.push_back(plan.places[member]);
+        hosts.push_back(plan.places[member].host_key);
+      }
+      if (layout()) levels_[g] = levels_of(hosts);
       groups_.back() = Communicator::create(options);
     }
   }
@@ -177,12 +187,12 @@ class Caller {
     else if (call.operation == Operation::all_to_all)
       exchange(*group, job, call, seed, mine_in_arena, asynchronous);
     else
-      collective(*group, job, call, seed, mine_in_arena, asynchronous);
+      collective(g, job, call, seed, mine_in_arena, asynchronous);
     if (own_() % 50 == 0) usleep(static_cast<useconds_t>(own_() % 2000));
   }
 
-  void collective(Communicator& group, Job& job, const Call& call, uint64_t seed, bool in_arena,
-                  bool asynchronous) {
+  void collective(uint32_t g, Job& job, const Call& call, uint64_t seed, bool in_arena, bool asynchronous) {
+    Communicator& group = *groups_[g];
     const uint32_t ranks = group.world_size(), me = group.rank();
     const bool scatters = call.operation == Operation::reduce_scatter;
     std::vector<Bytes> inputs;
@@ -199,7 +209,7 @@ class Caller {
     if (call.operation == Operation::barrier) {
       given.call.elems = 0;
     } else {
-      const Bytes result = naive(call, inputs, factors)[me];
+      const Bytes result = naive(call, inputs, factors, levels_[g])[me];
       std::byte* send = place(job, inputs[me], in_arena);
       const bool in_place = call.operation != Operation::all_gather && !scatters;
       std::byte* recv = in_place ? send : place(job, Bytes(result.size()), in_arena);
@@ -280,16 +290,18 @@ class Caller {
   std::shared_ptr<Progress> progress_;
   std::mt19937_64 random_, own_{std::random_device{}()};
   std::vector<std::shared_ptr<Communicator>> groups_;
+  Levels levels_[kGroups];
 };
 
-uint64_t run_rank(const Soak& plan, uint32_t rank, const std::shared_ptr<Progress>& progress) {
+uint64_t run_rank(const Soak& plan, uint32_t rank, const std::shared_ptr<Progress>& progress,
+                  const std::shared_ptr<Network>& network) {
   const double end_s = now_s() + plan.seconds;
   std::vector<std::thread> threads;
   std::atomic<uint64_t> count{0};
   for (uint32_t index = 0; index < kCallers; ++index)
     threads.emplace_back([&, index] {
       try {
-        count += Caller(plan, rank, index, progress).run(end_s);
+        count += Caller(plan, rank, index, progress, network).run(end_s);
       } catch (const std::exception& error) {
         give_up(text("rank %u: %s", rank, error.what()));
       }
@@ -299,28 +311,36 @@ uint64_t run_rank(const Soak& plan, uint32_t rank, const std::shared_ptr<Progres
 }
 
 // Runs all ranks in this process.
-uint64_t run_threads(const Soak& plan) {
+uint64_t run_threads(Soak& plan) {
+  Listeners listeners = listeners_of(plan.ranks);
+  plan.places = listeners.places;
   std::vector<std::thread> ranks;
   std::atomic<uint64_t> count{0};
   for (uint32_t rank = 0; rank < plan.ranks; ++rank)
     ranks.emplace_back([&, rank] {
-      count += run_rank(plan, rank, std::make_shared<Progress>(std::make_shared<Arena>(size_t{256} << 20)));
+      count += run_rank(plan, rank, std::make_shared<Progress>(std::make_shared<Arena>(size_t{256} << 20)),
+                        layout() ? listeners.networks[rank] : nullptr);
     });
   for (auto& rank : ranks) rank.join();
   return count;
 }
 
-uint64_t run_processes(const Soak& plan) {
+uint64_t run_processes(Soak& plan) {
+  plan.places = listeners_of(plan.ranks).places;  // ports that are free now; each process listens on its own
+  auto run = [&](uint32_t rank) {
+    return run_rank(plan, rank, Progress::of_this_process(),
+                    layout() ? std::make_shared<Network>(plan.places[rank].addresses) : nullptr);
+  };
   std::vector<pid_t> children;
   for (uint32_t rank = 1; rank < plan.ranks; ++rank) {
     const pid_t pid = fork();
     if (pid == 0) {
-      run_rank(plan, rank, Progress::of_this_process());
+      run(rank);
       _exit(0);
     }
     children.push_back(pid);
   }
-  const uint64_t count = run_rank(plan, 0, Progress::of_this_process());
+  const uint64_t count = run(0);
   for (pid_t pid : children) {
     int status = 0;
     if (waitpid(pid, &status, 0) != pid || status != 0) give_up("a rank failed");
@@ -333,12 +353,16 @@ uint64_t run_processes(const Soak& plan) {
 int main(int argc, char** argv) {
   const bool processes = argc > 1 && std::strcmp(argv[1], "--processes") == 0;
   if (processes) --argc, ++argv;
+  if (argc > 2 && std::strcmp(argv[1], "--hosts") == 0) {
+    layout() = argv[2];
+    argc -= 2, argv += 2;
+  }
   Soak plan;
   if (argc > 1) plan.seconds = std::atof(argv[1]);
   if (argc > 2) plan.ranks = static_cast<uint32_t>(std::atoi(argv[2]));
   plan.seed = argc > 3 ? std::strtoull(argv[3], nullptr, 10) : std::random_device{}();
   if (!(plan.seconds > 0) || plan.ranks < 1 || plan.ranks > 64) {
-    std::fprintf(stderr, "usage: soak [--processes] [SECONDS [RANKS [SEED]]]\n");
+    std::fprintf(stderr, "usage: soak [--processes] [--hosts LAYOUT] [SECONDS [RANKS [SEED]]]\n");
     return 2;
   }
   std::printf("seed %llu\n", static_cast<unsigned long long>(plan.seed));

@@ -2,11 +2,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
-#include <fstream>
 #include <list>
-#include <random>
 
 #include "check.h"
 #include "connected.h"
@@ -14,17 +11,6 @@
 
 using namespace photinus;
 using namespace photinus::test;
-
-namespace {
-
-size_t resident_bytes() {
-  std::ifstream file("/proc/self/statm");
-  size_t all = 0, resident = 0;
-  file >> all >> resident;
-  return resident * static_cast<size_t>(sysconf(_SC_PAGESIZE));
-}
-
-}  // namespace
 
 TEST(who_does_not_belong_is_refused_and_both_sides_are_named) {
   struct Case {
@@ -203,110 +189,6 @@ TEST(of_too_many_strangers_the_oldest_is_closed) {
   for (int i = 0; i < 20; ++i) strangers.pop_front();
   CHECK(are_closed() == 0);  // the youngest are heard on
   CHECK_CONTAINS(lines.text(), "too many connections were in their handshake, and this was the oldest");
-}
-
-TEST(hostile_connections_cost_little_and_change_nothing) {
-  Lines lines;
-  Connections::Options given = options();
-  given.incoming.pending = 1000;
-  Pair pair(given);
-  const SocketAddress at = pair.a.addresses().front();
-  std::atomic<bool> over{false};
-  std::atomic<int> accepted{0}, rounds{0};
-  const size_t before = resident_bytes();
-  std::thread attacker([&] {
-    std::mt19937_64 random(1);
-    std::vector<std::unique_ptr<Socket>> slow;
-    for (int i = 0; i < 1000; ++i) slow.push_back(std::make_unique<Socket>(at));
-    const Token token{};
-    Claim recorded;
-    {
-      Socket first(at);  // as if it had been heard on the wire
-      Challenge challenge;
-      CHECK(first.hear(challenge));
-      recorded = make_claim(challenge, member(2), 0, 0, 1, token);
-    }
-    for (int i = 0; i < 1000; ++i) {
-      Socket one(at);
-      Challenge challenge;
-      Claim claim;
-      fill_random(claim.data(), claim.size());
-      switch (i % 8) {
-        case 0:  // random bytes, more than a claim
-          for (int k = 0; k < 4; ++k) one.say(claim.data(), claim.size());
-          break;
-        case 1:  // a torn claim
-          CHECK(one.hear(challenge));
-          claim = make_claim(challenge, member(2), 0, 0, 1, token);
-          one.say(claim.data(), random() % claim.size());
-          break;
-        case 2:  // the wrong secret
-          CHECK(one.hear(challenge));
-          claim = make_claim(challenge, member(2, "guessed"), 0, 0, 1, token);
-          one.say(claim.data(), claim.size());
-          break;
-        case 3:  // a replay
-          CHECK(one.hear(challenge));
-          one.say(recorded.data(), recorded.size());
-          break;
-        case 4: {  // another job's
-          Membership other = member(2);
-          other.job = "other";
-          CHECK(one.hear(challenge));
-          claim = make_claim(challenge, other, 0, 0, 1, token);
-          one.say(claim.data(), claim.size());
-          break;
-        }
-        case 5:  // closes its side at once
-          shutdown(one.file.get(), SHUT_WR);
-          break;
-        case 6: {  // frames without a handshake, of 2^62 bytes
-          FrameHeader header;
-          header.channel = 1;
-          header.bytes = uint64_t{1} << 62;
-          header.checksum = header.expected_checksum();
-          for (int k = 0; k < 32; ++k) one.say(&header, sizeof header);
-          break;
-        }
-        default:  // a claim that is begun, and one byte now and then
-          one.say(claim.data(), 1);
-          slow[random() % slow.size()]->say("x", 1);
-      }
-      Verdict verdict;
-      if (i % 8 >= 2 && i % 8 <= 4 && one.hear(verdict)) {
-        const Heard heard = read(verdict, claim, challenge, member(2));
-        if (heard.answer == Answer::accepted || heard.is_proved) accepted.fetch_add(1);
-      }
-      rounds.fetch_add(1);
-    }
-    over.store(true);
-  });
-  // Meanwhile the link works, and another process gets in.
-  uint64_t sequence = 0;
-  Connections c(options());
-  c.join(member(3));
-  std::shared_ptr<Opening> at_a, at_c;
-  while (!over.load()) {
-    exchange(*pair.link_a, *pair.link_b, sequence, 30000 + sequence % 7,
-             [&] { poll_all({&pair.a, &pair.b, &c}); });
-    if (++sequence == 20) {
-      at_a = pair.a.await("job", "world", 3, soon(), kDeaf);
-      at_c = c.dial("job", "world", 0, pair.a.addresses(), soon(), kDeaf);
-    }
-  }
-  attacker.join();
-  run({&pair.a, &c}, [&] { return at_a && at_a->link() && at_c->link(); });
-  exchange(*at_c->link(), *at_a->link(), 1, 50000, [&] { poll_all({&pair.a, &c}); });
-  CHECK(accepted.load() == 0 && rounds.load() == 1000);
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-  const size_t allowed = size_t{256} << 20;  // their own memory, which what is freed does not leave at once
-#else
-  const size_t allowed = size_t{16} << 20;
-#endif
-  CHECK(resident_bytes() < before + allowed);
-  const std::string said = lines.text();
-  CHECK_CONTAINS(said, "was turned away");
-  CHECK(std::count(said.begin(), said.end(), '\n') <= 4);  // one every five seconds
 }
 
 TEST(a_silent_connection_is_given_up_in_time) {

@@ -1,9 +1,10 @@
 """Kills ranks at random moments and says how the survivors took it; run by test_engine_kills.
 
-    python -m tests.faults.kills KILLS SEED WORLD_SIZE...
+    python -m tests.faults.kills KILLS SEED HOSTS...
 
-One JSON line for each kill. Ranks are forked from this process, which has imported everything and met nobody, so that
-starting them costs milliseconds.
+One JSON line for each kill. HOSTS has a letter for each rank, equal for those of one host, as in aaa or aabb; they take
+turns. Ranks are forked from this process, which has imported everything and met nobody, so that starting them costs
+milliseconds. Each has a child, as a data loader's worker is one, which outlives it for half a second.
 """
 
 from __future__ import annotations
@@ -28,9 +29,35 @@ READY = b"ready\n"
 _PR_SET_PDEATHSIG = 1
 
 
-def rank_main(rank: int, world_size: int, address: str, seed: int, reports: int) -> None:
+def join(rank: int, hosts: str, address: str) -> engine.Communicator:
+    """The group; where there are several hosts, its ranks tell each other in another one where they listen."""
+    if len(set(hosts)) == 1:
+        return engine.Communicator(rank, len(hosts), address, timeout_s=30)
+    where = np.zeros(64, np.uint8)
+    text = f"{os.getpid()} {engine.listen(['127.0.0.1'])[0]}".encode()
+    where[: len(text)] = list(text)
+    of_all = np.zeros(64 * len(hosts), np.uint8)
+    with engine.Communicator(rank, len(hosts), address, timeout_s=30) as meeting:
+        meeting.all_gather(of_all, where)
+    told = [bytes(row).rstrip(b"\0").decode().split() for row in of_all.reshape(len(hosts), 64)]
+    places = [engine.Place(host, f"host-{host}", int(pid), [at]) for host, (pid, at) in zip(hosts, told, strict=True)]
+    return engine.Communicator(rank, len(hosts), address, timeout_s=30, places=places)
+
+
+def fork_loader() -> None:
+    parent = os.getpid()
+    if os.fork() == 0:
+        while os.getppid() == parent:
+            time.sleep(0.05)
+        time.sleep(0.5)
+        os._exit(0)
+
+
+def rank_main(rank: int, hosts: str, address: str, seed: int, reports: int) -> None:
     """Calls (most of them all_reduce) of random sizes and places, the same on all ranks, until one fails."""
-    communicator = engine.Communicator(rank, world_size, address, timeout_s=30)
+    world_size = len(hosts)
+    communicator = join(rank, hosts, address)
+    fork_loader()
     chance = random.Random(seed)
     shared = [np.frombuffer(engine.allocate(4 * LARGEST_ELEMS), np.float32) for _ in range(4)]
     ordinary = [np.ones(LARGEST_ELEMS, np.float32) for _ in range(4)]
@@ -90,10 +117,11 @@ def read_lines(pipe: int, wanted: int, timeout_s: float) -> list[bytes]:
     return text.splitlines()
 
 
-def kill_one(world_size: int, chance: random.Random) -> dict[str, Any]:
+def kill_one(hosts: str, chance: random.Random) -> dict[str, Any]:
+    world_size = len(hosts)
     reading, writing = os.pipe()
     address, seed = engine.new_address(), chance.randrange(1 << 30)
-    pids = [fork_rank(rank, world_size, address, seed, writing) for rank in range(world_size)]
+    pids = [fork_rank(rank, hosts, address, seed, writing) for rank in range(world_size)]
     try:
         ready = len(read_lines(reading, world_size, 30))
         time.sleep(chance.random() * 0.08)
@@ -115,7 +143,7 @@ def kill_one(world_size: int, chance: random.Random) -> dict[str, Any]:
         os.close(reading)
         os.close(writing)
     return {
-        "world_size": world_size,
+        "hosts": hosts,
         "ready": ready,
         "victim": victim,
         "killed_ns": killed_ns,
@@ -124,10 +152,10 @@ def kill_one(world_size: int, chance: random.Random) -> dict[str, Any]:
     }
 
 
-def main(kills: str, seed: str, *world_sizes: str) -> None:
+def main(kills: str, seed: str, *layouts: str) -> None:
     chance = random.Random(int(seed))
     for number in range(int(kills)):
-        print(json.dumps(kill_one(int(world_sizes[number % len(world_sizes)]), chance)), flush=True)
+        print(json.dumps(kill_one(layouts[number % len(layouts)], chance)), flush=True)
 
 
 if __name__ == "__main__":
