@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -49,7 +50,7 @@ def _attempt(call: Callable[[], object]) -> dict[str, Any]:
     began, error = time.monotonic(), "no error"
     try:
         call()
-    except (RuntimeError, ValueError) as raised:
+    except (OSError, RuntimeError, ValueError) as raised:
         error = f"{type(raised).__name__}: {raised}"
     code: Any = getattr(call, "__code__")  # noqa: B009 - typed
     return {"error": error, "seconds": time.monotonic() - began, "line": code.co_firstlineno}
@@ -146,3 +147,34 @@ def test_a_worker_that_leaves_before_all_have_met_ends_the_job_at_once(tmp_path:
     assert "rank 1 ended with exit code 0 before joining the group" in said, said
     assert "init_process_group called at" in said, said
     assert "script.py:7" in said, said
+
+
+def test_a_rank_that_other_hosts_cannot_reach_is_an_error_of_all_ranks_within_three_seconds(tmp_path: Path) -> None:
+    results = run_ranks(f"{__name__}:_unreachable", world_size=2, hosts="ab", arguments={"folder": str(tmp_path)})
+    one, two = values(results)
+    wanted = {"card": "network card none-0 of host", "descriptors": "are there enough file descriptors, ulimit -n?"}
+    for cause, words in wanted.items():
+        assert words in two[cause]["error"], two[cause]
+        assert one[cause]["error"].startswith("PeerLostError"), one[cause]
+        assert "rank 1 cannot be reached by other hosts: " in one[cause]["error"], one[cause]
+        assert words in one[cause]["error"], one[cause]
+        assert max(one[cause]["seconds"], two[cause]["seconds"]) < 3, (one[cause], two[cause])
+
+
+def _unreachable(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    def join(store: str) -> None:
+        dist.init_process_group(
+            "photinus", store=dist.FileStore(f"{folder}/{store}", world_size), rank=rank, world_size=world_size
+        )
+
+    found = {}
+    if rank == 1:
+        os.environ["PHOTINUS_INTERFACE"] = "none-0"
+    found["card"] = _attempt(lambda: join("card"))
+    os.environ.pop("PHOTINUS_INTERFACE", None)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+    found["descriptors"] = _attempt(lambda: join("descriptors"))
+    return found
