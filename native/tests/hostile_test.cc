@@ -78,7 +78,7 @@ struct Attack {
       }
       case 3:  // a torn claim
         if (!one.hear(challenge)) return;
-        claim = make_claim(challenge, claimed, 1, 0, kDataStreams, Token{});
+        claim = make_claim(challenge, claimed, 1, 0, kLinkStreams, Token{});
         one.say(claim.data(), random() % claim.size());
         return;
       case 4:  // slow
@@ -96,7 +96,7 @@ struct Attack {
     }
     if (!one.hear(challenge)) return;
     if (kind > 6) challenge = make_challenge();  // of another connection, the one that was listened to
-    claim = make_claim(challenge, who, 1, 0, kDataStreams, Token{});
+    claim = make_claim(challenge, who, 1, 0, kLinkStreams, Token{});
     if (kind > 7) claim[random() % claim.size()] ^= 1;
     one.say(claim.data(), claim.size());
     Verdict verdict;

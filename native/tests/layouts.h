@@ -31,6 +31,9 @@ inline std::vector<std::string> hosts_of(uint32_t ranks) {
   return hosts;
 }
 
+// For data, of a link between hosts that have one card each.
+inline constexpr uint8_t kLinkStreams = kCollectiveStreams + 1;
+
 // Where the ranks listen; none where all are on one host.
 struct Listeners {
   std::vector<std::shared_ptr<Network>> networks;

@@ -58,7 +58,7 @@ uint32_t own_links() {
     found +=
         getpeername(number, reinterpret_cast<sockaddr*>(&peer), &bytes) == 0 && peer.ss_family == AF_INET;
   }
-  return found / (kDataStreams + 1);
+  return found / (kLinkStreams + 1);
 }
 
 double time_all_reduce(Communicator& group, uint64_t elems, int calls) {
