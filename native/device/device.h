@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 namespace photinus {
 
@@ -13,11 +14,13 @@ class Device {
 
   // Begins to copy; the ranges are the same or do not overlap. Until the copy has landed the source must not
   // change, and the destination is anything. Returns 0 when it has landed already, else a ticket for poll().
-  // A device whose copies take time wakes the futex of its process when one lands. `past_caches`: nobody
-  // reads the destination soon.
+  // `past_caches`: nobody reads the destination soon.
   virtual uint64_t start_copy(void* to, const void* from, size_t bytes, bool past_caches) = 0;
   // Whether a copy has landed; asked until it has. Throws when it failed.
   virtual bool poll(uint64_t ticket) = 0;
+  // For how many seconds a thread may sleep before it asks again. A device that wakes the futex of its
+  // process when a copy lands sets no bound.
+  virtual double nap_s(uint64_t) const { return std::numeric_limits<double>::infinity(); }
 };
 
 // The copy that an operation has under way, of which there is at most one.
@@ -35,6 +38,7 @@ class CopyInFlight {
     return true;
   }
   bool is_running() const { return ticket_ != 0; }
+  double nap_s() const { return device_.nap_s(ticket_); }
   // Waits for the copy of an operation that has failed; false when it has not landed after `limit_s`. A
   // copy that failed counts as landed.
   bool settle(double limit_s);

@@ -312,7 +312,7 @@ std::vector<uint32_t> Collective::missing() {
 }
 
 double Collective::look(bool caller_waits) {
-  if (executor_.copy().is_running()) return watchdog_->look_at_copy(*wait_, description());
+  if (executor_.copy().is_running()) return watchdog_->look_at_copy(*wait_, executor_.copy(), description());
   return watchdog_->look(*wait_, [this] { return missing(); }, description(), group_->id, caller_waits);
 }
 

@@ -62,7 +62,7 @@ void MessageWork::fail() {
 }
 
 double MessageWork::look(bool caller_waits) {
-  if (copy_.is_running()) return watchdog_->look_at_copy(*wait_, description());
+  if (copy_.is_running()) return watchdog_->look_at_copy(*wait_, copy_, description());
   auto missing = [this] {
     std::vector<uint32_t> ranks;
     if (can_go_on()) return ranks;

@@ -43,7 +43,7 @@ class Watchdog {
   double look(WaitState& wait, const std::function<std::vector<uint32_t>()>& missing,
               const std::string& description, uint64_t lane, bool caller_waits);
   // The same for an operation that waits for a copy of its own.
-  double look_at_copy(WaitState& wait, const std::string& description);
+  double look_at_copy(WaitState& wait, const CopyInFlight& copy, const std::string& description);
 
  private:
   struct Sign {  // of life
