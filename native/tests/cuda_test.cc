@@ -1,5 +1,3 @@
-#include <time.h>
-
 #include <atomic>
 #include <random>
 
@@ -44,19 +42,8 @@ TEST(copies_arrive_in_both_directions_whatever_their_size_and_place) {
   }
 }
 
-TEST(until_its_copy_has_landed_a_destination_is_garbage_and_the_copy_is_not_seen_as_landed) {
-  const Rig rig("lasts=cuMemcpyDtoHAsync:1:60");
-  fill(rig.tensor, 7);
-  const uint64_t ticket = rig.engines->start_copy(rig.ring.get(), rig.tensor, kBytes, false);
-  usleep(20000);  // longer than a copy goes unasked after
-  CHECK(!rig.engines->poll(ticket));
-  CHECK(all_are(rig.ring.get(), 0xee));
-  rig.await(ticket);
-  CHECK(all_are(rig.ring.get(), 7));
-}
-
 TEST(copies_of_one_direction_land_one_after_the_other_and_those_of_the_other_meanwhile) {
-  const Rig rig("lasts=cuMemcpyDtoHAsync:1:100");
+  const Rig rig("lasts=cuMemcpyDtoHAsync:1:400");
   std::byte *const host = rig.ring.get(), *const half = host + kBytes / 2;
   fill(rig.tensor, 5);
   fill(half, 6, kBytes / 2);
@@ -98,7 +85,7 @@ TEST(looking_for_a_landing_asks_the_driver_every_10_ms_at_most) {
   const double start = now_s();
   while (!rig.engines->poll(ticket)) ++looks;
   CHECK(fake().calls()["cuStreamQuery"] <= 1 + static_cast<uint64_t>((now_s() - start) / 0.01));
-  CHECK(looks > 500);
+  CHECK(looks > 100);
   const auto before = fake().calls();
   for (int i = 0; i < 1000; ++i) CHECK(rig.engines->poll(ticket));
   CHECK(fake().calls() == before);
@@ -141,26 +128,28 @@ TEST(copies_wait_for_what_is_in_the_callers_stream) {
   CHECK(read == 3);
 }
 
-TEST(the_callers_stream_waits_for_copies_and_the_host_does_not) {
-  const Rig rig("lasts=cuMemcpyHtoDAsync:1:60 lasts=cuMemcpyDtoHAsync:1:120");
-  fill(rig.tensor, 3);
-  fill(rig.ring.get() + 100, 9, 100);
-  std::atomic<int> read{0};
-  std::atomic<bool> ran{false};
-  const double start = now_s();
-  const uint64_t ticket = rig.engines->start_copy(rig.ring.get(), rig.tensor, 100, false);
-  rig.engines->start_copy(rig.tensor + 100, rig.ring.get() + 100, 100, false);
-  rig.engines->make_wait(rig.caller);
-  fake().launch(rig.caller, 0, [&] {
-    read = static_cast<int>(rig.tensor[100]);
-    fill(rig.tensor, 4, 100);
-    ran = true;
-  });
-  CHECK(now_s() - start < 0.05);
-  await(ran);
-  CHECK(read == 9);
-  CHECK(rig.engines->poll(ticket));
-  CHECK(all_are(rig.ring.get(), 3, 100));
+TEST(the_callers_stream_waits_for_copies_of_either_direction_and_the_host_does_not) {
+  for (const char* slow : {"cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync"}) {
+    const Rig rig(text("lasts=%s:1:300", slow));
+    fill(rig.tensor, 3);
+    fill(rig.ring.get() + 100, 9, 100);
+    std::atomic<int> read{0};
+    std::atomic<bool> ran{false};
+    const double start = now_s();
+    const uint64_t out = rig.engines->start_copy(rig.ring.get(), rig.tensor, 100, false);
+    const uint64_t in = rig.engines->start_copy(rig.tensor + 100, rig.ring.get() + 100, 100, false);
+    rig.engines->make_wait(rig.caller);
+    fake().launch(rig.caller, 0, [&] {
+      read = static_cast<int>(rig.tensor[100]);
+      fill(rig.tensor, 4, 100);
+      ran = true;
+    });
+    CHECK(now_s() - start < 0.25);
+    await(ran);
+    CHECK(read == 9);
+    CHECK(rig.engines->poll(out) && rig.engines->poll(in));
+    CHECK(all_are(rig.ring.get(), 3, 100));
+  }
 }
 
 TEST(a_capture_of_a_graph_elsewhere_is_not_harmed) {
@@ -198,8 +187,8 @@ TEST(a_stream_under_capture_is_refused_and_the_capture_goes_on) {
 
 // --- below the engine
 
-static void run_with_engines(const Rig& rig, const std::function<void(Communicator&)>& body) {
-  run_ranks(1, body, 60, {}, {}, [&](Communicator::Options& options) { options.device = rig.engines; });
+static void run_over(const std::shared_ptr<Device>& device, const std::function<void(Communicator&)>& body) {
+  run_ranks(1, body, 60, {}, {}, [&](Communicator::Options& options) { options.device = device; });
 }
 
 // all_gather in a world of one is a copy, here from the GPU.
@@ -211,22 +200,28 @@ static void copy_by_engine(Communicator& communicator, const Rig& rig, double ti
 }
 
 TEST(an_operation_that_waits_for_a_copy_sleeps_and_sees_it_soon) {
+  struct Counting final : Device {
+    std::shared_ptr<Device> device;
+    mutable std::atomic<int> naps{0};
+    explicit Counting(std::shared_ptr<Device> counted) : device(std::move(counted)) {}
+    uint64_t start_copy(void* to, const void* from, size_t bytes, bool past_caches) override {
+      return device->start_copy(to, from, bytes, past_caches);
+    }
+    bool poll(uint64_t ticket) override { return device->poll(ticket); }
+    double nap_s(uint64_t ticket) const override { return ++naps, device->nap_s(ticket); }
+  };
   std::string words;
   for (int copy = 1; copy <= 20; ++copy) words += text("lasts=cuMemcpyDtoHAsync:%d:10 ", copy);
   Rig rig(words);
   fill(rig.tensor, 6);
-  auto processor_s = [] {
-    timespec time{};
-    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
-    return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_nsec) * 1e-9;
-  };
-  const double start = now_s(), used = processor_s();
-  run_with_engines(rig, [&](Communicator& communicator) {
+  const auto counting = std::make_shared<Counting>(rig.engines);
+  const double start = now_s();
+  run_over(counting, [&](Communicator& communicator) {
     for (int i = 0; i < 20; ++i) copy_by_engine(communicator, rig, 60);
   });
   // 0.2 s, and more on a busy machine; 2 s if it slept for 0.1 s each time.
   CHECK(now_s() - start < 1.5);
-  CHECK(processor_s() - used < 0.6 * (now_s() - start));
+  CHECK(counting->naps < 20 * 100);
   CHECK(fake().calls()["cuMemcpyDtoHAsync"] == 20);
   CHECK(all_are(rig.ring.get(), 6, 400));
 }
@@ -236,7 +231,7 @@ TEST(an_operation_ends_with_the_fault_of_a_kernel_or_when_its_copy_does_not_end)
     Rig rig(faults ? "" : "lasts=cuMemcpyDtoHAsync:1:1000000");
     if (faults) fake().launch(rig.caller, 0.01, {}, CUDA_ERROR_ILLEGAL_ADDRESS);
     rig.engines->wait_for(rig.caller);
-    run_with_engines(rig, [&](Communicator& communicator) {
+    run_over(rig.engines, [&](Communicator& communicator) {
       auto [kind, message] = error_of([&] { copy_by_engine(communicator, rig, faults ? 60 : 0.2); });
       CHECK(kind == (faults ? ErrorKind::system : ErrorKind::timeout));
       CHECK_CONTAINS(message, faults ? "on GPU 0 (Fake, 0000:01:00.0): CUDA_ERROR_ILLEGAL_ADDRESS (700)"

@@ -32,7 +32,9 @@ class FakeCuda {
   virtual void configure(const std::string& words) = 0;
   // What was made, retained or registered and not given back: "1 stream, 2 events"; empty when nothing is.
   virtual std::string alive() = 0;
-  virtual std::map<std::string, uint64_t> calls() = 0;  // since it was configured, by name
+  // Since it was configured: calls by name, and copies whose destination is garbage by now.
+  virtual std::map<std::string, uint64_t> calls() = 0;
+  virtual uint64_t copies_begun() = 0;
 
   virtual void* allocate(size_t bytes) = 0;  // memory of the GPU; the processor may look at it, as tests do
   virtual void free(void* memory) = 0;

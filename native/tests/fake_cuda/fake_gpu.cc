@@ -54,6 +54,7 @@ void FakeGpu::configure(const std::string& words) {
   changed_.wait(lock, [&] { return busy_ == 0; });
   gpus = 1, version = 12040, compute_mode = 0;
   initialized = false;
+  copies_begun_ = 0;
   dead_ = CUDA_SUCCESS;
   for (auto* things : {&registered, &allocated}) things->clear();
   without.clear(), retained.clear(), contexts.clear(), streams.clear(), events.clear(), faults_.clear(),
@@ -111,6 +112,11 @@ std::string FakeGpu::alive() {
 std::map<std::string, uint64_t> FakeGpu::calls() {
   std::lock_guard lock(mutex_);
   return calls_;
+}
+
+uint64_t FakeGpu::copies_begun() {
+  std::lock_guard lock(mutex_);
+  return copies_begun_;
 }
 
 // --- what others do
@@ -282,6 +288,7 @@ bool FakeGpu::carry_out(std::unique_lock<std::mutex>& lock, unsigned worker) {
   };
   bool goes_on = true;
   if (copies && is_there()) unlocked([&] { std::memset(operation.to, 0xee, operation.bytes); });
+  if (copies) copies_begun_ += 1;
   if (operation.lasts_s > 0) goes_on = sleep(lock, operation.lasts_s);
   if (goes_on && dead_ == CUDA_SUCCESS) {
     if (copies && !is_there())

@@ -55,6 +55,7 @@ class FakeGpu final : public FakeCuda {
   void configure(const std::string& words) override;
   std::string alive() override;
   std::map<std::string, uint64_t> calls() override;
+  uint64_t copies_begun() override;
   void* allocate(size_t bytes) override;
   void free(void* memory) override;
   CUstream make_stream(bool blocking) override;
@@ -106,6 +107,7 @@ class FakeGpu final : public FakeCuda {
   double longest_s_ = 0;
   std::vector<Fault> faults_;
   std::map<std::string, uint64_t> calls_;
+  uint64_t copies_begun_ = 0;
   CUresult dead_ = CUDA_SUCCESS;
   uint64_t generation_ = 0;  // of the configuration: what was under way in an earlier one is dropped
   int busy_ = 0;
