@@ -12,14 +12,14 @@ constexpr size_t kTextLimit = RankBlock::kTextBytes - 1;
 struct CallBytes {
   uint64_t elems;
   uint32_t root, label, site;
-  uint8_t operation, dtype, reduction, has_parts;
+  uint8_t operation, dtype, reduction, has_parts, wire, unused[7];
 };
 struct PostBytes {
   uint64_t sequence, parts_sum;
   int32_t least, most;
   uint8_t told, has_all_sites, calls, unused[5];
 };
-static_assert(sizeof(CallBytes) == 24 && sizeof(PostBytes) == 32, "no bytes between");
+static_assert(sizeof(CallBytes) == 32 && sizeof(PostBytes) == 32, "no bytes between");
 static_assert(sizeof(PostBytes) + (2 + sizeof(RankSet::Words)) +
                       HostPost::kMostCalls *
                           (sizeof(CallBytes) + 2 + sizeof(RankSet::Words) + 2 * (1 + kTextLimit)) <=
@@ -172,7 +172,9 @@ size_t encode(const HostPost& post, std::byte* to) {
                           static_cast<uint8_t>(d.operation),
                           static_cast<uint8_t>(d.dtype),
                           static_cast<uint8_t>(d.reduction),
-                          d.has_parts};
+                          d.has_parts,
+                          static_cast<uint8_t>(d.wire),
+                          {}};
     writer.put(&facts, sizeof facts);
     writer.put(call.ranks);
     writer.put(call.site);
@@ -199,7 +201,7 @@ std::optional<HostPost> decode(const std::byte* from, size_t bytes) {
         !reader.get(call.label))
       return std::nullopt;
     if (facts.operation >= kOperationCount || facts.dtype >= kDtypeCount ||
-        facts.reduction >= kReductionCount)
+        facts.reduction >= kReductionCount || facts.wire >= kDtypeCount)
       return std::nullopt;
     CallDescriptor& d = call.facts;
     d.sequence = head.sequence;
@@ -211,6 +213,7 @@ std::optional<HostPost> decode(const std::byte* from, size_t bytes) {
     d.dtype = static_cast<Dtype>(facts.dtype);
     d.reduction = static_cast<Reduction>(facts.reduction);
     d.has_parts = facts.has_parts;
+    d.wire = static_cast<Dtype>(facts.wire);
   }
   if (!reader.is_at_end()) return std::nullopt;
   return post;

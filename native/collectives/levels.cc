@@ -88,24 +88,6 @@ void check(const Levels& levels) {
                      static_cast<unsigned long long>(product), levels.hosts.size()));
 }
 
-Dtype wire_dtype(Dtype dtype, Reduction reduction, bool exact) {
-  const bool adds = reduction == Reduction::sum || reduction == Reduction::avg ||
-                    reduction == Reduction::premul_sum || reduction == Reduction::product;
-  switch (dtype) {
-    case Dtype::float16:
-    case Dtype::bfloat16:
-      return exact && adds ? Dtype::float32 : dtype;
-    case Dtype::int8:
-    case Dtype::uint8:
-    case Dtype::int16:
-      return reduction == Reduction::avg ? Dtype::int32 : dtype;
-    case Dtype::int32:
-      return reduction == Reduction::avg ? Dtype::int64 : dtype;
-    default:
-      return dtype;
-  }
-}
-
 std::vector<uint32_t> choose_levels(uint32_t hosts) {
   constexpr uint32_t kMostAtOnce = 8, kMostTwos = 3;
   if (hosts < 2) return {};

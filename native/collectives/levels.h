@@ -17,16 +17,11 @@
 #include <string>
 #include <vector>
 
-#include "base/dtype.h"
-
 namespace photinus {
 
 struct Levels {
   std::vector<std::vector<uint32_t>> hosts;  // ranks, in the order in which they are added
   std::vector<uint32_t> sizes;               // r1, r2, ...; empty for one host
-  // Sums of 16-bit floats cross between hosts in float32, and are rounded once, at the end; otherwise each
-  // level rounds.
-  bool exact = false;
 
   uint32_t ranks() const;
   uint32_t host_of(uint32_t rank) const;
@@ -48,10 +43,6 @@ struct Levels {
 // Throws Error(invalid_argument) unless every rank of 0 ... n-1 stands on one host, no host is empty, and the
 // sizes are as said above.
 void check(const Levels& levels);
-
-// The type in which partial results cross between hosts: that of the elements, wider for averages of integers
-// (whose sums may not wrap) and, where `exact`, for 16-bit floats that are added or multiplied.
-Dtype wire_dtype(Dtype dtype, Reduction reduction, bool exact);
 
 // The levels for so many hosts: none for one, one for up to 8. Beyond, groups of 2, 4 or 8 that are as few
 // and as equal as can be, then the odd rest; so few rounds, and where the factors of `hosts` allow it, a rank

@@ -154,7 +154,13 @@ void reduce_element(const Call& call, const std::vector<Bytes>& inputs, const st
   auto narrow_floats = [&](Narrow format) {
     auto load = [&](size_t r) { return widen(read<uint16_t>(inputs[r], index), format); };
     auto rounded = [&](float value) { return widen(narrow(value, format), format); };
-    write(out, to, narrow(levels.exact ? floats(load, as_it_is) : floats(load, rounded), format));
+    const bool wide = call.wire == Dtype::float32;
+    write(out, to, narrow(wide ? floats(load, as_it_is) : floats(load, rounded), format));
+  };
+  auto narrowed_between_hosts = [&](Narrow format) {
+    auto rounded = [&](float value) { return widen(narrow(value, format), format); };
+    const float sum = floats([&](size_t r) { return read<float>(inputs[r], index); }, rounded);
+    write(out, to, call.operation == Operation::reduce_scatter ? sum : rounded(sum));
   };
   auto integers = [&]<class T>(T) {
     if (call.reduction == Reduction::avg) {
@@ -169,6 +175,8 @@ void reduce_element(const Call& call, const std::vector<Bytes>& inputs, const st
   };
   switch (call.dtype) {
     case Dtype::float32:
+      if (!levels.sizes.empty() && call.wire == Dtype::float16) return narrowed_between_hosts(kHalf);
+      if (!levels.sizes.empty() && call.wire == Dtype::bfloat16) return narrowed_between_hosts(kBrain);
       return write(out, to, floats([&](size_t r) { return read<float>(inputs[r], index); }, as_it_is));
     case Dtype::float64:
       return write(out, to, floats([&](size_t r) { return read<double>(inputs[r], index); }, as_it_is));

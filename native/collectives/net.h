@@ -40,6 +40,15 @@ struct NetSizes {
   uint64_t frame_bytes = 4 << 10;    // flat: smaller slices are not worth a frame of their own
 };
 
+// The type in which partial results of a reduction cross between hosts: the one that the call asks for; else
+// that of the elements, or a wider one for averages of integers (whose sums may not wrap). Where it is
+// narrower than the elements, results cross in it too.
+Dtype wire_dtype(const Call& call);
+
+// Whether a call may ask for a type: for that of its elements, and where it adds or multiplies, for a 16-bit
+// float in place of float32 or for float32 in place of a 16-bit float.
+bool can_cross_as(const Call& call, Dtype wire);
+
 Plan net_all_reduce(const Call& call, const Levels& levels, uint32_t rank, Algorithm algorithm,
                     const SlotSizes& sizes, const NetSizes& net);
 Plan net_reduce_scatter(const Call& call, const Levels& levels, uint32_t rank, Algorithm algorithm,

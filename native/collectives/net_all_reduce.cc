@@ -22,7 +22,8 @@ Plan flat(const Call& call, const Levels& levels, uint32_t rank, const NetSizes&
   NetSteps s(levels, rank);
   const uint32_t root_host = levels.host_of(call.root);
   Plan plan{Algorithm::flat, {}, {}};
-  const Kernels kernels = kernels_of(call, levels.exact);
+  const Kernels kernels = kernels_of(call);
+  const bool narrow = kernels.last.to != call.dtype;
   const uint64_t size = size_bytes(call.dtype), wire = size_bytes(kernels.partial.from);
   const bool alone = s.locals.size() == 1;
   if (!alone)
@@ -52,6 +53,13 @@ Plan flat(const Call& call, const Levels& levels, uint32_t rank, const NetSizes&
     step.kernel = kernels.tensors;
     s.add(step);
   }
+  auto homes = [&](const Part& part) {
+    std::vector<Region> regions;
+    const uint64_t at = part.where.first * size;
+    if (everywhere(call) || s.me == call.root) regions.push_back({Place::recv, s.me, at});
+    if (!alone) regions.push_back({Place::slot, s.me, at});
+    return regions;
+  };
   bool goes_on = true;
   for (size_t level = 0; level < s.depth(); ++level) {
     s.tell(level);
@@ -82,17 +90,16 @@ Plan flat(const Call& call, const Levels& levels, uint32_t rank, const NetSizes&
     const bool last = level + 1 == s.depth();
     for (size_t p = 0; p < parts.size(); ++p) {
       Part& part = parts[p];
-      const uint64_t at = part.where.first * size;
-      std::vector<Region> results = {{Place::landing, s.me, last ? 0 : take(part.where.elems * wire)}};
-      part.partial = results[0];
-      if (last) {
-        results.clear();
-        if (everywhere(call) || s.me == call.root) results.push_back({Place::recv, s.me, at});
-        if (!alone) results.push_back({Place::slot, s.me, at});
-      }
-      Step step = reduce_step(results, sources[p], part.where.elems * wire);
+      const bool is_result = last && !narrow;
+      const uint64_t bytes = part.where.elems * wire;
+      if (!is_result) part.partial = {Place::landing, s.me, take(bytes)};
+      Step step = reduce_step(is_result ? homes(part) : std::vector{part.partial}, sources[p], bytes);
       step.kernel = last ? kernels.last : kernels.partial;
       s.add(step);
+      if (!last || is_result) continue;
+      Step widen = reduce_step(homes(part), {part.partial}, bytes);
+      widen.kernel = kernels.widened;
+      s.add(widen);
     }
   }
   if (!alone) {
@@ -127,9 +134,11 @@ class Pipeline : public StepSource {
         everywhere_(everywhere(call)),
         root_(call.root),
         root_host_(levels.host_of(call.root)),
-        kernels_(kernels_of(call, levels.exact)),
+        kernels_(kernels_of(call)),
         size_(size_bytes(call.dtype)),
         wire_(size_bytes(kernels_.partial.from)),
+        result_size_(size_bytes(kernels_.last.to)),
+        narrow_(result_size_ < size_),
         staged_(algorithm == Algorithm::staged && s_.locals.size() > 1),
         // What is sent as it is need not be added first.
         direct_(s_.locals.size() == 1 && call.reduction != Reduction::premul_sum && size_ == wire_),
@@ -201,11 +210,23 @@ class Pipeline : public StepSource {
   Region slot(uint32_t rank, uint64_t chunk, uint64_t first) const {
     return {Place::slot, rank, cut_.slot_at(chunk) + (first - cut_.chunk(chunk).first) * size_};
   }
-  // Where results lie. On the way to the root: in the place for what this rank would send itself.
+  // Where this host's ranks find results, this rank first.
+  std::vector<Region> homes(uint64_t chunk, uint64_t first) const {
+    auto recv = [&](uint32_t rank) { return Region{Place::recv, rank, first * size_}; };
+    if (!everywhere_ && s_.host != root_host_) return {};
+    if (!everywhere_ && s_.me == root_) return {recv(root_)};
+    if (!everywhere_) return {staged_ ? slot(s_.me, chunk, first) : recv(root_)};
+    if (staged_) return {recv(s_.me), slot(s_.me, chunk, first)};
+    std::vector<Region> regions{recv(s_.me)};
+    for (uint32_t rank : s_.locals)
+      if (rank != s_.me) regions.push_back(recv(rank));
+    return regions;
+  }
+  // Where results lie while they cross. In fewer bits: in the places of partial results, for who sends one
+  // has what lay there. On other hosts than the root's: in the place for what this rank would send itself.
   Region result(uint64_t chunk, size_t c, uint64_t first) const {
-    if (everywhere_ || s_.me == root_) return {Place::recv, s_.me, first * size_};
-    if (s_.host == root_host_)
-      return staged_ ? slot(s_.me, chunk, first) : Region{Place::recv, root_, first * size_};
+    if (narrow_) return partial(chunk, c, 0, first);
+    if (everywhere_ || s_.host == root_host_) return homes(chunk, first)[0];
     const uint64_t from = span(chunk, s_.carried[c], 1).first;
     return {Place::landing, s_.me, cut_.landing_at(chunk, c, 0, s_.member(0)) + (first - from) * size_};
   }
@@ -234,8 +255,8 @@ class Pipeline : public StepSource {
   }
 
   void add(uint64_t chunk) {
-    // What lay in the landing before: where all comes back down, it is known to have left.
-    if (!everywhere_) s_.wait_sent(marks_[chunk % ring()]);
+    // What lay in the landing before: partial results whose sums have come back down are known to have left.
+    if (!everywhere_ || narrow_) s_.wait_sent(marks_[chunk % ring()]);
     if (direct_) return;
     if (staged_) s_.add(wait_step(Counter::staged, chunk + 1));
     for (size_t c = 0; c < s_.carried.size(); ++c) {
@@ -302,25 +323,26 @@ class Pipeline : public StepSource {
       const Slice whole = span(chunk, s_.carried[c], level);
       const Slice mine = cut_.piece(whole, members, own), theirs = cut_.piece(whole, members, member);
       if (mine.elems > 0 && (everywhere_ || (!gets && is_roots(member, level))))
-        s_.send(peer, result(chunk, c, mine.first), mine.elems * size_);
+        s_.send(peer, result(chunk, c, mine.first), mine.elems * result_size_);
       if (theirs.elems > 0 && gets)
-        frames.push_back(s_.receive(peer, result(chunk, c, theirs.first), theirs.elems * size_));
+        frames.push_back(s_.receive(peer, result(chunk, c, theirs.first), theirs.elems * result_size_));
     });
-    if (!everywhere_) marks_[chunk % ring()] = s_.mark();
+    if (!everywhere_ || narrow_) marks_[chunk % ring()] = s_.mark();
   }
 
   // What has come to the others of this host.
   void share(uint64_t chunk) {
-    for (uint32_t slice : s_.carried) {
-      const Slice where = cut_.slice(chunk, slice);
-      if (where.elems == 0 || !everywhere_) continue;
-      const Region own{Place::recv, s_.me, where.first * size_};
-      if (staged_) {
-        s_.add(copy_step(slot(s_.me, chunk, where.first), own, where.elems * size_));
+    for (size_t c = 0; c < s_.carried.size(); ++c) {
+      const Slice where = cut_.slice(chunk, s_.carried[c]);
+      const std::vector<Region> places = homes(chunk, where.first);
+      if (where.elems == 0 || places.empty()) continue;
+      if (narrow_) {
+        Step step = reduce_step(places, {result(chunk, c, where.first)}, where.elems * result_size_);
+        step.kernel = kernels_.widened;
+        s_.add(step);
       } else {
-        for (uint32_t rank : s_.locals)
-          if (rank != s_.me)
-            s_.add(copy_step({Place::recv, rank, own.offset_bytes}, own, where.elems * size_));
+        for (size_t i = 1; i < places.size(); ++i)
+          s_.add(copy_step(places[i], places[0], where.elems * size_));
       }
     }
     if (staged_) s_.add(advance_step(Counter::reduced, chunk + 1));
@@ -343,7 +365,8 @@ class Pipeline : public StepSource {
   const bool everywhere_;
   const uint32_t root_, root_host_;
   const Kernels kernels_;
-  const uint64_t size_, wire_;
+  const uint64_t size_, wire_, result_size_;  // bytes of an element; of one that goes up, and down
+  const bool narrow_;                         // results cross in fewer bits than tensors have
   const bool staged_, direct_;
   const size_t stages_;
   const NetCut cut_;
@@ -357,14 +380,14 @@ class Pipeline : public StepSource {
 
 }  // namespace
 
-// Whether everyone's landing holds all that comes: a partial result before each level, and in it what the
-// others send.
+// Whether everyone's landing holds all that comes: a partial result before each level and one after the last,
+// and in each what the others send.
 bool fits_flat(const Call& call, const Levels& levels, const NetSizes& net) {
   size_t fewest = levels.slices(), places = 1;
   for (const auto& ranks : levels.hosts) fewest = std::min(fewest, ranks.size());
   for (const uint32_t size : levels.sizes) places += size;
   const size_t carried = (levels.slices() + fewest - 1) / fewest;
-  const Dtype wire = wire_dtype(call.dtype, call.reduction, levels.exact);
+  const Dtype wire = wire_dtype(call);
   return carried * places * flat_slice(call, levels, 0, net).elems * size_bytes(wire) <= net.landing_bytes;
 }
 

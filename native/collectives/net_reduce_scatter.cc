@@ -13,7 +13,7 @@ class Pipeline {
   Pipeline(const Call& call, const Levels& levels, uint32_t rank, Algorithm algorithm, const SlotSizes& sizes,
            const NetSizes& net)
       : s_(levels, rank),
-        kernels_(kernels_of(call, levels.exact)),
+        kernels_(kernels_of(call)),
         part_elems_(call.elems),
         size_(size_bytes(call.dtype)),
         wire_(size_bytes(kernels_.partial.from)),

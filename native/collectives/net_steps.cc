@@ -63,14 +63,43 @@ std::vector<Region> NetSteps::of_locals(Place place, uint64_t offset_bytes, Regi
   return regions;
 }
 
-Kernels kernels_of(const Call& call, bool exact) {
-  const Dtype wire = wire_dtype(call.dtype, call.reduction, exact);
+Dtype wire_dtype(const Call& call) {
+  if (call.wire) return *call.wire;
+  if (call.reduction != Reduction::avg) return call.dtype;
+  switch (call.dtype) {
+    case Dtype::int8:
+    case Dtype::uint8:
+    case Dtype::int16:
+      return Dtype::int32;
+    case Dtype::int32:
+      return Dtype::int64;
+    default:
+      return call.dtype;
+  }
+}
+
+bool can_cross_as(const Call& call, Dtype wire) {
+  if (!has_reduction(call.operation)) return false;
+  if (wire == call.dtype) return true;
+  auto is_half = [](Dtype dtype) { return dtype == Dtype::float16 || dtype == Dtype::bfloat16; };
+  const bool computes = call.reduction == Reduction::sum || call.reduction == Reduction::avg ||
+                        call.reduction == Reduction::premul_sum || call.reduction == Reduction::product;
+  return computes &&
+         ((call.dtype == Dtype::float32 && is_half(wire)) || (is_half(call.dtype) && wire == Dtype::float32));
+}
+
+Kernels kernels_of(const Call& call) {
+  const Dtype wire = wire_dtype(call);
+  const bool narrows = size_bytes(wire) < size_bytes(call.dtype);
+  // A part of a reduce_scatter stays where it was made.
+  const Dtype result = narrows && call.operation != Operation::reduce_scatter ? wire : call.dtype;
   const bool sums = call.reduction == Reduction::avg || call.reduction == Reduction::premul_sum;
   const Reduction between = sums ? Reduction::sum : call.reduction;
   // The average divides at the end; factors multiply what ranks bring.
   return {{call.reduction == Reduction::avg ? Reduction::sum : call.reduction, call.dtype, wire},
           {between, wire, wire},
-          {call.reduction == Reduction::avg ? Reduction::avg : between, wire, call.dtype}};
+          {call.reduction == Reduction::avg ? Reduction::avg : between, wire, result},
+          {Reduction::sum, result, call.dtype}};
 }
 
 NetCut::NetCut(const Levels& levels, const CutOf& of, const SlotSizes& sizes, const NetSizes& net)

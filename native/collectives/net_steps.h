@@ -73,11 +73,13 @@ class NetSteps {
   size_t told_ = 0, heard_ = 0;  // levels
 };
 
-// Kernels for partial results: of a host's tensors; of results of a level; of those of the last level.
+// Kernels for partial results: of a host's tensors; of results of a level; of those of the last level. And
+// for results that cross in fewer bits, so that all ranks get the same, whoever made them: to what callers
+// get.
 struct Kernels {
-  Kernel tensors, partial, last;
+  Kernel tensors, partial, last, widened;
 };
-Kernels kernels_of(const Call& call, bool exact);
+Kernels kernels_of(const Call& call);
 
 // How tensors are cut into chunks, and where each chunk's frames land. `ring` chunks are under way at a time.
 // A chunk is some elements of a tensor, in as many slices as `slices` says, or (1) the same elements of the

@@ -80,6 +80,7 @@ std::string describe(const Call& call, uint64_t sequence) {
     const bool from = call.operation == Operation::broadcast || call.operation == Operation::scatter;
     out += text(" %s rank %u", from ? "from" : "to", call.root);
   }
+  if (call.wire && *call.wire != call.dtype) out += text(" as %s between hosts", name(*call.wire));
   return out;
 }
 

@@ -112,6 +112,8 @@ struct Call {
   uint32_t root = 0;
   // all_gather: of one rank's input; reduce_scatter: of one rank's output; 0 where parts say it
   uint64_t elems = 0;
+  // The type in which partial results cross between hosts, if another than they would by themselves (net.h)
+  std::optional<Dtype> wire{};
   bool operator==(const Call&) const = default;
 };
 

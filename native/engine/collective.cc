@@ -38,8 +38,7 @@ CallSite CallSite::of(const std::string& text) {
 
 const Plan& CollectiveState::plan(const Call& call, Seat seat, Algorithm algorithm) {
   if (last_ && last_call_ == call && last_->algorithm == algorithm) return *last_;
-  const auto key =
-      std::make_tuple(call.operation, call.dtype, call.reduction, call.root, call.elems, algorithm);
+  const Key key{call.operation, call.dtype, call.reduction, call.root, call.elems, call.wire, algorithm};
   auto found = plans_.find(key);
   if (found == plans_.end()) {
     if (plans_.size() >= kPlansKept) plans_.clear();
@@ -171,6 +170,7 @@ void Collective::post() {
   posted.elems = call.elems;
   posted.operation = call.operation;
   posted.dtype = call.dtype;
+  posted.wire = call.wire.value_or(call.dtype);
   posted.reduction = has_reduction(call.operation) ? call.reduction : Reduction::sum;
   posted.has_parts = has_parts();
   posted.root = has_root(call.operation) ? call.root : 0;

@@ -58,7 +58,8 @@ struct CollectiveState {
   const Plan& plan(const Call& call, Seat seat, Algorithm algorithm);
 
  private:
-  std::map<std::tuple<Operation, Dtype, Reduction, uint32_t, uint64_t, Algorithm>, Plan> plans_;
+  using Key = std::tuple<Operation, Dtype, Reduction, uint32_t, uint64_t, std::optional<Dtype>, Algorithm>;
+  std::map<Key, Plan> plans_;
   const Plan* last_ = nullptr;  // most calls are like the one before
   Call last_call_;
 };

@@ -80,7 +80,8 @@ void Communicator::check(const Submission& given) const {
   };
   if (static_cast<uint8_t>(call.operation) >= kOperationCount ||
       static_cast<uint8_t>(call.dtype) >= kDtypeCount ||
-      static_cast<uint8_t>(call.reduction) >= kReductionCount)
+      static_cast<uint8_t>(call.reduction) >= kReductionCount ||
+      (call.wire && static_cast<uint8_t>(*call.wire) >= kDtypeCount))
     throw Error(ErrorKind::invalid_argument, "unknown operation, element type or reduction");
   if (call.operation == Operation::send || call.operation == Operation::recv)
     throw invalid("a message is no collective");
@@ -89,6 +90,10 @@ void Communicator::check(const Submission& given) const {
   auto too_many = [&](uint64_t elems) { return elems > (uint64_t{1} << 48) / ranks; };
   if (has_reduction(call.operation) && !find_reduce(call.dtype, call.reduction, InstructionSet::baseline))
     throw invalid("this reduction means nothing on this element type");
+  if (call.wire && !can_cross_as(call, *call.wire))
+    throw invalid(
+        "nothing crosses so: where all_reduce, reduce and reduce_scatter add or multiply, float32 may cross "
+        "between hosts as bfloat16 or float16, and these as float32");
   const bool parts = !given.send_parts.empty() || !given.recv_parts.empty();
   if (parts != takes_parts(call.operation) && !(parts && call.operation == Operation::all_gather))
     throw invalid(parts ? "this collective takes no parts" : "this collective takes one part for each rank");

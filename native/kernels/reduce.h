@@ -53,7 +53,7 @@ ReduceFunction find_reduce(Dtype dtype, Reduction reduction, InstructionSet set)
 using ConvertFunction = void (*)(const void* from, void* to, uint64_t elems);
 
 // From a 16-bit float to float32, or from an integer to the wider one that averages of it are summed in
-// (wire_dtype in collectives/levels.h), and back: floats rounded to nearest, ties to even; integers as they
+// (wire_dtype in collectives/net.h), and back: floats rounded to nearest, ties to even; integers as they
 // are. Null for any other pair.
 ConvertFunction find_converter(Dtype from, Dtype to, InstructionSet set);
 

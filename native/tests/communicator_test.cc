@@ -88,13 +88,15 @@ TEST_ANY_HOSTS(every_collective_and_type_equals_the_naive_reference) {
                 if (!has_reduction(operation) && reduction != Reduction::sum) continue;
                 if (kSanitized && reduction > Reduction::avg && reduction != Reduction::premul_sum) continue;
                 if (!exists(dtype, reduction)) continue;
-                for (bool in_arena : {false, true}) {
-                  for (uint64_t elems : {0, 1, 300, 5000}) {
-                    ++seed;
-                    compare(communicator,
-                            {operation, dtype, reduction,
-                             static_cast<uint32_t>(seed % communicator.world_size()), elems},
-                            in_arena, seed % 2 == 0, seed);
+                for (const auto& wire : wires_of({operation, dtype, reduction})) {
+                  for (bool in_arena : {false, true}) {
+                    for (uint64_t elems : {0, 1, 300, 5000}) {
+                      ++seed;
+                      compare(communicator,
+                              {operation, dtype, reduction,
+                               static_cast<uint32_t>(seed % communicator.world_size()), elems, wire},
+                              in_arena, seed % 2 == 0, seed);
+                    }
                   }
                 }
               }
@@ -109,9 +111,62 @@ TEST_ANY_HOSTS(default_slot_sizes_carry_large_messages) {
   run_ranks(3, [](Communicator& communicator) {
     for (uint64_t elems : {uint64_t{8192}, uint64_t{65537}, uint64_t{1500003}})
       for (bool in_arena : {false, true})
-        compare(communicator, {Operation::all_reduce, Dtype::float32, Reduction::avg, 0, elems}, in_arena,
-                true, elems);
+        for (const std::optional<Dtype> wire : {std::optional<Dtype>{}, {Dtype::bfloat16}})
+          compare(communicator, {Operation::all_reduce, Dtype::float32, Reduction::avg, 0, elems, wire},
+                  in_arena, true, elems);
   });
+}
+
+TEST_ANY_HOSTS(float32_that_crosses_as_bfloat16_takes_half_the_bytes_of_the_links) {
+  if (!layout()) return;
+  constexpr uint32_t kRanks = 4;
+  const Levels levels = levels_of(hosts_of(kRanks));
+  auto join = [&](Communicator::Options& options) {
+    std::vector<uint32_t> counterparts;
+    for (size_t level = 0; level < levels.sizes.size(); ++level)
+      for (uint32_t rank : levels.counterparts(options.rank, level)) counterparts.push_back(rank);
+    const ShmPeers::Options ranks{options.rank,
+                                  kRanks,
+                                  options.address,
+                                  options.name,
+                                  options.sizes.bytes(),
+                                  0,
+                                  options.limits.timeout_s,
+                                  options.limits.waiting_s,
+                                  options.progress->arena()};
+    options.peers = std::make_shared<NetPeers>(NetPeers::Options{
+        ranks, options.places, counterparts, "", 0, options.network, &options.progress->processes()});
+  };
+  auto body = [&](Communicator& communicator) {
+    Peers& peers = *own_options().peers;
+    auto received = [&] {
+      uint64_t bytes = 0;
+      for (size_t level = 0; level < levels.sizes.size(); ++level)
+        for (uint32_t rank : levels.counterparts(communicator.rank(), level))
+          bytes += peers.link(rank, LinkUse::collective)->counts().received_bytes;
+      return static_cast<double>(bytes);
+    };
+    std::vector<float> data(1 << 20, 1.0f), out(data.size());
+    auto meet = [&] { communicator.submit({}, nullptr, nullptr)->wait(); };
+    auto bytes_of = [&](Operation operation, std::optional<Dtype> wire) {
+      const uint64_t elems = operation == Operation::reduce_scatter ? data.size() / kRanks : data.size();
+      meet();
+      const double before = received();
+      meet();  // others send no sooner
+      communicator
+          .submit({operation, Dtype::float32, Reduction::avg, 0, elems, wire}, data.data(), out.data())
+          ->wait();
+      meet();
+      return received() - before;
+    };
+    for (Operation operation : {Operation::all_reduce, Operation::reduce_scatter})
+      for (Dtype half : {Dtype::bfloat16, Dtype::float16}) {
+        const double whole = bytes_of(operation, std::nullopt), halved = bytes_of(operation, half);
+        CHECK(whole > 1e6 && halved > 0.499 * whole && halved < 0.502 * whole);
+      }
+    meet();  // links are there until all have looked
+  };
+  run_ranks(kRanks, body, 60, {}, {}, join);
 }
 
 TEST_ANY_PEERS(calls_run_in_order_and_many_may_be_queued) {
@@ -179,6 +234,18 @@ TEST_ANY_PEERS(wrong_arguments_are_refused_before_anything_is_exchanged) {
                    "means nothing");
     CHECK_CONTAINS(refused({Operation::all_reduce, Dtype::float32, Reduction::sum, 0, 1}, nullptr),
                    "buffer is missing");
+    auto crossing = [&](Operation operation, Dtype dtype, Reduction reduction, Dtype wire) {
+      return refused({operation, dtype, reduction, 0, 1, wire}, &x);
+    };
+    CHECK_CONTAINS(crossing(Operation::all_reduce, Dtype::float64, Reduction::sum, Dtype::bfloat16),
+                   "all_reduce of float64[1] (sum) as bfloat16 between hosts: nothing crosses so: where "
+                   "all_reduce, reduce");
+    CHECK_CONTAINS(crossing(Operation::all_reduce, Dtype::float16, Reduction::sum, Dtype::bfloat16),
+                   "float32 may cross between hosts as bfloat16 or float16, and these as float32");
+    CHECK_CONTAINS(crossing(Operation::all_reduce, Dtype::float32, Reduction::max, Dtype::bfloat16),
+                   "where all_reduce, reduce and reduce_scatter add or multiply");
+    CHECK_CONTAINS(crossing(Operation::broadcast, Dtype::float32, Reduction::sum, Dtype::bfloat16),
+                   "nothing crosses so");
     // The group is still in step.
     communicator.submit({Operation::all_reduce, Dtype::float32, Reduction::sum, 0, 1}, &x, &x)->wait();
     CHECK(x == 2.0f);

@@ -9,6 +9,7 @@
 
 #include "base/dtype.h"
 #include "collectives/naive.h"
+#include "collectives/net.h"
 
 namespace photinus::test {
 
@@ -92,6 +93,15 @@ inline bool exists(Dtype dtype, Reduction reduction) {
     default:
       return true;
   }
+}
+
+// The types in which partial results of a call may cross between hosts; the first is as they do by
+// themselves.
+inline std::vector<std::optional<Dtype>> wires_of(const Call& call) {
+  std::vector<std::optional<Dtype>> wires{std::nullopt};
+  for (Dtype wire : kAllDtypes)
+    if (wire != call.dtype && can_cross_as(call, wire)) wires.emplace_back(wire);
+  return wires;
 }
 
 }  // namespace photinus::test

@@ -145,6 +145,10 @@ TEST_ANY_PEERS(different_calls_are_refused_on_every_rank_and_the_group_stays_usa
     refused({Operation::all_reduce, odd ? Dtype::int32 : Dtype::float32, Reduction::sum, 0, 100});
     refused({Operation::all_reduce, Dtype::float32, odd ? Reduction::max : Reduction::sum, 0, 100});
     refused({Operation::broadcast, Dtype::float32, Reduction::sum, odd ? 1u : 0u, 100});
+    Call call = sum_of(30000);
+    if (odd) call.wire = Dtype::bfloat16;
+    CHECK_CONTAINS(refused(call),
+                   "rank 1 called all_reduce of float32[30000] (sum) as bfloat16 between hosts");
     std::string message = refused({odd ? Operation::barrier : Operation::all_reduce, Dtype::float32,
                                    Reduction::sum, 0, odd ? 0u : 100u});
     CHECK_CONTAINS(message, "all_reduce of float32[100] (sum)");

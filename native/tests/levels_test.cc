@@ -39,14 +39,14 @@ TEST(equal_blocks_of_a_power_of_two_ranks_give_the_bits_of_one_host_whatever_the
   for (Dtype dtype : kAllDtypes) {
     for (Reduction reduction : kAllReductions) {
       if (!exists(dtype, reduction)) continue;
-      const Call call{Operation::all_reduce, dtype, reduction, 0, 200};
+      Call call{Operation::all_reduce, dtype, reduction, 0, 200};
       std::vector<Bytes> inputs;
       for (int r = 0; r < 8; ++r) inputs.push_back(random_elements(dtype, call.elems, random));
       const std::vector<double> factors = {0.3, 1.7, -0.9, 1e-3, 0.1, 12.3, 1.1, -1.0 / 3};
       const Bytes expected = naive(call, inputs, factors)[0];
-      for (Levels& levels : all) {
+      if (can_cross_as(call, Dtype::float32)) call.wire = Dtype::float32;
+      for (const Levels& levels : all) {
         check(levels);
-        levels.exact = true;
         const auto results = naive(call, inputs, factors, levels);
         for (const Bytes& result : results) CHECK(same(dtype, result.data(), expected.data(), call.elems));
       }
@@ -54,23 +54,45 @@ TEST(equal_blocks_of_a_power_of_two_ranks_give_the_bits_of_one_host_whatever_the
   }
 }
 
-TEST(a_16_bit_sum_is_rounded_once_a_level_unless_it_is_to_be_exact) {
+TEST(a_16_bit_sum_is_rounded_once_a_level_unless_it_crosses_in_float32) {
   // 1 + 2^-8 lies between two bfloat16 numbers, nearer (by ties) to 1; 1 + 2^-7 is one.
   const uint16_t one = 0x3f80, tiny = 0x3b80, more = 0x3f81;  // 1, 2^-8, 1 + 2^-7
   std::vector<Bytes> inputs(4, Bytes(2));
   const uint16_t values[] = {one, tiny, tiny, 0};
   for (int r = 0; r < 4; ++r) std::memcpy(inputs[r].data(), &values[r], 2);
-  const Call call{Operation::all_reduce, Dtype::bfloat16, Reduction::sum, 0, 1};
+  Call call{Operation::all_reduce, Dtype::bfloat16, Reduction::sum, 0, 1};
   auto sum = [&](const Levels& levels) {
     uint16_t result;
     std::memcpy(&result, naive(call, inputs, {}, levels)[3].data(), 2);
     return result;
   };
   CHECK(sum({}) == more);
-  Levels two = in_blocks({2, 2}, {2});
+  const Levels two = in_blocks({2, 2}, {2});
   CHECK(sum(two) == one);  // host 0's 1 + 2^-8 has become 1, and so has 1 + 2^-8 of both hosts
-  two.exact = true;
+  call.wire = Dtype::float32;
   CHECK(sum(two) == more);
+}
+
+TEST(a_float32_sum_that_crosses_in_16_bits_is_rounded_once_a_level_and_where_it_goes_to_others_once_more) {
+  const float half_step = std::ldexp(1.0f, -9), values[] = {1, half_step, 1, 3 * half_step};
+  std::vector<Bytes> inputs(4, Bytes(4 * sizeof(float)));
+  for (int r = 0; r < 4; ++r)
+    for (int i = 0; i < 4; ++i) std::memcpy(&inputs[r][i * sizeof(float)], &values[r], sizeof(float));
+  auto sum = [&](Operation operation, const Levels& levels) {
+    const uint64_t elems = operation == Operation::reduce_scatter ? 1 : 4;
+    const Call call{operation, Dtype::float32, Reduction::sum, 0, elems, Dtype::bfloat16};
+    float result;
+    std::memcpy(&result, naive(call, inputs, {}, levels)[0].data(), sizeof result);
+    return result;
+  };
+  // bfloat16 has steps of 2^-7 from 1 on, of 2^-6 from 2 on. Hosts bring 1 + 2^-9, which becomes 1, and
+  // 1 + 3 * 2^-9, which becomes 1 + 2^-7. Their sum lies between two numbers, and 2 is the even one.
+  const Levels two = in_blocks({2, 2}, {2});
+  for (Operation operation : {Operation::all_reduce, Operation::reduce}) {
+    CHECK(sum(operation, two) == 2);
+    CHECK(sum(operation, {}) == 2 + 4 * half_step);  // one host: nothing crosses
+  }
+  CHECK(sum(Operation::reduce_scatter, two) == 2 + std::ldexp(1.0f, -7));
 }
 
 TEST(counterparts_are_found_level_by_level) {

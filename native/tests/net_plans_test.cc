@@ -86,18 +86,20 @@ TEST(all_reduce_over_several_hosts_gives_the_naive_result_in_every_interleaving_
       }
 }
 
-TEST(an_exact_all_reduce_has_the_bits_of_one_host) {
+TEST(all_reduce_gives_the_naive_result_in_whatever_type_it_crosses) {
   std::mt19937_64 random(23);
-  for (auto& [name, levels] : cases()) {
-    for (Dtype dtype : {Dtype::float16, Dtype::bfloat16})
-      for (Reduction reduction : {Reduction::sum, Reduction::avg, Reduction::premul_sum, Reduction::max}) {
-        Levels exact = levels;
-        exact.exact = true;
+  for (const auto& [name, levels] : cases())
+    for (Dtype dtype : {Dtype::float32, Dtype::float16, Dtype::bfloat16})
+      for (Reduction reduction : {Reduction::sum, Reduction::avg, Reduction::premul_sum, Reduction::product})
         for (Algorithm algorithm : {Algorithm::flat, Algorithm::arena, Algorithm::staged})
-          run({Operation::all_reduce, dtype, reduction, 0, algorithm == Algorithm::flat ? 60u : 1500u}, exact,
-              algorithm, random() % 2, random);
-      }
-  }
+          for (uint64_t elems : {1, 33, 60, 1500, 2500}) {
+            Call call{Operation::all_reduce, dtype, reduction, 0, elems};
+            if (algorithm == Algorithm::flat && elems > 60) continue;
+            for (const auto& wire : wires_of(call)) {
+              call.wire = wire;
+              run(call, levels, algorithm, random() % 2, random);
+            }
+          }
 }
 
 TEST(all_reduce_over_several_hosts_knows_all_types_and_reductions) {
@@ -151,6 +153,25 @@ TEST(plans_of_several_hosts_move_the_least_bytes) {
   check_bytes(of(Operation::all_gather, 1 << 20), [](double h, double l) { return (h - 1) * l; }, false);
 }
 
+TEST(float32_that_crosses_in_16_bits_takes_half_the_bytes_and_16_bits_in_float32_one_and_a_half_times) {
+  auto of = [](Operation operation, Dtype dtype, Dtype wire, uint64_t elems) {
+    return Call{operation, dtype, Reduction::avg, 0, elems, wire};
+  };
+  for (Dtype half : {Dtype::bfloat16, Dtype::float16}) {
+    const Dtype whole = Dtype::float32;
+    check_bytes(
+        of(Operation::all_reduce, whole, half, 16 << 20), [](double h, double) { return (h - 1) / h; }, true);
+    check_bytes(
+        of(Operation::reduce, whole, half, 4 << 20), [](double h, double) { return (h - 1) / h; }, true);
+    check_bytes(
+        of(Operation::reduce_scatter, whole, half, 1 << 20),
+        [](double h, double l) { return (h - 1) * l / 2; }, false);
+    check_bytes(
+        of(Operation::all_reduce, half, whole, 16 << 20), [](double h, double) { return 3 * (h - 1) / h; },
+        true);
+  }
+}
+
 TEST(reduce_scatter_and_all_gather_over_several_hosts_give_the_naive_result) {
   std::mt19937_64 random(29);
   for (const auto& [name, levels] : cases())
@@ -169,10 +190,11 @@ TEST(reduce_scatter_over_several_hosts_knows_all_types_and_reductions) {
     for (Dtype dtype : kAllDtypes)
       for (Reduction reduction : kAllReductions) {
         if (!exists(dtype, reduction)) continue;
-        Levels given = levels;
-        given.exact = random() % 2;
-        run({Operation::reduce_scatter, dtype, reduction, 0, 300}, given,
-            random() % 2 ? Algorithm::arena : Algorithm::staged, false, random);
+        Call call{Operation::reduce_scatter, dtype, reduction, 0, 300};
+        for (const auto& wire : wires_of(call)) {
+          call.wire = wire;
+          run(call, levels, random() % 2 ? Algorithm::arena : Algorithm::staged, false, random);
+        }
       }
 }
 
@@ -195,13 +217,14 @@ TEST(reduce_over_several_hosts_knows_all_types_and_reductions) {
     for (Dtype dtype : kAllDtypes)
       for (Reduction reduction : kAllReductions) {
         if (!exists(dtype, reduction)) continue;
-        Levels given = levels;
-        given.exact = random() % 2;
         const Algorithm all[] = {Algorithm::flat, Algorithm::arena, Algorithm::staged};
         const Algorithm algorithm = all[random() % 3];
-        run({Operation::reduce, dtype, reduction, static_cast<uint32_t>(random() % levels.ranks()),
-             algorithm == Algorithm::flat ? 60u : 900u},
-            given, algorithm, false, random);
+        Call call{Operation::reduce, dtype, reduction, static_cast<uint32_t>(random() % levels.ranks()),
+                  algorithm == Algorithm::flat ? 60u : 900u};
+        for (const auto& wire : wires_of(call)) {
+          call.wire = wire;
+          run(call, levels, algorithm, false, random);
+        }
       }
 }
 
