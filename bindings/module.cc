@@ -3,6 +3,7 @@
 // wait.
 #include <cxxabi.h>
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -11,6 +12,7 @@
 #include <unistd.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "base/cores.h"
@@ -186,6 +188,8 @@ Args:
     updates: how often this rank has updated the parameters whose gradients the group exchanges, plus one: ranks
         that differ in it since the call before get MismatchError. Negative: they may differ in it here. 0: not
         told, here and so in the next call.
+    wire_dtype: from DTYPES: the type in which values travel between hosts, equal on all ranks. Where all_reduce, reduce
+        and reduce_scatter add or multiply, float32 may travel as bfloat16 or float16, and these as float32.
     sends, recvs: in place of `send`, `recv` and `elems` for all_to_all, gather and scatter, and for all_gather
         of different sizes: (address, elements) for each rank, (0, 0) where nothing goes. Sizes must be equal on
         both sides, which is checked before anything is written.)";
@@ -194,10 +198,12 @@ using Parts = std::vector<std::tuple<uintptr_t, uint64_t>>;  // address and elem
 
 void make_call(Submission* made, uint8_t operation, uintptr_t send, uintptr_t recv, uint64_t elems,
                uint8_t dtype, uint8_t reduction, uint32_t root, double timeout_s, bool asynchronous,
-               double factor, std::string label, int32_t updates, const Parts& sends, const Parts& recvs) {
+               double factor, std::string label, int32_t updates, std::optional<uint8_t> wire_dtype,
+               const Parts& sends, const Parts& recvs) {
   auto* call = new (made) Submission;
   call->call = {static_cast<Operation>(operation), static_cast<Dtype>(dtype),
                 static_cast<Reduction>(reduction), root, elems};
+  if (wire_dtype) call->call.wire = static_cast<Dtype>(*wire_dtype);
   call->send = reinterpret_cast<const void*>(send);
   call->recv = reinterpret_cast<void*>(recv);
   for (auto [address, count] : sends) call->send_parts.push_back({reinterpret_cast<void*>(address), count});
@@ -324,7 +330,8 @@ NB_MODULE(_native, m) {
   nb::class_<Submission>(m, "Call", kCallDoc)
       .def("__init__", &make_call, "operation"_a, "send"_a = 0, "recv"_a = 0, "elems"_a = 0, "dtype"_a = 0,
            "reduction"_a = 0, "root"_a = 0, "timeout_s"_a = 0.0, "asynchronous"_a = true, "factor"_a = 1.0,
-           "label"_a = "", "updates"_a = 0, "sends"_a = nb::tuple(), "recvs"_a = nb::tuple())
+           "label"_a = "", "updates"_a = 0, "wire_dtype"_a = nb::none(), "sends"_a = nb::tuple(),
+           "recvs"_a = nb::tuple())
       .def_prop_ro("operation", [](const Submission& c) { return static_cast<uint8_t>(c.call.operation); })
       .def_prop_ro("send", [](const Submission& c) { return reinterpret_cast<uintptr_t>(c.send); })
       .def_prop_ro("recv", [](const Submission& c) { return reinterpret_cast<uintptr_t>(c.recv); })
@@ -337,6 +344,10 @@ NB_MODULE(_native, m) {
       .def_ro("factor", &Submission::factor)
       .def_ro("label", &Submission::label)
       .def_ro("updates", &Submission::updates)
+      .def_prop_ro("wire_dtype",
+                   [](const Submission& c) {
+                     return c.call.wire ? std::optional(static_cast<uint8_t>(*c.call.wire)) : std::nullopt;
+                   })
       .def_prop_ro("sends", [](const Submission& c) { return parts_of(c.send_parts); })
       .def_prop_ro("recvs", [](const Submission& c) { return parts_of(c.recv_parts); });
 

@@ -46,6 +46,7 @@ class Call:
         factor: float = 1.0,
         label: str = "",
         updates: int = 0,
+        wire_dtype: int | None = None,
         sends: Sequence[tuple[int, int]] = (),
         recvs: Sequence[tuple[int, int]] = (),
     ) -> None: ...
@@ -73,6 +74,8 @@ class Call:
     def label(self) -> str: ...
     @property
     def updates(self) -> int: ...
+    @property
+    def wire_dtype(self) -> int | None: ...
     @property
     def sends(self) -> list[tuple[int, int]]: ...
     @property

@@ -64,10 +64,28 @@ def make(dtype: str, elems: int, pattern: str, seed: int) -> Any:
     return chance.integers(0 if dtype == "uint8" else -9, 10, elems).astype(kind)
 
 
-def reduced(inputs: list[Any], dtype: str, reduction: str, factors: list[float], hosts: str) -> Any:
+def wires_of(dtype: str, reduction: str) -> tuple[str | None, ...]:
+    """The types in which values may cross between hosts such that `reduced` knows the bits; None: their own."""
+    computes = reduction in ("sum", "avg", "product", "premul_sum")
+    if dtype == "float32" and computes:
+        return (None, "bfloat16", "float16")
+    return ("float32",) if dtype in ("float16", "bfloat16") and computes else (None,)
+
+
+def reduced(
+    inputs: list[Any],
+    dtype: str,
+    reduction: str,
+    factors: list[float],
+    hosts: str,
+    wire: str | None = None,
+    *,
+    scatters: bool = False,
+) -> Any:
     """The definition: a binary tree over each host's ranks, and one over hosts, in the type of accumulation.
 
-    It is rounded once. (16-bit floats that cross between hosts are rounded there too, which is not told here.)
+    It is rounded once. What crosses between hosts as narrower floats is rounded there too: each host's result, and the
+    whole one, if it goes to other ranks than its own. (16-bit floats that cross as they are: not told here.)
     """
     kind = inputs[0].dtype
     if dtype == "bool":
@@ -102,10 +120,14 @@ def reduced(inputs: list[Any], dtype: str, reduction: str, factors: list[float],
     on_host: dict[str, list[Any]] = {}
     for host, term in zip(hosts, terms, strict=True):
         on_host.setdefault(host, []).append(term)
-    total = tree([tree(those) for those in on_host.values()])
+
+    def crossed(values: Any) -> Any:
+        return values if wire is None or len(on_host) == 1 else values.astype(_kind(wire)).astype(wide)
+
+    total = tree([crossed(tree(those)) for those in on_host.values()])
     if reduction == "avg":
         total = total / wide.type(len(terms)) if _is_float(dtype) else _truncated(total, len(terms))
-    return total.astype(kind)
+    return (total if scatters else crossed(total)).astype(kind)
 
 
 def _truncated(total: Any, divisor: int) -> Any:
@@ -218,34 +240,40 @@ class Answers:
         dtype, elems, reduction, seed = call["dtype"], call["elems"], call["reduction"], call["seed"]
         operation, root, place = call["operation"], call["root"] % self.world_size, call["places"][self.rank]
         ranks = range(self.world_size)
-        scatters = operation == "reduce_scatter"
+        scatters, wire = operation == "reduce_scatter", call.get("wire")
         inputs = [make(dtype, elems * (len(ranks) if scatters else 1), call["pattern"], seed + r) for r in ranks]
         factors = [random.Random(seed + r).choice([1.0, 0.5, -1.3, 1 / 3, 1e-30, 7.0]) for r in ranks]
         with np.errstate(all="ignore"):
             if scatters:
                 mine = slice(self.rank * elems, (self.rank + 1) * elems)
                 parts = [values[mine] for values in inputs]
-                expected = reduced(parts, dtype, reduction, [1.0] * len(ranks), self.hosts)
+                expected = reduced(parts, dtype, reduction, [1.0] * len(ranks), self.hosts, wire, scatters=True)
             else:
-                expected = reduced(inputs, dtype, reduction, factors, self.hosts)
+                expected = reduced(inputs, dtype, reduction, factors, self.hosts, wire)
         array = _Array(dtype, inputs[0].size, place, inputs[self.rank])
         if operation == "all_reduce":
             return (
                 lambda group, later: [
-                    group.all_reduce(array.values, reduction, factor=factors[self.rank], asynchronous=later)
+                    group.all_reduce(
+                        array.values, reduction, factor=factors[self.rank], wire_dtype=wire, asynchronous=later
+                    )
                 ],
                 [("everywhere", array, expected)],
             )
         if operation == "reduce":
             return (
                 lambda group, later: [
-                    group.reduce(array.values, root, reduction, factor=factors[self.rank], asynchronous=later)
+                    group.reduce(
+                        array.values, root, reduction, factor=factors[self.rank], wire_dtype=wire, asynchronous=later
+                    )
                 ],
                 [("at the root", array, expected if self.rank == root else None)],
             )
         out = _Array(dtype, elems, call["places"][self.rank - 1])
         return (
-            lambda group, later: [group.reduce_scatter(out.values, array.values, reduction, asynchronous=later)],
+            lambda group, later: [
+                group.reduce_scatter(out.values, array.values, reduction, wire_dtype=wire, asynchronous=later)
+            ],
             [("its part", out, expected), ("input", array, None)],
         )
 

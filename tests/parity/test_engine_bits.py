@@ -22,6 +22,7 @@ from tests.parity.engine_cases import (
     REDUCING,
     REDUCTIONS,
     has_reduction,
+    wires_of,
 )
 from tests.rank_pool import RankPool
 
@@ -148,8 +149,9 @@ def test_over_several_hosts_the_bits_are_those_of_a_tree_over_each_host_and_one_
     pools: Pools, hosts: str, command: dict[str, Any]
 ) -> None:
     for call in command["calls"]:
-        if call["operation"] in REDUCING and call["dtype"] in ("float16", "bfloat16"):
-            call["dtype"] = "float32"  # what crosses is rounded once more
+        if call["operation"] in REDUCING:
+            wires = wires_of(call["dtype"], call["reduction"])
+            call["wire"] = wires[call["seed"] % len(wires)]
     check(pools, hosts, command)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from photinus.backend import Options
 from photinus.backend.make_group import _check_world_size, _short, _timeout_s
 from photinus.errors import WorldSizeError
 
@@ -33,3 +35,8 @@ def test_the_world_must_be_as_large_as_the_launcher_means(monkeypatch: pytest.Mo
 def test_long_lists_of_ranks_are_cut_in_messages() -> None:
     assert _short([0, 2]) == "0, 2"
     assert _short(list(range(20))) == "0, 1, 2, 3, 4, 5, 6, 7, ... 20 in all"
+
+
+def test_options_refuse_a_type_in_which_nothing_travels_between_hosts() -> None:
+    with pytest.raises(ValueError, match=r"wire_dtype=torch\.float64: values can travel between hosts as"):
+        Options(wire_dtype=torch.float64)

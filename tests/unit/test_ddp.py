@@ -48,6 +48,12 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"Linear has no parameter that requires grad \(2 parameters\)"):
             DistributedDataParallel(nn.Linear(2, 2).requires_grad_(False))
 
+    def test_a_type_in_which_gradients_cannot_travel_or_not_over_this_backend(self) -> None:
+        with pytest.raises(ValueError, match=r"wire_dtype=torch\.int8: gradients can travel between hosts as"):
+            DistributedDataParallel(nn.Linear(2, 2), wire_dtype=torch.int8)
+        with pytest.raises(ValueError, match=r"backend photinus, and gloo exchanges .*bf16_compress_hook"):
+            DistributedDataParallel(nn.Linear(2, 2), wire_dtype=torch.bfloat16)
+
     def test_more_than_one_device_id(self) -> None:
         with pytest.raises(ValueError, match=r"device_ids=\[0, 1\]: one process drives one device"):
             DistributedDataParallel(nn.Linear(2, 2), device_ids=[0, 1])

@@ -30,6 +30,7 @@ sparse             all_reduce of sparse tensors: every rank gathers all ranks' e
 tensors            which memory a collective works on: dense copies of tensors that are not dense, and the way back
 through_engine     the process group: every collective and message goes through the engine
 updates            how often the parameters that are reduced over a group were updated
+wires              in which type the values of a reduction travel between hosts: `Options`, for pg_options
 work               handles of operations in flight, as torch.distributed expects them
 """
 
@@ -46,8 +47,9 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import _DistributedBackendOptions
 
     from .process_group import ProcessGroup
+    from .wires import Options
 
-__all__ = ["NAME", "ProcessGroup", "register"]
+__all__ = ["NAME", "Options", "ProcessGroup", "register"]
 
 _registered = False
 
@@ -78,7 +80,10 @@ def register() -> None:
 
 
 def _create(options: _DistributedBackendOptions, backend_options: object) -> ProcessGroup:
-    """Called by torch for each new group. `backend_options` (pg_options) is for the other backends of a device map.
+    """Called by torch for each new group.
+
+    Args:
+        backend_options: pg_options: ours, or those of another backend of the device map.
 
     Raises OldTorchError, and here, not in `register`: other programs of this Python have nothing to do with us.
     """
@@ -87,15 +92,19 @@ def _create(options: _DistributedBackendOptions, backend_options: object) -> Pro
     from ..torch_version import check_torch
     from .device_map import find_request
     from .make_group import make
+    from .wires import Options
 
     check_torch(torch.__version__)
 
-    return make(options, find_request())
+    own = backend_options if isinstance(backend_options, Options) else Options()
+    return make(options, find_request(), own)
 
 
 def __getattr__(name: str) -> Any:
     if name == "ProcessGroup":
         return importlib.import_module(".process_group", __name__).ProcessGroup
+    if name == "Options":
+        return importlib.import_module(".wires", __name__).Options
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -23,6 +23,7 @@ from .. import engine
 from .name import NAME
 from .outside_dynamo import outside_dynamo
 from .process_group import ProcessGroup
+from .wires import Options
 
 __all__ = ["ByDevice", "Request", "find_request", "others"]
 
@@ -40,7 +41,7 @@ class Request:
         store: of the whole group.
         device: the accelerator that the group is bound to (init_process_group's device_id).
         split_from: the backend that NCCL may split off, if any.
-        options: init_process_group's pg_options.
+        options: init_process_group's pg_options, if they are not ours.
     """
 
     devices: Mapping[str, str] = field(default_factory=dict)
@@ -71,9 +72,10 @@ def find_request() -> Request:
         return Request()
     devices = {device: str(name) for device, name in config.get_device_backend_map().items() if str(name) != NAME}
     local = frame.f_locals.get
-    return Request(
-        devices, local("pg"), local("prefix_store"), local("device_id"), local("split_from"), local("backend_options")
-    )
+    options = local("backend_options")
+    if isinstance(options, Options):
+        options = None
+    return Request(devices, local("pg"), local("prefix_store"), local("device_id"), local("split_from"), options)
 
 
 def others(given: _DistributedBackendOptions, wanted: Request) -> tuple[dist.ProcessGroup, dict[str, str]]:
@@ -240,7 +242,7 @@ _FORWARDED = """
     allreduce broadcast allgather all_gather_single reduce_scatter reduce_scatter_single all_to_all_single
     send recv recv_anysource reduce gather scatter alltoall allreduce_coalesced all_gather_single_coalesced
     reduce_scatter_single_coalesced allgather_coalesced alltoall_base _allgather_base _reduce_scatter_base
-    allgather_into_tensor_coalesced reduce_scatter_tensor_coalesced
+    allgather_into_tensor_coalesced reduce_scatter_tensor_coalesced all_reduce_as
 """
 
 

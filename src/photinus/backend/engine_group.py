@@ -26,6 +26,7 @@ from .process_group import ProcessGroup
 from .single_rank import Alone
 from .tensors import CopyBack
 from .updates import Updates
+from .wires import Wires
 from .work import EngineWork, Handle, MessageWork
 
 __all__ = ["EngineGroup", "Part", "check_elems", "check_same_dtype"]
@@ -52,6 +53,7 @@ class EngineGroup(ProcessGroup):
     Args:
         communicator: the engine's.
         gloo, store, limit, label: see ProcessGroup.
+        wires: what travels between hosts in another type than its own.
     """
 
     def __init__(
@@ -61,8 +63,10 @@ class EngineGroup(ProcessGroup):
         store: Store,
         limit: Limit,
         label: str,
+        wires: Wires,
     ) -> None:
         super().__init__(gloo, store, limit, label)
+        self._wires = wires
         self._communicator: engine.Communicator | Alone | None = communicator
         self._submit: Callable[..., Handle] = communicator.submit
         self._do: Callable[[Call], None] = communicator.run

@@ -19,6 +19,7 @@ from .engine_group import EngineGroup, check_elems, check_same_dtype
 from .outside_dynamo import outside_dynamo
 from .sparse import sparse_all_reduce
 from .tensors import DTYPES, REDUCTIONS, CopyBack, check_dense, dense, reals
+from .wires import Wires, wires
 from .work import EngineWork, JoinedWork
 
 __all__ = ["EngineReductions"]
@@ -41,9 +42,15 @@ class EngineReductions(EngineGroup):
     """See the module. Wrong arguments raise ValueError, element types that nobody computes with TypeError."""
 
     def allreduce(
-        self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
+        self,
+        tensors: Any,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        *,
+        op: Any = None,
+        wires: Wires | None = None,
     ) -> dist.Work | None:
-        """Reduces each element over the ranks, in place. Sparse tensors: SUM."""
+        """Reduces each element over the ranks, in place. Sparse tensors: SUM. `wires` in place of the group's."""
         given = opts if type(opts) is AllreduceOptions else options.all_reduce(opts if op is None else op, timeout)
         tensor = (
             tensors[0] if type(tensors) is list and len(tensors) == 1 else options.one_tensor(tensors, "all_reduce")
@@ -66,6 +73,8 @@ class EngineReductions(EngineGroup):
             finish = CopyBack()
             values = finish.output(reals(tensor, hash(given.reduceOp)), load=True)
         limit, address, asynchronous = given.timeout, values.data_ptr(), given.asyncOp
+        if wires is None:
+            wires = self._wires
         # Spelt out, not by _run: DDP and every training loop pass here.
         call = Call(
             _ALL_REDUCE,
@@ -80,6 +89,7 @@ class EngineReductions(EngineGroup):
             options.factor(given.reduceOp) if reduction == _PREMUL_SUM else 1.0,
             "",
             self._updates.told(),
+            wires.get((code, reduction)) if wires else None,
         )
         if asynchronous or waiting_time.on or profiling.is_on():
             return self._start(call, values, [tensor], finish)
@@ -87,6 +97,12 @@ class EngineReductions(EngineGroup):
         if finish:
             finish()
         return None
+
+    def all_reduce_as(self, tensor: Tensor, op: Any, wire_dtype: torch.dtype) -> dist.Work | None:
+        """Starts an all_reduce whose values travel between hosts as `wire_dtype`; see `Options`."""
+        given = options.all_reduce(op)
+        given.asyncOp = True
+        return self.allreduce([tensor], given, wires=wires(wire_dtype))
 
     def reduce(
         self,
@@ -121,7 +137,7 @@ class EngineReductions(EngineGroup):
             elems=values.numel(),
             dtype=code,
             root=root,
-            **_reduction(given),
+            **self._reduction(given, code),
         )
 
     def reduce_scatter(
@@ -171,8 +187,17 @@ class EngineReductions(EngineGroup):
             recv=target.data_ptr(),
             elems=target.numel(),
             dtype=code,
-            **_reduction(given),
+            **self._reduction(given, code),
         )
+
+    def _reduction(self, given: Any, code: int) -> Any:
+        """The engine's reduction, this rank's factor of PREMUL_SUM, and the type in which values travel."""
+        reduction = REDUCTIONS[hash(given.reduceOp)]
+        return {
+            "reduction": reduction,
+            "factor": options.factor(given.reduceOp) if reduction == _PREMUL_SUM else 1.0,
+            "wire_dtype": self._wires.get((code, reduction)),
+        }
 
 
 def _compute(operation: str, tensor: Tensor) -> int:
@@ -186,12 +211,6 @@ def _compute(operation: str, tensor: Tensor) -> int:
             f"only move data take any dtype.)"
         )
     return code
-
-
-def _reduction(given: Any) -> Any:
-    """The engine's reduction, and this rank's factor of PREMUL_SUM."""
-    reduction = REDUCTIONS[hash(given.reduceOp)]
-    return {"reduction": reduction, "factor": options.factor(given.reduceOp) if reduction == _PREMUL_SUM else 1.0}
 
 
 def _one_behind_the_other(tensors: Sequence[Tensor]) -> Tensor:

@@ -18,6 +18,7 @@ from .inner_gloo import InnerGloo, Limit
 from .process_group import ProcessGroup
 from .single_rank import Alone
 from .through_engine import ThroughEngine
+from .wires import Options, wires
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import _DistributedBackendOptions
@@ -27,12 +28,15 @@ __all__ = ["make"]
 _JOINING_S = 60.0  # for the engine's rendezvous, after all ranks have shown themselves in the store
 
 
-def make(given: _DistributedBackendOptions, wanted: device_map.Request | None = None) -> ProcessGroup:
+def make(
+    given: _DistributedBackendOptions, wanted: device_map.Request | None = None, own: Options | None = None
+) -> ProcessGroup:
     """Makes the group that torch describes; called by all its ranks.
 
     Args:
         given: what torch tells a backend's maker.
         wanted: the rest of the group's device map, if there is any.
+        own: what its maker wants of the part that serves CPU tensors.
 
     Raises:
         ValueError: the device map holds a backend that cannot share a group with ours.
@@ -41,19 +45,20 @@ def make(given: _DistributedBackendOptions, wanted: device_map.Request | None = 
         PeerLostError, MismatchError: a missing rank has ended, or makes another group.
         OSError: other hosts cannot reach this one, or this process may not open what it needs.
     """
+    own = own or Options()
     if wanted is None or not wanted.devices:
-        return _make_for_cpu(given)
-    cpu = _make_for_cpu(given)
+        return _make_for_cpu(given, own)
+    cpu = _make_for_cpu(given, own)
     try:
         group = device_map.ByDevice(cpu, *device_map.others(given, wanted), wanted.device)
     except BaseException:
         cpu.shutdown()
         raise
-    group.made_by(lambda part, kept: make(part, wanted.for_a_part(kept)), given.global_ranks_in_group)
+    group.made_by(lambda part, kept: make(part, wanted.for_a_part(kept), own), given.global_ranks_in_group)
     return group
 
 
-def _make_for_cpu(given: _DistributedBackendOptions) -> ThroughEngine:
+def _make_for_cpu(given: _DistributedBackendOptions, own: Options) -> ThroughEngine:
     rank, size, store = given.group_rank, given.group_size, given.store
     members = list(given.global_ranks_in_group)
     if not members:  # the default group
@@ -86,11 +91,11 @@ def _make_for_cpu(given: _DistributedBackendOptions) -> ThroughEngine:
             hosts.tidy(store, meeting)
             if not meeting.one_host and not members:
                 print(f"photinus: {size} ranks on {meeting.hosts()}", file=sys.stderr, flush=True)
-        group = ThroughEngine(communicator, gloo, store, limit, label)
+        group = ThroughEngine(communicator, gloo, store, limit, label, wires(own.wire_dtype))
     except BaseException:
         communicator.close()
         raise
-    group.made_by(lambda part, _: _make_for_cpu(part), members)
+    group.made_by(lambda part, _: _make_for_cpu(part, own), members)
     return group
 
 

@@ -13,6 +13,7 @@ from ...errors import UnsuitableModelError
 __all__ = [
     "check_delayed",
     "check_device_ids",
+    "check_wire_dtype",
     "device_to_move_to",
     "one_device",
     "sparse_parameters",
@@ -120,6 +121,31 @@ def sparse_parameters(module: nn.Module) -> frozenset[str]:
     """Names of the parameters whose gradients will be sparse."""
     makers = {id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse}
     return frozenset(name for name, parameter in module.named_parameters() if id(parameter) in makers)
+
+
+def check_wire_dtype(wire_dtype: torch.dtype | None, backend: str) -> None:
+    """Whether gradients can travel between hosts in this type.
+
+    Args:
+        wire_dtype: of the wrapper.
+        backend: the one that exchanges the gradients.
+
+    Raises:
+        UnsuitableModelError: they cannot, or not over this backend.
+    """
+    if wire_dtype is None:
+        return
+    if wire_dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise UnsuitableModelError(
+            f"wire_dtype={wire_dtype!r}: gradients can travel between hosts as torch.bfloat16 or torch.float16 "
+            f"(float32 ones, in half the bytes) or as torch.float32 (16-bit ones, unrounded)"
+        )
+    if backend != "photinus":
+        raise UnsuitableModelError(
+            f"wire_dtype={wire_dtype} is for backend photinus, and {backend} exchanges these gradients. Leave it out, "
+            f"or register a hook of torch.distributed.algorithms.ddp_comm_hooks, such as "
+            f"default_hooks.bf16_compress_hook"
+        )
 
 
 def _few(names: Sequence[str]) -> str:

@@ -24,7 +24,7 @@ from torch.distributed.algorithms.join import Join
 
 from ...errors import ModelMismatchError, NotInitializedError, PhotinusError
 from ..exchange.broadcast import broadcast_tensors
-from ..exchange.collectives import resolve_group
+from ..exchange.collectives import backend_name, resolve_group
 from ..exchange.gpu_sharing import gpu_identity
 from ..exchange.tensors import map_tensors
 from ..exchange.verify_models import describe, verify_same_model
@@ -35,7 +35,14 @@ from ..reducer.graph import current_task
 from ..reducer.options import ReducerOptions
 from ..reducer.reducer import Reducer
 from .buffer_sync import BufferSync
-from .checks import check_delayed, check_device_ids, device_to_move_to, one_device, sparse_parameters
+from .checks import (
+    check_delayed,
+    check_device_ids,
+    check_wire_dtype,
+    device_to_move_to,
+    one_device,
+    sparse_parameters,
+)
 from .fused_optimizer import OptimizersInBackward
 from .join import UnevenInputs, common_rank, tell_ranks
 from .logging_data import logging_data
@@ -89,6 +96,10 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
             the next exchange, other weights with the first one (all differ) to after 128 steps (one element does); on
             GPUs, with skip_all_reduce_unused_params and under communication hooks (these: steps only) with every 64th
             exchange. Seen are steps of torch.optim optimizers. False: for weights that differ on purpose.
+        wire_dtype: the type in which gradients, and nothing else, travel between hosts, on backend photinus. bfloat16
+            or float16: float32 gradients in half the bytes; they are added in float32, and all ranks get the same bits.
+            (In float16 a sum over the ranks beyond 65,504 becomes infinite.) float32: 16-bit gradients are not rounded
+            on the way. Inside a host nothing changes, so on one host it has no effect. Not with communication hooks.
 
     Attributes:
         module: the model.
@@ -140,6 +151,7 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
         *,
         nan_guard: bool = False,
         check_ranks: bool = True,
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         UnevenInputs.__init__(self)
@@ -160,6 +172,7 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.nan_guard = nan_guard
         self.check_ranks = check_ranks
+        self.wire_dtype = wire_dtype
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self._divide_by_initial_world_size = True
@@ -214,7 +227,7 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
             f"forward_sync_buffers={self.forward_sync_buffers} find_unused_parameters={self.find_unused_parameters} "
             f"static_graph={self.static_graph} skip_all_reduce_unused_params={self.skip_all_reduce_unused_params} "
             f"mixed_precision={self.mixed_precision} delayed={sorted(self._delayed[0])} nan_guard={self.nan_guard} "
-            f"check_ranks={self.check_ranks}"
+            f"check_ranks={self.check_ranks} wire_dtype={self.wire_dtype}"
         ]
         lines += [describe("parameter", name, p) + (", sparse gradient" if name in sparse else "") for name, p in named]
         buffers = BufferSync(self.module, self.process_group, self.device, self.parameters_to_ignore).named_buffers()
@@ -223,6 +236,7 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
 
     def _build(self) -> None:
         """Makes what belongs to this process and is never saved: the reducer, and the synchroniser of buffers."""
+        check_wire_dtype(self.wire_dtype, backend_name(self.process_group, self.device))
         named = self._named_parameters()
         self._frozen = [(n, p) for n, p in named if not p.requires_grad]
         # With SyncBatchNorm, ranks that use different parameters would launch buckets and statistics in different
@@ -247,11 +261,14 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
                 late_errors=self.late_gradient_errors,
                 nan_guard=self.nan_guard,
                 check_ranks=self.check_ranks,
+                wire_dtype=self.wire_dtype,
                 path=type(self.module).__name__,
             ),
         )
         if self._low_precision is not None and self._low_precision.reduce_dtype is not None and self.reducer.active:
-            self.reducer.use_exchange(CastExchange(self.reducer.average, self._low_precision.reduce_dtype))
+            self.reducer.use_exchange(
+                CastExchange(self.reducer.average, self._low_precision.reduce_dtype, self.wire_dtype)
+            )
         if self._comm_hook is not None:
             self._use_hook(*self._comm_hook[:2])
         self._buffers_in_sync = BufferSync(self.module, self.process_group, self.device, self.parameters_to_ignore)
@@ -404,11 +421,15 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
         self._set_hook(self.process_group, builtin_hook(comm_hook_type), str(comm_hook_type))
 
     def _set_hook(self, state: object, hook: CommHook, name: str) -> None:
-        if self._comm_hook is not None or self._low_precision is not None:
-            held = "mixed_precision" if self._comm_hook is None else self._comm_hook[2]
+        held = [
+            *([self._comm_hook[2]] if self._comm_hook is not None else []),
+            *(["mixed_precision"] if self._low_precision is not None else []),
+            *(["wire_dtype"] if self.wire_dtype is not None else []),
+        ]
+        if held:
             raise PhotinusError(
                 f"register_comm_hook or register_builtin_comm_hook can only be called once, and not with "
-                f"mixed_precision: {held} is in force. A hook that calls another hook combines two."
+                f"mixed_precision or wire_dtype: {held[0]} is in force. A hook that calls another hook combines two."
             )
         self._comm_hook = (state, hook, name)
         self._use_hook(state, hook)

@@ -120,14 +120,18 @@ class Average:
         self.contributors = self.world_size
         self.by_backend = backend_name(group, device) in _AVERAGING_BACKENDS
 
-    def start(self, tensor: torch.Tensor) -> Pending:
-        """Starts averaging `tensor` (any shape, contiguous); it must not be touched until the returned work is done."""
-        if self.by_backend and self.contributors == self.world_size:
-            work = dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self.group, async_op=True)
-        else:
+    def start(self, tensor: torch.Tensor, wire_dtype: torch.dtype | None = None) -> Pending:
+        """Starts averaging `tensor` (any shape, contiguous); it must not be touched until the returned work is done.
+
+        `wire_dtype` is the type in which values travel between hosts; for groups of backend photinus only.
+        """
+        op = dist.ReduceOp.AVG
+        if not self.by_backend or self.contributors != self.world_size:
             tensor.mul_(1.0 / self.contributors)
-            work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self.group, async_op=True)
-        return cast(Pending, work)
+            op = dist.ReduceOp.SUM
+        if wire_dtype is not None:
+            return cast(Pending, cast(Any, self.group).all_reduce_as(tensor, op, wire_dtype))
+        return cast(Pending, dist.all_reduce(tensor, op=op, group=self.group, async_op=True))
 
     def __call__(self, tensor: torch.Tensor) -> None:
         """Averages `tensor` and waits for it."""

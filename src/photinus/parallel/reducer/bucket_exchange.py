@@ -27,16 +27,17 @@ class BucketExchange(Protocol):
 
 
 class AverageExchange:
-    """The average over the ranks, in place."""
+    """The average over the ranks, in place; between hosts it travels as `wire_dtype`, see `Average.start`."""
 
     carries_tail = True
 
-    def __init__(self, average: Average) -> None:
+    def __init__(self, average: Average, wire_dtype: torch.dtype | None = None) -> None:
         self._average = average
+        self._wire_dtype = wire_dtype
 
     def start(self, bucket: Bucket) -> Pending:
         """See `BucketExchange`."""
-        return self._average.start(bucket.flat)
+        return self._average.start(bucket.flat, self._wire_dtype)
 
 
 class CastExchange:
@@ -44,16 +45,17 @@ class CastExchange:
 
     carries_tail = True
 
-    def __init__(self, average: Average, dtype: torch.dtype) -> None:
+    def __init__(self, average: Average, dtype: torch.dtype, wire_dtype: torch.dtype | None = None) -> None:
         self._average = average
         self._dtype = dtype
+        self._wire_dtype = wire_dtype
 
     def start(self, bucket: Bucket) -> Pending:
         """See `BucketExchange`."""
         if not bucket.flat.is_floating_point() or bucket.flat.dtype == self._dtype:
-            return self._average.start(bucket.flat)
+            return self._average.start(bucket.flat, self._wire_dtype)
         sent = bucket.flat.to(self._dtype)
-        return _CopyBack(self._average.start(sent), sent, bucket.flat)
+        return _CopyBack(self._average.start(sent, self._wire_dtype), sent, bucket.flat)
 
 
 class _CopyBack:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 __all__ = ["ReducerOptions"]
 
 
@@ -26,6 +28,7 @@ class ReducerOptions:
         late_errors: raise what went wrong with a backward at the next forward.
         nan_guard: see `photinus.parallel.reducer.nan_guard`.
         check_ranks: see `photinus.parallel.reducer.rank_facts`.
+        wire_dtype: the type in which buckets travel between hosts, where it fits theirs; None: their own.
         path: what messages call the model.
     """
 
@@ -43,4 +46,5 @@ class ReducerOptions:
     late_errors: bool = False
     nan_guard: bool = False
     check_ranks: bool = True
+    wire_dtype: torch.dtype | None = None
     path: str = "the model"

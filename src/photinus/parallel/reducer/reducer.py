@@ -105,7 +105,7 @@ class Reducer(TorchReducerNames):
         self.static_graph = StaticGraph(self.rank, self.timeline) if options.static_graph else None
         self._guard = NanGuard(self.average) if options.nan_guard else None
         self._launcher = BucketLauncher(
-            AverageExchange(self.average),
+            AverageExchange(self.average, options.wire_dtype),
             options,
             guard=self._guard,
             static_graph=self.static_graph,
