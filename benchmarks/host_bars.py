@@ -12,11 +12,20 @@ from harness import MIB, size_name
 
 KIB = 1 << 10
 GLOO, PLAIN, LEAST = "gloo / ours", "ours / bare", "ours / (bytes / rate)"
+HALVED, HALVED_PAYLOAD = "gloo / ours in bfloat16", "payload in bfloat16 / least"
 OPEN_MPI, MPICH = "Open MPI / ours", "MPICH / ours"
 PAYLOAD, CARD, PROCESSOR = "payload / least", "card / least", "processor: ours / gloo"
 SECONDS = "seconds"
-RIVALS = {GLOO: who.GLOO, OPEN_MPI: who.OPEN_MPI, MPICH: who.MPICH, PLAIN: who.PLAIN, PROCESSOR: who.GLOO}
-OF_TIME = (GLOO, OPEN_MPI, MPICH, PLAIN, LEAST)
+RIVALS = {
+    GLOO: who.GLOO,
+    HALVED: who.HALVED,
+    HALVED_PAYLOAD: who.HALVED,
+    OPEN_MPI: who.OPEN_MPI,
+    MPICH: who.MPICH,
+    PLAIN: who.PLAIN,
+    PROCESSOR: who.GLOO,
+}
+OF_TIME = (GLOO, HALVED, OPEN_MPI, MPICH, PLAIN, LEAST)
 
 
 def least_bytes(operation: str, case: str, size_bytes: int) -> float:
@@ -43,6 +52,10 @@ def ratios(row: dict[str, Any]) -> dict[str, float]:
     for name in (GLOO, OPEN_MPI, MPICH):
         if RIVALS[name] in seconds:
             found[name] = seconds[RIVALS[name]] / ours
+    if who.HALVED in seconds:
+        found[HALVED_PAYLOAD] = row["payload"][who.HALVED] / least
+        if who.GLOO in seconds:
+            found[HALVED] = seconds[who.GLOO] / seconds[who.HALVED]
     if who.PLAIN in seconds:
         found[PLAIN] = ours / seconds[who.PLAIN]
     if row["rate"] != "none":
@@ -93,9 +106,11 @@ BARS = (
         for what, most in ((PLAIN, 1.03), (LEAST, 1.10), (PROCESSOR, 1.0))
     ),
     *(
-        Bar(GLOO, 16 * MIB, 64 * MIB, (case,), LIMITED, at_least=least)
+        Bar(what, 16 * MIB, 64 * MIB, (case,), LIMITED, at_least=times * least)
         for case, least in (("2x2", 1.4), ("2x4", 1.6), ("4x2", 1.1))
+        for what, times in ((GLOO, 1), (HALVED, 2))
     ),
+    Bar(HALVED_PAYLOAD, 64 * MIB, 64 * MIB, CASES, (*LIMITED, *FREE), at_most=0.501),
     Bar(PLAIN, MIB, 64 * MIB, ("2x1", "2x2"), FREE, at_most=1.35),
     Bar(GLOO, 0, 64 * KIB, ("2x1", "2x2"), FREE, at_least=5),
     Bar(GLOO, MIB, 64 * MIB, ("2x1",), FREE, at_least=1.3),

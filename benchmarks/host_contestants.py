@@ -18,6 +18,7 @@ from photinus.launcher.contestants.contestant import Commands
 
 __all__ = [
     "GLOO",
+    "HALVED",
     "MPICH",
     "NAMES",
     "OF_TORCH",
@@ -31,8 +32,9 @@ __all__ = [
 ]
 
 GLOO, PHOTINUS, PLAIN, OPEN_MPI, MPICH = "gloo", "photinus", "bare", "openmpi", "mpich"
-NAMES = (GLOO, PHOTINUS, PLAIN, OPEN_MPI, MPICH)
-OF_TORCH = (GLOO, PHOTINUS)
+HALVED = "photinus-bfloat16"  # float32 that crosses between hosts as bfloat16
+NAMES = (GLOO, PHOTINUS, PLAIN, OPEN_MPI, MPICH, HALVED)
+OF_TORCH = (GLOO, PHOTINUS, HALVED)
 _TIMEOUT_S = 300.0
 _FIRST_PORT = 29500
 

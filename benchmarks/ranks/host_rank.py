@@ -1,4 +1,4 @@
-"""A rank of torch.distributed on one of several hosts: host_rank.py BACKEND FOLDER
+"""A rank of torch.distributed on one of several hosts: host_rank.py BACKEND[-WIRE_DTYPE] FOLDER
 
 Rank, world size and the store's address come from the environment (env://). Paths are operations: all_reduce and so on.
 FOLDER/RANK.before tells what memory it had before the group was made.
@@ -17,13 +17,15 @@ import torch
 import torch.distributed as dist
 
 import photinus  # noqa: F401  # in all ranks, so that memory can be compared
+from photinus.backend import Options
 
 
 def main(backend: str, folder: str) -> None:
     torch.set_num_threads(1)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     Path(folder, f"{rank}.before").write_text(Path("/proc/self/smaps_rollup").read_text())
-    dist.init_process_group(backend)
+    backend, _, wire = backend.partition("-")
+    dist.init_process_group(backend, pg_options=Options(getattr(torch, wire)) if wire else None)
     ones = torch.ones(1000)
     dist.all_reduce(ones)
     if not bool((ones == world_size).all()):
