@@ -219,9 +219,9 @@ def launches() -> Iterator[list[int]]:
     started: list[int] = []
     start = Average.start
 
-    def recorded(self: Average, tensor: torch.Tensor) -> Any:
+    def recorded(self: Average, tensor: torch.Tensor, wire_dtype: torch.dtype | None = None) -> Any:
         started.append(tensor.numel())
-        return start(self, tensor)
+        return start(self, tensor, wire_dtype)
 
     Average.start = recorded  # type: ignore[method-assign]
     try:
