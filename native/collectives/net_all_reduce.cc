@@ -125,7 +125,8 @@ Plan flat(const Call& call, const Levels& levels, uint32_t rank, const NetSizes&
 // A pipeline over chunks, one stage a round: of a chunk, this rank adds the slices that it carries, over its
 // host; in each level it sends each other member its piece, adds what comes to its own, and goes on with that
 // piece; then back down, each member sends the others what it has (in reduce: sends it to the one that is the
-// root's). So in each round one chunk is added while others are on their way.
+// root's). So in each round one chunk is added while others are on their way: kAhead more than a chunk a
+// stage, up and down, so that the link has something to carry while a rank is woken.
 class Pipeline : public StepSource {
  public:
   Pipeline(const Call& call, const Levels& levels, uint32_t rank, Algorithm algorithm, const SlotSizes& sizes,
@@ -142,7 +143,7 @@ class Pipeline : public StepSource {
         staged_(algorithm == Algorithm::staged && s_.locals.size() > 1),
         // What is sent as it is need not be added first.
         direct_(s_.locals.size() == 1 && call.reduction != Reduction::premul_sum && size_ == wire_),
-        stages_(2 * s_.depth() + 3),
+        stages_(2 * s_.depth() + 3 + 2 * kAhead),
         cut_(levels, {call.elems, s_.slices, 1, s_.slices, size_, wire_, stages_ + 1}, sizes, net),
         up_(s_.depth()),
         down_(s_.depth()),
@@ -175,23 +176,25 @@ class Pipeline : public StepSource {
   }
 
  private:
+  static constexpr uint64_t kAhead = 2;
+
   // Copying in, adding, then combining in each level, coming back down in each, copying out.
   void run(size_t stage, uint64_t chunk) {
-    const size_t depth = s_.depth();
+    const size_t depth = s_.depth(), first_up = 2 + kAhead, first_down = first_up + depth + kAhead;
     if (stage == 0) {
       copy_in(chunk);
     } else if (stage == 1) {
       add(chunk);
       send_up(chunk, 0);
-    } else if (stage < 2 + depth) {
-      const size_t level = stage - 2;
+    } else if (stage >= first_up && stage < first_up + depth) {
+      const size_t level = stage - first_up;
       combine(chunk, level);
       level + 1 < depth ? send_up(chunk, level + 1) : send_down(chunk, level);
-    } else if (stage < 2 + 2 * depth) {
-      const size_t level = 1 + 2 * depth - stage;
+    } else if (stage >= first_down && stage < first_down + depth) {
+      const size_t level = first_down + depth - 1 - stage;
       s_.wait_received(down_[level][chunk % ring()]);
       level > 0 ? send_down(chunk, level - 1) : share(chunk);
-    } else {
+    } else if (stage + 1 == stages_) {
       copy_out(chunk);
     }
   }
