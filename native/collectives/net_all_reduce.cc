@@ -176,7 +176,7 @@ class Pipeline : public StepSource {
   }
 
  private:
-  static constexpr uint64_t kAhead = 2;
+  static constexpr uint64_t kAhead = 1;
 
   // Copying in, adding, then combining in each level, coming back down in each, copying out.
   void run(size_t stage, uint64_t chunk) {

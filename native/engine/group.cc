@@ -12,6 +12,17 @@ namespace photinus {
 namespace {
 
 constexpr uint32_t kRanksLimit = 1024;
+// Over hosts more chunks are under way at a time: fewer would be cut into frames that are hardly worth a
+// call.
+constexpr uint32_t kChunksOverHosts = 16;
+
+std::optional<Levels> levels_among(const GroupOptions& options) {
+  std::vector<std::string> hosts;
+  for (const HostPlace& place : options.places) hosts.push_back(place.host_key);
+  if (std::all_of(hosts.begin(), hosts.end(), [&](const auto& host) { return host == hosts[0]; }))
+    return std::nullopt;
+  return levels_of(hosts);
+}
 
 GroupOptions checked(GroupOptions options) {
   if (options.world_size < 1 || options.world_size > kRanksLimit || options.rank >= options.world_size)
@@ -31,6 +42,7 @@ GroupOptions checked(GroupOptions options) {
              options.sizes.chunks, static_cast<unsigned long long>(options.sizes.chunk_bytes),
              static_cast<unsigned long long>(options.sizes.flat_bytes),
              static_cast<unsigned long long>(kLineBytes)));
+  if (levels_among(options)) options.sizes.chunks = std::max(options.sizes.chunks, kChunksOverHosts);
   if (!options.progress) options.progress = Progress::of_this_process();
   if (!options.device) options.device = host::device();
   return options;
@@ -41,14 +53,6 @@ uint64_t id_of(const std::string& address, uint64_t fallback) {
   uint64_t hash = 0xcbf29ce484222325;
   for (char c : address) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3;
   return address.empty() ? fallback : hash | 1;
-}
-
-std::optional<Levels> levels_among(const GroupOptions& options) {
-  std::vector<std::string> hosts;
-  for (const HostPlace& place : options.places) hosts.push_back(place.host_key);
-  if (std::all_of(hosts.begin(), hosts.end(), [&](const auto& host) { return host == hosts[0]; }))
-    return std::nullopt;
-  return levels_of(hosts);
 }
 
 std::shared_ptr<Peers> meet(const GroupOptions& options, const std::optional<Levels>& levels) {

@@ -14,6 +14,8 @@ namespace {
 
 // A thread that waits polls far more often; what others say in between may come so late.
 constexpr auto kPark = std::chrono::milliseconds(2);
+// Who is about to sleep polls as often at most.
+constexpr uint64_t kFewPolls = 4;
 constexpr double kTendEvery_s = 0.01, kSleep_s = 0.1;
 
 Connections::Options options_of(const std::vector<SocketAddress>& listen) {
@@ -73,15 +75,19 @@ std::shared_ptr<Network> Network::of_this_process(const std::vector<SocketAddres
 }
 
 bool Network::poll() {
-  polls_.fetch_add(1, std::memory_order_relaxed);
+  const uint64_t polls = polls_.fetch_add(1, std::memory_order_relaxed);
   // The own thread, asleep, has the connections; it gives way.
-  if (sleeping_.load(std::memory_order_relaxed) && sleeping_.exchange(false)) connections_.ring();
+  if (sleeping_.load(std::memory_order_relaxed)) {
+    if (polls - polls_at_sleep_.load(std::memory_order_relaxed) < kFewPolls) return false;
+    if (sleeping_.exchange(false)) connections_.ring();
+  }
   return connections_.poll();
 }
 
 void Network::resume() {
+  wanted_.store(true, std::memory_order_seq_cst);
+  if (!parked_.load(std::memory_order_seq_cst)) return;
   std::lock_guard lock(mutex_);
-  wanted_ = true;
   resumed_.notify_one();
 }
 
@@ -107,7 +113,9 @@ void Network::run() {
   while (!ending_.load()) {
     const uint64_t before = polls_.load(std::memory_order_relaxed);
     bool moved = false;
-    if (before == polls) {
+    if (before - polls < kFewPolls) {
+      polls = before;
+      polls_at_sleep_.store(before, std::memory_order_relaxed);
       sleeping_.store(true);
       moved = connections_.poll(soon ? kTendEvery_s : kSleep_s);
       sleeping_.store(false);
@@ -130,8 +138,10 @@ void Network::run() {
 // Whether it ended because a thread that polled is about to sleep.
 bool Network::park() {
   std::unique_lock lock(mutex_);
-  const bool resumed = resumed_.wait_for(lock, kPark, [&] { return wanted_ || ending_.load(); });
-  wanted_ = false;
+  parked_.store(true, std::memory_order_seq_cst);
+  const bool resumed = resumed_.wait_for(lock, kPark, [&] { return wanted_.load() || ending_.load(); });
+  parked_.store(false, std::memory_order_relaxed);
+  wanted_.store(false);
   return resumed;
 }
 

@@ -41,7 +41,8 @@ class Network {
   static std::shared_ptr<Network> of_this_process(const std::vector<SocketAddress>& listen = {});
 
   Connections& connections() { return connections_; }
-  // By a thread that waits; whether something moved.
+  // By a thread that waits; whether something is done that it may wait for. A few times while the own thread
+  // sleeps on the connections this does nothing, for that one is as quick: only who spins takes them.
   bool poll();
   // The thread that polled is about to sleep.
   void resume();
@@ -64,14 +65,14 @@ class Network {
 
   Connections connections_;
   const std::vector<SocketAddress> listen_;
-  std::atomic<uint64_t> polls_{0};  // by others
-  std::atomic<bool> sleeping_{false}, ending_{false}, attended_{false};
+  std::atomic<uint64_t> polls_{0};           // by others
+  std::atomic<uint64_t> polls_at_sleep_{0};  // when the own thread went to sleep
+  std::atomic<bool> sleeping_{false}, parked_{false}, wanted_{false}, ending_{false}, attended_{false};
 
   std::mutex tending_;  // guards members_, held while they are tended
   std::vector<Entry> members_;
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;
   std::condition_variable resumed_;
-  bool wanted_ = false;
   std::thread thread_;
 };
 

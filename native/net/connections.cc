@@ -318,12 +318,20 @@ bool Connections::poll(double limit_s) {
   std::unique_lock polling(poll_mutex_, std::try_to_lock);
   if (!polling) return false;
   // Before a sleep a look at the links is enough: what is ready ends the sleep.
-  const bool moved = limit_s > 0 && poll_links();
-  if (moved) limit_s = 0;
+  Moved moved = Moved::nothing;
+  if (limit_s > 0) {
+    moved = poll_links();
+    if (moved != Moved::nothing)
+      limit_s = 0;
+    else
+      rest_links();
+  }
   epoll_event room[64];
   const auto events = events_.collect(room, limit_s);
-  if (!events.empty() || busy_.load(std::memory_order_relaxed)) dispatch(events);
-  return poll_links() || moved || !events.empty();
+  const bool busy = busy_.load(std::memory_order_relaxed);
+  if (!events.empty() || busy) dispatch(events);
+  moved = std::max(moved, poll_links());
+  return moved == Moved::completed || (!events.empty() && (busy || busy_.load(std::memory_order_relaxed)));
 }
 
 // Tells everybody what has changed, and does what the changes allow.
@@ -351,16 +359,26 @@ void Connections::dispatch(std::span<const epoll_event> events) {
   for (const std::string& line : lines) say(line);
 }
 
-bool Connections::poll_links() {
-  std::shared_ptr<const Links> links;
-  {
-    std::lock_guard lock(mutex_);
-    links = links_;
+std::shared_ptr<const Connections::Links> Connections::links() {
+  std::lock_guard lock(mutex_);
+  return links_;
+}
+
+Connections::Moved Connections::poll_links() {
+  bool moved = false, completed = false;
+  for (const auto& entry : *links()) {
+    const std::shared_ptr<Link> link = entry.lock();
+    if (!link) continue;
+    const uint64_t before = link->completions();
+    moved |= link->poll();
+    completed |= link->completions() != before;
   }
-  bool moved = false;
-  for (const auto& entry : *links)
-    if (const std::shared_ptr<Link> link = entry.lock()) moved |= link->poll();
-  return moved;
+  return completed ? Moved::completed : moved ? Moved::bytes : Moved::nothing;
+}
+
+void Connections::rest_links() {
+  for (const auto& entry : *links())
+    if (const std::shared_ptr<Link> link = entry.lock()) link->rest();
 }
 
 }  // namespace photinus

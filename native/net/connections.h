@@ -83,9 +83,9 @@ class Connections {
   const std::vector<SocketAddress>& addresses() const { return addresses_; }
   // Readable when poll() has something to do: for an epoll set of the caller's.
   int number() const { return events_.number(); }
-  // Accepts, dials, greets, and polls all links. Whether something moved; false too when another thread is at
-  // it. If nothing is to be done at first, it sleeps for at most `limit_s`, until something is, or ring().
-  // While one thread sleeps here, another one that has posted a place calls the link's own poll().
+  // Accepts, dials, greets, and polls all links. Whether something is done that somebody may wait for: a
+  // frame, a link, an end; false too when another thread is at it. If nothing is to be done at first, it
+  // sleeps for at most `limit_s`, until something is, or ring().
   bool poll(double limit_s = 0);
   void ring() { events_.ring(); }
 
@@ -125,7 +125,10 @@ class Connections {
   void complete(Opening& opening);
   void fail(Opening& opening, ErrorKind kind, const std::string& text);
   void dispatch(std::span<const epoll_event> events);
-  bool poll_links();
+  enum class Moved : uint8_t { nothing, bytes, completed };
+  Moved poll_links();
+  void rest_links();
+  std::shared_ptr<const Links> links();
 
   const Options options_;
   const int owner_;

@@ -27,7 +27,8 @@ Link::Link(std::vector<std::unique_ptr<Stream>> streams, std::string own, std::s
     auto track = std::make_unique<Track>();
     track->stream = std::move(stream);
     track->index = static_cast<uint32_t>(tracks_.size());
-    track->buffer = std::make_unique<std::byte[]>(kBufferBytes);
+    track->buffer_bytes = track->index == 0 ? kControlBufferBytes : kDataBufferBytes;
+    track->buffer = std::make_unique<std::byte[]>(track->buffer_bytes);
     tracks_.push_back(std::move(track));
   }
 }
@@ -194,7 +195,8 @@ void Link::advance(Track& track, uint64_t bytes) {
     track.sent_frames.fetch_add(1, std::memory_order_relaxed);
     Transfer* const transfer = frame.transfer;
     track.queue.pop_front();
-    if (transfer) transfer->done_.store(true, std::memory_order_release);  // its owner may end it now
+    if (transfer) transfer->done_.store(true, std::memory_order_seq_cst);  // its owner may end it now
+    completions_.fetch_add(1, std::memory_order_relaxed);
   }
 }
 
@@ -209,6 +211,7 @@ void Link::fail(ErrorKind kind, const std::string& what, bool tell) {
     error_ = what;
     failed_.store(true, std::memory_order_release);
   }
+  completions_.fetch_add(1, std::memory_order_relaxed);
   Track& control = *tracks_[0];
   if (tell) {
     std::lock_guard lock(control.sending);
@@ -264,6 +267,7 @@ void Link::forget(uint32_t channel) {
     }
     std::erase_if(track->queue, is_dropped);
   }
+  place_waiting();
 }
 
 void Link::leave() {

@@ -40,7 +40,7 @@ class Transfer {
   Transfer& operator=(const Transfer&) = delete;
 
   // Sent: the kernel has all bytes. Received: they lie in their place. Never, when the link has failed.
-  bool is_done() const { return done_.load(std::memory_order_acquire); }
+  bool is_done() const { return done_.load(std::memory_order_seq_cst); }
   uint64_t bytes() const { return bytes_; }  // of the frame, once it is done
 
  private:
@@ -90,7 +90,7 @@ class Link {
   void send_control(uint32_t channel, uint64_t sequence, const void* payload, size_t bytes,
                     bool more = false);
   // Posts the place for a frame of data: it must have from `least_bytes` to `bytes` bytes, exactly `bytes`
-  // without. Whoever posts lets poll() run afterwards, for the frame may have come already.
+  // without. What has come already lands at once.
   void expect(uint32_t channel, uint64_t sequence, void* at, uint64_t bytes, Transfer& transfer);
   void expect(uint32_t channel, uint64_t sequence, void* at, uint64_t least_bytes, uint64_t bytes,
               Transfer& transfer);
@@ -98,6 +98,10 @@ class Link {
 
   // Does what can be done now. Whether something moved; if not, poll again when a stream is ready.
   bool poll();
+  // How many sends, receipts and ends there were: what a user of this link may wait for.
+  uint64_t completions() const { return completions_.load(std::memory_order_relaxed); }
+  // Nobody polls until a stream is ready: of long frames a stream need not report each packet.
+  void rest();
 
   // An operation was given up: what of the channel was not begun is not sent, what comes is dropped, for
   // ever. Afterwards the link does not touch the memory and the transfers of this channel.
@@ -141,9 +145,9 @@ class Link {
       return std::hash<uint64_t>()(key.sequence ^ uint64_t{key.channel} << 40);
     }
   };
-  // For each stream: headers, control frames, the first bytes of data.
-  static constexpr size_t kBufferBytes = 8192;
-  static_assert(kBufferBytes >= 2 * (sizeof(FrameHeader) + kControlBytes));
+  // For headers, control frames, the first bytes of data.
+  static constexpr size_t kControlBufferBytes = 2 * (sizeof(FrameHeader) + kControlBytes);
+  static constexpr size_t kDataBufferBytes = 4096;
   // A stream, with what is on its way in both directions.
   struct Track {
     std::unique_ptr<Stream> stream;
@@ -163,13 +167,14 @@ class Link {
 
     std::mutex receiving;  // guards what follows
     std::unique_ptr<std::byte[]> buffer;
-    size_t begin = 0, end = 0;  // of what lies in the buffer
+    size_t buffer_bytes = 0, begin = 0, end = 0;  // its size, and of what lies in it
     FrameHeader header;
     bool has_header = false, in_payload = false;
     Place place;        // of the payload that is coming; without an address it is dropped
     uint64_t left = 0;  // bytes of it
     uint32_t expected_number = 0;
-    bool waits = false;  // for a place
+    std::atomic<bool> waits{false};  // for a place; set under places_mutex_
+    uint64_t low_water = 1;
     uint64_t places_seen = 0;
     double waits_since_s = 0;
     double moved_s = 0;
@@ -189,6 +194,8 @@ class Link {
   bool begin_payload(Track& track);
   void end_payload(Track& track);
   void take_control(Track& track, const std::byte* payload);
+  void place_waiting();
+  void set_low_water(Track& track, uint64_t bytes);
   bool check_header(Track& track);
   void note_end(Track& track, const std::string& how);
   void look_for_ends();
@@ -207,6 +214,7 @@ class Link {
   std::unordered_map<Key, Place, KeyHash> places_;
   std::unordered_set<uint32_t> forgotten_;
   std::atomic<uint64_t> places_version_{0};  // changes with both
+  std::atomic<uint64_t> completions_{0};
 
   std::atomic<bool> failed_{false}, peer_left_{false}, goodbye_heard_{false}, leaving_{false};
   mutable std::mutex state_mutex_;  // guards

@@ -10,6 +10,9 @@ namespace photinus {
 namespace {
 
 constexpr uint64_t kTurnBytes = 4 << 20;  // that one stream may receive before others have a turn
+// Of a frame that is coming so much at least is taken at a time. Smaller than what the kernel lets a peer
+// send ahead, so that it comes.
+constexpr uint64_t kLowWaterBytes = 128 << 10;
 // A stream ended without a word: for so long the peer's word may still be under way on the control stream.
 constexpr double kWordUnderWay_s = 1;
 
@@ -31,16 +34,45 @@ void Link::expect(uint32_t channel, uint64_t sequence, void* at, uint64_t least_
                   Transfer& transfer) {
   check();
   transfer.done_.store(false, std::memory_order_relaxed);
-  std::lock_guard lock(places_mutex_);
-  if (forgotten_.contains(channel))
-    throw Error(ErrorKind::invalid_argument,
-                text("a place on channel %u, which %s has forgotten", channel, name().c_str()));
-  const Place place{static_cast<std::byte*>(at), least_bytes, bytes, &transfer};
-  if (!places_.emplace(Key{channel, sequence}, place).second)
-    throw Error(ErrorKind::invalid_argument,
-                text("channel %u, sequence %llu has a place already at %s", channel,
-                     static_cast<unsigned long long>(sequence), name().c_str()));
-  places_version_.fetch_add(1, std::memory_order_release);
+  {
+    std::lock_guard lock(places_mutex_);
+    if (forgotten_.contains(channel))
+      throw Error(ErrorKind::invalid_argument,
+                  text("a place on channel %u, which %s has forgotten", channel, name().c_str()));
+    const Place place{static_cast<std::byte*>(at), least_bytes, bytes, &transfer};
+    if (!places_.emplace(Key{channel, sequence}, place).second)
+      throw Error(ErrorKind::invalid_argument,
+                  text("channel %u, sequence %llu has a place already at %s", channel,
+                       static_cast<unsigned long long>(sequence), name().c_str()));
+    places_version_.fetch_add(1, std::memory_order_release);
+  }
+  place_waiting();
+}
+
+// Places have changed: goes on with frames that wait for theirs. No stream would report them again. Only data
+// wait, so a handler, on the stream for control, may come here.
+void Link::place_waiting() {
+  for (auto& track : tracks_) {
+    if (!track->waits.load(std::memory_order_seq_cst)) continue;
+    std::lock_guard lock(track->receiving);
+    if (track->stream && !has_failed()) receive(*track);
+  }
+}
+
+// Under track.receiving.
+void Link::set_low_water(Track& track, uint64_t bytes) {
+  if (bytes == track.low_water) return;
+  track.low_water = bytes;
+  track.stream->set_low_water(bytes);
+}
+
+void Link::rest() {
+  if (options_.stall_limit_s > 0 || owner_ != own_pid()) return;
+  for (auto& track : tracks_) {
+    std::unique_lock lock(track->receiving, std::try_to_lock);
+    if (lock && track->stream && track->in_payload && track->left > 1)
+      set_low_water(*track, std::min(track->left, kLowWaterBytes));
+  }
 }
 
 bool Link::receive(Track& track) {
@@ -62,7 +94,7 @@ bool Link::receive(Track& track) {
       track.end -= track.begin;
       track.begin = 0;
     }
-    pieces[count++] = {track.buffer.get() + track.end, kBufferBytes - track.end};
+    pieces[count++] = {track.buffer.get() + track.end, track.buffer_bytes - track.end};
     const Stream::Result result = track.stream->read(pieces, count);
     if (result.status == Stream::Status::blocked) break;
     if (result.status != Stream::Status::moved) {
@@ -76,6 +108,8 @@ bool Link::receive(Track& track) {
     if (lands) track.place.at += landed, track.left -= landed;
     track.end += result.bytes - landed;
   }
+  if (track.low_water > 1 && !has_failed() && !(track.in_payload && track.left >= track.low_water))
+    set_low_water(track, 1);
   if (options_.stall_limit_s > 0 && moved) track.moved_s = now_s();
   return moved;
 }
@@ -194,7 +228,8 @@ void Link::end_payload(Track& track) {
   track.place = {};
   if (!transfer) return;
   transfer->bytes_ = track.header.bytes;
-  transfer->done_.store(true, std::memory_order_release);  // its owner may end it now
+  transfer->done_.store(true, std::memory_order_seq_cst);  // its owner may end it now
+  completions_.fetch_add(1, std::memory_order_relaxed);
 }
 
 void Link::take_control(Track& track, const std::byte* payload) {
@@ -208,6 +243,7 @@ void Link::take_control(Track& track, const std::byte* payload) {
   } else {
     handler_(header.channel, header.sequence, payload, header.bytes);
   }
+  completions_.fetch_add(1, std::memory_order_relaxed);
 }
 
 // --- ends
@@ -265,7 +301,8 @@ void Link::look_for_ends() {
     }
   }
   if (symptom.empty()) {
-    if (goodbye && all_ended) peer_left_.store(true, std::memory_order_release);
+    if (goodbye && all_ended && !peer_left_.exchange(true, std::memory_order_release))
+      completions_.fetch_add(1, std::memory_order_relaxed);
     return;
   }
   double since_s;

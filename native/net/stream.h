@@ -51,6 +51,8 @@ class Stream {
   // One thread reads at a time, one writes. At least one byte is asked for, in at most 64 pieces.
   virtual Result read(const iovec* pieces, int count) = 0;
   virtual Result write(const iovec* pieces, int count) = 0;
+  // So many bytes are needed at least: with fewer, may_read() need not say so. They are sure to come.
+  virtual void set_low_water(size_t) {}
   // Nothing more will be written; what was is delivered.
   virtual void finish_writing() = 0;
   // How it broke; only after a read or write said so, by the thread that heard it.

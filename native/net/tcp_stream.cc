@@ -90,6 +90,12 @@ Stream::Result TcpStream::write(const iovec* pieces, int count) {
   return {Status::moved, static_cast<size_t>(sent)};
 }
 
+// The kernel reports at once what is enough already.
+void TcpStream::set_low_water(size_t bytes) {
+  const int least = static_cast<int>(bytes);
+  setsockopt(socket_.get(), SOL_SOCKET, SO_RCVLOWAT, &least, sizeof least);
+}
+
 void TcpStream::finish_writing() {
   shutdown(socket_.get(), SHUT_WR);
 }

@@ -29,6 +29,7 @@ class TcpStream final : public Stream {
 
   Result read(const iovec* pieces, int count) override;
   Result write(const iovec* pieces, int count) override;
+  void set_low_water(size_t bytes) override;
   void finish_writing() override;
   std::string fault() const override;
   StreamCounts counts() const override;

@@ -292,7 +292,11 @@ void Progress::run() {
       called_.wait(lock, [&] { return ending_.load() || work_to_do_; });
       if (ending_.load()) return;
       work_to_do_ = false;
-      for (const auto& lane : lanes_) times.pause_s = std::min(times.pause_s, lane->spin_.pause_s);
+      for (const auto& lane : lanes_) {
+        times.pause_s = std::min(times.pause_s, lane->spin_.pause_s);
+        times.yield_s = std::min(times.yield_s, lane->spin_.yield_s);
+        times.in_vain_s = std::min(times.in_vain_s, lane->spin_.in_vain_s);
+      }
     }
     wait_on(futex, times, poll, [&] { return SleepScope(futex, asleep); }, look);
     lanes.clear();

@@ -1,6 +1,7 @@
 // How a thread waits: it spins, yields, then sleeps on the futex of its process (base/futex.h).
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "base/clock.h"
@@ -27,11 +28,14 @@ void yield_cpu();
 struct SpinTimes {
   double pause_s = 20e-6;
   double yield_s = 200e-6;
+  // After two waits that were longer spinning is in vain, until one was shorter again: frames that a rate
+  // limits come a millisecond apart.
+  double in_vain_s = 1e9;
   static SpinTimes for_ranks(uint32_t ranks_on_host);
   // Words from other hosts take microseconds, in which the core may be somebody else's. Measured: yielding
   // for 200 us takes half more processor time while large tensors cross, and gains nothing for small ones; 25
   // us loses there.
-  static SpinTimes for_hosts() { return {1e-6, 60e-6}; }
+  static SpinTimes for_hosts() { return {1e-6, 60e-6, 400e-6}; }
 };
 
 enum class Poll : uint8_t { blocked, moved, done };
@@ -50,6 +54,7 @@ void wait_on(Futex& futex, const SpinTimes& times, Poller&& poll, Announce&& ann
   }
   if (last == Poll::done) return;
   double looked_s = now_s();
+  int longer = 0;
   while (last != Poll::done) {
     const double start = now_s();
     if (start - looked_s > kSleepSlice_s) {  // something moves all the time, but perhaps not everything
@@ -57,13 +62,14 @@ void wait_on(Futex& futex, const SpinTimes& times, Poller&& poll, Announce&& ann
       look();
     }
     last = Poll::blocked;
-    for (double now = start; last == Poll::blocked && now - start < times.pause_s; now = now_s()) {
+    for (double now = start; longer < 2 && last == Poll::blocked && now - start < times.pause_s;
+         now = now_s()) {
       for (int i = 0; i < 16 && last == Poll::blocked; ++i) {
         pause_cpu();
         last = poll();
       }
     }
-    while (last == Poll::blocked && now_s() - start < times.yield_s) {
+    while (longer < 2 && last == Poll::blocked && now_s() - start < times.yield_s) {
       yield_cpu();
       last = poll();
     }
@@ -76,6 +82,7 @@ void wait_on(Futex& futex, const SpinTimes& times, Poller&& poll, Announce&& ann
       looked_s = now_s();
       sleep_on(futex, word, look());
     }
+    longer = now_s() - start < times.in_vain_s ? 0 : std::min(longer + 1, 2);
   }
 }
 

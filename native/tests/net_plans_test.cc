@@ -260,8 +260,8 @@ TEST(hosts_that_call_different_things_hear_of_each_other_and_touch_no_output) {
 }
 
 TEST(small_tensors_that_do_not_fit_the_landing_of_many_hosts_are_cut) {
-  const Levels levels = in_blocks(std::vector<uint32_t>(150, 1), {150});
-  const Call call{Operation::all_reduce, Dtype::float32, Reduction::sum, 0, 120};
+  const Levels levels = in_blocks(std::vector<uint32_t>(120, 1), {120});
+  const Call call{Operation::all_reduce, Dtype::float32, Reduction::sum, 0, 150};
   CHECK(net_plan(call, levels, 0, Algorithm::flat, kTinySlots, kTinyNet).algorithm == Algorithm::staged);
   CHECK(net_plan(call, levels, 0, Algorithm::flat, kTinySlots, {}).algorithm == Algorithm::flat);
 }
@@ -271,7 +271,7 @@ TEST(sizes_that_do_not_hold_the_chunks_of_a_plan_are_refused) {
   auto [kind, message] = error_of(
       [&] { net_plan(call, in_blocks({2, 2}, {2}), 0, Algorithm::staged, kTinySlots, {1024, 512, 128}); });
   CHECK(kind == ErrorKind::invalid_argument);
-  CHECK_CONTAINS(message, "4096 bytes for slots and 1024 for landing do not hold 6 chunks of 2 parts");
+  CHECK_CONTAINS(message, "4096 bytes for slots and 1024 for landing do not hold 8 chunks of 2 parts");
 }
 
 TEST(what_is_chosen_for_several_hosts_can_be_planned_and_is_flat_on_all_or_none) {
