@@ -13,6 +13,8 @@ constexpr uint64_t kFlatReadBytes = 128 << 10;
 constexpr uint64_t kAlwaysFlatBytes = 4 << 10;
 // What a line carries while a frame is on its way: some 2 KiB at 1 Gbit/s, 25 KiB at 10.
 constexpr uint64_t kRoundBytes = 8 << 10;
+// Larger ones are better added while they come, chunk by chunk.
+constexpr uint64_t kAloneBytes = 256 << 10;
 
 uint64_t input_bytes(const Call& call, uint32_t ranks) {
   const uint64_t bytes = call.elems * size_bytes(call.dtype);
@@ -67,7 +69,9 @@ bool is_flat(const Call& call, const Levels& levels, const SlotSizes& sizes, con
   uint64_t more = 0;  // bytes that a host sends beyond one tensor
   for (const uint32_t size : levels.sizes) more += (size - 1) * bytes;
   more -= std::min(more, bytes);
-  return bytes <= std::min(sizes.flat_bytes, sizes.chunks * sizes.chunk_bytes) &&
+  // Where each host has one rank, nothing passes through the flat slot.
+  const uint64_t most = levels.slices() == 1 ? kAloneBytes : sizes.flat_bytes;
+  return bytes <= std::min(most, sizes.chunks * sizes.chunk_bytes) &&
          more <= kRoundBytes * levels.sizes.size() && fits_flat(call, levels, net);
 }
 

@@ -1,11 +1,38 @@
 #include "engine/host_traffic.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "base/error.h"
 #include "hosts/words.h"
 
 namespace photinus {
+namespace {
+
+// What is told: this, the post, and the bytes of a frame.
+struct TellHead {
+  uint32_t post_bytes = 0;
+  uint32_t frame = 0;  // its number among those of the link and the collective; 0: none
+};
+
+struct Tell {
+  TellHead head;
+  std::span<const std::byte> post, frame;
+};
+
+Tell parsed(std::span<const std::byte> told, const std::string& who) {
+  Tell tell;
+  if (told.size() >= sizeof tell.head) std::memcpy(&tell.head, told.data(), sizeof tell.head);
+  if (told.size() < sizeof tell.head + tell.head.post_bytes)
+    throw Error(ErrorKind::system, who +
+                                       " has told something of its call that cannot be read here: do all "
+                                       "ranks run the same version of Photinus?");
+  tell.post = told.subspan(sizeof tell.head, tell.head.post_bytes);
+  tell.frame = told.subspan(sizeof tell.head + tell.head.post_bytes);
+  return tell;
+}
+
+}  // namespace
 
 HostTraffic::HostTraffic(Peers& peers, Levels levels, const NetSizes& sizes)
     : peers_(peers),
@@ -27,15 +54,38 @@ void HostTraffic::begin(uint64_t sequence, HostPost post, std::function<std::str
   refused_ = !agrees(post_);
   told_ = heard_ = 0;
   for (auto* all : {&sent_, &received_})
-    for (Frames& frames : *all) frames.begun = frames.moved = 0;
+    for (Frames& frames : *all) frames.begun = frames.moved = frames.in_tell = 0;
 }
 
 void HostTraffic::tell(size_t level) {
   if (told_ > level) return;
   ++told_;
-  std::byte bytes[HostPost::kMostBytes];
-  const size_t used = encode(post_, bytes);
-  for (const uint32_t rank : counterparts_[level]) peers_.tell(rank, sequence_, {bytes, used});
+  untold_ = counterparts_[level];
+}
+
+// With the next frame to this rank, if there are bytes of it and room for them; whether it went along.
+bool HostTraffic::tell(uint32_t rank, const std::byte* frame, uint64_t bytes) {
+  const auto found = std::find(untold_.begin(), untold_.end(), rank);
+  if (found == untold_.end()) return false;
+  untold_.erase(found);
+  std::byte told[kControlBytes];
+  static_assert(sizeof told >= sizeof(TellHead) + HostPost::kMostBytes);
+  TellHead head;
+  head.post_bytes = static_cast<uint32_t>(encode(post_, told + sizeof head));
+  size_t used = sizeof head + head.post_bytes;
+  const bool goes_along = bytes > 0 && bytes <= sizeof told - used;
+  if (goes_along) {
+    head.frame = static_cast<uint32_t>(sent_[rank].begun + 1);
+    std::memcpy(told + used, frame, bytes);
+    used += bytes;
+  }
+  std::memcpy(told, &head, sizeof head);
+  peers_.tell(rank, sequence_, {told, used});
+  return goes_along;
+}
+
+void HostTraffic::tell_rest() {
+  while (!untold_.empty()) tell(untold_.back(), nullptr, 0);
 }
 
 // Those that have not told may wait themselves for one that has not come: then it is that one that is
@@ -56,6 +106,7 @@ std::vector<uint32_t> HostTraffic::missing() const {
 
 bool HostTraffic::hear(size_t level) {
   if (heard_ > level) return true;
+  tell_rest();
   for (const uint32_t rank : counterparts_[level])
     if (peers_.told(rank, sequence_).empty()) return false;
   learn(level);
@@ -63,6 +114,7 @@ bool HostTraffic::hear(size_t level) {
 }
 
 bool HostTraffic::meet() {
+  tell_rest();
   while (heard_ < counterparts_.size()) {
     tell(heard_);
     if (!hear(heard_)) return false;
@@ -72,13 +124,9 @@ bool HostTraffic::meet() {
 
 void HostTraffic::learn(size_t level) {
   for (const uint32_t rank : counterparts_[level]) {
-    const auto told = peers_.told(rank, sequence_);
-    const auto heard = decode(told.data(), told.size());
-    if (!heard)
-      throw Error(ErrorKind::system,
-                  peers_.who(rank) +
-                      " has told something of its call that cannot be read here: do all ranks "
-                      "run the same version of Photinus?");
+    const Tell told = parsed(peers_.told(rank, sequence_), peers_.who(rank));
+    const auto heard = decode(told.post.data(), told.post.size());
+    if (!heard) parsed({}, peers_.who(rank));
     merge(post_, *heard);
   }
   ++heard_;
@@ -94,7 +142,9 @@ Transfer& HostTraffic::next(Frames& frames) {
 }
 
 bool HostTraffic::has_moved(Frames& frames, uint64_t count) {
-  while (frames.moved < count && frames.transfers[frames.moved].is_done()) ++frames.moved;
+  while (frames.moved < count &&
+         (frames.moved + 1 == frames.in_tell || frames.transfers[frames.moved].is_done()))
+    ++frames.moved;
   return frames.moved >= count;
 }
 
@@ -104,6 +154,10 @@ bool HostTraffic::send(uint32_t rank, const std::byte* from, uint64_t bytes) {
   if (!link) return false;
   Frames& frames = sent_[rank];
   Transfer& transfer = next(frames);
+  if (tell(rank, from, bytes)) {
+    frames.in_tell = ++frames.begun;
+    return true;
+  }
   const iovec piece{const_cast<std::byte*>(from), bytes};
   try {
     const auto stream = kCollectiveStreams + frames.begun % (link->data_streams() - kCollectiveStreams);
@@ -118,10 +172,22 @@ bool HostTraffic::send(uint32_t rank, const std::byte* from, uint64_t bytes) {
 }
 
 bool HostTraffic::receive(uint32_t rank, std::byte* to, uint64_t bytes) {
-  Link* const link = peers_.link(rank, LinkUse::collective);
-  if (!link) return false;
   Frames& frames = received_[rank];
   Transfer& transfer = next(frames);
+  // Whose frame came in its tell may have left already, and its link with it.
+  const auto bytes_told = peers_.told(rank, sequence_);  // nothing by who is no counterpart
+  const Tell told = bytes_told.empty() ? Tell{} : parsed(bytes_told, peers_.who(rank));
+  if (told.head.frame == frames.begun + 1) {
+    if (told.frame.size() != bytes)
+      throw Error(ErrorKind::system,
+                  text("%s sent %zu bytes with its call, where %llu were expected", peers_.who(rank).c_str(),
+                       told.frame.size(), static_cast<unsigned long long>(bytes)));
+    std::memcpy(to, told.frame.data(), bytes);
+    frames.in_tell = ++frames.begun;
+    return true;
+  }
+  Link* const link = peers_.link(rank, LinkUse::collective);
+  if (!link) return false;
   try {
     link->expect(channel_, mark(sequence_, frames.begun + 1), to, bytes, transfer);
   } catch (const Error&) {

@@ -30,7 +30,9 @@ class HostTraffic {
   // A collective begins, with what is known of it on this host. `fault` says, once all hosts were heard, what
   // is wrong; empty: nothing.
   void begin(uint64_t sequence, HostPost post, std::function<std::string(const HostPost&)> fault);
-  // Tells the counterparts of a level what is known up to now, if that was not done ahead of the plan.
+  // Tells the counterparts of a level what is known up to now, if that was not done ahead of the plan: with
+  // the first frame that is sent to each, which travels in it if it is small, or else when it comes to
+  // hearing.
   void tell(size_t level);
   // Whether all of them have told; what they told is known from then on.
   bool hear(size_t level);
@@ -58,8 +60,11 @@ class HostTraffic {
   struct Frames {
     std::deque<Transfer> transfers;
     uint64_t begun = 0, moved = 0;
+    uint64_t in_tell = 0;  // the number of the one that travelled in a tell; 0: none
   };
   void learn(size_t level);
+  bool tell(uint32_t rank, const std::byte* frame, uint64_t bytes);
+  void tell_rest();
   static Transfer& next(Frames& frames);
   static bool has_moved(Frames& frames, uint64_t count);
 
@@ -73,7 +78,8 @@ class HostTraffic {
   std::function<std::string(const HostPost&)> fault_;
   std::string fault_text_;
   bool refused_ = false;
-  size_t told_ = 0, heard_ = 0;  // levels
+  size_t told_ = 0, heard_ = 0;   // levels
+  std::vector<uint32_t> untold_;  // ranks of the level told last
   uint32_t channel_;
   std::vector<Frames> sent_, received_;  // by rank
 };

@@ -12,7 +12,8 @@
 // Data are a queue for each link and direction, and its head blocks what is behind it; a rank may meet ahead, too, though
 // the frame that it waits for is there, for it may be under way. A place is posted when the rank waits for its frame:
 // nobody can see that it stood open earlier. With -DUNBUFFERED a frame has left only when it is taken (a long one);
-// otherwise nobody waits for that (a short one lies in the kernel).
+// otherwise nobody waits for that (a short one lies in the kernel). With -DTOGETHER data travel in the tell, unless that
+// was told ahead of the plan, and lie in a place beside it until the receiver's plan takes them.
 //
 // Checked: all ranks raise or all return, as the calls were; who raises knows all calls; output is written only when all
 // have called the same; a place gets the frame of its own call; a tell is read before the next takes its place; all end.
@@ -46,6 +47,19 @@
 #define TOLD(from, to) told[LINK(from, to) * 2 + s % 2]
 #endif
 
+#ifdef BUG_ONE_PLACE_FOR_CARRIED
+#define CARRIED(from, to) carried[LINK(from, to) * 2]
+#else
+#define CARRIED(from, to) carried[LINK(from, to) * 2 + s % 2]
+#endif
+#ifdef TOGETHER
+#define IS_CARRIED(from) (CARRIED(from, me) / 4 == s)
+#define TELLS_WITH_DATA (tells == level && !refused)
+#else
+#define IS_CARRIED(from) false
+#define TELLS_WITH_DATA false
+#endif
+
 #ifdef BUG_NO_NUMBER
 #define NUMBER 0
 #else
@@ -63,6 +77,11 @@
 #endif
 
 byte told[2 * RANKS * RANKS];  // 4 s + the calls; 0 once it is read
+#ifdef TOGETHER
+byte carried[2 * RANKS * RANKS];  // 4 s + the call; 0 once it is taken
+#else
+byte carried[1];
+#endif
 chan data[RANKS * RANKS] = [CALLS] of { byte, byte, byte, byte };  // channel, number, size: the call; for assertions: s
 byte called[CALLS + 1];        // for the assertions only: all calls,
 byte begun[CALLS + 1];         // by how many,
@@ -86,6 +105,14 @@ inline tell() {
   od;
   tells++;
   other = FIRST(heard)
+}
+
+inline carry() {
+  peer = FIRST(level);
+  do
+  :: peer < RANKS -> CARRIED(me, peer) = 4 * s + own; peer = AFTER(peer)
+  :: else -> break
+  od
 }
 
 inline send() {
@@ -155,6 +182,10 @@ inline receive() {
   do
   :: peer < RANKS && !refused ->
     if
+    :: IS_CARRIED(peer) ->
+      assert(CARRIED(peer, me) % 4 == own);
+      CARRIED(peer, me) = 0;
+      peer = AFTER(peer)
     :: IS_NEXT(LINK(peer, me)) -> take(); peer = AFTER(peer)
     :: IS_FORGOTTEN(LINK(peer, me)) -> data[LINK(peer, me)]?_, _, _, _
 #ifndef BUG_NO_MEETING_AHEAD
@@ -212,8 +243,14 @@ active [RANKS] proctype Rank() {
     };
     do
     :: atomic {
-        if :: tells == level -> tell() :: else fi;
-        if :: !refused -> send() :: else fi
+        if
+        :: TELLS_WITH_DATA ->
+          tell();
+          carry()
+        :: else ->
+          if :: tells == level -> tell() :: else fi;
+          if :: !refused -> send() :: else fi
+        fi
       };
 #ifdef BUG_SENT_BEFORE_HEARD
       atomic { wait_sent() };

@@ -14,8 +14,9 @@ enum class FrameKind : uint32_t {
   fault = 4,    // the sender gives the link up; the payload says why
 };
 
-// The largest payload of a frame that is not data: a post, a presence, a reason (SharedText<1024>).
-inline constexpr size_t kControlBytes = 2048;
+// The largest payload of a frame that is not data: a presence, a reason (SharedText<1024>), a post with the
+// little data that travel in it.
+inline constexpr size_t kControlBytes = 6144;
 
 struct FrameHeader {
   FrameKind kind = FrameKind::data;

@@ -158,8 +158,8 @@ TEST(what_is_no_frame_fails_the_link_and_allocates_nothing) {
   };
   for (uint64_t bytes : {uint64_t{1} << 62, UINT64_MAX, uint64_t{9}, uint64_t{0}})
     CHECK_CONTAINS(heard(1, header(FrameKind::data, bytes)), "where 8 were expected");
-  CHECK_CONTAINS(heard(0, header(FrameKind::control, uint64_t{1} << 62)), "(at most 2048)");
-  CHECK_CONTAINS(heard(0, header(FrameKind::fault, UINT64_MAX)), "(at most 2048)");
+  CHECK_CONTAINS(heard(0, header(FrameKind::control, uint64_t{1} << 62)), "(at most 6144)");
+  CHECK_CONTAINS(heard(0, header(FrameKind::fault, UINT64_MAX)), "(at most 6144)");
   CHECK_CONTAINS(heard(1, header(FrameKind::control, 4)), "of control on a stream for data");
   CHECK_CONTAINS(heard(1, header(FrameKind{77}, 4)), "of unknown kind 77");
   CHECK_CONTAINS(heard(1, header(FrameKind::data, 8, 3)), "with number 3 where 0 comes");
