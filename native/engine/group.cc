@@ -42,7 +42,8 @@ GroupOptions checked(GroupOptions options) {
              options.sizes.chunks, static_cast<unsigned long long>(options.sizes.chunk_bytes),
              static_cast<unsigned long long>(options.sizes.flat_bytes),
              static_cast<unsigned long long>(kLineBytes)));
-  if (levels_among(options)) options.sizes.chunks = std::max(options.sizes.chunks, kChunksOverHosts);
+  if (!options.peers && levels_among(options))
+    options.sizes.chunks = std::max(options.sizes.chunks, kChunksOverHosts);
   if (!options.progress) options.progress = Progress::of_this_process();
   if (!options.device) options.device = host::device();
   return options;

@@ -125,9 +125,11 @@ void check_bytes(const Call& call, double must(double hosts, double ranks), bool
   for (const auto& [name, levels] : all) {
     const auto hosts = levels.hosts.size();
     if (!uneven && levels.ranks() != hosts * levels.slices()) continue;
+    SlotSizes sizes;
+    sizes.chunks = 16;  // what a group over hosts has at least
     std::vector<uint64_t> out(hosts), in(hosts);
     for (uint32_t r = 0; r < levels.ranks(); ++r)
-      for (const Step& step : net_plan(call, levels, r, Algorithm::arena, {}, {}).after) {
+      for (const Step& step : net_plan(call, levels, r, Algorithm::arena, sizes, {}).after) {
         if (step.kind == Step::Kind::send) out[levels.host_of(r)] += step.bytes;
         if (step.kind == Step::Kind::receive) in[levels.host_of(r)] += step.bytes;
       }
