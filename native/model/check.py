@@ -154,7 +154,7 @@ def _models() -> list[Case]:
         Case("4 hosts in two levels agree on a mismatch and go on", "levels", _ranks(4, "CALLS=3", "MIXED=1")),
         Case("4 hosts in two levels agree on mismatches in two calls", "levels", _ranks(4)),
         Case("4 hosts in two levels, long frames", "levels", _ranks(4, "MIXED=1", "UNBUFFERED")),
-        Case("4 hosts in two levels, small frames", "levels", _ranks(4, "TOGETHER")),
+        Case("4 hosts in two levels, small frames", "levels", _ranks(4, "MIXED=1", "TOGETHER")),
         Case("3 hosts in one level agree on mismatches", "levels", _ranks(3, "DIRECT")),
         Case("3 hosts in one level, small frames", "levels", _ranks(3, "DIRECT", "TOGETHER", "CALLS=3")),
         Case("2 hosts end all calls", "levels", _ranks(2, "DIRECT"), liveness=True),
