@@ -79,9 +79,11 @@ address thread: setup
 	MAKEFLAGS= nice $(BIN)/ninja -C build/$@ --quiet tests/all
 	$(BIN)/ctest --test-dir build/$@ --parallel 2 --output-on-failure --no-tests=error
 
-# A thousand schedules of made-up peers, 64 hosts, and twenty minutes of random use: SOAK_S seconds each as processes, as
-# threads, and as threads under both sanitizers; half of it on one host, half on several.
+# A thousand schedules of made-up peers, 64 hosts, the tests of several hosts over UCX, and twenty minutes of random use:
+# SOAK_S seconds each as processes, as threads, and as threads under both sanitizers; half of it on one host, half on
+# several.
 SOAK_S ?= 300
+OVER_UCX := communicator-robin failures-pairs failures-apart liveness-uneven exchange-uneven messages-pairs
 soak: native sanitized
 	for subject in communicator failures exchange messages link; do \
 	  $(BUILD_DIR)/native/tests/$${subject}_test --schedules 250 || exit 1; \
@@ -93,6 +95,10 @@ soak: native sanitized
 	for run in address thread; do \
 	  build/$$run/tests/soak $$(($(SOAK_S) / 2)) 3 || exit 1; \
 	  build/$$run/tests/soak --hosts robin $$(($(SOAK_S) / 2)) 4 || exit 1; \
+	done
+	for run in link link_ends $(OVER_UCX); do \
+	  PHOTINUS_TRANSPORT=ucx $(BUILD_DIR)/native/tests/$${run%-*}_test $$(case $$run in *-*) echo --hosts $${run#*-};; esac); \
+	  case $$? in 0|77) ;; *) exit 1;; esac; \
 	done
 
 # Shown as it goes, unlike what runs beside it: to make, a + says that this minds itself. Not so with make -n, as some

@@ -23,6 +23,7 @@ __all__ = [
     "NAMES",
     "OF_TORCH",
     "OPEN_MPI",
+    "OVER_UCX",
     "PHOTINUS",
     "PLAIN",
     "HostContestant",
@@ -33,7 +34,8 @@ __all__ = [
 
 GLOO, PHOTINUS, PLAIN, OPEN_MPI, MPICH = "gloo", "photinus", "bare", "openmpi", "mpich"
 HALVED = "photinus-bfloat16"  # float32 that crosses between hosts as bfloat16
-NAMES = (GLOO, PHOTINUS, PLAIN, OPEN_MPI, MPICH, HALVED)
+OVER_UCX = "photinus-ucx"  # PHOTINUS_TRANSPORT=ucx
+NAMES = (GLOO, PHOTINUS, PLAIN, OPEN_MPI, MPICH, HALVED, OVER_UCX)
 OF_TORCH = (GLOO, PHOTINUS, HALVED)
 _TIMEOUT_S = 300.0
 _FIRST_PORT = 29500
@@ -130,9 +132,10 @@ def _torch(where: Layout, backend: str) -> Commands:
     port = _FIRST_PORT + 100 + NAMES.index(backend)
 
     def commands(folder: str) -> list[tuple[list[str], dict[str, str]]]:
-        words = [sys.executable, engines.RANKS / "host_rank.py", backend, folder]
+        words = [sys.executable, engines.RANKS / "host_rank.py", PHOTINUS if backend == OVER_UCX else backend, folder]
+        carrier = {"PHOTINUS_TRANSPORT": "ucx"} if backend == OVER_UCX else {}
         return [
-            (where.hosts[host].command(words), environment(where, rank, port))
+            (where.hosts[host].command(words), environment(where, rank, port) | carrier)
             for rank, (host, _) in enumerate(where.ranks)
         ]
 

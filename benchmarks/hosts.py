@@ -40,7 +40,8 @@ def parsed() -> argparse.Namespace:
     harness.add_effort(parser)
     emulated.add_where(parser, CASES, RATES)
     names = list(host_contestants.NAMES)
-    parser.add_argument("--contestants", nargs="+", choices=names, default=names, help="who takes part")
+    usual = [name for name in names if name != host_contestants.OVER_UCX]
+    parser.add_argument("--contestants", nargs="+", choices=names, default=usual, help="who takes part")
     parser.add_argument(
         "--operation", choices=OPERATIONS, default="all_reduce", help="others: by torch's backends alone"
     )

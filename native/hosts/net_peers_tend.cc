@@ -12,6 +12,16 @@ constexpr double kBeatEvery_s = 0.25, kTellWaitsEvery_s = 0.05;
 // What a rank's host has to say of its end, before it is given up without.
 constexpr double kWordFromHost_s = 0.12;
 
+// Why a link has failed whose peer may well live; else empty.
+std::string fault_of_carrier(const Link& link) {
+  try {
+    link.check();
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::system) return error.what();
+  }
+  return "";
+}
+
 }  // namespace
 
 bool NetPeers::tend(double now) {
@@ -61,8 +71,10 @@ bool NetPeers::look_for_ends(double now) {
         here.has_ended = true;
       } else if (link->has_failed()) {
         here.has_ended = true;
+        const std::string carrier = fault_of_carrier(*link);
         std::lock_guard lock(mutex_);
         if (ends_[rank].suspected_s == 0) ends_[rank].suspected_s = now;
+        if (!carrier.empty()) ends_[rank].how = "cannot be reached any more: " + carrier;
       } else {
         all_came = false;
       }
@@ -99,6 +111,7 @@ bool NetPeers::suspect(uint32_t rank, double now) {
     if (others && now - since_s < kWordFromHost_s) return true;
     how = others ? "closed its connections, and its host says no more"
                  : "closed its connections without a goodbye: its process was killed, or its host is gone";
+    if (!ends_[rank].how.empty()) how = ends_[rank].how;
   }
   note_loss(rank, how);
   return false;

@@ -22,6 +22,7 @@
 #include "net/link.h"
 #include "net/socket_address.h"
 #include "net/tcp_stream.h"
+#include "net/ucx_stream.h"
 
 namespace photinus {
 
@@ -50,11 +51,12 @@ class Opening {
   std::string error_text_;
 
   bool is_dialled_ = false;
-  Dialing::Order order_;                         // of what is dialled
-  std::vector<std::unique_ptr<Dialing>> dials_;  // by stream
-  std::vector<PrivateDescriptor> sockets_;       // by stream, that have come
-  std::vector<bool> promised_;                   // of those awaited: accepted, the socket comes at once
-  Membership other_;                             // the peer, as it has proved itself
+  Dialing::Order order_;                              // of what is dialled
+  std::vector<std::unique_ptr<Dialing>> dials_;       // by stream
+  std::vector<PrivateDescriptor> sockets_;            // by stream, that have come
+  std::vector<bool> promised_;                        // of those awaited: accepted, the socket comes at once
+  std::vector<std::unique_ptr<UcxStream>> over_ucx_;  // by stream, that are being joined
+  Membership other_;                                  // the peer, as it has proved itself
   Token token_{};
 };
 
@@ -68,7 +70,8 @@ class Connections {
     Incoming::Limits incoming;
     // So long may something else sit at a peer's address: what is left of the job before, for instance.
     double stranger_s = 1.5;
-    Dialect dialect;  // another one only in tests
+    Dialect dialect;   // another one only in tests
+    bool ucx = false;  // carries links to peers that have the same UCX and want it, too; else TCP does
   };
 
   // Throws as Incoming::listen() does, or Error(system) when the process may not open enough descriptors.
@@ -123,6 +126,12 @@ class Connections {
   void work(double now);
   void work_on(Opening& opening, double now);
   void complete(Opening& opening);
+  void finish(Opening& opening, std::vector<std::unique_ptr<Stream>> streams);
+  // connections_ucx.cc
+  void open_ucx();
+  bool agree_on_ucx(const Opening& opening);
+  void join_over_ucx(Opening& opening);
+  void work_on_ucx();
   void fail(Opening& opening, ErrorKind kind, const std::string& text);
   void dispatch(std::span<const epoll_event> events);
   enum class Moved : uint8_t { nothing, bytes, completed };
@@ -140,11 +149,15 @@ class Connections {
   Incoming incoming_;
   uint64_t next_id_ = 1;
   std::map<GroupName, Group> groups_;
-  std::vector<std::weak_ptr<Opening>> under_way_;
-  std::unordered_map<uint64_t, Dialing*> dials_;  // by id, to be worked on
+  std::vector<std::weak_ptr<Opening>> under_way_, joining_;  // joining_: over UCX
+  std::unordered_map<uint64_t, Dialing*> dials_;             // by id, to be worked on
   std::unordered_map<uint64_t, std::weak_ptr<Readiness>> streams_;
   std::shared_ptr<const Links> links_ = std::make_shared<Links>();
   std::atomic<bool> busy_{false};  // something is under way beside links
+  bool has_tried_ucx_ = false, has_said_who_has_none_ = false;
+  std::vector<std::string> lines_;               // to be said
+  std::shared_ptr<UcxWorker> ucx_;               // set before there are links
+  std::atomic<UcxWorker*> polled_ucx_{nullptr};  // the same, for whoever polls
 };
 
 }  // namespace photinus

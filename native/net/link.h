@@ -163,7 +163,8 @@ class Link {
     std::atomic<uint64_t> queued_bytes{0};
     std::atomic<double> stalled_since_s{0};  // 0: it is not
     std::atomic<bool> write_broken{false};
-    std::string write_fault;  // read after write_broken
+    std::string write_fault;                // read after write_broken
+    std::atomic<bool> fault_of_peer{true};  // what ended it, or broke it; else what carries it did
 
     std::mutex receiving;  // guards what follows
     std::unique_ptr<std::byte[]> buffer;

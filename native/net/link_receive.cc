@@ -267,6 +267,7 @@ bool Link::poll() {
 
 // A stream will bring nothing more. Between frames that is in order, if the peer says goodbye.
 void Link::note_end(Track& track, const std::string& how) {
+  track.fault_of_peer.store(track.stream->is_fault_of_peer());
   std::lock_guard lock(state_mutex_);
   track.torn = track.in_payload || track.has_header || track.end > track.begin;
   track.end_text = how.empty() ? "the connection was closed" : how;
@@ -284,16 +285,22 @@ void Link::note_end(Track& track, const std::string& how) {
 // Decides whether streams that have ended are a failure; the word that explains it may come behind them.
 void Link::look_for_ends() {
   std::string symptom;
-  bool all_ended = true;
+  bool all_ended = true, of_peer = true;
   const bool goodbye = goodbye_heard_.load();
   const bool control_ended = tracks_[0]->ended.load(std::memory_order_acquire);
   for (const auto& track : tracks_) {
     if (track->ended.load(std::memory_order_acquire)) {
       std::lock_guard lock(state_mutex_);
-      if (track->torn || (!goodbye && symptom.empty())) symptom = track->end_text;
+      if (track->torn || (!goodbye && symptom.empty())) {
+        symptom = track->end_text;
+        of_peer = track->fault_of_peer.load();
+      }
     } else if (track->write_broken.load(std::memory_order_acquire)) {
       std::lock_guard lock(state_mutex_);
-      if (!goodbye && symptom.empty()) symptom = track->write_fault;
+      if (!goodbye && symptom.empty()) {
+        symptom = track->write_fault;
+        of_peer = track->fault_of_peer.load();
+      }
       if (first_end_s_ == 0) first_end_s_ = now_s();
       all_ended = false;
     } else {
@@ -311,7 +318,7 @@ void Link::look_for_ends() {
     since_s = first_end_s_;
   }
   if (control_ended || now_s() - since_s > kWordUnderWay_s)
-    fail(ErrorKind::peer_lost, name() + ": " + symptom, false);
+    fail(of_peer ? ErrorKind::peer_lost : ErrorKind::system, name() + ": " + symptom, false);
 }
 
 void Link::look_for_stalls() {

@@ -1,5 +1,6 @@
 // One connection, as links see it: bytes in order in both directions, and nothing ever blocks. Over TCP
-// (net/tcp_stream.h), or made up by a test with torn reads, delays and cuts (tests/fake_streams.h).
+// (net/tcp_stream.h), over UCX (net/ucx_stream.h), or made up by a test with torn reads, delays
+// and cuts (tests/fake_streams.h).
 #pragma once
 
 #include <sys/uio.h>
@@ -57,6 +58,8 @@ class Stream {
   virtual void finish_writing() = 0;
   // How it broke; only after a read or write said so, by the thread that heard it.
   virtual std::string fault() const = 0;
+  // Whether that tells that the process at the other end is gone; else what carries the stream has failed.
+  virtual bool is_fault_of_peer() const { return true; }
   virtual StreamCounts counts() const = 0;
 
   bool may_read() const { return readiness_->to_read.load(std::memory_order_seq_cst); }

@@ -16,6 +16,8 @@
 #include "engine/communicator.h"
 #include "fake_peers.h"
 #include "layouts.h"
+#include "net/transport.h"
+#include "net/ucx_worker.h"
 #include "progress/progress.h"
 #include "shm/arena.h"
 #include "shm/local_group.h"
@@ -156,8 +158,15 @@ inline void run_ranks(uint32_t world_size, const std::function<void(Communicator
 //   X_test                        every test, over shared memory
 //   X_test --hosts LAYOUT         those that hold there, with ranks on several hosts
 //   X_test --schedules N [FIRST]  N schedules from FIRST on, each of one of the tests that take any peers
+//
+// With PHOTINUS_TRANSPORT=ucx, links between hosts go over UCX; ends with 77 where there is none.
 int main(int argc, char** argv) {
   using namespace photinus::test;
+  const bool over_ucx = photinus::transport_of_environment() == photinus::Transport::ucx;
+  if (std::string why; over_ucx && !photinus::ucx::Library::open(why)) {
+    std::printf("skipped, there is no UCX: %s\n", why.c_str());
+    return 77;
+  }
   if (argc > 2 && std::strcmp(argv[1], "--schedules") == 0) {
     std::vector<Test> chosen;
     for (const Test& test : tests())
@@ -184,6 +193,7 @@ int main(int argc, char** argv) {
     std::fflush(stdout);
     test.body();
   }
+  if (over_ucx && layout()) CHECK(photinus::UcxWorker::ports_joined() > 0);
   std::printf("%zu passed, 0 failed\n", tests().size());
   return 0;
 }

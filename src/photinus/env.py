@@ -52,6 +52,12 @@ def _count(text: str) -> int:
     return value
 
 
+def _transport(text: str) -> str:
+    if text not in ("tcp", "ucx"):
+        raise ValueError("needs tcp or ucx")
+    return text
+
+
 def _switch(text: str) -> bool:
     if text not in ("0", "1"):
         raise ValueError("needs 0 or 1")
@@ -110,6 +116,20 @@ INTERFACE: Variable[tuple[str, ...]] = Variable(
     (),
     "network cards (eth0,eth1) over which ranks of several hosts exchange tensors (default: what GLOO_SOCKET_IFNAME "
     "names, which `photinus run` sets, else the one with the way to the other hosts)",
+)
+TRANSPORT: Variable[str] = Variable(
+    "PHOTINUS_TRANSPORT",
+    _transport,
+    "tcp",
+    "what carries tensors between hosts: tcp, or ucx where both ends have the same UCX (else tcp, and a line says so); "
+    "read by the engine, in native/net/transport.cc",
+)
+UCX_LIBRARY: Variable[str] = Variable(
+    "PHOTINUS_UCX_LIBRARY",
+    str,
+    "libucp.so.0",
+    "the UCX that PHOTINUS_TRANSPORT=ucx opens: a path, or a name that the loader finds; read by the engine, in "
+    "native/net/ucx_library.cc",
 )
 BACKEND: Variable[str] = Variable(
     "PHOTINUS_BACKEND", str, "auto", "torch.distributed backend that photinus.init uses when none is given"
@@ -180,6 +200,8 @@ ALL: tuple[Variable[object], ...] = (  # type: ignore[assignment]
     FULL_TRACEBACK,
     HOST_ID,
     INTERFACE,
+    TRANSPORT,
+    UCX_LIBRARY,
     BACKEND,
     INSTRUCTION_SET,
     JOB_SECRET,

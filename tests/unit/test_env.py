@@ -43,6 +43,7 @@ def test_a_set_variable_is_parsed_anew_at_each_reading(monkeypatch):
         (env.EXPECTED_WORLD_SIZE, "0"),
         (env.EXPECTED_WORLD_SIZE, "2.5"),
         (env.ATTEMPT, "first"),
+        (env.TRANSPORT, "rdma"),
     ],
 )
 def test_a_wrong_value_is_refused_with_name_value_and_meaning(monkeypatch, variable, text):

@@ -63,6 +63,7 @@ def _make_for_cpu(given: _DistributedBackendOptions, own: Options) -> ThroughEng
     members = list(given.global_ranks_in_group)
     if not members:  # the default group
         _check_world_size(size)
+    env.TRANSPORT.get()  # what is no transport is an error on every rank, before any waits for another
     label = "world" if not members else f"{given.group_id} (ranks {_short(members)} of the world)"
     world = _default_group() if members else None
     limit = Limit(_timeout_s(given.timeout, world))
