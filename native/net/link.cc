@@ -157,7 +157,7 @@ bool Link::write(Track& track) {
     if (result.status == Stream::Status::blocked) break;
     if (result.status != Stream::Status::moved) {
       track.write_fault = track.stream->fault();
-      track.fault_of_peer.store(track.stream->is_fault_of_peer());
+      track.write_fault_of_peer = track.stream->is_fault_of_peer();
       track.write_broken.store(true, std::memory_order_release);
       break;
     }

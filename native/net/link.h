@@ -163,8 +163,8 @@ class Link {
     std::atomic<uint64_t> queued_bytes{0};
     std::atomic<double> stalled_since_s{0};  // 0: it is not
     std::atomic<bool> write_broken{false};
-    std::string write_fault;                // read after write_broken
-    std::atomic<bool> fault_of_peer{true};  // what ended it, or broke it; else what carries it did
+    std::string write_fault;          // read after write_broken
+    bool write_fault_of_peer = true;  // too; else what carries the stream has failed
 
     std::mutex receiving;  // guards what follows
     std::unique_ptr<std::byte[]> buffer;
@@ -182,6 +182,7 @@ class Link {
     std::atomic<bool> ended{false};
     bool torn = false;     // it ended in the middle of a frame (state_mutex_, like the text)
     std::string end_text;  // how
+    bool end_of_peer = true;
 
     std::atomic<uint64_t> sent_bytes{0}, sent_frames{0}, received_bytes{0}, received_frames{0};
     std::atomic<double> stalled_s{0}, waited_s{0};

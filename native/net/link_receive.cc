@@ -267,8 +267,8 @@ bool Link::poll() {
 
 // A stream will bring nothing more. Between frames that is in order, if the peer says goodbye.
 void Link::note_end(Track& track, const std::string& how) {
-  track.fault_of_peer.store(track.stream->is_fault_of_peer());
   std::lock_guard lock(state_mutex_);
+  track.end_of_peer = how.empty() || track.stream->is_fault_of_peer();
   track.torn = track.in_payload || track.has_header || track.end > track.begin;
   track.end_text = how.empty() ? "the connection was closed" : how;
   if (track.in_payload)
@@ -293,13 +293,13 @@ void Link::look_for_ends() {
       std::lock_guard lock(state_mutex_);
       if (track->torn || (!goodbye && symptom.empty())) {
         symptom = track->end_text;
-        of_peer = track->fault_of_peer.load();
+        of_peer = track->end_of_peer;
       }
     } else if (track->write_broken.load(std::memory_order_acquire)) {
       std::lock_guard lock(state_mutex_);
       if (!goodbye && symptom.empty()) {
         symptom = track->write_fault;
-        of_peer = track->fault_of_peer.load();
+        of_peer = track->write_fault_of_peer;
       }
       if (first_end_s_ == 0) first_end_s_ = now_s();
       all_ended = false;

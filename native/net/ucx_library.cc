@@ -81,6 +81,7 @@ std::unique_ptr<Library> load(std::string& why) {
   find(made->worker_release_address, "ucp_worker_release_address");
   find(made->worker_get_efd, "ucp_worker_get_efd");
   find(made->worker_arm, "ucp_worker_arm");
+  find(made->worker_signal, "ucp_worker_signal");
   find(made->worker_progress, "ucp_worker_progress");
   find(made->worker_set_am_recv_handler, "ucp_worker_set_am_recv_handler");
   find(made->ep_create, "ucp_ep_create");

@@ -110,6 +110,7 @@ struct Library {
   void (*worker_release_address)(Worker* worker, Address* address) = nullptr;
   Status (*worker_get_efd)(Worker* worker, int* number) = nullptr;
   Status (*worker_arm)(Worker* worker) = nullptr;
+  Status (*worker_signal)(Worker* worker) = nullptr;
   unsigned (*worker_progress)(Worker* worker) = nullptr;
   Status (*worker_set_am_recv_handler)(Worker* worker, const MessageParams* params) = nullptr;
   Status (*ep_create)(Worker* worker, const EndpointParams* params, Endpoint** endpoint) = nullptr;

@@ -118,12 +118,10 @@ bool UcxStream::hear_hello() {
 
 Stream::Result UcxStream::broken(const std::string& how, bool of_peer) {
   const std::lock_guard lock(fault_mutex_);
-  if (!fault_.empty()) return {Status::broken, 0};
-  fault_ = how;
-  if (!of_peer) {
-    is_own_fault_.store(true);
-    fault_ += "; PHOTINUS_TRANSPORT=tcp does without UCX";
-  }
+  // If the peer is gone, UCX has failed because of that.
+  if (!fault_.empty() && !(of_peer && is_own_fault_.load())) return {Status::broken, 0};
+  fault_ = of_peer ? how : how + "; PHOTINUS_TRANSPORT=tcp does without UCX";
+  is_own_fault_.store(!of_peer);
   return {Status::broken, 0};
 }
 
@@ -163,7 +161,6 @@ Stream::Result UcxStream::read(const iovec* pieces, int count) {
             text("%llu of %llu bytes that were sent over UCX have not come",
                  static_cast<unsigned long long>(sent - here), static_cast<unsigned long long>(sent)),
             false);
-      is_own_fault_.store(false);  // if UCX has failed, then because of that
       if (socket_error_ == ETIMEDOUT)
         return broken("the connection timed out: the network is cut, or the other host is gone", true);
       if (socket_error_ != 0)

@@ -458,6 +458,8 @@ void UcxWorker::remove(const std::shared_ptr<UcxPort>& port, double until_s) {
   }
   const std::lock_guard lock(mutex_);
   ports_.erase(port->key);
+  // What came meanwhile for other ports is for whoever sleeps on the worker's events.
+  if (until_s > 0 && !is_shut_) library_.worker_signal(worker_);
 }
 
 }  // namespace photinus
