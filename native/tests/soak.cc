@@ -41,7 +41,7 @@ constexpr uint32_t kCallers = 2, kGroups = 3;  // calling threads of a rank; gro
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 constexpr uint64_t kGrowthLimit = 160 << 20;  // their own books grow with the stacks that they have seen
 #else
-constexpr uint64_t kGrowthLimit = 8 << 20;  // maps of peers' arenas come and go with the groups
+constexpr uint64_t kGrowthLimit = 4 << 20;
 #endif
 
 struct Soak {

@@ -90,7 +90,7 @@ Error Driver::error(const char* call, CUresult result, const std::string& where)
 }
 
 std::shared_ptr<const Driver> Driver::open(const Paths& paths) {
-  const char* const name = paths.library.c_str();
+  const char* const name = paths.nvidia.c_str();
   void* const library =
       dlopen(name, RTLD_NOW | RTLD_LOCAL);  // stays open: its threads outlive whoever used it
   if (!library) {

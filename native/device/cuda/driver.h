@@ -32,7 +32,7 @@ class Driver {
  public:
   // Where things are looked for.
   struct Paths {
-    std::string library = "libcuda.so.1";
+    std::string nvidia = "libcuda.so.1";
     std::string amd = "/dev/kfd";  // there where AMD's driver is
   };
   // Opens the library and starts it. Throws Error(system) that says what is missing and what to do: no
