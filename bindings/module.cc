@@ -18,6 +18,7 @@
 #include "base/cores.h"
 #include "base/error.h"
 #include "call_site.h"
+#include "device/cuda/cuda_device.h"
 #include "engine/communicator.h"
 #include "kernels/reduce.h"
 #include "shm/local_group.h"
@@ -192,14 +193,22 @@ Args:
         and reduce_scatter add or multiply, float32 may travel as bfloat16 or float16, and these as float32.
     sends, recvs: in place of `send`, `recv` and `elems` for all_to_all, gather and scatter, and for all_gather
         of different sizes: (address, elements) for each rank, (0, 0) where nothing goes. Sizes must be equal on
-        both sides, which is checked before anything is written.)";
+        both sides, which is checked before anything is written.
+    device: in whose memory the tensors lie (engine.cuda_device), on all ranks or on none; None: in the host's.
+    stream: of that device, a CUstream's number; 0 is the legacy default one. The call begins after all that is in
+        it when the call is submitted. A call that waits where it is submitted puts the stream behind its copies.)";
+
+cuda::CUstream stream_of(uintptr_t handle) {
+  return reinterpret_cast<cuda::CUstream>(handle);
+}
 
 using Parts = std::vector<std::tuple<uintptr_t, uint64_t>>;  // address and elements, by rank
 
 void make_call(Submission* made, uint8_t operation, uintptr_t send, uintptr_t recv, uint64_t elems,
                uint8_t dtype, uint8_t reduction, uint32_t root, double timeout_s, bool asynchronous,
                double factor, std::string label, int32_t updates, std::optional<uint8_t> wire_dtype,
-               const Parts& sends, const Parts& recvs) {
+               const Parts& sends, const Parts& recvs, std::shared_ptr<cuda::CudaDevice> device,
+               uintptr_t stream) {
   auto* call = new (made) Submission;
   call->call = {static_cast<Operation>(operation), static_cast<Dtype>(dtype),
                 static_cast<Reduction>(reduction), root, elems};
@@ -213,6 +222,8 @@ void make_call(Submission* made, uint8_t operation, uintptr_t send, uintptr_t re
   call->updates = updates;
   call->timeout_s = timeout_s;
   call->asynchronous = asynchronous;
+  call->device = std::move(device);
+  call->stream = stream_of(stream);
 }
 
 Parts parts_of(const std::vector<Part>& given) {
@@ -229,11 +240,17 @@ Submission made_here(const Submission& call) {
   return given;
 }
 
+// Waits where it was submitted.
+void finish(Work& work, cuda::CUstream stream) {
+  work.wait(0, signal_arrived);
+  work.order(stream);
+}
+
 std::shared_ptr<Work> submit(Communicator& communicator, const Submission& call) {
   Submission given = made_here(call);
   Unlocked unlocked;
   std::shared_ptr<Work> work = communicator.submit(std::move(given));
-  if (!call.asynchronous) work->wait(0, signal_arrived);
+  if (!call.asynchronous) finish(*work, call.stream);
   return work;
 }
 
@@ -241,12 +258,12 @@ void run(Communicator& communicator, const Submission& call) {
   Submission given = made_here(call);
   given.asynchronous = false;
   Unlocked unlocked;
-  communicator.submit(std::move(given))->wait(0, signal_arrived);
+  finish(*communicator.submit(std::move(given)), call.stream);
 }
 
 std::shared_ptr<Work> message(Communicator& communicator, uint8_t operation, uintptr_t address,
                               uint64_t elems, uint8_t dtype, int64_t peer, int64_t tag, double timeout_s,
-                              bool asynchronous) {
+                              bool asynchronous, std::shared_ptr<cuda::CudaDevice> device, uintptr_t stream) {
   MessageCall call;
   call.operation = static_cast<Operation>(operation);
   call.dtype = static_cast<Dtype>(dtype);
@@ -257,9 +274,11 @@ std::shared_ptr<Work> message(Communicator& communicator, uint8_t operation, uin
   call.site = call_site();
   call.timeout_s = timeout_s;
   call.asynchronous = asynchronous;
+  call.device = std::move(device);
+  call.stream = stream_of(stream);
   Unlocked unlocked;
   std::shared_ptr<Work> work = communicator.submit(call);
-  if (!asynchronous) work->wait(0, signal_arrived);
+  if (!asynchronous) finish(*work, call.stream);
   return work;
 }
 
@@ -312,6 +331,11 @@ NB_MODULE(_native, m) {
       .def_prop_ro("address", &ArenaBuffer::address)
       .def_prop_ro("nbytes", &ArenaBuffer::bytes);
 
+  nb::class_<cuda::CudaDevice>(m, "CudaDevice")
+      .def_ro("index", &cuda::CudaDevice::index)
+      .def_prop_ro("name", [](const cuda::CudaDevice& device) { return device.engines.gpu_name(); });
+  m.def("cuda_device", &cuda::CudaDevice::of_this_process, "index"_a, nb::call_guard<Unlocked>());
+
   nb::class_<Work>(m, "Work")
       .def(
           "wait",
@@ -321,6 +345,10 @@ NB_MODULE(_native, m) {
           },
           "timeout_s"_a = 0.0)
       .def("is_completed", &Work::is_completed)
+      .def(
+          "order", [](Work& work, uintptr_t stream) { work.order(stream_of(stream)); }, "stream"_a,
+          nb::call_guard<Unlocked>())
+      .def("has_landed", &Work::has_landed, nb::call_guard<Unlocked>())
       .def("error", &error_of)
       .def("duration_s", &Work::duration_s)
       .def_prop_ro("source_rank", &Work::source_rank)
@@ -331,7 +359,7 @@ NB_MODULE(_native, m) {
       .def("__init__", &make_call, "operation"_a, "send"_a = 0, "recv"_a = 0, "elems"_a = 0, "dtype"_a = 0,
            "reduction"_a = 0, "root"_a = 0, "timeout_s"_a = 0.0, "asynchronous"_a = true, "factor"_a = 1.0,
            "label"_a = "", "updates"_a = 0, "wire_dtype"_a = nb::none(), "sends"_a = nb::tuple(),
-           "recvs"_a = nb::tuple())
+           "recvs"_a = nb::tuple(), "device"_a = nb::none(), "stream"_a = 0)
       .def_prop_ro("operation", [](const Submission& c) { return static_cast<uint8_t>(c.call.operation); })
       .def_prop_ro("send", [](const Submission& c) { return reinterpret_cast<uintptr_t>(c.send); })
       .def_prop_ro("recv", [](const Submission& c) { return reinterpret_cast<uintptr_t>(c.recv); })
@@ -349,7 +377,9 @@ NB_MODULE(_native, m) {
                      return c.call.wire ? std::optional(static_cast<uint8_t>(*c.call.wire)) : std::nullopt;
                    })
       .def_prop_ro("sends", [](const Submission& c) { return parts_of(c.send_parts); })
-      .def_prop_ro("recvs", [](const Submission& c) { return parts_of(c.recv_parts); });
+      .def_prop_ro("recvs", [](const Submission& c) { return parts_of(c.recv_parts); })
+      .def_ro("device", &Submission::device)
+      .def_prop_ro("stream", [](const Submission& c) { return reinterpret_cast<uintptr_t>(c.stream); });
 
   nb::class_<OutsideWait>(m, "OutsideWait")
       .def("look", &OutsideWait::look, "missing"_a, "description"_a, nb::call_guard<Unlocked>());
@@ -363,7 +393,7 @@ NB_MODULE(_native, m) {
       .def("submit", &submit, "call"_a)
       .def("run", &run, "call"_a)
       .def("message", &message, "operation"_a, "address"_a, "elems"_a, "dtype"_a, "peer"_a, "tag"_a,
-           "timeout_s"_a, "asynchronous"_a)
+           "timeout_s"_a, "asynchronous"_a, "device"_a = nb::none(), "stream"_a = 0)
       .def("wait_outside", &Communicator::wait_outside, "key"_a, "timeout_s"_a)
       .def("abort", &Communicator::abort, "reason"_a, nb::call_guard<Unlocked>())
       .def("set_reason", &Communicator::set_reason, "reason"_a)

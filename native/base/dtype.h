@@ -10,6 +10,9 @@ namespace photinus {
 enum class Dtype : uint8_t { float32, float64, float16, bfloat16, int8, int16, int32, int64, uint8, boolean };
 inline constexpr uint8_t kDtypeCount = 10;
 
+// Where a tensor lies.
+enum class DeviceType : uint8_t { cpu, cuda };
+
 // avg divides the sum by the number of ranks: floating types once, after the sum (narrow ones before their
 // one rounding); integers truncate towards zero. On boolean, sum and max are "or", product and min are "and".
 // band, bor and bxor are bitwise and mean nothing on floating types; on boolean they are logical. premul_sum,

@@ -12,7 +12,7 @@ constexpr size_t kTextLimit = RankBlock::kTextBytes - 1;
 struct CallBytes {
   uint64_t elems;
   uint32_t root, label, site;
-  uint8_t operation, dtype, reduction, has_parts, wire, unused[7];
+  uint8_t operation, dtype, reduction, has_parts, wire, device, unused[6];
 };
 struct PostBytes {
   uint64_t sequence, parts_sum;
@@ -174,6 +174,7 @@ size_t encode(const HostPost& post, std::byte* to) {
                           static_cast<uint8_t>(d.reduction),
                           d.has_parts,
                           static_cast<uint8_t>(d.wire),
+                          static_cast<uint8_t>(d.device),
                           {}};
     writer.put(&facts, sizeof facts);
     writer.put(call.ranks);
@@ -201,7 +202,8 @@ std::optional<HostPost> decode(const std::byte* from, size_t bytes) {
         !reader.get(call.label))
       return std::nullopt;
     if (facts.operation >= kOperationCount || facts.dtype >= kDtypeCount ||
-        facts.reduction >= kReductionCount || facts.wire >= kDtypeCount)
+        facts.reduction >= kReductionCount || facts.wire >= kDtypeCount ||
+        facts.device > static_cast<uint8_t>(DeviceType::cuda))
       return std::nullopt;
     CallDescriptor& d = call.facts;
     d.sequence = head.sequence;
@@ -214,6 +216,7 @@ std::optional<HostPost> decode(const std::byte* from, size_t bytes) {
     d.reduction = static_cast<Reduction>(facts.reduction);
     d.has_parts = facts.has_parts;
     d.wire = static_cast<Dtype>(facts.wire);
+    d.device = static_cast<DeviceType>(facts.device);
   }
   if (!reader.is_at_end()) return std::nullopt;
   return post;

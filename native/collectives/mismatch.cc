@@ -48,16 +48,16 @@ uint64_t set_of_sites(const std::vector<CallDescriptor>& calls) {
 
 std::string describe(const PostedCall& posted) {
   const CallDescriptor& d = posted.facts;
-  std::string out = describe(Call{d.operation, d.dtype, d.reduction, d.root, d.elems, d.wire});
+  std::string out = describe(Call{d.operation, d.dtype, d.reduction, d.root, d.elems, d.wire, d.device});
   if (!posted.label.empty()) out += " labelled '" + posted.label + "'";
   if (!posted.site.empty()) out += " at " + posted.site;
   return out;
 }
 
 bool agree(const CallDescriptor& a, const CallDescriptor& b) {
-  return a.operation == b.operation && a.dtype == b.dtype && a.wire == b.wire && a.reduction == b.reduction &&
-         a.root == b.root && a.has_parts == b.has_parts && (a.has_parts || a.elems == b.elems) &&
-         a.label == b.label;
+  return a.operation == b.operation && a.dtype == b.dtype && a.device == b.device && a.wire == b.wire &&
+         a.reduction == b.reduction && a.root == b.root && a.has_parts == b.has_parts &&
+         (a.has_parts || a.elems == b.elems) && a.label == b.label;
 }
 
 bool agree(const std::vector<CallDescriptor>& calls) {
@@ -76,7 +76,7 @@ std::string mismatch_text(const std::string& group, uint64_t sequence, const std
   return out +
          " no output was written. Every rank must call the same collectives, in the same order, on tensors "
          "of the "
-         "same size and type.";
+         "same size and type, all on CPUs or all on GPUs.";
 }
 
 std::string out_of_step_text(const std::string& group, uint64_t sequence,

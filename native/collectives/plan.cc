@@ -72,7 +72,8 @@ std::string describe(const Call& call, uint64_t sequence) {
   std::string out = name(call.operation);
   if (sequence > 0) out += text(" #%llu", static_cast<unsigned long long>(sequence));
   const bool parts = takes_parts(call.operation);  // of sizes that differ from rank to rank
-  if (call.operation != Operation::barrier) out += std::string(" of ") + name(call.dtype);
+  if (call.operation != Operation::barrier)
+    out += std::string(call.device == DeviceType::cuda ? " of CUDA " : " of ") + name(call.dtype);
   if (call.operation != Operation::barrier && !parts)
     out += text("[%llu]", static_cast<unsigned long long>(call.elems));
   if (has_reduction(call.operation)) out += text(" (%s)", name(call.reduction));

@@ -114,6 +114,7 @@ struct Call {
   uint64_t elems = 0;
   // The type in which partial results cross between hosts, if another than they would by themselves (net.h)
   std::optional<Dtype> wire{};
+  DeviceType device = DeviceType::cpu;  // where the tensors lie; nothing to a barrier
   bool operator==(const Call&) const = default;
 };
 

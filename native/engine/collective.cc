@@ -65,6 +65,9 @@ Collective::Collective(const std::shared_ptr<Group>& group, const std::shared_pt
   // A list's all_gather sends the same to everybody: its size is worth telling.
   if (has_parts() && given_.call.operation == Operation::all_gather)
     given_.call.elems = given_.send_parts[0].elems;
+  if (given_.call.device == DeviceType::cuda)
+    host_tensors_ =
+        std::make_unique<HostTensors>(given_.device, given_.stream, group->options.progress->arena());
 }
 
 std::string Collective::description() const {
@@ -76,11 +79,26 @@ std::string Collective::description() const {
 }
 
 Poll Collective::advance() {
+  if (!host_tensors_) return go_on();
+  try {
+    return go_on();
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::system || group_->is_failed()) throw;
+    throw group_->of_copy(error, description());
+  }
+}
+
+Poll Collective::go_on() {
   bool moved = false;
   if (phase_ == Phase::queued) {
     begin();
-    phase_ = Phase::preparing;
+    phase_ = host_tensors_ ? Phase::bringing : Phase::preparing;
     moved = true;
+  }
+  if (phase_ == Phase::bringing) {
+    if (!host_tensors_->bring(moved)) return moved ? Poll::moved : Poll::blocked;
+    begin_steps();
+    phase_ = Phase::preparing;
   }
   if (phase_ == Phase::preparing) {
     if (!run_steps(moved)) return moved ? Poll::moved : Poll::blocked;
@@ -98,13 +116,19 @@ Poll Collective::advance() {
   }
   if (phase_ == Phase::working && run_steps(moved)) {
     if (reads_peers_) check_peers();
-    return Poll::done;
+    if (!host_tensors_) return Poll::done;
+    phase_ = Phase::returning;
   }
+  if (phase_ == Phase::returning && host_tensors_->give_back(moved)) return Poll::done;
   // Told and heard to the end, so that all ranks raise in the same call.
   if (phase_ == Phase::disagreeing &&
       (state_->hosts->meet() || (group_->peers->poll() && state_->hosts->meet())))
     throw Error(ErrorKind::mismatch, state_->hosts->fault());
   return moved ? Poll::moved : Poll::blocked;
+}
+
+void Collective::order(void* stream) {
+  if (host_tensors_ && is_completed()) host_tensors_->order(static_cast<cuda::CUstream>(stream));
 }
 
 bool Collective::run_steps(bool& moved) {
@@ -115,10 +139,35 @@ bool Collective::run_steps(bool& moved) {
   return done;
 }
 
-// Finds the steps up to the meeting.
 void Collective::begin() {
   if (group_->is_over()) group_->check(description());
   wait_.emplace(begun_s(), given_.timeout_s > 0 ? given_.timeout_s : group_->options.limits.timeout_s);
+  if (host_tensors_)
+    work_on_host();
+  else
+    begin_steps();
+}
+
+// The operation takes the host's copies for the tensors that were given.
+void Collective::work_on_host() {
+  const Call& call = given_.call;
+  const uint64_t item_bytes = size_bytes(call.dtype);
+  for (Part& part : given_.send_parts)
+    part.buffer = host_tensors_->copy_of(part.buffer, part.elems * item_bytes, true, false);
+  for (Part& part : given_.recv_parts)
+    part.buffer = host_tensors_->copy_of(part.buffer, part.elems * item_bytes, false, true);
+  if (has_parts()) return;
+  const bool is_root = call.root == group_->rank();
+  const uint64_t one = call.elems * item_bytes, all = one * group_->ranks();
+  given_.send = host_tensors_->copy_of(given_.send, call.operation == Operation::reduce_scatter ? all : one,
+                                       call.operation != Operation::broadcast || is_root, false);
+  given_.recv = host_tensors_->copy_of(
+      given_.recv, call.operation == Operation::all_gather ? all : one, false,
+      call.operation == Operation::reduce ? is_root : call.operation != Operation::broadcast || !is_root);
+}
+
+// Finds the steps up to the meeting.
+void Collective::begin_steps() {
   const Call& call = given_.call;
   const Seat seat{group_->rank(), group_->ranks()};
   Memory& memory = state_->memory;
@@ -170,6 +219,7 @@ void Collective::post() {
   posted.elems = call.elems;
   posted.operation = call.operation;
   posted.dtype = call.dtype;
+  posted.device = call.device;
   posted.wire = call.wire.value_or(call.dtype);
   posted.reduction = has_reduction(call.operation) ? call.reduction : Reduction::sum;
   posted.has_parts = has_parts();
@@ -293,6 +343,7 @@ void Collective::fail() {
   group_->keep_error();
   if (!executor_.copy().settle(kSettle_s)) Group::retire(group_);
   if (state_->hosts && phase_ >= Phase::working) state_->hosts->forget();
+  if (host_tensors_) host_tensors_->give_up(kSettle_s, group_->is_failed());
   if (phase_ == Phase::queued || !group_->is_failed()) return;
   await_peers();
   // Peers that are stopped may still write into tensors that lie in the arena, for ever: it is not used
@@ -312,7 +363,10 @@ std::vector<uint32_t> Collective::missing() {
 }
 
 double Collective::look(bool caller_waits) {
-  if (executor_.copy().is_running()) return watchdog_->look_at_copy(*wait_, executor_.copy(), description());
+  if (phase_ == Phase::bringing || phase_ == Phase::returning)
+    return watchdog_->look_at_copy(*wait_, host_tensors_->nap_s(), description());
+  if (executor_.copy().is_running())
+    return watchdog_->look_at_copy(*wait_, executor_.copy().nap_s(), description());
   return watchdog_->look(*wait_, [this] { return missing(); }, description(), group_->id, caller_waits);
 }
 

@@ -14,6 +14,7 @@
 #include "collectives/update_history.h"
 #include "engine/executor.h"
 #include "engine/group.h"
+#include "engine/host_tensors.h"
 #include "engine/watchdog.h"
 #include "progress/work.h"
 
@@ -39,6 +40,8 @@ struct Submission {
   const void* send = nullptr;
   void* recv = nullptr;
   std::vector<Part> send_parts, recv_parts;  // by rank; both empty, or one for each rank
+  std::shared_ptr<cuda::CudaDevice> device;  // in whose memory these lie; null: in the host's
+  cuda::CUstream stream = nullptr;           // of the device: the call begins after all that is in it
   double factor = 1;                         // of premul_sum: this rank's own
   std::string label;                         // calls match only when their labels do
   const CallSite* site = nullptr;
@@ -70,9 +73,12 @@ class Collective final : public Work {
              const std::shared_ptr<CollectiveState>& state, Submission&& submission, uint64_t sequence);
 
   std::string description() const override;
+  void order(void* stream) override;
+  bool has_landed() override { return is_completed() && (!host_tensors_ || host_tensors_->has_landed()); }
 
  private:
   Poll advance() override;
+  Poll go_on();
   double look(bool caller_waits) override;
   void fail() override;
   void abandon(const std::string& reason) override { group_->abort(reason); }
@@ -80,6 +86,8 @@ class Collective final : public Work {
 
   bool has_parts() const { return !given_.send_parts.empty(); }
   void begin();
+  void work_on_host();
+  void begin_steps();
   bool run_steps(bool& moved);
   void post();
   bool all_posted();
@@ -103,8 +111,17 @@ class Collective final : public Work {
   uint64_t sequence_;
   std::optional<WaitState> wait_;
 
-  enum class Phase : uint8_t { queued, preparing, meeting, working, disagreeing } phase_ = Phase::queued;
-  size_t met_ = 0;  // so many ranks of this host have posted
+  enum class Phase : uint8_t {
+    queued,
+    bringing,
+    preparing,
+    meeting,
+    working,
+    returning,
+    disagreeing
+  } phase_ = Phase::queued;
+  std::unique_ptr<HostTensors> host_tensors_;  // instead of those on a device
+  size_t met_ = 0;                             // so many ranks of this host have posted
   Exchange exchange_;
   std::vector<Step> own_steps_;  // of calls with parts
   const std::vector<Step>* steps_ = &own_steps_;

@@ -158,15 +158,32 @@ std::shared_ptr<Work> Communicator::submit(const Call& call, const void* send, v
 std::shared_ptr<Work> Communicator::submit(Submission given) {
   check(given);
   const bool asynchronous = given.asynchronous;
+  if (given.device && given.call.operation != Operation::barrier) given.call.device = DeviceType::cuda;
   std::lock_guard lock(mutex_);
   check_open([&] { return describe(given.call); });
   if (sequence_ >= kMaxSequence)
     throw Error(ErrorKind::system,
                 text("group %s has used up its %llu sequence numbers; make a new one",
                      group_->options.name.c_str(), static_cast<unsigned long long>(kMaxSequence)));
-  auto work = std::make_shared<Collective>(group_, watchdog_, state_, std::move(given), ++sequence_);
+  const Call call = given.call;
+  std::shared_ptr<Work> work;
+  try {
+    work = std::make_shared<Collective>(group_, watchdog_, state_, std::move(given), sequence_ + 1);
+  } catch (const Error& error) {  // of the caller's stream
+    end_if_broken(error, describe(call, sequence_ + 1));
+  }
+  sequence_ += 1;
   group_->options.progress->submit(collectives_, work, asynchronous);
   return work;
+}
+
+// A call that could not be begun: others may wait for it for ever, unless all callers have made the same
+// mistake.
+void Communicator::end_if_broken(const Error& error, const std::string& what) {
+  if (error.kind() == ErrorKind::invalid_argument) throw Error(error);
+  const Error full = group_->of_copy(error, what + " in group " + group_->options.name);
+  group_->fail(full);
+  throw Error(full);
 }
 
 std::shared_ptr<Work> Communicator::submit(const MessageCall& call) {
@@ -181,10 +198,14 @@ std::shared_ptr<Work> Communicator::submit(const MessageCall& call) {
   std::shared_ptr<Lane>& lane = messages_[{call.operation, call.peer, call.tag}];
   if (!lane) lane = std::make_shared<Lane>(group_->peers, collectives_->spin_times());
   std::shared_ptr<Work> work;
-  if (call.operation == Operation::send)
-    work = std::make_shared<Send>(group_, watchdog_, call, send_orders_);
-  else
-    work = std::make_shared<Receive>(group_, watchdog_, call);
+  try {
+    if (call.operation == Operation::send)
+      work = std::make_shared<Send>(group_, watchdog_, call, send_orders_);
+    else
+      work = std::make_shared<Receive>(group_, watchdog_, call);
+  } catch (const Error& error) {  // of the caller's stream
+    end_if_broken(error, name(call.operation));
+  }
   group_->options.progress->submit(lane, work, call.asynchronous);
   return work;
 }

@@ -77,6 +77,7 @@ class Communicator {
   explicit Communicator(const Options& options);
   void check(const Submission& submission) const;
   void check(const MessageCall& call) const;
+  [[noreturn]] void end_if_broken(const Error& error, const std::string& what);
   void check_open(const std::function<std::string()>& what) const;
   bool is_own() const {
     return group_->owner == own_pid();

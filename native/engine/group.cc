@@ -146,6 +146,10 @@ PeerLost Group::given_up_by(uint32_t rank, const std::string& description) const
   return PeerLost(rank, what + ": " + peers->reason(rank));
 }
 
+Error Group::of_copy(const Error& error, const std::string& description) const {
+  return Error(error.kind(), description + " on " + peers->who(rank()) + ": " + error.what());
+}
+
 void Group::retire(const std::shared_ptr<Group>& group) {
   static std::mutex mutex;
   static auto* retired = new std::vector<std::shared_ptr<Group>>;

@@ -88,6 +88,9 @@ class Group {
   // another one.
   PeerLost given_up_by(uint32_t rank, const std::string& description) const;
 
+  // The error of a copy of this rank's own, with the operation that it was for.
+  Error of_copy(const Error& error, const std::string& description) const;
+
   // Keeps a group's memory for ever: a copy that has not ended may still write into it.
   static void retire(const std::shared_ptr<Group>& group);
 

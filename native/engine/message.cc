@@ -14,8 +14,9 @@ constexpr uint64_t kRingBytes = 512 << 10;
 constexpr uint64_t kPieceBytes = 128 << 10;
 constexpr double kSettle_s = 1;  // how long an operation that has failed waits for its copy
 
-std::string describe(Operation operation, Dtype dtype, uint64_t elems) {
-  return text("%s of %s[%llu]", name(operation), name(dtype), static_cast<unsigned long long>(elems));
+std::string describe(Operation operation, DeviceType device, Dtype dtype, uint64_t elems) {
+  return text("%s of %s%s[%llu]", name(operation), device == DeviceType::cuda ? "CUDA " : "", name(dtype),
+              static_cast<unsigned long long>(elems));
 }
 
 void put(char (&field)[RankBlock::kTextBytes], const CallSite* site) {
@@ -30,17 +31,24 @@ std::string at(const char* site) {
 
 Error mismatch(const Offer& offer, const std::string& sender, const std::string& receiver) {
   return Error(ErrorKind::mismatch,
-               sender + " called " + describe(Operation::send, offer.dtype, offer.elems) +
+               sender + " called " + describe(Operation::send, offer.device, offer.dtype, offer.elems) +
                    at(offer.send_site) + ", but " + receiver + " called " +
-                   describe(Operation::recv, offer.recv_dtype, offer.recv_elems) + at(offer.recv_site) +
-                   text(" (tag %lld)", static_cast<long long>(offer.tag.load())) +
-                   "; nothing was received. Both must name the same size and type.");
+                   describe(Operation::recv, offer.recv_device, offer.recv_dtype, offer.recv_elems) +
+                   at(offer.recv_site) + text(" (tag %lld)", static_cast<long long>(offer.tag.load())) +
+                   "; nothing was received. Both must name the same size and type, on CPUs or on GPUs.");
 }
 
 }  // namespace
 
+MessageWork::MessageWork(const std::shared_ptr<Group>& group, const std::shared_ptr<Watchdog>& watchdog,
+                         const MessageCall& call)
+    : group_(group), watchdog_(watchdog), call_(call), copy_(*group->options.device) {
+  if (call.device)
+    host_tensors_ = std::make_unique<HostTensors>(call.device, call.stream, group->options.progress->arena());
+}
+
 std::string MessageWork::description() const {
-  std::string out = describe(call_.operation, call_.dtype, call_.elems);
+  std::string out = describe(call_.operation, device(), call_.dtype, call_.elems);
   out += call_.operation == Operation::send ? " to " : " from ";
   out += call_.peer == kAnyRank ? "any rank" : text("rank %u", call_.peer);
   out += text(" (tag %lld) in group ", static_cast<long long>(call_.tag)) + group_->options.name;
@@ -53,16 +61,54 @@ void MessageWork::begin() {
   wait_.emplace(begun_s(), call_.timeout_s > 0 ? call_.timeout_s : group_->options.limits.timeout_s);
   wait_->any_will_do = call_.peer == kAnyRank;
   wait_->is_message = true;
+  if (!host_tensors_)
+    phase_ = Phase::exchanging;
+  else
+    call_.buffer = host_tensors_->copy_of(call_.buffer, bytes(), call_.operation == Operation::send,
+                                          call_.operation == Operation::recv);
+}
+
+Poll MessageWork::advance() {
+  if (!wait_) begin();
+  if (!host_tensors_) return exchange();
+  try {
+    return go_on();
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::system || group_->is_failed()) throw;
+    throw group_->of_copy(error, description());
+  }
+}
+
+Poll MessageWork::go_on() {
+  bool moved = false;
+  if (phase_ == Phase::bringing) {
+    if (!host_tensors_->bring(moved)) return moved ? Poll::moved : Poll::blocked;
+    phase_ = Phase::exchanging;
+  }
+  if (phase_ == Phase::exchanging) {
+    const Poll now = exchange();
+    if (now != Poll::done) return moved ? Poll::moved : now;
+    phase_ = Phase::returning;
+  }
+  if (host_tensors_->give_back(moved)) return Poll::done;
+  return moved ? Poll::moved : Poll::blocked;
+}
+
+void MessageWork::order(void* stream) {
+  if (host_tensors_ && is_completed()) host_tensors_->order(static_cast<cuda::CUstream>(stream));
 }
 
 void MessageWork::fail() {
   group_->keep_error();
   if (!copy_.settle(kSettle_s)) Group::retire(group_);
   if (transfers_) group_->peers->forget(kMessages);  // after anything but a mismatch the group is over
+  if (host_tensors_) host_tensors_->give_up(kSettle_s, group_->is_failed());
 }
 
 double MessageWork::look(bool caller_waits) {
-  if (copy_.is_running()) return watchdog_->look_at_copy(*wait_, copy_, description());
+  if (host_tensors_ && phase_ != Phase::exchanging)
+    return watchdog_->look_at_copy(*wait_, host_tensors_->nap_s(), description());
+  if (copy_.is_running()) return watchdog_->look_at_copy(*wait_, copy_.nap_s(), description());
   auto missing = [this] {
     std::vector<uint32_t> ranks;
     if (can_go_on()) return ranks;
@@ -98,6 +144,7 @@ bool Send::make_offer() {
     const bool is_local = group_->peers->is_local(call_.peer);
     if (is_local && place == kNowhere && bytes() > 0) ring_ = arena->allocate(std::min(bytes(), kRingBytes));
     offer->dtype = call_.dtype;
+    offer->device = device();
     offer->tag.store(call_.tag, std::memory_order_relaxed);
     order_ = send_orders_->orders[call_.peer]++;
     offer->elems = call_.elems;
@@ -161,9 +208,8 @@ bool Send::can_go_on() const {
          (ring_ && filled < bytes() && filled - offer_->drained.load() < offer_->ring_bytes);
 }
 
-Poll Send::advance() {
+Poll Send::exchange() {
   bool moved = false;
-  if (!wait_) begin();
   if (!offer_) {
     if (!make_offer()) return Poll::blocked;
     moved = true;
@@ -249,14 +295,14 @@ bool Receive::receive_frame() {
   return transfer_.is_done();
 }
 
-Poll Receive::advance() {
+Poll Receive::exchange() {
   bool moved = false;
-  if (!wait_) begin();
   if (!offer_) {
     if (!take_offer() && !(group_->peers->poll() && take_offer())) return Poll::blocked;
     moved = true;
-    if (offer_->dtype != call_.dtype || offer_->elems != call_.elems) {
+    if (offer_->dtype != call_.dtype || offer_->device != device() || offer_->elems != call_.elems) {
       offer_->recv_dtype = call_.dtype;
+      offer_->recv_device = device();
       offer_->recv_elems = call_.elems;
       put(offer_->recv_site, call_.site);
       const Error error = mismatch(*offer_, group_->peers->who(source_), group_->peers->who(group_->rank()));

@@ -23,6 +23,8 @@ struct MessageCall {
   Dtype dtype = Dtype::float32;
   uint64_t elems = 0;
   void* buffer = nullptr;
+  std::shared_ptr<cuda::CudaDevice> device;  // as in Submission
+  cuda::CUstream stream = nullptr;
   uint32_t peer = 0;  // recv: may be kAnyRank
   int64_t tag = 0;
   const CallSite* site = nullptr;
@@ -39,23 +41,30 @@ struct SendOrders {
 class MessageWork : public Work {
  public:
   MessageWork(const std::shared_ptr<Group>& group, const std::shared_ptr<Watchdog>& watchdog,
-              const MessageCall& call)
-      : group_(group), watchdog_(watchdog), call_(call), copy_(*group->options.device) {}
+              const MessageCall& call);
   std::string description() const override;
+  void order(void* stream) override;
+  bool has_landed() override { return is_completed() && (!host_tensors_ || host_tensors_->has_landed()); }
 
  protected:
+  Poll advance() override;
+  virtual Poll exchange() = 0;  // between memory of hosts
   double look(bool caller_waits) override;
   void fail() override;
   void abandon(const std::string& reason) override { group_->abort(reason); }
   void end_wait() override { group_->peers->own().page->wait_record.clear(); }
   virtual bool can_go_on() const = 0;  // whether advance() would find something to do
   void begin();
+  Poll go_on();
+  DeviceType device() const { return call_.device ? DeviceType::cuda : DeviceType::cpu; }
   uint64_t bytes() const { return call_.elems * size_bytes(call_.dtype); }
   std::shared_ptr<Group> group_;
   std::shared_ptr<Watchdog> watchdog_;
   MessageCall call_;
   std::optional<WaitState> wait_;
   CopyInFlight copy_;
+  std::unique_ptr<HostTensors> host_tensors_;  // instead of that on a device
+  enum class Phase : uint8_t { bringing, exchanging, returning } phase_ = Phase::bringing;
   uint64_t piece_ = 0;  // bytes of the copy
   Offer* offer_ = nullptr;
   uint64_t order_ = 0;  // of the offer
@@ -71,7 +80,7 @@ class Send final : public MessageWork {
   ~Send() override;
 
  private:
-  Poll advance() override;
+  Poll exchange() override;
   bool can_go_on() const override;
   bool make_offer();
   bool fill();
@@ -87,7 +96,7 @@ class Receive final : public MessageWork {
   int source_rank() const override { return source_ == kAnyRank ? -1 : static_cast<int>(source_); }
 
  private:
-  Poll advance() override;
+  Poll exchange() override;
   bool can_go_on() const override;
   Offer* find_offer(uint32_t from, OfferWord& seen) const;
   bool take_offer();

@@ -76,7 +76,7 @@ double Watchdog::look(WaitState& wait, const std::function<std::vector<uint32_t>
   return nap_s;
 }
 
-double Watchdog::look_at_copy(WaitState& wait, const CopyInFlight& copy, const std::string& description) {
+double Watchdog::look_at_copy(WaitState& wait, double nap_s, const std::string& description) {
   group_.check(description);
   if (wait.deadline.passed())
     throw Error(
@@ -84,7 +84,7 @@ double Watchdog::look_at_copy(WaitState& wait, const CopyInFlight& copy, const s
         text("%s: rank %u of %u waited until the deadline of %.1f s for a copy of its own tensor, which "
              "has not ended: the device hangs or is very slow.",
              description.c_str(), group_.rank(), group_.ranks(), wait.deadline.limit_s()));
-  return std::min({kSleepSlice_s, copy.nap_s(), std::max(wait.deadline.left_s(), 0.001)});
+  return std::min({kSleepSlice_s, nap_s, std::max(wait.deadline.left_s(), 0.001)});
 }
 
 // What ranks that have not come wait for themselves, as far as they show it.

@@ -42,8 +42,8 @@ class Watchdog {
   // wait; returns for how long it need not be called again.
   double look(WaitState& wait, const std::function<std::vector<uint32_t>()>& missing,
               const std::string& description, uint64_t lane, bool caller_waits);
-  // The same for an operation that waits for a copy of its own.
-  double look_at_copy(WaitState& wait, const CopyInFlight& copy, const std::string& description);
+  // The same for an operation that waits for a copy of its own, after which it may look again in `nap_s`.
+  double look_at_copy(WaitState& wait, double nap_s, const std::string& description);
 
  private:
   struct Sign {  // of life

@@ -126,6 +126,7 @@ void NetPeers::hear_offer(uint32_t from, Reader& reader) {
     Offer& offer = views_[from].sent[shown->index];
     if (offer.look().order != word.order) return;
     offer.recv_dtype = shown->dtype;
+    offer.recv_device = shown->device;
     offer.recv_elems = shown->elems;
     std::memcpy(offer.recv_site, shown->site, sizeof offer.recv_site - 1);
     offer.set(word);
@@ -133,6 +134,7 @@ void NetPeers::hear_offer(uint32_t from, Reader& reader) {
     Offer& offer = views_[from].received[shown->index];
     offer.tag.store(shown->tag, std::memory_order_relaxed);
     offer.dtype = shown->dtype;
+    offer.device = shown->device;
     offer.elems = shown->elems;
     std::memcpy(offer.send_site, shown->site, sizeof offer.send_site - 1);
     offer.set(word);

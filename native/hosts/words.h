@@ -57,6 +57,7 @@ struct OfferShown {
   int64_t tag = 0;
   uint64_t elems = 0;
   Dtype dtype{};
+  DeviceType device{};
   char site[RankBlock::kTextBytes] = {};
 };
 

@@ -36,6 +36,7 @@ struct alignas(64) Offer {
   std::atomic<uint64_t> word{0};
   std::atomic<int64_t> tag{0};
   Dtype dtype = Dtype::float32, recv_dtype = Dtype::float32;
+  DeviceType device = DeviceType::cpu, recv_device = DeviceType::cpu;
   uint64_t elems = 0, recv_elems = 0;
   uint64_t offset = 0;      // in the sender's memory that peers see
   uint64_t ring_bytes = 0;  // 0: all data lie at `offset`; otherwise they flow through so many bytes there

@@ -38,6 +38,7 @@ struct alignas(64) CallDescriptor {
   // where ranks may differ in it since the call before; 0: it does not tell.
   int32_t updates = 0;
   Dtype wire = Dtype::float32;  // in which partial results cross between hosts; that of the elements: as ever
+  DeviceType device = DeviceType::cpu;
 };
 
 // What a rank exchanges with one other rank, where the sizes differ from rank to rank.

@@ -32,6 +32,12 @@ class Work {
   // The rank from which a message from any rank came; -1 for all else.
   virtual int source_rank() const { return -1; }
 
+  // Of tensors in a GPU's memory, where it is done when its copies there are queued. What is put into the
+  // stream (a CUstream) from now on runs after them; called when it is done.
+  virtual void order(void*) {}
+  // Whether all its copies have ended, so that the tensors' memory may go.
+  virtual bool has_landed() { return is_completed(); }
+
  protected:
   double begun_s() const { return begun_s_; }
   friend class Progress;

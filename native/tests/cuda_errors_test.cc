@@ -48,14 +48,14 @@ TEST(what_is_missing_is_said_in_one_line) {
 // Everything once; a copy that failed is tried again, as a caller could.
 static void do_everything(std::string& complaints) {
   auto note = [&](const Error& error) { complaints += std::string(error.what()) + "\n"; };
-  const auto ring = host_memory();
+  const auto ring = shared_pages(kBytes);
   auto* const tensor = static_cast<std::byte*>(fake().allocate(kBytes));
   const CUstream caller = fake().make_stream(true);
   fill(ring.get(), 1);
   fill(tensor, 2);
   CopyEngines engines(std::make_shared<const Gpu>(driver(), 0));
   engines.add_memory(ring, kBytes);
-  engines.wait_for(caller);
+  wait_for(engines, caller);
   for (const bool to_host : {true, false}) {
     std::byte *const to = to_host ? ring.get() : tensor + 100, *const from =
                                                                    to_host ? tensor : ring.get() + 100;
@@ -69,7 +69,7 @@ static void do_everything(std::string& complaints) {
     while (!engines.poll(ticket)) usleep(20);
     CHECK(all_are(to, to_host ? 2 : 1, 100));
   }
-  engines.make_wait(caller);
+  make_wait(engines, caller);
 }
 
 TEST(each_call_that_fails_once_ends_in_an_error_that_names_it_and_leaks_nothing) {
@@ -155,7 +155,7 @@ TEST(a_call_that_fails_leaves_no_copy_under_way_behind_it) {
 TEST(a_kernel_that_faults_ends_the_wait_for_copies_behind_it_with_what_to_do) {
   Rig rig;
   fake().launch(rig.caller, 0.01, {}, CUDA_ERROR_ILLEGAL_ADDRESS);
-  rig.engines->wait_for(rig.caller);
+  wait_for(*rig.engines, rig.caller);
   const uint64_t ticket = rig.engines->start_copy(rig.ring.get(), rig.tensor, 100, false);
   const double start = now_s();
   auto [kind, message] = error_of([&] { rig.await(ticket); });

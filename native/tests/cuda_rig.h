@@ -3,7 +3,6 @@
 // real GPU.
 #pragma once
 
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -25,12 +24,6 @@ inline std::shared_ptr<const cuda::Driver> driver() {
   return cuda::Driver::open({PHOTINUS_FAKE_CUDA, "/nonexistent"});
 }
 
-inline std::shared_ptr<std::byte> host_memory(size_t bytes = kBytes) {
-  void* const at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-  CHECK(at != MAP_FAILED);
-  return {static_cast<std::byte*>(at), [bytes](std::byte* memory) { munmap(memory, bytes); }};
-}
-
 // A rank's share: a GPU, its copy engines, a ring in host memory, a tensor, and the stream of whoever calls.
 struct Rig {
   explicit Rig(const std::string& words = "") {
@@ -47,11 +40,21 @@ struct Rig {
       usleep(20);
     }
   }
-  std::shared_ptr<std::byte> ring = host_memory();
+  std::shared_ptr<std::byte> ring = cuda::shared_pages(kBytes);
   std::shared_ptr<cuda::CopyEngines> engines;
   std::byte* tensor = nullptr;
   cuda::CUstream caller = nullptr;
 };
+
+// All copies wait for what is in the caller's stream, and this for all copies.
+inline void wait_for(cuda::CopyEngines& engines, cuda::CUstream caller) {
+  const cuda::Event event = engines.record(caller);
+  for (const cuda::Way way : {cuda::Way::to_host, cuda::Way::to_gpu}) engines.wait_for(event, way);
+}
+inline void make_wait(cuda::CopyEngines& engines, cuda::CUstream caller) {
+  for (const cuda::Way way : {cuda::Way::to_host, cuda::Way::to_gpu})
+    engines.make_wait(caller, engines.record(way));
+}
 
 inline void fill(std::byte* at, int value, size_t bytes = kBytes) {
   std::memset(at, value, bytes);

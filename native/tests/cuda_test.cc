@@ -120,7 +120,7 @@ TEST(copies_wait_for_what_is_in_the_callers_stream) {
     read = static_cast<int>(rig.tensor[100]);
     fill(rig.tensor, 7, 100);
   });
-  rig.engines->wait_for(rig.caller);
+  wait_for(*rig.engines, rig.caller);
   const uint64_t back = rig.engines->start_copy(rig.tensor + 100, rig.ring.get() + 100, 100, false);
   rig.await(rig.engines->start_copy(rig.ring.get(), rig.tensor, 100, false));
   rig.await(back);
@@ -138,7 +138,7 @@ TEST(the_callers_stream_waits_for_copies_of_either_direction_and_the_host_does_n
     const double start = now_s();
     const uint64_t out = rig.engines->start_copy(rig.ring.get(), rig.tensor, 100, false);
     const uint64_t in = rig.engines->start_copy(rig.tensor + 100, rig.ring.get() + 100, 100, false);
-    rig.engines->make_wait(rig.caller);
+    make_wait(*rig.engines, rig.caller);
     fake().launch(rig.caller, 0, [&] {
       read = static_cast<int>(rig.tensor[100]);
       fill(rig.tensor, 4, 100);
@@ -157,14 +157,14 @@ TEST(a_capture_of_a_graph_elsewhere_is_not_harmed) {
   fake().begin_capture(other.caller);
   {
     auto engines = std::make_unique<CopyEngines>(std::make_shared<const Gpu>(driver(), 0));
-    const auto ring = host_memory();
+    const auto ring = shared_pages(kBytes);
     engines->add_memory(ring, kBytes);
     const CUstream caller = fake().make_stream(false);
-    engines->wait_for(caller);
+    wait_for(*engines, caller);
     const uint64_t ticket = engines->start_copy(ring.get(), other.tensor, 100, false);
     usleep(15000);  // so that it is asked after through the driver
     while (!engines->poll(ticket)) usleep(100);
-    engines->make_wait(caller);
+    make_wait(*engines, caller);
   }
   CHECK(fake().end_capture(other.caller));
 }
@@ -175,14 +175,14 @@ TEST(a_stream_under_capture_is_refused_and_the_capture_goes_on) {
     fake().begin_capture(rig.caller);
     for (const bool before : {true, false}) {
       auto [kind, message] =
-          error_of([&] { before ? rig.engines->wait_for(caller) : rig.engines->make_wait(caller); });
+          error_of([&] { before ? wait_for(*rig.engines, caller) : make_wait(*rig.engines, caller); });
       CHECK(kind == ErrorKind::invalid_argument);
       CHECK_CONTAINS(message, "is being captured into a CUDA graph");
       CHECK_CONTAINS(message, "call them outside of the capture");
     }
     CHECK(fake().end_capture(rig.caller));
   }
-  rig.engines->wait_for(rig.caller);
+  wait_for(*rig.engines, rig.caller);
 }
 
 // --- below the engine
@@ -230,7 +230,7 @@ TEST(an_operation_ends_with_the_fault_of_a_kernel_or_when_its_copy_does_not_end)
   for (const bool faults : {true, false}) {
     Rig rig(faults ? "" : "lasts=cuMemcpyDtoHAsync:1:1000000");
     if (faults) fake().launch(rig.caller, 0.01, {}, CUDA_ERROR_ILLEGAL_ADDRESS);
-    rig.engines->wait_for(rig.caller);
+    wait_for(*rig.engines, rig.caller);
     run_over(rig.engines, [&](Communicator& communicator) {
       auto [kind, message] = error_of([&] { copy_by_engine(communicator, rig, faults ? 60 : 0.2); });
       CHECK(kind == (faults ? ErrorKind::system : ErrorKind::timeout));

@@ -212,12 +212,14 @@ class FakePeers final : public Peers {
       OfferWord word;
       int64_t tag;
       Dtype dtype;
+      DeviceType device;
       uint64_t elems, offset, ring_bytes, moved;
       std::string site;
     };
     const Facts now{offer.look(),
                     offer.tag.load(),
                     mine ? offer.dtype : offer.recv_dtype,
+                    mine ? offer.device : offer.recv_device,
                     mine ? offer.elems : offer.recv_elems,
                     offer.offset,
                     offer.ring_bytes,
@@ -229,6 +231,7 @@ class FakePeers final : public Peers {
       const OfferWord there = theirs.look();
       if (!mine) {
         theirs.recv_dtype = now.dtype;
+        theirs.recv_device = now.device;
         theirs.recv_elems = now.elems;
         std::copy_n(now.site.c_str(), now.site.size() + 1, theirs.recv_site);
         theirs.drained.store(now.moved);
@@ -238,6 +241,7 @@ class FakePeers final : public Peers {
       } else {
         theirs.tag.store(now.tag);
         theirs.dtype = now.dtype;
+        theirs.device = now.device;
         theirs.elems = now.elems;
         theirs.offset = now.offset;
         theirs.ring_bytes = now.ring_bytes;

@@ -17,7 +17,7 @@ from typing import Any
 
 from . import _native, env
 from .arrays import DTYPES, facts
-from .group import ANY_RANK, OPERATIONS, REDUCTIONS, Call, Group, Part, Place, Work
+from .group import ANY_RANK, OPERATIONS, REDUCTIONS, Call, CudaDevice, Group, Part, Place, Work
 
 __all__ = [
     "ANY_RANK",
@@ -26,11 +26,13 @@ __all__ = [
     "REDUCTIONS",
     "Call",
     "Communicator",
+    "CudaDevice",
     "Part",
     "Place",
     "Work",
     "allocate",
     "call_site",
+    "cuda_device",
     "host_id",
     "label",
     "listen",
@@ -112,6 +114,22 @@ def allocate(nbytes: int) -> memoryview:
     if nbytes < 0:
         raise ValueError(f"allocate({nbytes}): needs a number of bytes of at least 0")
     return memoryview(_native.ArenaBuffer(nbytes))
+
+
+def cuda_device(index: int) -> CudaDevice:
+    """The copy engines of a GPU: what calls on tensors in its memory name as their `device`.
+
+    There is one in a process, opened at the first call; `index` and `name` are its attributes. The GPU's driver, 12.0
+    or newer, is looked for here and not before.
+
+    Args:
+        index: of the GPU, as CUDA_VISIBLE_DEVICES counts.
+
+    Raises:
+        OSError: what is missing, and what to do: no driver, one too old, no GPU, one that is another process's.
+        ValueError: there is no GPU of this index.
+    """
+    return _native.cuda_device(index)
 
 
 def call_site() -> str:

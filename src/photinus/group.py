@@ -12,10 +12,10 @@ from types import TracebackType
 from typing import NamedTuple, TypeVar
 
 from . import _native, env
-from ._native import Call, OutsideWait, Work
+from ._native import Call, CudaDevice, OutsideWait, Work
 from .arrays import DTYPES
 
-__all__ = ["ANY_RANK", "OPERATIONS", "REDUCTIONS", "Call", "Group", "Part", "Place", "Work"]
+__all__ = ["ANY_RANK", "OPERATIONS", "REDUCTIONS", "Call", "CudaDevice", "Group", "Part", "Place", "Work"]
 
 REDUCTIONS: dict[str, int] = _native.REDUCTIONS
 """Reductions by name. "avg" divides the sum by the number of ranks; on integers it truncates towards zero.
@@ -119,14 +119,16 @@ class Group:
 
         Args:
             call: the collective.
-            keep: an object that is kept alive until the collective is done, at most until the next submit after that.
+            keep: an object that is kept alive until the collective is done and its copies on a GPU have ended, at most
+                until the next submit after that.
 
         Raises:
-            ValueError: wrong arguments; nothing was exchanged.
+            ValueError: wrong arguments, or a stream that is being captured into a graph; nothing was exchanged.
             AbortedError: the communicator is closed.
+            OSError: the GPU's driver refused something.
         """
         work: Work = self._native.submit(call)
-        if call.asynchronous:
+        if call.asynchronous or call.device is not None:
             self._keep(work, keep)
         return work
 
@@ -146,15 +148,20 @@ class Group:
         timeout_s: float = 0.0,
         asynchronous: bool = True,
         keep: object = None,
+        device: CudaDevice | None = None,
+        stream: int = 0,
     ) -> Work:
         """Starts a send or recv (from OPERATIONS) on raw memory; ANY_RANK as `peer` receives from whoever sends first.
 
-        A send is done when the receiver has all of it. `Work.source_rank` tells where a message came from.
+        A send is done when the receiver has all of it. `Work.source_rank` tells where a message came from. `device` and
+        `stream` are as in Call.
         """
-        work: Work = self._native.message(operation, address, elems, dtype, peer, tag, timeout_s, asynchronous)
-        if asynchronous:
+        work: Work = self._native.message(
+            operation, address, elems, dtype, peer, tag, timeout_s, asynchronous, device, stream
+        )
+        if asynchronous or device is not None:
             with self._in_flight_lock:
-                self._messages = [entry for entry in self._messages if not entry[0].is_completed()]
+                self._messages = [entry for entry in self._messages if not entry[0].has_landed()]
                 self._messages.append((work, keep))
         return work
 
@@ -162,7 +169,7 @@ class Group:
         with self._in_flight_lock:
             in_flight = self._in_flight
             in_flight.append((work, keep))
-            while in_flight and in_flight[0][0].is_completed():
+            while in_flight and in_flight[0][0].has_landed():
                 in_flight.popleft()
 
     def wait_outside(self, key: str, timeout_s: float) -> OutsideWait:
@@ -196,8 +203,10 @@ class Group:
             return
         self._native.close()
         with self._in_flight_lock:
+            left = [*_landing, *self._in_flight, *self._messages]
             self._in_flight.clear()
             self._messages.clear()
+        _landing[:] = [entry for entry in left if not entry[0].has_landed()]
         _open.discard(self)
 
     def __enter__(self: _G) -> _G:
@@ -211,6 +220,9 @@ class Group:
             self.abort(f"{type(error).__name__}: {error}")
         self.close()
 
+
+# Of closed groups: a GPU may write to these tensors still.
+_landing: list[tuple[Work, object]] = []
 
 # Left in order even when the user closes nothing: threads end before the interpreter does.
 _open: weakref.WeakSet[Group] = weakref.WeakSet()

@@ -17,17 +17,16 @@ constexpr double kNapShare = 0.1;  // of the time that a copy has taken so far
 constexpr double kNapLeast_s = 20e-6, kNapMost_s = 1e-3;
 constexpr size_t kPage = 4096, kLine = 64;
 
-// Shared with forked children: a page that they had a copy of would be another one than the GPU writes to.
-std::shared_ptr<std::byte> page() {
-  void* const at = mmap(nullptr, kPage, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-  if (at == MAP_FAILED) throw_errno("a page for the landing of copies");
-  return {static_cast<std::byte*>(at), [](std::byte* page) { munmap(page, kPage); }};
-}
-
 }  // namespace
 
+std::shared_ptr<std::byte> shared_pages(size_t bytes) {
+  void* const at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (at == MAP_FAILED) throw_errno(text("%zu bytes for copies to and from a GPU", bytes));
+  return {static_cast<std::byte*>(at), [bytes](std::byte* pages) { munmap(pages, bytes); }};
+}
+
 CopyEngines::CopyEngines(std::shared_ptr<const Gpu> gpu) : CopyEngines(std::move(gpu), Unmade{}) {
-  const auto words = page();
+  const auto words = shared_pages(kPage);
   add_memory(words, kPage);
   gpu_->within([&] {
     const Driver& driver = gpu_->driver();
@@ -38,7 +37,6 @@ CopyEngines::CopyEngines(std::shared_ptr<const Gpu> gpu) : CopyEngines(std::move
       engines_[i].landed_at = at + i * kLine;
       gpu_->call(driver.cuStreamCreate, &engines_[i].stream, CU_STREAM_NON_BLOCKING);
     }
-    gpu_->call(driver.cuEventCreate, &event_, CU_EVENT_DISABLE_TIMING);
   });
 }
 
@@ -57,7 +55,7 @@ CopyEngines::~CopyEngines() {
     const Driver& driver = gpu_->driver();
     for (const Engine& engine : engines_)
       if (engine.stream) gpu_->give_back(driver.cuStreamDestroy, engine.stream);
-    if (event_) gpu_->give_back(driver.cuEventDestroy, event_);
+    for (const CUevent event : events_->idle) gpu_->give_back(driver.cuEventDestroy, event);
     for (const Memory& memory : memories_) gpu_->give_back(driver.cuMemHostUnregister, memory.bytes.get());
   });
 }
@@ -103,24 +101,51 @@ void CopyEngines::check_capture(CUstream caller) const {
   if (result != CUDA_SUCCESS) throw gpu_->error(entry, result);
 }
 
-void CopyEngines::wait_for(CUstream caller) {
-  std::lock_guard lock(mutex_);
-  gpu_->within([&] {
-    check_capture(caller);
-    gpu_->call(gpu_->driver().cuEventRecord, event_, caller);
-    for (const Engine& engine : engines_)
-      gpu_->call(gpu_->driver().cuStreamWaitEvent, engine.stream, event_, 0);
-  });
+// Within the context. One that was waited for may be recorded anew at once: who waits has the earlier place.
+Event CopyEngines::take_event() {
+  CUevent event = nullptr;
+  {
+    std::lock_guard lock(events_->mutex);
+    if (!events_->idle.empty()) {
+      event = events_->idle.back();
+      events_->idle.pop_back();
+    }
+  }
+  if (!event) gpu_->call(gpu_->driver().cuEventCreate, &event, CU_EVENT_DISABLE_TIMING);
+  return {event, [events = events_](CUevent idle) {
+            std::lock_guard lock(events->mutex);
+            events->idle.push_back(idle);
+          }};
 }
 
-void CopyEngines::make_wait(CUstream caller) {
-  std::lock_guard lock(mutex_);
+Event CopyEngines::record(CUstream caller) {
+  Event event;
   gpu_->within([&] {
     check_capture(caller);
-    for (const Engine& engine : engines_) {
-      gpu_->call(gpu_->driver().cuEventRecord, event_, engine.stream);
-      gpu_->call(gpu_->driver().cuStreamWaitEvent, caller, event_, 0);
-    }
+    event = take_event();
+    gpu_->call(gpu_->driver().cuEventRecord, event.get(), caller);
+  });
+  return event;
+}
+
+Event CopyEngines::record(Way way) {
+  Event event;
+  gpu_->within([&] {
+    event = take_event();
+    gpu_->call(gpu_->driver().cuEventRecord, event.get(), engines_[index_of(way)].stream);
+  });
+  return event;
+}
+
+void CopyEngines::wait_for(const Event& event, Way way) {
+  gpu_->within(
+      [&] { gpu_->call(gpu_->driver().cuStreamWaitEvent, engines_[index_of(way)].stream, event.get(), 0); });
+}
+
+void CopyEngines::make_wait(CUstream caller, const Event& event) {
+  gpu_->within([&] {
+    check_capture(caller);
+    gpu_->call(gpu_->driver().cuStreamWaitEvent, caller, event.get(), 0);
   });
 }
 
@@ -136,8 +161,9 @@ uint64_t CopyEngines::start_copy(void* to, const void* from, size_t bytes, bool)
         text("a copy of %zu bytes from %p to %p: exactly one of them must lie in host memory that was added "
              "for copies with %s, and the other one in the GPU's memory",
              bytes, from, to, gpu_->name().c_str()));
-  Engine& engine = engines_[to_host ? 0 : 1];
-  const uint32_t number = ++engine.begun;  // also when what follows fails: it may be written nevertheless
+  const Way way = to_host ? Way::to_host : Way::to_gpu;
+  Engine& engine = engines_[index_of(way)];
+  const uint64_t number = ++engine.begun;  // also when what follows fails: it may be written nevertheless
   try {
     gpu_->within([&] {
       const Driver& driver = gpu_->driver();
@@ -145,23 +171,27 @@ uint64_t CopyEngines::start_copy(void* to, const void* from, size_t bytes, bool)
         gpu_->call(driver.cuMemcpyDtoHAsync, to, reinterpret_cast<CUdeviceptr>(from), bytes, engine.stream);
       else
         gpu_->call(driver.cuMemcpyHtoDAsync, reinterpret_cast<CUdeviceptr>(to), from, bytes, engine.stream);
-      gpu_->call(driver.cuStreamWriteValue32, engine.stream, engine.landed_at, number,
+      gpu_->call(driver.cuStreamWriteValue32, engine.stream, engine.landed_at, static_cast<uint32_t>(number),
                  CU_STREAM_WRITE_VALUE_DEFAULT);
     });
   } catch (const Error& error) {  // the copy may be under way
-    if (settle(engine, kSettle_s)) throw;
+    if (settle(engine, kSettle_s)) {
+      engine.landed->store(static_cast<uint32_t>(number),
+                           std::memory_order_release);  // nothing else is there
+      throw;
+    }
     throw Error(error.kind(),
                 text("%s The copy, which may have begun, has not ended after %.0f s: the tensor may "
                      "still be written to.",
                      error.what(), kSettle_s));
   }
   engine.begun_s.store(now_s(), std::memory_order_relaxed);
-  return uint64_t{number} << 1 | (to_host ? 0 : 1) | uint64_t{1} << 33;
+  return ticket_of(number, way);
 }
 
 bool CopyEngines::poll(uint64_t ticket) {
   Engine& engine = engines_[ticket & 1];
-  if (engine.has_landed(static_cast<uint32_t>(ticket >> 1))) return true;
+  if (engine.has_landed(ticket >> 1)) return true;
   const double now = now_s();
   const double asked_s = std::max(engine.looked_s.load(std::memory_order_relaxed),
                                   engine.begun_s.load(std::memory_order_relaxed));
@@ -172,6 +202,15 @@ bool CopyEngines::poll(uint64_t ticket) {
   gpu_->within([&] { result = entry(engine.stream); });
   if (result != CUDA_SUCCESS && result != CUDA_ERROR_NOT_READY) throw gpu_->error(entry, result);
   return result == CUDA_SUCCESS;
+}
+
+bool CopyEngines::has_ended(uint64_t ticket) noexcept {
+  if (engines_[ticket & 1].has_landed(ticket >> 1) || gpu_->is_dead()) return true;
+  try {
+    return poll(ticket);
+  } catch (const Error&) {  // of asking, not of the copy
+    return gpu_->is_dead();
+  }
 }
 
 double CopyEngines::nap_s(uint64_t ticket) const {

@@ -20,6 +20,16 @@
 
 namespace photinus::cuda {
 
+// The direction of copies; each has a stream of its own, in which they run one after the other.
+enum class Way : uint8_t { to_host, to_gpu };
+
+// A place in a stream that others wait for. It goes back to be used again when nobody holds it any more.
+using Event = std::shared_ptr<CUevent_st>;
+
+// Memory of the host that can be locked. Shared with forked children: a page that they had a copy of would be
+// another one than the GPU writes to.
+std::shared_ptr<std::byte> shared_pages(size_t bytes);
+
 class CopyEngines final : public Device {
  public:
   explicit CopyEngines(std::shared_ptr<const Gpu> gpu);
@@ -31,37 +41,58 @@ class CopyEngines final : public Device {
   // GPU would go on with the old ones, unseen.
   void add_memory(std::shared_ptr<std::byte> memory, size_t bytes);
 
-  // Copies started from now on begin after all that is in the caller's stream now. Throws
-  // Error(invalid_argument) when the stream is being captured into a graph; the capture is not harmed.
-  void wait_for(CUstream caller);
-  // What is put into the caller's stream from now on runs after all copies that were started. The host does
-  // not wait. Throws as wait_for does.
-  void make_wait(CUstream caller);
+  // Behind all that is in the caller's stream now. Throws Error(invalid_argument) when the stream is being
+  // captured into a graph; the capture is not harmed.
+  Event record(CUstream caller);
+  // Behind all copies of that way that were started.
+  Event record(Way way);
+  // Copies of that way that are started from now on begin after the event.
+  void wait_for(const Event& event, Way way);
+  // What is put into the caller's stream from now on runs after the event. The host does not wait. Throws as
+  // record does.
+  void make_wait(CUstream caller, const Event& event);
 
   // One of the two lies in added memory, the other one in the GPU's.
   uint64_t start_copy(void* to, const void* from, size_t bytes, bool past_caches) override;
   bool poll(uint64_t ticket) override;
   double nap_s(uint64_t ticket) const override;
+  // The ticket of the copy of that way that was begun last, even if beginning it failed.
+  uint64_t newest(Way way) const { return ticket_of(engines_[index_of(way)].begun.load(), way); }
+  // Whether a copy is under way no more, for whoever has its error already: it has landed, or the context is
+  // dead, where nothing is copied.
+  bool has_ended(uint64_t ticket) noexcept;
+
+  const std::string& gpu_name() const { return gpu_->name(); }
 
  private:
   struct Engine {  // of one direction
     CUstream stream = nullptr;
     std::atomic<uint32_t>* landed = nullptr;  // the number of its last copy that has landed
     CUdeviceptr landed_at = 0;                // the same word, for the GPU
-    uint32_t begun = 0;
+    std::atomic<uint64_t> begun{0};           // written under the lock
     std::atomic<double> begun_s{0}, looked_s{0};
 
-    bool has_landed(uint32_t number) const {
-      return static_cast<int32_t>(landed->load(std::memory_order_acquire) - number) >= 0;
+    // The word has the lower half of a number; fewer copies than that can count are under way.
+    bool has_landed(uint64_t number) const {
+      const uint32_t word = landed->load(std::memory_order_acquire);
+      const uint64_t last = begun.load(std::memory_order_relaxed);
+      return last - (static_cast<uint32_t>(last) - word) >= number;
     }
   };
   struct Memory {
     std::shared_ptr<std::byte> bytes;
     size_t size;
   };
+  struct Events {  // that nobody holds
+    std::mutex mutex;
+    std::vector<CUevent> idle;
+  };
   struct Unmade {};
 
   CopyEngines(std::shared_ptr<const Gpu> gpu, Unmade) : gpu_(std::move(gpu)) {}
+  static size_t index_of(Way way) { return static_cast<size_t>(way); }
+  static uint64_t ticket_of(uint64_t number, Way way) { return number << 1 | index_of(way); }
+  Event take_event();
   bool is_added(const void* from, size_t bytes) const;
   void check_capture(CUstream caller) const;
   bool settle(const Engine& engine, double limit_s) const;
@@ -69,7 +100,7 @@ class CopyEngines final : public Device {
   const std::shared_ptr<const Gpu> gpu_;
   mutable std::mutex mutex_;       // guards what follows, but for atomics
   std::array<Engine, 2> engines_;  // to the host, to the GPU
-  CUevent event_ = nullptr;        // recorded anew for each order between streams
+  const std::shared_ptr<Events> events_ = std::make_shared<Events>();
   std::vector<Memory> memories_;
 };
 

@@ -2,10 +2,10 @@
 // tests, which stands for all that others in the process do with a GPU. LD_LIBRARY_PATH, or the path given to
 // Driver::open, finds it.
 //
-// Each direction of copies has a thread, and what else is in streams another one; copies take random time.
-// From when a copy begins its destination is garbage, and its source is read when it ends. It is stricter
-// than CUDA: copies reach registered memory only, each call that is not known to be safe harms a capture, and
-// nothing may be put into a captured stream.
+// Each direction of copies has a thread, kernels have one, and what else is in streams; copies take random
+// time. From when a copy begins its destination is garbage, and its source is read when it ends. It is
+// stricter than CUDA: copies reach registered memory only, each call that is not known to be safe harms a
+// capture, and nothing may be put into a captured stream.
 #pragma once
 
 #include <dlfcn.h>

@@ -17,7 +17,7 @@ namespace {
 thread_local std::vector<CUcontext> current;  // the last is the thread's
 thread_local CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
 
-constexpr unsigned kWorkers = 3;  // copies to the host, copies to the GPU, the rest
+constexpr unsigned kWorkers = 4;  // copies to the host, copies to the GPU, kernels, the rest
 
 // After which a context is of no more use.
 bool is_fault_of_kernel(int code) {
@@ -261,7 +261,10 @@ bool FakeGpu::sleep(std::unique_lock<std::mutex>& lock, double seconds) {
 bool FakeGpu::is_due(const Stream& stream, unsigned worker) const {
   if (stream.busy || stream.operations.empty()) return false;
   const Operation& first = stream.operations.front();
-  const unsigned whose = first.kind == Operation::to_host ? 0 : first.kind == Operation::to_gpu ? 1 : 2;
+  const unsigned whose = first.kind == Operation::to_host  ? 0
+                         : first.kind == Operation::to_gpu ? 1
+                         : first.kind == Operation::kernel ? 2
+                                                           : 3;
   return whose == worker && (first.kind != Operation::wait || *first.reached);
 }
 

@@ -1,0 +1,353 @@
+// Operations on tensors in a GPU's memory, over the driver that is none: the bits of the CPU path, order
+// among streams, and what goes wrong.
+#include <atomic>
+#include <mutex>
+#include <numeric>
+#include <set>
+
+#include "cuda_rig.h"
+#include "data.h"
+
+using namespace photinus;
+using namespace photinus::cuda;
+using namespace photinus::test;
+
+namespace {
+
+// Of one rank: a GPU that it opened for itself, and a stream. It ends before the driver is configured anew.
+struct GpuRank {
+  std::shared_ptr<CudaDevice> device = std::make_shared<CudaDevice>(driver(), 0);
+  CUstream stream = fake().make_stream(false);
+
+  // A tensor that a kernel of the stream, some time later, fills.
+  std::byte* tensor(Bytes content, double lasts_s = 0) const {
+    if (content.empty()) return nullptr;
+    auto* const at = static_cast<std::byte*>(fake().allocate(content.size()));
+    fake().launch(stream, lasts_s,
+                  [at, content = std::move(content)] { std::copy(content.begin(), content.end(), at); });
+    return at;
+  }
+  // What a kernel of the stream finds.
+  Bytes read(const std::byte* at, size_t bytes) const {
+    auto found = std::make_shared<Bytes>(bytes);
+    auto ran = std::make_shared<std::atomic<bool>>(false);
+    fake().launch(stream, 0, [=] {
+      std::copy_n(at, bytes, found->begin());
+      ran->store(true);
+    });
+    for (const Deadline deadline = Deadline::in(20); !ran->load(); usleep(50)) CHECK(!deadline.passed());
+    return *found;
+  }
+  Submission on(Submission given) const {
+    given.device = device;
+    given.stream = stream;
+    return given;
+  }
+  Submission all_reduce(std::byte* at, uint64_t elems, double timeout_s = 0) const {
+    Submission given;
+    given.call = {Operation::all_reduce, Dtype::int32, Reduction::sum, 0, elems};
+    given.send = given.recv = at;
+    given.timeout_s = timeout_s;
+    return on(given);
+  }
+};
+
+void run_gpu_ranks(uint32_t ranks, const std::string& words,
+                   const std::function<void(Communicator&, const GpuRank&)>& body, double timeout_s = 60) {
+  fake().configure(words);
+  run_ranks(ranks, [&](Communicator& communicator) { body(communicator, GpuRank()); }, timeout_s);
+}
+
+Bytes ints(uint64_t elems, int32_t first) {
+  Bytes bytes(elems * 4);
+  std::iota(reinterpret_cast<int32_t*>(bytes.data()), reinterpret_cast<int32_t*>(bytes.data()) + elems,
+            first);
+  return bytes;
+}
+
+// Of all ranks' ints(elems, rank).
+Bytes sum_of_ints(uint64_t elems, uint32_t ranks) {
+  Bytes bytes(elems * 4);
+  for (uint64_t i = 0; i < elems; ++i)
+    reinterpret_cast<int32_t*>(bytes.data())[i] = static_cast<int32_t>(ranks * i + ranks * (ranks - 1) / 2);
+  return bytes;
+}
+
+constexpr uint64_t kTwoBlocks = CudaDevice::kBlockBytes / 4 * 2 + 7;  // elements, and a little of a third
+
+}  // namespace
+
+TEST_ANY_HOSTS(every_operation_on_every_type_has_the_bits_of_the_cpu_path) {
+  for (const uint32_t ranks : {2u, 3u, 4u}) {
+    run_gpu_ranks(ranks, text("seed=%u", ranks), [&](Communicator& communicator, const GpuRank& seat) {
+      const uint32_t me = communicator.rank();
+      std::mt19937_64 random(7);  // the same on all ranks
+      for (const Dtype dtype : kAllDtypes)
+        for (const Operation operation : {Operation::all_reduce, Operation::reduce, Operation::broadcast,
+                                          Operation::all_gather, Operation::reduce_scatter})
+          for (const uint64_t elems : {uint64_t{1}, uint64_t{1021}, 30000 + random() % 500, uint64_t{0}}) {
+            Call call{operation, dtype, Reduction::sum, static_cast<uint32_t>(random() % ranks), elems};
+            do call.reduction = kAllReductions[random() % std::size(kAllReductions)];
+            while (!exists(dtype, call.reduction));
+            const bool scatters = operation == Operation::reduce_scatter;
+            std::vector<Bytes> inputs;
+            std::vector<double> factors;
+            for (uint32_t rank = 0; rank < ranks; ++rank) {
+              inputs.push_back(random_elements(dtype, scatters ? elems * ranks : elems, random));
+              factors.push_back(call.reduction == Reduction::premul_sum ? rank + 0.5 : 1);
+            }
+            const Bytes expected = naive(call, inputs, factors, levels_of(hosts_of(ranks)))[me];
+            Submission given;
+            given.call = call;
+            given.factor = factors[me];
+            std::byte* const send = seat.tensor(inputs[me], random() % 3 ? 0 : 1e-3);
+            const bool in_place = operation == Operation::broadcast || operation == Operation::reduce ||
+                                  (operation == Operation::all_reduce && random() % 2);
+            std::byte* const recv = in_place ? send : seat.tensor(Bytes(expected.size()));
+            given.send = send;
+            given.recv = recv;
+            given.asynchronous = random() % 2;
+            const auto work = communicator.submit(seat.on(given));
+            work->wait();
+            work->order(seat.stream);
+            const bool gets = operation != Operation::reduce || call.root == me;
+            CHECK(same(dtype, seat.read(recv, expected.size()).data(), (gets ? expected : inputs[me]).data(),
+                       expected.size() / size_bytes(dtype)));
+            CHECK(work->has_landed());
+          }
+    });
+  }
+}
+
+TEST_ANY_HOSTS(parts_of_different_sizes_arrive) {
+  for (const uint32_t ranks : {2u, 3u})
+    run_gpu_ranks(ranks, text("seed=%u", ranks + 3), [&](Communicator& communicator, const GpuRank& seat) {
+      const uint32_t me = communicator.rank();
+      auto elems = [&](Operation operation, uint32_t from, uint32_t to) -> uint64_t {
+        if (operation == Operation::gather && to != 1) return 0;
+        if (operation == Operation::scatter && from != 1) return 0;
+        return operation == Operation::all_gather ? 50000 * from + 3 : (from * 7 + to * 3) % 4 * 20001;
+      };
+      for (const Operation operation :
+           {Operation::all_to_all, Operation::gather, Operation::scatter, Operation::all_gather}) {
+        Submission given;
+        given.call = {operation, Dtype::int32, Reduction::sum, 1, 0};
+        std::byte* whole = nullptr;  // all_gather sends one tensor to all
+        for (uint32_t peer = 0; peer < ranks; ++peer) {
+          const uint64_t out = elems(operation, me, peer), in = elems(operation, peer, me);
+          if (operation != Operation::all_gather || !whole) whole = seat.tensor(ints(out, int(me * 100)));
+          given.send_parts.push_back({whole, out});
+          given.recv_parts.push_back({seat.tensor(Bytes(in * 4)), in});
+        }
+        const auto work = communicator.submit(seat.on(given));
+        work->wait();
+        work->order(seat.stream);
+        for (uint32_t peer = 0; peer < ranks; ++peer)
+          CHECK(seat.read(static_cast<std::byte*>(given.recv_parts[peer].buffer),
+                          given.recv_parts[peer].elems * 4) ==
+                ints(given.recv_parts[peer].elems, int(peer * 100)));
+      }
+    });
+}
+
+TEST_ANY_HOSTS(messages_arrive_and_wait_for_the_streams_of_both_ends) {
+  run_gpu_ranks(2, "seed=5", [&](Communicator& communicator, const GpuRank& seat) {
+    const uint32_t me = communicator.rank();
+    for (const uint64_t elems : {uint64_t{0}, uint64_t{1}, uint64_t{40001}, kTwoBlocks}) {
+      MessageCall out, in;
+      out.dtype = in.dtype = Dtype::int32;
+      out.elems = in.elems = elems;
+      out.peer = in.peer = 1 - me;
+      out.device = in.device = seat.device;
+      out.stream = in.stream = seat.stream;
+      in.operation = Operation::recv;
+      out.buffer = seat.tensor(ints(elems, int(me)), 2e-3);
+      in.buffer = seat.tensor(Bytes(elems * 4), 2e-3);
+      const auto sent = communicator.submit(out), received = communicator.submit(in);
+      received->wait();
+      received->order(seat.stream);
+      CHECK(seat.read(static_cast<std::byte*>(in.buffer), elems * 4) == ints(elems, int(1 - me)));
+      sent->wait();
+      CHECK(sent->has_landed() && received->has_landed());
+    }
+  });
+}
+
+TEST_ANY_HOSTS(works_that_nobody_waits_for_and_large_tensors_get_done) {
+  run_gpu_ranks(2, "seed=1", [&](Communicator& communicator, const GpuRank& seat) {
+    std::vector<std::byte*> tensors;
+    for (int i = 0; i < 40; ++i) {
+      tensors.push_back(seat.tensor(ints(100 + i, int(communicator.rank())), i % 4 ? 0 : 1e-3));
+      communicator.submit(seat.all_reduce(tensors.back(), 100 + i));
+    }
+    tensors.push_back(seat.tensor(ints(kTwoBlocks, int(communicator.rank()))));
+    const auto last = communicator.submit(seat.all_reduce(tensors.back(), kTwoBlocks));
+    last->wait();
+    last->order(seat.stream);
+    for (int i = 0; i < 40; ++i) CHECK(seat.read(tensors[i], (100 + i) * 4) == sum_of_ints(100 + i, 2));
+    CHECK(seat.read(tensors.back(), kTwoBlocks * 4) == sum_of_ints(kTwoBlocks, 2));
+  });
+}
+
+TEST(wait_returns_when_the_last_copy_is_queued_and_another_stream_may_be_ordered_behind_it) {
+  run_gpu_ranks(2, "lasts=cuMemcpyHtoDAsync:1:300 lasts=cuMemcpyHtoDAsync:2:300",
+                [](Communicator& communicator, const GpuRank& seat) {
+                  std::byte* const at = seat.tensor(ints(100, int(communicator.rank())));
+                  const double start = now_s();
+                  const auto work = communicator.submit(seat.all_reduce(at, 100));
+                  work->wait();
+                  CHECK(now_s() - start < 0.25);
+                  CHECK(!work->has_landed());
+                  GpuRank other{seat.device};
+                  work->order(other.stream);
+                  work->order(seat.stream);
+                  CHECK(other.read(at, 400) == sum_of_ints(100, 2));
+                  CHECK(seat.read(at, 400) == sum_of_ints(100, 2));
+                });
+}
+
+TEST(a_gradient_that_is_late_holds_up_no_copies_of_the_call_before_it) {
+  run_gpu_ranks(2, "seed=0", [](Communicator& communicator, const GpuRank& seat) {
+    const GpuRank late{seat.device};
+    std::byte* const first = seat.tensor(ints(kTwoBlocks, int(communicator.rank())), 0.02);
+    seat.read(first, 4);  // kernels run one at a time
+    communicator.submit({Operation::barrier}, nullptr, nullptr)->wait();
+    std::byte* const second = late.tensor(ints(50, int(communicator.rank())), 0.5);
+    const double start = now_s();
+    const auto one = communicator.submit(seat.all_reduce(first, kTwoBlocks));
+    const auto two = communicator.submit(late.all_reduce(second, 50));
+    one->wait();
+    while (!one->has_landed()) usleep(100);
+    CHECK(now_s() - start < 0.45);
+    one->order(seat.stream);
+    CHECK(seat.read(first, kTwoBlocks * 4) == sum_of_ints(kTwoBlocks, 2));
+    two->wait();
+    two->order(late.stream);
+    CHECK(late.read(second, 200) == sum_of_ints(50, 2));
+  });
+}
+
+TEST(nothing_is_locked_before_the_first_tensor) {
+  run_gpu_ranks(1, "", [](Communicator& communicator, const GpuRank& seat) {
+    CHECK_CONTAINS(fake().alive(), "1 registrations");
+    std::byte* const at = seat.tensor(ints(10, 5));
+    const auto work = communicator.submit(seat.all_reduce(at, 10));
+    work->wait();
+    work->order(seat.stream);
+    CHECK(seat.read(at, 40) == ints(10, 5));
+    CHECK_CONTAINS(fake().alive(), "2 registrations");
+  });
+}
+
+// --- what goes wrong
+
+TEST_ANY_HOSTS(a_cpu_tensor_against_a_cuda_tensor_is_a_mismatch_that_quotes_both) {
+  run_gpu_ranks(2, "", [](Communicator& communicator, const GpuRank& seat) {
+    const bool on_gpu = communicator.rank() == 0;
+    std::vector<int32_t> here(10, 1);
+    std::byte* const there = seat.tensor(ints(10, 0));
+    Submission given = seat.all_reduce(on_gpu ? there : reinterpret_cast<std::byte*>(here.data()), 10);
+    if (!on_gpu) given.device = nullptr;
+    auto [kind, message] = error_of([&] { communicator.submit(given)->wait(); });
+    CHECK(kind == ErrorKind::mismatch);
+    CHECK_CONTAINS(message, "rank 0 called all_reduce of CUDA int32[10] (sum)");
+    CHECK_CONTAINS(message, "rank 1 called all_reduce of int32[10] (sum)");
+    MessageCall call;
+    call.operation = on_gpu ? Operation::send : Operation::recv;
+    call.dtype = Dtype::int32;
+    call.elems = 10;
+    call.peer = on_gpu ? 1 : 0;
+    call.buffer = on_gpu ? static_cast<void*>(there) : here.data();
+    if (on_gpu) call.device = seat.device, call.stream = seat.stream;
+    std::tie(kind, message) = error_of([&] { communicator.submit(call)->wait(); });
+    CHECK(kind == ErrorKind::mismatch);
+    CHECK_CONTAINS(message, "called send of CUDA int32[10]");
+    CHECK_CONTAINS(message, "called recv of int32[10]");
+    CHECK(here == std::vector<int32_t>(10, 1));
+    std::byte* const again = seat.tensor(ints(10, int(communicator.rank())));  // the group is usable
+    const auto work = communicator.submit(seat.all_reduce(again, 10));
+    work->wait();
+    work->order(seat.stream);
+    CHECK(seat.read(again, 40) == sum_of_ints(10, 2));
+    communicator.submit({Operation::barrier}, nullptr, nullptr)->wait();
+  });
+}
+
+TEST(a_stream_under_capture_is_refused_and_the_group_goes_on) {
+  run_gpu_ranks(2, "", [](Communicator& communicator, const GpuRank& seat) {
+    std::byte* const at = seat.tensor(ints(10, int(communicator.rank())));
+    fake().begin_capture(seat.stream);
+    auto [kind, message] = error_of([&] { communicator.submit(seat.all_reduce(at, 10)); });
+    CHECK(kind == ErrorKind::invalid_argument);
+    CHECK_CONTAINS(message, "captured into a CUDA graph");
+    CHECK(fake().end_capture(seat.stream));
+    const auto work = communicator.submit(seat.all_reduce(at, 10));
+    work->wait();
+    work->order(seat.stream);
+    CHECK(seat.read(at, 40) == sum_of_ints(10, 2));
+  });
+}
+
+TEST(each_driver_call_that_fails_once_ends_the_call_on_all_ranks) {
+  constexpr uint32_t kRanks = 2;
+  std::map<std::string, uint64_t> before;
+  std::mutex mutex;
+  std::vector<std::string> errors;
+  // All that the ranks said; where a rank had no error, its result is right.
+  auto exchange = [&](const std::string& words) {
+    errors.clear();
+    fake().configure(words);
+    std::vector<std::unique_ptr<GpuRank>> seats;
+    for (uint32_t rank = 0; rank < kRanks; ++rank) seats.push_back(std::make_unique<GpuRank>());
+    if (words.empty()) before = fake().calls();
+    run_ranks(kRanks, [&](Communicator& communicator) {
+      const GpuRank& seat = *seats[communicator.rank()];
+      std::byte* const at = seat.tensor(ints(kTwoBlocks, int(communicator.rank())));
+      std::shared_ptr<Work> work;
+      try {
+        work = communicator.submit(seat.all_reduce(at, kTwoBlocks, 20));
+        work->wait();
+        work->order(seat.stream);
+        CHECK(seat.read(at, kTwoBlocks * 4) == sum_of_ints(kTwoBlocks, kRanks));
+      } catch (const Error& error) {
+        std::lock_guard lock(mutex);
+        errors.push_back(error.what());
+      }
+      if (work && work->error()) CHECK(work->has_landed());
+      for (const Deadline deadline = Deadline::in(5); work && !work->has_landed(); usleep(100))
+        CHECK(!deadline.passed());
+    });
+  };
+  exchange("");
+  CHECK(errors.empty());
+  const auto after = fake().calls();
+  for (const auto& [name, calls] : after)
+    for (uint64_t call = before[name] + 1; call <= calls; ++call) {
+      exchange(text("fail=%s:%llu:800 seed=%llu", name.c_str(), (unsigned long long)call,
+                    (unsigned long long)call));
+      if (fake().calls()[name] < call) continue;  // copies were asked after fewer times
+      for (const std::string& error : errors) {
+        CHECK_CONTAINS(error, name + " failed on GPU 0 (Fake, 0000:01:00.0)");
+        CHECK_CONTAINS(error, "CUDA_ERROR_NOT_PERMITTED (800)");
+        if (errors.size() > 1) CHECK_CONTAINS(error, "rank ");
+      }
+    }
+}
+
+TEST(the_fault_of_a_kernel_and_a_copy_that_never_ends_end_the_call_on_all_ranks) {
+  for (const bool faults : {true, false}) {
+    const double start = now_s();
+    run_gpu_ranks(2, faults ? "" : "lasts=cuMemcpyDtoHAsync:1:1000000",
+                  [&](Communicator& communicator, const GpuRank& seat) {
+                    std::byte* const at = seat.tensor(ints(100, 0));
+                    if (faults && communicator.rank() == 1)
+                      fake().launch(seat.stream, 0.01, {}, CUDA_ERROR_ILLEGAL_ADDRESS);
+                    const auto work = communicator.submit(seat.all_reduce(at, 100, 0.4));
+                    auto [kind, message] = error_of([&] { work->wait(); });
+                    if (faults) CHECK_CONTAINS(message, "CUDA_ERROR_ILLEGAL_ADDRESS (700)");
+                    if (faults) CHECK(work->has_landed());
+                  });
+    CHECK(now_s() - start < 10);
+    fake().configure("");
+  }
+}
