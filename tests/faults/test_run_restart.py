@@ -16,17 +16,24 @@ from tests.dist.test_run import ONE_STEP, RunningJob, run_job, script
 RESUMING = """
 import json, os, sys, time
 from pathlib import Path
-import torch, torch.distributed as dist
+import numpy as np
+from photinus import engine
 
 folder, steps = Path(sys.argv[1]), int(sys.argv[2])
-dist.init_process_group("gloo")
-rank, attempt = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+address = folder / f"address-{attempt}"
+if rank == 0:
+    Path(f"{address}.new").write_text(engine.new_address())
+    os.replace(f"{address}.new", address)
+while not address.exists():
+    time.sleep(0.005)
+ranks = engine.Communicator(rank, int(os.environ["WORLD_SIZE"]), address.read_text(), timeout_s=30)
 saved = folder / "saved.json"
 state = json.loads(saved.read_text()) if saved.exists() else {"step": 0, "sum": 0.0}
 (folder / f"began-{attempt}-{rank}").write_text(str(state["step"]))
 while state["step"] < steps:
-    numbers = torch.full((1000,), float(rank + state["step"]))
-    dist.all_reduce(numbers)
+    numbers = np.full(1000, rank + state["step"], np.float32)
+    ranks.all_reduce(numbers)
     state = {"step": state["step"] + 1, "sum": state["sum"] + numbers[0].item()}
     if rank == 0 and state["step"] % 5 == 0:
         Path(f"{saved}.new").write_text(json.dumps(state))
@@ -36,7 +43,7 @@ while state["step"] < steps:
     time.sleep(0.01)
 if rank == 0:
     print(json.dumps({"attempt": attempt, **state}))
-dist.destroy_process_group()
+ranks.close()
 """
 
 
@@ -148,7 +155,7 @@ def test_what_cannot_go_better_is_not_tried_again(tmp_path):
 
 
 def test_an_error_of_the_program_before_its_first_step_is_one_attempt_with_one_traceback(tmp_path):
-    ended = run_job("--nproc-per-node", "2", script(tmp_path, "import torch\nprint(modle)\n"))
+    ended = run_job("--nproc-per-node", "2", script(tmp_path, "print(modle)\n"))
     assert ended.code == 1
     assert ended.err.count("Traceback (most recent call last)") == 1
     assert ended.err.count("raised NameError: name 'modle' is not defined") == 1
