@@ -11,6 +11,9 @@ import pytest
 
 from photinus.parallel import STRATEGIES
 from photinus.runlog.tables import Row, read_rows
+from tests.dist.test_run_hosts import free_port
+from tests.ranks import run_ranks
+from tests.strangers.ways import run_script
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 SCRIPTS = Path(sys.executable).parent
@@ -31,6 +34,18 @@ def _run(*command: str) -> str:
     return done.stdout
 
 
+def _run_by_hand(*words: str, ranks: int = 1) -> str:
+    """What rank 0 of `python script ...` printed, without a launcher and the seconds in which interpreters start."""
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    arguments = {"words": words}
+    ended = run_ranks(f"{__name__}:example", world_size=ranks, timeout_s=150, environ=master, arguments=arguments)
+    return ended[0].output
+
+
+def example(rank: int, world_size: int, words: list[str]) -> None:
+    run_script(str(REPOSITORY), str(REPOSITORY / words[0]), *words[1:])
+
+
 def test_two_processes_reach_97_percent_and_leave_picture_and_numbers(tmp_path: Path) -> None:
     script, out = "examples/digits/train.py", str(tmp_path / "run")
     told = _run(str(SCRIPTS / "photinus"), "run", "--nproc-per-node", "2", script, "--out", out)
@@ -41,7 +56,7 @@ def test_two_processes_reach_97_percent_and_leave_picture_and_numbers(tmp_path: 
     assert [row["epoch"] for row in rows] == list(range(1, 16))
     assert rows[-1]["accuracy"] >= 0.97
     assert (tmp_path / "run" / "curves.png").stat().st_size > 10_000
-    again = _run(sys.executable, script, "--out", out)  # another launcher, another world size
+    again = _run_by_hand(script, "--out", out)  # another launcher, another world size
     assert "finished already: all 15 epochs are done" in again
     assert read_rows(tmp_path / "run" / "metrics.csv") == rows
 
@@ -49,13 +64,13 @@ def test_two_processes_reach_97_percent_and_leave_picture_and_numbers(tmp_path: 
 def test_every_launcher_trains_the_same_model(tmp_path: Path) -> None:
     torchrun = [str(SCRIPTS / "torchrun"), "--standalone", "--nproc-per-node", "2", "--log-dir", str(tmp_path / "logs")]
     launched = {
-        "1": [sys.executable, "examples/digits/train_loop.py"],
-        "2": [*torchrun, "examples/digits/train_loop.py"],
-        "4": [str(SCRIPTS / "photinus"), "run", "--nproc-per-node", "4", "examples/digits/train.py"],
+        "1": (_run_by_hand, ["examples/digits/train_loop.py"]),
+        "2": (_run, [*torchrun, "examples/digits/train_loop.py"]),
+        "4": (_run, [str(SCRIPTS / "photinus"), "run", "--nproc-per-node", "4", "examples/digits/train.py"]),
     }
     accuracies, losses = {}, {}
-    for name, command in launched.items():
-        told = _run(*command, "--epochs", "2", "--batch_size", "64", "--log_path", str(tmp_path / name))
+    for name, (run, command) in launched.items():
+        told = run(*command, "--epochs", "2", "--batch_size", "64", "--log_path", str(tmp_path / name))
         assert f"photinus: {name} rank" in told
         accuracies[name] = read_rows(tmp_path / name / "metrics.csv")[-1]["accuracy"]
         losses[name] = read_rows(tmp_path / name / "losses.csv")
@@ -66,8 +81,8 @@ def test_every_launcher_trains_the_same_model(tmp_path: Path) -> None:
 
 
 def test_two_processes_reach_97_percent_with_zero3(tmp_path: Path) -> None:
-    run = [str(SCRIPTS / "photinus"), "run", "--nproc-per-node", "2"]
-    _run(*run, "examples/digits/train.py", "--out", str(tmp_path / "run"), "--strategy", "zero3", "--epochs", "8")
+    words = ["--out", str(tmp_path / "run"), "--strategy", "zero3", "--epochs", "8"]
+    _run_by_hand("examples/digits/train.py", *words, ranks=2)
     assert read_rows(tmp_path / "run" / "metrics.csv")[-1]["accuracy"] >= 0.97
 
 

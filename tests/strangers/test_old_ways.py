@@ -170,7 +170,7 @@ def check_haiscale(ended: Ended, ranks: int) -> None:
 
 
 def test_haiscales_script_on_two_ranks(tmp_path: Path) -> None:
-    check_haiscale(start("torchrun", "haiscale.py", ranks=2, folder=tmp_path), 2)
+    check_haiscale(start("by hand", "haiscale.py", ranks=2, folder=tmp_path), 2)
     meeting = ["--init_method", f"file://{tmp_path / 'meeting'}"]
     check_haiscale(start("python", "haiscale.py", *meeting, ranks=1, folder=tmp_path), 1)
 
