@@ -14,14 +14,12 @@
 
 #include "base/error.h"
 #include "engine/communicator.h"
-#include "fake_peers.h"
 #include "layouts.h"
 #include "net/transport.h"
 #include "net/ucx_worker.h"
 #include "progress/progress.h"
 #include "shm/arena.h"
 #include "shm/local_group.h"
-#include "slow_device.h"
 
 namespace photinus::test {
 
@@ -49,11 +47,7 @@ inline std::optional<uint64_t>& schedule() {
   return now;
 }
 
-[[noreturn]] inline void fail_check(const char* file, int line, const std::string& what) {
-  std::fprintf(stderr, "%s:%d: %s\n", file, line, what.c_str());
-  std::fflush(nullptr);
-  std::_Exit(1);  // ranks may be waiting on other threads
-}
+[[noreturn]] void fail_check(const char* file, int line, const std::string& what);
 
 // A test reads as a sentence: TEST(all_ranks_get_the_same_bits) { ... }
 #define TEST(name) PHOTINUS_TEST(name, 0)
@@ -81,23 +75,10 @@ inline std::optional<uint64_t>& schedule() {
   } while (false)
 
 // The error that a body throws; fails when it throws none.
-inline std::pair<ErrorKind, std::string> error_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    return {error.kind(), error.what()};
-  }
-  fail_check(__FILE__, __LINE__, "no error was thrown");
-}
+std::pair<ErrorKind, std::string> error_of(const std::function<void()>& body);
 
-// In a schedule: this rank's. die() makes peers believe that its process was killed.
-inline FakePeers*& own_peers() {
-  static thread_local FakePeers* own = nullptr;
-  return own;
-}
-inline void die() {
-  own_peers()->die();
-}
+// In a schedule: peers of this rank believe from now on that its process was killed.
+void die();
 
 // What this rank's communicator was made with; other groups of the same ranks, or of some, are made with much
 // of it.
@@ -107,93 +88,8 @@ inline Communicator::Options& own_options() {
 }
 
 // Runs a body for each rank, each rank a thread with an arena and a progress engine of its own.
-inline void run_ranks(uint32_t world_size, const std::function<void(Communicator&)>& body,
-                      double timeout_s = 60, SlotSizes sizes = {}, Limits limits = {},
-                      const std::function<void(Communicator::Options&)>& configure = {}) {
-  const std::string address = new_address();
-  std::vector<std::shared_ptr<Arena>> arenas(world_size);
-  for (auto& arena : arenas) arena = std::make_shared<Arena>(size_t{64} << 20);
-  sizes.chunk_bytes = std::max<uint64_t>(sizes.chunk_bytes, world_size * kLineBytes);
-  std::shared_ptr<FakeNetwork> network;
-  if (schedule()) network = std::make_shared<FakeNetwork>(arenas, sizes.bytes(), *schedule());
-  auto [networks, places] = listeners_of(world_size);
-  for (HostPlace& place : places) place.pid = getpid();
-  std::vector<std::thread> threads;
-  for (uint32_t rank = 0; rank < world_size; ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        Communicator::Options options;
-        options.rank = rank;
-        options.world_size = world_size;
-        options.address = address;
-        options.limits = limits;
-        options.limits.timeout_s = timeout_s;
-        options.progress = std::make_shared<Progress>(arenas[rank]);
-        options.sizes = sizes;
-        options.places = places;
-        if (layout()) options.network = networks[rank];
-        if (network) {
-          auto fake = std::make_shared<FakePeers>(network, rank);
-          own_peers() = fake.get();
-          options.peers = fake;
-          if (*schedule() % 2)
-            options.device = std::make_shared<SlowDevice>(arenas[rank]->page().futex, *schedule() + rank);
-        }
-        if (configure) configure(options);
-        own_options() = options;
-        auto communicator = Communicator::create(options);
-        body(*communicator);
-        communicator->close();
-        own_options() = {};
-      } catch (const std::exception& error) {
-        fail_check(__FILE__, __LINE__, "rank " + std::to_string(rank) + ": " + error.what());
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-}
+void run_ranks(uint32_t world_size, const std::function<void(Communicator&)>& body, double timeout_s = 60,
+               SlotSizes sizes = {}, Limits limits = {},
+               const std::function<void(Communicator::Options&)>& configure = {});
 
 }  // namespace photinus::test
-
-//   X_test                        every test, over shared memory
-//   X_test --hosts LAYOUT         those that hold there, with ranks on several hosts
-//   X_test --schedules N [FIRST]  N schedules from FIRST on, each of one of the tests that take any peers
-//
-// With PHOTINUS_TRANSPORT=ucx, links between hosts go over UCX; ends with 77 where there is none.
-int main(int argc, char** argv) {
-  using namespace photinus::test;
-  const bool over_ucx = photinus::transport_of_environment() == photinus::Transport::ucx;
-  if (std::string why; over_ucx && !photinus::ucx::Library::open(why)) {
-    std::printf("skipped, there is no UCX: %s\n", why.c_str());
-    return 77;
-  }
-  if (argc > 2 && std::strcmp(argv[1], "--schedules") == 0) {
-    std::vector<Test> chosen;
-    for (const Test& test : tests())
-      if (test.also & kLateWords) chosen.push_back(test);
-    const uint64_t first = argc > 3 ? std::strtoull(argv[3], nullptr, 10) : 0;
-    const uint64_t count = std::strtoull(argv[2], nullptr, 10);
-    for (uint64_t seed = first; seed < first + count; ++seed) {
-      const Test& test = chosen.at(seed % chosen.size());
-      schedule() = seed / chosen.size();
-      if (argc > 3 || seed % 100 == 0)
-        std::printf("%s, schedule %llu\n", test.name, (unsigned long long)seed);
-      std::fflush(stdout);
-      test.body();
-    }
-    std::printf("%llu schedules passed\n", (unsigned long long)count);
-    return 0;
-  }
-  if (argc > 2 && std::strcmp(argv[1], "--hosts") == 0) {
-    layout() = argv[2];
-    std::erase_if(tests(), [](const Test& test) { return !(test.also & kSeveralHosts); });
-  }
-  for (const Test& test : tests()) {
-    std::printf("%s\n", test.name);
-    std::fflush(stdout);
-    test.body();
-  }
-  if (over_ucx && layout()) CHECK(photinus::UcxWorker::ports_joined() > 0);
-  std::printf("%zu passed, 0 failed\n", tests().size());
-  return 0;
-}

@@ -6,6 +6,7 @@
 #include <list>
 
 #include "processes.h"
+#include "slow_device.h"
 
 using namespace photinus;
 using namespace photinus::test;

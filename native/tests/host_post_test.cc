@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <map>
+#include <random>
 
 #include "check.h"
 #include "collectives/levels.h"

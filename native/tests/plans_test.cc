@@ -4,7 +4,9 @@
 #include "collectives/shm.h"
 #include "collectives/slices.h"
 #include "data.h"
+#include "fake_peers.h"
 #include "simulator.h"
+#include "slow_device.h"
 
 using namespace photinus;
 using namespace photinus::test;
