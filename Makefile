@@ -25,8 +25,8 @@ demo: $(VENV)/.demo
 	$(BIN)/photinus run --nproc-per-node 2 examples/digits/train.py --backend photinus --out runs/digits
 
 # Python tests wait for each other's processes much of the time, so two run at once, and compilers, which give way, take
-# what is left. Another PyTorch changes nothing about the rest.
-test: $(if $(TORCH),,setup)
+# what is left, first of all while pip fetches and unpacks. Another PyTorch changes nothing about the rest.
+test:
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target python $(if $(TORCH),,check native sanitized)
 
 quick: setup
@@ -51,7 +51,7 @@ $(VENV)/.places-%: $(VENV)/.tools
 	@touch $@
 
 # Editable installs: Python files are used where they lie, the native module is rebuilt when its sources change.
-INSTALL := $(PIP) --no-build-isolation --config-settings=build-dir=$(BUILD_DIR) --editable
+INSTALL := MAKEFLAGS= $(PIP) --no-build-isolation --config-settings=build-dir=$(BUILD_DIR) --editable
 
 $(VENV)/.demo: $(VENV)/.tools pyproject.toml $(NATIVE) $(PLACES)
 	$(INSTALL) '.[demo]'
@@ -72,9 +72,9 @@ native: setup
 	MAKEFLAGS= nice $(BIN)/ninja -C $(BUILD_DIR) --quiet native/tests/all native/bench/all
 	$(BIN)/ctest --test-dir $(BUILD_DIR)/native --parallel 2 --output-on-failure --no-tests=error
 
-# The same native tests with the address, undefined-behaviour and thread sanitizers.
+# The same native tests with the address, undefined-behaviour and thread sanitizers. They need nothing of Python's.
 sanitized: address thread
-address thread: setup
+address thread: $(VENV)/.tools
 	$(CMAKE) -S native -B build/$@ -DPHOTINUS_SANITIZE=$@ > /dev/null
 	MAKEFLAGS= nice $(BIN)/ninja -C build/$@ --quiet tests/all
 	$(BIN)/ctest --test-dir build/$@ --parallel 2 --output-on-failure --no-tests=error
