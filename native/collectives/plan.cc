@@ -6,12 +6,13 @@ namespace photinus {
 namespace {
 
 const char* name(Counter counter) {
-  constexpr const char* names[kCounterCount] = {"posted", "staged", "reduced", "finished"};
+  constexpr const char* names[kCounterCount] = {"posted", "staged", "reduced", "finished", "returned"};
   return names[static_cast<size_t>(counter)];
 }
 
 std::string print(const Region& region) {
-  constexpr const char* names[] = {"-", "send", "recv", "flat", "slot", "send_part", "recv_part", "landing"};
+  constexpr const char* names[] = {"-",         "send",      "recv",    "flat",         "slot",
+                                   "send_part", "recv_part", "landing", "landing_ring", "result_ring"};
   if (region.place == Place::send_part || region.place == Place::recv_part)
     return text("%s[%u:%u]+%llu", names[static_cast<size_t>(region.place)], region.rank, region.part,
                 static_cast<unsigned long long>(region.offset_bytes));
@@ -57,6 +58,16 @@ std::string print(const Step& step) {
       return text("tell level %llu", value);
     case Step::Kind::hear:
       return text("hear level %llu", value);
+    case Step::Kind::start_copy:
+      return text("start to copy %llu %s <- %s", bytes, print(step.to).c_str(), print(step.from).c_str());
+    case Step::Kind::wait_copied:
+      return text("wait until %llu copies to the host have landed", value);
+    case Step::Kind::wait_room:
+      return step.rank == kEveryone
+                 ? text("wait until there is room for result %llu", value)
+                 : text("wait until rank %u leaves room for result %llu", step.rank, value);
+    case Step::Kind::let_go:
+      return text("let go of result %llu", value);
   }
   return "?";
 }
@@ -64,7 +75,7 @@ std::string print(const Step& step) {
 }  // namespace
 
 const char* name(Algorithm algorithm) {
-  constexpr const char* names[] = {"flat", "arena", "staged", "parts"};
+  constexpr const char* names[] = {"flat", "arena", "staged", "parts", "device"};
   return names[static_cast<size_t>(algorithm)];
 }
 
@@ -106,6 +117,30 @@ std::vector<Region> of_all(Seat seat, Place place, uint64_t offset_bytes, Region
   for (uint32_t rank = 0; rank < seat.ranks; ++rank)
     regions.push_back(rank == seat.rank ? own : Region{place, rank, offset_bytes});
   return regions;
+}
+
+Step start_copy_step(Region to, Region from, uint64_t bytes) {
+  Step step = copy_step(to, from, bytes);
+  step.kind = Step::Kind::start_copy;
+  return step;
+}
+
+Step wait_copied_step(uint64_t copies) {
+  Step step{Step::Kind::wait_copied};
+  step.value = copies;
+  return step;
+}
+
+Step wait_room_step(uint64_t result, uint32_t rank) {
+  Step step{Step::Kind::wait_room, Counter::returned, rank};
+  step.value = result;
+  return step;
+}
+
+Step let_go_step(uint64_t result) {
+  Step step{Step::Kind::let_go};
+  step.value = result;
+  return step;
 }
 
 Step advance_step(Counter counter, uint64_t value) {

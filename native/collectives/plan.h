@@ -27,8 +27,20 @@ inline constexpr uint32_t kEveryone = UINT32_MAX;
 // arena); send_part and recv_part are what it sends to or receives from the rank `part`, where each has a
 // buffer of its own; flat is the rank's small slot that alternates with the sequence number; slot is its ring
 // of chunk slots; landing is memory of its own, which no peer reads, for what comes from other hosts and for
-// partial results.
-enum class Place : uint8_t { none, send, recv, flat, slot, send_part, recv_part, landing };
+// partial results. landing_ring and result_ring are for GPUs (device_plans.h): offsets in the former count
+// from where this collective's half begins, and in the latter from its first result.
+enum class Place : uint8_t {
+  none,
+  send,
+  recv,
+  flat,
+  slot,
+  send_part,
+  recv_part,
+  landing,
+  landing_ring,
+  result_ring
+};
 
 struct Region {
   Place place = Place::none;
@@ -56,6 +68,13 @@ struct Step {
   // tell: say to each counterpart in the level `value` which calls this rank knows of: its host's and those
   //   of which it has heard. Stands before any frame to one of them.
   // hear: until each of them has told. Stands before any frame of one of them is received.
+  // start_copy: begin a copy of `bytes` from `from` to `to`, one of which lies in a GPU's memory; it goes on
+  //   while later steps run. Those of one direction land in their order.
+  // wait_copied: until the first `value` of those to the host have landed.
+  // wait_room: until the result `value` may be written: the copies of `rank` (or kEveryone) from its place
+  // have
+  //   ended.
+  // let_go: this rank is done with the result `value` when the copies begun so far have ended.
   enum class Kind : uint8_t {
     copy,
     reduce,
@@ -66,7 +85,11 @@ struct Step {
     wait_sent,
     wait_received,
     tell,
-    hear
+    hear,
+    start_copy,
+    wait_copied,
+    wait_room,
+    let_go
   };
   Kind kind;
   Counter counter = Counter::posted;
@@ -89,18 +112,24 @@ Step wait_sent_step(uint32_t rank, uint64_t frames);
 Step wait_received_step(uint32_t rank, uint64_t frames);
 Step tell_step(size_t level);
 Step hear_step(size_t level);
+Step start_copy_step(Region to, Region from, uint64_t bytes);
+Step wait_copied_step(uint64_t copies);
+Step wait_room_step(uint64_t result, uint32_t rank = kEveryone);
+Step let_go_step(uint64_t result);
 
 enum class Algorithm : uint8_t {
   flat,    // small: everyone copies in, meets, and reads everyone; one exchange
   arena,   // the tensors lie in shared memory: peers read them where they are
   staged,  // ordinary memory: through slots, chunk by chunk, copying and adding overlapped
   parts,   // sizes differ from rank to rank: each sender's way is chosen for itself
+  device,  // tensors on GPUs: through rings, chunk by chunk, copying both ways and adding overlapped
 };
 const char* name(Algorithm algorithm);
 
 struct Plan {
   Algorithm algorithm = Algorithm::flat;
   std::vector<Step> before, after;
+  uint64_t results = 0;  // in the result ring
 };
 std::string print(const Plan& plan);
 
@@ -134,6 +163,16 @@ struct SlotSizes {
 
   // Of one rank: two flat ones and the ring of chunks.
   uint64_t bytes() const { return 2 * flat_bytes + chunks * chunk_bytes; }
+};
+
+// Sizes of the rings for GPUs, the same on all ranks. A chunk is what a link of 25 GB/s brings in 40 us,
+// several times what it takes to begin a copy; smaller ones let a tensor of a few MiB overlap. No GPU has
+// measured it.
+struct DeviceSizes {
+  uint64_t chunk_bytes = 1 << 20;
+  uint32_t chunks = 8;  // a collective uses half a landing ring, and the next one the other half
+
+  uint64_t bytes() const { return chunks * chunk_bytes; }
 };
 
 // "all_reduce #4 of float32[100] (sum)"; without a sequence number when that is 0.

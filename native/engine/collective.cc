@@ -7,6 +7,7 @@
 
 #include "base/log.h"
 #include "collectives/choose.h"
+#include "collectives/device_plans.h"
 #include "collectives/net.h"
 #include "collectives/shm.h"
 
@@ -43,9 +44,10 @@ const Plan& CollectiveState::plan(const Call& call, Seat seat, Algorithm algorit
   if (found == plans_.end()) {
     if (plans_.size() >= kPlansKept) plans_.clear();
     found = plans_
-                .emplace(key, hosts ? net_plan(call, hosts->levels(), seat.rank, algorithm, memory.sizes,
-                                               hosts->sizes())
-                                    : shm_plan(call, seat, algorithm, memory.sizes))
+                .emplace(key, algorithm == Algorithm::device ? device_plan(call, seat, memory.device_sizes)
+                              : hosts ? net_plan(call, hosts->levels(), seat.rank, algorithm, memory.sizes,
+                                                 hosts->sizes())
+                                      : shm_plan(call, seat, algorithm, memory.sizes))
                 .first;
   }
   last_ = &found->second;
@@ -65,9 +67,10 @@ Collective::Collective(const std::shared_ptr<Group>& group, const std::shared_pt
   // A list's all_gather sends the same to everybody: its size is worth telling.
   if (has_parts() && given_.call.operation == Operation::all_gather)
     given_.call.elems = given_.send_parts[0].elems;
-  if (given_.call.device == DeviceType::cuda)
-    host_tensors_ =
-        std::make_unique<HostTensors>(given_.device, given_.stream, group->options.progress->arena());
+  if (given_.call.device == DeviceType::cpu) return;
+  copies_ = std::make_unique<DeviceCopies>(given_.device, given_.stream);
+  if (!state->rings || has_parts())
+    host_tensors_ = std::make_unique<HostTensors>(*copies_, group->options.progress->arena());
 }
 
 std::string Collective::description() const {
@@ -79,7 +82,7 @@ std::string Collective::description() const {
 }
 
 Poll Collective::advance() {
-  if (!host_tensors_) return go_on();
+  if (!copies_) return go_on();
   try {
     return go_on();
   } catch (const Error& error) {
@@ -116,10 +119,10 @@ Poll Collective::go_on() {
   }
   if (phase_ == Phase::working && run_steps(moved)) {
     if (reads_peers_) check_peers();
-    if (!host_tensors_) return Poll::done;
+    if (!copies_) return Poll::done;
     phase_ = Phase::returning;
   }
-  if (phase_ == Phase::returning && host_tensors_->give_back(moved)) return Poll::done;
+  if (phase_ == Phase::returning && end_copies(moved)) return Poll::done;
   // Told and heard to the end, so that all ranks raise in the same call.
   if (phase_ == Phase::disagreeing &&
       (state_->hosts->meet() || (group_->peers->poll() && state_->hosts->meet())))
@@ -128,10 +131,19 @@ Poll Collective::go_on() {
 }
 
 void Collective::order(void* stream) {
-  if (host_tensors_ && is_completed()) host_tensors_->order(static_cast<cuda::CUstream>(stream));
+  if (copies_ && is_completed()) copies_->order(static_cast<cuda::CUstream>(stream));
+}
+
+// Whether the last copy to a device is queued.
+bool Collective::end_copies(bool& moved) {
+  if (host_tensors_ && !host_tensors_->give_back(moved)) return false;
+  if (!host_tensors_) state_->rings->count_on(results_);
+  copies_->end();
+  return true;
 }
 
 bool Collective::run_steps(bool& moved) {
+  if (has_device_plan()) state_->rings->poll();
   const size_t before = next_;
   bool done = executor_.run(*steps_, next_, given_.call, state_->memory);
   if (!done && state_->hosts && phase_ == Phase::working) done = run_on_with_hosts();
@@ -174,6 +186,7 @@ void Collective::begin_steps() {
   memory.send = static_cast<std::byte*>(const_cast<void*>(given_.send));
   memory.recv = static_cast<std::byte*>(given_.recv);
   memory.sequence = sequence_;
+  memory.copies = copies_.get();
   if (state_->hosts) memory.landing = state_->hosts->landing();
   if (has_parts()) {
     memory.send_parts.clear();
@@ -193,6 +206,9 @@ void Collective::begin_steps() {
       std::copy_n(row, seat.ranks, &exchange_.parts[seat.rank * seat.ranks]);
       own_steps_ = exchange_before(exchange_, seat, memory.sizes);
     }
+  } else if (has_device_plan()) {
+    state_->rings->use(given_.device);
+    steps_ = &state_->plan(call, seat, Algorithm::device).before;
   } else if (seat.ranks > 1 && is_flat()) {
     steps_ = &state_->plan(call, seat, Algorithm::flat).before;
   }
@@ -284,10 +300,14 @@ void Collective::agree_and_plan() {
   if (!has_parts()) {
     memory.factors.clear();
     for (const CallDescriptor& posted : memory.descriptors) memory.factors.push_back(posted.factor);
-    const Algorithm algorithm = choose(given_.call, memory.descriptors, memory.sizes).algorithm;
+    const Algorithm algorithm = has_device_plan()
+                                    ? Algorithm::device
+                                    : choose(given_.call, memory.descriptors, memory.sizes).algorithm;
     reads_peers_ = algorithm == Algorithm::arena;
     if (reads_peers_) check_peers();
-    steps_ = &state_->plan(given_.call, seat, algorithm).after;
+    const Plan& plan = state_->plan(given_.call, seat, algorithm);
+    steps_ = &plan.after;
+    results_ = plan.results;
   } else {
     for (uint32_t rank = 0; rank < ranks; ++rank)
       std::memcpy(&exchange_.parts[rank * ranks], peers[rank].parts[side], ranks * sizeof(PostedPart));
@@ -343,7 +363,12 @@ void Collective::fail() {
   group_->keep_error();
   if (!executor_.copy().settle(kSettle_s)) Group::retire(group_);
   if (state_->hosts && phase_ >= Phase::working) state_->hosts->forget();
-  if (host_tensors_) host_tensors_->give_up(kSettle_s, group_->is_failed());
+  if (copies_ && !copies_->settle(kSettle_s) && !host_tensors_) {
+    Group::retire(group_);
+    // It may still write into a ring that a later call would use.
+    group_->fail(Error(ErrorKind::system, description() + ": a copy has not ended"));
+  }
+  if (host_tensors_) host_tensors_->give_up(group_->is_failed());
   if (phase_ == Phase::queued || !group_->is_failed()) return;
   await_peers();
   // Peers that are stopped may still write into tensors that lie in the arena, for ever: it is not used
@@ -355,7 +380,7 @@ void Collective::fail() {
 
 std::vector<uint32_t> Collective::missing() {
   if (phase_ == Phase::disagreeing) return state_->hosts->missing();
-  if (phase_ == Phase::working) return executor_.missing((*steps_)[next_], sequence_);
+  if (phase_ == Phase::working) return executor_.missing((*steps_)[next_], state_->memory);
   std::vector<uint32_t> ranks;
   for (const uint32_t rank : group_->peers->locals())
     if (group_->peers->value(rank, Counter::posted) < sequence_) ranks.push_back(rank);
@@ -363,11 +388,17 @@ std::vector<uint32_t> Collective::missing() {
 }
 
 double Collective::look(bool caller_waits) {
-  if (phase_ == Phase::bringing || phase_ == Phase::returning)
-    return watchdog_->look_at_copy(*wait_, host_tensors_->nap_s(), description());
+  const Step* const step = has_device_plan() && phase_ == Phase::working ? &(*steps_)[next_] : nullptr;
+  if (step && step->kind == Step::Kind::wait_room && step->rank == group_->rank())
+    return watchdog_->look_at_copy(*wait_, state_->rings->nap_s(), description());
+  const bool copies = phase_ == Phase::bringing || phase_ == Phase::returning ||
+                      (step && step->kind == Step::Kind::wait_copied);
+  if (copies) return watchdog_->look_at_copy(*wait_, copies_->nap_s(), description());
   if (executor_.copy().is_running())
     return watchdog_->look_at_copy(*wait_, executor_.copy().nap_s(), description());
-  return watchdog_->look(*wait_, [this] { return missing(); }, description(), group_->id, caller_waits);
+  const double nap_s =
+      watchdog_->look(*wait_, [this] { return missing(); }, description(), group_->id, caller_waits);
+  return has_device_plan() ? std::min(nap_s, state_->rings->nap_s()) : nap_s;
 }
 
 }  // namespace photinus

@@ -12,6 +12,8 @@
 #include "collectives/mismatch.h"
 #include "collectives/net_exchange.h"
 #include "collectives/update_history.h"
+#include "engine/device_copies.h"
+#include "engine/device_rings.h"
 #include "engine/executor.h"
 #include "engine/group.h"
 #include "engine/host_tensors.h"
@@ -57,6 +59,7 @@ struct CollectiveState {
   SiteHistory sites;
   UpdateHistory updates;
   std::unique_ptr<HostTraffic> hosts;  // null: all ranks are on one
+  std::unique_ptr<DeviceRings> rings;  // null: there are none
 
   const Plan& plan(const Call& call, Seat seat, Algorithm algorithm);
 
@@ -74,7 +77,7 @@ class Collective final : public Work {
 
   std::string description() const override;
   void order(void* stream) override;
-  bool has_landed() override { return is_completed() && (!host_tensors_ || host_tensors_->has_landed()); }
+  bool has_landed() override { return is_completed() && (!copies_ || copies_->has_landed()); }
 
  private:
   Poll advance() override;
@@ -88,6 +91,8 @@ class Collective final : public Work {
   void begin();
   void work_on_host();
   void begin_steps();
+  bool has_device_plan() const { return copies_ && !host_tensors_; }
+  bool end_copies(bool& moved);
   bool run_steps(bool& moved);
   void post();
   bool all_posted();
@@ -120,12 +125,14 @@ class Collective final : public Work {
     returning,
     disagreeing
   } phase_ = Phase::queued;
-  std::unique_ptr<HostTensors> host_tensors_;  // instead of those on a device
+  std::unique_ptr<DeviceCopies> copies_;       // of tensors on a device
+  std::unique_ptr<HostTensors> host_tensors_;  // instead of those, where no plan carries them
   size_t met_ = 0;                             // so many ranks of this host have posted
   Exchange exchange_;
   std::vector<Step> own_steps_;  // of calls with parts
   const std::vector<Step>* steps_ = &own_steps_;
   size_t next_ = 0;
+  uint64_t results_ = 0;      // of a device plan
   bool reads_peers_ = false;  // or writes: their tensors, where they lie
   Executor executor_;
 };

@@ -28,6 +28,11 @@ Communicator::Communicator(const Options& options)
                                                              : SpinTimes::for_ranks(options.world_size))) {
   send_orders_->orders.resize(options.world_size);
   state_->memory.sizes = group_->options.sizes;
+  state_->memory.device_sizes = group_->options.device_sizes;
+  if (options.world_size > 1 && group_->peers->own().result_ring) {
+    state_->rings = std::make_unique<DeviceRings>(group_->peers, group_->options.device_sizes);
+    state_->memory.rings = state_->rings.get();
+  }
   if (group_->levels)
     state_->hosts = std::make_unique<HostTraffic>(*group_->peers, *group_->levels, group_->options.net);
 }

@@ -26,6 +26,10 @@ std::byte* Memory::find(const Region& region, const Peers& peers) const {
     case Place::landing:
       assert(own && "nobody reads another rank's landing");
       return landing + region.offset_bytes;
+    case Place::landing_ring:
+      return peer.landing_ring + sequence % 2 * (device_sizes.bytes() / 2) + region.offset_bytes;
+    case Place::result_ring:
+      return rings->result(region.offset_bytes);
     case Place::none:
       break;
   }
@@ -69,6 +73,21 @@ bool Executor::run(const std::vector<Step>& steps, size_t& next, const Call& cal
       case Step::Kind::wait_received:
         if (!hosts_->have_come(step.rank, step.value)) return false;
         break;
+      case Step::Kind::start_copy:
+        memory.copies->start(step.to.place == Place::recv ? cuda::Way::to_gpu : cuda::Way::to_host,
+                             memory.find(step.to, peers_), memory.find(step.from, peers_), step.bytes);
+        break;
+      case Step::Kind::wait_copied:
+        if (!memory.copies->have_come(step.value)) return false;
+        break;
+      case Step::Kind::wait_room:
+        if (step.rank == kEveryone ? !memory.rings->has_room(step.value)
+                                   : !memory.rings->has_room(step.rank, step.value))
+          return false;
+        break;
+      case Step::Kind::let_go:
+        memory.rings->let_go(step.value, memory.copies->newest(cuda::Way::to_gpu));
+        break;
     }
   }
   return true;
@@ -83,7 +102,7 @@ bool Executor::is_reached(const Step& step, uint64_t sequence) const {
   return true;
 }
 
-std::vector<uint32_t> Executor::missing(const Step& step, uint64_t sequence) {
+std::vector<uint32_t> Executor::missing(const Step& step, const Memory& memory) {
   std::vector<uint32_t> ranks;
   switch (step.kind) {
     case Step::Kind::hear:
@@ -97,12 +116,17 @@ std::vector<uint32_t> Executor::missing(const Step& step, uint64_t sequence) {
     case Step::Kind::wait_received:
       if (!hosts_->have_come(step.rank, step.value)) ranks.push_back(step.rank);
       return ranks;
+    case Step::Kind::wait_room:
+      for (const uint32_t rank : peers_.locals())
+        if ((step.rank == kEveryone || step.rank == rank) && !memory.rings->has_room(rank, step.value))
+          ranks.push_back(rank);
+      return ranks;
     default:
       break;
   }
   for (const uint32_t rank : peers_.locals())
     if ((step.rank == kEveryone || step.rank == rank) &&
-        peers_.value(rank, step.counter) < mark(sequence, step.value))
+        peers_.value(rank, step.counter) < mark(memory.sequence, step.value))
       ranks.push_back(rank);
   return ranks;
 }

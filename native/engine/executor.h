@@ -7,6 +7,8 @@
 
 #include "collectives/plan.h"
 #include "device/device.h"
+#include "engine/device_copies.h"
+#include "engine/device_rings.h"
 #include "engine/host_traffic.h"
 #include "kernels/reduce.h"
 #include "peers/peers.h"
@@ -23,6 +25,9 @@ struct Memory {
   SlotSizes sizes;
   uint64_t sequence = 0;
   std::vector<double> factors;  // by rank, for premul_sum
+  DeviceSizes device_sizes;
+  DeviceRings* rings = nullptr;    // of plans for GPUs
+  DeviceCopies* copies = nullptr;  // of the operation, if its tensors are on one
 
   std::byte* find(const Region& region, const Peers& peers) const;
 };
@@ -45,7 +50,7 @@ class Executor {
   // The copy for which `run` ended, if it did for one.
   CopyInFlight& copy() { return copy_; }
   // The ranks for which a wait step waits.
-  std::vector<uint32_t> missing(const Step& step, uint64_t sequence);
+  std::vector<uint32_t> missing(const Step& step, const Memory& memory);
 
  private:
   bool is_reached(const Step& step, uint64_t sequence) const;

@@ -42,6 +42,15 @@ GroupOptions checked(GroupOptions options) {
              options.sizes.chunks, static_cast<unsigned long long>(options.sizes.chunk_bytes),
              static_cast<unsigned long long>(options.sizes.flat_bytes),
              static_cast<unsigned long long>(kLineBytes)));
+  // A place in the rings for GPUs holds a cache line for each rank, too.
+  DeviceSizes& rings = options.device_sizes;
+  rings.chunk_bytes = std::max<uint64_t>(rings.chunk_bytes, options.world_size * kLineBytes);
+  if (rings.chunks < 2 || rings.chunks % 2 || rings.bytes() % 4096 || rings.chunk_bytes % kLineBytes)
+    throw Error(
+        ErrorKind::invalid_argument,
+        text("rings for GPUs of %u chunks of %llu bytes: needs an even number of whole cache lines, and "
+             "whole pages in all",
+             rings.chunks, static_cast<unsigned long long>(rings.chunk_bytes)));
   if (!options.peers && levels_among(options))
     options.sizes.chunks = std::max(options.sizes.chunks, kChunksOverHosts);
   if (!options.progress) options.progress = Progress::of_this_process();
@@ -58,7 +67,11 @@ uint64_t id_of(const std::string& address, uint64_t fallback) {
 
 std::shared_ptr<Peers> meet(const GroupOptions& options, const std::optional<Levels>& levels) {
   const SlotSizes& sizes = options.sizes;
-  const uint64_t settings = (sizes.flat_bytes * 1000003 + sizes.chunk_bytes) * 1000003 + sizes.chunks;
+  const DeviceSizes& rings = options.device_sizes;
+  uint64_t settings = 0;
+  for (const uint64_t size : {sizes.flat_bytes, sizes.chunk_bytes, uint64_t{sizes.chunks}, rings.chunk_bytes,
+                              uint64_t{rings.chunks}})
+    settings = settings * 1000003 + size;
   const ShmPeers::Options ranks{options.rank,
                                 options.world_size,
                                 options.address,
@@ -67,7 +80,8 @@ std::shared_ptr<Peers> meet(const GroupOptions& options, const std::optional<Lev
                                 settings,
                                 options.limits.timeout_s,
                                 options.limits.waiting_s,
-                                options.progress->arena()};
+                                options.progress->arena(),
+                                rings.bytes()};
   if (!levels) return std::make_shared<ShmPeers>(ranks);
   std::vector<uint32_t> counterparts;
   for (size_t level = 0; level < levels->sizes.size(); ++level)

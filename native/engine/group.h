@@ -39,6 +39,7 @@ struct GroupOptions {
   Limits limits;
   std::shared_ptr<Progress> progress;  // default: this process's
   SlotSizes sizes;
+  DeviceSizes device_sizes;
   NetSizes net;
   // Where each rank is, if not all are on this host; the group's address is then known on all hosts.
   std::vector<HostPlace> places;

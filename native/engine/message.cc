@@ -43,8 +43,9 @@ Error mismatch(const Offer& offer, const std::string& sender, const std::string&
 MessageWork::MessageWork(const std::shared_ptr<Group>& group, const std::shared_ptr<Watchdog>& watchdog,
                          const MessageCall& call)
     : group_(group), watchdog_(watchdog), call_(call), copy_(*group->options.device) {
-  if (call.device)
-    host_tensors_ = std::make_unique<HostTensors>(call.device, call.stream, group->options.progress->arena());
+  if (!call.device) return;
+  copies_ = std::make_unique<DeviceCopies>(call.device, call.stream);
+  host_tensors_ = std::make_unique<HostTensors>(*copies_, group->options.progress->arena());
 }
 
 std::string MessageWork::description() const {
@@ -90,24 +91,28 @@ Poll MessageWork::go_on() {
     if (now != Poll::done) return moved ? Poll::moved : now;
     phase_ = Phase::returning;
   }
-  if (host_tensors_->give_back(moved)) return Poll::done;
+  if (host_tensors_->give_back(moved)) {
+    copies_->end();
+    return Poll::done;
+  }
   return moved ? Poll::moved : Poll::blocked;
 }
 
 void MessageWork::order(void* stream) {
-  if (host_tensors_ && is_completed()) host_tensors_->order(static_cast<cuda::CUstream>(stream));
+  if (copies_ && is_completed()) copies_->order(static_cast<cuda::CUstream>(stream));
 }
 
 void MessageWork::fail() {
   group_->keep_error();
   if (!copy_.settle(kSettle_s)) Group::retire(group_);
   if (transfers_) group_->peers->forget(kMessages);  // after anything but a mismatch the group is over
-  if (host_tensors_) host_tensors_->give_up(kSettle_s, group_->is_failed());
+  if (copies_) copies_->settle(kSettle_s);
+  if (host_tensors_) host_tensors_->give_up(group_->is_failed());
 }
 
 double MessageWork::look(bool caller_waits) {
   if (host_tensors_ && phase_ != Phase::exchanging)
-    return watchdog_->look_at_copy(*wait_, host_tensors_->nap_s(), description());
+    return watchdog_->look_at_copy(*wait_, copies_->nap_s(), description());
   if (copy_.is_running()) return watchdog_->look_at_copy(*wait_, copy_.nap_s(), description());
   auto missing = [this] {
     std::vector<uint32_t> ranks;

@@ -44,7 +44,7 @@ class MessageWork : public Work {
               const MessageCall& call);
   std::string description() const override;
   void order(void* stream) override;
-  bool has_landed() override { return is_completed() && (!host_tensors_ || host_tensors_->has_landed()); }
+  bool has_landed() override { return is_completed() && (!copies_ || copies_->has_landed()); }
 
  protected:
   Poll advance() override;
@@ -63,7 +63,8 @@ class MessageWork : public Work {
   MessageCall call_;
   std::optional<WaitState> wait_;
   CopyInFlight copy_;
-  std::unique_ptr<HostTensors> host_tensors_;  // instead of that on a device
+  std::unique_ptr<DeviceCopies> copies_;       // of a tensor on a device
+  std::unique_ptr<HostTensors> host_tensors_;  // instead of that one
   enum class Phase : uint8_t { bringing, exchanging, returning } phase_ = Phase::bringing;
   uint64_t piece_ = 0;  // bytes of the copy
   Offer* offer_ = nullptr;

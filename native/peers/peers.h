@@ -33,6 +33,9 @@ struct PeerView {
   // parts: it is on another host.
   std::byte* memory = nullptr;
   std::byte* slots = nullptr;
+  // Rings for GPUs (collectives/device_plans.h): its own, and the group's, the same in all views. Null: none.
+  std::byte* landing_ring = nullptr;
+  std::byte* result_ring = nullptr;
   Offer* sent = nullptr;      // kOffers to it
   Offer* received = nullptr;  // kOffers from it
 };

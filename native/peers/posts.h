@@ -6,6 +6,8 @@
 //   calls[sequence % 2], its texts and parts beside it. A rank posts number s only after it has seen all
 //   ranks post s-1, and so after all have finished s-2: whoever posts s may overwrite what s-2 used. This one
 //   rule protects the descriptors and the flat slots.
+// * `returned` counts the results for GPUs with which the rank is done (collectives/device_plans.h), over all
+//   collectives.
 // * The other counters hold sequence and step (see `mark`), so that they only ever grow and a rank that skips
 //   steps of an earlier collective holds nobody up.
 #pragma once
@@ -47,8 +49,8 @@ struct PostedPart {
   uint64_t send_offset = kNowhere;  // in the sender's memory that peers see
 };
 
-enum class Counter : uint8_t { posted, staged, reduced, finished };
-inline constexpr size_t kCounterCount = 4;
+enum class Counter : uint8_t { posted, staged, reduced, finished, returned };
+inline constexpr size_t kCounterCount = 5;
 
 // A step of a collective as a counter's value: 40 bits of sequence number, 24 of steps. At a million
 // collectives a second the former last for twelve days of nothing else; both limits are checked when a call

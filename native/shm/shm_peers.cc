@@ -9,15 +9,16 @@ namespace {
 constexpr size_t kSleepersBytes = 64;
 
 struct Offsets {
-  size_t parts, offers, slots, losses, end;
-  Offsets(uint32_t ranks, uint32_t all_ranks, uint64_t slot_bytes) {
+  size_t parts, offers, slots, losses, rings, end;
+  Offsets(uint32_t ranks, uint32_t all_ranks, uint64_t slot_bytes, uint64_t ring_bytes) {
     const uint32_t each = all_ranks ? all_ranks : ranks;
     auto page_up = [](size_t bytes) { return (bytes + 4095) / 4096 * 4096; };
     parts = kSleepersBytes + ranks * sizeof(RankBlock);
     offers = page_up(parts + sizeof(PostedPart) * 2 * ranks * each);
     slots = page_up(offers + sizeof(Offer) * kOffers * ranks * ranks);
     losses = slots + slot_bytes * ranks;
-    end = losses + sizeof(Loss) * all_ranks;
+    rings = page_up(losses + sizeof(Loss) * all_ranks);
+    end = rings + (all_ranks ? 0 : ring_bytes * (ranks + 1));
   }
 };
 
@@ -25,7 +26,7 @@ struct Offsets {
 
 ShmPeers::ShmPeers(const Options& options) : Peers(options.rank, options.world_size), arena_(options.arena) {
   const uint32_t ranks = options.world_size, parts = options.all_ranks ? options.all_ranks : ranks;
-  const Offsets layout(ranks, options.all_ranks, options.slot_bytes);
+  const Offsets layout(ranks, options.all_ranks, options.slot_bytes, options.ring_bytes);
   local_ = join_local_group(rank_, ranks, options.address, options.name, {layout.end, options.settings},
                             arena_, Deadline::in(options.timeout_s), options.waiting_s);
   std::byte* base = local_.shared->base();
@@ -42,6 +43,10 @@ ShmPeers::ShmPeers(const Options& options) : Peers(options.rank, options.world_s
     view.page = {local_.peers[rank].arena, &Arena::page_of(*local_.peers[rank].arena)};
     view.memory = local_.peers[rank].arena->base();
     view.slots = base + layout.slots + rank * options.slot_bytes;
+    if (!options.all_ranks) {
+      view.result_ring = base + layout.rings;
+      view.landing_ring = view.result_ring + (rank + 1) * options.ring_bytes;
+    }
     view.sent = offers(rank_, rank);
     view.received = offers(rank, rank_);
   }

@@ -8,6 +8,7 @@
 //   offers     for each ordered pair of ranks a page of offers; begins on a page of memory, as what follows
 //   slots      of each rank
 //   losses     one for each rank of all hosts, if there are others
+//   rings      for GPUs, if all ranks are on this host: the result ring, and the landing ring of each rank
 //
 // Fresh memory, all zero, is a group in which nobody is present: no rank has to prepare it for the others.
 #pragma once
@@ -42,7 +43,8 @@ class ShmPeers final : public Peers {
     uint64_t settings = 0;    // a fingerprint of what must be equal on all ranks besides
     double timeout_s = 300, waiting_s = 5;
     std::shared_ptr<Arena> arena;
-    uint32_t all_ranks = 0;  // of all hosts, and as many parts does each rank post; 0: there is one host
+    uint64_t ring_bytes = 0;  // of a ring for GPUs, whole pages
+    uint32_t all_ranks = 0;   // of all hosts, and as many parts does each rank post; 0: there is one host
     std::function<void()> on_loss = [] {};  // runs when a rank has gone without a word
   };
   // Meets the other ranks (join_local_group says what it throws).

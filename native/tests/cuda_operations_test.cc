@@ -53,10 +53,14 @@ struct GpuRank {
 };
 
 void run_gpu_ranks(uint32_t ranks, const std::string& words,
-                   const std::function<void(Communicator&, const GpuRank&)>& body, double timeout_s = 60) {
+                   const std::function<void(Communicator&, const GpuRank&)>& body, DeviceSizes sizes = {}) {
   fake().configure(words);
-  run_ranks(ranks, [&](Communicator& communicator) { body(communicator, GpuRank()); }, timeout_s);
+  run_ranks(
+      ranks, [&](Communicator& communicator) { body(communicator, GpuRank()); }, 60, {}, {},
+      [&](Communicator::Options& options) { options.device_sizes = sizes; });
 }
+
+constexpr DeviceSizes kSmallRings{4096, 4};  // many chunks with little data
 
 Bytes ints(uint64_t elems, int32_t first) {
   Bytes bytes(elems * 4);
@@ -79,43 +83,46 @@ constexpr uint64_t kTwoBlocks = CudaDevice::kBlockBytes / 4 * 2 + 7;  // element
 
 TEST_ANY_HOSTS(every_operation_on_every_type_has_the_bits_of_the_cpu_path) {
   for (const uint32_t ranks : {2u, 3u, 4u}) {
-    run_gpu_ranks(ranks, text("seed=%u", ranks), [&](Communicator& communicator, const GpuRank& seat) {
-      const uint32_t me = communicator.rank();
-      std::mt19937_64 random(7);  // the same on all ranks
-      for (const Dtype dtype : kAllDtypes)
-        for (const Operation operation : {Operation::all_reduce, Operation::reduce, Operation::broadcast,
-                                          Operation::all_gather, Operation::reduce_scatter})
-          for (const uint64_t elems : {uint64_t{1}, uint64_t{1021}, 30000 + random() % 500, uint64_t{0}}) {
-            Call call{operation, dtype, Reduction::sum, static_cast<uint32_t>(random() % ranks), elems};
-            do call.reduction = kAllReductions[random() % std::size(kAllReductions)];
-            while (!exists(dtype, call.reduction));
-            const bool scatters = operation == Operation::reduce_scatter;
-            std::vector<Bytes> inputs;
-            std::vector<double> factors;
-            for (uint32_t rank = 0; rank < ranks; ++rank) {
-              inputs.push_back(random_elements(dtype, scatters ? elems * ranks : elems, random));
-              factors.push_back(call.reduction == Reduction::premul_sum ? rank + 0.5 : 1);
-            }
-            const Bytes expected = naive(call, inputs, factors, levels_of(hosts_of(ranks)))[me];
-            Submission given;
-            given.call = call;
-            given.factor = factors[me];
-            std::byte* const send = seat.tensor(inputs[me], random() % 3 ? 0 : 1e-3);
-            const bool in_place = operation == Operation::broadcast || operation == Operation::reduce ||
-                                  (operation == Operation::all_reduce && random() % 2);
-            std::byte* const recv = in_place ? send : seat.tensor(Bytes(expected.size()));
-            given.send = send;
-            given.recv = recv;
-            given.asynchronous = random() % 2;
-            const auto work = communicator.submit(seat.on(given));
-            work->wait();
-            work->order(seat.stream);
-            const bool gets = operation != Operation::reduce || call.root == me;
-            CHECK(same(dtype, seat.read(recv, expected.size()).data(), (gets ? expected : inputs[me]).data(),
-                       expected.size() / size_bytes(dtype)));
-            CHECK(work->has_landed());
-          }
-    });
+    run_gpu_ranks(
+        ranks, text("seed=%u", ranks),
+        [&](Communicator& communicator, const GpuRank& seat) {
+          const uint32_t me = communicator.rank();
+          std::mt19937_64 random(7);  // the same on all ranks
+          for (const Dtype dtype : kAllDtypes)
+            for (const Operation operation : {Operation::all_reduce, Operation::reduce, Operation::broadcast,
+                                              Operation::all_gather, Operation::reduce_scatter})
+              for (const uint64_t elems : {uint64_t{1}, uint64_t{1021}, 6000 + random() % 500, uint64_t{0}}) {
+                Call call{operation, dtype, Reduction::sum, static_cast<uint32_t>(random() % ranks), elems};
+                do call.reduction = kAllReductions[random() % std::size(kAllReductions)];
+                while (!exists(dtype, call.reduction));
+                const bool scatters = operation == Operation::reduce_scatter;
+                std::vector<Bytes> inputs;
+                std::vector<double> factors;
+                for (uint32_t rank = 0; rank < ranks; ++rank) {
+                  inputs.push_back(random_elements(dtype, scatters ? elems * ranks : elems, random));
+                  factors.push_back(call.reduction == Reduction::premul_sum ? rank + 0.5 : 1);
+                }
+                const Bytes expected = naive(call, inputs, factors, levels_of(hosts_of(ranks)))[me];
+                Submission given;
+                given.call = call;
+                given.factor = factors[me];
+                std::byte* const send = seat.tensor(inputs[me], random() % 3 ? 0 : 1e-3);
+                const bool in_place = operation == Operation::broadcast || operation == Operation::reduce ||
+                                      (operation == Operation::all_reduce && random() % 2);
+                std::byte* const recv = in_place ? send : seat.tensor(Bytes(expected.size()));
+                given.send = send;
+                given.recv = recv;
+                given.asynchronous = random() % 2;
+                const auto work = communicator.submit(seat.on(given));
+                work->wait();
+                work->order(seat.stream);
+                const bool gets = operation != Operation::reduce || call.root == me;
+                CHECK(same(dtype, seat.read(recv, expected.size()).data(),
+                           (gets ? expected : inputs[me]).data(), expected.size() / size_bytes(dtype)));
+                CHECK(work->has_landed());
+              }
+        },
+        ranks == 2 ? DeviceSizes{} : kSmallRings);
   }
 }
 
@@ -174,19 +181,22 @@ TEST_ANY_HOSTS(messages_arrive_and_wait_for_the_streams_of_both_ends) {
 }
 
 TEST_ANY_HOSTS(works_that_nobody_waits_for_and_large_tensors_get_done) {
-  run_gpu_ranks(2, "seed=1", [&](Communicator& communicator, const GpuRank& seat) {
-    std::vector<std::byte*> tensors;
-    for (int i = 0; i < 40; ++i) {
-      tensors.push_back(seat.tensor(ints(100 + i, int(communicator.rank())), i % 4 ? 0 : 1e-3));
-      communicator.submit(seat.all_reduce(tensors.back(), 100 + i));
-    }
-    tensors.push_back(seat.tensor(ints(kTwoBlocks, int(communicator.rank()))));
-    const auto last = communicator.submit(seat.all_reduce(tensors.back(), kTwoBlocks));
-    last->wait();
-    last->order(seat.stream);
-    for (int i = 0; i < 40; ++i) CHECK(seat.read(tensors[i], (100 + i) * 4) == sum_of_ints(100 + i, 2));
-    CHECK(seat.read(tensors.back(), kTwoBlocks * 4) == sum_of_ints(kTwoBlocks, 2));
-  });
+  run_gpu_ranks(
+      2, "seed=1",
+      [&](Communicator& communicator, const GpuRank& seat) {
+        std::vector<std::byte*> tensors;
+        for (int i = 0; i < 40; ++i) {
+          tensors.push_back(seat.tensor(ints(100 + i, int(communicator.rank())), i % 4 ? 0 : 1e-3));
+          communicator.submit(seat.all_reduce(tensors.back(), 100 + i));
+        }
+        tensors.push_back(seat.tensor(ints(kTwoBlocks, int(communicator.rank()))));
+        const auto last = communicator.submit(seat.all_reduce(tensors.back(), kTwoBlocks));
+        last->wait();
+        last->order(seat.stream);
+        for (int i = 0; i < 40; ++i) CHECK(seat.read(tensors[i], (100 + i) * 4) == sum_of_ints(100 + i, 2));
+        CHECK(seat.read(tensors.back(), kTwoBlocks * 4) == sum_of_ints(kTwoBlocks, 2));
+      },
+      kSmallRings);
 }
 
 TEST(wait_returns_when_the_last_copy_is_queued_and_another_stream_may_be_ordered_behind_it) {
@@ -237,6 +247,19 @@ TEST(nothing_is_locked_before_the_first_tensor) {
     CHECK(seat.read(at, 40) == ints(10, 5));
     CHECK_CONTAINS(fake().alive(), "2 registrations");
   });
+  run_gpu_ranks(2, "", [](Communicator& communicator, const GpuRank& seat) {
+    std::byte* const at = seat.tensor(ints(10, int(communicator.rank())));
+    communicator.submit({Operation::barrier}, nullptr, nullptr)->wait();
+    CHECK_CONTAINS(fake().alive(), "2 registrations");
+    communicator.submit({Operation::barrier}, nullptr, nullptr)->wait();
+    const auto work = communicator.submit(seat.all_reduce(at, 10));
+    work->wait();
+    work->order(seat.stream);
+    CHECK(seat.read(at, 40) == sum_of_ints(10, 2));
+    CHECK_CONTAINS(fake().alive(), "5 registrations");  // two landing rings, and one for results
+    communicator.submit({Operation::barrier}, nullptr, nullptr)->wait();
+  });
+  CHECK(fake().alive().empty());
 }
 
 // --- what goes wrong
@@ -290,6 +313,7 @@ TEST(a_stream_under_capture_is_refused_and_the_group_goes_on) {
 
 TEST(each_driver_call_that_fails_once_ends_the_call_on_all_ranks) {
   constexpr uint32_t kRanks = 2;
+  constexpr uint64_t elems = 3000;  // three chunks
   std::map<std::string, uint64_t> before;
   std::mutex mutex;
   std::vector<std::string> errors;
@@ -300,15 +324,15 @@ TEST(each_driver_call_that_fails_once_ends_the_call_on_all_ranks) {
     std::vector<std::unique_ptr<GpuRank>> seats;
     for (uint32_t rank = 0; rank < kRanks; ++rank) seats.push_back(std::make_unique<GpuRank>());
     if (words.empty()) before = fake().calls();
-    run_ranks(kRanks, [&](Communicator& communicator) {
+    auto body = [&](Communicator& communicator) {
       const GpuRank& seat = *seats[communicator.rank()];
-      std::byte* const at = seat.tensor(ints(kTwoBlocks, int(communicator.rank())));
+      std::byte* const at = seat.tensor(ints(elems, int(communicator.rank())));
       std::shared_ptr<Work> work;
       try {
-        work = communicator.submit(seat.all_reduce(at, kTwoBlocks, 20));
+        work = communicator.submit(seat.all_reduce(at, elems, 20));
         work->wait();
         work->order(seat.stream);
-        CHECK(seat.read(at, kTwoBlocks * 4) == sum_of_ints(kTwoBlocks, kRanks));
+        CHECK(seat.read(at, elems * 4) == sum_of_ints(elems, kRanks));
       } catch (const Error& error) {
         std::lock_guard lock(mutex);
         errors.push_back(error.what());
@@ -316,13 +340,17 @@ TEST(each_driver_call_that_fails_once_ends_the_call_on_all_ranks) {
       if (work && work->error()) CHECK(work->has_landed());
       for (const Deadline deadline = Deadline::in(5); work && !work->has_landed(); usleep(100))
         CHECK(!deadline.passed());
-    });
+    };
+    run_ranks(kRanks, body, 60, {}, {},
+              [](Communicator::Options& options) { options.device_sizes = kSmallRings; });
   };
   exchange("");
   CHECK(errors.empty());
   const auto after = fake().calls();
   for (const auto& [name, calls] : after)
-    for (uint64_t call = before[name] + 1; call <= calls; ++call) {
+    // Those that stand around all others come thrice as often.
+    for (uint64_t call = before[name] + 1; call <= calls;
+         call += name.starts_with("cuCtx") || name.starts_with("cuThread") ? 3 : 1) {
       exchange(text("fail=%s:%llu:800 seed=%llu", name.c_str(), (unsigned long long)call,
                     (unsigned long long)call));
       if (fake().calls()[name] < call) continue;  // copies were asked after fewer times

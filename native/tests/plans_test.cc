@@ -1,6 +1,7 @@
 // The plans of one host. See simulator.h for how they are run; net_plans_test.cc has those of several hosts.
 #include "check.h"
 #include "collectives/choose.h"
+#include "collectives/device_plans.h"
 #include "collectives/shm.h"
 #include "collectives/slices.h"
 #include "data.h"
@@ -15,7 +16,9 @@ namespace {
 
 std::vector<Plan> plans_of(const Call& call, uint32_t ranks, Algorithm algorithm, const SlotSizes& sizes) {
   std::vector<Plan> plans;
-  for (uint32_t r = 0; r < ranks; ++r) plans.push_back(shm_plan(call, {r, ranks}, algorithm, sizes));
+  for (uint32_t r = 0; r < ranks; ++r)
+    plans.push_back(algorithm == Algorithm::device ? device_plan(call, {r, ranks}, Simulator::kRings)
+                                                   : shm_plan(call, {r, ranks}, algorithm, sizes));
   return plans;
 }
 
@@ -27,7 +30,7 @@ TEST(plans_give_the_naive_result_in_every_interleaving_tried) {
   int runs = 0;
   for (Operation operation : {Operation::all_reduce, Operation::reduce, Operation::broadcast,
                               Operation::all_gather, Operation::reduce_scatter}) {
-    for (Algorithm algorithm : {Algorithm::flat, Algorithm::arena, Algorithm::staged}) {
+    for (Algorithm algorithm : {Algorithm::flat, Algorithm::arena, Algorithm::staged, Algorithm::device}) {
       for (uint32_t ranks : {2u, 3u, 4u, 7u}) {
         for (uint64_t elems : {1, 5, 64, 65, 200, 1000, 1025}) {
           const uint64_t input_elems = operation == Operation::reduce_scatter ? elems * ranks : elems;
@@ -158,4 +161,9 @@ TEST(a_plan_can_be_read) {
   CHECK_CONTAINS(text, "copy 32 flat[1]+0 <- send[1]+0");
   CHECK_CONTAINS(text, "meet");
   CHECK_CONTAINS(text, "reduce 32 recv[1]+0 <- flat[0]+0 send[1]+0");
+  text = print(device_plan(call, {0, 2}, {}));
+  CHECK_CONTAINS(text, "start to copy 32 landing_ring[0]+0 <- send[0]+0");
+  CHECK_CONTAINS(text, "wait until 1 copies to the host have landed");
+  CHECK_CONTAINS(text, "wait until there is room for result 0");
+  CHECK_CONTAINS(text, "let go of result 0");
 }

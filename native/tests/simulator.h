@@ -56,31 +56,40 @@ class Simulator {
   void run(std::mt19937_64& random) {
     std::vector<uint32_t> busy;
     for (uint32_t r = 0; r < ranks_.size(); ++r) busy.push_back(r);
-    // At times links are slow: bytes move only when no rank can go on, or seldom.
+    // At times links and copies are slow: bytes move only when no rank can go on, or seldom.
     const uint64_t slowness = random() % 3;
     while (!busy.empty()) {
       // A rank runs on for a random while, so that ranks get far apart too.
       std::vector<uint32_t> ready;
       for (uint32_t r : busy)
-        if (can_step(r) || can_meet(r)) ready.push_back(r);
+        if (done(r) ? ranks_[r].copies[0].empty() : can_step(r) || can_meet(r)) ready.push_back(r);
       std::vector<Link*> links;
       for (auto& [pair, link] : links_)
         if (!link.sent.empty() && !link.places.empty() && !ranks_[link.from].gave_up &&
             !ranks_[link.to].gave_up)
           links.push_back(&link);
+      // Copies of GPUs land when they like, those of one direction in their order.
+      if (std::vector<std::pair<uint32_t, bool>> flights = copies_under_way();
+          !flights.empty() && (ready.empty() || (slowness < 2 && random() % (slowness ? 10 : 2) == 0))) {
+        const auto [rank, to_host] = flights[random() % flights.size()];
+        land(ranks_[rank], to_host);
+        continue;
+      }
       if (!links.empty() && (ready.empty() || (slowness < 2 && random() % (slowness ? 10 : 2) == 0))) {
         carry(*links[random() % links.size()], random);
         continue;
       }
+      if (ready.empty() && tell_what_was_let_go(busy)) continue;
       CHECK(!ready.empty());  // nobody can go on: a deadlock
       uint32_t r = ready[random() % ready.size()];
+      if (!done(r)) ranks_[r].returned = ranks_[r].let_go;
       for (uint64_t burst = random() % 20 + 1; burst > 0 && !done(r); --burst) {
         if (can_meet(r) && (!can_step(r) || random() % 16 == 0))
           meet(r);
         else if (can_step(r))
           step(r);
       }
-      if (!done(r)) continue;
+      if (!done(r) || !ranks_[r].copies[0].empty()) continue;  // a stream waits for copies
       busy.erase(std::find(busy.begin(), busy.end(), r));
       finish(ranks_[r]);
     }
@@ -88,12 +97,20 @@ class Simulator {
       CHECK(odd_host_ || (link.sent.empty() && link.places.empty()));  // nobody was left alone
   }
 
+  // Of the rings for GPUs: many chunks with little data.
+  static constexpr DeviceSizes kRings{512, 4};
+
   const Bytes& result(uint32_t r) const { return ranks_[r].result; }
   const std::vector<Bytes>& received_parts(uint32_t r) const { return ranks_[r].result_parts; }
 
  private:
+  struct Copy {
+    std::byte* to;
+    const std::byte* from;
+    uint64_t bytes, lets_go;  // lets_go: not 0: of so many results, and it is no copy
+  };
   struct Rank {
-    Bytes send, recv, flat, slot, landing, result;
+    Bytes send, recv, flat, slot, landing, landing_ring, result;
     std::vector<Bytes> send_parts, recv_parts, result_parts;
     uint64_t counters[kCounterCount] = {};
     Plan plan;
@@ -102,6 +119,10 @@ class Simulator {
     std::set<uint32_t> known;    // hosts whose call it knows
     size_t told = 0, heard = 0;  // levels
     bool gave_up = false;
+    std::vector<Copy> copies[2];  // under way to the GPU, and to the host
+    uint64_t came = 0;            // to the host
+    uint64_t let_go = 0,
+             returned = 0;  // results with which it is done, as far as it knows and as it has told
   };
   struct Frame {
     Region from;
@@ -116,6 +137,7 @@ class Simulator {
   };
 
   void begin(std::vector<Plan> plans, const SlotSizes& sizes) {
+    result_ring_.resize(kRings.bytes());
     ranks_.resize(plans.size());
     if (levels_.hosts.empty()) {
       levels_.hosts.resize(1);
@@ -124,6 +146,7 @@ class Simulator {
     for (uint32_t r = 0; r < ranks_.size(); ++r) {
       ranks_[r].flat.resize(sizes.flat_bytes);
       ranks_[r].slot.resize(sizes.chunks * sizes.chunk_bytes);
+      ranks_[r].landing_ring.resize(kRings.bytes() / 2);
       ranks_[r].host = levels_.host_of(r);
       ranks_[r].known = {ranks_[r].host};
       ranks_[r].plan = std::move(plans[r]);
@@ -140,6 +163,36 @@ class Simulator {
     for (Bytes* bytes : {&rank.send, &rank.recv, &rank.landing}) spoil(*bytes);
     for (Bytes& part : rank.send_parts) spoil(part);
     for (Bytes& part : rank.recv_parts) spoil(part);
+  }
+
+  std::vector<std::pair<uint32_t, bool>> copies_under_way() const {
+    std::vector<std::pair<uint32_t, bool>> found;
+    for (uint32_t r = 0; r < ranks_.size(); ++r)
+      for (const bool to_host : {false, true})
+        if (!ranks_[r].copies[to_host].empty()) found.emplace_back(r, to_host);
+    return found;
+  }
+
+  // Ranks that wait look around. Who is done does not, and so tells nobody any more.
+  bool tell_what_was_let_go(const std::vector<uint32_t>& busy) {
+    bool news = false;
+    for (const uint32_t r : busy) {
+      if (done(r)) continue;
+      news |= ranks_[r].returned != ranks_[r].let_go;
+      ranks_[r].returned = ranks_[r].let_go;
+    }
+    return news;
+  }
+
+  static void land(Rank& rank, bool to_host) {
+    const Copy copy = rank.copies[to_host].front();
+    rank.copies[to_host].erase(rank.copies[to_host].begin());
+    if (copy.lets_go) {
+      rank.let_go = copy.lets_go;
+      return;
+    }
+    std::memcpy(copy.to, copy.from, copy.bytes);
+    rank.came += to_host;
   }
 
   size_t meeting(const Rank& rank) const { return rank.plan.before.size(); }
@@ -164,6 +217,11 @@ class Simulator {
     const Step& s = rank.plan.after[rank.next - meeting(rank) - 1];
     if (rank.gave_up) return false;
     if (s.kind == Step::Kind::hear) return rank.heard > s.value;
+    if (s.kind == Step::Kind::wait_copied) return rank.came >= s.value;
+    if (s.kind == Step::Kind::wait_room)
+      return std::all_of(ranks_.begin(), ranks_.end(), [&](const Rank& other) {
+        return (s.rank != kEveryone && &other != &rank) || other.returned + kRings.chunks > s.value;
+      });
     if (s.kind == Step::Kind::wait_sent) return link(r, s.rank).frames >= s.value;
     if (s.kind == Step::Kind::wait_received) return link(s.rank, r).frames >= s.value;
     if (s.kind != Step::Kind::wait) return true;
@@ -206,6 +264,15 @@ class Simulator {
       case Place::landing:
         place = &owner.landing;
         break;
+      case Place::landing_ring:
+        place = &owner.landing_ring;
+        break;
+      case Place::result_ring: {  // any number of results stand behind each other in it
+        const uint64_t within = region.offset_bytes % kRings.chunk_bytes;
+        CHECK(within + bytes <= kRings.chunk_bytes);
+        return result_ring_.data() +
+               region.offset_bytes / kRings.chunk_bytes % kRings.chunks * kRings.chunk_bytes + within;
+      }
       default:
         CHECK(false);
     }
@@ -229,6 +296,16 @@ class Simulator {
         break;
       case Step::Kind::reduce:
         reduce(r, s);
+        break;
+      case Step::Kind::start_copy: {
+        const bool to_host = s.to.place != Place::recv;
+        rank.copies[to_host].push_back(
+            {at(r, s.to, s.bytes, true), at(r, s.from, s.bytes, false), s.bytes, 0});
+        std::memset(rank.copies[to_host].back().to, 0xee, s.bytes);
+        break;
+      }
+      case Step::Kind::let_go:
+        rank.copies[0].push_back({nullptr, nullptr, 0, s.value + 1});
         break;
       case Step::Kind::send:
         CHECK(rank.told > level_between(r, s.rank));
@@ -317,6 +394,7 @@ class Simulator {
   }
 
   Call call_;
+  Bytes result_ring_;
   bool in_place_ = false;
   Levels levels_;
   std::vector<double> factors_;

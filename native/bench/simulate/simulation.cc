@@ -270,6 +270,11 @@ class Simulation {
       case Step::Kind::hear:
         if (const auto at = hear(r, s->value)) return at;
         break;
+      case Step::Kind::start_copy:  // of GPUs, whose plans are not modelled
+      case Step::Kind::wait_copied:
+      case Step::Kind::wait_room:
+      case Step::Kind::let_go:
+        break;
     }
     ++r.steps.next;
     return {};

@@ -75,6 +75,18 @@ void CopyEngines::add_memory(std::shared_ptr<std::byte> memory, size_t bytes) {
   });
 }
 
+void CopyEngines::remove_memory(const std::byte* memory) {
+  if (gpu_->is_forked()) return;
+  std::lock_guard lock(mutex_);
+  const auto found = std::find_if(memories_.begin(), memories_.end(),
+                                  [&](const Memory& added) { return added.bytes.get() == memory; });
+  if (found == memories_.end()) return;
+  for (const Engine& engine : engines_)
+    if (!settle(engine, kSettle_s)) return;
+  gpu_->tidy([&] { gpu_->give_back(gpu_->driver().cuMemHostUnregister, found->bytes.get()); });
+  memories_.erase(found);
+}
+
 bool CopyEngines::is_added(const void* from, size_t bytes) const {
   const auto* first = static_cast<const std::byte*>(from);
   return std::any_of(memories_.begin(), memories_.end(), [&](const Memory& memory) {

@@ -41,6 +41,9 @@ class CopyEngines final : public Device {
   // GPU would go on with the old ones, unseen.
   void add_memory(std::shared_ptr<std::byte> memory, size_t bytes);
 
+  // Gives it back once no copy is under way; if one does not end within a second, it is kept for ever.
+  void remove_memory(const std::byte* memory);
+
   // Behind all that is in the caller's stream now. Throws Error(invalid_argument) when the stream is being
   // captured into a graph; the capture is not harmed.
   Event record(CUstream caller);

@@ -56,7 +56,7 @@ void FakeGpu::configure(const std::string& words) {
   initialized = false;
   copies_begun_ = 0;
   dead_ = CUDA_SUCCESS;
-  for (auto* things : {&registered, &allocated}) things->clear();
+  for (auto* things : {&registered, &registered_again, &allocated}) things->clear();
   without.clear(), retained.clear(), contexts.clear(), streams.clear(), events.clear(), faults_.clear(),
       calls_.clear();
   streams.push_back({.blocking = true});

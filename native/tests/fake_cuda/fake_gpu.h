@@ -92,7 +92,7 @@ class FakeGpu final : public FakeCuda {
   std::vector<CUcontext> contexts;  // by GPU
   std::list<Stream> streams;        // the first is the legacy default one
   std::list<Event> events;
-  std::map<const std::byte*, size_t> registered, allocated;
+  std::map<const std::byte*, size_t> registered, registered_again, allocated;
 
  private:
   FakeGpu();
