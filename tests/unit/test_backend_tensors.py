@@ -13,31 +13,32 @@ from photinus.backend import options
 from photinus.backend.device_map import ByDevice
 from photinus.backend.engine_reductions import _one_behind_the_other
 from photinus.backend.single_rank import Alone
-from photinus.backend.tensors import DTYPES, CopyBack, allocate, dense, is_dense, reals, transfer_type
+from photinus.backend.tensors import DTYPES, Memory, allocate, is_dense, reals, transfer_type
 from photinus.backend.through_engine import ThroughEngine
 from photinus.engine import Call
 from photinus.errors import AbortedError, MismatchError
 
 
 def test_dense_tensors_are_taken_as_they_lie_and_others_copied_in_logical_order() -> None:
+    dense = Memory().input
     matrix = torch.arange(6.0).view(2, 3)
     assert dense(matrix).data_ptr() == matrix.data_ptr()
     assert dense(matrix.t()).flatten().tolist() == [0, 3, 1, 4, 2, 5]
-    assert dense(torch.zeros(0)).numel() == 0
+    assert Memory().input(torch.zeros(0)).numel() == 0
     number = torch.tensor([1 + 2j, 3 - 4j])
     assert dense(number).tolist() == [[1, 2], [3, -4]]
     assert dense(number).data_ptr() == number.data_ptr()
     assert dense(number.conj()).tolist() == [[1, -2], [3, 4]]
     assert dense(number.conj()[:1].imag).tolist() == [-2]
     assert not is_dense(number.conj()[:1].imag)  # one element, contiguous, but negated lazily
-    with pytest.raises(ValueError, match="CPU tensors, got one on meta"):
-        dense(torch.zeros(1, device="meta"))
+    with pytest.raises(ValueError, match="CPU and CUDA tensors, got one on meta"):
+        Memory().input(torch.zeros(1, device="meta"))
 
 
 def test_outputs_that_are_not_dense_get_their_values_when_the_operation_is_done() -> None:
     whole = torch.zeros(6, requires_grad=True)
     part = whole[::2]
-    copies = CopyBack()
+    copies = Memory()
     stand_in = copies.output(part, load=True)
     assert stand_in.tolist() == [0, 0, 0]
     stand_in.fill_(7)
@@ -45,7 +46,7 @@ def test_outputs_that_are_not_dense_get_their_values_when_the_operation_is_done(
     copies()
     assert whole.tolist() == [7, 0, 7, 0, 7, 0]
     assert not copies
-    copies = CopyBack()
+    copies = Memory()
     dense_one = torch.zeros(3)
     assert copies.output(dense_one, load=True).data_ptr() == dense_one.data_ptr()
     assert not copies
@@ -53,9 +54,9 @@ def test_outputs_that_are_not_dense_get_their_values_when_the_operation_is_done(
 
 def test_inputs_that_lie_one_behind_the_other_are_taken_as_one() -> None:
     flat = torch.arange(12.0)
-    assert _one_behind_the_other(flat.chunk(3)).data_ptr() == flat.data_ptr()
+    assert _one_behind_the_other(flat.chunk(3), Memory()).data_ptr() == flat.data_ptr()
     for apart in (list(reversed(flat.chunk(3))), [torch.ones(4) for _ in range(3)], flat.view(4, 3).unbind(1)):
-        joined = _one_behind_the_other(apart)
+        joined = _one_behind_the_other(apart, Memory())
         assert joined.tolist() == torch.cat(list(apart)).tolist()
         assert joined.data_ptr() != apart[0].data_ptr()
 
@@ -68,7 +69,7 @@ def test_elements_of_any_type_can_be_moved_and_are_told_apart() -> None:
     with pytest.raises(TypeError, match="qint8"):
         transfer_type(torch.qint8)
     with pytest.raises(TypeError, match=r"dense tensors.*sparse_coo"):
-        dense(torch.zeros(2).to_sparse())
+        Memory().input(torch.zeros(2).to_sparse())
 
 
 def test_reductions_that_mean_nothing_are_refused() -> None:

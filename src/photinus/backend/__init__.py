@@ -9,6 +9,8 @@ loaded before the first group is made.
 
 cards              which of this host's addresses ranks of other hosts reach this process at
 completer          completes the futures of a group's operations, from as many threads as its callbacks keep busy
+cuda               CUDA's streams, events and futures, as far as the backend needs them: all that it knows of torch.cuda
+cuda_work          handles of operations on CUDA tensors: whoever waits gets his stream ordered behind the result
 device_map         groups that serve several kinds of devices: "cpu:photinus,cuda:nccl"
 engine_group       how a group starts operations of the engine, and how it ends
 engine_moves       the collectives that compute nothing, through the engine
@@ -27,7 +29,7 @@ process_group      the face of a process group towards torch
 profiling          collectives in torch.profiler's timeline
 single_rank        the communicator of a group of one: every collective is at most a copy, done when it is called
 sparse             all_reduce of sparse tensors: every rank gathers all ranks' entries and adds them up in rank order
-tensors            which memory a collective works on: dense copies of tensors that are not dense, and the way back
+tensors            which memory a call works on: dense copies of tensors that are not dense, and the way back
 through_engine     the process group: every collective and message goes through the engine
 updates            how often the parameters that are reduced over a group were updated
 wires              in which type the values of a reduction travel between hosts: `Options`, for pg_options
@@ -67,7 +69,7 @@ def register() -> None:
         import torch.distributed as dist
 
         if not _registered and dist.is_available():  # `import torch` may have called register() just now
-            dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+            dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
             _registered = True
             if "PHOTINUS_STATUS_FILE" in os.environ:  # env.STATUS_FILE: a launcher's worker, whatever its script is
                 from ..status import count_optimizer_steps

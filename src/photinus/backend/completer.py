@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["Apart", "Completer"]
+__all__ = ["Apart", "Completer", "outcome"]
 
 _IDLE_S = 0.02
 
@@ -28,7 +28,8 @@ class _Item(NamedTuple):
     complete: Callable[[BaseException | None], None]  # runs the callbacks; may block
 
 
-def _outcome(wait: Callable[[], object]) -> BaseException | None:
+def outcome(wait: Callable[[], object]) -> BaseException | None:
+    """What it raises, if it does."""
     try:
         wait()
     except Exception as raised:  # noqa: BLE001 - handed on to complete()
@@ -61,7 +62,7 @@ class Completer:
 
         def serve() -> None:
             try:
-                complete(_outcome(wait))
+                complete(outcome(wait))
             finally:
                 self._threads.discard(threading.current_thread())
 
@@ -97,7 +98,7 @@ class Completer:
     def _serve(self) -> None:
         try:
             while (item := self._lead()) is not None:
-                error = _outcome(item.wait)
+                error = outcome(item.wait)
                 with self._changed:
                     self._led = False
                     if self._waiting:

@@ -27,7 +27,6 @@ from .wires import Options
 
 __all__ = ["ByDevice", "Request", "find_request", "others"]
 
-_CPU = torch.device("cpu")
 _TYPES = dist.ProcessGroup.BackendType
 
 
@@ -36,6 +35,7 @@ class Request:
     """What torch is about to make.
 
     Attributes:
+        ours: the device types that we serve.
         devices: the other device types and the names of their backends, {"cuda": "nccl"}.
         made: torch's own group, with the backends of the devices that stand before ours in the map.
         store: of the whole group.
@@ -44,6 +44,7 @@ class Request:
         options: init_process_group's pg_options, if they are not ours.
     """
 
+    ours: Sequence[str] = ("cpu", "cuda")
     devices: Mapping[str, str] = field(default_factory=dict)
     made: dist.ProcessGroup | None = None
     store: Store | None = None
@@ -53,9 +54,12 @@ class Request:
 
     def for_a_part(self, kept: Sequence[torch.device] | None) -> Request:
         """The same for a part of the group, on some of the devices (None: on all)."""
-        types = None if kept is None else {device.type for device in kept}
-        devices = {device: name for device, name in self.devices.items() if types is None or device in types}
-        return Request(devices, device=self.device, options=self.options)
+        if kept is None:
+            return Request(self.ours, self.devices, device=self.device, options=self.options)
+        types = {device.type for device in kept}
+        devices = {device: name for device, name in self.devices.items() if device in types}
+        ours = [device for device in self.ours if device in types or device == "cpu"]
+        return Request(ours, devices, device=self.device, options=self.options)
 
 
 def find_request() -> Request:
@@ -70,12 +74,14 @@ def find_request() -> Request:
     config = None if frame is None else frame.f_locals.get("backend_config")
     if frame is None or config is None:
         return Request()
-    devices = {device: str(name) for device, name in config.get_device_backend_map().items() if str(name) != NAME}
+    names = {device: str(name) for device, name in config.get_device_backend_map().items()}
+    ours = [device for device, name in names.items() if name == NAME]
+    devices = {device: name for device, name in names.items() if name != NAME}
     local = frame.f_locals.get
     options = local("backend_options")
     if isinstance(options, Options):
         options = None
-    return Request(devices, local("pg"), local("prefix_store"), local("device_id"), local("split_from"), options)
+    return Request(ours, devices, local("pg"), local("prefix_store"), local("device_id"), local("split_from"), options)
 
 
 def others(given: _DistributedBackendOptions, wanted: Request) -> tuple[dist.ProcessGroup, dict[str, str]]:
@@ -140,10 +146,10 @@ def _make(name: str, store: Store, given: _DistributedBackendOptions, wanted: Re
 
 
 class ByDevice(ProcessGroup):
-    """A group of ours for CPU tensors beside a group of torch's for all others.
+    """A group of ours beside a group of torch's for the devices that the map gives to other backends.
 
     Args:
-        cpu: serves CPU tensors, and whatever has no tensor.
+        ours: serves all other tensors, and whatever has no tensor.
         others: torch's group of the other devices' backends.
         missing: devices that were asked for and cannot be served, with the reasons.
         device: the accelerator that the group is bound to.
@@ -151,37 +157,39 @@ class ByDevice(ProcessGroup):
 
     def __init__(
         self,
-        cpu: ProcessGroup,
+        ours: ProcessGroup,
         others: dist.ProcessGroup,
         missing: Mapping[str, str],
         device: torch.device | None,
     ) -> None:
-        super().__init__(cpu._gloo, cpu._store, cpu._limit, cpu._label)
-        self._cpu = cpu
+        super().__init__(ours._gloo, ours._store, ours._limit, ours._label, ours._device_types)
+        self._ours = ours
         self._others: dist.ProcessGroup = others
         self._missing = missing
+        self._theirs = {device.type for device in others._device_types} | set(missing)
         if device is not None:
             self.bound_device_id = device
 
     @property
     def communicator(self) -> engine.Communicator | None:
-        """The engine's, which serves CPU tensors."""
-        return self._cpu.communicator
+        """The engine's, which serves our part."""
+        return self._ours.communicator
 
     def _group_for(self, device: torch.device | None) -> Any:
         """The group for a device."""
-        if device is None or device.type == "cpu":
-            return self._cpu
+        if device is None or device.type not in self._theirs:
+            return self._ours
         if device.type in self._missing:
             raise ValueError(
                 f"process group {self._label} cannot take tensors on {device}: {self._missing[device.type]}. Its CPU "
-                f"tensors go through {NAME}; move the tensor with .cpu(), or install what is missing."
+                f"tensors go through {NAME}; move the tensor with .cpu(), or install what is missing. Where {NAME} is "
+                f"to take CUDA tensors, too, leave the map out: init_process_group({NAME!r})."
             )
         return self._others
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [_CPU, *self._others._device_types]
+        return [*self._ours._device_types, *self._others._device_types]
 
     def _get_backend(self, device: torch.device) -> Any:
         return self._group_for(torch.device(device))._get_backend(device)
@@ -196,20 +204,22 @@ class ByDevice(ProcessGroup):
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Done when every rank has called it. On the accelerator if the options say so, else on the CPU."""
         device = getattr(opts, "device", None)
-        work: dist.Work = self._group_for(device).barrier(opts) if timeout is None else self._cpu.barrier(opts, timeout)
+        work: dist.Work = (
+            self._group_for(device).barrier(opts) if timeout is None else self._ours.barrier(opts, timeout)
+        )
         return work
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names the ranks that did not come; on the CPU."""
-        self._cpu.monitored_barrier(timeout, wait_all_ranks)
+        self._ours.monitored_barrier(timeout, wait_all_ranks)
 
     def allocate_tensor(
         self, size: Any, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> torch.Tensor:
         """Uninitialised memory from which the device's backend exchanges fastest; see ProcessGroup."""
-        where = _CPU if device is None else torch.device(device)
-        if where.type == "cpu":
-            return self._cpu.allocate_tensor(size, dtype)
+        where = torch.device("cpu" if device is None else device)
+        if where.type not in self._theirs:
+            return self._ours.allocate_tensor(size, dtype, where)
         memory: torch.Tensor = self._get_backend(where).allocate_tensor(
             size, dtype=dtype or torch.get_default_dtype(), device=where
         )
@@ -217,7 +227,7 @@ class ByDevice(ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the timeout of later operations that are given none, on all devices."""
-        self._cpu.set_timeout(timeout)
+        self._ours.set_timeout(timeout)
         for device in self._others._device_types:
             set_it = getattr(self._others._get_backend(device), "_set_default_timeout", None)
             if set_it is not None:  # some backends know no timeouts
@@ -225,14 +235,14 @@ class ByDevice(ProcessGroup):
 
     def abort(self) -> None:
         """Ends what is in flight on all devices and refuses everything later."""
-        self._cpu.abort()
+        self._ours.abort()
         if self._others._device_types:
             self._others.abort()
         super().abort()
 
     def shutdown(self) -> None:
         """Leaves the group in order; `destroy_process_group` calls it. Idempotent."""
-        self._cpu.shutdown()
+        self._ours.shutdown()
         if self._others._device_types:
             self._others.shutdown()
         super().shutdown()

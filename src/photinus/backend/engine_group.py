@@ -18,13 +18,14 @@ from .. import engine
 from ..engine import Call
 from ..errors import AbortedError
 from ..waiting_time import waiting_time
-from . import options, profiling
+from . import cuda, options, profiling
 from .completer import Apart, Completer
+from .cuda_work import CudaMessageWork, CudaWork
 from .inner_gloo import InnerGloo, Limit
 from .outside_dynamo import outside_dynamo
 from .process_group import ProcessGroup
 from .single_rank import Alone
-from .tensors import CopyBack
+from .tensors import Memory
 from .updates import Updates
 from .wires import Wires
 from .work import EngineWork, Handle, MessageWork
@@ -52,7 +53,7 @@ class EngineGroup(ProcessGroup):
 
     Args:
         communicator: the engine's.
-        gloo, store, limit, label: see ProcessGroup.
+        gloo, store, limit, label, devices: see ProcessGroup.
         wires: what travels between hosts in another type than its own.
     """
 
@@ -63,9 +64,10 @@ class EngineGroup(ProcessGroup):
         store: Store,
         limit: Limit,
         label: str,
+        devices: Sequence[torch.device],
         wires: Wires,
     ) -> None:
-        super().__init__(gloo, store, limit, label)
+        super().__init__(gloo, store, limit, label, devices)
         self._wires = wires
         self._communicator: engine.Communicator | Alone | None = communicator
         self._submit: Callable[..., Handle] = communicator.submit
@@ -83,22 +85,15 @@ class EngineGroup(ProcessGroup):
         return self._communicator if isinstance(self._communicator, engine.Communicator) else None
 
     def _run(
-        self,
-        given: Any,
-        operation: int,
-        keep: object,
-        outputs: Sequence[Tensor],
-        finish: Callable[[], None] | None = None,
-        **fields: Any,
+        self, given: Any, operation: int, memory: Memory, outputs: Sequence[Tensor], **fields: Any
     ) -> EngineWork | None:
         """Starts a collective, or does it here if its caller waits for it anyway.
 
         Args:
             given: torch's options: timeout, and whether the call is asynchronous.
             operation: from engine.OPERATIONS.
-            keep: what must live until the exchange has ended.
+            memory: of the call; kept until the exchange has ended.
             outputs: the caller's tensors, which the work gives as its result.
-            finish: what is to be done when the exchange has ended.
             fields: the rest of engine.Call.
 
         Returns:
@@ -106,12 +101,25 @@ class EngineGroup(ProcessGroup):
         """
         limit_s = self._timeout_s(given)
         updates = self._updates.told()
-        call = Call(operation, timeout_s=limit_s, asynchronous=given.asyncOp, updates=updates, **fields)
-        return self._start(call, keep, outputs, finish)
+        if memory.device is None:
+            call = Call(operation, timeout_s=limit_s, asynchronous=given.asyncOp, updates=updates, **fields)
+            return self._start(call, memory, outputs, memory)
+        call = Call(operation, timeout_s=limit_s, updates=updates, **fields, **self._place(memory))
+        work = self._start(call, memory, outputs, memory, CudaWork)
+        if given.asyncOp or work is None:
+            return work
+        work.wait()
+        return None
 
     def _start(
-        self, call: Call, keep: object, outputs: Sequence[Tensor], finish: Callable[[], None] | None
+        self,
+        call: Call,
+        keep: object,
+        outputs: Sequence[Tensor],
+        finish: Memory | None,
+        kind: type[EngineWork] = EngineWork,
     ) -> EngineWork | None:
+        """The same for a call that is made; `finish` is what is to be done when the exchange has ended."""
         event = profiling.begin_call(call)
         if not call.asynchronous:
             began = waiting_time.begin() if waiting_time.on else 0
@@ -126,7 +134,7 @@ class EngineGroup(ProcessGroup):
                 finish()
             return None
         handle = self._submit(call, keep)
-        work = EngineWork(handle, outputs, self._completer, finish or None)
+        work = kind(handle, outputs, self._completer, finish)
         if event is not None:
             profiling.end_with(event, handle, self._completer)
         if sum(t.nbytes for t in outputs if t.layout is torch.strided) <= _RECENT_BYTES:
@@ -135,18 +143,30 @@ class EngineGroup(ProcessGroup):
 
     def _run_message(
         self, event_name: str, operation: int, values: Tensor, code: int, peer: int, tag: int, output: Tensor,
-        finish: CopyBack | None,
+        memory: Memory,
     ) -> EngineWork:  # fmt: skip
         """Starts a send or recv. torch waits on the works, or, with isend and irecv, its user does."""
         event = profiling.begin(event_name)
         handle = self._message(
-            operation, values.data_ptr(), values.numel(), code, peer, tag, self._limit.timeout_s, True, values
-        )
+            operation, values.data_ptr(), values.numel(), code, peer, tag, self._limit.timeout_s, True, memory,
+            **self._place(memory),
+        )  # fmt: skip
         # Messages end in any order, so none may stand in line behind another, nor a collective behind it.
-        work = MessageWork(handle, [output], Apart(self._completer), finish or None)
+        apart = Apart(self._completer)
+        work: MessageWork
+        if memory.device is None:
+            work = MessageWork(handle, [output], apart, memory)
+        else:
+            work = CudaMessageWork(handle, [output], apart, memory)
         if event is not None:
-            profiling.end_with(event, handle, Apart(self._completer))
+            profiling.end_with(event, handle, apart)
         return work
+
+    def _place(self, memory: Memory) -> dict[str, Any]:
+        """Which GPU a call is on, and what it begins behind. Raises OSError where CUDA can't be used."""
+        if memory.device is None or self.communicator is None:  # one rank alone needs no engine
+            return {}
+        return {"device": engine.cuda_device(memory.device.index), "stream": cuda.streams.current(memory.device)}
 
     def _timeout_s(self, given: Any) -> float:
         limit = given.timeout

@@ -21,7 +21,7 @@ from . import options
 from .engine_group import EngineGroup, Part, check_elems, check_same_dtype
 from .monitored import missing_ranks, monitored_text
 from .outside_dynamo import outside_dynamo
-from .tensors import CopyBack, dense, transfer_type
+from .tensors import Memory, transfer_type
 from .updates import parameters_of_new_ddp
 from .work import EngineWork
 
@@ -34,6 +34,7 @@ _SCATTER = engine.OPERATIONS["scatter"]
 _ALL_TO_ALL = engine.OPERATIONS["all_to_all"]
 _BARRIER = engine.OPERATIONS["barrier"]
 _NOTHING: Part = (0, 0)
+_NO_MEMORY = Memory()
 _SHORTEST_S = 1e-3  # a timeout of 0 means this one in torch, the group's own in the engine
 
 
@@ -48,15 +49,14 @@ class EngineMoves(EngineGroup):
         given = options.broadcast(opts if root is None else root, timeout)
         tensor = options.one_tensor(tensors, "broadcast")
         code, label = transfer_type(tensor.dtype)
-        finish = CopyBack()
-        values = finish.output(tensor, load=given.rootRank == self._rank)
+        memory = Memory()
+        values = memory.output(tensor, load=given.rootRank == self._rank)
         address, elems = _part(values)
         return self._run(
             given,
             _BROADCAST,
-            values,
+            memory,
             [tensor],
-            finish,
             send=address,
             recv=address,
             elems=elems,
@@ -71,15 +71,14 @@ class EngineMoves(EngineGroup):
         check_same_dtype("all_gather", [output, input])
         check_elems("all_gather", "the output", output.numel(), self._size * input.numel(), input)
         code, label = transfer_type(input.dtype)
-        finish = CopyBack()
-        target, source = finish.output(output, load=False), dense(input)
+        memory = Memory()
+        target, source = memory.output(output, load=False), memory.input(input)
         send, elems = _part(source)
         return self._run(
             given,
             _ALL_GATHER,
-            (source, target),
+            memory,
             [output],
-            finish,
             send=send,
             recv=target.data_ptr(),
             elems=elems,
@@ -165,18 +164,17 @@ class EngineMoves(EngineGroup):
         given = options.all_to_all(opts, timeout)
         check_same_dtype("all_to_all_single", [output, input])
         code, label = transfer_type(input.dtype)
-        finish = CopyBack()
-        target, source = finish.output(output, load=False), dense(input)
+        memory = Memory()
+        target, source = memory.output(output, load=False), memory.input(input)
         recvs = self._rows("output", target, output, output_split_sizes)
         sends = self._rows("input", source, input, input_split_sizes)
-        keep = (source, target)
-        return self._run(given, _ALL_TO_ALL, keep, [output], finish, sends=sends, recvs=recvs, dtype=code, label=label)
+        return self._run(given, _ALL_TO_ALL, memory, [output], sends=sends, recvs=recvs, dtype=code, label=label)
 
     alltoall_base = all_to_all_single  # its name before torch 2.13
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work | None:
         """Done when every rank has called it, and so has ended what it waited for before."""
-        return self._run(options.barrier(opts, timeout), _BARRIER, None, [])
+        return self._run(options.barrier(opts, timeout), _BARRIER, _NO_MEMORY, [])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that waits here. The error names all ranks that did not come; it begins as gloo's does.
@@ -211,18 +209,17 @@ class EngineMoves(EngineGroup):
         tensors = [*given_outputs, *(tensor for tensor in inputs if tensor is not None)]
         check_same_dtype(name, tensors)
         code, label = transfer_type(tensors[0].dtype)
-        finish = CopyBack()
+        memory = Memory()
         nothing: list[Tensor | None] = [None] * self._size
         # One input for all ranks (all_gather) is made dense once.
-        dense_of = {id(tensor): dense(tensor) for tensor in inputs if tensor is not None}
+        dense_of = {id(tensor): memory.input(tensor) for tensor in inputs if tensor is not None}
         sources = [None if tensor is None else dense_of[id(tensor)] for tensor in inputs] or nothing
-        targets = [None if tensor is None else finish.output(tensor, load=False) for tensor in outputs] or nothing
+        targets = [None if tensor is None else memory.output(tensor, load=False) for tensor in outputs] or nothing
         return self._run(
             given,
             operation,
-            (sources, targets),
+            memory,
             given_outputs,
-            finish,
             sends=[_part(tensor) for tensor in sources],
             recvs=[_part(tensor) for tensor in targets],
             dtype=code,

@@ -18,7 +18,7 @@ from . import options, profiling
 from .engine_group import EngineGroup, check_elems, check_same_dtype
 from .outside_dynamo import outside_dynamo
 from .sparse import sparse_all_reduce
-from .tensors import DTYPES, REDUCTIONS, CopyBack, check_dense, dense, reals
+from .tensors import DTYPES, REDUCTIONS, Memory, check_dense, reals
 from .wires import Wires, wires
 from .work import EngineWork, JoinedWork
 
@@ -57,7 +57,7 @@ class EngineReductions(EngineGroup):
         )
         reduction = REDUCTIONS[hash(given.reduceOp)]
         code = DTYPES.get(tensor.dtype)
-        finish: CopyBack | None = None
+        memory: Memory | None = None
         if (
             code is not None
             and tensor.is_cpu
@@ -70,8 +70,21 @@ class EngineReductions(EngineGroup):
             return sparse_all_reduce(self, tensor, given)
         else:
             code = _compute("all_reduce", tensor)
-            finish = CopyBack()
-            values = finish.output(reals(tensor, hash(given.reduceOp)), load=True)
+            memory = Memory()
+            values = memory.output(reals(tensor, hash(given.reduceOp)), load=True)
+            if memory.device is not None:
+                address = values.data_ptr()
+                return self._run(
+                    given,
+                    _ALL_REDUCE,
+                    memory,
+                    [tensor],
+                    send=address,
+                    recv=address,
+                    elems=values.numel(),
+                    dtype=code,
+                    **self._reduction(given, code, wires),
+                )
         limit, address, asynchronous = given.timeout, values.data_ptr(), given.asyncOp
         if wires is None:
             wires = self._wires
@@ -92,10 +105,10 @@ class EngineReductions(EngineGroup):
             wires.get((code, reduction)) if wires else None,
         )
         if asynchronous or waiting_time.on or profiling.is_on():
-            return self._start(call, values, [tensor], finish)
+            return self._start(call, values, [tensor], memory)
         self._do(call)  # here: the engine looks at each frame up to the user's, which costs 0.1 microseconds
-        if finish:
-            finish()
+        if memory:
+            memory()
         return None
 
     def all_reduce_as(self, tensor: Tensor, op: Any, wire_dtype: torch.dtype) -> dist.Work | None:
@@ -121,17 +134,16 @@ class EngineReductions(EngineGroup):
     def _reduce(self, given: Any, source: Tensor, output: Tensor, root: int) -> EngineWork | None:
         """Reduces the ranks' sources into the root's output, which may be its source; others' outputs stay."""
         code = _compute("reduce", source)
-        finish = CopyBack()
-        values = dense(reals(source, hash(given.reduceOp)))
+        memory = Memory()
+        values = memory.input(reals(source, hash(given.reduceOp)))
         target = values
         if root == self._rank:
-            target = finish.output(output, load=False)
+            target = memory.output(output, load=False)
         return self._run(
             given,
             _REDUCE,
-            (values, target),
+            memory,
             [output],
-            finish,
             send=values.data_ptr(),
             recv=target.data_ptr(),
             elems=values.numel(),
@@ -162,27 +174,27 @@ class EngineReductions(EngineGroup):
         if any(tensor.numel() != output.numel() for tensor in inputs):
             works = [self._reduce(given, tensor, output, root) for root, tensor in enumerate(inputs)]
             return JoinedWork(works, [output])
-        return self._reduce_scatter(given, output, _one_behind_the_other(inputs))
+        memory = Memory()
+        return self._reduce_scatter(given, output, _one_behind_the_other(inputs, memory), memory)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work | None:
         """Reduces the ranks' tensors and leaves rank r with part r of the result."""
         given = options.reduce_scatter(opts)
         check_same_dtype("reduce_scatter", [output, input])
         check_elems("reduce_scatter", "the input", input.numel(), self._size * output.numel(), output)
-        return self._reduce_scatter(given, output, dense(input))
+        memory = Memory()
+        return self._reduce_scatter(given, output, memory.input(input), memory)
 
     _reduce_scatter_base = reduce_scatter_single  # its name before torch 2.13
 
-    def _reduce_scatter(self, given: Any, output: Tensor, source: Tensor) -> EngineWork | None:
+    def _reduce_scatter(self, given: Any, output: Tensor, source: Tensor, memory: Memory) -> EngineWork | None:
         code = _compute("reduce_scatter", output)
-        finish = CopyBack()
-        target = finish.output(reals(output, hash(given.reduceOp)), load=False)
+        target = memory.output(reals(output, hash(given.reduceOp)), load=False)
         return self._run(
             given,
             _REDUCE_SCATTER,
-            (source, target),
+            memory,
             [output],
-            finish,
             send=source.data_ptr(),
             recv=target.data_ptr(),
             elems=target.numel(),
@@ -190,13 +202,13 @@ class EngineReductions(EngineGroup):
             **self._reduction(given, code),
         )
 
-    def _reduction(self, given: Any, code: int) -> Any:
+    def _reduction(self, given: Any, code: int, wires: Wires | None = None) -> Any:
         """The engine's reduction, this rank's factor of PREMUL_SUM, and the type in which values travel."""
         reduction = REDUCTIONS[hash(given.reduceOp)]
         return {
             "reduction": reduction,
             "factor": options.factor(given.reduceOp) if reduction == _PREMUL_SUM else 1.0,
-            "wire_dtype": self._wires.get((code, reduction)),
+            "wire_dtype": (self._wires if wires is None else wires).get((code, reduction)),
         }
 
 
@@ -213,12 +225,12 @@ def _compute(operation: str, tensor: Tensor) -> int:
     return code
 
 
-def _one_behind_the_other(tensors: Sequence[Tensor]) -> Tensor:
+def _one_behind_the_other(tensors: Sequence[Tensor], memory: Memory) -> Tensor:
     """The tensors as one flat, dense one: their own memory where they lie so, else a copy."""
-    parts = [dense(tensor).reshape(-1) for tensor in tensors]
+    parts = [memory.input(tensor).reshape(-1) for tensor in tensors]
     first = parts[0]
     storage, nbytes = first.untyped_storage(), first.nbytes
     for i, part in enumerate(parts):
         if part.untyped_storage().data_ptr() != storage.data_ptr() or part.data_ptr() != first.data_ptr() + i * nbytes:
-            return torch.cat(parts)
+            return memory.input(torch.cat(parts))
     return first.as_strided((first.numel() * len(parts),), (1,))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
@@ -36,7 +38,7 @@ def make(
     Args:
         given: what torch tells a backend's maker.
         wanted: the rest of the group's device map, if there is any.
-        own: what its maker wants of the part that serves CPU tensors.
+        own: what its maker wants of our part.
 
     Raises:
         ValueError: the device map holds a backend that cannot share a group with ours.
@@ -45,20 +47,21 @@ def make(
         PeerLostError, MismatchError: a missing rank has ended, or makes another group.
         OSError: other hosts cannot reach this one, or this process may not open what it needs.
     """
-    own = own or Options()
-    if wanted is None or not wanted.devices:
-        return _make_for_cpu(given, own)
-    cpu = _make_for_cpu(given, own)
-    try:
-        group = device_map.ByDevice(cpu, *device_map.others(given, wanted), wanted.device)
-    except BaseException:
-        cpu.shutdown()
-        raise
-    group.made_by(lambda part, kept: make(part, wanted.for_a_part(kept), own), given.global_ranks_in_group)
+    own, wanted = own or Options(), wanted or device_map.Request()
+    members = given.global_ranks_in_group
+    ours = _make_ours(given, own, wanted.ours)
+    group: ProcessGroup = ours
+    if wanted.devices:
+        try:
+            group = device_map.ByDevice(ours, *device_map.others(given, wanted), wanted.device)
+        except BaseException:
+            ours.shutdown()
+            raise
+    group.made_by(lambda part, kept: make(part, wanted.for_a_part(kept), own), members)
     return group
 
 
-def _make_for_cpu(given: _DistributedBackendOptions, own: Options) -> ThroughEngine:
+def _make_ours(given: _DistributedBackendOptions, own: Options, devices: Sequence[str]) -> ThroughEngine:
     rank, size, store = given.group_rank, given.group_size, given.store
     members = list(given.global_ranks_in_group)
     if not members:  # the default group
@@ -92,12 +95,11 @@ def _make_for_cpu(given: _DistributedBackendOptions, own: Options) -> ThroughEng
             hosts.tidy(store, meeting)
             if not meeting.one_host and not members:
                 print(f"photinus: {size} ranks on {meeting.hosts()}", file=sys.stderr, flush=True)
-        group = ThroughEngine(communicator, gloo, store, limit, label, wires(own.wire_dtype))
+        served = [torch.device(device) for device in devices]
+        return ThroughEngine(communicator, gloo, store, limit, label, served, wires(own.wire_dtype))
     except BaseException:
         communicator.close()
         raise
-    group.made_by(lambda part, _: _make_for_cpu(part, own), members)
-    return group
 
 
 def _check_world_size(size: int) -> None:

@@ -11,7 +11,7 @@ from .. import engine
 from . import options
 from .engine_group import EngineGroup
 from .outside_dynamo import outside_dynamo
-from .tensors import CopyBack, dense, transfer_type
+from .tensors import Memory, transfer_type
 
 __all__ = ["Messages"]
 
@@ -27,7 +27,8 @@ class Messages(EngineGroup):
         """Sends a tensor to a rank of the group; done when that rank has it."""
         tensor = options.one_tensor(tensors, "send")
         code, _ = transfer_type(tensor.dtype)
-        return self._run_message("send", _SEND, dense(tensor), code, dstRank, tag, tensor, None)
+        memory = Memory()
+        return self._run_message("send", _SEND, memory.input(tensor), code, dstRank, tag, tensor, memory)
 
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> dist.Work:  # noqa: N803
         """Receives a tensor from a rank of the group."""
@@ -39,6 +40,6 @@ class Messages(EngineGroup):
 
     def _receive(self, event_name: str, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         code, _ = transfer_type(tensor.dtype)
-        finish = CopyBack()
-        values = finish.output(tensor, load=False)
-        return self._run_message(event_name, _RECV, values, code, peer, tag, tensor, finish)
+        memory = Memory()
+        values = memory.output(tensor, load=False)
+        return self._run_message(event_name, _RECV, values, code, peer, tag, tensor, memory)

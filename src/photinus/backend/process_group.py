@@ -31,7 +31,6 @@ from .work import JoinedWork
 
 __all__ = ["ProcessGroup"]
 
-_CPU = torch.device("cpu")
 
 _TorchProcessGroup: Any = dist.ProcessGroup  # its stubs' overloads exclude each other; one method here takes them all
 
@@ -50,9 +49,12 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         store: of this group.
         limit: timeout of operations for which the caller gives none.
         label: the group's name in messages.
+        devices: the types that torch is told of.
     """
 
-    def __init__(self, gloo: InnerGloo, store: Store, limit: Limit, label: str) -> None:
+    def __init__(
+        self, gloo: InnerGloo, store: Store, limit: Limit, label: str, devices: Sequence[torch.device]
+    ) -> None:
         # torch 2.13's three-argument form does not take a subclass ("not an alias instance").
         super().__init__(gloo.rank(), gloo.size())
         self._gloo = gloo
@@ -65,7 +67,8 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         self._make: _Maker = _unknown_maker
         self._members: list[int] = []
         self._splits: dict[tuple[int, ...], int] = {}
-        self._register_backend(_CPU, dist.ProcessGroup.BackendType.CUSTOM, gloo)
+        for device in devices:
+            self._register_backend(device, dist.ProcessGroup.BackendType.CUSTOM, gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
         process_exit.watch(self)
 
@@ -202,7 +205,7 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         works, self._together = self._together, None
         for name in _STARTING:
             delattr(self, name)
-        return JoinedWork(works, [])
+        return JoinedWork(works, [output for work in works for output in work.result()])
 
     # --- parts of the group ------------------------------------------------------------------------------------------
 

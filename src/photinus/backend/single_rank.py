@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +11,8 @@ from torch import Tensor
 from .. import engine
 from ..engine import Call
 from ..errors import AbortedError, MismatchError
-from .tensors import DTYPES
+from . import cuda
+from .tensors import DTYPES, Memory
 
 __all__ = ["Alone"]
 
@@ -55,8 +57,28 @@ class _Done:
     def duration_s(self) -> float:
         return 0.0
 
+    def order(self, stream: int) -> None:
+        pass
+
+    def has_landed(self) -> bool:
+        return True
+
 
 _DONE = _Done()
+
+
+class _Queued(_Done):
+    """The same on a GPU: everything is in the stream that was current."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event = cuda.streams.record(device)
+
+    def order(self, stream: int) -> None:  # which is the current one
+        cuda.streams.follow(self._event, self._device)
+
+    def has_landed(self) -> bool:
+        return self._event.query()
 
 
 class Alone:
@@ -75,11 +97,18 @@ class Alone:
             ValueError: what two ranks may not, one may not: a reduction that means nothing on the element type.
             MismatchError: the two sides of an exchange by parts differ in size.
         """
-        self.run(call)
-        return _DONE
+        if not isinstance(keep, Memory) or keep.device is None:
+            self.run(call)
+            return _DONE
+        self._do(call, keep.tensors())
+        return _Queued(keep.device)
 
     def run(self, call: Call) -> None:
-        """The same without a handle."""
+        """The same on the CPU's memory, without a handle."""
+        self._do(call, None)
+
+    def _do(self, call: Call, tensors: Sequence[Tensor] | None) -> None:
+        """With the tensors that the call is about, where they are on a GPU."""
         self._check_open()
         operation, dtype = call.operation, call.dtype
         if operation in _REDUCING:
@@ -87,9 +116,10 @@ class Alone:
             if (reduction, dtype) in _REFUSED:
                 raise ValueError(f"{_OPERATIONS[operation]}: {_REFUSED[reduction, dtype]}")
             if reduction == _PREMUL_SUM and elems:
-                source, target = (_elements(address, elems, dtype) for address in (call.send, call.recv))
+                source, target = (_elements(address, elems, dtype, tensors) for address in (call.send, call.recv))
                 wide = source.double() if source.dtype.itemsize > 2 else source.float()
-                target.copy_(wide.mul_(call.factor))
+                with torch.inference_mode():
+                    target.copy_(wide.mul_(call.factor))
                 return
         if sends := call.sends:
             (source_address, given), (target_address, wanted) = sends[0], call.recvs[0]
@@ -98,9 +128,9 @@ class Alone:
                     f"{_OPERATIONS[operation]}: this rank alone sends itself {given} elements and receives {wanted}; "
                     f"no output was written"
                 )
-            _copy(source_address, target_address, given, dtype)
+            _copy(source_address, target_address, given, dtype, tensors)
         elif operation != _BARRIER:
-            _copy(call.send, call.recv, call.elems, dtype)
+            _copy(call.send, call.recv, call.elems, dtype, tensors)
 
     def message(
         self,
@@ -134,12 +164,25 @@ class Alone:
             raise AbortedError(f"the communicator of this process alone has ended: {self._ended}")
 
 
-def _copy(source: int, target: int, elems: int, dtype: int) -> None:
-    if elems and source != target:
+def _copy(source: int, target: int, elems: int, dtype: int, tensors: Sequence[Tensor] | None) -> None:
+    if not elems or source == target:
+        return
+    if tensors is None:
         ctypes.memmove(target, source, elems * _DTYPES[dtype].itemsize)
+        return
+    with torch.inference_mode():
+        _elements(target, elems, dtype, tensors).copy_(_elements(source, elems, dtype, tensors))
 
 
-def _elements(address: int, elems: int, dtype: int) -> Tensor:
-    """The elements at an address as a tensor."""
+def _elements(address: int, elems: int, dtype: int, tensors: Sequence[Tensor] | None) -> Tensor:
+    """The elements at an address as a tensor. A GPU's memory is reached through the tensors that have it."""
     kind = _DTYPES[dtype]
-    return torch.frombuffer((ctypes.c_char * (elems * kind.itemsize)).from_address(address), dtype=kind)
+    nbytes = elems * kind.itemsize
+    if tensors is None:
+        return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=kind)
+    skipped, tensor = next(
+        (address - tensor.data_ptr(), tensor)
+        for tensor in tensors
+        if tensor.data_ptr() <= address < tensor.data_ptr() + tensor.nbytes
+    )
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)[skipped : skipped + nbytes].view(kind)

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from .. import engine
 from ..engine import Call
+from . import cuda
 from .engine_group import EngineGroup
-from .tensors import DTYPES, dense, transfer_type
+from .tensors import DTYPES, Memory, transfer_type
 
 __all__ = ["sparse_all_reduce"]
 
@@ -51,34 +52,40 @@ def sparse_all_reduce(group: EngineGroup, tensor: Tensor, given: Any) -> dist.Wo
     entries: list[int] = counts.tolist()
 
     # By entry, so that each rank's lie one behind the other: [entries, sparse dimensions] and [entries, *dense].
-    indices, values = own.indices().t().contiguous(), dense(own.values())
-    all_indices = torch.empty(sum(entries), sparse_dims, dtype=torch.int64)
-    all_values = torch.empty(sum(entries), *own.values().shape[1:], dtype=own.dtype)
-    flat_values = dense(all_values)
+    memory, own_values = Memory(), own.values()
+    indices, values = memory.input(own.indices().t()), memory.input(own_values)
+    all_indices = indices.new_empty(sum(entries), sparse_dims)
+    all_values = own_values.new_empty(sum(entries), *own_values.shape[1:])
+    flat_indices, flat_values = memory.output(all_indices, load=False), memory.output(all_values, load=False)
     call = Call(
         _ALL_GATHER,
         dtype=int64,
         timeout_s=timeout_s,
-        asynchronous=given.asyncOp,
+        asynchronous=given.asyncOp or memory.device is not None,
         label=label,
         updates=told,
         sends=[_part(indices)] * size,
-        recvs=[_part(part) for part in torch.split(all_indices, entries)],
+        recvs=[_part(part) for part in torch.split(flat_indices, entries)],
+        **group._place(memory),
     )
-    first = group._submit(call, (indices, all_indices))
+    first = group._submit(call, memory)
 
     def finish() -> None:
         first.wait()
+        if memory.device is not None:
+            first.order(cuda.streams.current(memory.device))
         with torch.inference_mode():
             total = torch.sparse_coo_tensor(all_indices.t(), all_values, shape).coalesce()
             tensor.copy_(total)
+        if memory.device is not None:  # made here, on another stream than that of whoever waits
+            memory.add(tensor._indices(), tensor._values())
 
+    memory.finally_ = finish
     return group._run(
         given,
         _ALL_GATHER,
-        (values, flat_values),
+        memory,
         [tensor],
-        finish,
         sends=[_part(values)] * size,
         recvs=[_part(part) for part in torch.split(flat_values, entries)],
         dtype=transfer_type(own.dtype)[0],

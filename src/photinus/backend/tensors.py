@@ -1,4 +1,4 @@
-"""Which memory a collective works on: dense copies of tensors that are not dense, and the way back.
+"""Which memory a call works on: dense copies of tensors that are not dense, and the way back.
 
 An exchange sees an address and a number of elements, so a tensor that is strided, permuted, conjugated or negated
 lazily is copied to a dense one in its logical order first; an output is copied back when the operation is done.
@@ -9,7 +9,7 @@ Complex tensors are exchanged as pairs of reals.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,11 +19,10 @@ from .. import engine
 __all__ = [
     "DTYPES",
     "REDUCTIONS",
-    "CopyBack",
+    "Memory",
     "allocate",
     "check_apart",
     "check_dense",
-    "dense",
     "is_dense",
     "reals",
     "transfer_type",
@@ -80,16 +79,16 @@ _moved: dict[torch.dtype, tuple[int, str]] = {
 
 
 def check_dense(tensor: Tensor) -> None:
-    """Raises ValueError for a tensor that is not in CPU memory, TypeError for a sparse one."""
+    """Raises ValueError for a tensor that is in the memory of neither the CPU nor a GPU, TypeError for a sparse one."""
     if tensor.layout is not _strided:
         raise TypeError(
             f"this collective of backend photinus takes dense tensors, got one of layout {tensor.layout}; all_reduce "
             f"takes sparse_coo too"
         )
-    if not tensor.is_cpu:
+    if not tensor.is_cpu and not tensor.is_cuda:
         raise ValueError(
-            f"backend photinus exchanges CPU tensors, got one on {tensor.device}; move it with .cpu(), or use a "
-            f"backend for that device (nccl for CUDA)"
+            f"backend photinus exchanges CPU and CUDA tensors, got one on {tensor.device}; move it with .cpu(), or use "
+            f"a backend for that device"
         )
 
 
@@ -101,15 +100,6 @@ def check_apart(tensor: Tensor) -> None:
             f"a collective can't write to a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}: its "
             f"elements share memory. Give it a .contiguous() copy."
         )
-
-
-def dense(tensor: Tensor) -> Tensor:
-    """The tensor itself when dense, otherwise a dense copy in logical order; complex ones as pairs of reals."""
-    check_dense(tensor)
-    tensor = tensor.detach()
-    if not is_dense(tensor):
-        tensor = tensor.resolve_conj().resolve_neg().contiguous()
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def reals(tensor: Tensor, reduction: int) -> Tensor:
@@ -124,11 +114,28 @@ def reals(tensor: Tensor, reduction: int) -> Tensor:
     return tensor
 
 
-class CopyBack:
-    """The outputs of one operation: hands out dense ones and copies them to the caller's when the operation is done."""
+class Memory:
+    """The tensors of one call, all on one device: hands out dense ones, and copies results to those that are not dense.
+
+    Attributes:
+        device: the GPU, None for the CPU; known from the first tensor on.
+        finally_: called behind the copies.
+    """
+
+    __slots__ = ("_copies", "_held", "device", "finally_")
 
     def __init__(self) -> None:
+        self.device: torch.device | None = None
+        self.finally_: Callable[[], None] | None = None
+        self._held: list[Tensor] = []
         self._copies: list[tuple[Tensor, Tensor]] = []
+
+    def input(self, tensor: Tensor) -> Tensor:
+        """The tensor itself when dense, otherwise a dense copy in logical order; complex ones as pairs of reals."""
+        tensor = self._checked(tensor)
+        if not is_dense(tensor):
+            tensor = tensor.resolve_conj().resolve_neg().contiguous()
+        return self._hold(tensor)
 
     def output(self, tensor: Tensor, *, load: bool) -> Tensor:
         """The tensor itself when dense, otherwise a dense stand-in, with the tensor's values if `load`.
@@ -136,19 +143,34 @@ class CopyBack:
         Raises:
             ValueError: elements of the tensor share memory, so that it can't hold what it is to get.
         """
+        tensor = self._checked(tensor)
+        if is_dense(tensor):
+            return self._hold(tensor)
+        check_apart(tensor)
+        stand_in = tensor.new_empty(tensor.shape)
+        if load:
+            stand_in.copy_(tensor)
+        self._copies.append((tensor, stand_in))
+        return self._hold(stand_in)
+
+    def _checked(self, tensor: Tensor) -> Tensor:
         check_dense(tensor)
-        tensor = tensor.detach()
-        stand_in = tensor
-        if not is_dense(tensor):
-            check_apart(tensor)
-            stand_in = torch.empty(tensor.shape, dtype=tensor.dtype)
-            if load:
-                stand_in.copy_(tensor)
-            self._copies.append((tensor, stand_in))
-        return torch.view_as_real(stand_in) if stand_in.is_complex() else stand_in
+        device = None if tensor.is_cpu else tensor.device
+        if not self._held:
+            self.device = device
+        elif device != self.device:
+            raise ValueError(
+                f"the tensors of one call lie on one device, got one on {self.device or 'cpu'} and one on "
+                f"{tensor.device}; move them to one of these"
+            )
+        return tensor.detach()
+
+    def _hold(self, tensor: Tensor) -> Tensor:
+        self._held.append(tensor)
+        return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
     def __bool__(self) -> bool:
-        return bool(self._copies)
+        return bool(self._copies) or self.finally_ is not None
 
     def __call__(self) -> None:
         """Copies every stand-in to its tensor. Inference mode: no graph, and the outputs may be inference tensors."""
@@ -156,6 +178,21 @@ class CopyBack:
             for tensor, stand_in in self._copies:
                 tensor.copy_(stand_in)
         self._copies.clear()
+        if self.finally_ is not None:
+            self.finally_()
+
+    def add(self, *tensors: Tensor) -> None:
+        """Takes more tensors that whoever waits for the call is going to read."""
+        self._held.extend(tensors)
+
+    def tensors(self) -> list[Tensor]:
+        """All whose memory the call reads or writes."""
+        return [*self._held, *(tensor for tensor, _ in self._copies)]
+
+    def release(self) -> None:
+        """The call is done with the memory."""
+        self._held, self._copies = [], []
+        self.finally_ = None
 
 
 def allocate(size: int | Sequence[int], dtype: torch.dtype) -> Tensor:

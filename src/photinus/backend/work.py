@@ -12,8 +12,10 @@ Notes on c10d that this file answers to (torch 2.13):
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -21,8 +23,10 @@ from torch import Tensor
 from torch.futures import Future, collect_all
 
 from ..waiting_time import waiting_time
-from .completer import Apart, Completer
+from . import cuda
+from .completer import Apart, Completer, outcome
 from .outside_dynamo import outside_dynamo
+from .tensors import Memory
 
 __all__ = ["EngineWork", "Handle", "JoinedWork", "MessageWork"]
 
@@ -46,6 +50,12 @@ class Handle(Protocol):
     def duration_s(self) -> float:
         """How long it took."""
 
+    def order(self, stream: int) -> None:
+        """What is put into a GPU's stream from now on runs after the operation's copies, which wait() saw queued."""
+
+    def has_landed(self) -> bool:
+        """Whether no copy of the operation reads or writes its tensors any more."""
+
     @property
     def source_rank(self) -> int:
         """Where a message came from."""
@@ -65,11 +75,11 @@ class _Work(dist.Work):
         return list(self._outputs)
 
     def synchronize(self) -> None:
-        """Waits; on the CPU there is no stream to order."""
+        """Waits, which orders the current stream of a GPU, too."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Waits; on the CPU there is no stream to order."""
+        """Waits, which orders the current stream of a GPU, too."""
         self.wait()
 
     def source_rank(self) -> int:
@@ -95,14 +105,14 @@ class EngineWork(_Work):
         handle: Handle,
         outputs: Sequence[Tensor],
         completer: Completer | Apart,
-        finish: Callable[[], None] | None = None,
+        finish: Memory | None = None,
     ) -> None:
         super().__init__()
         self._handle = handle
         self._outputs = outputs
         self._completer = completer
-        self._finish = finish
-        if finish is not None:
+        self._finish = finish or None  # nothing to copy is nothing to do
+        if finish:
             self._finishing = threading.Lock()
         self._future: Future[Any] | None = None
 
@@ -156,21 +166,19 @@ class EngineWork(_Work):
             return self._future
 
     def _make_future(self) -> Future[Any]:
-        outputs = list(self._outputs)
-        ended: Future[Any] = Future()
-
-        def unwrap(future: Future[Any]) -> list[Tensor]:
-            error = future.value()
-            if error is not None:
-                raise RuntimeError(f"{type(error).__name__}: {error}")
-            return outputs
-
-        result = ended.then(unwrap)
-        if self.is_completed():  # here and now: C++ asks after wait() and reads without waiting
-            ended.set_result(self._handle.error())
+        ended = self._new_future()
+        result = ended.then(_outputs_or_error)
+        if self._handle.is_completed():  # here and now: C++ asks after wait() and reads without waiting
+            self._complete(ended, outcome(self._wait_and_finish))
         else:
-            self._completer.submit(self._wait_and_finish, ended.set_result)
+            self._completer.submit(self._wait_and_finish, partial(self._complete, ended))
         return result
+
+    def _new_future(self) -> Future[Any]:
+        return Future()
+
+    def _complete(self, ended: Future[Any], error: BaseException | None) -> None:
+        ended.set_result(list(self._outputs) if error is None else f"{type(error).__name__}: {error}")
 
     def _get_duration(self) -> float:
         """Milliseconds that the operation took."""
@@ -219,14 +227,31 @@ class JoinedWork(_Work):
         with _making_future:
             made = self._future
         if made is None:
-            outputs = list(self._outputs)
+            # collect_all's future knows no devices, so nobody who waits for it is ordered behind anything. The works'
+            # own were completed on the streams that are made current here.
+            devices = sorted({t.device for t in self._outputs if t.is_cuda}, key=str)
+            ended: Future[Any] = cuda.streams.future(devices) if devices else Future()
 
-            def wait_for_all(future: Future[Any]) -> list[Tensor]:
-                for each in future.value():
-                    each.value()  # raises its error
-                return outputs
+            def complete(all_ended: Future[Any]) -> None:
+                value: Any = list(self._outputs)
+                with ExitStack() as stack:
+                    for device in devices:
+                        stack.enter_context(cuda.streams.beside(device))
+                    try:
+                        all_ended.value()  # raises the first error
+                    except Exception as error:  # noqa: BLE001 - handed on
+                        value = str(error)
+                    ended.set_result(value)
 
-            made = collect_all([work.get_future() for work in self._works]).then(wait_for_all)
+            made = ended.then(_outputs_or_error)
+            collect_all([work.get_future() for work in self._works]).add_done_callback(complete)
             with _making_future:
                 made = self._future = self._future or made
         return made
+
+
+def _outputs_or_error(future: Future[Any]) -> list[Tensor]:
+    value: list[Tensor] | str = future.value()
+    if isinstance(value, str):
+        raise RuntimeError(value)
+    return value

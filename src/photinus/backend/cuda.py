@@ -1,0 +1,78 @@
+"""CUDA's streams, events and futures, as far as the backend needs them: all that it knows of torch.cuda.
+
+Work is queued on streams; the host runs ahead. The engine begins a call after all that is in the caller's stream then,
+and its `Work.wait` returns when the copies back to the GPU are queued, from when on any stream can be ordered behind
+them. No stream waits for the host or for another rank.
+
+`streams` is what the backend asks. Tests put their own in its place, over a driver that is none.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+__all__ = ["Event", "Streams", "streams"]
+
+
+class Event(Protocol):
+    """A place in a stream."""
+
+    def query(self) -> bool:
+        """Whether the stream has come by."""
+
+
+class Streams:
+    """Those of torch. Nothing of CUDA is touched before the first call."""
+
+    def __init__(self) -> None:
+        self._beside: dict[torch.device, Any] = {}
+        self._making = threading.Lock()
+
+    def current(self, device: torch.device) -> int:
+        """The handle (CUstream) of the stream that is current for a device on this thread."""
+        handle: int = torch._C._cuda_getCurrentRawStream(device.index)
+        return handle
+
+    @contextmanager
+    def beside(self, device: torch.device) -> Iterator[int]:
+        """Makes a stream of ours current: what is put there waits for none of the caller's. Gives its handle."""
+        with self._making:
+            stream = self._beside.get(device)
+            if stream is None:
+                stream = self._beside[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            yield stream.cuda_stream
+
+    def record(self, device: torch.device) -> Event:
+        """The end of what is in the device's current stream now."""
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        return event  # type: ignore[no-any-return]
+
+    def follow(self, event: Any, device: torch.device) -> None:
+        """What is put into the device's current stream from now on runs after the event. The host does not wait."""
+        event.wait(torch.cuda.current_stream(device))
+
+    def keep_for(self, tensors: Sequence[Tensor], device: torch.device) -> None:
+        """The tensors' memory, once it is given back, goes to nobody before the current stream has come by there."""
+        stream = torch.cuda.current_stream(device)
+        with torch.inference_mode():
+            for tensor in tensors:
+                tensor.record_stream(stream)
+
+    def future(self, devices: Sequence[torch.device]) -> Future[Any]:
+        """A future of tensors on these devices: who waits for it is ordered behind the streams that completed it.
+
+        It looks for tensors in its value, and takes only the streams of devices on which it finds one.
+        """
+        return Future(devices=list(devices))
+
+
+streams = Streams()
