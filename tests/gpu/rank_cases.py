@@ -122,6 +122,35 @@ class Cases(strategy_cases.Cases):
             "peak": torch.cuda.max_memory_allocated() if HAS_GPU else 0,
         }
 
+    def fsdp(self, sharded: bool = True) -> list[float]:
+        """The losses of global batches, with torch's FSDP2, whose exchanges run on streams of its own, or without."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        torch.manual_seed(7)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(24, 24), nn.Tanh()) for _ in range(4)), nn.Linear(24, 3))
+        model = model.to(DEVICE)
+        if sharded:
+            mesh = init_device_mesh(DEVICE.type, (self.world_size,))
+            for layer in [*model, model]:
+                fully_shard(layer, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for step in range(STEPS):
+            x = torch.randn(BATCH, 24, generator=torch.Generator().manual_seed(step))
+            if sharded:
+                x = x.chunk(self.world_size)[self.rank]
+            loss = model(x.to(DEVICE)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        means = torch.stack(losses)
+        if sharded:
+            dist.all_reduce(means)
+            means /= self.world_size
+        return means.tolist()  # type: ignore[no-any-return]
+
     def unused(self, wrapper: str) -> list[list[float]]:
         """find_unused_parameters with other heads on each rank; the gradients of both heads after each step."""
         ddp = wrapped(TwoHeads().to(DEVICE), wrapper, find_unused_parameters=True)

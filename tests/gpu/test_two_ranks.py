@@ -1,4 +1,5 @@
-"""Two ranks on one GPU over gloo: everything that two ranks do with gradients, beside torch's own and one process."""
+"""Two ranks on one GPU, over gloo and over photinus: all that two ranks do with gradients, beside torch's own and one
+process."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ WRAPPERS = ("photinus", "torch")
 Alone = Callable[..., dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
-def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+@pytest.fixture(scope="module", params=["gloo", "photinus"], ids="over_{}".format)
+def pool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     environ = {
         "STORE_OF_TEST": str(tmp_path_factory.mktemp("two") / "store"),
-        "BACKEND_OF_TEST": "gloo",
+        "BACKEND_OF_TEST": request.param,
         "DEVICE_OF_TEST": NAME,
         "PHOTINUS_RANKS_PER_GPU": "2",
         "NVIDIA_TF32_OVERRIDE": "0",
@@ -102,6 +103,10 @@ def test_strategies_train_what_ddp_trains(two: RankPool, strategy: str) -> None:
         ddp, other = (two.ask({"do": "train", "strategy": s, **options})[0] for s in ("ddp", strategy))
         for name, values in ddp["model"].items():
             close(other["model"][name], values)
+
+
+def test_fsdp2_trains_as_one_process_on_whole_batches(two: RankPool) -> None:
+    close(two.ask({"do": "fsdp"})[0], two.ask({"do": "fsdp", "sharded": False})[0])
 
 
 def test_a_gradient_that_overflows_leaves_the_step_out_on_all_ranks(two: RankPool) -> None:

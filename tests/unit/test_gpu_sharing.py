@@ -31,7 +31,7 @@ def test_two_ranks_on_one_gpu_are_refused_with_ranks_gpu_and_what_to_do() -> Non
 
 
 def test_nccl_is_refused_where_gpus_are_shared_on_purpose() -> None:
-    with pytest.raises(DeviceError, match=r"nccl takes one rank per GPU\. Use backend 'gloo'"):
+    with pytest.raises(DeviceError, match=r"nccl takes one rank per GPU\. Use backend 'photinus' or 'gloo'"):
         refuse_shared_gpus([ONE, ONE], "cpu:photinus,cuda:nccl", 2)
     refuse_shared_gpus([ONE, ONE], "gloo", 2)
 

@@ -71,9 +71,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _usable_backends(facts: dict[str, Any], ranks: int, device: str) -> tuple[str, ...]:
     nccl = facts["available"]["nccl"] and len(facts["gpus"]) >= ranks
-    if device == "cuda":
-        return ("gloo", *(("nccl",) if nccl else ()))
-    return ("photinus", "gloo", *(("nccl",) if nccl else ()), *(("ucc",) if facts["available"]["ucc"] else ()))
+    ucc = facts["available"]["ucc"] and device != "cuda"
+    return ("photinus", "gloo", *(("nccl",) if nccl else ()), *(("ucc",) if ucc else ()))
 
 
 def _measure(options: Options, backends: Sequence[str], ranks: int) -> tuple[list[Result], dict[str, str]]:

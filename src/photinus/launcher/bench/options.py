@@ -67,10 +67,8 @@ def parser() -> Parser:
     made = Parser("bench", "[flags]", about=_ABOUT, more=_MORE)
     ranks = "ranks. default: one per GPU, or per usable core (2 to 8); at least 2"
     made.add("--nproc-per-node", metavar="N", dest="ranks", type=whole_number(1), help=ranks)
-    where = (
-        "where the tensors lie. cuda: photinus does not take part yet; ranks share GPUs where there are fewer, nccl "
-    )
-    where += "then does not. default: cpu, but nccl's on GPUs"
+    where = "where the tensors lie. cuda: ranks share GPUs where there are fewer, and nccl does not take part then. "
+    where += "default: cpu, but nccl's on GPUs"
     made.add("--device", metavar="cpu|cuda", one_of=("cpu", "cuda"), help=where)
     operations = f"of {', '.join(_OPERATIONS)}. default: all_reduce"
     made.add("--ops", metavar="LIST", dest="operations", some_of=_OPERATIONS, help=operations)

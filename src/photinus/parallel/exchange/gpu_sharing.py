@@ -44,7 +44,9 @@ def refuse_shared_gpus(by_rank: Sequence[str], backend: str, allowed: int) -> No
             continue
         told = f"ranks {', '.join(map(str, ranks))} all compute on {gpu}"
         if nccl and len(ranks) <= allowed:
-            raise DeviceError(f"{told}, and nccl takes one rank per GPU. Use backend 'gloo', or leave the choice.")
+            raise DeviceError(
+                f"{told}, and nccl takes one rank per GPU. Use backend 'photinus' or 'gloo', or leave the choice."
+            )
         raise DeviceError(
             f"{told}, but each rank needs one of its own: that of its local rank, which device 'auto' takes, and "
             f"torch.cuda.set_device(local_rank) before the model is made; or start fewer ranks. To let them share it "
