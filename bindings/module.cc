@@ -141,7 +141,8 @@ std::shared_ptr<Communicator> connect(uint32_t rank, uint32_t world_size, const 
                                       const std::string& name, double timeout_s, double grace_s,
                                       double waiting_s, uint64_t chunk_bytes, bool strict_sites,
                                       const std::vector<Place>& places, const std::string& job,
-                                      uint32_t attempt) {
+                                      uint32_t attempt, const std::optional<std::vector<uint32_t>>& levels,
+                                      const std::tuple<double, double>& speeds) {
   Communicator::Options options;
   options.rank = rank;
   options.world_size = world_size;
@@ -158,6 +159,8 @@ std::shared_ptr<Communicator> connect(uint32_t rank, uint32_t world_size, const 
   }
   options.job = job;
   options.attempt = attempt;
+  options.levels = levels;
+  options.speeds = {std::get<0>(speeds), std::get<1>(speeds)};
   Unlocked unlocked;
   return Communicator::create(options);
 }
@@ -387,7 +390,11 @@ NB_MODULE(_native, m) {
   nb::class_<Communicator>(m, "Communicator")
       .def_static("connect", &photinus::connect, "rank"_a, "world_size"_a, "address"_a, "name"_a,
                   "timeout_s"_a, "grace_s"_a, "waiting_s"_a, "chunk_bytes"_a, "strict_sites"_a, "places"_a,
-                  "job"_a, "attempt"_a)
+                  "job"_a, "attempt"_a, "levels"_a, "speeds"_a)
+      .def_prop_ro(
+          "speeds",
+          [](const Communicator& c) { return std::tuple(c.speeds().latency_s, c.speeds().bytes_per_s); })
+      .def_prop_ro("about_hosts", &Communicator::about_hosts)
       .def_prop_ro("rank", &Communicator::rank)
       .def_prop_ro("world_size", &Communicator::world_size)
       .def("submit", &submit, "call"_a)

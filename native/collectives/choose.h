@@ -2,9 +2,10 @@
 // same facts (equal calls, everyone's descriptors), so all choose the same.
 #pragma once
 
+#include <string>
 #include <vector>
 
-#include "collectives/net.h"
+#include "collectives/cost.h"
 
 namespace photinus {
 
@@ -25,5 +26,20 @@ Choice choose(const Call& call, const std::vector<CallDescriptor>& descriptors, 
 bool is_flat(const Call& call, const Levels& levels, const SlotSizes& sizes, const NetSizes& net);
 Choice choose(const Call& call, const Levels& levels, uint32_t rank,
               const std::vector<CallDescriptor>& descriptors, const SlotSizes& sizes, const NetSizes& net);
+
+// The lists that need no links but those of `sizes`: with levels cut into smaller ones, itself first.
+std::vector<std::vector<uint32_t>> finer_lists(const std::vector<uint32_t>& sizes);
+
+struct ListChoice {
+  std::vector<uint32_t> sizes;
+  std::string reason;
+};
+// Of these, for `levels`, the one with which all_reduces of small to large tensors take the least time;
+// another than the list that `levels` has only where it gains something.
+ListChoice choose_list(const Model& model, const Levels& levels, const SlotSizes& sizes, const NetSizes& net);
+
+// How a call would run, with its levels if there are several hosts, why, and for how long: for people.
+std::string explain(const Call& call, const Levels& levels, uint32_t rank, bool in_arena, const Model& model,
+                    const SlotSizes& sizes, const NetSizes& net);
 
 }  // namespace photinus

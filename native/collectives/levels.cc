@@ -109,6 +109,12 @@ std::vector<uint32_t> choose_levels(uint32_t hosts) {
   return in_rounds(fewest);
 }
 
+std::string print(const std::vector<uint32_t>& sizes) {
+  std::string text;
+  for (const uint32_t size : sizes) text += (text.empty() ? "" : ",") + std::to_string(size);
+  return text.empty() ? "none" : text;
+}
+
 Levels levels_of(const std::vector<std::string>& host_of_rank) {
   Levels levels;
   std::map<std::string, size_t> found;

@@ -49,6 +49,9 @@ void check(const Levels& levels);
 // has links to at most 4 + 2 log2(hosts) counterparts for each slice that it carries.
 std::vector<uint32_t> choose_levels(uint32_t hosts);
 
+// "2,2,3"; "none" for one host.
+std::string print(const std::vector<uint32_t>& sizes);
+
 // The placement of ranks of which each names its host as it likes: hosts in the order of their first ranks,
 // the ranks of each in theirs.
 Levels levels_of(const std::vector<std::string>& host_of_rank);

@@ -49,6 +49,9 @@ Dtype wire_dtype(const Call& call);
 // float in place of float32 or for float32 in place of a 16-bit float.
 bool can_cross_as(const Call& call, Dtype wire);
 
+// Whether partial results are rounded on the way, once a level: then the bits of a call depend on the list.
+bool is_rounded_in_levels(const Call& call);
+
 Plan net_all_reduce(const Call& call, const Levels& levels, uint32_t rank, Algorithm algorithm,
                     const SlotSizes& sizes, const NetSizes& net);
 Plan net_reduce_scatter(const Call& call, const Levels& levels, uint32_t rank, Algorithm algorithm,

@@ -78,13 +78,28 @@ Dtype wire_dtype(const Call& call) {
   }
 }
 
+namespace {
+
+bool is_half(Dtype dtype) {
+  return dtype == Dtype::float16 || dtype == Dtype::bfloat16;
+}
+
+bool computes(const Call& call) {
+  return has_reduction(call.operation) &&
+         (call.reduction == Reduction::sum || call.reduction == Reduction::avg ||
+          call.reduction == Reduction::premul_sum || call.reduction == Reduction::product);
+}
+
+}  // namespace
+
+bool is_rounded_in_levels(const Call& call) {
+  return computes(call) && is_half(wire_dtype(call));
+}
+
 bool can_cross_as(const Call& call, Dtype wire) {
   if (!has_reduction(call.operation)) return false;
   if (wire == call.dtype) return true;
-  auto is_half = [](Dtype dtype) { return dtype == Dtype::float16 || dtype == Dtype::bfloat16; };
-  const bool computes = call.reduction == Reduction::sum || call.reduction == Reduction::avg ||
-                        call.reduction == Reduction::premul_sum || call.reduction == Reduction::product;
-  return computes &&
+  return computes(call) &&
          ((call.dtype == Dtype::float32 && is_half(wire)) || (is_half(call.dtype) && wire == Dtype::float32));
 }
 

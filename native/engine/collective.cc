@@ -45,8 +45,8 @@ const Plan& CollectiveState::plan(const Call& call, Seat seat, Algorithm algorit
     if (plans_.size() >= kPlansKept) plans_.clear();
     found = plans_
                 .emplace(key, algorithm == Algorithm::device ? device_plan(call, seat, memory.device_sizes)
-                              : hosts ? net_plan(call, hosts->levels(), seat.rank, algorithm, memory.sizes,
-                                                 hosts->sizes())
+                              : hosts ? net_plan(call, hosts->levels_of(call), seat.rank, algorithm,
+                                                 memory.sizes, hosts->sizes())
                                       : shm_plan(call, seat, algorithm, memory.sizes))
                 .first;
   }
@@ -217,7 +217,7 @@ void Collective::begin_steps() {
 bool Collective::is_flat() const {
   const SlotSizes& sizes = state_->memory.sizes;
   if (!state_->hosts) return photinus::is_flat(given_.call, group_->ranks(), sizes);
-  return photinus::is_flat(given_.call, state_->hosts->levels(), sizes, state_->hosts->sizes());
+  return photinus::is_flat(given_.call, state_->hosts->levels_of(given_.call), sizes, state_->hosts->sizes());
 }
 
 void Collective::post() {

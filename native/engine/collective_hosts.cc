@@ -25,7 +25,7 @@ void Collective::agree_on_host() {
       post.parts_sum += parts_sum(rank, peers[rank].parts[side], peers.ranks());
   }
   HostTraffic& hosts = *state_->hosts;
-  hosts.begin(sequence_, std::move(post), [this](const HostPost& all) { return fault_of(all); });
+  hosts.begin(sequence_, given_.call, std::move(post), [this](const HostPost& all) { return fault_of(all); });
   phase_ = hosts.is_refused() ? Phase::disagreeing : Phase::working;
   if (!hosts.is_refused()) plan_over_hosts();
 }
@@ -33,7 +33,7 @@ void Collective::agree_on_host() {
 void Collective::plan_over_hosts() {
   const HostTraffic& hosts = *state_->hosts;
   const Memory& memory = state_->memory;
-  const Levels& levels = hosts.levels();
+  const Levels& levels = hosts.levels_of(given_.call);
   if (has_parts()) {
     const HostParts exchange = exchange_of_hosts();
     const Exchange here = among_locals(exchange);

@@ -27,14 +27,14 @@ Communicator::Communicator(const Options& options)
                                                              ? SpinTimes::for_hosts()
                                                              : SpinTimes::for_ranks(options.world_size))) {
   send_orders_->orders.resize(options.world_size);
-  state_->memory.sizes = group_->options.sizes;
-  state_->memory.device_sizes = group_->options.device_sizes;
-  if (options.world_size > 1 && group_->peers->own().result_ring) {
+  use(group_->levels ? group_->levels->sizes : std::vector<uint32_t>{}, false);
+  if (group_->levels) {
+    look_at_hosts();
+  } else if (options.world_size > 1 && group_->peers->own().result_ring) {
+    state_->memory.device_sizes = group_->options.device_sizes;
     state_->rings = std::make_unique<DeviceRings>(group_->peers, group_->options.device_sizes);
     state_->memory.rings = state_->rings.get();
   }
-  if (group_->levels)
-    state_->hosts = std::make_unique<HostTraffic>(*group_->peers, *group_->levels, group_->options.net);
 }
 
 Communicator::~Communicator() {
@@ -225,11 +225,9 @@ std::string Communicator::explain(const Call& call, bool in_arena) const {
     return std::string(photinus::name(call.operation)) +
            " by parts (small: through flat slots; from arenas where a sender's tensors lie there; chunk by "
            "chunk else)";
-  std::vector<CallDescriptor> descriptors(world_size());
-  for (CallDescriptor& d : descriptors) d.send_offset = d.recv_offset = in_arena ? 0 : kNowhere;
-  Choice choice = choose(call, descriptors, group_->options.sizes);
-  return text("%s by algorithm %s with %s kernels (%s)", describe(call).c_str(),
-              photinus::name(choice.algorithm), photinus::name(best_instruction_set()), choice.reason);
+  const Levels all_here{{group_->peers->locals()}, {}};
+  return photinus::explain(call, state_->hosts ? state_->hosts->levels_of(call) : all_here, rank(), in_arena,
+                           model_of(speeds_), group_->options.sizes, group_->options.net);
 }
 
 }  // namespace photinus

@@ -17,6 +17,7 @@
 #include <tuple>
 
 #include "base/process.h"
+#include "collectives/cost.h"
 #include "engine/collective.h"
 #include "engine/group.h"
 #include "engine/message.h"
@@ -70,11 +71,16 @@ class Communicator {
   void close();
   // How a call like this would run if all tensors lay in arenas (or in ordinary memory): for people.
   std::string explain(const Call& call, bool in_arena) const;
+  const Speeds& speeds() const { return speeds_; }  // between hosts, as measured
+  // What was measured between the hosts and which levels are taken, with the reason; empty on one host.
+  const std::string& about_hosts() const { return about_hosts_; }
 
  private:
   using LaneKey = std::tuple<Operation, uint32_t, int64_t>;  // of messages: direction, peer, tag
 
   explicit Communicator(const Options& options);
+  void look_at_hosts();
+  void use(const std::vector<uint32_t>& sizes, bool for_all);
   void check(const Submission& submission) const;
   void check(const MessageCall& call) const;
   [[noreturn]] void end_if_broken(const Error& error, const std::string& what);
@@ -87,6 +93,8 @@ class Communicator {
   std::shared_ptr<Watchdog> watchdog_;
   std::shared_ptr<SendOrders> send_orders_;
   std::shared_ptr<CollectiveState> state_;
+  Speeds speeds_;
+  std::string about_hosts_;
 
   std::mutex mutex_;  // guards what follows
   bool closing_ = false, closed_ = false;

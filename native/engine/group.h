@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "collectives/cost.h"
 #include "collectives/levels.h"
 #include "collectives/net.h"
 #include "collectives/plan.h"
@@ -43,6 +44,10 @@ struct GroupOptions {
   NetSizes net;
   // Where each rank is, if not all are on this host; the group's address is then known on all hosts.
   std::vector<HostPlace> places;
+  // Between hosts: the list of levels, on groups of as many hosts as it is for. Without: by speeds, which are
+  // measured while the group forms; empty: by the number of hosts.
+  std::optional<std::vector<uint32_t>> levels;
+  Speeds speeds;                     // where they are known, as of a larger group, nothing is measured
   std::string job;                   // for links: those of another job or attempt are refused
   uint32_t attempt = 0;              // of the job
   std::shared_ptr<Network> network;  // default: this process's

@@ -34,9 +34,10 @@ Tell parsed(std::span<const std::byte> told, const std::string& who) {
 
 }  // namespace
 
-HostTraffic::HostTraffic(Peers& peers, Levels levels, const NetSizes& sizes)
+HostTraffic::HostTraffic(Peers& peers, Levels levels, Levels rounding, const NetSizes& sizes)
     : peers_(peers),
       levels_(std::move(levels)),
+      rounding_(std::move(rounding)),
       sizes_(sizes),
       landing_(new std::byte[sizes.landing_bytes]),
       channel_(kCollectives),
@@ -46,8 +47,10 @@ HostTraffic::HostTraffic(Peers& peers, Levels levels, const NetSizes& sizes)
     counterparts_.push_back(levels_.counterparts(peers.rank(), level));
 }
 
-void HostTraffic::begin(uint64_t sequence, HostPost post, std::function<std::string(const HostPost&)> fault) {
+void HostTraffic::begin(uint64_t sequence, const Call& call, HostPost post,
+                        std::function<std::string(const HostPost&)> fault) {
   sequence_ = sequence;
+  meets_apart_ = levels_of(call).sizes != levels_.sizes;
   post_ = std::move(post);
   fault_ = std::move(fault);
   fault_text_.clear();
@@ -58,6 +61,10 @@ void HostTraffic::begin(uint64_t sequence, HostPost post, std::function<std::str
 }
 
 void HostTraffic::tell(size_t level) {
+  if (!meets_apart_ || level == 0) tell_level(level);
+}
+
+void HostTraffic::tell_level(size_t level) {
   if (told_ > level) return;
   ++told_;
   untold_ = counterparts_[level];
@@ -105,6 +112,10 @@ std::vector<uint32_t> HostTraffic::missing() const {
 }
 
 bool HostTraffic::hear(size_t level) {
+  return meets_apart_ ? meet() : hear_level(level);
+}
+
+bool HostTraffic::hear_level(size_t level) {
   if (heard_ > level) return true;
   tell_rest();
   for (const uint32_t rank : counterparts_[level])
@@ -116,8 +127,8 @@ bool HostTraffic::hear(size_t level) {
 bool HostTraffic::meet() {
   tell_rest();
   while (heard_ < counterparts_.size()) {
-    tell(heard_);
-    if (!hear(heard_)) return false;
+    tell_level(heard_);
+    if (!hear_level(heard_)) return false;
   }
   return true;
 }

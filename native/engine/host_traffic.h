@@ -21,18 +21,23 @@ namespace photinus {
 
 class HostTraffic {
  public:
-  HostTraffic(Peers& peers, Levels levels, const NetSizes& sizes);
+  // `rounding`: the levels of calls whose bits depend on the list; links to both lists' counterparts stand.
+  HostTraffic(Peers& peers, Levels levels, Levels rounding, const NetSizes& sizes);
 
+  // Those in which hosts meet, whatever their calls.
   const Levels& levels() const { return levels_; }
+  // Those over which the data of a call go.
+  const Levels& levels_of(const Call& call) const { return is_rounded_in_levels(call) ? rounding_ : levels_; }
   const NetSizes& sizes() const { return sizes_; }
   std::byte* landing() const { return landing_.get(); }
 
   // A collective begins, with what is known of it on this host. `fault` says, once all hosts were heard, what
   // is wrong; empty: nothing.
-  void begin(uint64_t sequence, HostPost post, std::function<std::string(const HostPost&)> fault);
+  void begin(uint64_t sequence, const Call& call, HostPost post,
+             std::function<std::string(const HostPost&)> fault);
   // Tells the counterparts of a level what is known up to now, if that was not done ahead of the plan: with
   // the first frame that is sent to each, which travels in it if it is small, or else when it comes to
-  // hearing.
+  // hearing. A plan over other levels than those of the meeting tells and hears all at its first level.
   void tell(size_t level);
   // Whether all of them have told; what they told is known from then on.
   bool hear(size_t level);
@@ -62,6 +67,8 @@ class HostTraffic {
     uint64_t begun = 0, moved = 0;
     uint64_t in_tell = 0;  // the number of the one that travelled in a tell; 0: none
   };
+  bool hear_level(size_t level);
+  void tell_level(size_t level);
   void learn(size_t level);
   bool tell(uint32_t rank, const std::byte* frame, uint64_t bytes);
   void tell_rest();
@@ -69,7 +76,7 @@ class HostTraffic {
   static bool has_moved(Frames& frames, uint64_t count);
 
   Peers& peers_;
-  const Levels levels_;
+  const Levels levels_, rounding_;
   const NetSizes sizes_;
   std::vector<std::vector<uint32_t>> counterparts_;  // by level
   std::unique_ptr<std::byte[]> landing_;             // pages are taken when first touched
@@ -78,6 +85,7 @@ class HostTraffic {
   std::function<std::string(const HostPost&)> fault_;
   std::string fault_text_;
   bool refused_ = false;
+  bool meets_apart_ = false;      // in other levels than those of the plan
   size_t told_ = 0, heard_ = 0;   // levels
   std::vector<uint32_t> untold_;  // ranks of the level told last
   uint32_t channel_;

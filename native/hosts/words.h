@@ -21,6 +21,7 @@ enum Channel : uint32_t {
   kReason,      // a text: what is to be said of the sender if it goes away
   kWaits,       // Waits, and the texts of the call and of why the process gave up
   kOffer,       // OfferShown
+  kMeasured,    // data of no meaning, while a group forms
   kMessages,    // data of messages; the frame's number is that of the offer
   kCollectives  // data of collectives, on the first of them that was not forgotten
 };

@@ -323,7 +323,9 @@ LinkCounts Link::counts() const {
     std::lock_guard lock(track->sending);
     const StreamCounts counts = track->stream ? track->stream->counts() : track->last_counts;
     all.retransmissions += counts.retransmissions;
-    if (track->index == 0) all.round_trip_s = counts.round_trip_s;
+    if (track->index > 0) continue;
+    all.round_trip_s = counts.round_trip_s;
+    all.least_round_trip_s = counts.least_round_trip_s;
   }
   return all;
 }

@@ -56,6 +56,7 @@ struct LinkCounts {
   double waited_s = 0;   // time in which a frame had come and its place was not posted, added over streams
   uint64_t retransmissions = 0;
   double round_trip_s = 0;  // of the control stream; 0: not known
+  double least_round_trip_s = 0;
 };
 
 struct LinkOptions {

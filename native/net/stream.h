@@ -16,6 +16,7 @@ namespace photinus {
 struct StreamCounts {
   uint64_t retransmissions = 0;  // packets that were sent again
   double round_trip_s = 0;       // smoothed; 0: not known
+  double least_round_trip_s = 0;
 };
 
 // Whether trying is worth a call. Whoever watches the connection sets it when something has changed; it may

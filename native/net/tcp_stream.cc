@@ -1,7 +1,7 @@
 #include "net/tcp_stream.h"
 
+#include <linux/tcp.h>  // which has more of tcp_info than netinet/tcp.h
 #include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <sys/socket.h>
 
 #include <cerrno>
@@ -112,7 +112,8 @@ StreamCounts TcpStream::counts() const {
   tcp_info info{};
   socklen_t length = sizeof info;
   if (getsockopt(socket_.get(), IPPROTO_TCP, TCP_INFO, &info, &length) != 0) return {};
-  return {info.tcpi_total_retrans, info.tcpi_rtt * 1e-6};
+  const double least = info.tcpi_min_rtt == UINT32_MAX ? 0 : info.tcpi_min_rtt * 1e-6;
+  return {info.tcpi_total_retrans, info.tcpi_rtt * 1e-6, least};
 }
 
 }  // namespace photinus

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <atomic>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -105,6 +106,70 @@ TEST_ANY_HOSTS(every_collective_and_type_equals_the_naive_reference) {
         },
         60, SlotSizes{1024, 2048, 4});  // many chunks with little data
   }
+}
+
+// The usual list of four hosts is 4; speeds like these make it 2,2 but for what is rounded in each level.
+TEST_ANY_HOSTS(bits_follow_from_no_measurement_and_those_of_whole_sums_from_no_list) {
+  const bool apart = layout() == "apart";
+  for (const bool asked : {false, true})
+    run_ranks(
+        4,
+        [&](Communicator& communicator) {
+          if (apart) CHECK_CONTAINS(communicator.about_hosts(), "levels 2,2 (");
+          CHECK(layout().has_value() || communicator.about_hosts().empty());
+          uint64_t seed = 0;
+          for (Operation operation : {Operation::all_reduce, Operation::reduce, Operation::broadcast,
+                                      Operation::all_gather, Operation::reduce_scatter})
+            for (Dtype dtype : {Dtype::float32, Dtype::bfloat16, Dtype::int16})
+              for (Reduction reduction : {Reduction::sum, Reduction::avg, Reduction::min})
+                for (const uint64_t elems : {1, 300, 5000}) {
+                  const Call call{operation, dtype, reduction, 1, elems};
+                  if (asked && apart && is_rounded_in_levels(call)) continue;
+                  ++seed;
+                  compare(communicator, call, seed % 2 == 0, false, seed);
+                }
+          // Whose lists differ hear of each other all the same.
+          std::vector<float> tensor(16);
+          const Call own{Operation::all_reduce, communicator.rank() == 2 ? Dtype::bfloat16 : Dtype::float32,
+                         Reduction::sum, 0, 16};
+          const auto [kind, message] =
+              error_of([&] { communicator.submit(own, tensor.data(), tensor.data())->wait(); });
+          CHECK(kind == ErrorKind::mismatch);
+          CHECK_CONTAINS(message, "bfloat16");
+          compare(communicator, {Operation::all_reduce, Dtype::float32, Reduction::sum, 0, 300}, true, false,
+                  7);
+        },
+        60, SlotSizes{1024, 2048, 4}, {},
+        [&](Communicator::Options& options) {
+          if (asked && apart) options.levels = {2, 2};
+          options.speeds = {1e-6, 1e6};
+        });
+}
+
+TEST_ANY_HOSTS(ranks_that_ask_for_different_levels_are_told_so) {
+  if (layout() != "apart") return;
+  std::atomic<int> told{0};
+  run_ranks(4, [&](Communicator&) {
+    Communicator::Options options = own_options();
+    options.name = "other";
+    options.levels = options.rank == 3 ? std::vector<uint32_t>{} : std::vector<uint32_t>{2, 2};
+    const auto [kind, message] = error_of([&] { Communicator::create(options); });
+    CHECK(kind == ErrorKind::invalid_argument);
+    CHECK_CONTAINS(message, "PHOTINUS_LEVELS must be the same on all ranks");
+    ++told;
+  });
+  CHECK(told == 4);
+}
+
+TEST_ANY_HOSTS(hosts_are_measured_and_all_ranks_know_the_same) {
+  std::mutex mutex;
+  std::vector<std::string> said;
+  run_ranks(4, [&](Communicator& communicator) {
+    std::lock_guard lock(mutex);
+    said.push_back(communicator.about_hosts());
+  });
+  if (layout()) CHECK_CONTAINS(said[0], "/s between them; levels ");
+  CHECK(std::all_of(said.begin(), said.end(), [&](const auto& each) { return each == said[0]; }));
 }
 
 TEST_ANY_HOSTS(default_slot_sizes_carry_large_messages) {

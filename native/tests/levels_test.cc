@@ -7,6 +7,7 @@
 #include <set>
 
 #include "check.h"
+#include "collectives/choose.h"
 #include "data.h"
 
 using namespace photinus;
@@ -152,6 +153,46 @@ TEST(levels_are_few_and_so_are_links_where_the_number_of_hosts_allows_it) {
         choose_levels(16) == Sizes({4, 4}));
   CHECK(choose_levels(64) == Sizes({8, 8}) && choose_levels(88) == Sizes({4, 2, 11}));
   CHECK(choose_levels(1024) == Sizes({8, 8, 4, 4}) && choose_levels(101) == Sizes{101});
+}
+
+TEST(lists_that_may_be_chosen_need_no_links_but_those_of_the_usual_one) {
+  using Lists = std::vector<std::vector<uint32_t>>;
+  CHECK(finer_lists({3}) == Lists({{3}}));
+  CHECK(finer_lists({8}) == Lists({{8}, {4, 2}, {2, 4}, {2, 2, 2}}));
+  CHECK(finer_lists({6}) == Lists({{6}, {2, 3}}));
+  CHECK(finer_lists({4, 3}) == Lists({{4, 3}, {2, 2, 3}}));
+  for (const auto& ranks : std::vector<std::vector<uint32_t>>{
+           std::vector<uint32_t>(64, 1), {3, 1, 2, 5}, std::vector<uint32_t>(12, 2), {1, 2, 3, 4, 5, 6}}) {
+    const Levels usual = in_blocks(ranks, choose_levels(static_cast<uint32_t>(ranks.size())));
+    for (uint32_t rank = 0; rank < usual.ranks(); ++rank) {
+      std::set<uint32_t> linked;
+      for (size_t level = 0; level < usual.sizes.size(); ++level)
+        for (const uint32_t other : usual.counterparts(rank, level)) linked.insert(other);
+      for (const auto& list : finer_lists(usual.sizes)) {
+        const Levels finer = in_blocks(ranks, list);
+        check(finer);
+        for (size_t level = 0; level < list.size(); ++level)
+          for (const uint32_t other : finer.counterparts(rank, level)) CHECK(linked.count(other) == 1);
+      }
+    }
+  }
+}
+
+TEST(far_hosts_exchange_in_few_rounds_and_slow_frames_in_many) {
+  const SlotSizes slots{32 << 10, 256 << 10, 16};
+  auto chosen = [&](uint32_t hosts, double latency_us, double frame_us, double rate_gbit) {
+    Model model;
+    model.latency_us = latency_us;
+    model.send_us = model.receive_us = frame_us / 2;
+    model.rate_gbit = rate_gbit;
+    return choose_list(model, in_blocks(std::vector<uint32_t>(hosts, 1), choose_levels(hosts)), slots, {});
+  };
+  using Sizes = std::vector<uint32_t>;
+  CHECK(chosen(8, 10'000, 2, 10).sizes == Sizes{8} && chosen(64, 1000, 2, 100).sizes == Sizes({8, 8}));
+  CHECK(chosen(8, 1, 20, 100).sizes == Sizes({2, 2, 2}));
+  CHECK_CONTAINS(chosen(8, 1, 20, 100).reason, "% less time than with 8");
+  CHECK_CONTAINS(chosen(8, 10'000, 2, 10).reason, "no other list would gain");
+  CHECK_CONTAINS(chosen(3, 10, 2, 10).reason, "the only list");
 }
 
 TEST(hosts_stand_in_the_order_of_their_first_ranks) {

@@ -2,6 +2,7 @@
 #include <sys/resource.h>
 
 #include "check.h"
+#include "simulate/parameters.h"
 #include "simulate/simulation.h"
 
 using namespace photinus;
@@ -84,6 +85,30 @@ TEST(halving_and_doubling_takes_two_latencies_a_level_and_the_same_bytes) {
   CHECK(is_near(run(s).seconds, 3 * kPost + 6 * 10 * kUs + 2 * 7 / 8.0 * bytes * kNs));
   s.levels.sizes = {4, 2};
   CHECK(is_near(run(s).seconds, 4 * kPost + 4 * 10 * kUs + 2 * 7 / 8.0 * bytes * kNs, 0.001));
+}
+
+TEST(the_formula_is_within_a_third_of_what_plans_take) {
+  for (const auto& [hosts, ranks, list] :
+       std::vector<std::tuple<uint32_t, uint32_t, std::vector<uint32_t>>>{{1, 4, {}},
+                                                                          {2, 1, {2}},
+                                                                          {4, 2, {4}},
+                                                                          {4, 2, {2, 2}},
+                                                                          {8, 4, {8}},
+                                                                          {8, 4, {2, 2, 2}},
+                                                                          {16, 8, {4, 4}}})
+    for (const uint64_t bytes : {4 << 10, 64 << 10, 1 << 20, 16 << 20})
+      for (const double rate_gbit : {1.0, 200.0}) {
+        Setup s = setup(hosts, ranks, list, bytes);
+        s.model = Model{};
+        s.model.rate_gbit = rate_gbit;
+        const Outcome o = run(s);
+        const double formula = predicted_s(s.model, s.call, s.levels, o.algorithm, s.slots, s.net);
+        if (!is_near(formula, o.seconds, 0.33))
+          std::fprintf(stderr, "%u hosts x %u, levels %s, %llu bytes: %g s by formula, %g s simulated\n",
+                       hosts, ranks, print(list).c_str(), static_cast<unsigned long long>(bytes), formula,
+                       o.seconds);
+        CHECK(is_near(formula, o.seconds, 0.33));
+      }
 }
 
 TEST(the_ranks_of_a_host_share_its_card_and_chunks_hide_latency) {

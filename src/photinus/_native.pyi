@@ -115,7 +115,13 @@ class Communicator:
         places: Sequence[tuple[str, str, int, list[str]]] = (),
         job: str = "",
         attempt: int = 0,
+        levels: Sequence[int] | None = None,
+        speeds: tuple[float, float] = (0.0, 0.0),
     ) -> Communicator: ...
+    @property
+    def speeds(self) -> tuple[float, float]: ...
+    @property
+    def about_hosts(self) -> str: ...
     @property
     def rank(self) -> int: ...
     @property

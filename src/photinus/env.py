@@ -64,6 +64,13 @@ def _switch(text: str) -> bool:
     return text == "1"
 
 
+def _levels(text: str) -> tuple[int, ...]:
+    sizes = () if text == "unmeasured" else tuple(int(word) for word in text.split(","))
+    if any(size < 2 for size in sizes) or any(size & (size - 1) for size in sizes[:-1]):
+        raise ValueError("needs sizes from 2 on, all but the last powers of two, like 4,2, or unmeasured")
+    return sizes
+
+
 EXPECTED_WORLD_SIZE: Variable[int | None] = Variable(
     "PHOTINUS_WORLD_SIZE",
     _count,
@@ -123,6 +130,13 @@ TRANSPORT: Variable[str] = Variable(
     "tcp",
     "what carries tensors between hosts: tcp, or ucx where both ends have the same UCX (else tcp, and a line says so); "
     "read by the engine, in native/net/transport.cc",
+)
+LEVELS: Variable[tuple[int, ...] | None] = Variable(
+    "PHOTINUS_LEVELS",
+    _levels,
+    None,
+    "in which groups hosts exchange: sizes whose product is the number of hosts, like 2,2 for groups on as many; or "
+    "unmeasured, which goes by that number alone (default: by the speeds that are measured while a group forms)",
 )
 UCX_LIBRARY: Variable[str] = Variable(
     "PHOTINUS_UCX_LIBRARY",
@@ -201,6 +215,7 @@ ALL: tuple[Variable[object], ...] = (  # type: ignore[assignment]
     HOST_ID,
     INTERFACE,
     TRANSPORT,
+    LEVELS,
     UCX_LIBRARY,
     BACKEND,
     INSTRUCTION_SET,

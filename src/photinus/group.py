@@ -68,6 +68,7 @@ class Group:
         places: where each rank is, the same on all ranks; empty when all are on one host.
         job, attempt: which job the group is of, and how often it was restarted; the same on all ranks. With `places`,
             processes of other jobs and attempts are turned away with a line that names both.
+        speeds: between hosts, of a group that holds all ranks of this one (`Group.speeds`): then nothing is measured.
 
     Raises:
         CollectiveTimeoutError: not all ranks came in time; names those that are missing.
@@ -88,6 +89,7 @@ class Group:
         places: Sequence[Place] = (),
         job: str = "",
         attempt: int = 0,
+        speeds: tuple[float, float] = (0.0, 0.0),
     ) -> None:
         self._native = _native.Communicator.connect(
             rank,
@@ -102,6 +104,8 @@ class Group:
             places,
             job,
             attempt,
+            env.LEVELS.get(),
+            speeds,
         )
         self.rank = rank
         self.world_size = world_size
@@ -187,6 +191,17 @@ class Group:
     def explain(self, operation: str, elems: int, dtype: str = "float32", *, in_arena: bool = True) -> str:
         """How a call would run, and why, for people."""
         text: str = self._native.explain(OPERATIONS[operation], elems, DTYPES[dtype], in_arena)
+        return text
+
+    @property
+    def speeds(self) -> tuple[float, float]:
+        """Between hosts, as measured: the latency one way in seconds, and bytes a second; 0 for what is not known."""
+        return self._native.speeds
+
+    @property
+    def about_hosts(self) -> str:
+        """What was measured between the group's hosts, and the levels it takes, with the reason; empty on one host."""
+        text: str = self._native.about_hosts
         return text
 
     def abort(self, reason: str) -> None:

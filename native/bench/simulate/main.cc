@@ -9,6 +9,7 @@
 #include <sstream>
 
 #include "base/error.h"
+#include "simulate/parameters.h"
 #include "simulate/simulation.h"
 
 using namespace photinus;
@@ -29,7 +30,7 @@ constexpr const char* kUsage =
   --calls N         back to back; the time is their mean (default 1)
   --fold            simulate one host, and take all others to do the same at the same time: for alike hosts
   --sums N          check the sums of N elements, and those at both ends: each rank once, in the tree's order
-  --formulas        a ring and a double binary tree too, by formula
+  --formulas        the same, a ring and a double binary tree by formula too
   --slots-bytes N, --slice-bytes N, --landing-bytes N    memory for chunks (default: the engine's)
   --json            one line for each simulation
   --model FILE      lines of a parameter and a value
@@ -98,12 +99,6 @@ std::vector<std::vector<uint32_t>> all_lists(uint32_t count) {
     if (!two || first + count / first < (*two)[0] + (*two)[1]) two = {first, count / first};
   if (two) add(*two);
   return lists;
-}
-
-std::string print(const std::vector<uint32_t>& sizes) {
-  std::string text;
-  for (const uint32_t size : sizes) text += (text.empty() ? "" : ",") + std::to_string(size);
-  return text.empty() ? "none" : text;
 }
 
 template <typename Value, size_t count>
@@ -261,6 +256,9 @@ void run_all(Asked asked) {
         print_json(asked, s, size, o, took.count());
       else
         print_line(s, size, o);
+      if (asked.formulas && !asked.json)
+        print_formula("by formula", size,
+                      predicted_s(s.model, s.call, s.levels, o.algorithm, s.slots, s.net));
       std::fflush(stdout);
     }
     if (asked.formulas && !asked.json && count > 1) {

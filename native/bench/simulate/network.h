@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "collectives/cost.h"
 #include "simulate/events.h"
-#include "simulate/model.h"
 
 namespace photinus::simulate {
 

@@ -1,4 +1,5 @@
-// Runs the engine's plans on a model of hosts and network (model.h): no memory, no sockets, only times.
+// Runs the engine's plans on a model of hosts and network (collectives/cost.h): no memory, no sockets, only
+// times.
 //
 // A rank's plan is made a few steps at a time, as it is run. A rank runs ahead of the others up to where it
 // needs what they have not done yet: what it did has times, so who waits for it knows for how long. Only
@@ -10,9 +11,9 @@
 #include <string>
 #include <vector>
 
+#include "collectives/cost.h"
 #include "collectives/net.h"
 #include "simulate/events.h"
-#include "simulate/model.h"
 #include "simulate/sums.h"
 
 namespace photinus::simulate {

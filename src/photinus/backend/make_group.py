@@ -86,6 +86,7 @@ def _make_ours(given: _DistributedBackendOptions, own: Options, devices: Sequenc
             places=meeting.places(),
             job=meeting.job,
             attempt=meeting.attempt,
+            speeds=world.communicator.speeds if world and world.communicator else (0.0, 0.0),
         )
     try:
         private = PrefixStore(f"photinus/{meeting.session}", store)
@@ -93,8 +94,9 @@ def _make_ours(given: _DistributedBackendOptions, own: Options, devices: Sequenc
         gloo = InnerGloo(private, rank, size, limit, address)
         if rank == 0 and size > 1:
             hosts.tidy(store, meeting)
-            if not meeting.one_host and not members:
-                print(f"photinus: {size} ranks on {meeting.hosts()}", file=sys.stderr, flush=True)
+            if isinstance(communicator, engine.Communicator) and communicator.about_hosts and not members:
+                line = f"photinus: {size} ranks on {meeting.hosts()}; {communicator.about_hosts}"
+                print(line, file=sys.stderr, flush=True)
         served = [torch.device(device) for device in devices]
         return ThroughEngine(communicator, gloo, store, limit, label, served, wires(own.wire_dtype))
     except BaseException:

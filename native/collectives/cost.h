@@ -1,4 +1,5 @@
-// What hosts, cards and the network between them cost.
+// What calls take by formula, from what hosts, cards and the network between them cost. The simulator
+// (bench/simulate) runs plans on the same model.
 //
 // A rank does its steps one after the other, and each takes time of a core; it waits without one. A frame
 // leaves through the card of its host, after what was given to the card before it, crosses the network, and
@@ -7,11 +8,9 @@
 // come for it, until it takes it.
 #pragma once
 
-#include <cstdint>
-#include <string>
-#include <vector>
+#include "collectives/net.h"
 
-namespace photinus::simulate {
+namespace photinus {
 
 struct Model {
   double rate_gbit = 200;
@@ -31,17 +30,18 @@ struct Model {
   double jitter_us = 0, seed = 1;
 };
 
-struct Parameter {
-  const char* name;
-  double Model::* value;
-  const char* text;
+// Between hosts, as measured: one way, and of payload into a host; 0: not known.
+struct Speeds {
+  double latency_s = 0, bytes_per_s = 0;
+  bool known() const { return latency_s > 0 && bytes_per_s > 0; }
 };
-const std::vector<Parameter>& parameters();
+// The model with these in place of its own, where they are known.
+Model model_of(const Speeds& speeds);
 
-// False where there is no such parameter. Throws Error(invalid_argument) for a value that cannot be.
-bool set(Model& model, const std::string& name, const std::string& value);
-// Lines of a name and a value; # begins a comment. Throws Error(invalid_argument).
-void read(Model& model, const std::string& file);
+// What a call takes, on one host (then without levels) or on several, where nothing else goes on: latencies,
+// frames, bytes through cards and cores. Chunks hide all but the largest of the last two.
+double predicted_s(const Model& model, const Call& call, const Levels& levels, Algorithm algorithm,
+                   const SlotSizes& sizes, const NetSizes& net);
 
 // What an all_reduce of `bytes` over `hosts` would take by two algorithms that the engine has not, were there
 // nothing but cards, latency and frames: a ring, and two binary trees of half the tensor each, in the number
@@ -51,4 +51,4 @@ double double_tree_s(const Model& model, uint32_t hosts, double bytes);
 // What cards need at the rate at least, headers included.
 double least_s(const Model& model, uint32_t hosts, double bytes);
 
-}  // namespace photinus::simulate
+}  // namespace photinus

@@ -1,6 +1,5 @@
-#include "simulate/model.h"
+#include "simulate/parameters.h"
 
-#include <algorithm>
 #include <cmath>
 #include <fstream>
 #include <sstream>
@@ -64,38 +63,6 @@ void read(Model& model, const std::string& file) {
       throw Error(ErrorKind::invalid_argument,
                   file + ": '" + line + "' is not the name of a parameter and its value");
   }
-}
-
-namespace {
-
-double seconds_per_byte(const Model& model) {
-  return (1 + model.header_bytes / model.payload_bytes) * 8e-9 / model.rate_gbit;
-}
-
-double hop_s(const Model& model) {
-  return (model.latency_us + model.send_us + model.receive_us) * 1e-6;
-}
-
-}  // namespace
-
-double least_s(const Model& model, uint32_t hosts, double bytes) {
-  return 2 * (hosts - 1.0) / hosts * bytes * seconds_per_byte(model);
-}
-
-double ring_s(const Model& model, uint32_t hosts, double bytes) {
-  return least_s(model, hosts, bytes) + 2 * (hosts - 1.0) * hop_s(model);
-}
-
-// Each host sends and receives the tensor twice but for two hosts, which exchange halves, and three. A chunk
-// is halved, passes up a tree and back down; one chunk is behind the other.
-double double_tree_s(const Model& model, uint32_t hosts, double bytes) {
-  if (hosts < 2) return 0;
-  const double times = hosts == 2 ? 1 : hosts == 3 ? 1.5 : 2;
-  const double wire = times * bytes * seconds_per_byte(model);
-  const double hops = 2 * std::ceil(std::log2(hosts));
-  // (hops + m - 1) (hop + wire / m) is least at this m.
-  const double chunks = std::max(1.0, std::sqrt((hops - 1) * wire / hop_s(model)));
-  return (hops + chunks - 1) * (hop_s(model) + wire / chunks);
 }
 
 }  // namespace photinus::simulate
