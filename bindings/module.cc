@@ -18,6 +18,7 @@
 #include "base/cores.h"
 #include "base/error.h"
 #include "call_site.h"
+#include "collectives/choose.h"
 #include "device/cuda/cuda_device.h"
 #include "engine/communicator.h"
 #include "kernels/reduce.h"
@@ -291,6 +292,34 @@ std::string site_text() {
   return site ? site->text : "";
 }
 
+// Of hosts with so many ranks each, with a tensor in the arena: what was taken for their levels and why, and
+// for each size how a call would run.
+using Row = std::tuple<std::string, std::string, std::string, double, std::string>;
+std::tuple<std::string, std::vector<Row>> explain_hosts(const std::vector<uint32_t>& counts,
+                                                        const std::optional<std::vector<uint32_t>>& wish,
+                                                        const std::tuple<double, double>& speeds,
+                                                        uint8_t operation, uint8_t dtype,
+                                                        const std::vector<uint64_t>& sizes_elems) {
+  std::vector<std::string> host_of_rank;
+  for (size_t host = 0; host < counts.size(); ++host)
+    host_of_rank.insert(host_of_rank.end(), counts[host], std::to_string(host));
+  const Levels usual = levels_of(host_of_rank);
+  const bool over_hosts = counts.size() > 1;
+  const SlotSizes slots = sizes_for({}, usual.ranks(), over_hosts);
+  const Speeds measured{std::get<0>(speeds), std::get<1>(speeds)};
+  const ListChoice choice = over_hosts ? list_for(usual, wish, measured, slots, {}) : ListChoice{};
+  std::vector<Row> rows;
+  for (const uint64_t elems : sizes_elems) {
+    const Call call{static_cast<Operation>(operation), static_cast<Dtype>(dtype), Reduction::sum, 0, elems};
+    Levels levels = usual;
+    if (!is_rounded_in_levels(call) || is_for(wish, usual)) levels.sizes = choice.sizes;
+    check(levels);
+    const Explanation how = explain(call, levels, 0, true, model_of(measured), slots, {});
+    rows.emplace_back(name(how.algorithm), how.levels, how.kernels, how.seconds, how.reason);
+  }
+  return {over_hosts ? "levels " + print(choice.sizes) + " (" + choice.reason + ")" : "", rows};
+}
+
 }  // namespace
 }  // namespace photinus
 
@@ -312,6 +341,8 @@ NB_MODULE(_native, m) {
   });
 
   m.def("new_address", &new_address);
+  m.def("explain_hosts", &explain_hosts, "counts"_a, "levels"_a.none(), "speeds"_a, "operation"_a, "dtype"_a,
+        "sizes_elems"_a);
   m.def("listen", &photinus::listen, "addresses"_a);
   m.def("set_label", &set_label, "label"_a);
   m.def("set_library_folders", &set_library_folders, "folders"_a);
@@ -390,7 +421,7 @@ NB_MODULE(_native, m) {
   nb::class_<Communicator>(m, "Communicator")
       .def_static("connect", &photinus::connect, "rank"_a, "world_size"_a, "address"_a, "name"_a,
                   "timeout_s"_a, "grace_s"_a, "waiting_s"_a, "chunk_bytes"_a, "strict_sites"_a, "places"_a,
-                  "job"_a, "attempt"_a, "levels"_a, "speeds"_a)
+                  "job"_a, "attempt"_a, "levels"_a.none(), "speeds"_a)
       .def_prop_ro(
           "speeds",
           [](const Communicator& c) { return std::tuple(c.speeds().latency_s, c.speeds().bytes_per_s); })

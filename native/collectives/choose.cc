@@ -183,14 +183,27 @@ ListChoice choose_list(const Model& model, const Levels& levels, const SlotSizes
   return best;
 }
 
-std::string explain(const Call& call, const Levels& levels, uint32_t rank, bool in_arena, const Model& model,
+bool is_for(const std::optional<std::vector<uint32_t>>& wish, const Levels& levels) {
+  if (!wish || wish->empty()) return false;
+  const Levels wished{levels.hosts, *wish};
+  return wished.stride(wish->size()) == levels.hosts.size();
+}
+
+ListChoice list_for(const Levels& levels, const std::optional<std::vector<uint32_t>>& wish,
+                    const Speeds& speeds, const SlotSizes& sizes, const NetSizes& net) {
+  if (is_for(wish, levels)) return {*wish, "as asked for"};
+  ListChoice choice{levels.sizes, "by the number of hosts"};
+  if (speeds.known() && (!wish || !wish->empty())) choice = choose_list(model_of(speeds), levels, sizes, net);
+  if (wish && !wish->empty()) choice.reason += "; " + print(*wish) + " is for another number of hosts";
+  return choice;
+}
+
+Explanation explain(const Call& call, const Levels& levels, uint32_t rank, bool in_arena, const Model& model,
                     const SlotSizes& sizes, const NetSizes& net) {
   const char* reason;
   const Algorithm algorithm = likely_algorithm(call, levels, rank, in_arena, sizes, net, reason);
-  const double us = 1e6 * predicted_s(model, call, levels, algorithm, sizes, net);
-  return text("%s by algorithm %s%s with %s kernels, about %.3g %s (%s)", describe(call).c_str(),
-              name(algorithm), levels.sizes.empty() ? "" : (" over levels " + print(levels.sizes)).c_str(),
-              name(best_instruction_set()), us < 1000 ? us : us / 1000, us < 1000 ? "µs" : "ms", reason);
+  return {algorithm, levels.sizes.empty() ? "" : print(levels.sizes), name(best_instruction_set()),
+          predicted_s(model, call, levels, algorithm, sizes, net), reason};
 }
 
 Plan shm_plan(const Call& call, Seat seat, Algorithm algorithm, const SlotSizes& sizes) {

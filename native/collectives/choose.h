@@ -2,6 +2,7 @@
 // same facts (equal calls, everyone's descriptors), so all choose the same.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -38,8 +39,21 @@ struct ListChoice {
 // another than the list that `levels` has only where it gains something.
 ListChoice choose_list(const Model& model, const Levels& levels, const SlotSizes& sizes, const NetSizes& net);
 
-// How a call would run, with its levels if there are several hosts, why, and for how long: for people.
-std::string explain(const Call& call, const Levels& levels, uint32_t rank, bool in_arena, const Model& model,
+// The list for a group: `wish` where it is for as many hosts; else by speeds, where they are known and nobody
+// wished for none (an empty list); else the one that `levels` has, by the number of hosts.
+ListChoice list_for(const Levels& levels, const std::optional<std::vector<uint32_t>>& wish,
+                    const Speeds& speeds, const SlotSizes& sizes, const NetSizes& net);
+bool is_for(const std::optional<std::vector<uint32_t>>& wish, const Levels& levels);
+
+// How a call would run, all tensors in arenas or none, and for how long by the model: for people.
+struct Explanation {
+  Algorithm algorithm;
+  std::string levels;  // empty on one host
+  const char* kernels;
+  double seconds;
+  const char* reason;
+};
+Explanation explain(const Call& call, const Levels& levels, uint32_t rank, bool in_arena, const Model& model,
                     const SlotSizes& sizes, const NetSizes& net);
 
 }  // namespace photinus

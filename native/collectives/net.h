@@ -40,6 +40,10 @@ struct NetSizes {
   uint64_t frame_bytes = 4 << 10;    // flat: smaller slices are not worth a frame of their own
 };
 
+// What a group has of what was asked for: a chunk has a cache line for each rank. Over hosts more chunks are
+// under way at a time: fewer would be cut into frames that are hardly worth a call.
+SlotSizes sizes_for(SlotSizes asked, uint32_t ranks, bool over_hosts);
+
 // The type in which partial results of a reduction cross between hosts: the one that the call asks for; else
 // that of the elements, or a wider one for averages of integers (whose sums may not wrap). Where it is
 // narrower than the elements, results cross in it too.

@@ -63,6 +63,13 @@ std::vector<Region> NetSteps::of_locals(Place place, uint64_t offset_bytes, Regi
   return regions;
 }
 
+SlotSizes sizes_for(SlotSizes asked, uint32_t ranks, bool over_hosts) {
+  constexpr uint32_t kChunksOverHosts = 16;
+  asked.chunk_bytes = std::max<uint64_t>(asked.chunk_bytes, ranks * kLineBytes);
+  if (over_hosts) asked.chunks = std::max(asked.chunks, kChunksOverHosts);
+  return asked;
+}
+
 Dtype wire_dtype(const Call& call) {
   if (call.wire) return *call.wire;
   if (call.reduction != Reduction::avg) return call.dtype;

@@ -88,15 +88,7 @@ void Communicator::look_at_hosts() {
     }
     speeds_ = {median(latencies), median(rates)};
   }
-  ListChoice choice{usual.sizes, "by the number of hosts"};
-  uint64_t wanted = wish && !wish->empty() ? 1 : 0;
-  if (wanted)
-    for (const uint32_t size : *wish) wanted *= size;
-  const bool is_asked_for = wanted == usual.hosts.size();
-  if (is_asked_for)
-    choice = {*wish, "as asked for"};
-  else if (speeds_.known())
-    choice = choose_list(model_of(speeds_), usual, group_->options.sizes, group_->options.net);
+  const ListChoice choice = list_for(usual, wish, speeds_, group_->options.sizes, group_->options.net);
   std::string about = "not measured";
   if (speeds_.known()) {
     about = text("%.3g µs and %s between them", speeds_.latency_s * 1e6,
@@ -109,10 +101,9 @@ void Communicator::look_at_hosts() {
   } else if (measures) {
     about = "not measured, for too little came in 40 ms";
   }
-  if (wanted && !is_asked_for) choice.reason += "; those asked for are for another number of hosts";
   about_hosts_ =
       text("%s; levels %s (%s)", about.c_str(), print(choice.sizes).c_str(), choice.reason.c_str());
-  use(choice.sizes, is_asked_for);
+  use(choice.sizes, is_for(wish, usual));
 }
 
 }  // namespace photinus

@@ -12,10 +12,6 @@ namespace photinus {
 namespace {
 
 constexpr uint32_t kRanksLimit = 1024;
-// Over hosts more chunks are under way at a time: fewer would be cut into frames that are hardly worth a
-// call.
-constexpr uint32_t kChunksOverHosts = 16;
-
 std::optional<Levels> levels_among(const GroupOptions& options) {
   std::vector<std::string> hosts;
   for (const HostPlace& place : options.places) hosts.push_back(place.host_key);
@@ -31,8 +27,8 @@ GroupOptions checked(GroupOptions options) {
   if (!options.places.empty() && options.places.size() != options.world_size)
     throw Error(ErrorKind::invalid_argument, text("places of %zu ranks were given for a group of %u",
                                                   options.places.size(), options.world_size));
-  // A chunk holds a cache line for each rank; that is a need of the plans, not of the user.
-  options.sizes.chunk_bytes = std::max<uint64_t>(options.sizes.chunk_bytes, options.world_size * kLineBytes);
+  options.sizes =
+      sizes_for(options.sizes, options.world_size, !options.peers && levels_among(options).has_value());
   if (options.sizes.chunks < 3 || options.sizes.chunk_bytes % kLineBytes ||
       options.sizes.flat_bytes % kLineBytes)
     throw Error(
@@ -51,8 +47,6 @@ GroupOptions checked(GroupOptions options) {
         text("rings for GPUs of %u chunks of %llu bytes: needs an even number of whole cache lines, and "
              "whole pages in all",
              rings.chunks, static_cast<unsigned long long>(rings.chunk_bytes)));
-  if (!options.peers && levels_among(options))
-    options.sizes.chunks = std::max(options.sizes.chunks, kChunksOverHosts);
   if (!options.progress) options.progress = Progress::of_this_process();
   if (!options.device) options.device = host::device();
   return options;

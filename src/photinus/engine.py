@@ -33,6 +33,7 @@ __all__ = [
     "allocate",
     "call_site",
     "cuda_device",
+    "explain",
     "host_id",
     "label",
     "listen",
@@ -153,6 +154,32 @@ def label(text: str) -> Iterator[None]:
         yield
     finally:
         _native.set_label(before)
+
+
+def explain(
+    counts: Sequence[int],
+    operation: str,
+    sizes_elems: Sequence[int],
+    dtype: str = "float32",
+    *,
+    speeds: tuple[float, float] = (0.0, 0.0),
+) -> tuple[str, list[dict[str, Any]]]:
+    """How calls on tensors in arenas would run on some hosts, which need not be there.
+
+    Args:
+        counts: of ranks, on each host.
+        operation: a collective without parts.
+        sizes_elems: of the calls, as `Communicator` counts them.
+        speeds: between the hosts, as `Communicator.speeds` says them; 0: those of docs/scale.md's model.
+
+    Returns:
+        The list of levels with its reason, empty for one host; and for each size its algorithm, levels, kernels,
+        seconds by the model, and the reason.
+    """
+    about, rows = _native.explain_hosts(
+        list(counts), env.LEVELS.get(), speeds, OPERATIONS[operation], DTYPES[dtype], list(sizes_elems)
+    )
+    return about, [dict(zip(("algorithm", "levels", "kernels", "seconds", "reason"), row, strict=True)) for row in rows]
 
 
 class Communicator(Group):
@@ -342,7 +369,7 @@ class Communicator(Group):
 
 
 def _about() -> dict[str, Any]:
-    """What the engine is on this machine; `python -m photinus.engine` prints it as JSON."""
+    """What the engine is on this machine."""
     return {
         "instruction_set": _native.instruction_set(),
         "usable_cores": _native.usable_cores(),
@@ -354,5 +381,8 @@ def _about() -> dict[str, Any]:
 
 if __name__ == "__main__":
     import json
+    import sys
 
-    print(json.dumps(_about()))
+    # For the launcher, which starts programs and imports no engine: what the engine is here, or what `explain` answers
+    # to the arguments in JSON that are given.
+    print(json.dumps({"explained": explain(**json.loads(sys.argv[1]))} if sys.argv[1:] else _about()))

@@ -20,6 +20,7 @@ from photinus.launcher.contestants import contestant
 from photinus.launcher.contestants.contestant import Contestant, torch_ranks
 
 MIB = 1 << 20
+Capture = pytest.CaptureFixture[str]
 
 
 def result(size: int, operation: str = "all_reduce", **microseconds: float) -> Result:
@@ -53,6 +54,7 @@ def test_by_default_sizes_go_from_4_kib_to_64_mib() -> None:
         (["--nproc-per-node", "1.5"], "a whole number, 1 or more"),
         (["--seconds", "0"], "a number of seconds above 0"),
         (["--dtype"], "--dtype needs a value"),
+        (["--hosts", "4x"], "needs hosts x ranks, like 4x8"),
         (["--plot", "picture.txt"], "a .png, .svg or .pdf file"),
         (["--plot", "/no/such/folder/x.png"], "there is no folder /no/such/folder"),
     ],
@@ -197,3 +199,36 @@ def test_without_torch_it_says_what_it_needs(
     monkeypatch.setattr(measure, "ask_torch", lambda timeout_s: Torch(None, "No module named 'torch'"))
     assert main(["bench"]) == 1
     assert "photinus bench needs PyTorch: No module named 'torch'" in capsys.readouterr().err
+
+
+# ---- explaining
+
+
+def test_calls_are_explained_with_their_levels_reasons_and_times_without_measuring(capsys: Capture) -> None:
+    words = ["--hosts", "8x2", "--latency-us", "5", "--rate-gbit", "10", "--sizes", "4K,16M"]
+    assert main(["bench", "--explain", *words, "--ops", "all_reduce,all_to_all"]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"16 ranks on 8 hosts, float32", told)
+    assert re.search(r"all_reduce: levels \S+ \(\d+ % less time than with 8, by the model", told)
+    assert re.search(r"4 KiB +all_reduce +\S+ µs +flat over \S+ +\w+ +small: one round a level", told)
+    assert re.search(r"16 MiB +all_reduce +\S+ µs +arena over \S+ ", told)
+    assert re.search(r"all_to_all: small: through flat slots", told)
+
+
+def test_an_explanation_in_json_follows_the_speeds(capsys: Capture) -> None:
+    def explain(*words: str) -> list[dict[str, object]]:
+        assert main(["bench", "--explain", "--sizes", "4K,16M", "--json", *words]) == 0
+        operations: list[dict[str, list[dict[str, object]]]] = json.loads(capsys.readouterr().out)["operations"]
+        return operations[0]["calls"]
+
+    near, far = (explain("--hosts", "8x1", "--latency-us", us, "--rate-gbit", "100") for us in ("1", "20000"))
+    assert near[0]["levels"] != "8"
+    assert {call["levels"] for call in far} == {"8"}
+    assert near[1]["bytes"] == 16 * MIB
+    assert [call["algorithm"] for call in explain("--nproc-per-node", "2")] == ["flat", "arena"]
+
+
+def test_levels_that_are_asked_for_are_explained(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHOTINUS_LEVELS", "2,2")
+    assert main(["bench", "--explain", "--hosts", "4x1", "--sizes", "1M"]) == 0
+    assert "levels 2,2 (as asked for)" in capsys.readouterr().out

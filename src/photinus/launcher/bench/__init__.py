@@ -3,5 +3,6 @@
 options     what to measure, from the command line
 result      one measurement; bandwidths; what limits a backend, and which one to choose
 table       all measurements as a table (rich), and as a picture (matplotlib)
+explain     what each call would do, and why, without measuring
 measure     the command: all contestants, all turns
 """

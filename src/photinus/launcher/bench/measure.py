@@ -18,6 +18,7 @@ from ...version import __version__
 from ..contestants.contestant import Contestant, torch_ranks
 from ..doctor.software import ask_torch
 from ..workers.devices import usable_cores
+from .explain import print_explanation
 from .options import DTYPES, Options, parse_bench, parser
 from .result import COPY, Result, choose, limits
 
@@ -34,6 +35,9 @@ def main(arguments: Sequence[str]) -> int:
         LaunchError: there is no torch, no backend works, or a picture is asked for that cannot be drawn.
     """
     options = parse_bench(arguments)
+    if options.explain:
+        print_explanation(options, options.ranks or max(2, min(8, usable_cores())))
+        return 0
     if options.plot is not None:
         importlib.import_module("matplotlib")  # found missing before anything is measured
     torch = ask_torch(options.timeout_s)

@@ -26,6 +26,7 @@ examples:
   photinus bench
   photinus bench --nproc-per-node 4 --ops all_reduce,all_gather --sizes 1M,16M
   photinus bench --plot bandwidth.png
+  photinus bench --explain --hosts 4x8 --latency-us 25 --rate-gbit 10
 
 algbw is the tensor's bytes divided by the time; busbw counts what each rank has
 to move for it, as nccl-tests do, so that it can be compared between operations
@@ -48,6 +49,9 @@ class Options:
         timeout_s: for each.
         as_json: print JSON.
         plot: picture to write.
+        explain: measure nothing; say how calls run.
+        hosts: ranks of each host, to explain; (): all ranks on this one.
+        latency_us, rate_gbit: between hosts, to explain; by default those of docs/scale.md.
     """
 
     ranks: int | None = None
@@ -60,6 +64,10 @@ class Options:
     timeout_s: float = 120.0
     as_json: bool = False
     plot: Path | None = None
+    explain: bool = False
+    hosts: tuple[int, ...] = ()
+    latency_us: float = 3.0
+    rate_gbit: float = 200.0
 
 
 def parser() -> Parser:
@@ -81,6 +89,14 @@ def parser() -> Parser:
     made.add("--seconds", metavar="S", type=positive_seconds, help=lasts)
     made.add("--json", action="store_true", dest="as_json", help="the figures as JSON, for programs")
     made.add("--plot", metavar="FILE.png", type=_picture, help="draw bandwidth over size")
+    how = "measure nothing: print how the engine runs each call, why, and for how long by its model (docs/scale.md)"
+    made.add("--explain", action="store_true", help=how)
+    where = "to explain: like 4x8 or 3+1, the ranks of each host. default: all on this one"
+    made.add("--hosts", metavar="LIST", type=_hosts, help=where)
+    lasts = "to explain: one way between hosts, as the line at a job's start says. default: 3"
+    made.add("--latency-us", metavar="US", type=positive_seconds, help=lasts)
+    rate = "to explain: of a host's card. default: 200"
+    made.add("--rate-gbit", metavar="GBIT", type=positive_seconds, help=rate)
     each = "for each measurement. default: 120"
     made.add("--timeout", metavar="SECONDS", dest="timeout_s", type=positive_seconds, help=each)
     return made
@@ -115,6 +131,17 @@ def _sizes(text: str) -> tuple[int, ...]:
     if not found or min(found) < 1:
         raise ArgumentTypeError("needs at least 1 byte.")
     return tuple(found)
+
+
+def _hosts(text: str) -> tuple[int, ...]:
+    try:
+        hosts, x, ranks = text.partition("x")
+        found = (int(ranks),) * int(hosts) if x else tuple(map(int, text.split("+")))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1 or not 2 <= sum(found) <= 1024:
+        raise ArgumentTypeError("needs hosts x ranks, like 4x8, or the ranks of each, like 3+1; 2 to 1024 ranks.")
+    return found
 
 
 def _picture(text: str) -> Path:

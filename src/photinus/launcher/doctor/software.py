@@ -59,9 +59,9 @@ def ask_torch(timeout_s: float) -> Torch:
     return Torch(*_ask(["-c", _ASK_TORCH], timeout_s))
 
 
-def ask_engine(timeout_s: float) -> tuple[dict[str, Any] | None, str]:
-    """What the engine says of itself here, or why it cannot."""
-    return _ask(["-m", "photinus.engine"], timeout_s)
+def ask_engine(timeout_s: float, *words: str) -> tuple[dict[str, Any] | None, str]:
+    """What the engine says of itself here, or to `words` (photinus.engine says which there are); or why it cannot."""
+    return _ask(["-m", "photinus.engine", *words], timeout_s)
 
 
 def look_at_software(torch: Torch, engine: tuple[dict[str, Any] | None, str], timeout_s: float) -> list[Finding]:
