@@ -4,6 +4,7 @@
 #include <cxxabi.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -425,6 +426,7 @@ NB_MODULE(_native, m) {
       .def_prop_ro(
           "speeds",
           [](const Communicator& c) { return std::tuple(c.speeds().latency_s, c.speeds().bytes_per_s); })
+      .def("under_way_s", &Communicator::under_way_s)
       .def_prop_ro("about_hosts", &Communicator::about_hosts)
       .def_prop_ro("rank", &Communicator::rank)
       .def_prop_ro("world_size", &Communicator::world_size)

@@ -71,6 +71,16 @@ class NetworkHost:
         """Puts it back."""
         _ip("-n", self.namespace, "link", "set", "eth0", "up")
 
+    def slow_down_what_goes_to(self, other: NetworkHost, rate: str) -> None:
+        """What this host sends to the other one is limited to a rate, like 200mbit; all else is not."""
+        tc = ["netns", "exec", self.namespace, "tc"]
+        _ip(*tc, "qdisc", "add", "dev", "eth0", "root", "handle", "1:", "htb", "default", "1", "r2q", "10000")
+        _ip(*tc, "class", "add", "dev", "eth0", "parent", "1:", "classid", "1:1", "htb", "rate", "10gbit")
+        limit = ["rate", rate, "burst", "64kb", "cburst", "64kb"]
+        _ip(*tc, "class", "add", "dev", "eth0", "parent", "1:", "classid", "1:2", "htb", *limit)
+        match = ["u32", "match", "ip", "dst", f"{other.address}/32", "flowid", "1:2"]
+        _ip(*tc, "filter", "add", "dev", "eth0", "parent", "1:", "protocol", "ip", *match)
+
     def lose_what_goes_to(self, other: NetworkHost) -> None:
         """What this host sends to the other one gets lost, without a word; the way back stays whole."""
         nobody = ["lladdr", "02:00:00:00:00:01", "nud", "permanent"]

@@ -63,6 +63,7 @@ Collective::Collective(const std::shared_ptr<Group>& group, const std::shared_pt
       state_(state),
       given_(std::move(submission)),
       sequence_(sequence),
+      number_(sequence - state->own_calls),
       executor_(*group->peers, *group->options.device, state->operands, state->hosts.get()) {
   // A list's all_gather sends the same to everybody: its size is worth telling.
   if (has_parts() && given_.call.operation == Operation::all_gather)
@@ -74,7 +75,7 @@ Collective::Collective(const std::shared_ptr<Group>& group, const std::shared_pt
 }
 
 std::string Collective::description() const {
-  std::string out = describe(given_.call, sequence_);
+  std::string out = describe(given_.call, number_);
   if (!given_.label.empty()) out += " labelled '" + given_.label + "'";
   out += " in group " + group_->options.name;
   if (given_.site) out += ", called at " + given_.site->text;
@@ -281,7 +282,7 @@ void Collective::agree_and_plan() {
   if (alike && !updates.empty())
     throw Error(
         ErrorKind::mismatch,
-        updates_text(group_->options.name, sequence_,
+        updates_text(group_->options.name, number_,
                      {memory.descriptors[0], peers[0].block->sites[side], peers[0].block->labels[side], {}},
                      updates));
   const bool suspicious =
@@ -291,10 +292,10 @@ void Collective::agree_and_plan() {
     for (uint32_t rank = 0; rank < ranks; ++rank)
       calls.push_back({memory.descriptors[rank], peers[rank].block->sites[side],
                        peers[rank].block->labels[side], RankSet::of(rank)});
-    if (!alike) throw Error(ErrorKind::mismatch, mismatch_text(group_->options.name, sequence_, calls));
+    if (!alike) throw Error(ErrorKind::mismatch, mismatch_text(group_->options.name, number_, calls));
     if (group_->options.strict_sites)
-      throw Error(ErrorKind::mismatch, out_of_step_text(group_->options.name, sequence_, calls));
-    if (group_->rank() == 0) say(suspicion_text(group_->options.name, sequence_, calls));
+      throw Error(ErrorKind::mismatch, out_of_step_text(group_->options.name, number_, calls));
+    if (group_->rank() == 0) say(suspicion_text(group_->options.name, number_, calls));
   }
   const Seat seat{group_->rank(), ranks};
   if (!has_parts()) {
@@ -320,7 +321,7 @@ void Collective::agree_and_plan() {
           ErrorKind::mismatch,
           text("%s: rank %u sends %llu elements to rank %u%s, which expects %llu%s; no output was written. "
                "Sizes must be equal on both sides.",
-               describe(given_.call, sequence_).c_str(), wrong->from,
+               describe(given_.call, number_).c_str(), wrong->from,
                static_cast<unsigned long long>(wrong->sent), wrong->to, at(wrong->from).c_str(),
                static_cast<unsigned long long>(wrong->expected), at(wrong->to).c_str()));
     }

@@ -60,6 +60,7 @@ struct CollectiveState {
   UpdateHistory updates;
   std::unique_ptr<HostTraffic> hosts;  // null: all ranks are on one
   std::unique_ptr<DeviceRings> rings;  // null: there are none
+  uint64_t own_calls = 0;              // of the group itself, before those of its users
 
   const Plan& plan(const Call& call, Seat seat, Algorithm algorithm);
 
@@ -114,6 +115,7 @@ class Collective final : public Work {
   std::shared_ptr<CollectiveState> state_;
   Submission given_;
   uint64_t sequence_;
+  uint64_t number_;  // of the calls of the group's users: in messages
   std::optional<WaitState> wait_;
 
   enum class Phase : uint8_t {

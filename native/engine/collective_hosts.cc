@@ -69,13 +69,13 @@ HostParts Collective::exchange_of_hosts() const {
 std::string Collective::fault_of(const HostPost& post) {
   const std::string& group = group_->options.name;
   const auto updates = state_->updates.unequal_updates(post.updates);
-  if (!agrees(post)) return mismatch_text(group, sequence_, post.calls, post.left_out);
+  if (!agrees(post)) return mismatch_text(group, number_, post.calls, post.left_out);
   if (post.parts_sum != 0) return disagreement_text(description(), exchange_of_hosts());
-  if (updates) return updates_text(group, sequence_, post.calls[0], *updates);
+  if (updates) return updates_text(group, number_, post.calls[0], *updates);
   const std::vector<CallDescriptor> calls = calls_by_rank(post);
   if (calls.empty() || !state_->sites.look_out_of_step(calls, group_->options.strict_sites)) return "";
-  if (group_->options.strict_sites) return out_of_step_text(group, sequence_, post.calls);
-  if (group_->rank() == 0) say(suspicion_text(group, sequence_, post.calls));
+  if (group_->options.strict_sites) return out_of_step_text(group, number_, post.calls);
+  if (group_->rank() == 0) say(suspicion_text(group, number_, post.calls));
   return "";
 }
 

@@ -15,6 +15,8 @@
 #include <mutex>
 #include <string>
 #include <tuple>
+#include <utility>
+#include <vector>
 
 #include "base/process.h"
 #include "collectives/cost.h"
@@ -72,6 +74,9 @@ class Communicator {
   // How a call like this would run if all tensors lay in arenas (or in ordinary memory): for people.
   std::string explain(const Call& call, bool in_arena) const;
   const Speeds& speeds() const { return speeds_; }  // between hosts, as measured
+  // For how long bytes of data were under way on the links of this rank's collectives, by rank at the other
+  // end.
+  std::vector<std::pair<uint32_t, double>> under_way_s() const;
   // What was measured between the hosts and which levels are taken, with the reason; empty on one host.
   const std::string& about_hosts() const { return about_hosts_; }
 

@@ -40,6 +40,7 @@ std::string text_of_rate(double bytes_per_s) {
 void Communicator::use(const std::vector<uint32_t>& sizes, bool for_all) {
   state_ = std::make_shared<CollectiveState>();
   state_->memory.sizes = group_->options.sizes;
+  state_->own_calls = sequence_;
   if (!group_->levels) return;
   const Levels levels{group_->levels->hosts, sizes};
   photinus::check(levels);
@@ -58,6 +59,17 @@ void Communicator::use(const std::vector<uint32_t>& sizes, bool for_all) {
       }
   state_->hosts = std::make_unique<HostTraffic>(*group_->peers, levels, for_all ? levels : *group_->levels,
                                                 group_->options.net);
+}
+
+std::vector<std::pair<uint32_t, double>> Communicator::under_way_s() const {
+  std::vector<std::pair<uint32_t, double>> all;
+  if (!state_->hosts) return all;
+  const Levels& levels = state_->hosts->levels();
+  for (size_t level = 0; level < levels.sizes.size(); ++level)
+    for (const uint32_t other : levels.counterparts(rank(), level))
+      if (Link* const link = group_->peers->link(other, LinkUse::collective))
+        all.emplace_back(other, link->counts().under_way_s);
+  return all;
 }
 
 void Communicator::look_at_hosts() {

@@ -323,9 +323,12 @@ LinkCounts Link::counts() const {
     std::lock_guard lock(track->sending);
     const StreamCounts counts = track->stream ? track->stream->counts() : track->last_counts;
     all.retransmissions += counts.retransmissions;
-    if (track->index > 0) continue;
-    all.round_trip_s = counts.round_trip_s;
-    all.least_round_trip_s = counts.least_round_trip_s;
+    if (track->index > 0) {
+      all.under_way_s += counts.under_way_s;
+    } else {
+      all.round_trip_s = counts.round_trip_s;
+      all.least_round_trip_s = counts.least_round_trip_s;
+    }
   }
   return all;
 }

@@ -57,6 +57,7 @@ struct LinkCounts {
   uint64_t retransmissions = 0;
   double round_trip_s = 0;  // of the control stream; 0: not known
   double least_round_trip_s = 0;
+  double under_way_s = 0;  // of bytes of data, added over streams; see StreamCounts
 };
 
 struct LinkOptions {

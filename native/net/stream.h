@@ -17,6 +17,8 @@ struct StreamCounts {
   uint64_t retransmissions = 0;  // packets that were sent again
   double round_trip_s = 0;       // smoothed; 0: not known
   double least_round_trip_s = 0;
+  // For how long bytes were sent and not acknowledged, without the time in which the other end took none.
+  double under_way_s = 0;
 };
 
 // Whether trying is worth a call. Whoever watches the connection sets it when something has changed; it may

@@ -113,7 +113,8 @@ StreamCounts TcpStream::counts() const {
   socklen_t length = sizeof info;
   if (getsockopt(socket_.get(), IPPROTO_TCP, TCP_INFO, &info, &length) != 0) return {};
   const double least = info.tcpi_min_rtt == UINT32_MAX ? 0 : info.tcpi_min_rtt * 1e-6;
-  return {info.tcpi_total_retrans, info.tcpi_rtt * 1e-6, least};
+  const auto busy_us = static_cast<double>(info.tcpi_busy_time - info.tcpi_rwnd_limited);
+  return {info.tcpi_total_retrans, info.tcpi_rtt * 1e-6, least, busy_us * 1e-6};
 }
 
 }  // namespace photinus

@@ -204,6 +204,14 @@ class Group:
         text: str = self._native.about_hosts
         return text
 
+    def under_way_s(self) -> dict[int, float]:
+        """By rank of another host with which this one exchanges: for how many seconds bytes were under way on the link.
+
+        As the kernel counts it, since the link was made: sent and not acknowledged yet, without the time in which the
+        other end took nothing. Empty where it does not tell.
+        """
+        return dict(self._native.under_way_s())
+
     def abort(self, reason: str) -> None:
         """Ends everything here and, at once, at peers that wait for this rank. Later calls raise AbortedError."""
         self._native.abort(reason)

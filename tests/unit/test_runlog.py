@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -21,8 +22,10 @@ from photinus.runlog.events import EVENTS, append_event, read_event, read_events
 from photinus.runlog.find import find_runs, newest_run
 from photinus.runlog.process import is_alive, this_process
 from photinus.runlog.run import Run
+from photinus.runlog.slow_links import slow_links
 from photinus.runlog.stragglers import shares, stragglers
 from photinus.runlog.tail import Tail
+from photinus.runlog.units import step_time
 from photinus.runlog.windows import PHASES, RANKS, Window, drop_windows_after, read_window
 from tests.made_run import BEGAN_S, window, write_run
 
@@ -212,6 +215,79 @@ def test_on_quiet_cores_a_fifth_more_is_named() -> None:
 def test_long_windows_count_for_their_steps() -> None:
     windows = [window(10, steps=10), window(100, steps=90, slow={0: {"data": 0.0101}})]
     assert shares(windows)[0].phases[0] == pytest.approx(0.0001 * 0.1 + 0.0101 * 0.9)
+
+
+# -- slow links -------------------------------------------------------------------------------------------------------
+
+HOSTS = ["a", "b", "c", "d"]
+
+
+def _linked(step: int, links: dict[frozenset[int], float], waiting_s: float, steps: int = 10) -> Window:
+    """A window of four hosts, each with links to all others, on which bytes are so long under way."""
+    told = []
+    for rank in range(4):
+        own = {peer: links[frozenset((rank, peer))] for peer in range(4) if peer != rank}
+        slowest = max(own, key=lambda peer: own[peer])
+        told.append((slowest, own[slowest], sorted(own.values())[1]))
+    slow = {rank: {"waiting": waiting_s} for rank in range(4)}
+    return window(step, ranks=4, steps=steps, slow=slow, links=told)
+
+
+def _network(seed: int, windows: int, *, slow_s: float = 0.0, steps: int = 10) -> list[Window]:
+    """Noise of half as much again on each link, and one step in a thousand in which one hangs for 0.2 s; from the third
+    window on, that between ranks 1 and 2 is slow."""
+    draw, found = random.Random(seed), []
+    pairs = [frozenset((a, b)) for a in range(4) for b in range(a)]
+    for number in range(windows):
+        links = {pair: 0.01 * math.exp(0.4 * draw.gauss(0, 1)) for pair in pairs}
+        for _ in range(steps):
+            if draw.random() < 1e-3:
+                links[draw.choice(pairs)] += 0.2 / steps
+        if number >= 2:
+            links[frozenset((1, 2))] += slow_s
+        found.append(_linked((number + 1) * steps, links, max(links.values()), steps))
+    return found
+
+
+def test_a_slow_link_is_named_by_its_hosts_and_no_rank_is() -> None:
+    windows = _network(0, 4, slow_s=0.103)
+    (link,) = slow_links(windows, HOSTS)
+    assert link.ranks == (1, 2)
+    assert re.fullmatch(
+        r"host b ↔ c: 1\d\d ms a step, network, not compute", link.text(HOSTS, step_time(link.excess_s))
+    )
+    assert stragglers(windows) == []
+
+
+def test_a_slow_link_is_named_in_its_second_window() -> None:
+    for seed in range(50):  # of five steps each: within ten
+        assert len(slow_links(_network(seed, 4, slow_s=0.1, steps=5), HOSTS)) == 1
+        assert slow_links(_network(seed, 2, slow_s=0.1, steps=5), HOSTS) == []
+
+
+def test_links_that_hang_now_and_then_raise_one_false_alarm_in_ten_thousand_steps_at_most() -> None:
+    windows = _network(1, 10_000, steps=10)
+    alarms = sum(bool(slow_links(windows[max(0, end - 10) : end], HOSTS)) for end in range(1, len(windows)))
+    assert alarms <= 10  # of a hundred thousand steps
+
+
+def test_what_computation_hides_and_the_only_link_of_two_hosts_are_not_slow() -> None:
+    pairs = {frozenset((a, b)): 0.001 for a in range(4) for b in range(a)}
+    slow = pairs | {frozenset((1, 2)): 0.1}
+    assert slow_links([_linked(step, slow, waiting_s=0.01) for step in (10, 20, 30)], HOSTS) == []
+    assert len(slow_links([_linked(step, slow, waiting_s=0.09) for step in (10, 20, 30)], HOSTS)) == 1
+    alone = [(1, 0.5, 0.5), (0, 0.5, 0.5)]
+    assert slow_links([window(step, links=alone) for step in (10, 20, 30)], ["a", "b"]) == []
+
+
+def test_links_of_a_window_survive_the_file_and_damage_does_not() -> None:
+    made = _network(2, 1)[0]
+    again = read_window(made.to_line())
+    assert again is not None
+    assert [peer for peer, _, _ in again.links] == [peer for peer, _, _ in made.links]
+    assert again.links[0][1] == pytest.approx(made.links[0][1], abs=1e-6)
+    for damaged in ([[0, 1, 1]], [[-2, 1, 1]] * 4, [[0, -1, 1]] * 4, [[0, 1]] * 4, "x"):
+        assert read_window(json.dumps({**json.loads(made.to_line()), "links": damaged})) is None
 
 
 # -- a run ------------------------------------------------------------------------------------------------------------

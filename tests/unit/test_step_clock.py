@@ -178,11 +178,25 @@ def test_the_sum_of_the_ranks_vectors_holds_everyones_times_and_memory(monkeypat
     assert ranks[0].window(step=4, epoch=1, start=1, at_once=True) is None  # nothing new
 
 
+def test_a_window_tells_the_slowest_link_of_each_rank_beside_its_median_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[int, float] = {0: 1.0, 2: 1.0, 3: 1.0}
+    monkeypatch.setattr(rank_times, "_under_way_s", lambda: dict(told))
+    rank = rank_of(0, 1)
+    for slow_s in (0.4, 0.6):
+        told[0] += 0.1
+        told[2] += slow_s
+        told[3] += 0.2
+        rank.add(rank.mine(), steps=5, samples=5)
+    window = rank.window(step=10, epoch=1, start=1, at_once=True)
+    assert window is not None
+    assert window.links == [(2, pytest.approx(0.1), pytest.approx(0.04))]
+
+
 @pytest.mark.parametrize(("step_s", "steps"), [(0.0001, 16), (0.1, 10), (0.4, 2), (7.0, 1)])
 def test_ranks_exchange_after_a_seconds_worth_of_steps(step_s: float, steps: int) -> None:
     rank = rank_of(0, 1)
     assert rank.steps_to_next == 1
-    rank.add([step_s * 2, 0, 0, 0, 0, 0, 1, 1, 0, 0], steps=2, samples=2)
+    rank.add([step_s * 2, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0], steps=2, samples=2)
     assert rank.steps_to_next == steps
 
 
@@ -193,7 +207,7 @@ def test_windows_get_longer_with_the_run_so_that_their_number_grows_slowly(monke
     written = 0
     for _ in range(24 * 3600):
         by_hand.now_ms += 1000
-        rank.add([0.1] * 10, steps=1, samples=1)
+        rank.add([0.1] * 10 + [0.0] * 3, steps=1, samples=1)
         written += rank.window(step=1, epoch=1, start=1, at_once=False) is not None
     assert 5000 < written < 12_000
 

@@ -84,6 +84,10 @@ class EngineGroup(ProcessGroup):
         """The engine's; None for one rank alone."""
         return self._communicator if isinstance(self._communicator, engine.Communicator) else None
 
+    def under_way_s(self) -> dict[int, float]:
+        """By rank of another host with which this one has a link: for how many seconds bytes were under way on it."""
+        return self.communicator.under_way_s() if self.communicator else {}
+
     def _run(
         self, given: Any, operation: int, memory: Memory, outputs: Sequence[Tensor], **fields: Any
     ) -> EngineWork | None:

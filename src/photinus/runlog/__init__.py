@@ -18,6 +18,7 @@ figures     the charts of one run or several, for a picture or a page: what is d
 find        finds the run that somebody means: the folder they name, or the newest one below where they stand
 process     rank 0's process as a start describes it, and whether it still runs
 run         A run as its folder shows it, looked at once or again and again while it is written
+slow_links  which link between two hosts holds all ranks up
 stragglers  which rank holds the others up, and in which phase: a pure function over one window or several
 tables      the two CSV files of a run: `losses.csv`, a row per step, and `metrics.csv`, a row per epoch
 tail        new lines of a file that another process writes: appends to, or replaces by another of the same name

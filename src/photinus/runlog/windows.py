@@ -44,6 +44,8 @@ class Window:
         phases: by phase, seconds of a step, the mean over the steps, by rank.
         memory: bytes by rank at the end: "resident" in physical memory, "peak" the most of that since the process
             began, "cuda" held by tensors on its GPU, "cuda_peak" the most of that; 0 where there is no GPU.
+        links: by rank, of its links to other hosts: the rank at the other end of the slowest (-1: it has none), for how
+            many seconds of a step bytes were under way on that one, and on the median one; () where nobody knows.
     """
 
     time_s: float
@@ -54,6 +56,7 @@ class Window:
     samples: int
     phases: Mapping[str, Sequence[float]]
     memory: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    links: Sequence[tuple[int, float, float]] = ()
 
     @property
     def world_size(self) -> int:
@@ -86,6 +89,8 @@ class Window:
         }
         content |= {f"{phase}_us": [round(seconds * 1e6) for seconds in self.phases[phase]] for phase in PHASES}
         content |= {f"{kind}_bytes": list(self.memory[kind]) for kind in MEMORY if any(self.memory.get(kind, ()))}
+        if any(peer >= 0 for peer, _, _ in self.links):
+            content["links"] = [[peer, round(worst * 1e6), round(usual * 1e6)] for peer, worst, usual in self.links]
         return json.dumps(content, separators=(",", ":")) + "\n"
 
 
@@ -105,13 +110,15 @@ def read_window(line: str) -> Window | None:
             samples=int(found["samples"]),
             phases=phases,
             memory=memory,
+            links=[(int(peer), worst / 1e6, usual / 1e6) for peer, worst, usual in found.get("links", ())],
         )
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return None
     lengths = {len(values) for values in [*phases.values(), *memory.values()]}
     # Whatever stands in the file, nothing that cannot be drawn goes further.
     numbers = [window.time_s, window.step, window.samples, *(value for values in phases.values() for value in values)]
-    sound = all(0 <= value < 1e15 for value in numbers)
+    numbers += [value for link in window.links for value in (link[0] + 1, *link[1:])]
+    sound = all(0 <= value < 1e15 for value in numbers) and len(window.links) in (0, ranks)
     return window if lengths == {ranks} and ranks and sound and 0 < window.steps < 1e15 else None
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from ....relaunch import Launch
 from ....runlog.events import OF_A_ROW, Event
 from ....runlog.run import Run
+from ....runlog.slow_links import slow_links
 from ....runlog.stragglers import RankShare, shares, stragglers
 from ....runlog.tables import Row
 from ....runlog.units import count, duration, number, percent, plural, size, step_time
@@ -85,6 +86,8 @@ def notes(run: Run) -> list[tuple[str, str]]:
     for slow in stragglers(_newest(run))[:3]:
         text = f"Rank {slow.rank} holds the others up: its own time is {slow.ratio:.2f} times the median rank's, "
         found.append(("", f"{text}{step_time(slow.excess_s)} a step more, most of it in {slow.phase}."))
+    for link in slow_links(_newest(run), run.hosts):
+        found.append(("", f"{link.text(run.hosts, step_time(link.excess_s))}."))
     if run.losses.missing:
         what = "step has" if run.losses.missing == 1 else "steps have"
         last = f", the last known at step {count(run.not_finite[-1])}" if run.not_finite else ""

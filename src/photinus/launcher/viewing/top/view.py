@@ -27,6 +27,7 @@ from rich.text import Text
 from ....runlog.curve import Curve
 from ....runlog.events import OF_A_ROW
 from ....runlog.run import Run
+from ....runlog.slow_links import slow_links
 from ....runlog.stragglers import RankShare, shares, stragglers
 from ....runlog.units import clock_time, count, duration, number, percent, plural, size, step_time
 from ....runlog.windows import PHASES, Window
@@ -321,6 +322,9 @@ def _ranks(
         told = (
             f"rank {slow[0].rank} holds the others up{also}: {step_time(slow[0].excess_s)} a step, in {slow[0].phase}"
         )
+        lines += [_line((text, _ALARM)) for text in textwrap.wrap(told, max(width, 20))]
+    for link in slow_links(windows, hosts):
+        told = link.text(hosts, step_time(link.excess_s))
         lines += [_line((text, _ALARM)) for text in textwrap.wrap(told, max(width, 20))]
     return lines
 
