@@ -22,6 +22,7 @@
 #include "collectives/choose.h"
 #include "device/cuda/cuda_device.h"
 #include "engine/communicator.h"
+#include "hosts/meeting.h"
 #include "kernels/reduce.h"
 #include "shm/local_group.h"
 
@@ -345,6 +346,18 @@ NB_MODULE(_native, m) {
   m.def("explain_hosts", &explain_hosts, "counts"_a, "levels"_a.none(), "speeds"_a, "operation"_a, "dtype"_a,
         "sizes_elems"_a);
   m.def("listen", &photinus::listen, "addresses"_a);
+  // `at`: "ip:port" each.
+  m.def(
+      "exchange_texts",
+      [](uint32_t rank, uint32_t ranks, const std::string& address, const std::vector<std::string>& at,
+         const std::string& host, const std::string& job, uint32_t attempt, double timeout_s,
+         const std::string& own) {
+        Meeting meeting{rank, ranks, address, {}, host, job, attempt, timeout_s};
+        for (const std::string& each : at) meeting.at.push_back(with_port(each));
+        Unlocked unlocked;
+        return exchange_texts(*Network::of_this_process(), meeting, own);
+      },
+      "rank"_a, "ranks"_a, "address"_a, "at"_a, "host"_a, "job"_a, "attempt"_a, "timeout_s"_a, "own"_a);
   m.def("set_label", &set_label, "label"_a);
   m.def("set_library_folders", &set_library_folders, "folders"_a);
   m.def("call_site", &site_text);

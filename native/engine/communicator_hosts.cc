@@ -24,10 +24,11 @@ double hash_of(const std::optional<std::vector<uint32_t>>& list) {
   return hash;
 }
 
-// The lower one of an even number; 0 where anything is not known.
+// Of those that are known; the lower one of an even number.
 double median(std::vector<double> values) {
+  std::erase(values, 0.0);
   std::sort(values.begin(), values.end());
-  return values.front() > 0 ? values[(values.size() - 1) / 2] : 0;
+  return values.empty() ? 0 : values[(values.size() - 1) / 2];
 }
 
 std::string text_of_rate(double bytes_per_s) {
@@ -106,7 +107,7 @@ void Communicator::look_at_hosts() {
     about = text("%.3g µs and %s between them", speeds_.latency_s * 1e6,
                  text_of_rate(speeds_.bytes_per_s).c_str());
     const auto lowest = std::min_element(rates.begin(), rates.end());
-    if (lowest != rates.end() && *lowest < kSlow * speeds_.bytes_per_s) {
+    if (lowest != rates.end() && *lowest > 0 && *lowest < kSlow * speeds_.bytes_per_s) {
       const uint32_t there = usual.hosts[static_cast<size_t>(lowest - rates.begin())].front();
       about += text(", only %s to %s", text_of_rate(*lowest).c_str(), group_->peers->who(there).c_str());
     }

@@ -2,6 +2,7 @@
 
 #include <sched.h>
 
+#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -16,12 +17,15 @@ namespace {
 constexpr size_t kFrames = 16;
 constexpr uint64_t kFrameBytes = 32 << 10;
 
-// In steady flow: of the first half, buffers on the way take a part at any rate.
-double rate_of(const std::vector<double>& came_s) {
+// The lower of two: in steady flow, for of the first half buffers on the way take a part at any rate; and
+// over all of the time, for who is late to look finds much that has come long ago.
+double rate_of(double begun_s, const std::vector<double>& came_s) {
   if (came_s.size() < 2) return 0;
   const size_t from = (came_s.size() - 1) / 2;
+  const auto bytes = [](size_t frames) { return static_cast<double>(frames * kFrameBytes); };
+  const double whole = bytes(came_s.size()) / (came_s.back() - begun_s);
   const double seconds = came_s.back() - came_s[from];
-  return seconds > 0 ? static_cast<double>((came_s.size() - 1 - from) * kFrameBytes) / seconds : 0;
+  return seconds > 0 ? std::min(whole, bytes(came_s.size() - 1 - from) / seconds) : whole;
 }
 
 }  // namespace
@@ -35,7 +39,8 @@ Speeds measure(Peers& peers, const Levels& levels, double limit_s) {
   };
   Link *const to = link_to(own + 1), *const from = link_to(own + hosts - 1);
   if (!to || !from) return {};
-  const Deadline deadline = Deadline::in(limit_s);
+  const double begun_s = now_s();
+  const Deadline deadline = Deadline::from(begun_s, limit_s);
   const auto sent = std::make_unique<std::byte[]>(kFrameBytes);
   const auto place = std::make_unique<std::byte[]>(kFrames * kFrameBytes);
   Transfer sends[kFrames], receipts[kFrames];
@@ -57,7 +62,7 @@ Speeds measure(Peers& peers, const Levels& levels, double limit_s) {
   }
   to->forget(kMeasured);
   from->forget(kMeasured);
-  return {to->counts().least_round_trip_s / 2, rate_of(came_s)};
+  return {to->counts().least_round_trip_s / 2, rate_of(begun_s, came_s)};
 }
 
 }  // namespace photinus

@@ -5,6 +5,17 @@ REDUCTIONS: dict[str, int]
 OPERATIONS: dict[str, int]
 
 def new_address() -> str: ...
+def exchange_texts(
+    rank: int,
+    ranks: int,
+    address: str,
+    at: Sequence[str],
+    host: str,
+    job: str,
+    attempt: int,
+    timeout_s: float,
+    own: str,
+) -> list[str]: ...
 def explain_hosts(
     counts: Sequence[int],
     levels: Sequence[int] | None,

@@ -10,7 +10,9 @@ chunk. The order of addition is fixed, so every run gives the same bits on every
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 from . import _native, env
 from .arrays import DTYPES, facts
 from .group import ANY_RANK, OPERATIONS, REDUCTIONS, Call, CudaDevice, Group, Part, Place, Work
+from .world.own_address import reaches_from
 
 __all__ = [
     "ANY_RANK",
@@ -60,14 +63,18 @@ _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _NETWORK = "/proc/self/ns/net"
 
 
-def new_address() -> str:
+def new_address(at: Sequence[str] = ()) -> str:
     """A new printable rendezvous of one group: the name of an abstract Unix socket and a secret of 128 bits.
 
     One rank makes it and brings it to the others by any means (a store, an argument). Nothing appears in the file
     system; only processes that have the address can join, and of those on this host only the same user's.
+
+    Args:
+        at: for ranks on several hosts, where rank 0, which then makes the address, listens: what `listen` returned.
+            The other ranks listen on the card with the way there, unless they listen already.
     """
     address: str = _native.new_address()
-    return address
+    return "@".join((address, *filter(None, [",".join(at)])))
 
 
 def host_id() -> str:
@@ -184,6 +191,12 @@ def explain(
 
 class Communicator(Group):
     """A group of ranks with its operations on arrays: numpy's, or anything with the array interface."""
+
+    def __init__(self, rank: int, world_size: int, address: str, **options: Any) -> None:
+        address, _, at = address.partition("@")
+        if at and not options.get("places"):
+            options["places"] = _meet(rank, world_size, address, at.split(","), options)
+        super().__init__(rank, world_size, address, **options)
 
     def all_reduce(
         self,
@@ -368,6 +381,29 @@ class Communicator(Group):
             )
 
 
+def _meet(rank: int, world_size: int, address: str, at: Sequence[str], options: dict[str, Any]) -> list[Place]:
+    """Where all ranks are, from rank 0, which listens at `at`."""
+    try:
+        links = _native.listen([])
+    except ValueError:
+        if rank == 0:
+            raise
+        links = listen([reaches_from(at[0].rpartition(":")[0].strip("[]"))])
+    timeout_s = options.get("timeout_s")
+    told = _native.exchange_texts(
+        rank,
+        world_size,
+        address,
+        at,
+        socket.gethostname()[:63],
+        options.get("job", ""),
+        options.get("attempt", 0),
+        env.TIMEOUT_S.get() if timeout_s is None else timeout_s,
+        json.dumps((host_id(), socket.gethostname(), os.getpid(), links)),
+    )
+    return [Place(*json.loads(each)) for each in told]
+
+
 def _about() -> dict[str, Any]:
     """What the engine is on this machine."""
     return {
@@ -380,7 +416,6 @@ def _about() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    import json
     import sys
 
     # For the launcher, which starts programs and imports no engine: what the engine is here, or what `explain` answers
