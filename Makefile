@@ -72,8 +72,10 @@ native: setup
 	MAKEFLAGS= nice $(BIN)/ninja -C $(BUILD_DIR) --quiet native/tests/all native/bench/all
 	$(BIN)/ctest --test-dir $(BUILD_DIR)/native --parallel 2 --output-on-failure --no-tests=error
 
-# The same native tests with the address, undefined-behaviour and thread sanitizers. They need nothing of Python's.
-sanitized: address thread
+# The same native tests with the address, undefined-behaviour and thread sanitizers, one after the other: two at once would
+# keep pip from a place to run, and tests from their cores. They need nothing of Python's.
+sanitized: $(VENV)/.tools
+	@MAKEFLAGS= $(MAKE) --no-print-directory address thread
 address thread: $(VENV)/.tools
 	$(CMAKE) -S native -B build/$@ -DPHOTINUS_SANITIZE=$@ > /dev/null
 	MAKEFLAGS= nice $(BIN)/ninja -C build/$@ --quiet tests/all

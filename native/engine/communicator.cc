@@ -32,7 +32,8 @@ Communicator::Communicator(const Options& options)
     look_at_hosts();
   } else if (options.world_size > 1 && group_->peers->own().result_ring) {
     state_->memory.device_sizes = group_->options.device_sizes;
-    state_->rings = std::make_unique<DeviceRings>(group_->peers, group_->options.device_sizes);
+    state_->rings = std::make_unique<DeviceRings>(group_->peers, group_->options.device_sizes,
+                                                  group_->options.reduce_helpers);
     state_->memory.rings = state_->rings.get();
   }
 }

@@ -3,12 +3,17 @@
 #include <algorithm>
 #include <limits>
 
+#include "base/cores.h"
 #include "base/error.h"
 
 namespace photinus {
 
 void DeviceRings::use(const std::shared_ptr<cuda::CudaDevice>& device) {
   if (device_ == device) return;
+  if (!threads_) {
+    const auto ranks = static_cast<uint32_t>(peers_->locals().size());
+    threads_.emplace(helpers_.value_or(ReduceThreads::spare(static_cast<uint32_t>(usable_cores()), ranks)));
+  }
   unlock();
   poll();
   device_ = device;

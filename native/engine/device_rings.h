@@ -4,23 +4,29 @@
 
 #include <deque>
 #include <memory>
+#include <optional>
 
 #include "collectives/plan.h"
 #include "device/cuda/cuda_device.h"
+#include "kernels/reduce_threads.h"
 #include "peers/peers.h"
 
 namespace photinus {
 
 class DeviceRings {
  public:
-  DeviceRings(std::shared_ptr<Peers> peers, const DeviceSizes& sizes)
-      : peers_(std::move(peers)), sizes_(sizes) {}
+  // `helpers`: of the thread that adds; without, as many as this rank's share of the cores has to spare.
+  DeviceRings(std::shared_ptr<Peers> peers, const DeviceSizes& sizes, std::optional<uint32_t> helpers)
+      : peers_(std::move(peers)), sizes_(sizes), helpers_(helpers) {}
   ~DeviceRings() { unlock(); }
   DeviceRings(const DeviceRings&) = delete;
   DeviceRings& operator=(const DeviceRings&) = delete;
 
   // Locks them for a GPU; for another one than before when nothing is under way any more.
   void use(const std::shared_ptr<cuda::CudaDevice>& device);
+
+  // What adds chunks, once they are used.
+  ReduceThreads& threads() { return *threads_; }
 
   // Where a place of the result ring that this collective counts from 0 on lies in memory.
   std::byte* result(uint64_t offset_bytes) const;
@@ -44,6 +50,8 @@ class DeviceRings {
 
   const std::shared_ptr<Peers> peers_;
   const DeviceSizes sizes_;
+  const std::optional<uint32_t> helpers_;
+  std::optional<ReduceThreads> threads_;
   std::shared_ptr<cuda::CudaDevice> device_;
   uint64_t first_ = 0;  // result of this collective, counted from the group's first on; equal on all ranks
   std::deque<Return> returns_;

@@ -143,10 +143,18 @@ void Executor::reduce(const Step& step, const Call& call, const Memory& memory) 
     for (const Region& source : step.sources) factors.push_back(memory.factors[source.rank]);
   }
   const Kernel kernel = step.kernel.value_or(Kernel{call.reduction, call.dtype, call.dtype});
-  reduce_between(kernel.from, kernel.to, kernel.reduction, best_instruction_set(),
-                 {sources.data(), static_cast<uint32_t>(sources.size()), destinations.data(),
-                  static_cast<uint32_t>(destinations.size()), step.bytes / size_bytes(kernel.from),
-                  peers_.ranks(), premultiplies ? factors.data() : nullptr});
+  const ReduceCall reduced{sources.data(),
+                           static_cast<uint32_t>(sources.size()),
+                           destinations.data(),
+                           static_cast<uint32_t>(destinations.size()),
+                           step.bytes / size_bytes(kernel.from),
+                           peers_.ranks(),
+                           premultiplies ? factors.data() : nullptr};
+  const InstructionSet set = best_instruction_set();
+  if (step.results.front().place == Place::result_ring)
+    memory.rings->threads().reduce(kernel.from, kernel.to, kernel.reduction, set, reduced);
+  else
+    reduce_between(kernel.from, kernel.to, kernel.reduction, set, reduced);
 }
 
 }  // namespace photinus

@@ -41,6 +41,8 @@ struct GroupOptions {
   std::shared_ptr<Progress> progress;  // default: this process's
   SlotSizes sizes;
   DeviceSizes device_sizes;
+  // Threads that help to add what comes from GPUs; default: as many cores as are to spare (reduce_threads.h).
+  std::optional<uint32_t> reduce_helpers;
   NetSizes net;
   // Where each rank is, if not all are on this host; the group's address is then known on all hosts.
   std::vector<HostPlace> places;

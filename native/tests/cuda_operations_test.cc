@@ -57,10 +57,14 @@ void run_gpu_ranks(uint32_t ranks, const std::string& words,
   fake().configure(words);
   run_ranks(
       ranks, [&](Communicator& communicator) { body(communicator, GpuRank()); }, 60, {}, {},
-      [&](Communicator::Options& options) { options.device_sizes = sizes; });
+      [&](Communicator::Options& options) {
+        options.device_sizes = sizes;
+        options.reduce_helpers = 2;
+      });
 }
 
 constexpr DeviceSizes kSmallRings{4096, 4};  // many chunks with little data
+constexpr uint64_t kHelpedElems = 200'001;   // in large chunks worth a second thread
 
 Bytes ints(uint64_t elems, int32_t first) {
   Bytes bytes(elems * 4);
@@ -91,7 +95,9 @@ TEST_ANY_HOSTS(every_operation_on_every_type_has_the_bits_of_the_cpu_path) {
           for (const Dtype dtype : kAllDtypes)
             for (const Operation operation : {Operation::all_reduce, Operation::reduce, Operation::broadcast,
                                               Operation::all_gather, Operation::reduce_scatter})
-              for (const uint64_t elems : {uint64_t{1}, uint64_t{1021}, 6000 + random() % 500, uint64_t{0}}) {
+              for (const uint64_t elems :
+                   {uint64_t{1}, uint64_t{1021}, 6000 + random() % 500, uint64_t{0}, kHelpedElems}) {
+                if (elems == kHelpedElems && (operation != Operation::all_reduce || ranks != 2)) continue;
                 Call call{operation, dtype, Reduction::sum, static_cast<uint32_t>(random() % ranks), elems};
                 do call.reduction = kAllReductions[random() % std::size(kAllReductions)];
                 while (!exists(dtype, call.reduction));

@@ -1,8 +1,10 @@
+#include <thread>
 #include <type_traits>
 
 #include "check.h"
 #include "data.h"
 #include "kernels/reduce.h"
+#include "kernels/reduce_threads.h"
 
 using namespace photinus;
 using namespace photinus::test;
@@ -125,6 +127,44 @@ TEST(sources_and_results_of_two_types_are_added_in_the_wider_one) {
       }
     }
   }
+}
+
+TEST(a_reduction_divided_among_threads_has_the_same_bits) {
+  std::mt19937_64 random(11);
+  for (const uint32_t helpers : {0u, 1u, 3u}) {
+    ReduceThreads threads(helpers);
+    for (const auto& [dtype, elems] : {std::pair{Dtype::float32, 40'001u},
+                                       {Dtype::bfloat16, 70'000u},
+                                       {Dtype::float64, 4096u * 9},
+                                       {Dtype::float32, 100u}}) {
+      const uint64_t count = elems, size = size_bytes(dtype);
+      const Dtype type = dtype;
+      std::vector<Bytes> inputs;
+      for (int r = 0; r < 3; ++r) inputs.push_back(random_elements(type, count, random));
+      const Bytes expected = naive({Operation::all_reduce, type, Reduction::avg, 0, count}, inputs)[0];
+      // Two callers, of which one at a time is helped.
+      std::vector<Bytes> results(2, Bytes(count * size));
+      std::vector<std::thread> callers;
+      for (Bytes& result : results)
+        callers.emplace_back([&] {
+          const void* sources[] = {inputs[0].data(), inputs[1].data(), inputs[2].data()};
+          void* destinations[] = {result.data()};
+          for (int i = 0; i < 20; ++i)
+            threads.reduce(type, type, Reduction::avg, best_instruction_set(),
+                           {sources, 3, destinations, 1, count, 3});
+        });
+      for (std::thread& caller : callers) caller.join();
+      for (const Bytes& result : results) CHECK(same(type, result.data(), expected.data(), count));
+    }
+  }
+}
+
+TEST(helpers_have_cores_of_their_own_or_are_none) {
+  CHECK(ReduceThreads::spare(2, 2) == 0);
+  CHECK(ReduceThreads::spare(8, 4) == 0);
+  CHECK(ReduceThreads::spare(16, 4) == 2);
+  CHECK(ReduceThreads::spare(128, 8) == ReduceThreads::kMost);
+  CHECK(ReduceThreads::spare(1, 4) == 0);
 }
 
 TEST(reductions_that_mean_nothing_on_a_type_have_no_kernel) {
