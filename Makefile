@@ -74,8 +74,8 @@ native: setup
 
 # The same native tests with the address, undefined-behaviour and thread sanitizers, one after the other: two at once would
 # keep pip from a place to run, and tests from their cores. They need nothing of Python's.
-sanitized: $(VENV)/.tools
-	@MAKEFLAGS= $(MAKE) --no-print-directory address thread
+sanitized: address thread
+thread: | $(if $(filter thread,$(MAKECMDGOALS)),,address)
 address thread: $(VENV)/.tools
 	$(CMAKE) -S native -B build/$@ -DPHOTINUS_SANITIZE=$@ > /dev/null
 	MAKEFLAGS= nice $(BIN)/ninja -C build/$@ --quiet tests/all
