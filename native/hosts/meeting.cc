@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <limits>
 #include <mutex>
 #include <optional>
 
@@ -12,7 +13,7 @@
 namespace photinus {
 namespace {
 
-constexpr const char* kGroup = "#meeting";
+constexpr const char* kGroup = "meeting ";
 constexpr double kGoodbye_s = 2;
 // Channels of control frames.
 constexpr uint32_t kText = 0, kRefusal = 1;
@@ -71,8 +72,10 @@ class Ends {
         texts->by_rank[rank].emplace(reinterpret_cast<const char*>(text), bytes);
     };
     Connections& connections = network_.connections();
+    // Rank 0 says itself, for all ranks, who has not come.
+    const Deadline endless = Deadline::in(std::numeric_limits<double>::infinity());
     openings_.push_back(meeting_.rank == 0
-                            ? connections.await(job(), group_, peer, deadline_, handler)
+                            ? connections.await(job(), group_, peer, endless, handler)
                             : connections.dial(job(), group_, peer, meeting_.at, deadline_, handler));
   }
 

@@ -168,7 +168,12 @@ TEST_ANY_HOSTS(hosts_are_measured_and_all_ranks_know_the_same) {
     std::lock_guard lock(mutex);
     said.push_back(communicator.about_hosts());
   });
-  if (layout()) CHECK_CONTAINS(said[0], kSanitized ? "; levels " : "/s between them");
+  const char* const transport = std::getenv("PHOTINUS_TRANSPORT");
+  const bool tells_round_trips = !transport || std::string(transport) != "ucx";
+  // On a busy machine too little may come in time.
+  if (layout() && said[0].find("too little came") == std::string::npos)
+    CHECK_CONTAINS(said[0], tells_round_trips ? "/s between them" : "tell no round trip");
+  if (layout()) CHECK_CONTAINS(said[0], "; levels ");
   CHECK(std::all_of(said.begin(), said.end(), [&](const auto& each) { return each == said[0]; }));
 }
 
