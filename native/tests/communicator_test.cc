@@ -162,19 +162,23 @@ TEST_ANY_HOSTS(ranks_that_ask_for_different_levels_are_told_so) {
 }
 
 TEST_ANY_HOSTS(hosts_are_measured_and_all_ranks_know_the_same) {
-  std::mutex mutex;
-  std::vector<std::string> said;
-  run_ranks(4, [&](Communicator& communicator) {
-    std::lock_guard lock(mutex);
-    said.push_back(communicator.about_hosts());
-  });
   const char* const transport = std::getenv("PHOTINUS_TRANSPORT");
-  const bool tells_round_trips = !transport || std::string(transport) != "ucx";
-  // On a busy machine too little may come in time.
-  if (layout() && said[0].find("too little came") == std::string::npos)
-    CHECK_CONTAINS(said[0], tells_round_trips ? "/s between them" : "tell no round trip");
+  const bool is_ucx = transport && std::string(transport) == "ucx";
+  const std::string wanted = is_ucx ? "tell no round trip" : "/s between them";
+  std::vector<std::string> said;
+  // On a busy machine too little may come in time, but not every time.
+  for (int tries = 0; tries < 20; ++tries) {
+    said.clear();
+    std::mutex mutex;
+    run_ranks(4, [&](Communicator& communicator) {
+      std::lock_guard lock(mutex);
+      said.push_back(communicator.about_hosts());
+    });
+    CHECK(std::all_of(said.begin(), said.end(), [&](const auto& each) { return each == said[0]; }));
+    if (!layout() || kSanitized || said[0].find(wanted) != std::string::npos) break;
+  }
   if (layout()) CHECK_CONTAINS(said[0], "; levels ");
-  CHECK(std::all_of(said.begin(), said.end(), [&](const auto& each) { return each == said[0]; }));
+  if (layout() && !kSanitized) CHECK_CONTAINS(said[0], wanted);
 }
 
 TEST_ANY_HOSTS(default_slot_sizes_carry_large_messages) {
