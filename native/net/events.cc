@@ -75,9 +75,9 @@ std::span<epoll_event> Events::collect(std::span<epoll_event> room, double limit
     uint64_t ignored;
     if (event.data.u64 == kTimer) {
       wake_at_s_ = 0;
-      [[maybe_unused]] const ssize_t got = read(timer_.get(), &ignored, sizeof ignored);
+      [[maybe_unused]] const ssize_t got = ::read(timer_.get(), &ignored, sizeof ignored);
     } else if (event.data.u64 == kBell) {
-      [[maybe_unused]] const ssize_t got = read(bell_.get(), &ignored, sizeof ignored);
+      [[maybe_unused]] const ssize_t got = ::read(bell_.get(), &ignored, sizeof ignored);
     } else {
       *end++ = event;
     }

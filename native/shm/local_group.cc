@@ -43,7 +43,7 @@ struct Hello {
   char host[64];
 };
 
-struct Verdict {
+struct Admission {
   uint32_t accepted, why_not;  // an ErrorKind
   char reason[504];
 };
@@ -127,7 +127,7 @@ struct Guest {
 
 void refuse(const FileDescriptor& connection, const std::string& reason,
             ErrorKind why = ErrorKind::invalid_argument) {
-  Verdict verdict{};
+  Admission verdict{};
   verdict.why_not = static_cast<uint32_t>(why);
   put(verdict.reason, reason);
   send_message(connection, &verdict, sizeof verdict);
@@ -284,7 +284,7 @@ class Host {
     group.shared = Segment::create("photinus-group", layout_.bytes);
     FileDescriptor myself = open_process(getpid());
     for (uint32_t a = 1; a < world_size_; ++a) {
-      Verdict verdict{};
+      Admission verdict{};
       verdict.accepted = 1;
       bool ok = send_message(connections_[a], &verdict, sizeof verdict, {group.shared->file()});
       for (uint32_t b = 0; ok && b < world_size_; ++b) {
@@ -360,8 +360,8 @@ LocalGroup join_as_guest(uint32_t rank, uint32_t world_size, const Address& addr
   if (until_spoken_s > 0 && poll(&entry, 1, static_cast<int>(until_spoken_s * 1000)) == 0 &&
       !deadline.passed())
     say_that_it_waits(", which waits for others");
-  std::optional<Message> answer = receive_message(*connection, sizeof(Verdict), deadline);
-  std::optional<Verdict> verdict = answer ? as<Verdict>(*answer) : std::nullopt;
+  std::optional<Message> answer = receive_message(*connection, sizeof(Admission), deadline);
+  std::optional<Admission> verdict = answer ? as<Admission>(*answer) : std::nullopt;
   if (!verdict) throw lost("got no answer from rank 0, which waits for other ranks or has ended");
   if (!verdict->accepted) throw Error(static_cast<ErrorKind>(verdict->why_not), get(verdict->reason));
   LocalGroup group;

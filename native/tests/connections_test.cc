@@ -52,7 +52,7 @@ TEST(threads_that_sleep_on_their_connections_are_woken) {
   Pair pair;
   std::atomic<bool> over{false};
   auto sleeper = [&](Connections& own) {
-    while (!over.load()) own.poll(5);
+    while (!over.load()) own.poll(30);
   };
   std::thread one([&] { sleeper(pair.a); }), other([&] { sleeper(pair.b); });
   const double start = now_s();
@@ -63,7 +63,7 @@ TEST(threads_that_sleep_on_their_connections_are_woken) {
                pair.b.ring();
                usleep(50);
              });
-  CHECK(now_s() - start < 4);
+  CHECK(now_s() - start < 25);  // one that is not woken sleeps for longer
   over.store(true);
   pair.a.ring();
   pair.b.ring();
