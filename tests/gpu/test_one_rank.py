@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+import photinus
 from photinus.errors import DeviceError
 from photinus.parallel.exchange.gpu_sharing import gpu_identity
-from photinus.trainer.session.placement import choose_backend, choose_device
+from photinus.trainer.session.placement import choose_device
 from photinus.world import World
 from tests.gpu.device import DEVICE, HAS_GPU, NAME, TIMEOUT_S
 from tests.rank_pool import RankPool
@@ -36,7 +37,8 @@ def test_auto_and_cuda_are_the_gpu() -> None:
     for wanted in ("auto", "cuda", "cuda:0"):
         device, reason = choose_device(wanted, World())
         assert device == torch.device("cuda", 0), reason
-    assert choose_backend("auto", torch.device("cuda", 0))[0] == "nccl"
+    with photinus.init(device="cuda") as world:
+        assert world.backend == "nccl"
     assert choose_device("cpu", World())[0].type == "cpu"
 
 

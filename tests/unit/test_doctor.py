@@ -15,6 +15,7 @@ from rich.console import Console
 from photinus.launcher.cli import main
 from photinus.launcher.contestants import contestant
 from photinus.launcher.doctor import backends, examine, host, network, software
+from photinus.launcher.doctor.child import ask_child
 from photinus.launcher.doctor.finding import Finding, as_json, exit_code, print_findings
 from photinus.launcher.doctor.host import Load, look_at_host
 from photinus.launcher.doctor.network import look_at_network
@@ -30,7 +31,6 @@ TORCH = {
     "photinus": True,
     "nccl": None,
     "gpus": [],
-    "peers": [],
 }
 ENGINE = ({"instruction_set": "avx2", "usable_cores": 2}, "")
 
@@ -193,14 +193,6 @@ def test_torch_is_told_with_version_and_build(changes: dict[str, object], state:
     assert (finding.state, told in finding.value) == (state, True)
 
 
-def test_gpus_without_peer_access_are_what_this_backend_is_for() -> None:
-    gpus = [{"name": "RTX 4090", "bytes": 24 << 30, "capability": [8, 9]}] * 2
-    found = software_with(software.Torch({**TORCH, "gpus": gpus, "peers": [[True, False], [False, True]]}))
-    assert named(found, "GPU 1").value == "RTX 4090, 24 GiB"
-    assert named(found, "links").state == "note"
-    assert "0-1" in named(found, "links").value
-
-
 def test_an_engine_that_cannot_be_loaded_is_bad() -> None:
     assert named(software_with(software.Torch(TORCH), (None, "ImportError: no _native")), "engine").state == "bad"
 
@@ -213,7 +205,7 @@ def test_the_engine_says_in_json_what_it_is_here() -> None:
 
 
 def test_a_child_that_hangs_is_given_up() -> None:
-    facts, error = software._ask(["-c", "import time; time.sleep(60)"], 0.5)
+    facts, error = ask_child(["-c", "import time; time.sleep(60)"], 0.5)
     assert facts is None
     assert error == "no answer within 0.5 s"
 
@@ -274,6 +266,7 @@ def stub(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> None:
     monkeypatch.setattr(examine, "look_at_host", list)
     monkeypatch.setattr(examine, "read_load", lambda: Load(0.5, 2))
     monkeypatch.setattr(examine, "look_at_network", list)
+    monkeypatch.setattr(examine, "look_at_gpus", lambda torch, timeout_s: [])
 
 
 def test_json_is_for_programs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

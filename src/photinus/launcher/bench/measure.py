@@ -19,8 +19,10 @@ from ..contestants.contestant import Contestant, torch_ranks
 from ..doctor.software import ask_torch
 from ..workers.devices import usable_cores
 from .explain import print_explanation
+from .gpu_model import explain_gpus
+from .keep import keep_choice
 from .options import DTYPES, Options, parse_bench, parser
-from .result import COPY, Result, choose, limits
+from .result import COPIES, COPY, HOST_COPY, Result, choose, limits
 
 __all__ = ["main", "parser"]
 
@@ -46,7 +48,8 @@ def main(arguments: Sequence[str]) -> int:
     ranks = options.ranks or max(2, len(torch.facts["gpus"]) or min(8, usable_cores()))
     if options.device == "cuda" and not torch.facts["gpus"]:
         raise LaunchError("photinus bench --device cuda: torch sees no GPU here. `photinus doctor` says why.")
-    wanted = options.backends or _usable_backends(torch.facts, ranks, options.device)
+    usable = _usable_backends(torch.facts, ranks, options.device)
+    wanted = options.backends or usable
     results, absent = _measure(options, wanted, ranks)
     backends = [name for name in wanted if name not in absent]
     if not backends or not results:
@@ -54,18 +57,21 @@ def main(arguments: Sequence[str]) -> int:
     from .table import plot, print_table
 
     best, reason = choose(results, backends)
+    kept = keep_choice(options, usable, results, torch.facts, best, reason)
+    on_gpus = options.device == "cuda"
     title = f"{ranks} ranks, {options.dtype}, {usable_cores()} usable cores"
-    if options.device == "cuda":
+    if on_gpus:
         title += f", tensors on {len(torch.facts['gpus'])} x {torch.facts['gpus'][0]['name']}"
     if options.as_json:
-        print(json.dumps(_as_json(results, title, absent, best, reason, torch.facts), indent=1))
+        print(json.dumps({**_as_json(results, title, absent, best, reason, torch.facts), "kept": kept}, indent=1))
     else:
         print(f"{title}; {platform.machine()}, torch {torch.facts['version']}, Photinus {__version__}\n")
         print_table(results, backends)
         print()
-        told = [line for name in backends for line in limits(results, name)]
+        told = [line for name in backends for line in limits(results, name, through_host=on_gpus)]
+        told += explain_gpus(results[-1], len(torch.facts["gpus"])) if on_gpus else []
         told += [f"{name}: did not take part: {why}" for name, why in absent.items()]
-        for line in [*told, "", f"Choose {best}: {reason}."]:
+        for line in [*told, "", f"Choose {best}: {reason}.", *filter(None, [kept])]:
             print(textwrap.fill(line, shutil.get_terminal_size().columns, subsequent_indent="  "))
     if options.plot is not None:
         plot(results, backends, f"Collectives on one host: {title}", options.plot)
@@ -86,6 +92,8 @@ def _measure(options: Options, backends: Sequence[str], ranks: int) -> tuple[lis
         Contestant(name, torch_ranks(name, ranks, device=options.device), ranks, timeout_s=options.timeout_s)
         for name in (*backends, COPY)
     ]
+    if options.device == "cuda":
+        everybody.append(Contestant(HOST_COPY, torch_ranks(COPY, ranks), ranks, timeout_s=options.timeout_s))
     with contextlib.ExitStack() as stack, _status() as say:
         for each in everybody:
             stack.enter_context(each)
@@ -98,7 +106,9 @@ def _measure(options: Options, backends: Sequence[str], ranks: int) -> tuple[lis
                     each.prepare(options.dtype, elems * item)
                 seconds = _take_turns(everybody, operation, options.seconds / _ROUNDS)
                 results.append(Result(operation, elems * item, elems, options.dtype, ranks, seconds))
-    return results, {each.name: each.absent for each in everybody if each.absent is not None and each.name != COPY}
+    return results, {
+        each.name: each.absent for each in everybody if each.absent is not None and each.name not in COPIES
+    }
 
 
 @contextlib.contextmanager
@@ -112,7 +122,7 @@ def _status() -> Iterator[Callable[[str], object]]:
 
 def _take_turns(everybody: Sequence[Contestant], operation: str, seconds: float) -> dict[str, float]:
     """The median over the rounds for each contestant: in each round everybody has one turn."""
-    paths = {each.name: COPY if each.name == COPY else operation for each in everybody}
+    paths = {each.name: COPY if each.name in COPIES else operation for each in everybody}
     calls = {each.name: each.calls_for(seconds, paths[each.name]) for each in everybody}
     rounds = [{each.name: each.run(paths[each.name], calls[each.name]) for each in everybody} for _ in range(_ROUNDS)]
     times = {each.name: [taken[each.name] for taken in rounds] for each in everybody}
@@ -135,7 +145,7 @@ def _as_json(
                 "ranks": each.ranks,
                 "seconds": each.seconds,
                 "algbw": {name: each.algbw(name) for name in each.seconds},
-                "busbw": {name: each.busbw(name) for name in each.seconds if name != COPY},
+                "busbw": {name: each.busbw(name) for name in each.seconds if name not in COPIES},
             }
             for each in results
         ],

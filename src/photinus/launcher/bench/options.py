@@ -26,6 +26,7 @@ examples:
   photinus bench
   photinus bench --nproc-per-node 4 --ops all_reduce,all_gather --sizes 1M,16M
   photinus bench --plot bandwidth.png
+  photinus bench --device cuda
   photinus bench --explain --hosts 4x8 --latency-us 25 --rate-gbit 10
 
 algbw is the tensor's bytes divided by the time; busbw counts what each rank has
@@ -75,8 +76,8 @@ def parser() -> Parser:
     made = Parser("bench", "[flags]", about=_ABOUT, more=_MORE)
     ranks = "ranks. default: one per GPU, or per usable core (2 to 8); at least 2"
     made.add("--nproc-per-node", metavar="N", dest="ranks", type=whole_number(1), help=ranks)
-    where = "where the tensors lie. cuda: ranks share GPUs where there are fewer, and nccl does not take part then. "
-    where += "default: cpu, but nccl's on GPUs"
+    where = "where the tensors lie. cuda: what is fastest is kept, and taken by backend auto from then on; ranks share "
+    where += "GPUs where there are fewer, and nccl does not take part then. default: cpu, but nccl's on GPUs"
     made.add("--device", metavar="cpu|cuda", one_of=("cpu", "cuda"), help=where)
     operations = f"of {', '.join(_OPERATIONS)}. default: all_reduce"
     made.add("--ops", metavar="LIST", dest="operations", some_of=_OPERATIONS, help=operations)

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 from .options import size_name
 
-__all__ = ["COPY", "Result", "bus_factor", "choose", "limits"]
+__all__ = ["COPIES", "COPY", "HOST_COPY", "Result", "bus_factor", "choose", "limits"]
 
-COPY = "copy"
+COPY, HOST_COPY = COPIES = ("copy", "copy in host memory")
+"""No backends: what all ranks take to copy their tensor at once (those on GPUs: to the host and back); and to copy as
+much in the host's memory, where tensors lie on GPUs."""
 _BUCKET_BYTES = 25 << 20
 """What torch's and our DDP exchange at once."""
 _LATENCY_BOUND = 0.5  # of a call's time that a call of next to nothing takes
@@ -32,7 +34,7 @@ def bus_factor(operation: str, ranks: int) -> float:
 
 @dataclass(frozen=True)
 class Result:
-    """Mean times of one operation and size: {backend: seconds}; COPY is what copying as much takes, by all at once."""
+    """Mean times of one operation and size: {backend: seconds}, with what COPIES take."""
 
     operation: str
     size_bytes: int
@@ -50,8 +52,14 @@ class Result:
         return self.algbw(backend) * bus_factor(self.operation, self.ranks)
 
 
-def limits(results: Sequence[Result], backend: str) -> list[str]:
-    """A sentence about small and one about large tensors."""
+def limits(results: Sequence[Result], backend: str, *, through_host: bool = False) -> list[str]:
+    """A sentence about small and one about large tensors.
+
+    Args:
+        results: of all sizes.
+        backend: whose limits.
+        through_host: tensors lie on GPUs, and are copied to the host and back; nccl need not do that.
+    """
     known = [each for each in results if backend in each.seconds and each.operation == results[0].operation]
     if not known:
         return []
@@ -64,18 +72,20 @@ def limits(results: Sequence[Result], backend: str) -> list[str]:
         lines.append(f"{backend}: up to {size_name(bound[-1].size_bytes)} the limit is {what}.")
     else:
         lines.append(f"{backend}: at every size here, most of the time is what a call takes in any case.")
-    if COPY in largest.seconds and largest is not smallest:
+    if COPY in largest.seconds and largest is not smallest and not (through_host and backend == "nccl"):
         # An all_reduce reads and writes each byte once at least, as a copy does.
         share = largest.seconds[COPY] / largest.seconds[backend]
         size = size_name(largest.size_bytes)
+        copy, limit = ("copies to the host and back", "PCIe or host memory") if through_host else ("a copy", "memory")
         if share >= 1:
-            lines.append(f"{backend}: at {size} it is as fast as a copy of the tensor: memory is the limit.")
+            whole = copy if through_host else "a copy of the tensor"
+            lines.append(f"{backend}: at {size} it is as fast as {whole}: {limit} is the limit.")
         elif share >= _MEMORY_BOUND:
-            lines.append(f"{backend}: at {size} it runs at {share:.0%} of the speed of a copy: memory is the limit.")
+            lines.append(f"{backend}: at {size} it runs at {share:.0%} of the speed of {copy}: {limit} is the limit.")
         else:
             lines.append(
-                f"{backend}: at {size} it runs at {share:.0%} of the speed of a copy: its own work "
-                f"({_OWN_WORK[backend]}) is the limit, not memory."
+                f"{backend}: at {size} it runs at {share:.0%} of the speed of {copy}: its own work "
+                f"({_OWN_WORK[backend]}) is the limit, not {limit}."
             )
     return lines
 

@@ -7,8 +7,9 @@ Asleep in a read from FOLDER/RANK.in until told to run; answers each command wit
     quit
 
 A path is an operation, on tensors as the backend offers them (photinus: in its arena), or OPERATION:ordinary. "copy"
-is no collective: each rank copies as many bytes from one tensor to another. A file of its own; imports nothing of
-Photinus, as a user's script would, and torch only as a program: contestants without torch use `serve`.
+is no collective: each rank copies as many bytes from one tensor to another, or from a GPU to the host and back. A file
+of its own; imports nothing of Photinus, as a user's script would, and torch only as a program: contestants without
+torch use `serve`.
 """
 
 from __future__ import annotations
@@ -76,6 +77,40 @@ def serve(
                 return
 
 
+_CHUNK_BYTES, _PLACES = 2 << 20, 8
+"""Chunks large enough for Python to queue them faster than they are copied, in as much memory as a reduction takes."""
+
+
+def through_host(tensor: Any) -> Callable[[], object]:
+    """A call that copies a GPU's tensor to locked memory of the host and back, chunk by chunk, both ways at once.
+
+    The least that carries it over the link both ways, as each rank does in an all_reduce through the host: nothing is
+    added, nobody is waited for. The host only queues it.
+    """
+    import torch
+
+    device: Any = torch.cuda if tensor.is_cuda else torch.cpu  # the CPU's streams and events do nothing
+    parts = tensor.view(-1).view(torch.uint8).split(_CHUNK_BYTES)
+    ring = torch.empty(_PLACES, _CHUNK_BYTES, dtype=torch.uint8, pin_memory=tensor.is_cuda)
+    out, back = device.Stream(), device.Stream()
+    landed, returned = ([device.Event() for _ in range(_PLACES)] for _ in range(2))
+
+    def call() -> None:
+        for number, part in enumerate(parts):
+            place = number % _PLACES
+            there = ring[place, : part.numel()]
+            with device.stream(out):
+                out.wait_event(returned[place])
+                there.copy_(part, non_blocking=True)
+                landed[place].record(out)
+            with device.stream(back):
+                back.wait_event(landed[place])
+                part.copy_(there, non_blocking=True)
+                returned[place].record(back)
+
+    return call
+
+
 def _operation(path: str, elems: int, dtype: Any, device: Any, world_size: int) -> Callable[[], object]:
     """The call to measure, on tensors of its own; `elems` is the size of the whole tensor."""
     import torch
@@ -90,7 +125,10 @@ def _operation(path: str, elems: int, dtype: Any, device: Any, world_size: int) 
             return tensor.zero_()
         return torch.zeros(count, dtype=dtype, device=device)
 
-    whole, part = zeros(elems), zeros(elems if name in ("copy", "all_to_all") else elems // world_size)
+    whole = zeros(elems)
+    if name == "copy" and device.type == "cuda":
+        return through_host(whole)
+    part = zeros(elems if name in ("copy", "all_to_all") else elems // world_size)
     if name == "all_reduce":
         ones = zeros(min(elems, 4 << 20)).fill_(1)
         dist.all_reduce(ones)

@@ -15,6 +15,7 @@ from ..command_line.parser import Parser
 from ..command_line.usage import UsageError
 from .backends import look_at_backends
 from .finding import as_json, exit_code, print_findings
+from .gpus import look_at_gpus
 from .host import look_at_host, look_at_load, read_load
 from .network import look_at_network
 from .software import ask_engine, ask_torch, look_at_software
@@ -25,8 +26,8 @@ _TIMEOUT_S = 60.0
 
 _ABOUT = """\
 Looks at this machine and says what works: processors, memory and limits, the
-engine, torch and GPUs, network interfaces, and every backend of
-torch.distributed, really tried in two processes.
+engine, torch, GPUs and their links, network interfaces, and every backend
+of torch.distributed, really tried in two processes.
 
 With --hosts, looks at several hosts, which it reaches over ssh: versions,
 clocks, and whether every host reaches every other, how soon and how fast."""
@@ -70,6 +71,7 @@ def main(arguments: Sequence[str]) -> int:
     findings = [look_at_load(load), *look_at_host(), *look_at_network()]
     torch = ask_torch(timeout_s)
     findings += look_at_software(torch, ask_engine(timeout_s), timeout_s)
+    findings += look_at_gpus(torch.facts, timeout_s)
     findings += look_at_backends(torch.facts, timeout_s)
     # Sections in the order of their first appearance, each together.
     sections = [each.section for each in findings]

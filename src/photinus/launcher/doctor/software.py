@@ -1,4 +1,4 @@
-"""Python, Photinus, torch and its GPUs, and the launchers that are installed.
+"""Python, Photinus, torch, and the launchers that are installed.
 
 What needs torch is asked in a child process: a torch that cannot be imported, or a driver that hangs, is a finding
 and not the end of the examination.
@@ -6,18 +6,17 @@ and not the end of the examination.
 
 from __future__ import annotations
 
-import json
 import platform
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 from typing import Any
 
 from ...torch_version import OLDEST, is_too_old
 from ...version import __version__
+from .child import ask_child, output_of
 from .finding import Finding, assess
-from .host import LATE, finding_if_busy
+from .host import finding_if_busy
 
 __all__ = ["Torch", "ask_engine", "ask_torch", "look_at_software"]
 
@@ -33,9 +32,8 @@ facts = {
     "available": {n: bool(getattr(dist, f"is_{n}_available", lambda: False)()) for n in ("gloo", "nccl", "mpi", "ucc")},
     "photinus": "photinus" in dist.Backend.backend_list if dist.is_available() else False,
     "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda and dist.is_nccl_available() else None,
-    "gpus": [{"name": p.name, "bytes": p.total_memory, "capability": [p.major, p.minor]}
-             for p in map(torch.cuda.get_device_properties, range(count))],
-    "peers": [[i == j or torch.cuda.can_device_access_peer(i, j) for j in range(count)] for i in range(count)],
+    "gpus": [{"name": p.name, "bytes": p.total_memory, "capability": [p.major, p.minor],
+              "uuid": str(getattr(p, "uuid", ""))} for p in map(torch.cuda.get_device_properties, range(count))],
 }
 print(json.dumps(facts))
 """
@@ -56,22 +54,21 @@ class Torch:
 
 def ask_torch(timeout_s: float) -> Torch:
     """Imports torch in a child process and asks it about itself and its GPUs."""
-    return Torch(*_ask(["-c", _ASK_TORCH], timeout_s))
+    return Torch(*ask_child(["-c", _ASK_TORCH], timeout_s))
 
 
 def ask_engine(timeout_s: float, *words: str) -> tuple[dict[str, Any] | None, str]:
     """What the engine says of itself here, or to `words` (photinus.engine says which there are); or why it cannot."""
-    return _ask(["-m", "photinus.engine", *words], timeout_s)
+    return ask_child(["-m", "photinus.engine", *words], timeout_s)
 
 
 def look_at_software(torch: Torch, engine: tuple[dict[str, Any] | None, str], timeout_s: float) -> list[Finding]:
-    """Python, Photinus, its engine, torch, the GPUs and the other launchers."""
+    """Python, Photinus, its engine, torch and the other launchers."""
     python = f"{platform.python_version()} ({sys.executable}), Photinus {__version__}"
     return [
         assess(_SECTION, "Python", python),
         _engine(*engine),
         _torch(torch),
-        *_gpus(torch.facts or {}, timeout_s),
         _program("mpirun", "MPI", timeout_s),
         _program("srun", "Slurm", timeout_s),
     ]
@@ -113,59 +110,9 @@ def _torch(torch: Torch) -> Finding:
     return assess(_SECTION, "torch", value, bad=bad, note=note, facts=facts)
 
 
-def _gpus(facts: dict[str, Any], timeout_s: float) -> list[Finding]:
-    section = "GPUs"
-    driver = shutil.which("nvidia-smi")
-    if not facts.get("gpus"):
-        if driver is None:
-            return [Finding(section, "GPUs", "absent", "no NVIDIA driver here; models train on the processors")]
-        listed = _run([driver, "-L"], timeout_s)
-        if not listed.strip().startswith("GPU"):
-            return [Finding(section, "GPUs", "absent", "the driver is here, but shows no GPU")]
-        what = "torch sees none"
-        advice = "Look at CUDA_VISIBLE_DEVICES, and whether the driver is new enough for this torch (nvidia-smi)."
-        if facts and not facts["built_for_cuda"]:
-            what, advice = "this torch is built without CUDA", "Install a torch built for CUDA, as pytorch.org says."
-        return [assess(section, "GPUs", f"the driver shows GPUs, but {what}", bad=advice)]
-    found = [
-        Finding(section, f"GPU {index}", "good", f"{gpu['name']}, {gpu['bytes'] / (1 << 30):.0f} GiB", facts=gpu)
-        for index, gpu in enumerate(facts["gpus"])
-    ]
-    without = [
-        f"{i}-{j}" for i, row in enumerate(facts["peers"]) for j, reached in enumerate(row) if i < j and not reached
-    ]
-    if len(found) > 1 and without:
-        value = f"no peer access between {', '.join(without[:8])}" + (" ..." if len(without) > 8 else "")
-        advice = "GPUs exchange through host memory there; NCCL is slow so, and backend photinus is meant for that."
-        found.append(assess(section, "links", value, note=advice))
-    elif len(found) > 1:
-        found.append(assess(section, "links", "every GPU reaches every other directly"))
-    return found
-
-
 def _program(name: str, title: str, timeout_s: float) -> Finding:
     path = shutil.which(name)
     if path is None:
         return Finding(_SECTION, title, "absent", f"{name} is not installed")
-    said = _run([path, "--version"], timeout_s).strip().splitlines()
+    said = output_of([path, "--version"], timeout_s).strip().splitlines()
     return Finding(_SECTION, title, "good", f"{said[0] if said else 'version not told'} ({path})")
-
-
-def _run(command: list[str], timeout_s: float) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s).stdout
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{command[0]}: {error}"
-
-
-def _ask(words: list[str], timeout_s: float) -> tuple[dict[str, Any] | None, str]:
-    try:
-        asked = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        return None, LATE.format(timeout_s)
-    last = asked.stdout.strip().splitlines()[-1:]
-    if asked.returncode == 0 and last:
-        answer: dict[str, Any] = json.loads(last[0])
-        return answer, ""
-    said = asked.stderr.strip().splitlines()[-1:] or [f"ended with code {asked.returncode} and said nothing"]
-    return None, said[0]

@@ -13,7 +13,7 @@ from ...errors import DeviceError
 from ...world import World
 from ...world.slurm import has_a_gpu_of_its_own
 
-__all__ = ["choose_backend", "choose_device"]
+__all__ = ["choose_backend", "choose_device", "missing_on_gpus"]
 
 
 def choose_device(
@@ -46,7 +46,11 @@ def choose_device(
     if wanted.type != "cuda":
         return wanted, reason
     if cuda_devices == 0:
-        build = "this build of torch has no CUDA" if torch.version.cuda is None else "no CUDA device is visible"
+        build = "no CUDA device is visible"
+        if torch.version.cuda is None:
+            build = "this build of torch has no CUDA"
+            if torch.version.hip is not None:
+                build = f"this build of torch is for ROCm {torch.version.hip}, and no GPU of AMD is visible"
         raise DeviceError(
             f"device={str(device)!r} was asked for on rank {place.rank}, but {build} "
             f'(CUDA_VISIBLE_DEVICES={os.environ.get("CUDA_VISIBLE_DEVICES", "not set")}). Use --device cpu, or "auto".'
@@ -72,6 +76,8 @@ def choose_device(
 def choose_backend(backend: str, device: torch.device) -> tuple[str, str]:
     """The torch.distributed backend to use and the reason in a few words.
 
+    On CUDA devices the choice hangs on all ranks' GPUs: ("auto", "") leaves it to `gpu_backend.agree_on_backend`.
+
     Raises:
         ValueError: torch does not know a backend of this name.
     """
@@ -80,11 +86,7 @@ def choose_backend(backend: str, device: torch.device) -> tuple[str, str]:
         backend, reason = env.BACKEND.get(), f"{env.BACKEND.name} is set"
     if backend == "auto":
         if device.type == "cuda":
-            if env.RANKS_PER_GPU.get() > 1:
-                return "gloo", f"{env.RANKS_PER_GPU.name} is above 1, and nccl takes one rank per GPU"
-            if dist.is_nccl_available():
-                return "nccl", "the choice for CUDA devices"
-            return "gloo", "this build of torch has no nccl"
+            return "auto", ""
         missing = _register_photinus()
         return ("gloo", f"photinus cannot be used: {missing}") if missing else ("photinus", "the choice for CPUs")
     missing = _register_photinus() if backend == "photinus" else None
@@ -94,6 +96,15 @@ def choose_backend(backend: str, device: torch.device) -> tuple[str, str]:
     if ":" not in backend and not dist.is_backend_available(backend):
         raise ValueError(f"backend {backend!r} is not available; known here: {', '.join(_known_backends())}")
     return backend, reason
+
+
+def missing_on_gpus() -> dict[str, str]:
+    """The backends that cannot take tensors of this process's GPUs, and why."""
+    missing = {} if dist.is_nccl_available() else {"nccl": "this build of torch has none"}
+    photinus = _register_photinus()
+    if torch.version.hip is not None:
+        photinus = f"it needs NVIDIA's driver, and this build of torch is for ROCm {torch.version.hip}"
+    return missing | ({"photinus": photinus} if photinus else {})
 
 
 def _register_photinus() -> str | None:

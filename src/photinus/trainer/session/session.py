@@ -20,9 +20,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from ... import env, tracebacks
 from ...errors import CollectiveError, NotInitializedError, WorldSizeError
@@ -31,8 +33,9 @@ from ...world import World, check_company, find_rendezvous
 from ...world.own_address import interface_of, own_address, reaches_from
 from ..data.rng import seed_everything
 from . import preemption
+from .gpu_backend import agree_on_backend
 from .gpu_sharing import check_gpus
-from .placement import choose_backend, choose_device
+from .placement import choose_backend, choose_device, missing_on_gpus
 from .progress import say
 from .rank_store import open_store
 
@@ -156,8 +159,9 @@ def init(
 
     Args:
         backend: "auto" or any torch.distributed backend: "photinus", "gloo", "nccl". "auto" takes PHOTINUS_BACKEND if
-            that is set, else nccl for CUDA devices and photinus for CPUs (gloo where the engine is not built), and
-            rank 0 says so in one line. A process group that is there already is kept, and left open at the end.
+            that is set, else photinus for CPUs (gloo where the engine is not built), and for CUDA devices what
+            `photinus bench --device cuda` found fastest here; without that nccl, or photinus where ranks share a
+            GPU. Rank 0 says so in one line. A process group that is there already is kept, and left open at the end.
         device: "auto" (cuda:local_rank where CUDA is there, else cpu), "cpu", "cuda" (cuda:local_rank) or "cuda:i".
         seed: seeds Python's, numpy's and torch's generators, alike on all ranks, so that models and splits of the
             data made next are equal; a Loop then gives each rank numbers of its own. None leaves them alone.
@@ -186,7 +190,8 @@ def init(
         _share_cores(place)
         if chosen_device.type == "cuda":
             torch.cuda.set_device(chosen_device)  # first: a group may ask which device is this process's
-        _make_group(place, chosen_backend, timedelta(seconds=timeout_s or env.TIMEOUT_S.get()))
+        timeout = timedelta(seconds=timeout_s or env.TIMEOUT_S.get())
+        chosen_backend, backend_reason = _make_group(place, chosen_device, chosen_backend, backend_reason, timeout)
     else:
         chosen_backend, backend_reason = str(dist.get_backend()), "the process group was there already"
     try:
@@ -266,23 +271,29 @@ def _make_forks_safe() -> None:
         os.register_at_fork(after_in_child=gc.freeze)
 
 
-def _make_group(place: World, backend: str, timeout: timedelta) -> None:
-    if place.world_size == 1:
+def _make_group(place: World, device: torch.device, backend: str, reason: str, timeout: timedelta) -> tuple[str, str]:
+    """Makes the process group; returns its backend and the reason for it, which ranks on GPUs agree on here."""
+    rendezvous = find_rendezvous(place, os.environ) if place.world_size > 1 else None
+    store: Any = None
+    if rendezvous is None:
         # Nobody to meet: a store in this process, so no port can be taken and no address is needed.
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
-        return
-    rendezvous = find_rendezvous(place, os.environ)
-    if rendezvous.given:
-        if "gloo" in backend and place.local_world_size < place.world_size:
-            _name_interface_for_gloo(rendezvous.address)
-        dist.init_process_group(backend, rank=place.rank, world_size=place.world_size, timeout=timeout)
-        return
-    if rendezvous.address == "127.0.0.1":
-        # gloo would look for the interface of the host's name, which may not resolve, and listen for the network.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    joined = open_store(place, rendezvous, timeout.total_seconds())
-    dist.init_process_group(backend, store=joined, rank=place.rank, world_size=place.world_size, timeout=timeout)
+    elif not rendezvous.given:
+        if rendezvous.address == "127.0.0.1":
+            # gloo would look for the interface of the host's name, which may not resolve, and listen for the network.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        store = open_store(place, rendezvous, timeout.total_seconds())
+    elif backend == "auto":
+        # What init_process_group does by itself where it is given no store.
+        store = next(torch_rendezvous("env://", place.rank, place.world_size, timeout=timeout))[0]
+        store.set_timeout(timeout)
+    if backend == "auto":
+        backend, reason = agree_on_backend(store, place, device, missing_on_gpus(), timeout)
+    over_network = place.local_world_size < place.world_size
+    if rendezvous is not None and rendezvous.given and over_network and "gloo" in backend:
+        _name_interface_for_gloo(rendezvous.address)
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+    return backend, reason
 
 
 def _name_interface_for_gloo(meeting_place: str) -> None:

@@ -1,0 +1,97 @@
+"""GPUs: what they are, how they are linked with the host and each other, and how fast copies go."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from .child import ask_child, output_of
+from .finding import Finding, assess
+
+__all__ = ["look_at_gpus"]
+
+_SECTION = "GPUs"
+_PROGRAM = Path(__file__).with_name("gpu_links.py")
+_PCIE = {"2.5": "1.0", "5.0": "2.0", "8.0": "3.0", "16.0": "4.0", "32.0": "5.0", "64.0": "6.0"}
+"""GT/s, as the kernel says it, and what people say."""
+
+
+def look_at_gpus(torch: dict[str, Any] | None, timeout_s: float) -> list[Finding]:
+    """All findings of GPUs; one line where there are none.
+
+    Args:
+        torch: what `software.ask_torch` found; None when there is no torch.
+        timeout_s: for each look.
+    """
+    if torch is None or not torch["gpus"]:
+        return [_none(torch, timeout_s)]
+    links, error = ask_child([str(_PROGRAM)], timeout_s)
+    found = [_gpu(index, gpu, links["gpus"][index] if links else {}) for index, gpu in enumerate(torch["gpus"])]
+    if torch["hip"]:
+        advice = "Backend photinus takes CPU tensors there; for tensors on GPUs use nccl, which is RCCL."
+        found.append(assess(_SECTION, "ROCm", f"these are AMD's: torch is for ROCm {torch['hip']}", note=advice))
+    if links is None:
+        advice = "GPUs that copy nothing train nothing: look at nvidia-smi, and dmesg for Xid."
+        return [*found, assess(_SECTION, "links", f"copies to and from the host do not work: {error}", bad=advice)]
+    return [*found, *_links(links)]
+
+
+def _none(torch: dict[str, Any] | None, timeout_s: float) -> Finding:
+    driver = shutil.which("nvidia-smi")
+    if driver is None:
+        return Finding(_SECTION, "GPUs", "absent", "no NVIDIA driver here; models train on the processors")
+    if not output_of([driver, "-L"], timeout_s).strip().startswith("GPU"):
+        return Finding(_SECTION, "GPUs", "absent", "the driver is here, but shows no GPU")
+    what = "torch sees none"
+    advice = "Look at CUDA_VISIBLE_DEVICES, and whether the driver is new enough for this torch (nvidia-smi)."
+    if torch and not torch["built_for_cuda"]:
+        what, advice = "this torch is built without CUDA", "Install a torch built for CUDA, as pytorch.org says."
+        if torch["hip"]:
+            what = f"this torch is built for ROCm {torch['hip']}, AMD's"
+    return assess(_SECTION, "GPUs", f"the driver shows GPUs, but {what}", bad=advice)
+
+
+def _gpu(index: int, gpu: dict[str, Any], link: dict[str, Any]) -> Finding:
+    parts = [f"{gpu['name']}, {gpu['bytes'] / (1 << 30):.0f} GiB"]
+    width, most = link.get("current_link_width", ""), link.get("max_link_width", "")
+    if width:
+        transfers = link.get("current_link_speed", "").split(" ")[0]
+        parts.append(f"PCIe {_PCIE.get(transfers, transfers + ' GT/s')} x{width}")
+    if link:
+        parts.append(
+            f"to the host {_gb(link['to_host'])}, back {_gb(link['to_gpu'])}, both at once {_gb(link['both'])}"
+        )
+    advice = f"The card has {most} lanes, and runs with {width}: another slot, or its riser, may have more."
+    narrow = width.isdigit() and most.isdigit() and int(width) < int(most)
+    return assess(_SECTION, f"GPU {index}", "; ".join(parts), note=advice if narrow else "", facts={**gpu, **link})
+
+
+def _links(links: dict[str, Any]) -> list[Finding]:
+    count = len(links["gpus"])
+    if count < 2:
+        return []
+    pairs = [(i, j) for i in range(count) for j in range(i + 1, count)]
+    peers, atomics = links["peers"], links["atomics"]
+    apart = [f"{i}-{j}" for i, j in pairs if not (peers[i][j] and peers[j][i])]
+    nvlink = [f"{i}-{j}" for i, j in pairs if atomics[i][j]]
+    together = f"all GPUs at once, both ways: {_gb(links['all_at_once'])} each way and GPU"
+    found = [Finding(_SECTION, "copies", "good", together, facts={"all_at_once": links["all_at_once"]})]
+    facts = {"peers": peers, "atomics": atomics}
+    if apart:
+        advice = (
+            "GPUs exchange through host memory there; NCCL is often slow so, and backend photinus is meant for that: "
+            "`photinus bench --device cuda` measures both, and the faster one is taken from then on."
+        )
+        value = f"no peer access between {_some(apart)}" + (f"; NVLink between {_some(nvlink)}" if nvlink else "")
+        return [*found, assess(_SECTION, "links", value, note=advice, facts=facts)]
+    how = "over NVLink" if len(nvlink) == len(pairs) else f"NVLink between {_some(nvlink)}" if nvlink else "over PCIe"
+    return [*found, assess(_SECTION, "links", f"every GPU reaches every other directly ({how})", facts=facts)]
+
+
+def _some(pairs: list[str]) -> str:
+    return ", ".join(pairs[:8]) + (" ..." if len(pairs) > 8 else "")
+
+
+def _gb(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.1f} GB/s"

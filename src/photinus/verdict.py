@@ -1,0 +1,101 @@
+"""Which backend is fastest on this host's GPUs: what `photinus bench --device cuda` found, kept for those who choose.
+
+A file in the user's cache for each set of GPUs and number of ranks. It holds with what it was measured, and counts for
+the same only: other GPUs have another file, and one of other versions is passed over, with the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from .version import __version__
+
+__all__ = ["COMMAND", "Setting", "Verdict", "driver_version", "keep_verdict", "look_up_verdict"]
+
+COMMAND = "photinus bench --device cuda"
+"""What makes a verdict."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a verdict depends on.
+
+    Attributes:
+        gpus: the identity (UUID) of each rank's GPU, in any order: ranks that share one name it several times.
+        driver: of the GPUs.
+        torch: version, with its build ("2.13.0+cu130"); NCCL and gloo come with it.
+        photinus: version.
+    """
+
+    gpus: tuple[str, ...]
+    driver: str
+    torch: str
+    photinus: str = __version__
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The backend to choose, and why; "" where nothing counts, `why` saying what there is instead, if anything."""
+
+    backend: str
+    why: str
+
+
+def driver_version(root: Path = Path("/")) -> str:
+    """That of NVIDIA's driver in the kernel; "" where it does not say. `root` is where /sys is (for tests)."""
+    with contextlib.suppress(OSError):
+        return (root / "sys/module/nvidia/version").read_text(encoding="utf-8").strip()
+    return ""
+
+
+def keep_verdict(setting: Setting, backend: str, why: str, environ: Mapping[str, str] | None = None) -> Path:
+    """Writes the verdict, whole, in place of an earlier one for these GPUs; returns the file.
+
+    Raises:
+        OSError: the user's cache cannot be written.
+    """
+    path = _path(setting, environ)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({**asdict(setting), "gpus": sorted(setting.gpus), "backend": backend, "why": why}, indent=1)
+    descriptor, written = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+        os.replace(written, path)
+    except OSError:
+        os.unlink(written)
+        raise
+    return path
+
+
+def look_up_verdict(setting: Setting, environ: Mapping[str, str] | None = None) -> Verdict:
+    """The verdict that was kept for this setting. One that is stale, or cannot be read, does not count."""
+    path = _path(setting, environ)
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+        versions = {name: str(read[name]) for name in ("driver", "torch", "photinus")}
+        found = Verdict(str(read["backend"]), str(read["why"]))
+    except FileNotFoundError:
+        return Verdict("", "")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return Verdict("", f"the verdict in {path} cannot be read ({type(error).__name__}: {error})")
+    now = {"driver": setting.driver, "torch": setting.torch, "photinus": setting.photinus}
+    changed = [name for name in now if versions[name] != now[name]]
+    if changed:
+        told = (f"{name} {versions[name] or 'unknown'}, now {now[name] or 'unknown'}" for name in changed)
+        return Verdict("", f"that of `{COMMAND}` is of {'; '.join(told)}")
+    return found
+
+
+def _path(setting: Setting, environ: Mapping[str, str] | None) -> Path:
+    environ = os.environ if environ is None else environ
+    cache = environ.get("XDG_CACHE_HOME") or str(Path(environ.get("HOME") or Path.home(), ".cache"))
+    digest = hashlib.sha256("\n".join(sorted(setting.gpus)).encode()).hexdigest()[:16]
+    return Path(cache, "photinus", f"backend-{digest}.json")

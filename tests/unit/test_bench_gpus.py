@@ -1,0 +1,202 @@
+"""`photinus bench --device cuda`: which backend it keeps, and what copies allow. No GPU is needed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from photinus.launcher.bench import measure
+from photinus.launcher.bench.gpu_model import Ceiling, explain_gpus, predict
+from photinus.launcher.bench.keep import keep_choice
+from photinus.launcher.bench.options import Options
+from photinus.launcher.bench.result import COPY, HOST_COPY, Result, limits
+from photinus.launcher.cli import main
+from photinus.launcher.contestants.rank import through_host
+from photinus.launcher.doctor.software import Torch
+from photinus.verdict import Setting, driver_version, look_up_verdict
+
+MIB = 1 << 20
+FACTS: dict[str, Any] = {
+    "version": "2.13.0+cu130",
+    "gpus": [{"name": "A10", "uuid": "one"}, {"name": "A10", "uuid": "two"}],
+    "available": {"nccl": True, "ucc": False},
+}
+CUDA = Options(device="cuda")
+ALL = ("photinus", "gloo", "nccl")
+
+
+def result(size: int = 16 * MIB, operation: str = "all_reduce", ranks: int = 2, **milliseconds: float) -> Result:
+    seconds = {HOST_COPY if name == "host_copy" else name: ms * 1e-3 for name, ms in milliseconds.items()}
+    return Result(operation, size, size // 4, "float32", ranks, seconds)
+
+
+# ---- the model
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ceiling"),
+    [(2, Ceiling(25.0, "PCIe")), (4, Ceiling(20.0, "host memory")), (8, Ceiling(10.4, "host memory"))],
+)
+def test_links_bind_for_few_gpus_and_host_memory_for_many(gpus: int, ceiling: Ceiling) -> None:
+    assert predict(gpus, 25.0, 260.0) == ceiling
+
+
+def test_hfreduces_own_machine_is_bound_by_its_memory() -> None:
+    """320 GB/s of memory and 8 GPUs at 27 GB/s: the paper counts 24 times for a node in a network, 25 fit one node."""
+    ceiling = predict(8, 27e9, 320e9)
+    assert (ceiling.binds, round(ceiling.bytes_per_s / 1e9, 1)) == ("host memory", 12.8)
+
+
+def test_what_binds_is_said_here_and_predicted_for_other_numbers_of_gpus() -> None:
+    measured = result(100 * 10**6, copy=4.0, host_copy=2.0)
+    here, others = explain_gpus(measured, gpus=2)
+    assert here.startswith("An all_reduce through the host reaches 25.0 GB/s here at most, and PCIe binds. (Predicted")
+    assert "each link carries the tensor both ways, at 25.0 GB/s while all copy" in here
+    assert "host memory carries it 7 times, at 200.0 GB/s" in here
+    assert others.endswith("4: 15.4 GB/s (host memory), 8: 8.0 GB/s (host memory).")
+
+
+def test_ranks_that_share_a_gpu_share_its_link_and_tell_nothing_of_others() -> None:
+    (here,) = explain_gpus(result(copy=4.0, host_copy=2.0), gpus=1)
+    assert "each rank's share of a link" in here
+
+
+def test_without_the_copies_there_is_nothing_to_predict_from() -> None:
+    assert explain_gpus(result(copy=4.0), gpus=2) == []
+
+
+# ---- what copies are, and what they tell
+
+
+@pytest.mark.parametrize("elems", [1, 1000, 5 * MIB // 4 + 3])
+def test_a_tensor_that_was_copied_through_the_host_is_what_it_was(elems: int) -> None:
+    tensor = torch.arange(elems, dtype=torch.float32)
+    call = through_host(tensor)
+    for _ in range(2):
+        call()
+    assert torch.equal(tensor, torch.arange(elems, dtype=torch.float32))
+
+
+def test_limits_of_tensors_on_gpus_are_the_copies_and_nccl_needs_none() -> None:
+    results = [
+        result(4096, photinus=0.02, gloo=0.5, nccl=0.02, copy=0.01),
+        result(64 * MIB, photinus=5.0, gloo=40.0, nccl=2.0, copy=4.0),
+    ]
+    told = limits(results, "photinus", through_host=True)[1]
+    assert told == (
+        "photinus: at 64 MiB it runs at 80% of the speed of copies to the host and back: "
+        "PCIe or host memory is the limit."
+    )
+    assert "10% of the speed of copies to the host and back" in limits(results, "gloo", through_host=True)[1]
+    assert len(limits(results, "nccl", through_host=True)) == 1
+
+
+# ---- what is kept
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def kept(ranks: tuple[str, ...] = ("one", "two")) -> str:
+    return look_up_verdict(Setting(ranks, driver_version(), FACTS["version"])).backend
+
+
+def test_the_choice_is_kept_for_these_gpus_and_ranks() -> None:
+    line = keep_choice(CUDA, ALL, [result(ranks=4)], FACTS, "photinus", "faster")
+    assert line.endswith('on these GPUs, 4 ranks with backend "auto" take photinus from now on.')
+    assert kept(("one", "two", "one", "two")) == "photinus"
+    assert kept() == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "results", "facts", "told"),
+    [
+        (Options(), [result()], FACTS, ""),
+        (Options(device="cuda", backends=("gloo", "photinus")), [result()], FACTS, "nccl was left out"),
+        (CUDA, [result(operation="broadcast")], FACTS, "an all_reduce of 1 MiB or more"),
+        (CUDA, [result(4096)], FACTS, "an all_reduce of 1 MiB or more"),
+        (CUDA, [result()], {**FACTS, "gpus": [{"uuid": ""}, {"uuid": ""}]}, "does not tell these GPUs apart"),
+    ],
+)
+def test_what_does_not_tell_is_not_kept_and_says_why(
+    cache: Path, options: Options, results: list[Result], facts: dict[str, Any], told: str
+) -> None:
+    line = keep_choice(options, ALL, results, facts, "gloo", "faster")
+    assert told in line
+    assert bool(line) == bool(told)
+    assert not list(cache.iterdir())
+
+
+def test_a_cache_that_cannot_be_written_is_said(cache: Path) -> None:
+    (cache / "photinus").write_text("a file where the folder would be")
+    assert "This cannot be kept" in keep_choice(CUDA, ALL, [result()], FACTS, "gloo", "faster")
+
+
+# ---- the command
+
+
+def test_the_command_measures_chooses_keeps_and_predicts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    class Ranks:
+        """In place of processes: all that the command asks of a contestant."""
+
+        def __init__(self, name: str, commands: Any, ranks: int, *, timeout_s: float) -> None:
+            self.name, self.absent = name, "rank 1 ended" if name == "gloo" else None
+            words, _ = commands("/tmp")[1]
+            asked.append((name, words[2], words[-1], ranks))
+
+        def __enter__(self) -> Ranks:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def prepare(self, dtype: str, size_bytes: int) -> bool:
+            self.bytes = size_bytes
+            return self.absent is None
+
+        def calls_for(self, seconds: float, path: str) -> int:
+            assert (path == COPY) == (self.name in (COPY, HOST_COPY))
+            return 2
+
+        def run(self, path: str, calls: int) -> float | None:
+            rate = {"photinus": 10e9, "nccl": 2e9, COPY: 12e9, HOST_COPY: 50e9}
+            return None if self.absent else 1e-5 + self.bytes / rate[self.name]
+
+    monkeypatch.setattr(measure, "Contestant", Ranks)
+    monkeypatch.setattr(measure, "ask_torch", lambda timeout_s: Torch(FACTS))
+    assert main(["bench", "--device", "cuda"]) == 0
+    assert asked == [
+        ("photinus", "photinus", "cuda", 2),
+        ("gloo", "gloo", "cuda", 2),
+        ("nccl", "nccl", "cuda", 2),
+        (COPY, COPY, "cuda", 2),
+        (HOST_COPY, COPY, "cpu", 2),
+    ]
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "gloo: did not take part: rank 1 ended" in shown
+    assert "reaches 12.0 GB/s here at most, and PCIe binds" in shown
+    assert "Choose photinus: 5." in shown
+    assert 'with backend "auto" take photinus from now on.' in shown
+    assert kept() == "photinus"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    assert main(["bench", "--device", "cuda", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["choose"] == "photinus"
+    assert "cannot be kept" in told["kept"]
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(measure, "ask_torch", lambda timeout_s: Torch({**FACTS, "gpus": []}))
+    assert main(["bench", "--device", "cuda"]) == 1
+    assert "torch sees no GPU here. `photinus doctor` says why." in capsys.readouterr().err

@@ -1,0 +1,125 @@
+"""`photinus doctor` on GPUs: their links, who reaches whom, and how fast copies go. No GPU is needed here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from photinus.launcher.doctor import gpus
+from photinus.launcher.doctor.finding import Finding
+from photinus.launcher.doctor.gpu_links import measure, pcie_link
+from photinus.launcher.doctor.gpus import look_at_gpus
+
+TORCH = {"built_for_cuda": True, "hip": None, "gpus": [{"name": "RTX 4090", "bytes": 24 << 30}] * 2}
+LINK = {
+    "bus": "0000:17:00.0",
+    "to_host": 25.1e9,
+    "to_gpu": 24.8e9,
+    "both": 21.3e9,
+    "current_link_speed": "16.0 GT/s PCIe",
+    "current_link_width": "16",
+    "max_link_speed": "16.0 GT/s PCIe",
+    "max_link_width": "16",
+}
+NO, YES = [[True, False], [False, True]], [[True, True], [True, True]]
+
+
+def look(monkeypatch: pytest.MonkeyPatch, torch: Any = TORCH, error: str = "", **links: Any) -> dict[str, Finding]:
+    """What is found where the program says so."""
+    told = {"gpus": [LINK, LINK], "all_at_once": 12.4e9, "peers": NO, "atomics": [[False] * 2] * 2, **links}
+    monkeypatch.setattr(gpus, "ask_child", lambda words, timeout_s: (None, error) if error else (told, ""))
+    return {finding.name: finding for finding in look_at_gpus(torch, 10)}
+
+
+def test_a_gpu_is_told_with_its_link_and_how_fast_copies_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = look(monkeypatch)["GPU 1"]
+    assert finding.state == "good"
+    assert finding.value == (
+        "RTX 4090, 24 GiB; PCIe 4.0 x16; to the host 25.1 GB/s, back 24.8 GB/s, both at once 21.3 GB/s"
+    )
+
+
+def test_a_link_narrower_than_the_card_is_worth_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = look(monkeypatch, gpus=[{**LINK, "current_link_width": "4"}, LINK])["GPU 0"]
+    assert finding.state == "note"
+    assert "PCIe 4.0 x4;" in finding.value
+    assert "The card has 16 lanes, and runs with 4" in finding.advice
+
+
+def test_a_link_that_the_kernel_does_not_tell_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = {name: value for name, value in LINK.items() if "link" not in name}
+    assert "PCIe" not in look(monkeypatch, gpus=[bare, bare])["GPU 0"].value
+
+
+def test_gpus_without_peer_access_are_what_this_backend_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = look(monkeypatch)
+    assert (found["links"].state, found["links"].value) == ("note", "no peer access between 0-1")
+    assert "`photinus bench --device cuda`" in found["links"].advice
+    assert found["copies"].value == "all GPUs at once, both ways: 12.4 GB/s each way and GPU"
+
+
+@pytest.mark.parametrize(("atomics", "how"), [(YES, "over NVLink"), (NO, "over PCIe")])
+def test_gpus_that_reach_each_other_say_over_what(monkeypatch: pytest.MonkeyPatch, atomics: Any, how: str) -> None:
+    finding = look(monkeypatch, peers=YES, atomics=atomics)["links"]
+    assert (finding.state, how in finding.value) == ("good", True)
+
+
+def test_nvlink_between_some_of_them_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    linked = [[i // 2 == j // 2 for j in range(4)] for i in range(4)]
+    found = look(monkeypatch, {**TORCH, "gpus": TORCH["gpus"] * 2}, gpus=[LINK] * 4, peers=linked, atomics=linked)
+    assert found["links"].value == "no peer access between 0-2, 0-3, 1-2, 1-3; NVLink between 0-1, 2-3"
+
+
+def test_one_gpu_has_no_links_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = look(monkeypatch, {**TORCH, "gpus": TORCH["gpus"][:1]}, gpus=[LINK], peers=[[True]], atomics=[[False]])
+    assert list(found) == ["GPU 0"]
+
+
+def test_copies_that_fail_or_hang_are_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = look(monkeypatch, error="no answer within 10 s")
+    assert found["GPU 0"].value == "RTX 4090, 24 GiB"
+    assert found["links"].state == "bad"
+    assert "no answer within 10 s" in found["links"].value
+
+
+def test_gpus_of_amd_are_told_as_what_photinus_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = look(monkeypatch, {**TORCH, "hip": "7.1"})["ROCm"]
+    assert finding.state == "note"
+    assert "takes CPU tensors there" in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("driver", "facts", "told"),
+    [
+        ("", None, "no NVIDIA driver here"),
+        ("nothing", {}, "the driver is here, but shows no GPU"),
+        ("GPU 0: A10", {}, "the driver shows GPUs, but torch sees none"),
+        ("GPU 0: A10", {"built_for_cuda": False}, "this torch is built without CUDA"),
+        ("GPU 0: A10", {"built_for_cuda": False, "hip": "7.1"}, "this torch is built for ROCm 7.1, AMD's"),
+    ],
+)
+def test_without_a_gpu_one_line_says_so(
+    monkeypatch: pytest.MonkeyPatch, driver: str, facts: dict[str, Any] | None, told: str
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: "/bin/nvidia-smi" if driver else None)
+    monkeypatch.setattr(gpus, "output_of", lambda words, timeout_s: driver)
+    (finding,) = look_at_gpus(None if facts is None else {**TORCH, "gpus": [], **facts}, 10)
+    assert told in finding.value
+    assert finding.state == ("bad" if "GPU 0" in driver else "absent")
+
+
+def test_the_kernel_is_asked_for_the_link_of_a_place_on_the_bus(tmp_path: Path) -> None:
+    folder = tmp_path / "sys/bus/pci/devices/0000:a1:00.0"
+    folder.mkdir(parents=True)
+    (folder / "current_link_width").write_text("8\n")
+    assert pcie_link("0000:A1:00.0", tmp_path) == {"current_link_width": "8"}
+    assert pcie_link("", tmp_path) == {}
+
+
+def test_every_copy_is_measured() -> None:
+    told = measure([torch.device("cpu")] * 2, ["", ""], 1 << 12)
+    assert all(each[way] > 0 for each in told["gpus"] for way in ("to_host", "to_gpu", "both"))
+    assert told["all_at_once"] > 0
