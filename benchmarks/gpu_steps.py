@@ -1,7 +1,6 @@
 """Our DistributedDataParallel beside torch's on a GPU: whole training steps, taking turns in one run.
 
-    python benchmarks/gpu_steps.py            a stage of `make gpu`; writes bench.json into the folder GPU_OUT
-    python benchmarks/gpu_steps.py --fake     small models on CPU tensors
+    python benchmarks/gpu_steps.py            a stage of `make gpu`; writes steps.json into the folder GPU_OUT
 
 One rank over NCCL, and two that share the GPU over gloo. A step is forward, backward with the exchange, SGD, and
 gradients set to None, in float32 with TF32. With one rank ours exchanges nothing; "ours, exchanging" is made to, as
@@ -28,6 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 import photinus
+from benchmarks.gpu_results import tell
 from benchmarks.ranks import models
 from photinus.parallel.reducer.bucket_exchange import AverageExchange
 from tests.gpu.device import DEVICE, FAKE, HAS_GPU, settle
@@ -72,7 +72,7 @@ class Steps:
                 if name == "ours, exchanging":
                     ddp.reducer.use_exchange(AverageExchange(ddp.reducer.average))
             self.wrapped[name] = ddp
-            self.steps[name] = _step(ddp, torch.optim.SGD(ddp.parameters(), lr=1e-6), inputs)
+            self.steps[name] = step_of(ddp, torch.optim.SGD(ddp.parameters(), lr=1e-6), inputs)
             for _ in range(3):
                 self.steps[name]()
             settle()
@@ -104,7 +104,9 @@ class Steps:
         return max(0, exchange - data.get("avg_backward_compute_comm_overlap_time", 0)) / 1e9 if exchange else None
 
 
-def _step(ddp: Any, optimizer: torch.optim.Optimizer, inputs: tuple[torch.Tensor, ...]) -> Callable[[], None]:
+def step_of(ddp: Any, optimizer: torch.optim.Optimizer, inputs: tuple[torch.Tensor, ...]) -> Callable[[], None]:
+    """A training step."""
+
     def step() -> None:
         ddp(*inputs).backward()
         optimizer.step()
@@ -145,18 +147,9 @@ def _words(name: str, each: dict[str, Any]) -> str:
     return f"{name}: {each['step_ms']:.2f} ms ({each['to_torch']:.3f} x torch), queued {each['queued_ms']:.2f}{waited}"
 
 
-def tell(check: str, outcome: str, *, figure: str = "", reason: str = "", seconds: float = 0.0) -> None:
-    facts = {"stage": os.environ.get("GPU_STAGE", "bench"), "check": check, "outcome": outcome}
-    line = json.dumps({**facts, "figure": figure, "reason": reason, "seconds": round(seconds, 1)})
-    print(line, flush=True)
-    if "GPU_RESULTS" in os.environ:
-        with open(os.environ["GPU_RESULTS"], "a", encoding="utf-8") as file:
-            file.write(line + "\n")
-
-
 def main() -> int:
     kept: dict[str, Any] = {}
-    out = Path(os.environ.get("GPU_OUT", "."), "bench.json")
+    out = Path(os.environ.get("GPU_OUT", "."), "steps.json")
     settings = [(1, "nccl" if HAS_GPU else "gloo"), (2, "gloo")]
     missed = False
     for ranks, backend in settings:

@@ -8,7 +8,8 @@ environment.
 
 Stages run one after the other, the most telling first. Each has a limit in seconds; none stops the next. Results go, as
 they come, to the folder that OUT names (default build/gpu): machine.txt, results.jsonl (a line for each check), log.txt
-(what the stages wrote), bench.json, and at the end summary.md. Clocks, MIG, MPS and persistence are read, never set.
+(what the stages wrote), collectives.json, overlap.json, steps.json, and at the end summary.md. Clocks, MIG, MPS and
+persistence are read, never set.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ TOTAL_S = 520.0
 _FAKE_IS_SLOWER = 4.0
 _LOG_BYTES = 3 << 19  # of each stage: ten of them stay below the 16 MiB of a file
 _LINE_BYTES = 400
+_FIGURES = ("collectives.json", "overlap.json", "steps.json")
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,9 @@ def stages(fake: bool) -> list[Stage]:
         tests("two_ranks", 45, over="gloo"),
         tests("training", 60),
         tests("commands", 80),
-        Stage("bench", 240, (python, "benchmarks/gpu_steps.py", *(("--fake",) if fake else ()))),
+        Stage("collectives", 130, (python, "benchmarks/gpu_collectives.py")),
+        Stage("overlap", 90, (python, "benchmarks/gpu_overlap.py")),
+        Stage("steps", 150, (python, "benchmarks/gpu_steps.py")),
     ]
 
 
@@ -79,7 +83,7 @@ class Results:
     def __init__(self, out: Path) -> None:
         self.out = out
         out.mkdir(parents=True, exist_ok=True)
-        for name in ("machine.txt", "results.jsonl", "log.txt", "bench.json", "summary.md"):
+        for name in ("machine.txt", "results.jsonl", "log.txt", *_FIGURES, "summary.md"):
             (out / name).unlink(missing_ok=True)
         self.lines = out / "results.jsonl"
 

@@ -64,7 +64,7 @@ def test_two_workers_share_the_gpu_on_purpose(script: str) -> None:
     ran = photinus("run", *SHARED, "--nproc-per-node", "2", script, NAME, "gloo" if NAME == "cpu" else "auto", "")
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert f"done: {NAME}" in ran.stdout
-    assert "gloo 2" in ran.stdout
+    assert f"{'photinus' if HAS_GPU else 'gloo'} 2" in ran.stdout
 
 
 @needs_gpu("photinus run --nproc-per-node 2 would be refused: there is one GPU")
@@ -116,12 +116,17 @@ def test_doctor_lists_the_gpus(record_property: Any) -> None:
         assert any(f["name"] == "GPU 0" and "GiB" in f["value"] for f in gpus)
 
 
-def test_bench_measures_tensors_on_the_gpu(record_property: Any) -> None:
-    words = ["bench", "--device", NAME, "--nproc-per-node", "2", "--sizes", "64K,4M", "--seconds", "0.1", "--json"]
-    ran = photinus(*words, timeout_s=2 * TIMEOUT_S)
+def test_bench_measures_tensors_on_the_gpu(script: str, tmp_path: Path, record_property: Any) -> None:
+    words = ["bench", "--device", NAME, "--nproc-per-node", "2", "--sizes", "64K,4M", "--seconds", "0.1"]
+    ran = photinus(*words, "--json", timeout_s=2 * TIMEOUT_S, XDG_CACHE_HOME=str(tmp_path))
     assert ran.returncode == 0, ran.stdout + ran.stderr
     told = json.loads(ran.stdout)
     record_property("seconds", {r["bytes"]: r["seconds"] for r in told["results"]})
     assert all(result["seconds"]["gloo"] > 0 for result in told["results"])
     if HAS_GPU:
         assert "nccl" not in told["results"][0]["seconds"], "two ranks on one GPU"
+        assert told["kept"].startswith("Kept in ")
+        words = ["run", *SHARED, "--nproc-per-node", "2", script, NAME, "auto", ""]
+        ran = photinus(*words, XDG_CACHE_HOME=str(tmp_path))
+        assert "as `photinus bench --device cuda` measured here" in ran.stdout, ran.stdout + ran.stderr
+        assert f"done: cuda:0 {told['choose']} 2" in ran.stdout

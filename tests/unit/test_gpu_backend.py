@@ -168,6 +168,9 @@ def test_rank_0_chooses_for_all_by_what_every_rank_computes_on(
 
     assert agree(0, 1) == [("nccl", "the choice for CUDA devices")] * 2
     assert capsys.readouterr().out.count("GPUs 0-1 cannot reach each other") == 1
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: True)
+    agree(0, 1)
+    assert capsys.readouterr().out == ""
     assert [backend for backend, _ in agree(0, 1, 0)] == ["photinus"] * 3
     keep_verdict(Setting(("u0", "u1"), driver_version(), torch.__version__), "gloo", "words")
     assert {backend for backend, _ in agree(1, 0)} == {"gloo"}

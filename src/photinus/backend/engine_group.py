@@ -170,6 +170,7 @@ class EngineGroup(ProcessGroup):
         """Which GPU a call is on, and what it begins behind. Raises OSError where CUDA can't be used."""
         if memory.device is None or self.communicator is None:  # one rank alone needs no engine
             return {}
+        cuda.check_build()
         return {"device": engine.cuda_device(memory.device.index), "stream": cuda.streams.current(memory.device)}
 
     def _timeout_s(self, given: Any) -> float:

@@ -24,7 +24,7 @@ _SECTIONS: dict[str, tuple[_Row, ...]] = {
         ("--cpu", "", str, "train on the CPU: the workers see no GPU"),
         ("--device", "0,3", values.devices, "the workers see these GPUs only, one each"),
         ("--oversubscribe", "", str, "more than 4 workers on a core are meant"),
-        ("--ranks-per-gpu", "N", _COUNT, "so many workers share each GPU, over gloo; to try a job"),
+        ("--ranks-per-gpu", "N", _COUNT, "so many workers share each GPU; to try a job"),
         ("--num-gpus", "N", _COUNT, "so many workers on a host, each with a GPU"),
         (
             "--max-restarts",

@@ -50,6 +50,6 @@ def refuse_shared_gpus(by_rank: Sequence[str], backend: str, allowed: int) -> No
         raise DeviceError(
             f"{told}, but each rank needs one of its own: that of its local rank, which device 'auto' takes, and "
             f"torch.cuda.set_device(local_rank) before the model is made; or start fewer ranks. To let them share it "
-            f"on purpose, over gloo: photinus run --ranks-per-gpu {len(ranks)}, or {env.RANKS_PER_GPU.name}="
-            f"{len(ranks)} with other launchers."
+            f"on purpose, over photinus or gloo: photinus run --ranks-per-gpu {len(ranks)}, or "
+            f"{env.RANKS_PER_GPU.name}={len(ranks)} with other launchers."
         )

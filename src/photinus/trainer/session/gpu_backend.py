@@ -110,7 +110,7 @@ def _identity(device: torch.device) -> str:
 def _verdict(by_rank: Sequence[str]) -> Verdict:
     if not all(by_rank):
         return Verdict("", "")
-    return look_up_verdict(Setting(tuple(by_rank), driver_version(), torch.__version__))
+    return look_up_verdict(Setting(tuple(by_rank), driver_version(), str(torch.__version__)))
 
 
 def _pairs_apart(by_rank: Sequence[str]) -> list[str]:
