@@ -14,9 +14,6 @@ double hop_s(const Model& model) {
   return (model.latency_us + model.send_us + model.receive_us) * 1e-6;
 }
 
-// What a rank tells each counterpart of its call, besides its data.
-constexpr double kToldBytes = 132;
-
 struct Cost {
   double fixed_s = 0, core_s = 0, card_s = 0;  // waits and latencies; of the busiest rank; of a host
 };
@@ -57,8 +54,8 @@ Cost cost_between_hosts(const Model& model, const Call& call, const Levels& leve
   const double chunks = flat ? 1 : std::max(1.0, std::ceil(bytes / chunk_bytes(levels, sizes, net)));
   const double adds = has_reduction(call.operation) ? per_rank / rounds * model.add_ns * 1e-9 : 0;
   // Of small frames cards carry little but headers.
-  const double told =
-      slices * peers * (kToldBytes + (1 + rounds) * model.header_bytes) * 8e-9 / model.rate_gbit;
+  const double told = slices * peers * (static_cast<double>(kToldBytes) + (1 + rounds) * model.header_bytes) *
+                      8e-9 / model.rate_gbit;
   const double frame = (model.send_us + model.receive_us) * 1e-6;
   return {rounds * static_cast<double>(levels.sizes.size()) * model.latency_us * 1e-6 +
               rounds * peers * frame + told,

@@ -43,25 +43,29 @@ bool is_near(double value, double expected, double share = 1e-9) {
 }
 
 constexpr double kUs = 1e-6, kNs = 1e-9;
-// What a rank tells before the first frame of a level, to each counterpart.
-constexpr double kPost = 132 * kNs;
+// What a rank tells with or before the first frame of a level, to each counterpart.
+constexpr double kPost = kToldBytes * kNs;
 
 }  // namespace
 
 TEST(one_message_takes_its_latency_its_bytes_and_what_its_ends_do) {
-  Setup s = setup(2, 1, {2}, 4096);
-  CHECK(is_near(run(s).seconds, kPost + 10 * kUs + 4096 * kNs));
-  s.model.send_us = 2;
-  s.model.receive_us = 3;
-  s.model.socket_ns = 0.5;
-  s.model.add_ns = 0.25;
-  s.model.call_us = 7;
-  // The frame is given to the card after what is told; that is heard while the frame is under way.
-  const double given = (7 + 2 + 2 + 0.5 * 4.096) * kUs;
-  const double heard = (7 + 2 + 10 + 3) * kUs + kPost;
-  const double came = given + 10 * kUs + 4096 * kNs;
-  CHECK(heard < came);
-  CHECK(is_near(run(s).seconds, came + (3 + 0.5 * 4.096 + 0.25 * 4.096) * kUs));
+  for (const uint64_t bytes : {4096, 8192}) {
+    Setup s = setup(2, 1, {2}, bytes);
+    const double size = static_cast<double>(bytes);
+    CHECK(is_near(run(s).seconds, kPost + 10 * kUs + size * kNs));
+    s.model.send_us = 2;
+    s.model.receive_us = 3;
+    s.model.socket_ns = 0.5;
+    s.model.add_ns = 0.25;
+    s.model.call_us = 7;
+    const double post_given = (7 + 2) * kUs, heard = post_given + 10 * kUs + kPost + 3 * kUs;
+    double came = post_given + 0.5 * size * kNs + 10 * kUs + size * kNs;
+    // A small one goes along with what is told. A larger one is given to the card after that, which is heard
+    // while the frame is under way.
+    came += bytes == 4096 ? kPost : 2 * kUs;
+    CHECK(bytes == 4096 || heard < came);
+    CHECK(is_near(run(s).seconds, came + 3 * kUs + (0.5 + 0.25) * size * kNs));
+  }
 }
 
 TEST(direct_exchange_takes_two_latencies_and_what_cards_must_carry) {

@@ -62,7 +62,7 @@ Event Network::pass(Event event) {
   if (event.kind == Event::Kind::fall)
     return cross(event, down_[leaf(event.to)], Event::Kind::enter, latency(event));
   Pipe& card = out_[host_of(event.from)];
-  if (!event.is_told) card.bytes += event.bytes;
+  card.bytes += event.frame_bytes();
   const Time needs = wire(event.bytes), through = card.take(event.at, needs, burst_);
   event.at = std::max(event.at, through - std::min(through, needs));  // when its first byte leaves
   const bool crosses = !up_.empty() && leaf(event.from) != leaf(event.to);
@@ -81,7 +81,7 @@ Event Network::cross(Event event, Pipe& pipe, Event::Kind next, Time more) const
 
 Time Network::enter(const Event& event) {
   Pipe& card = in_[host_of(event.to)];
-  if (!event.is_told) card.bytes += event.bytes;
+  card.bytes += event.frame_bytes();
   return card.take(event.at, wire(event.bytes), burst_);
 }
 

@@ -19,9 +19,11 @@ struct Event {
   enum class Kind : uint8_t { run, leave, rise, fall, enter };
   Time at;
   Kind kind;
-  bool is_told = false;  // not a frame, but what ranks tell each other
+  bool is_told = false;  // what ranks tell each other, and a small frame that goes along
   uint32_t from = 0, to = 0, link = 0;
   uint64_t bytes = 0;
+
+  uint64_t frame_bytes() const { return is_told ? bytes - kToldBytes : bytes; }
 };
 
 class Network {

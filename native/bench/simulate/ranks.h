@@ -65,6 +65,7 @@ struct Link {
   struct Arrival {
     Time at;
     uint64_t bytes;
+    bool is_with_told;
   };
   uint32_t peer = 0;     // whom frames go to, and, but where folded, come from
   uint32_t to_rank = 0;  // whose link gets what this one sends, and which of its links that is
@@ -73,9 +74,10 @@ struct Link {
   uint64_t sent = 0, taken = 0, arrived = 0;  // frames, of all calls
   uint64_t before = 0;                        // how many had been asked for when this call began
   uint64_t asked = 0;
-  Time last = 0;                                    // arrival
-  uint64_t told = 0;                                // in how many calls the peer has told
-  Time told_at[2] = {0, 0};                         // in the last two
+  bool is_untold = false;    // the next frame takes along what there is to tell, or hearing does without one
+  Time last = 0;             // arrival
+  uint64_t told = 0;         // in how many calls the peer has told
+  Time told_at[2] = {0, 0};  // in the last two
   std::vector<Arrival> waiting;                     // arrived, not taken
   size_t first = 0;                                 // of those
   std::vector<std::pair<Region, uint64_t>> places;  // where sums are followed

@@ -3,15 +3,13 @@
 #include "base/error.h"
 #include "collectives/choose.h"
 #include "collectives/shm.h"
+#include "net/frame.h"
 #include "peers/posts.h"
 #include "simulate/network.h"
 #include "simulate/ranks.h"
 
 namespace photinus::simulate {
 namespace {
-
-// A post of one line, with the header of its frame (collectives/host_post.h).
-constexpr uint64_t kToldBytes = 132;
 
 class Simulation {
  public:
@@ -262,10 +260,7 @@ class Simulation {
         break;
       case Step::Kind::tell:
         for (Link& link : r.links)
-          if (link.level == s->value) {
-            spend(r, model_.send_us, 0, 0);
-            events_.add({r.now, Event::Kind::leave, true, r.rank, link.to_rank, link.to_link, kToldBytes});
-          }
+          if (link.level == s->value) link.is_untold = true;
         break;
       case Step::Kind::hear:
         if (const auto at = hear(r, s->value)) return at;
@@ -324,12 +319,22 @@ class Simulation {
     return at;
   }
 
+  void tell(Rank& r, Link& link, uint64_t frame_bytes) {
+    link.is_untold = false;
+    spend(r, model_.send_us, model_.socket_ns, frame_bytes);
+    events_.add(
+        {r.now, Event::Kind::leave, true, r.rank, link.to_rank, link.to_link, kToldBytes + frame_bytes});
+  }
+
   void send(Rank& r, const Step& s) {
     Link& link = r.links[r.link_with(s.rank)];
-    spend(r, model_.send_us, model_.socket_ns, s.bytes);
     ++frames_;
+    const bool goes_along = link.is_untold && kToldBytes + s.bytes <= sizeof(FrameHeader) + kControlBytes;
+    if (link.is_untold) tell(r, link, goes_along ? s.bytes : 0);
     if (sums_) sums_->send(uint64_t{link.to_rank} << 32 | link.to_link, link.sent, s.from, s.bytes);
     ++link.sent;
+    if (goes_along) return;
+    spend(r, model_.send_us, model_.socket_ns, s.bytes);
     events_.add({r.now, Event::Kind::leave, false, r.rank, link.to_rank, link.to_link, s.bytes});
   }
 
@@ -342,7 +347,7 @@ class Simulation {
         r.waits_for = index;
         return kNever;
       }
-      const auto [at, bytes] = link.waiting[link.first];
+      const auto [at, bytes, is_with_told] = link.waiting[link.first];
       if (const auto later = wait_until(r, at)) return later;
       if (++link.first == link.waiting.size()) {
         link.waiting.clear();
@@ -358,12 +363,14 @@ class Simulation {
         link.places.erase(link.places.begin());
       }
       ++link.taken;
-      spend(r, model_.receive_us, model_.socket_ns, bytes);
+      spend(r, is_with_told ? 0 : model_.receive_us, model_.socket_ns, bytes);
     }
     return {};
   }
 
   std::optional<Time> hear(Rank& r, uint64_t level) {
+    for (Link& link : r.links)
+      if (link.is_untold) tell(r, link, 0);
     Time last = r.now;
     size_t heard = 0;
     for (const Link& link : r.links) {
@@ -389,12 +396,14 @@ class Simulation {
     if (event.is_told) {
       ++link.told;
       link.told_at[link.told % 2] = at;
-    } else {
-      ++link.arrived;
-      link.waiting.push_back({at, event.bytes});
     }
-    if (event.is_told ? r.waits == Rank::Waits::told && r.waits_for == link.level
-                      : r.waits == Rank::Waits::frame && r.waits_for == event.link)
+    const bool is_frame = !event.is_told || event.frame_bytes() > 0;
+    if (is_frame) {
+      ++link.arrived;
+      link.waiting.push_back({at, event.frame_bytes(), event.is_told});
+    }
+    if ((event.is_told && r.waits == Rank::Waits::told && r.waits_for == link.level) ||
+        (is_frame && r.waits == Rank::Waits::frame && r.waits_for == event.link))
       wake(r, at);
   }
 
