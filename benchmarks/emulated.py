@@ -7,7 +7,6 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,9 +15,24 @@ from pathlib import Path
 SOURCE = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(SOURCE))
 
-from tests.netns import NetworkHost, network_hosts  # noqa: E402
+from tests.delayed_network import delayed  # noqa: E402
+from tests.netns import BURST_BYTES, NetworkHost, ip, limit_card, network_hosts  # noqa: E402
 
-__all__ = ["Counters", "Layout", "NetworkHost", "add_where", "begin", "bits_per_s", "layout", "ranks_of"]
+__all__ = [
+    "BURST_BYTES",
+    "CARDS",
+    "Counters",
+    "Layout",
+    "NetworkHost",
+    "add_where",
+    "begin",
+    "bits_per_s",
+    "layout",
+    "ranks_of",
+]
+
+CARDS = ("eth0", "eth1")
+"""Those of each host; all but one contestant use the first alone."""
 
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
@@ -39,13 +53,21 @@ def ranks_of(case: str) -> list[int]:
 
 
 def bits_per_s(rate: str) -> float:
-    """A rate in tc's words (100mbit, 1gbit) as a number; infinite for none."""
-    if rate == "none":
-        return float("inf")
-    found = re.fullmatch(r"([\d.]+)([kmg]bit)", rate)
+    """A rate in tc's words (100mbit, 1gbit, 100mbit+20ms) as a number; infinite for none."""
+    return _rate(rate)[0]
+
+
+def _rate(text: str) -> tuple[float, float]:
+    """Bits a second, and seconds that are added to a round trip."""
+    if text == "none":
+        return float("inf"), 0.0
+    found = re.fullmatch(r"([\d.]+)([kmg]bit)(?:\+([\d.]+)ms)?", text)
     if found is None:
-        raise ValueError(f"{rate!r} is no rate: a number with kbit, mbit or gbit, or none")
-    return float(found[1]) * _UNITS[found[2]]
+        raise ValueError(
+            f"{text!r} is no rate: a number with kbit, mbit or gbit, and maybe what a round trip is to take, like "
+            "1gbit+20ms; or none"
+        )
+    return float(found[1]) * _UNITS[found[2]], float(found[3] or 0) / 1e3
 
 
 def add_where(parser: argparse.ArgumentParser, cases: Sequence[str], rates: Sequence[str]) -> None:
@@ -104,26 +126,29 @@ class Layout:
         """For each rank its host, and its number there."""
         return [(host, local) for host, count in enumerate(self.counts) for local in range(count)]
 
-    def limit(self, rate: str) -> None:
-        """Limits what each card sends and receives."""
-        bits = bits_per_s(rate)
-        for host in self.hosts:
-            port, switch = _other_end(host)
-            for namespace, card in ((host.namespace, "eth0"), (switch, port)):
-                tc = ["ip", "netns", "exec", namespace, "tc", "qdisc"]
-                subprocess.run([*tc, "del", "dev", card, "root"], capture_output=True, timeout=20)
-                if rate != "none":
-                    # A millisecond's worth, and no less than two of the largest packets that are cut up by the card.
-                    burst = max(128 << 10, int(bits / 8 / 1000))
-                    bucket = ["tbf", "rate", rate, "burst", str(burst), "latency", "20ms"]
-                    _run([*tc, "add", "dev", card, "root", *bucket])
+    @contextlib.contextmanager
+    def limited(self, rate: str) -> Iterator[None]:
+        """Limits what each card sends and receives, for the duration of the block; with a delay, the first alone."""
+        bits, round_trip_s = _rate(rate)
+        with contextlib.ExitStack() as stack:
+            if round_trip_s:
+                stack.enter_context(delayed(self.hosts, bits_per_s=bits, round_trip_s=round_trip_s))
+            elif rate != "none":
+                for host in self.hosts:
+                    for card in CARDS:
+                        port, switch = _other_end(host, card)
+                        for namespace, device in ((host.namespace, card), (switch, port)):
+                            limit_card(namespace, device, bits)
+                            unlimited = ["netns", "exec", namespace, "tc", "qdisc", "del", "dev", device, "root"]
+                            stack.callback(ip, *unlimited)
+            yield
 
 
 @contextlib.contextmanager
 def layout(case: str) -> Iterator[Layout]:
     """The hosts of a case, with congestion control reno (see README.md), for the duration of the block."""
     counts = ranks_of(case)
-    with network_hosts(len(counts)) as hosts:
+    with network_hosts(len(counts), cards=len(CARDS)) as hosts:
         for host in hosts:
             host.run(["sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno"])
         yield Layout(case, hosts, tuple(counts))
@@ -138,8 +163,8 @@ class Counters:
 
     def __init__(self, where: Layout) -> None:
         self.processor_s = sum(_processor_s(pid) for host in where.hosts for pid in host.pids())
-        read = [_run(["ip", "netns", "exec", host.namespace, "sh", "-c", _COUNTERS]) for host in where.hosts]
-        self._cards = [_card(text) for text in read]
+        read = [ip("netns", "exec", host.namespace, "sh", "-c", _COUNTERS) for host in where.hosts]
+        self._cards = [_cards(text) for text in read]
         self._connections = [_connections(text) for text in read]
 
     def on_cards(self, before: Counters) -> int:
@@ -162,18 +187,20 @@ class Counters:
         return max([*received.values(), *sent.values()], default=0)
 
 
-_COUNTERS = "cat /sys/class/net/eth0/statistics/tx_bytes /sys/class/net/eth0/statistics/rx_bytes; ss -tinHO"
+_FILES = [f"/sys/class/net/{card}/statistics/{way}_bytes" for card in CARDS for way in ("tx", "rx")]
+_COUNTERS = f"cat {' '.join(_FILES)}; ss -tinHO"
 
 
-def _card(text: str) -> tuple[int, int]:
-    sent, received = text.split(maxsplit=2)[:2]
-    return int(sent), int(received)
+def _cards(text: str) -> tuple[int, int]:
+    """Bytes sent and received, of all cards."""
+    counts = [int(line) for line in text.splitlines()[: len(_FILES)]]
+    return sum(counts[::2]), sum(counts[1::2])
 
 
 def _connections(text: str) -> dict[tuple[str, str], int]:
     """Bytes received on each connection, by its two ends."""
     found = {}
-    for line in text.splitlines()[2:]:
+    for line in text.splitlines()[len(_FILES) :]:
         words, received = line.split(), re.search(r"\bbytes_received:(\d+)", line)
         found[words[3], words[4]] = int(received[1]) if received else 0
     return found
@@ -192,20 +219,11 @@ def _processor_s(pid: int) -> float:
     return total
 
 
-def _other_end(host: NetworkHost) -> tuple[str, str]:
+def _other_end(host: NetworkHost, card: str) -> tuple[str, str]:
     """The switch's port that a host's card is joined to, and the namespace of the switch."""
-    found = re.search(
-        r"eth0@if(\d+):.* link-netns (\S+)", _run(["ip", "-o", "-n", host.namespace, "link", "show", "eth0"])
-    )
-    assert found is not None, f"{host.name}: eth0 is joined to nothing"
+    found = re.search(rf"{card}@if(\d+):.* link-netns (\S+)", ip("-o", "-n", host.namespace, "link", "show", card))
+    assert found is not None, f"{host.name}: {card} is joined to nothing"
     index, switch = found.groups()
-    port = re.search(rf"^{index}: ([^@:]+)", _run(["ip", "-o", "-n", switch, "link"]), re.MULTILINE)
+    port = re.search(rf"^{index}: ([^@:]+)", ip("-o", "-n", switch, "link"), re.MULTILINE)
     assert port is not None, f"{switch} has no port of index {index}"
     return port[1], switch
-
-
-def _run(words: list[str]) -> str:
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=20)
-    if ended.returncode != 0:
-        raise RuntimeError(f"{' '.join(words)}: {ended.stderr.strip()}")
-    return ended.stdout

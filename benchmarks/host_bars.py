@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ KIB = 1 << 10
 GLOO, PLAIN, LEAST = "gloo / ours", "ours / bare", "ours / (bytes / rate)"
 HALVED, HALVED_PAYLOAD = "gloo / ours in bfloat16", "payload in bfloat16 / least"
 OPEN_MPI, MPICH = "Open MPI / ours", "MPICH / ours"
+CARDS = "one card / two"
 PAYLOAD, CARD, PROCESSOR = "payload / least", "card / least", "processor: ours / gloo"
 SECONDS = "seconds"
 RIVALS = {
@@ -22,10 +22,11 @@ RIVALS = {
     HALVED_PAYLOAD: who.HALVED,
     OPEN_MPI: who.OPEN_MPI,
     MPICH: who.MPICH,
+    CARDS: who.ON_BOTH_CARDS,
     PLAIN: who.PLAIN,
     PROCESSOR: who.GLOO,
 }
-OF_TIME = (GLOO, HALVED, OPEN_MPI, MPICH, PLAIN, LEAST)
+OF_TIME = (GLOO, HALVED, OPEN_MPI, MPICH, CARDS, PLAIN, LEAST)
 
 
 def least_bytes(operation: str, case: str, size_bytes: int) -> float:
@@ -56,6 +57,8 @@ def ratios(row: dict[str, Any]) -> dict[str, float]:
         found[HALVED_PAYLOAD] = row["payload"][who.HALVED] / least
         if who.GLOO in seconds:
             found[HALVED] = seconds[who.GLOO] / seconds[who.HALVED]
+    if who.ON_BOTH_CARDS in seconds:
+        found[CARDS] = ours / seconds[who.ON_BOTH_CARDS]
     if who.PLAIN in seconds:
         found[PLAIN] = ours / seconds[who.PLAIN]
     if row["rate"] != "none":
@@ -81,9 +84,10 @@ class Bar:
     at_most: float = float("inf")
 
     def is_for(self, row: dict[str, Any]) -> bool:
-        """Whether it says something about this row."""
+        """Whether it says something about this row, in which those took part that it compares."""
         where = row["case"] in self.cases and row["rate"] in self.rates and row["operation"] == "all_reduce"
-        return where and row["dtype"] == "float32" and self.low <= row["bytes"] <= self.high
+        took_part = RIVALS.get(self.what, who.PHOTINUS) in row["seconds"]
+        return where and took_part and row["dtype"] == "float32" and self.low <= row["bytes"] <= self.high
 
     def verdict(self, row: dict[str, Any]) -> tuple[bool, str]:
         """Whether the row clears the bar, and a line about it."""
@@ -95,7 +99,7 @@ class Bar:
 
 
 CASES = ("2x1", "2x2", "2x4", "3x2", "4x1", "4x2", "3+1")
-LIMITED, FREE = ("100mbit", "1gbit"), ("none",)
+LIMITED, FREE, FAR = ("100mbit", "1gbit"), ("none",), ("100mbit+20ms",)
 BARS = (
     *(
         Bar(what, 64 * MIB, 64 * MIB, CASES, (*LIMITED, *FREE), at_most=most)
@@ -110,6 +114,8 @@ BARS = (
         for case, least in (("2x2", 1.4), ("2x4", 1.6), ("4x2", 1.1))
         for what, times in ((GLOO, 1), (HALVED, 2))
     ),
+    Bar(LEAST, 16 * MIB, 64 * MIB, CASES, FAR, at_most=1.15),
+    Bar(CARDS, 16 * MIB, 64 * MIB, CASES, LIMITED, at_least=1.8),
     Bar(HALVED_PAYLOAD, 64 * MIB, 64 * MIB, CASES, (*LIMITED, *FREE), at_most=0.501),
     Bar(PLAIN, MIB, 64 * MIB, ("2x1", "2x2"), FREE, at_most=1.35),
     Bar(GLOO, 0, 64 * KIB, ("2x1", "2x2"), FREE, at_least=5),
@@ -119,8 +125,3 @@ BARS = (
     Bar(GLOO, 4 * KIB, 4 * KIB, ("4x1",), FREE, at_least=10),
     *(Bar(rival, 4 * KIB, 64 * MIB, CASES, FREE, at_least=1) for rival in (OPEN_MPI, MPICH)),
 )
-
-
-def bars_of(contestants: Sequence[str]) -> list[Bar]:
-    """The bars for which these are enough."""
-    return [bar for bar in BARS if {who.PHOTINUS, RIVALS.get(bar.what, who.PHOTINUS)} <= set(contestants)]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import engines
-from emulated import Counters, Layout
+from emulated import CARDS, Counters, Layout
 from turns import Contestant
 
 from photinus.launcher.contestants.contestant import Commands
@@ -22,10 +22,11 @@ __all__ = [
     "MPICH",
     "NAMES",
     "OF_TORCH",
+    "ON_BOTH_CARDS",
     "OPEN_MPI",
-    "OVER_UCX",
     "PHOTINUS",
     "PLAIN",
+    "VARIABLES",
     "HostContestant",
     "Use",
     "contestant",
@@ -34,8 +35,10 @@ __all__ = [
 
 GLOO, PHOTINUS, PLAIN, OPEN_MPI, MPICH = "gloo", "photinus", "bare", "openmpi", "mpich"
 HALVED = "photinus-bfloat16"  # float32 that crosses between hosts as bfloat16
-OVER_UCX = "photinus-ucx"  # PHOTINUS_TRANSPORT=ucx
-NAMES = (GLOO, PHOTINUS, PLAIN, OPEN_MPI, MPICH, HALVED, OVER_UCX)
+OVER_UCX, ON_BOTH_CARDS = "photinus-ucx", "photinus-2-cards"
+VARIABLES = {OVER_UCX: {"PHOTINUS_TRANSPORT": "ucx"}, ON_BOTH_CARDS: {"PHOTINUS_INTERFACE": ",".join(CARDS)}}
+"""Photinus as it is when told so; its ranks take part when asked for."""
+NAMES = (GLOO, PHOTINUS, PLAIN, OPEN_MPI, MPICH, HALVED, *VARIABLES)
 OF_TORCH = (GLOO, PHOTINUS, HALVED)
 _TIMEOUT_S = 300.0
 _FIRST_PORT = 29500
@@ -132,10 +135,9 @@ def _torch(where: Layout, backend: str) -> Commands:
     port = _FIRST_PORT + 100 + NAMES.index(backend)
 
     def commands(folder: str) -> list[tuple[list[str], dict[str, str]]]:
-        words = [sys.executable, engines.RANKS / "host_rank.py", PHOTINUS if backend == OVER_UCX else backend, folder]
-        carrier = {"PHOTINUS_TRANSPORT": "ucx"} if backend == OVER_UCX else {}
+        words = [sys.executable, engines.RANKS / "host_rank.py", PHOTINUS if backend in VARIABLES else backend, folder]
         return [
-            (where.hosts[host].command(words), environment(where, rank, port) | carrier)
+            (where.hosts[host].command(words), environment(where, rank, port) | VARIABLES.get(backend, {}))
             for rank, (host, _) in enumerate(where.ranks)
         ]
 
@@ -163,7 +165,9 @@ def _open_mpi(where: Layout, home: Path) -> Commands:
         run += ["--prtemca", "plm_ssh_agent", _agent(where, folder)]
         run += ["--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp", "--mca", "btl_tcp_if_include", "eth0"]
         if len(where.ranks) > len(os.sched_getaffinity(0)):
-            run += ["--mca", "mpi_yield_when_idle", "1"]  # it counts the ranks of each host, which share these cores
+            # It counts the ranks of each host, and these share the cores; and of itself it looks at its sockets in one
+            # of 10,000 turns of its loop, each of which gives its core away then: a second for 4 KiB.
+            run += ["--mca", "mpi_yield_when_idle", "1", "--mca", "mpi_event_tick_rate", "1"]
         rank = [home / "bin/python", engines.RANKS / "mpi_rank.py", folder]
         allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "TMPDIR": folder}
         return [(where.hosts[0].command([*run, "-n", str(len(where.ranks)), *rank]), allowed)]

@@ -119,19 +119,19 @@ def main() -> None:
     for case in arguments.cases:
         with emulated.layout(case) as where:
             for rate in arguments.rates:
-                where.limit(rate)
                 ours = {OURS: "sync", QUIET: "no_sync", FORWARD: "forward"}
                 contestants = [
                     contestant(where, "photinus", "photinus", ours, names),
                     contestant(where, "torch", "photinus", {THEIRS: "sync"}, names),
                     contestant(where, "torch", "gloo", {GLOO: "sync"}, names),
                 ]
-                for row in take_turns(contestants, len(where.ranks), [(name, 0) for name in names], effort):
-                    bound = bound_s(row, case, rate)
-                    row["seconds"].update({} if bound is None else {BOUND: bound})
-                    rows.append({"case": case, "rate": rate, **row})
-                    cells = [f"{name} {milliseconds(seconds)}" for name, seconds in row["seconds"].items()]
-                    print(f"{case} rate {rate} {row['dtype']}: {', '.join(cells)}", flush=True)
+                with where.limited(rate):
+                    for row in take_turns(contestants, len(where.ranks), [(name, 0) for name in names], effort):
+                        bound = bound_s(row, case, rate)
+                        row["seconds"].update({} if bound is None else {BOUND: bound})
+                        rows.append({"case": case, "rate": rate, **row})
+                        cells = [f"{name} {milliseconds(seconds)}" for name, seconds in row["seconds"].items()]
+                        print(f"{case} rate {rate} {row['dtype']}: {', '.join(cells)}", flush=True)
                 everybody.update({each.name: each for each in contestants if each.name not in everybody or each.absent})
     report.finish(arguments, harness.record(facts, everybody.values(), rows), tables, [Bar()])
 

@@ -12,6 +12,7 @@ measured and which traps are avoided stands in README.md beside this file.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ import host_bars
 import host_contestants
 import report
 from harness import MIB, size_name
-from host_bars import CASES, bars_of
+from host_bars import BARS, CASES
 from host_contestants import HostContestant
 from turns import DTYPES, Effort, take_turns
 
@@ -40,16 +41,21 @@ def parsed() -> argparse.Namespace:
     harness.add_effort(parser)
     emulated.add_where(parser, CASES, RATES)
     names = list(host_contestants.NAMES)
-    usual = [name for name in names if name != host_contestants.OVER_UCX]
+    usual = [name for name in names if name not in host_contestants.VARIABLES]
     parser.add_argument("--contestants", nargs="+", choices=names, default=usual, help="who takes part")
     parser.add_argument(
         "--operation", choices=OPERATIONS, default="all_reduce", help="others: by torch's backends alone"
     )
     parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=["float32"], help="element types")
+    parser.add_argument(
+        "--add", action="store_true", help="keep what the file of --out has of other cases, rates, sizes"
+    )
     parser.add_argument("--setup", action="store_true", help="install Open MPI and MPICH, then end")
     parser.add_argument("--engines-dir", type=Path, default=engines.SOURCE / "build/engines", help="where they lie")
     parser.set_defaults(rounds=5)
     arguments = parser.parse_args()
+    if arguments.add and not arguments.out:
+        parser.error("--add goes with --out")
     if arguments.quick:
         for name, value in QUICK.items():
             if getattr(arguments, name) == parser.get_default(name):
@@ -63,7 +69,6 @@ def measured(
     arguments: argparse.Namespace, where: emulated.Layout, rate: str, everybody: dict[str, HostContestant]
 ) -> Iterator[dict[str, Any]]:
     """A row for each type and size, all contestants taking turns; what they are is added to `everybody`."""
-    where.limit(rate)
     operation, folder = arguments.operation, arguments.engines_dir.resolve()
     contestants = [
         host_contestants.contestant(name, where, {name: operation}, folder) for name in arguments.contestants
@@ -91,6 +96,19 @@ def measured(
     for each in contestants:
         if each.name not in everybody or each.absent:
             everybody[each.name] = each
+
+
+def together(before: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
+    """One record of two runs, of which the later has what both have measured."""
+
+    def kind(row: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(row[what] for what in ("operation", "case", "rate", "dtype", "bytes"))
+
+    new = {kind(row) for row in kept["rows"]}
+    rows = [row for row in before["rows"] if kind(row) not in new] + kept["rows"]
+    found = {what: before[what] | kept[what] for what in ("versions", "absent")}
+    commands = [command for command in before["command"].split("; ") if command != kept["command"]]
+    return {**kept, **found, "command": "; ".join([*commands, kept["command"]]), "rows": rows}
 
 
 def tables(kept: dict[str, Any]) -> str:
@@ -162,10 +180,14 @@ def main() -> None:
     for case in arguments.cases:
         with emulated.layout(case) as where:
             for rate in arguments.rates:
-                for row in measured(arguments, where, rate, everybody):
-                    rows.append(row)
-                    print(f"{case} rate {rate} {report.progress(row)}", flush=True)
-    report.finish(arguments, harness.record(facts, everybody.values(), rows), tables, bars_of(arguments.contestants))
+                with where.limited(rate):
+                    for row in measured(arguments, where, rate, everybody):
+                        rows.append(row)
+                        print(f"{case} rate {rate} {report.progress(row)}", flush=True)
+    kept = harness.record(facts, everybody.values(), rows)
+    if arguments.add and arguments.out.exists():
+        kept = together(json.loads(arguments.out.read_text()), kept)
+    report.finish(arguments, kept, tables, BARS)
 
 
 if __name__ == "__main__":

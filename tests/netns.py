@@ -27,8 +27,11 @@ from typing import Any
 
 import pytest
 
-__all__ = ["NetworkHost", "network_hosts"]
+__all__ = ["BURST_BYTES", "NetworkHost", "ip", "limit_card", "network_hosts"]
 
+BURST_BYTES = 128 << 10
+"""What a limited card carries at once after a pause, up to 1 Gbit/s; from there on a millisecond's worth. No less than
+two of the largest packets that are cut up by the card."""
 _LEAVE_S = 3.0
 _numbers = itertools.count()
 # Its own name, and a hosts file in which all are found; the mounts are private to what `ip netns exec` starts.
@@ -61,34 +64,34 @@ class NetworkHost:
 
     def pids(self) -> list[int]:
         """The processes that run on this host."""
-        return [int(pid) for pid in _ip("netns", "pids", self.namespace).split()]
+        return [int(pid) for pid in ip("netns", "pids", self.namespace).split()]
 
     def cut_off(self) -> None:
         """Takes the host off the network, without a word to anybody (a cable that is pulled)."""
-        _ip("-n", self.namespace, "link", "set", "eth0", "down")
+        ip("-n", self.namespace, "link", "set", "eth0", "down")
 
     def connect(self) -> None:
         """Puts it back."""
-        _ip("-n", self.namespace, "link", "set", "eth0", "up")
+        ip("-n", self.namespace, "link", "set", "eth0", "up")
 
     def slow_down_what_goes_to(self, other: NetworkHost, rate: str) -> None:
         """What this host sends to the other one is limited to a rate, like 200mbit; all else is not."""
         tc = ["netns", "exec", self.namespace, "tc"]
-        _ip(*tc, "qdisc", "add", "dev", "eth0", "root", "handle", "1:", "htb", "default", "1", "r2q", "10000")
-        _ip(*tc, "class", "add", "dev", "eth0", "parent", "1:", "classid", "1:1", "htb", "rate", "10gbit")
+        ip(*tc, "qdisc", "add", "dev", "eth0", "root", "handle", "1:", "htb", "default", "1", "r2q", "10000")
+        ip(*tc, "class", "add", "dev", "eth0", "parent", "1:", "classid", "1:1", "htb", "rate", "10gbit")
         limit = ["rate", rate, "burst", "64kb", "cburst", "64kb"]
-        _ip(*tc, "class", "add", "dev", "eth0", "parent", "1:", "classid", "1:2", "htb", *limit)
+        ip(*tc, "class", "add", "dev", "eth0", "parent", "1:", "classid", "1:2", "htb", *limit)
         match = ["u32", "match", "ip", "dst", f"{other.address}/32", "flowid", "1:2"]
-        _ip(*tc, "filter", "add", "dev", "eth0", "parent", "1:", "protocol", "ip", *match)
+        ip(*tc, "filter", "add", "dev", "eth0", "parent", "1:", "protocol", "ip", *match)
 
     def lose_what_goes_to(self, other: NetworkHost) -> None:
         """What this host sends to the other one gets lost, without a word; the way back stays whole."""
         nobody = ["lladdr", "02:00:00:00:00:01", "nud", "permanent"]
-        _ip("-n", self.namespace, "neigh", "replace", other.address, *nobody, "dev", "eth0")
+        ip("-n", self.namespace, "neigh", "replace", other.address, *nobody, "dev", "eth0")
 
     def deliver_to(self, other: NetworkHost) -> None:
         """Puts an end to that."""
-        _ip("-n", self.namespace, "neigh", "del", other.address, "dev", "eth0")
+        ip("-n", self.namespace, "neigh", "del", other.address, "dev", "eth0")
 
 
 @contextlib.contextmanager
@@ -116,41 +119,41 @@ def network_hosts(
             Path(host.hosts_file).write_text("\n".join(lines) + "\n")
         _add_namespace(switch, stack)
         for card in range(cards):
-            _ip("-n", switch, "link", "add", f"br{card}", "type", "bridge", "stp_state", "0", "forward_delay", "0")
-            _ip("-n", switch, "link", "set", f"br{card}", "up")
+            ip("-n", switch, "link", "add", f"br{card}", "type", "bridge", "stp_state", "0", "forward_delay", "0")
+            ip("-n", switch, "link", "set", f"br{card}", "up")
         for index, host in enumerate(hosts):
             _add_namespace(host.namespace, stack)
-            _ip("-n", host.namespace, "link", "set", "lo", "up")
+            ip("-n", host.namespace, "link", "set", "lo", "up")
             for card in range(cards):
                 port = f"p{index}" if card == 0 else f"p{index}x{card}"
                 _add_card(host, f"eth{card}", f"192.168.{78 - card}.{index + 1}", switch, port)
-                _ip("-n", switch, "link", "set", port, "master", f"br{card}")
+                ip("-n", switch, "link", "set", port, "master", f"br{card}")
             if other_network:
                 _add_card(host, "away0", f"192.168.79.{index + 1}", switch, f"q{index}")
-                _ip("-n", host.namespace, "route", "add", "default", "via", "192.168.79.254")
+                ip("-n", host.namespace, "route", "add", "default", "via", "192.168.79.254")
         yield hosts
         left = _left_on(hosts)
         assert not left, "processes are left on the hosts:\n" + "\n".join(left)
 
 
 def _add_card(host: NetworkHost, name: str, address: str, switch: str, port: str) -> None:
-    _ip("-n", host.namespace, "link", "add", name, "type", "veth", "peer", "name", port, "netns", switch)
-    _ip("-n", host.namespace, "link", "set", name, "up")
-    _ip("-n", host.namespace, "addr", "add", f"{address}/24", "dev", name)
-    _ip("-n", switch, "link", "set", port, "up")
+    ip("-n", host.namespace, "link", "add", name, "type", "veth", "peer", "name", port, "netns", switch)
+    ip("-n", host.namespace, "link", "set", name, "up")
+    ip("-n", host.namespace, "addr", "add", f"{address}/24", "dev", name)
+    ip("-n", switch, "link", "set", port, "up")
 
 
 def _add_namespace(name: str, stack: contextlib.ExitStack) -> None:
-    _ip("netns", "add", name)
+    ip("netns", "add", name)
     stack.callback(_remove_namespace, name)
 
 
 def _remove_namespace(name: str) -> None:
     # A namespace lives on, without its name, as long as a process is in it.
-    for pid in _ip("netns", "pids", name).split():
+    for pid in ip("netns", "pids", name).split():
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
-    _ip("netns", "del", name)
+    ip("netns", "del", name)
 
 
 def _left_on(hosts: Sequence[NetworkHost]) -> list[str]:
@@ -189,12 +192,20 @@ def _skip_where_impossible() -> None:
             ["ip", "netns", "exec", name, "unshare", "--uts", "true"], capture_output=True, text=True, timeout=20
         )
     finally:
-        _ip("netns", "del", name)
+        ip("netns", "del", name)
     if inside.returncode != 0:
         pytest.skip(f"processes cannot be put into namespaces here: {inside.stderr.strip()}")
 
 
-def _ip(*words: str) -> str:
+def limit_card(namespace: str, card: str, bits_per_s: float) -> None:
+    """Limits what leaves through a card; to be taken away with `tc qdisc del dev CARD root`."""
+    bucket = ["rate", f"{bits_per_s:.0f}bit", "burst", str(max(BURST_BYTES, int(bits_per_s / 8 / 1000)))]
+    tc = ["netns", "exec", namespace, "tc"]
+    ip(*tc, "qdisc", "add", "dev", card, "root", "tbf", *bucket, "latency", "20ms")
+
+
+def ip(*words: str) -> str:
+    """What `ip` says to these words; it must end well."""
     ended = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=20)
     assert ended.returncode == 0, f"ip {' '.join(words)}: {ended.stderr.strip()}"
     return ended.stdout
