@@ -2,12 +2,10 @@
 
     sudo .venv/bin/python benchmarks/hosts.py --cases 2x1 4x1 2x2 3+1 3x2 8x1 --rates 1gbit \\
         --contestants photinus --out benchmarks/results/scale_1gbit.json
-    .venv/bin/python benchmarks/scale.py build/module/native/bench/simulate benchmarks/results/scale_*.json \\
-        --out benchmarks/results/scale.md
+    .venv/bin/python benchmarks/scale.py benchmarks/results/scale_*.json --out benchmarks/results/scale.md
 
-The arguments after the program are what `hosts.py --out` wrote. Fitted on 2x1 and 4x1 at 1gbit alone; all other rows
-are predictions. With --out FILE.md the table is written there, and the fitted model beside it,
-as FILE.model.
+The arguments are what `hosts.py --out` wrote. Fitted on 2x1 and 4x1 at 1gbit alone; all other rows are predictions.
+With --out FILE.md the table is written there, and the fitted model beside it, as FILE.model.
 """
 
 from __future__ import annotations
@@ -22,17 +20,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import engines
 import report
-from emulated import bits_per_s
+from emulated import BURST_BYTES, bits_per_s
 from harness import MIB, size_name
 
 FITTED = {("2x1", "1gbit"), ("4x1", "1gbit")}
 WITHIN = {True: 0.10, False: 0.30}  # from 1 MiB on, and below
 CALLS = 12
-# In the model's units. Known are rate, packets, cores, the engine's spinning; socket-ns is the processor time that
-# hosts.py counts for 2x1 and 16 MiB, less additions; the rest is too little of these times for a fit to tell. With
-# FREE the search begins.
+# In the model's units. Known are rate, packets, cards' token buckets, cores, the engine's spinning; socket-ns is the
+# processor time that hosts.py counts for 2x1 and 16 MiB, less additions; the rest is too little of these times for a
+# fit to tell. With FREE the search begins.
 KNOWN = {
+    "burst-bytes": BURST_BYTES,
     "payload-bytes": 1448,
     "header-bytes": 66,
     "socket-ns": 0.45,
@@ -116,7 +116,6 @@ def table(program: Path, model: Model, cases: dict[tuple[str, str], dict[int, fl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("simulate", type=Path, help="the program")
     parser.add_argument("records", type=Path, nargs="+", help="what hosts.py --out wrote")
     parser.add_argument("--out", type=Path, help="Markdown")
     parser.add_argument("--cores", type=int, default=2, help="of the machine on which it was measured (2)")
@@ -124,9 +123,10 @@ def main() -> None:
     cases = {where: rows for where, rows in measured(arguments.records).items() if where[1] != "none"}
     if missing := FITTED - cases.keys():
         sys.exit(f"not in the records: {', '.join(f'{case} at {rate}' for case, rate in sorted(missing))}")
+    program = engines.build_native(engines.SOURCE / "build/engines/native", "simulate")
     known = {**KNOWN, "cores": float(arguments.cores)}
-    model = {**known, **fit(arguments.simulate, known, {where: cases[where] for where in FITTED})}
-    rows, hits, predictions = table(arguments.simulate, model, cases)
+    model = {**known, **fit(program, known, {where: cases[where] for where in FITTED})}
+    rows, hits, predictions = table(program, model, cases)
     kept = "".join(f"{name} {value:g}\n" for name, value in model.items())
     dates = ", ".join(sorted({json.loads(file.read_text())["date"] for file in arguments.records}))
     text = (
