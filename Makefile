@@ -1,7 +1,7 @@
 # make demo      sets .venv up, trains the digits example on 2 processes, says where the results lie
 # make test      sets up what tests need too, then runs all fast tests and checks
 # make quick     the checks, and the unit tests that take less than a second each
-# make test-all  the slow ones too, and a soak of the engine of 20 minutes
+# make test-all  the slow ones too, and a soak of the engine of half an hour
 # make gpu       all tests and benchmarks that need a GPU, with the python3 that is there; FAKE=1: on CPU tensors
 # make bench     the benchmarks (benchmarks/README.md)
 # make clean     removes what these made
@@ -81,22 +81,25 @@ address thread: $(VENV)/.tools
 	MAKEFLAGS= nice $(BIN)/ninja -C build/$@ --quiet tests/all
 	$(BIN)/ctest --test-dir build/$@ --parallel 2 --output-on-failure --no-tests=error
 
-# A thousand schedules of made-up peers, 64 hosts, the tests of several hosts over UCX, and twenty minutes of random use:
-# SOAK_S seconds each as processes, as threads, and as threads under both sanitizers; half of it on one host, half on
-# several.
+# A thousand schedules of made-up peers, each call of CUDA's driver failing once, 64 hosts, the tests of several hosts over
+# UCX, and half an hour of random use: SOAK_S seconds each as processes, as threads, and as threads under both sanitizers;
+# half of it on one host, half on several; and SOAK_S each plain and under sanitizers with CUDA tensors.
 SOAK_S ?= 300
 OVER_UCX := communicator-robin failures-pairs failures-apart liveness-uneven exchange-uneven messages-pairs
 soak: native sanitized
 	for subject in communicator failures exchange messages link; do \
 	  $(BUILD_DIR)/native/tests/$${subject}_test --schedules 250 || exit 1; \
 	done
+	for hosts in '' '--hosts pairs'; do $(BUILD_DIR)/native/tests/cuda_failures_test --whole $$hosts || exit 1; done
 	$(BUILD_DIR)/native/tests/many
-	for run in '--processes' '--processes --hosts pairs' ' ' '--hosts uneven'; do \
+	for run in '--processes' '--processes --hosts pairs' ' ' '--hosts uneven' '--cuda' \
+	    '--cuda --hosts pairs'; do \
 	  $(BUILD_DIR)/native/tests/soak $$run $$(($(SOAK_S) / 2)) 4 || exit 1; \
 	done
 	for run in address thread; do \
 	  build/$$run/tests/soak $$(($(SOAK_S) / 2)) 3 || exit 1; \
 	  build/$$run/tests/soak --hosts robin $$(($(SOAK_S) / 2)) 4 || exit 1; \
+	  build/$$run/tests/soak --cuda $$(($(SOAK_S) / 2)) 3 || exit 1; \
 	done
 	for subject in communicator cuda_operations; do build/thread/tests/$${subject}_test --hosts pairs || exit 1; done
 	for run in link link_ends $(OVER_UCX); do \

@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cassert>
 #include <cstring>
 
@@ -16,7 +17,7 @@ namespace {
 
 // Copying a gigabyte takes a tenth of this; a rank that takes longer is stopped.
 constexpr double kAwaitPeers_s = 1;
-constexpr double kSettle_s = 1;  // for its own copy, which a device may have forgotten
+constexpr double kSettle_s = 0.5;  // for its own copies, which a device may have forgotten
 constexpr size_t kPlansKept = 64;
 
 uint32_t hash_of(const std::string& text) {
@@ -132,7 +133,13 @@ Poll Collective::go_on() {
 }
 
 void Collective::order(void* stream) {
-  if (copies_ && is_completed()) copies_->order(static_cast<cuda::CUstream>(stream));
+  if (!copies_ || !is_completed()) return;
+  try {
+    copies_->order(static_cast<cuda::CUstream>(stream));
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::system) throw;
+    throw group_->of_copy(error, description());
+  }
 }
 
 // Whether the last copy to a device is queued.
@@ -388,15 +395,31 @@ std::vector<uint32_t> Collective::missing() {
   return ranks;
 }
 
+// The ranks without which it cannot end, as it waits for a copy of its own.
+std::vector<uint32_t> Collective::needed() {
+  if (phase_ == Phase::working) {  // counters only grow: the last wait for others has to be met
+    const auto wait = std::find_if(steps_->rbegin(), steps_->rend(), [this](const Step& step) {
+      return step.kind == Step::Kind::wait ||
+             (step.kind == Step::Kind::wait_room && step.rank != group_->rank());
+    });
+    return wait == steps_->rend() ? std::vector<uint32_t>{} : executor_.missing(*wait, state_->memory);
+  }
+  std::vector<uint32_t> others;  // all are to meet, but when the results are there
+  for (uint32_t rank = 0; rank < group_->ranks() && phase_ != Phase::returning; ++rank)
+    if (rank != group_->rank()) others.push_back(rank);
+  return others;
+}
+
 double Collective::look(bool caller_waits) {
   const Step* const step = has_device_plan() && phase_ == Phase::working ? &(*steps_)[next_] : nullptr;
   if (step && step->kind == Step::Kind::wait_room && step->rank == group_->rank())
-    return watchdog_->look_at_copy(*wait_, state_->rings->nap_s(), description());
+    return watchdog_->look_at_copy(*wait_, state_->rings->nap_s(), {}, description());
   const bool copies = phase_ == Phase::bringing || phase_ == Phase::returning ||
                       (step && step->kind == Step::Kind::wait_copied);
-  if (copies) return watchdog_->look_at_copy(*wait_, copies_->nap_s(), description());
+  if (copies)
+    return watchdog_->look_at_copy(*wait_, copies_->nap_s(), [this] { return needed(); }, description());
   if (executor_.copy().is_running())
-    return watchdog_->look_at_copy(*wait_, executor_.copy().nap_s(), description());
+    return watchdog_->look_at_copy(*wait_, executor_.copy().nap_s(), {}, description());
   const double nap_s =
       watchdog_->look(*wait_, [this] { return missing(); }, description(), group_->id, caller_waits);
   return has_device_plan() ? std::min(nap_s, state_->rings->nap_s()) : nap_s;

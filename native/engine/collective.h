@@ -109,6 +109,7 @@ class Collective final : public Work {
   std::string fault_of(const HostPost& post);
   bool run_on_with_hosts();
   std::vector<uint32_t> missing();
+  std::vector<uint32_t> needed();
 
   std::shared_ptr<Group> group_;
   std::shared_ptr<Watchdog> watchdog_;

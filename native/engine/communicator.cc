@@ -172,6 +172,7 @@ std::shared_ptr<Work> Communicator::submit(Submission given) {
                 text("group %s has used up its %llu sequence numbers; make a new one",
                      group_->options.name.c_str(), static_cast<unsigned long long>(kMaxSequence)));
   const Call call = given.call;
+  show_gpu(given.device);
   std::shared_ptr<Work> work;
   try {
     work = std::make_shared<Collective>(group_, watchdog_, state_, std::move(given), sequence_ + 1);
@@ -203,6 +204,7 @@ std::shared_ptr<Work> Communicator::submit(const MessageCall& call) {
     });
   std::shared_ptr<Lane>& lane = messages_[{call.operation, call.peer, call.tag}];
   if (!lane) lane = std::make_shared<Lane>(group_->peers, collectives_->spin_times());
+  show_gpu(call.device);
   std::shared_ptr<Work> work;
   try {
     if (call.operation == Operation::send)
@@ -214,6 +216,13 @@ std::shared_ptr<Work> Communicator::submit(const MessageCall& call) {
   }
   group_->options.progress->submit(lane, work, call.asynchronous);
   return work;
+}
+
+// For whoever outlives this process.
+void Communicator::show_gpu(const std::shared_ptr<cuda::CudaDevice>& device) {
+  if (!device || device == shown_) return;
+  shown_ = device;
+  group_->peers->own().block->gpu.write(device->engines.gpu_name());
 }
 
 std::unique_ptr<OutsideWait> Communicator::wait_outside(const std::string& key, double timeout_s) {

@@ -88,6 +88,7 @@ class Communicator {
   void use(const std::vector<uint32_t>& sizes, bool for_all);
   void check(const Submission& submission) const;
   void check(const MessageCall& call) const;
+  void show_gpu(const std::shared_ptr<cuda::CudaDevice>& device);
   [[noreturn]] void end_if_broken(const Error& error, const std::string& what);
   void check_open(const std::function<std::string()>& what) const;
   bool is_own() const {
@@ -105,6 +106,7 @@ class Communicator {
   bool closing_ = false, closed_ = false;
   std::condition_variable closed_changed_;
   uint64_t sequence_ = 0;
+  std::shared_ptr<cuda::CudaDevice> shown_;  // the GPU of which peers know
   std::shared_ptr<Lane> collectives_;
   std::map<LaneKey, std::shared_ptr<Lane>> messages_;
 };

@@ -12,7 +12,7 @@ namespace {
 // drained.
 constexpr uint64_t kRingBytes = 512 << 10;
 constexpr uint64_t kPieceBytes = 128 << 10;
-constexpr double kSettle_s = 1;  // how long an operation that has failed waits for its copy
+constexpr double kSettle_s = 0.5;  // how long an operation that has failed waits for its copy
 
 std::string describe(Operation operation, DeviceType device, Dtype dtype, uint64_t elems) {
   return text("%s of %s%s[%llu]", name(operation), device == DeviceType::cuda ? "CUDA " : "", name(dtype),
@@ -99,7 +99,13 @@ Poll MessageWork::go_on() {
 }
 
 void MessageWork::order(void* stream) {
-  if (copies_ && is_completed()) copies_->order(static_cast<cuda::CUstream>(stream));
+  if (!copies_ || !is_completed()) return;
+  try {
+    copies_->order(static_cast<cuda::CUstream>(stream));
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::system) throw;
+    throw group_->of_copy(error, description());
+  }
 }
 
 void MessageWork::fail() {
@@ -111,9 +117,12 @@ void MessageWork::fail() {
 }
 
 double MessageWork::look(bool caller_waits) {
-  if (host_tensors_ && phase_ != Phase::exchanging)
-    return watchdog_->look_at_copy(*wait_, copies_->nap_s(), description());
-  if (copy_.is_running()) return watchdog_->look_at_copy(*wait_, copy_.nap_s(), description());
+  if (host_tensors_ && phase_ != Phase::exchanging) {
+    std::function<std::vector<uint32_t>()> receiver;
+    if (phase_ == Phase::bringing) receiver = [this] { return std::vector{call_.peer}; };
+    return watchdog_->look_at_copy(*wait_, copies_->nap_s(), receiver, description());
+  }
+  if (copy_.is_running()) return watchdog_->look_at_copy(*wait_, copy_.nap_s(), {}, description());
   auto missing = [this] {
     std::vector<uint32_t> ranks;
     if (can_go_on()) return ranks;

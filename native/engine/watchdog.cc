@@ -35,15 +35,9 @@ std::string list_of(const std::vector<uint32_t>& ranks) {
 
 double Watchdog::look(WaitState& wait, const std::function<std::vector<uint32_t>()>& missing_now,
                       const std::string& description, uint64_t lane, bool caller_waits) {
-  const double now = now_s();
-  if (wait.last_look_s > 0 && now - wait.last_look_s > kOwnPause_s) {
-    wait.deadline.extend(now - wait.last_look_s);
-    std::lock_guard lock(mutex_);
-    for (Sign& sign : signs_) sign.since_s = now;
-  }
-  wait.last_look_s = now;
+  const double now = note_look(wait);
   group_.check(description);
-  if (!look_for_ends(wait, missing_now, description)) return 0;
+  if (!look_for_ends(wait, missing_now, "", description)) return 0;
   const std::vector<uint32_t> missing = missing_now();
   if (missing.empty()) return 0;  // somebody has just come
   look_for_life(missing, description, now);
@@ -76,8 +70,12 @@ double Watchdog::look(WaitState& wait, const std::function<std::vector<uint32_t>
   return nap_s;
 }
 
-double Watchdog::look_at_copy(WaitState& wait, double nap_s, const std::string& description) {
+double Watchdog::look_at_copy(WaitState& wait, double nap_s,
+                              const std::function<std::vector<uint32_t>()>& needed,
+                              const std::string& description) {
+  note_look(wait);
   group_.check(description);
+  if (needed) look_for_ends(wait, needed, "a copy of its own tensor", description);
   if (wait.deadline.passed())
     throw Error(
         ErrorKind::timeout,
@@ -85,6 +83,17 @@ double Watchdog::look_at_copy(WaitState& wait, double nap_s, const std::string& 
              "has not ended: the device hangs or is very slow.",
              description.c_str(), group_.rank(), group_.ranks(), wait.deadline.limit_s()));
   return std::min({kSleepSlice_s, nap_s, std::max(wait.deadline.left_s(), 0.001)});
+}
+
+double Watchdog::note_look(WaitState& wait) {
+  const double now = now_s();
+  if (wait.last_look_s > 0 && now - wait.last_look_s > kOwnPause_s) {
+    wait.deadline.extend(now - wait.last_look_s);
+    std::lock_guard lock(mutex_);
+    for (Sign& sign : signs_) sign.since_s = now;
+  }
+  wait.last_look_s = now;
+  return now;
 }
 
 // What ranks that have not come wait for themselves, as far as they show it.
@@ -114,13 +123,14 @@ std::string Watchdog::what_became_of(uint32_t rank) const {
            (reason.empty() ? "" : " after: " + reason);
   if (presence == Presence::failed) return group_.peers->who(rank) + " gave up: " + reason;
   if (!lost) return "";
-  return group_.peers->who(rank) + " " + group_.peers->how_it_went(rank) +
-         (reason.empty() ? "" : " after: " + reason);
+  const std::string gpu = (*group_.peers)[rank].block->gpu.read();
+  return group_.peers->who(rank) + (gpu.empty() ? " " : ", with tensors on " + gpu + ", ") +
+         group_.peers->how_it_went(rank) + (reason.empty() ? "" : " after: " + reason);
 }
 
-// False when the operation can go on at once.
+// False when the operation can go on at once. `awaited`: instead of the missing ranks.
 bool Watchdog::look_for_ends(WaitState& wait, const std::function<std::vector<uint32_t>()>& missing_now,
-                             const std::string& situation) {
+                             const std::string& awaited, const std::string& situation) {
   auto presence = [&](uint32_t rank) { return group_.peers->presence(rank); };
   // Whoever is missing may never come; and a rank that has failed ends the operation for all, missing or not.
   uint32_t gone = UINT32_MAX;
@@ -160,7 +170,7 @@ bool Watchdog::look_for_ends(WaitState& wait, const std::function<std::vector<ui
       gone, text("%s. Rank %u of %u waited %.2f s for %s in %s. Its own output says more; restart the job "
                  "to go on from the last checkpoint.",
                  what_became_of(gone).c_str(), group_.rank(), group_.ranks(), wait.deadline.elapsed_s(),
-                 list_of(missing).c_str(), situation.c_str()));
+                 (awaited.empty() ? list_of(missing) : awaited).c_str(), situation.c_str()));
 }
 
 // --- ranks that show no sign of life

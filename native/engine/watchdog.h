@@ -43,7 +43,9 @@ class Watchdog {
   double look(WaitState& wait, const std::function<std::vector<uint32_t>()>& missing,
               const std::string& description, uint64_t lane, bool caller_waits);
   // The same for an operation that waits for a copy of its own, after which it may look again in `nap_s`.
-  double look_at_copy(WaitState& wait, double nap_s, const std::string& description);
+  // `needed`: the ranks without which it cannot end then; may be empty.
+  double look_at_copy(WaitState& wait, double nap_s, const std::function<std::vector<uint32_t>()>& needed,
+                      const std::string& description);
 
  private:
   struct Sign {  // of life
@@ -52,10 +54,11 @@ class Watchdog {
     bool suspected = false;
   };
 
+  double note_look(WaitState& wait);
   std::string what_became_of(uint32_t rank) const;
   std::string what_they_do(const std::vector<uint32_t>& missing) const;
   bool look_for_ends(WaitState& wait, const std::function<std::vector<uint32_t>()>& missing,
-                     const std::string& situation);
+                     const std::string& awaited, const std::string& situation);
   void look_for_life(const std::vector<uint32_t>& missing, const std::string& description, double now);
   double look_for_deadlock(WaitState& wait, const std::vector<uint32_t>& missing,
                            const std::string& description, uint64_t lane, double now);

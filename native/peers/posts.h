@@ -81,6 +81,7 @@ struct RankBlock {
   std::atomic<uint32_t> culprit{kOwnFault};  // the rank because of which this one has failed
   std::atomic<bool> in_deadlock{false};      // it failed because ranks wait for each other
   SharedText<1024> reason;
+  SharedText<kTextBytes> gpu;  // on which tensors of its calls lay last
 
   std::atomic<uint64_t>& counter(Counter which) { return counters[static_cast<size_t>(which)].value; }
 };

@@ -84,6 +84,7 @@ void run_ranks(uint32_t world_size, const std::function<void(Communicator&)>& bo
 }  // namespace photinus::test
 
 //   X_test                        every test, over shared memory
+//   X_test --whole ...            with every case, where a test takes a few of many
 //   X_test --hosts LAYOUT         those that hold there, with ranks on several hosts
 //   X_test --schedules N [FIRST]  N schedules from FIRST on, each of one of the tests that take any peers
 //
@@ -95,6 +96,7 @@ int main(int argc, char** argv) {
     std::printf("skipped, there is no UCX: %s\n", why.c_str());
     return 77;
   }
+  if (argc > 1 && std::strcmp(argv[1], "--whole") == 0) whole() = true, --argc, ++argv;
   if (argc > 2 && std::strcmp(argv[1], "--schedules") == 0) {
     std::vector<Test> chosen;
     for (const Test& test : tests())

@@ -47,6 +47,12 @@ inline std::optional<uint64_t>& schedule() {
   return now;
 }
 
+// Whether to try every case, where a test takes a few of many.
+inline bool& whole() {
+  static bool now = false;
+  return now;
+}
+
 [[noreturn]] void fail_check(const char* file, int line, const std::string& what);
 
 // A test reads as a sentence: TEST(all_ranks_get_the_same_bits) { ... }

@@ -1,12 +1,9 @@
-// Operations on tensors in a GPU's memory, over the driver that is none: the bits of the CPU path, order
-// among streams, and what goes wrong.
+// Operations on tensors in a GPU's memory, over the driver that is none: the bits of the CPU path, and order
+// among streams.
 #include <atomic>
-#include <mutex>
-#include <numeric>
 #include <set>
 
-#include "cuda_rig.h"
-#include "data.h"
+#include "cuda_ranks.h"
 
 using namespace photinus;
 using namespace photinus::cuda;
@@ -14,72 +11,7 @@ using namespace photinus::test;
 
 namespace {
 
-// Of one rank: a GPU that it opened for itself, and a stream. It ends before the driver is configured anew.
-struct GpuRank {
-  std::shared_ptr<CudaDevice> device = std::make_shared<CudaDevice>(driver(), 0);
-  CUstream stream = fake().make_stream(false);
-
-  // A tensor that a kernel of the stream, some time later, fills.
-  std::byte* tensor(Bytes content, double lasts_s = 0) const {
-    if (content.empty()) return nullptr;
-    auto* const at = static_cast<std::byte*>(fake().allocate(content.size()));
-    fake().launch(stream, lasts_s,
-                  [at, content = std::move(content)] { std::copy(content.begin(), content.end(), at); });
-    return at;
-  }
-  // What a kernel of the stream finds.
-  Bytes read(const std::byte* at, size_t bytes) const {
-    auto found = std::make_shared<Bytes>(bytes);
-    auto ran = std::make_shared<std::atomic<bool>>(false);
-    fake().launch(stream, 0, [=] {
-      std::copy_n(at, bytes, found->begin());
-      ran->store(true);
-    });
-    for (const Deadline deadline = Deadline::in(20); !ran->load(); usleep(50)) CHECK(!deadline.passed());
-    return *found;
-  }
-  Submission on(Submission given) const {
-    given.device = device;
-    given.stream = stream;
-    return given;
-  }
-  Submission all_reduce(std::byte* at, uint64_t elems, double timeout_s = 0) const {
-    Submission given;
-    given.call = {Operation::all_reduce, Dtype::int32, Reduction::sum, 0, elems};
-    given.send = given.recv = at;
-    given.timeout_s = timeout_s;
-    return on(given);
-  }
-};
-
-void run_gpu_ranks(uint32_t ranks, const std::string& words,
-                   const std::function<void(Communicator&, const GpuRank&)>& body, DeviceSizes sizes = {}) {
-  fake().configure(words);
-  run_ranks(
-      ranks, [&](Communicator& communicator) { body(communicator, GpuRank()); }, 60, {}, {},
-      [&](Communicator::Options& options) {
-        options.device_sizes = sizes;
-        options.reduce_helpers = 2;
-      });
-}
-
-constexpr DeviceSizes kSmallRings{4096, 4};  // many chunks with little data
-constexpr uint64_t kHelpedElems = 200'001;   // in large chunks worth a second thread
-
-Bytes ints(uint64_t elems, int32_t first) {
-  Bytes bytes(elems * 4);
-  std::iota(reinterpret_cast<int32_t*>(bytes.data()), reinterpret_cast<int32_t*>(bytes.data()) + elems,
-            first);
-  return bytes;
-}
-
-// Of all ranks' ints(elems, rank).
-Bytes sum_of_ints(uint64_t elems, uint32_t ranks) {
-  Bytes bytes(elems * 4);
-  for (uint64_t i = 0; i < elems; ++i)
-    reinterpret_cast<int32_t*>(bytes.data())[i] = static_cast<int32_t>(ranks * i + ranks * (ranks - 1) / 2);
-  return bytes;
-}
+constexpr uint64_t kHelpedElems = 200'001;  // in large chunks worth a second thread
 
 constexpr uint64_t kTwoBlocks = CudaDevice::kBlockBytes / 4 * 2 + 7;  // elements, and a little of a third
 
@@ -315,77 +247,4 @@ TEST(a_stream_under_capture_is_refused_and_the_group_goes_on) {
     work->order(seat.stream);
     CHECK(seat.read(at, 40) == sum_of_ints(10, 2));
   });
-}
-
-TEST(each_driver_call_that_fails_once_ends_the_call_on_all_ranks) {
-  constexpr uint32_t kRanks = 2;
-  constexpr uint64_t elems = 3000;  // three chunks
-  std::map<std::string, uint64_t> before;
-  std::mutex mutex;
-  std::vector<std::string> errors;
-  // All that the ranks said; where a rank had no error, its result is right.
-  auto exchange = [&](const std::string& words) {
-    errors.clear();
-    fake().configure(words);
-    std::vector<std::unique_ptr<GpuRank>> seats;
-    for (uint32_t rank = 0; rank < kRanks; ++rank) seats.push_back(std::make_unique<GpuRank>());
-    if (words.empty()) before = fake().calls();
-    auto body = [&](Communicator& communicator) {
-      const GpuRank& seat = *seats[communicator.rank()];
-      std::byte* const at = seat.tensor(ints(elems, int(communicator.rank())));
-      std::shared_ptr<Work> work;
-      try {
-        work = communicator.submit(seat.all_reduce(at, elems, 20));
-        work->wait();
-        work->order(seat.stream);
-        CHECK(seat.read(at, elems * 4) == sum_of_ints(elems, kRanks));
-      } catch (const Error& error) {
-        std::lock_guard lock(mutex);
-        errors.push_back(error.what());
-      }
-      if (work && work->error()) CHECK(work->has_landed());
-      for (const Deadline deadline = Deadline::in(5); work && !work->has_landed(); usleep(100))
-        CHECK(!deadline.passed());
-    };
-    run_ranks(kRanks, body, 60, {}, {},
-              [](Communicator::Options& options) { options.device_sizes = kSmallRings; });
-  };
-  exchange("");
-  CHECK(errors.empty());
-  const auto after = fake().calls();
-  for (const auto& [name, calls] : after)
-    // Those that stand around all others come thrice as often.
-    for (uint64_t call = before[name] + 1; call <= calls;
-         call += name.starts_with("cuCtx") || name.starts_with("cuThread") ? 3 : 1) {
-      exchange(text("fail=%s:%llu:800 seed=%llu", name.c_str(), (unsigned long long)call,
-                    (unsigned long long)call));
-      if (fake().calls()[name] < call) continue;  // copies were asked after fewer times
-      for (const std::string& error : errors) {
-        CHECK_CONTAINS(error, name + " failed on GPU 0 (Fake, 0000:01:00.0)");
-        CHECK_CONTAINS(error, "CUDA_ERROR_NOT_PERMITTED (800)");
-        if (errors.size() > 1) CHECK_CONTAINS(error, "rank ");
-      }
-    }
-}
-
-TEST(the_fault_of_a_kernel_and_a_copy_that_never_ends_end_the_call_on_all_ranks) {
-  for (const bool faults : {true, false}) {
-    const double start = now_s();
-    run_gpu_ranks(2, faults ? "" : "lasts=cuMemcpyDtoHAsync:1:1000000",
-                  [&](Communicator& communicator, const GpuRank& seat) {
-                    std::byte* const at = seat.tensor(ints(100, 0));
-                    communicator.submit({Operation::barrier}, nullptr, nullptr)->wait();  // all have a GPU
-                    if (faults && communicator.rank() == 1)
-                      fake().launch(seat.stream, 0.01, {}, CUDA_ERROR_ILLEGAL_ADDRESS);
-                    std::shared_ptr<Work> work;  // none, where the fault is there already
-                    auto [kind, message] = error_of([&] {
-                      work = communicator.submit(seat.all_reduce(at, 100, 0.4));
-                      work->wait();
-                    });
-                    if (faults) CHECK_CONTAINS(message, "CUDA_ERROR_ILLEGAL_ADDRESS (700)");
-                    if (faults && work) CHECK(work->has_landed());
-                  });
-    CHECK(now_s() - start < 10);
-    fake().configure("");
-  }
 }

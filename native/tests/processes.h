@@ -17,9 +17,11 @@ struct Report {
   int status;
   std::string text;
 };
-inline std::vector<Report> run_processes(
-    uint32_t world_size, const std::function<std::string(Communicator&)>& body, Limits limits = {},
-    const std::function<void(const std::vector<pid_t>&)>& meanwhile = {}) {
+inline std::vector<Report> run_processes(uint32_t world_size,
+                                         const std::function<std::string(Communicator&)>& body,
+                                         Limits limits = {},
+                                         const std::function<void(const std::vector<pid_t>&)>& meanwhile = {},
+                                         const std::function<void(Communicator::Options&)>& configure = {}) {
   const std::string address = new_address();
   struct Child {
     pid_t pid;
@@ -48,6 +50,7 @@ inline std::vector<Report> run_processes(
         options.places = places;
         if (layout()) options.network = std::make_shared<Network>(places[rank].addresses);
         options.progress = std::make_shared<Progress>(std::make_shared<Arena>(size_t{64} << 20));
+        if (configure) configure(options);
         own_options() = options;
         auto communicator = Communicator::create(options);
         text = body(*communicator);

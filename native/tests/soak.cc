@@ -1,7 +1,9 @@
 // Random operations, sizes, groups and threads for as long as one likes; every result is compared with the
 // naive one.
-//   soak [--processes] [--hosts LAYOUT] [SECONDS [RANKS [SEED]]]
-// Ranks are threads of this process (for the sanitizers), or processes; on one host, or on several.
+//   soak [--processes | --cuda] [--hosts LAYOUT] [SECONDS [RANKS [SEED]]]
+// Ranks are threads of this process (for the sanitizers), or processes; on one host, or on several. With
+// --cuda most tensors lie in the memory of a GPU, over the driver that is none (fake_cuda/), and ranks are
+// threads: those of the driver would not go on in forked children.
 // Each rank has two calling threads with groups of their own: the world and, by turns, subsets of it. Exits 1
 // at the first wrong result, and when the memory in use has grown between the first fifth and the end.
 #include <malloc.h>
@@ -20,7 +22,9 @@
 
 #include "base/clock.h"
 #include "collectives/naive.h"
+#include "cuda_rig.h"
 #include "data.h"
+#include "device/cuda/cuda_device.h"
 #include "engine/communicator.h"
 #include "layouts.h"
 #include "shm/local_group.h"
@@ -50,6 +54,7 @@ struct Soak {
   uint64_t seed = 1;
   std::string addresses[kCallers][kGroups];
   std::vector<HostPlace> places = {};
+  bool cuda = false;
 };
 
 [[noreturn]] void give_up(const std::string& what) {
@@ -89,17 +94,24 @@ std::vector<uint32_t> members(const Soak& plan, uint32_t index) {
 struct Job {
   std::shared_ptr<Work> work;
   Dtype dtype = Dtype::uint8;
-  std::vector<std::byte*> blocks;  // in the arena
+  std::vector<std::byte*> blocks;   // in the arena
+  std::vector<std::byte*> tensors;  // on a GPU
   std::vector<std::unique_ptr<Bytes>> memory;
   std::vector<std::pair<const std::byte*, Bytes>> expected;
   std::string what;
+  bool on_a_gpu = false;
 };
 
 class Caller {
  public:
   Caller(const Soak& plan, uint32_t rank, uint32_t index, std::shared_ptr<Progress> progress,
-         std::shared_ptr<Network> network)
-      : plan_(plan), rank_(rank), progress_(std::move(progress)), random_(plan.seed * 1000 + index) {
+         std::shared_ptr<Network> network, std::shared_ptr<cuda::CudaDevice> gpu)
+      : plan_(plan),
+        rank_(rank),
+        progress_(std::move(progress)),
+        gpu_(std::move(gpu)),
+        stream_(gpu_ ? fake().make_stream(false) : nullptr),
+        random_(plan.seed * 1000 + index) {
     for (uint32_t g = 0; g < kGroups; ++g) {
       const auto ranks = members(plan, g);
       const auto me = std::find(ranks.begin(), ranks.end(), rank);
@@ -113,6 +125,7 @@ class Caller {
       options.progress = progress_;
       options.limits.timeout_s = 120;
       options.sizes = {4096, 8192, 4};
+      options.device_sizes = {8192, 4};
       options.network = network;
       std::vector<std::string> hosts;
       for (const uint32_t member : layout() ? ranks : std::vector<uint32_t>{}) {
@@ -149,6 +162,12 @@ class Caller {
 
  private:
   std::byte* place(Job& job, const Bytes& content, bool in_arena) {
+    if (job.on_a_gpu) {
+      job.tensors.push_back(static_cast<std::byte*>(fake().allocate(content.size() + 1)));
+      fake().launch(stream_, own_() % 8 ? 0 : 1e-4,
+                    [to = job.tensors.back(), content] { std::copy(content.begin(), content.end(), to); });
+      return job.tensors.back();
+    }
     if (in_arena) {
       job.blocks.push_back(progress_->arena()->allocate(content.size() + 1));
       std::copy(content.begin(), content.end(), job.blocks.back());
@@ -175,11 +194,13 @@ class Caller {
     const uint64_t scale = random_() % 10;
     call.elems = random_() % (scale < 6 ? 200 : scale < 9 ? 5000 : 60000);
     const uint64_t seed = random_(), in_arena = random_();
+    const bool on_gpu = plan_.cuda && random_() % 4 > 0;
     Communicator* group = groups_[g].get();
     if (!group) return;
     jobs.emplace_back();
     Job& job = jobs.back();
     job.dtype = call.dtype;
+    job.on_a_gpu = on_gpu && call.operation != Operation::barrier;
     const bool asynchronous = own_() % 2,
                mine_in_arena = in_arena % 3 == 0 || (in_arena % 3 == 1 && own_() % 2);
     if (call.operation == Operation::send)
@@ -218,7 +239,7 @@ class Caller {
       job.expected.push_back({recv, result});
     }
     job.what = describe(call);
-    job.work = group.submit(std::move(given));
+    job.work = group.submit(on_device(job, std::move(given)));
     if (!asynchronous) job.work->wait();  // it runs only while somebody waits for it
   }
 
@@ -241,7 +262,7 @@ class Caller {
       job.expected.push_back({static_cast<std::byte*>(given.recv_parts.back().buffer), in});
     }
     job.what = "all_to_all";
-    job.work = group.submit(std::move(given));
+    job.work = group.submit(on_device(job, std::move(given)));
     if (!asynchronous) job.work->wait();
   }
 
@@ -258,6 +279,7 @@ class Caller {
     };
     const Bytes in = content((me + ranks - 1) % ranks);
     MessageCall message;
+    if (job.on_a_gpu) message.device = gpu_, message.stream = stream_;
     message.dtype = call.dtype;
     message.elems = call.elems;
     message.tag = static_cast<int64_t>(seed % 3);
@@ -269,7 +291,9 @@ class Caller {
     message.peer = (me + ranks - 1) % ranks;
     job.expected.push_back({static_cast<std::byte*>(message.buffer), in});
     job.what = "send and recv";
-    group.submit(message)->wait();
+    const auto received = group.submit(message);
+    received->wait();
+    if (job.on_a_gpu) received->order(stream_);
     job.work = sent;
   }
 
@@ -277,17 +301,34 @@ class Caller {
     std::shuffle(jobs.begin(), jobs.end(), own_);
     for (Job& job : jobs) {
       if (job.work) job.work->wait();
+      if (job.work && job.on_a_gpu) settle(*job.work);
       for (const auto& [address, bytes] : job.expected)
         if (!same(job.dtype, address, bytes.data(), bytes.size() / size_bytes(job.dtype)))
           give_up(text("rank %u: wrong result of %s", rank_, job.what.c_str()));
       for (std::byte* block : job.blocks) progress_->arena()->free(block);
+      for (std::byte* tensor : job.tensors) fake().release(tensor);
     }
     jobs.clear();
+  }
+
+  Submission on_device(const Job& job, Submission given) const {
+    if (job.on_a_gpu) given.device = gpu_, given.stream = stream_;
+    return given;
+  }
+  // Until what is in the caller's stream behind the work has run.
+  void settle(Work& work) const {
+    work.order(stream_);
+    auto ran = std::make_shared<std::atomic<bool>>(false);
+    fake().launch(stream_, 0, [ran] { ran->store(true); });
+    for (const Deadline deadline = Deadline::in(60); !ran->load() || !work.has_landed(); usleep(20))
+      if (deadline.passed()) give_up("a stream does not end");
   }
 
   const Soak& plan_;
   uint32_t rank_;
   std::shared_ptr<Progress> progress_;
+  std::shared_ptr<cuda::CudaDevice> gpu_;
+  cuda::CUstream stream_;
   std::mt19937_64 random_, own_{std::random_device{}()};
   std::vector<std::shared_ptr<Communicator>> groups_;
   Levels levels_[kGroups];
@@ -296,12 +337,13 @@ class Caller {
 uint64_t run_rank(const Soak& plan, uint32_t rank, const std::shared_ptr<Progress>& progress,
                   const std::shared_ptr<Network>& network) {
   const double end_s = now_s() + plan.seconds;
+  const auto gpu = plan.cuda ? std::make_shared<cuda::CudaDevice>(driver(), 0) : nullptr;
   std::vector<std::thread> threads;
   std::atomic<uint64_t> count{0};
   for (uint32_t index = 0; index < kCallers; ++index)
     threads.emplace_back([&, index] {
       try {
-        count += Caller(plan, rank, index, progress, network).run(end_s);
+        count += Caller(plan, rank, index, progress, network, gpu).run(end_s);
       } catch (const std::exception& error) {
         give_up(text("rank %u: %s", rank, error.what()));
       }
@@ -352,17 +394,18 @@ uint64_t run_processes(Soak& plan) {
 
 int main(int argc, char** argv) {
   const bool processes = argc > 1 && std::strcmp(argv[1], "--processes") == 0;
-  if (processes) --argc, ++argv;
+  Soak plan;
+  plan.cuda = argc > 1 && std::strcmp(argv[1], "--cuda") == 0;
+  if (processes || plan.cuda) --argc, ++argv;
   if (argc > 2 && std::strcmp(argv[1], "--hosts") == 0) {
     layout() = argv[2];
     argc -= 2, argv += 2;
   }
-  Soak plan;
   if (argc > 1) plan.seconds = std::atof(argv[1]);
   if (argc > 2) plan.ranks = static_cast<uint32_t>(std::atoi(argv[2]));
   plan.seed = argc > 3 ? std::strtoull(argv[3], nullptr, 10) : std::random_device{}();
   if (!(plan.seconds > 0) || plan.ranks < 1 || plan.ranks > 64) {
-    std::fprintf(stderr, "usage: soak [--processes] [--hosts LAYOUT] [SECONDS [RANKS [SEED]]]\n");
+    std::fprintf(stderr, "usage: soak [--processes | --cuda] [--hosts LAYOUT] [SECONDS [RANKS [SEED]]]\n");
     return 2;
   }
   std::printf("seed %llu\n", static_cast<unsigned long long>(plan.seed));
@@ -371,9 +414,11 @@ int main(int argc, char** argv) {
   const double start_s = now_s(), seconds = plan.seconds;
   for (int part = 0; part < 10 || now_s() - start_s < seconds; ++part) {
     plan.seconds = seconds / 10;
+    if (plan.cuda) fake().configure(text("seed=%llu", (unsigned long long)plan.seed));
     for (auto& caller : plan.addresses)
       for (std::string& address : caller) address = new_address();
     total += processes ? run_processes(plan) : run_threads(plan);
+    if (plan.cuda && !fake().alive().empty()) give_up("the driver still has " + fake().alive());
     ++plan.seed;
     if (part == 1) first_bytes = bytes_in_use();
     if (part >= 9 && now_s() - start_s >= seconds) break;

@@ -38,6 +38,7 @@ class FakeCuda {
 
   virtual void* allocate(size_t bytes) = 0;  // memory of the GPU; the processor may look at it, as tests do
   virtual void free(void* memory) = 0;
+  virtual void release(void* memory) = 0;  // the same; its address may come again
   // A stream of somebody else; a blocking one minds the legacy default stream.
   virtual cuda::CUstream make_stream(bool blocking) = 0;
   // Puts a kernel into a stream. It ends after some time with a fault, if that is not 0.

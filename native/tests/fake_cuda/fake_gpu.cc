@@ -135,6 +135,13 @@ void FakeGpu::free(void* memory) {
   allocated.erase(static_cast<std::byte*>(memory));
 }
 
+void FakeGpu::release(void* memory) {
+  std::lock_guard lock(mutex_);
+  const auto found = allocated.find(static_cast<std::byte*>(memory));
+  munmap(memory, found->second);
+  allocated.erase(found);
+}
+
 CUstream FakeGpu::make_stream(bool blocking) {
   std::lock_guard lock(mutex_);
   streams.push_back({.blocking = blocking});

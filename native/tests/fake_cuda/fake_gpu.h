@@ -58,6 +58,7 @@ class FakeGpu final : public FakeCuda {
   uint64_t copies_begun() override;
   void* allocate(size_t bytes) override;
   void free(void* memory) override;
+  void release(void* memory) override;
   CUstream make_stream(bool blocking) override;
   void launch(CUstream stream, double lasts_s, std::function<void()> kernel, int fault) override;
   void begin_capture(CUstream stream) override;
