@@ -90,7 +90,10 @@ soak: native sanitized
 	for subject in communicator failures exchange messages link; do \
 	  $(BUILD_DIR)/native/tests/$${subject}_test --schedules 250 || exit 1; \
 	done
-	for hosts in '' '--hosts pairs'; do $(BUILD_DIR)/native/tests/cuda_failures_test --whole $$hosts || exit 1; done
+	for hosts in ' ' '--hosts pairs'; do \
+	  $(BUILD_DIR)/native/tests/cuda_failures_test --whole $$hosts || exit 1; \
+	  $(BUILD_DIR)/native/tests/cuda_kills_test $$hosts || exit 1; \
+	done
 	$(BUILD_DIR)/native/tests/many
 	for run in '--processes' '--processes --hosts pairs' ' ' '--hosts uneven' '--cuda' \
 	    '--cuda --hosts pairs'; do \

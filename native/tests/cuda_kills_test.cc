@@ -26,12 +26,9 @@ Shared& shared() {
   return *made;
 }
 
-// The first few copies of each way last so long.
+// The first copy of each way lasts so long.
 std::string slow_copies(int lasts_ms) {
-  std::string words;
-  for (const char* way : {"DtoH", "HtoD"})
-    for (int copy = 1; copy <= 3; ++copy) words += text("lasts=cuMemcpy%sAsync:%d:%d ", way, copy, lasts_ms);
-  return words;
+  return text("lasts=cuMemcpyDtoHAsync:1:%d lasts=cuMemcpyHtoDAsync:1:%d", lasts_ms, lasts_ms);
 }
 
 std::vector<Report> run_gpu_processes(const std::string& words, Limits limits,
@@ -140,6 +137,29 @@ TEST_ANY_HOSTS(survivors_of_a_kill_in_mid_copy_name_rank_and_gpu_within_a_second
       CHECK_CONTAINS(said, text("Rank %u of 3 waited 0.", survivor));
       CHECK_CONTAINS(said, by_rings ? "all_reduce #1 of CUDA int32[3000]" : "all_to_all #1");
       CHECK(said.ends_with("checkpoint."));  // nothing is alive in the driver
+    }
+  }
+}
+
+TEST_ANY_HOSTS(the_fault_of_one_ranks_kernel_is_named_by_all_within_a_second_and_the_others_go_on) {
+  for (const bool by_rings : {true, false}) {
+    const std::string during = new_address(), after = new_address();
+    const auto reports = run_gpu_processes("", {}, [&](GpuRank& seat) -> std::string {
+      auto group = among({0, 1, 2}, during);
+      const bool is_victim = group->rank() == kVictim;
+      const double start = now_s();
+      std::byte* const at = seat.tensor(ints(kElems, int(group->rank())));
+      if (is_victim) fake().launch(seat.stream, 0.05, {}, CUDA_ERROR_ILLEGAL_ADDRESS);
+      auto work = begin(*group, seat, at, by_rings);
+      auto [kind, message] = error_of([&] { work->wait(); });
+      CHECK(now_s() - start < 1);
+      CHECK(kind == (is_victim ? ErrorKind::system : ErrorKind::peer_lost));
+      return is_victim ? message : message + aftermath(seat, group, work, after);
+    });
+    for (uint32_t rank = 0; rank < kRanks; ++rank) {
+      CHECK_CONTAINS(reports[rank].text, text("failed on %s: CUDA_ERROR_ILLEGAL_ADDRESS (700)", kGpu));
+      CHECK_CONTAINS(reports[rank].text, text("rank %u (pid", kVictim));
+      if (rank != kVictim) CHECK(reports[rank].text.ends_with("checkpoint."));
     }
   }
 }

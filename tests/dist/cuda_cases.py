@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from tests.fake_cuda import FakeGpu, RealGpu, wait_until
 
@@ -372,6 +373,17 @@ class Cases:
         dist.all_reduce(on_gpu)
         said["afterwards"] = str(self.gpu.read(on_gpu).tolist() == [float(self.world_size)] * 4)
         return said
+
+    def loader_workers(self) -> list[Any]:
+        """Workers of a loader, forked while a call is in flight: the samples they bring, and the call's result."""
+        x = self.gpu.tensor(torch.full((40_000,), self.rank + 1.0))
+        self.gpu.delay(0.05)
+        work = dist.all_reduce(x, async_op=True)
+        loader = DataLoader(list(range(8)), num_workers=2, multiprocessing_context="fork")  # type: ignore[arg-type]
+        samples = [int(batch) for batch in loader]
+        work.wait()
+        total = sum(range(1, self.world_size + 1))
+        return [samples == list(range(8)), bool((self.gpu.read(x) == total).all())]
 
     def large(self, elems: int) -> bool:
         """A sum whose every element is known."""

@@ -70,6 +70,10 @@ def test_works_say_when_their_results_are_there(pool: RankPool) -> None:
     assert pool.ask({"do": "completion"}) == [[True, True]] * pool.world_size
 
 
+def test_loader_workers_may_be_forked_while_a_call_is_in_flight(pool: RankPool) -> None:
+    assert pool.ask({"do": "loader_workers"}) == [[True, True]] * pool.world_size
+
+
 def test_wrong_calls_are_refused_and_the_group_goes_on(pool: RankPool) -> None:
     for said in pool.ask({"do": "errors"}):
         assert "got one on cpu and one on cuda:0" in said["both"]

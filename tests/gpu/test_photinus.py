@@ -71,6 +71,10 @@ def test_works_say_when_their_results_are_there(rank_pool: RankPool) -> None:
     assert rank_pool.ask({"do": "completion"}) == [[True, True]] * rank_pool.world_size
 
 
+def test_loader_workers_may_be_forked_while_a_call_is_in_flight(rank_pool: RankPool) -> None:
+    assert rank_pool.ask({"do": "loader_workers"}) == [[True, True]] * rank_pool.world_size
+
+
 def test_wrong_calls_are_refused_and_the_group_goes_on(rank_pool: RankPool) -> None:
     for said in rank_pool.ask({"do": "errors"}):
         assert "got one on cpu and one on cuda:0" in said["both"]
