@@ -6,12 +6,16 @@ An explicit argument always beats a variable, and a variable beats the default. 
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+
+_OURS = "PHOTINUS_"
 
 
 @dataclass(frozen=True)
@@ -39,17 +43,17 @@ class Variable(Generic[T]):
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise ValueError("needs a number of seconds above 0")
-    return value
+    with contextlib.suppress(ValueError):
+        if float(text) > 0:
+            return float(text)
+    raise ValueError("needs a number of seconds above 0")
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError("needs a whole number above 0")
-    return value
+    with contextlib.suppress(ValueError):
+        if int(text) >= 1:
+            return int(text)
+    raise ValueError("needs a whole number above 0")
 
 
 def _transport(text: str) -> str:
@@ -65,7 +69,9 @@ def _switch(text: str) -> bool:
 
 
 def _levels(text: str) -> tuple[int, ...]:
-    sizes = () if text == "unmeasured" else tuple(int(word) for word in text.split(","))
+    sizes = (
+        () if text == "unmeasured" else tuple(int(word) if word.strip().isdecimal() else 0 for word in text.split(","))
+    )
     if any(size < 2 for size in sizes) or any(size & (size - 1) for size in sizes[:-1]):
         raise ValueError("needs sizes from 2 on, all but the last powers of two, like 4,2, or unmeasured")
     return sizes
@@ -229,3 +235,14 @@ ALL: tuple[Variable[object], ...] = (  # type: ignore[assignment]
     ATTEMPT,
     JOB_ID,
 )
+
+
+def misspelt(environ: Mapping[str, str]) -> dict[str, str]:
+    """Names that begin like ours and are none of them, but come near one: which one was probably meant."""
+    ours = {each.name.removeprefix(_OURS): each.name for each in ALL if each.name.startswith(_OURS)}
+    meant = {}
+    for name in environ:
+        rest = name.removeprefix(_OURS)
+        if rest != name and rest not in ours and (near := difflib.get_close_matches(rest, ours, n=1, cutoff=0.7)):
+            meant[name] = ours[near[0]]
+    return meant

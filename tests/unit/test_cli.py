@@ -66,6 +66,17 @@ def test_wrong_use_is_one_line_on_stderr_and_exit_code_2(capsys, words, told):
     assert shown.err.count("\n") == 1
 
 
+def test_run_refuses_a_wrong_variable_before_any_worker_starts_and_tells_a_misspelt_one(capsys, monkeypatch):
+    monkeypatch.setenv("PHOTINUS_TIMEOUT", "3")
+    assert main(["run", "--dry-run", __file__]) == 0
+    assert "variable PHOTINUS_TIMEOUT is unknown. Did you mean PHOTINUS_TIMEOUT_S?" in capsys.readouterr().err
+    monkeypatch.setenv("PHOTINUS_TIMEOUT_S", "3m")
+    assert main(["run", "--dry-run", __file__]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("photinus: environment variable PHOTINUS_TIMEOUT_S='3m': needs a number of seconds above 0")
+    assert told.count("\n") == 1
+
+
 @pytest.mark.parametrize("what", ["main(['run', '--help'])", "import photinus", "main(['completion', 'bash'])"])
 def test_neither_run_nor_the_front_door_imports_what_only_pictures_and_manifests_need(what):
     code = f"import sys; from photinus.launcher.cli import main; {what}; print(*sys.modules)"

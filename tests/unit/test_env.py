@@ -44,6 +44,7 @@ def test_a_set_variable_is_parsed_anew_at_each_reading(monkeypatch):
         (env.EXPECTED_WORLD_SIZE, "2.5"),
         (env.ATTEMPT, "first"),
         (env.TRANSPORT, "rdma"),
+        (env.LEVELS, "2,two"),
     ],
 )
 def test_a_wrong_value_is_refused_with_name_value_and_meaning(monkeypatch, variable, text):
@@ -59,3 +60,12 @@ def test_every_declared_variable_is_listed_once_with_a_meaning():
     assert sorted(v.name for v in declared) == sorted(v.name for v in env.ALL)
     assert len({v.name for v in env.ALL}) == len(env.ALL)
     assert all(v.meaning for v in env.ALL)
+
+
+def test_a_name_that_comes_near_one_of_ours_is_taken_for_it_and_others_are_left_alone():
+    typed = ("PHOTINUS_TIMEOUT", "PHOTINUS_BACKND", "PHOTINUS_SECRET", "PHOTINUS_GRACE_S", "PHOTINUS_MY_DATA", "PATH")
+    assert env.misspelt(dict.fromkeys(typed, "1")) == {
+        "PHOTINUS_TIMEOUT": "PHOTINUS_TIMEOUT_S",
+        "PHOTINUS_BACKND": "PHOTINUS_BACKEND",
+        "PHOTINUS_SECRET": "PHOTINUS_JOB_SECRET",
+    }

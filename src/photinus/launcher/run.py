@@ -15,6 +15,7 @@ from ..relaunch import Launch, notable
 from .command_line.flag_table import run_parser
 from .command_line.flags import RunFlags, SelectionFlags, parse_run
 from .command_line.program import Program, add_local_rank, check_program
+from .command_line.usage import UsageError
 from .workers.devices import count_gpus
 
 __all__ = ["main", "parser"]
@@ -39,6 +40,7 @@ def main(arguments: Sequence[str]) -> int:
 
         return kubernetes.main(flags, program)
     check_program(program)
+    _check_environment()
     if flags.scheduler.slurm:
         from .schedulers import sbatch
 
@@ -56,6 +58,17 @@ def main(arguments: Sequence[str]) -> int:
         except DeviceError as error:
             raise DeviceError(f"{flags_text(flags.selection)} asks for GPUs: {error}") from None
     return _start(flags, program)
+
+
+def _check_environment() -> None:
+    """Refuses a variable of ours with a wrong value here, once, instead of in each worker; tells a misspelt name."""
+    for variable in env.ALL:
+        try:
+            variable.get()
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+    for name, meant in env.misspelt(os.environ).items() if env.STARTED_AS.get() is None else ():
+        print(f"photinus: environment variable {name} is unknown. Did you mean {meant}?", file=sys.stderr)
 
 
 def _record(arguments: Sequence[str], program: Program) -> None:
