@@ -144,12 +144,15 @@ class Pipeline : public StepSource {
         // What is sent as it is need not be added first.
         direct_(s_.locals.size() == 1 && call.reduction != Reduction::premul_sum && size_ == wire_),
         stages_(2 * s_.depth() + 3 + 2 * kAhead),
-        cut_(levels, {call.elems, s_.slices, 1, s_.slices, size_, wire_, stages_ + 1}, sizes, net),
+        // On all hosts the same, as is what follows from it.
+        alone_(direct_ && s_.slices == 1 && s_.depth() == 1),
+        ring_(alone_ ? kFirstUp + 1 : stages_ + 1),
+        cut_(levels, {call.elems, s_.slices, 1, s_.slices, size_, wire_, ring_, alone_}, sizes, net),
         up_(s_.depth()),
         down_(s_.depth()),
-        marks_(stages_ + 1) {
+        marks_(ring_) {
     for (auto* frames : {&up_, &down_})
-      for (auto& of_level : *frames) of_level.resize(stages_ + 1);
+      for (auto& of_level : *frames) of_level.resize(ring_);
   }
 
   bool next(std::vector<Step>& steps) override {
@@ -177,22 +180,23 @@ class Pipeline : public StepSource {
 
  private:
   static constexpr uint64_t kAhead = 1;
+  static constexpr uint64_t kFirstUp = 2 + kAhead;  // the stage that combines in the first level
 
   // Copying in, adding, then combining in each level, coming back down in each, copying out.
   void run(size_t stage, uint64_t chunk) {
-    const size_t depth = s_.depth(), first_up = 2 + kAhead, first_down = first_up + depth + kAhead;
+    const size_t depth = s_.depth(), first_down = kFirstUp + depth + kAhead;
     if (stage == 0) {
       copy_in(chunk);
     } else if (stage == 1) {
       add(chunk);
       send_up(chunk, 0);
-    } else if (stage >= first_up && stage < first_up + depth) {
-      const size_t level = stage - first_up;
+    } else if (stage >= kFirstUp && stage < kFirstUp + depth) {
+      const size_t level = stage - kFirstUp;
       combine(chunk, level);
       level + 1 < depth ? send_up(chunk, level + 1) : send_down(chunk, level);
     } else if (stage >= first_down && stage < first_down + depth) {
       const size_t level = first_down + depth - 1 - stage;
-      s_.wait_received(down_[level][chunk % ring()]);
+      s_.wait_received(down_[level][chunk % ring_]);
       level > 0 ? send_down(chunk, level - 1) : share(chunk);
     } else if (stage + 1 == stages_) {
       copy_out(chunk);
@@ -242,12 +246,11 @@ class Pipeline : public StepSource {
       if (!is_roots(s_.member(l), l)) return false;
     return true;
   }
-  uint64_t ring() const { return stages_ + 1; }
 
   // All but the slices that it carries itself.
   void copy_in(uint64_t chunk) {
     if (!staged_) return;
-    if (chunk >= ring()) s_.add(wait_step(Counter::finished, chunk - ring() + 1));
+    if (chunk >= ring_) s_.add(wait_step(Counter::finished, chunk - ring_ + 1));
     for (uint32_t slice = 0; slice < s_.slices; ++slice) {
       const Slice where = cut_.slice(chunk, slice);
       if (where.elems == 0 || s_.levels.carrier(s_.host, slice) == s_.me) continue;
@@ -259,7 +262,7 @@ class Pipeline : public StepSource {
 
   void add(uint64_t chunk) {
     // What lay in the landing before: partial results whose sums have come back down are known to have left.
-    if (!everywhere_ || narrow_) s_.wait_sent(marks_[chunk % ring()]);
+    if (!everywhere_ || narrow_) s_.wait_sent(marks_[chunk % ring_]);
     if (direct_) return;
     if (staged_) s_.add(wait_step(Counter::staged, chunk + 1));
     for (size_t c = 0; c < s_.carried.size(); ++c) {
@@ -278,7 +281,7 @@ class Pipeline : public StepSource {
 
   void send_up(uint64_t chunk, size_t level) {
     const uint32_t members = s_.levels.sizes[level], own = s_.member(level);
-    auto& frames = up_[level][chunk % ring()];
+    auto& frames = up_[level][chunk % ring_];
     frames.clear();
     auto piece = [&](size_t c, uint32_t member) {
       return cut_.piece(span(chunk, s_.carried[c], level), members, member);
@@ -298,7 +301,7 @@ class Pipeline : public StepSource {
 
   void combine(uint64_t chunk, size_t level) {
     const uint32_t members = s_.levels.sizes[level], own = s_.member(level);
-    s_.wait_received(up_[level][chunk % ring()]);
+    s_.wait_received(up_[level][chunk % ring_]);
     for (size_t c = 0; c < s_.carried.size(); ++c) {
       const Slice mine = span(chunk, s_.carried[c], level + 1);
       if (mine.elems == 0) continue;
@@ -318,7 +321,7 @@ class Pipeline : public StepSource {
 
   void send_down(uint64_t chunk, size_t level) {
     const uint32_t members = s_.levels.sizes[level], own = s_.member(level);
-    auto& frames = down_[level][chunk % ring()];
+    auto& frames = down_[level][chunk % ring_];
     frames.clear();
     if (!everywhere_ && !leads_to_root(level)) return;
     const bool gets = everywhere_ || is_roots(own, level);
@@ -330,7 +333,7 @@ class Pipeline : public StepSource {
       if (theirs.elems > 0 && gets)
         frames.push_back(s_.receive(peer, result(chunk, c, theirs.first), theirs.elems * result_size_));
     });
-    if (!everywhere_ || narrow_) marks_[chunk % ring()] = s_.mark();
+    if (!everywhere_ || narrow_) marks_[chunk % ring_] = s_.mark();
   }
 
   // What has come to the others of this host.
@@ -372,6 +375,8 @@ class Pipeline : public StepSource {
   const bool narrow_;                         // results cross in fewer bits than tensors have
   const bool staged_, direct_;
   const size_t stages_;
+  const bool alone_;     // nothing is added before it crosses, on no host
+  const uint64_t ring_;  // of chunks whose frames, or partial results, may still need their places
   const NetCut cut_;
   // By level and place in the ring.
   std::vector<std::vector<std::vector<Frame>>> up_, down_;

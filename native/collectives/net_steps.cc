@@ -124,6 +124,10 @@ Kernels kernels_of(const Call& call) {
           {Reduction::sum, result, call.dtype}};
 }
 
+// By so much larger may slices be that are only added once, and never copied: the fewer frames, the fewer
+// calls and wakings.
+constexpr uint64_t kAlone = 4;
+
 NetCut::NetCut(const Levels& levels, const CutOf& of, const SlotSizes& sizes, const NetSizes& net)
     : of_(of), unit_(kLineBytes / of.elem_bytes) {
   const uint32_t slices = levels.slices();
@@ -133,7 +137,7 @@ NetCut::NetCut(const Levels& levels, const CutOf& of, const SlotSizes& sizes, co
   auto lay_out = [&](uint64_t units) {
     level_at_.clear();
     piece_units_.clear();
-    uint64_t span = units * of_.entry_parts, at = span;
+    uint64_t span = units * of_.entry_parts, at = of_.alone ? 0 : span;
     for (const uint32_t size : levels.sizes) {
       span = (span + size - 1) / size;
       level_at_.push_back(at);
@@ -144,7 +148,8 @@ NetCut::NetCut(const Levels& levels, const CutOf& of, const SlotSizes& sizes, co
   };
   const uint64_t slot_units = sizes.chunks * sizes.chunk_bytes / of_.ring / kLineBytes / of_.slot_parts;
   const uint64_t landing_units = net.landing_bytes / (of_.ring * carried_ * unit_ * of_.wire_bytes);
-  part_units_ = std::min({net.slice_bytes / kLineBytes, slot_units, landing_units});
+  part_units_ = of_.alone ? std::min(kAlone * net.slice_bytes / kLineBytes, landing_units)
+                          : std::min({net.slice_bytes / kLineBytes, slot_units, landing_units});
   while (part_units_ > 0 && lay_out(part_units_) > landing_units)
     part_units_ -= std::max<uint64_t>(part_units_ / 16, 1);
   if (part_units_ == 0)
