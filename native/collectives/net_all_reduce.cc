@@ -140,6 +140,7 @@ class Pipeline : public StepSource {
         wire_(size_bytes(kernels_.partial.from)),
         result_size_(size_bytes(kernels_.last.to)),
         narrow_(result_size_ < size_),
+        past_caches_(call.elems * size_ >= kPastCachesBytes),
         staged_(algorithm == Algorithm::staged && s_.locals.size() > 1),
         // What is sent as it is need not be added first.
         direct_(s_.locals.size() == 1 && call.reduction != Reduction::premul_sum && size_ == wire_),
@@ -311,9 +312,11 @@ class Pipeline : public StepSource {
                               ? partial(chunk, c, level, mine.first)
                               : Region{Place::landing, s_.me, cut_.landing_at(chunk, c, level, member)});
       const bool last = level + 1 == s_.depth();
-      Step step =
-          reduce_step({last ? result(chunk, c, mine.first) : partial(chunk, c, level + 1, mine.first)},
-                      std::move(sources), mine.elems * wire_);
+      std::vector<Region> results;
+      if (last && !narrow_) results = homes(chunk, mine.first);  // at once, while they are in registers
+      if (results.empty())
+        results = {last ? result(chunk, c, mine.first) : partial(chunk, c, level + 1, mine.first)};
+      Step step = reduce_step(std::move(results), std::move(sources), mine.elems * wire_);
       step.kernel = last ? kernels_.last : kernels_.partial;
       s_.add(step);
     }
@@ -336,7 +339,7 @@ class Pipeline : public StepSource {
     if (!everywhere_ || narrow_) marks_[chunk % ring_] = s_.mark();
   }
 
-  // What has come to the others of this host.
+  // What has come goes to the others of this host; what this rank added itself is there.
   void share(uint64_t chunk) {
     for (size_t c = 0; c < s_.carried.size(); ++c) {
       const Slice where = cut_.slice(chunk, s_.carried[c]);
@@ -347,8 +350,15 @@ class Pipeline : public StepSource {
         step.kernel = kernels_.widened;
         s_.add(step);
       } else {
-        for (size_t i = 1; i < places.size(); ++i)
-          s_.add(copy_step(places[i], places[0], where.elems * size_));
+        const Slice own = span(chunk, s_.carried[c], s_.depth());
+        const uint64_t after = own.first + own.elems;
+        for (const auto& [first, end] :
+             {std::pair{where.first, own.first}, {after, where.first + where.elems}}) {
+          if (first == end) continue;
+          const std::vector<Region> parts = homes(chunk, first);
+          for (size_t i = 1; i < parts.size(); ++i)
+            s_.add(copy_step(parts[i], parts[0], (end - first) * size_));
+        }
       }
     }
     if (staged_) s_.add(advance_step(Counter::reduced, chunk + 1));
@@ -361,8 +371,10 @@ class Pipeline : public StepSource {
       const Slice where = cut_.slice(chunk, slice);
       if (where.elems == 0 || peer == s_.me || !(everywhere_ || s_.me == root_)) continue;
       s_.add(wait_step(Counter::reduced, chunk + 1, peer));
-      s_.add(copy_step({Place::recv, s_.me, where.first * size_}, slot(peer, chunk, where.first),
-                       where.elems * size_));
+      Step step = copy_step({Place::recv, s_.me, where.first * size_}, slot(peer, chunk, where.first),
+                            where.elems * size_);
+      step.past_caches = past_caches_;
+      s_.add(std::move(step));
     }
     s_.add(advance_step(Counter::finished, chunk + 1));
   }
@@ -373,6 +385,7 @@ class Pipeline : public StepSource {
   const Kernels kernels_;
   const uint64_t size_, wire_, result_size_;  // bytes of an element; of one that goes up, and down
   const bool narrow_;                         // results cross in fewer bits than tensors have
+  const bool past_caches_;
   const bool staged_, direct_;
   const size_t stages_;
   const bool alone_;     // nothing is added before it crosses, on no host

@@ -181,4 +181,9 @@ std::string describe(const Call& call, uint64_t sequence = 0);
 // Borders between ranks' slices fall on cache lines, so that no line is written by two ranks.
 inline constexpr uint64_t kLineBytes = 64;
 
+// A tensor of this size is no longer in a cache when its end is reached: what is written need not be fetched
+// before it is overwritten, nor push the chunks out. (Measured: 5 to 15 % faster from 16 MiB on, 40 % slower
+// at 4 MiB.)
+inline constexpr uint64_t kPastCachesBytes = 16 << 20;
+
 }  // namespace photinus
