@@ -90,8 +90,8 @@ struct CutOf {
   uint64_t elems = 0, slices = 1, entry_parts = 1, slot_parts = 1;
   uint64_t elem_bytes = 1, wire_bytes = 1;
   uint64_t ring = 1;
-  bool alone = false;  // hosts have one rank each, which sends its tensor as it is: nothing lies in an entry
-                       // but what comes, and chunks, which need no slots, may be larger
+  bool alone = false;  // two hosts have one rank each, which sends its tensor as it is: nothing lies in an
+                       // entry but what comes, and chunks, which need no slots, may be larger
 };
 
 class NetCut {
