@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ class Variable(Generic[T]):
 
 def _seconds(text: str) -> float:
     with contextlib.suppress(ValueError):
-        if float(text) > 0:
+        if 0 < float(text) < math.inf:
             return float(text)
     raise ValueError("needs a number of seconds above 0")
 

@@ -70,11 +70,12 @@ def test_run_refuses_a_wrong_variable_before_any_worker_starts_and_tells_a_missp
     monkeypatch.setenv("PHOTINUS_TIMEOUT", "3")
     assert main(["run", "--dry-run", __file__]) == 0
     assert "variable PHOTINUS_TIMEOUT is unknown. Did you mean PHOTINUS_TIMEOUT_S?" in capsys.readouterr().err
-    monkeypatch.setenv("PHOTINUS_TIMEOUT_S", "3m")
-    assert main(["run", "--dry-run", __file__]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("photinus: environment variable PHOTINUS_TIMEOUT_S='3m': needs a number of seconds above 0")
-    assert told.count("\n") == 1
+    for wrong in ("3m", "inf", "-1"):
+        monkeypatch.setenv("PHOTINUS_TIMEOUT_S", wrong)
+        assert main(["run", "--dry-run", __file__]) == 2
+        told = capsys.readouterr().err
+        assert told.startswith(f"photinus: environment variable PHOTINUS_TIMEOUT_S='{wrong}': needs a number of seconds")
+        assert told.count("\n") == 1
 
 
 @pytest.mark.parametrize("what", ["main(['run', '--help'])", "import photinus", "main(['completion', 'bash'])"])

@@ -17,7 +17,6 @@ from __future__ import annotations
 import os
 import secrets
 import shlex
-import shutil
 import signal
 import sys
 import time
@@ -206,13 +205,13 @@ class _Job:
             common[JOB_SECRET.name] = secrets.token_hex(32)
         if place and self._flags.hosts.port is None and place["port"] != DEFAULT_PORT:
             self._say(f"port {DEFAULT_PORT} is taken on {self._hosts[0].name}; {place['port']} is used instead")
-        columns, rows = shutil.get_terminal_size()
-        terminals = [str(each) for each, screen in enumerate(self._screens.values(), 1) if screen.terminal]
+        terminals = {each: screen.target for each, screen in enumerate(self._screens.values(), 1) if screen.terminal}
         for number, (host, share) in enumerate(zip(self._hosts, self._shares, strict=True)):
             host.answers.clear()
             environ = {**common, STARTED_AS.name: host.name}
             if number == 0 and terminals:  # other hosts' lines are carried as lines
-                environ[TERMINALS.name] = " ".join([str(rows), str(columns), *terminals])
+                columns, rows = os.get_terminal_size(min(terminals.values()))
+                environ[TERMINALS.name] = " ".join(map(str, [rows, columns, *terminals]))
             words = host_words(
                 self._flags,
                 share,
