@@ -104,7 +104,9 @@ soak: native sanitized
 	  build/$$run/tests/soak --hosts robin $$(($(SOAK_S) / 2)) 4 || exit 1; \
 	  build/$$run/tests/soak --cuda $$(($(SOAK_S) / 2)) 3 || exit 1; \
 	done
-	for subject in communicator cuda_operations; do build/thread/tests/$${subject}_test --hosts pairs || exit 1; done
+	for subject in communicator cuda_operations cuda_failures; do \
+	  build/thread/tests/$${subject}_test --hosts pairs || exit 1; \
+	done
 	for run in link link_ends $(OVER_UCX); do \
 	  PHOTINUS_TRANSPORT=ucx $(BUILD_DIR)/native/tests/$${run%-*}_test $$(case $$run in *-*) echo --hosts $${run#*-};; esac); \
 	  case $$? in 0|77) ;; *) exit 1;; esac; \
