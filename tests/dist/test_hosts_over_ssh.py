@@ -79,7 +79,7 @@ def test_rank_0_has_a_terminal_when_the_user_has_one(place):
     if pid == 0:
         os.chdir(place.folder)
         command = place.first.command([sys.executable, "-m", *words])
-        os.execvpe(command[0], command, {**os.environ, "OMP_NUM_THREADS": "1"})
+        os.execvpe(command[0], command, {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80"})  # of another shell
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 77, 0, 0))
     shown = b""
     with contextlib.suppress(OSError):  # the terminal's other side is closed: everything has ended
