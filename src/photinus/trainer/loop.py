@@ -418,10 +418,11 @@ class Loop:
         self._restore_random_numbers()
         position, clock = self._position, self._clock
         clock.start()
+        position.begin(time.perf_counter() - self._session.aside_s)
         watch = preemption.Watch(self._takes_signals)
         try:
             while not self.finished:
-                self._begin_epoch()
+                self._progress.start_epoch(self.epoch, position.batches_done, position.step, self._loader.batch_size)
                 batches = self._loader.epoch(position.epochs_done, position.batches_done)
                 while (batch := self._next(batches)) is not None:
                     self._batch = batch
@@ -466,11 +467,6 @@ class Loop:
             # must differ. Rank 0 goes on as a process that is alone would.
             rng.seed_everything(self._seed, rank=self._session.rank)
 
-    def _begin_epoch(self) -> None:
-        position = self._position
-        position.begin_epoch(time.perf_counter() - self._session.aside_s)
-        self._progress.start_epoch(self.epoch, position.batches_done, position.step, self._loader.batch_size)
-
     def _after_body(self, batch: Batch, *, row_ended: bool, epoch_ended: bool) -> None:
         """What happens between two bodies, in this order: losses, the row, the checkpoint."""
         position = self._position
@@ -491,7 +487,10 @@ class Loop:
             self._save_wanted |= self.finished or position.epochs_done % self._save_every_epochs == 0
         # Gradients that were accumulated and not yet used are no part of a checkpoint: it waits for the next step.
         if self._save_wanted and (not self._backwards.unstepped or self.finished):
+            self._clock.other_ended()
+            began = time.perf_counter()
             self._save()
+            position.leave_out(time.perf_counter() - began)
             self._clock.skip()
 
     def _exchange(self, epoch_ended: bool) -> None:

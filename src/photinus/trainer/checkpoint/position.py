@@ -25,7 +25,7 @@ class Position:
         start: which start of the run this is, from 1.
         stopped_of: when the run was stopped early, the number of epochs (or steps) it was to have; else 0.
         loss_sum, loss_samples: since the last row, for its mean.
-        elapsed_s: seconds of training (validation left out) of all starts, up to the last row.
+        elapsed_s: seconds of training (validation and checkpoints left out) of all starts, up to the last row.
         logged: what the body logged since the last row.
         history: the rows of metrics.csv: one per epoch, or per validation.
     """
@@ -74,10 +74,14 @@ class Position:
             )
         return cls(**{name: saved[name] for name in cls._SAVED})
 
-    def begin_epoch(self, clock_s: float) -> None:
-        """An epoch begins, or goes on; a row, too, unless it goes on from the epoch before."""
+    def begin(self, clock_s: float) -> None:
+        """Bodies begin, or go on after a body was left early, whose row goes on."""
         if not self.samples_in_part:
             self.part_began = clock_s
+
+    def leave_out(self, seconds: float) -> None:
+        """A checkpoint took these seconds, which are no part of the row's."""
+        self.part_began += seconds
 
     def add_loss(self, step_loss: StepLoss) -> None:
         """Adds a step's loss to the running row's mean."""
