@@ -53,7 +53,7 @@ def _on_two_hosts(rank: int, world_size: int) -> dict[str, list[str]]:
     for wire in ("bfloat16", "float16"):
         found["narrow"] += _check_narrow(groups[wire], getattr(torch, wire), rank)
         found["left alone"] += _check_left_alone(groups[wire], rank)
-    by_device = dist.new_group(backend="cpu:photinus,cuda:nccl", pg_options=Options(torch.bfloat16))
+    by_device = dist.new_group(backend="cpu:photinus,cuda:gloo", pg_options=Options(torch.bfloat16))
     found["narrow"] += _check_narrow(by_device, torch.bfloat16, rank)
     found["wide"] = _check_wide(groups["float32"], rank)
     found["gradients"] = _check_gradients(rank)
