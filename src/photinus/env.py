@@ -57,10 +57,13 @@ def _count(text: str) -> int:
     raise ValueError("needs a whole number above 0")
 
 
-def _transport(text: str) -> str:
-    if text not in ("tcp", "ucx"):
-        raise ValueError("needs tcp or ucx")
-    return text
+def _one_of(*words: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in words:
+            raise ValueError(f"needs one of {', '.join(words)}")
+        return text
+
+    return parse
 
 
 def _switch(text: str) -> bool:
@@ -133,7 +136,7 @@ INTERFACE: Variable[tuple[str, ...]] = Variable(
 )
 TRANSPORT: Variable[str] = Variable(
     "PHOTINUS_TRANSPORT",
-    _transport,
+    _one_of("tcp", "ucx"),
     "tcp",
     "what carries tensors between hosts: tcp, or ucx where both ends have the same UCX (else tcp, and a line says so); "
     "read by the engine, in native/net/transport.cc",
@@ -157,10 +160,10 @@ BACKEND: Variable[str] = Variable(
 )
 INSTRUCTION_SET: Variable[str | None] = Variable(
     "PHOTINUS_INSTRUCTION_SET",
-    str,
+    _one_of("baseline", "neon", "avx2", "avx512"),
     None,
-    "vector instructions that the engine adds with: baseline, avx2, avx512 (neon on ARM); read once by the engine, in "
-    "native/kernels/choose.cc (default: the best that the processor has)",
+    "vector instructions that the engine adds with, neon on ARM; read once by the engine, in native/kernels/choose.cc "
+    "(default: the best that the processor has)",
 )
 JOB_SECRET: Variable[str | None] = Variable(
     "PHOTINUS_JOB_SECRET",
