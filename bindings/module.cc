@@ -12,6 +12,7 @@
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <memory>
 #include <optional>
 #include <string>
@@ -79,6 +80,21 @@ bool signal_arrived() {
   if (gettid() != getpid()) return false;
   nb::gil_scoped_acquire locked;
   return PyErr_CheckSignals() != 0;
+}
+
+// At the interpreter's end all groups are left, which ends the calls of threads that nobody joins. They stay
+// where they are: such a thread would show its traceback meanwhile, and an interpreter that finds the lock of
+// its standard error held then aborts.
+std::atomic<bool> exiting{false};
+thread_local bool goes_on_at_exit = false;
+
+void wait_for(Work& work, double timeout_s) {
+  struct Stay {
+    ~Stay() {
+      while (exiting.load() && !goes_on_at_exit) pause();
+    }
+  } stay;
+  work.wait(timeout_s, signal_arrived);
 }
 
 nb::object error_of(const Work& work) {
@@ -248,7 +264,7 @@ Submission made_here(const Submission& call) {
 
 // Waits where it was submitted.
 void finish(Work& work, cuda::CUstream stream) {
-  work.wait(0, signal_arrived);
+  wait_for(work, 0);
   work.order(stream);
 }
 
@@ -358,6 +374,9 @@ NB_MODULE(_native, m) {
         return exchange_texts(*Network::of_this_process(), meeting, own);
       },
       "rank"_a, "ranks"_a, "address"_a, "at"_a, "host"_a, "job"_a, "attempt"_a, "timeout_s"_a, "own"_a);
+  // By the thread that ends the interpreter, before it leaves groups; and by those that it will join.
+  m.def("begin_exit", [] { goes_on_at_exit = exiting = true; });
+  m.def("go_on_at_exit", [] { goes_on_at_exit = true; });
   m.def("set_label", &set_label, "label"_a);
   m.def("set_library_folders", &set_library_folders, "folders"_a);
   m.def("call_site", &site_text);
@@ -389,7 +408,7 @@ NB_MODULE(_native, m) {
           "wait",
           [](Work& work, double timeout_s) {
             Unlocked unlocked;
-            work.wait(timeout_s, signal_arrived);
+            wait_for(work, timeout_s);
           },
           "timeout_s"_a = 0.0)
       .def("is_completed", &Work::is_completed)

@@ -252,6 +252,7 @@ _open: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
 def _close_all() -> None:
+    _native.begin_exit()
     for group in list(_open):
         group.close()
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.fork_server import REPOSITORY
@@ -213,14 +214,27 @@ def test_torchrun_of_a_script_that_never_imports_photinus(tmp_path: Path) -> Non
     assert run.stdout.count("backend photinus") == 2
 
 
-def test_exit_without_destroy_is_silent_and_keeps_the_exit_code(tmp_path: Path) -> None:
+WAITS_IN_A_THREAD = """
+import threading, time
+if dist.get_rank() == 0:
+    threading.Thread(target=dist.all_reduce, args=[tensor], daemon=True).start()
+    time.sleep(0.2)
+else:
+    sys.stdin.read()  # until the other has ended
+"""
+
+
+@pytest.mark.parametrize("before_the_end", ["", WAITS_IN_A_THREAD], ids=["idle", "a daemon thread waits"])
+def test_exit_without_destroy_is_silent_and_keeps_the_exit_code(before_the_end: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     made = f'"photinus", init_method="file://{tmp_path}/store", rank=int(sys.argv[2]), world_size=2'
-    script.write_text(SCRIPT.replace('init_process_group("photinus")', f"init_process_group({made})"))
+    text = SCRIPT.replace('init_process_group("photinus")', f"init_process_group({made})")
+    script.write_text(text.replace("if len(sys.argv)", f"{before_the_end}\nif len(sys.argv)"))
     codes = (0, 7)
     ranks = [
         subprocess.Popen(
             [sys.executable, str(script), str(code), str(rank)],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -401,14 +401,23 @@ def test_a_script_that_closes_nothing_ends_with_its_own_code_and_says_nothing_bu
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("wait", ["barrier()", "recv(np.empty(3, np.float32), 1)"])
-def test_a_script_ends_while_a_daemon_thread_waits_for_a_peer(wait: str) -> None:
+def test_a_script_ends_in_silence_while_a_daemon_thread_waits_for_a_peer(wait: str, tmp_path: Path) -> None:
     program = JOIN + (
-        "import threading\n"
-        f"if rank == 0: threading.Thread(target=lambda: communicator.{wait}, daemon=True).start()\n"
-        "time.sleep(0.3 if rank == 0 else 1)\n"
+        "import contextlib, pathlib, threading\n"
+        f"there = pathlib.Path({str(tmp_path)!r})\n"
+        "if rank == 0:\n"
+        f"    threading.Thread(target=lambda: communicator.{wait}, daemon=True).start()\n"
+        "    time.sleep(0.3)\n"
+        "    (there / 'pid').write_text(str(os.getpid()))\n"
+        "    (there / 'pid').rename(there / 'done')\n"
+        "else:\n"
+        "    while not (there / 'done').exists(): time.sleep(0.01)\n"
+        "    with contextlib.suppress(ProcessLookupError):\n"
+        "        while True: os.kill(int((there / 'done').read_text()), 0), time.sleep(0.01)\n"
         "sys.exit(7)\n"
     )
-    run_programs(program, world_size=2, expect={0: 7, 1: 7}, timeout_s=30)
+    for ended in run_programs(program, world_size=2, expect={0: 7, 1: 7}, timeout_s=30):
+        assert ended.err == ""
 
 
 @pytest.mark.timeout(60)

@@ -18,6 +18,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+from .. import _native
+
 __all__ = ["Apart", "Completer", "outcome"]
 
 _IDLE_S = 0.02
@@ -61,6 +63,7 @@ class Completer:
         """The same for an operation that ends in no order with the others: on a thread that waits for it alone."""
 
         def serve() -> None:
+            _native.go_on_at_exit()
             try:
                 complete(outcome(wait))
             finally:
@@ -96,6 +99,7 @@ class Completer:
         self._appointed = True
 
     def _serve(self) -> None:
+        _native.go_on_at_exit()
         try:
             while (item := self._lead()) is not None:
                 error = outcome(item.wait)

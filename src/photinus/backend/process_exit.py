@@ -3,7 +3,7 @@
 - An uncaught exception aborts the groups at once, with a reason that the peers read ("rank 1 ... raised ValueError:
   ..."), even where the process then takes long to end.
 - At interpreter exit the groups that nobody destroyed are shut down: a thread left in native code would end the process
-  with SIGABRT ("terminate called without an active exception").
+  with SIGABRT ("terminate called without an active exception"). Daemon threads that wait in a collective stay there.
 - A forked child (a data loader's worker) lets its parent's groups alone: it shares their sockets, and gloo's destructor
   would wait for threads that the child does not have.
 """
@@ -18,6 +18,7 @@ import weakref
 from types import TracebackType
 from typing import Protocol
 
+from .. import _native
 from ..errors import CollectiveError
 
 __all__ = ["forget", "watch"]
@@ -64,6 +65,7 @@ def _chain_excepthook() -> None:
 
 
 def _shut_down_all() -> None:
+    _native.begin_exit()
     for group in list(_open):
         group.shutdown()
 
