@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # tests.rank_po
 
 from benchmarks.gpu_results import tell
 from benchmarks.ranks.gpu_rank import COPIES, GPU_ADDS, HOST_COPY
-from photinus.launcher.bench.gpu_model import Ceiling, predict
+from photinus.launcher.bench.gpu_model import predict
 from photinus.launcher.bench.options import size_name
 from tests.fake_cuda import library
 from tests.gpu.device import FAKE
@@ -98,8 +98,8 @@ def measure(pool: RankPool, case: Case) -> dict[str, dict[str, float]]:
     }
 
 
-def ceiling_of(case: Case, figures: dict[str, dict[str, float]]) -> Ceiling:
-    """What the copies, or host memory, allow."""
+def ceiling_of(case: Case, figures: dict[str, dict[str, float]]) -> tuple[float, str]:
+    """What the copies, or host memory, allow, and which binds."""
     memory = 2 * case.ranks * case.size_bytes / figures[HOST_COPY]["s"]
     return predict(case.ranks, case.size_bytes / figures[COPIES]["s"], memory)
 
@@ -108,10 +108,10 @@ def judge(case: Case, figures: dict[str, dict[str, float]], one: float | None) -
     """What was found, and of it what misses a bar. `one`: seconds of the same bytes as one tensor."""
     rate = {name: case.size_bytes / each["s"] for name, each in figures.items()}
     cpu = figures["photinus"]["cpu_s"] / case.size_bytes * 1e9
-    ceiling = ceiling_of(case, figures)
-    share = rate["photinus"] / ceiling.bytes_per_s
+    ceiling, binds = ceiling_of(case, figures)
+    share = rate["photinus"] / ceiling
     words = [f"{name} {each / 1e9:.2f} GB/s" for name, each in rate.items()]
-    words += [f"{cpu:.2f} s of a rank's processors per GB", f"{share:.0%} of the ceiling ({ceiling.binds} binds)"]
+    words += [f"{cpu:.2f} s of a rank's processors per GB", f"{share:.0%} of the ceiling ({binds} binds)"]
     missed = []
     if case.size_bytes >= LARGE_BYTES and share < OF_CEILING.get(case.ranks, 0.0):
         missed.append(f"{OF_CEILING[case.ranks]:.0%} of the ceiling wanted")

@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from photinus.launcher.bench import measure
-from photinus.launcher.bench.gpu_model import Ceiling, explain_gpus, predict
-from photinus.launcher.bench.keep import keep_choice
+from photinus.launcher.bench.gpu_model import explain_gpus, predict
+from photinus.launcher.bench.measure import keep_choice
 from photinus.launcher.bench.options import Options
 from photinus.launcher.bench.result import COPY, HOST_COPY, Result, limits
 from photinus.launcher.cli import main
 from photinus.launcher.contestants.rank import through_host
-from photinus.launcher.doctor.software import Torch
 from photinus.verdict import Setting, driver_version, look_up_verdict
 
 MIB = 1 << 20
@@ -31,7 +30,7 @@ ALL = ("photinus", "gloo", "nccl")
 
 def result(size: int = 16 * MIB, operation: str = "all_reduce", ranks: int = 2, **milliseconds: float) -> Result:
     seconds = {HOST_COPY if name == "host_copy" else name: ms * 1e-3 for name, ms in milliseconds.items()}
-    return Result(operation, size, size // 4, "float32", ranks, seconds)
+    return Result(operation, size, "float32", ranks, seconds)
 
 
 # ---- the model
@@ -39,16 +38,16 @@ def result(size: int = 16 * MIB, operation: str = "all_reduce", ranks: int = 2, 
 
 @pytest.mark.parametrize(
     ("gpus", "ceiling"),
-    [(2, Ceiling(25.0, "PCIe")), (4, Ceiling(20.0, "host memory")), (8, Ceiling(10.4, "host memory"))],
+    [(2, (25.0, "PCIe")), (4, (20.0, "host memory")), (8, (10.4, "host memory"))],
 )
-def test_links_bind_for_few_gpus_and_host_memory_for_many(gpus: int, ceiling: Ceiling) -> None:
+def test_links_bind_for_few_gpus_and_host_memory_for_many(gpus: int, ceiling: tuple[float, str]) -> None:
     assert predict(gpus, 25.0, 260.0) == ceiling
 
 
 def test_hfreduces_own_machine_is_bound_by_its_memory() -> None:
     """320 GB/s of memory and 8 GPUs at 27 GB/s: the paper counts 24 times for a node in a network, 25 fit one node."""
-    ceiling = predict(8, 27e9, 320e9)
-    assert (ceiling.binds, round(ceiling.bytes_per_s / 1e9, 1)) == ("host memory", 12.8)
+    ceiling, binds = predict(8, 27e9, 320e9)
+    assert (binds, round(ceiling / 1e9, 1)) == ("host memory", 12.8)
 
 
 def test_what_binds_is_said_here_and_predicted_for_other_numbers_of_gpus() -> None:
@@ -174,7 +173,7 @@ def test_the_command_measures_chooses_keeps_and_predicts(
             return None if self.absent else 1e-5 + self.bytes / rate[self.name]
 
     monkeypatch.setattr(measure, "Contestant", Ranks)
-    monkeypatch.setattr(measure, "ask_torch", lambda timeout_s: Torch(FACTS))
+    monkeypatch.setattr(measure, "ask_torch", lambda timeout_s: (FACTS, ""))
     assert main(["bench", "--device", "cuda"]) == 0
     assert asked == [
         ("photinus", "photinus", "cuda", 2),
@@ -197,6 +196,6 @@ def test_the_command_measures_chooses_keeps_and_predicts(
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(measure, "ask_torch", lambda timeout_s: Torch({**FACTS, "gpus": []}))
+    monkeypatch.setattr(measure, "ask_torch", lambda timeout_s: ({**FACTS, "gpus": []}, ""))
     assert main(["bench", "--device", "cuda"]) == 1
     assert "torch sees no GPU here. `photinus doctor` says why." in capsys.readouterr().err

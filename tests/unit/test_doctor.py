@@ -168,12 +168,12 @@ def test_a_host_name_that_does_not_resolve_is_told_with_what_to_set(monkeypatch:
 # ---- software
 
 
-def software_with(torch: software.Torch, engine: tuple[dict[str, object] | None, str] = ENGINE) -> list[Finding]:
+def software_with(torch: software.Answer, engine: software.Answer = ENGINE) -> list[Finding]:
     return software.look_at_software(torch, engine, 10)
 
 
 def test_a_torch_that_cannot_be_imported_is_a_finding_with_its_own_error() -> None:
-    finding = named(software_with(software.Torch(None, "ModuleNotFoundError: No module named 'torch'")), "torch")
+    finding = named(software_with((None, "ModuleNotFoundError: No module named 'torch'")), "torch")
     assert finding.state == "bad"
     assert "No module named 'torch'" in finding.value
 
@@ -189,12 +189,12 @@ def test_a_torch_that_cannot_be_imported_is_a_finding_with_its_own_error() -> No
     ],
 )
 def test_torch_is_told_with_version_and_build(changes: dict[str, object], state: str, told: str) -> None:
-    finding = named(software_with(software.Torch({**TORCH, **changes})), "torch")
+    finding = named(software_with(({**TORCH, **changes}, "")), "torch")
     assert (finding.state, told in finding.value) == (state, True)
 
 
 def test_an_engine_that_cannot_be_loaded_is_bad() -> None:
-    assert named(software_with(software.Torch(TORCH), (None, "ImportError: no _native")), "engine").state == "bad"
+    assert named(software_with((TORCH, ""), (None, "ImportError: no _native")), "engine").state == "bad"
 
 
 def test_the_engine_says_in_json_what_it_is_here() -> None:
@@ -260,7 +260,7 @@ def test_without_torch_no_backend_is_tried() -> None:
 
 
 def stub(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> None:
-    monkeypatch.setattr(examine, "ask_torch", lambda timeout_s: software.Torch(None, "none"))
+    monkeypatch.setattr(examine, "ask_torch", lambda timeout_s: (None, "none"))
     monkeypatch.setattr(examine, "ask_engine", lambda timeout_s: (None, "none"))
     monkeypatch.setattr(examine, "look_at_software", lambda torch, engine, timeout_s: list(findings))
     monkeypatch.setattr(examine, "look_at_host", list)

@@ -17,15 +17,7 @@ _WHOLE = ("reduce_scatter", "all_gather")
 
 
 def print_explanation(options: Options, ranks: int) -> None:
-    """Prints a table, or JSON.
-
-    Args:
-        options: of the command line.
-        ranks: on this host, where no hosts are given.
-
-    Raises:
-        LaunchError: the engine does not work here.
-    """
+    """Prints a table, or JSON; `ranks`: on this host, where no hosts are given. LaunchError: no engine works here."""
     hosts = options.hosts or (ranks,)
     explained = [_explain(options, hosts, operation) for operation in options.operations]
     if options.as_json:
@@ -37,8 +29,7 @@ def print_explanation(options: Options, ranks: int) -> None:
         if each["levels"]:
             print(f"{each['operation']}: {each['levels']}")
         for call in each["calls"]:
-            over = f" over {call['levels']}" if call["levels"] else ""
-            what = f"{call['algorithm']}{over}"
+            what = call["algorithm"] + (f" over {call['levels']}" if call["levels"] else "")
             time = f"{call['seconds'] * 1e6:.4g} µs"
             size = size_name(call["bytes"])
             print(f"{size:>9}  {each['operation']:<14} {time:>12}  {what:<16} {call['kernels']}  {call['reason']}")
@@ -50,13 +41,8 @@ def _explain(options: Options, hosts: tuple[int, ...], operation: str) -> dict[s
     sizes = [max(1, size // item // parts) for size in sorted(options.sizes_bytes)]
     if operation == _PARTS:
         return {"operation": operation, "levels": _BY_PARTS, "calls": []}
-    asked = {
-        "counts": hosts,
-        "operation": operation,
-        "sizes_elems": sizes,
-        "dtype": options.dtype,
-        "speeds": (options.latency_us * 1e-6, options.rate_gbit / 8e-9),
-    }
+    speeds = (options.latency_us * 1e-6, options.rate_gbit / 8e-9)
+    asked = {"counts": hosts, "operation": operation, "sizes_elems": sizes, "dtype": options.dtype, "speeds": speeds}
     answer, error = ask_engine(options.timeout_s, json.dumps(asked))
     if answer is None:
         raise LaunchError(f"the engine does not work here: {error}")

@@ -12,57 +12,40 @@ Caches that keep chunks from memory, adding and latency are left out: it is what
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from .result import COPY, HOST_COPY, Result
 
-__all__ = ["Ceiling", "explain_gpus", "predict"]
+__all__ = ["explain_gpus", "predict"]
 
 _OTHERS = (2, 4, 8)
 
 
-@dataclass(frozen=True)
-class Ceiling:
-    """At most so many bytes of the tensor per second, and what binds: "PCIe" or "host memory"."""
-
-    bytes_per_s: float
-    binds: str
-
-
-def predict(gpus: int, link_bytes_per_s: float, memory_bytes_per_s: float) -> Ceiling:
-    """For an all_reduce over so many GPUs.
+def predict(gpus: int, link: float, memory: float) -> tuple[float, str]:
+    """Bytes of the tensor per second that an all_reduce reaches at most, and what binds: "PCIe" or "host memory".
 
     Args:
         gpus: ranks of one host, each with a GPU.
-        link_bytes_per_s: of a GPU's link, each way while the other way is busy and all GPUs copy.
-        memory_bytes_per_s: of the host's memory, read and written taken together.
+        link: bytes per second of a GPU's link, each way while the other way is busy and all GPUs copy.
+        memory: bytes per second of the host's memory, read and written taken together.
     """
-    memory = memory_bytes_per_s / (3 * gpus + 1)
-    return Ceiling(link_bytes_per_s, "PCIe") if link_bytes_per_s <= memory else Ceiling(memory, "host memory")
+    return min((link, "PCIe"), (memory / (3 * gpus + 1), "host memory"))
 
 
 def explain_gpus(result: Result, gpus: int) -> list[str]:
-    """What `photinus bench --device cuda` says of the ceiling here, and for other numbers of such GPUs.
-
-    Args:
-        result: of the largest tensor, with what the copies took.
-        gpus: how many the ranks had.
-    """
+    """The ceiling here, and for other numbers of such GPUs, from the largest tensor's result on so many GPUs."""
     if COPY not in result.seconds or HOST_COPY not in result.seconds:
         return []
     link = result.size_bytes / result.seconds[COPY]
     memory = 2 * result.ranks * result.size_bytes / result.seconds[HOST_COPY]  # each copy reads and writes
-    here = predict(result.ranks, link, memory)
+    here, binds = predict(result.ranks, link, memory)
     each = "link" if result.ranks <= gpus else "rank's share of a link"
     lines = [
-        f"An all_reduce through the host reaches {_gb(here.bytes_per_s)} here at most, and {here.binds} binds. "
+        f"An all_reduce through the host reaches {_gb(here)} here at most, and {binds} binds. "
         f"(Predicted from counted bytes: each {each} carries the tensor both ways, at {_gb(link)} while all copy; host "
         f"memory carries it {3 * result.ranks + 1} times, at {_gb(memory)}.)"
     ]
-    others = [number for number in _OTHERS if number != result.ranks]
     if result.ranks <= gpus:
-        told = [(number, predict(number, link, memory)) for number in others]
-        words = ", ".join(f"{number}: {_gb(ceiling.bytes_per_s)} ({ceiling.binds})" for number, ceiling in told)
+        others = {number: predict(number, link, memory) for number in _OTHERS if number != result.ranks}
+        words = ", ".join(f"{number}: {_gb(ceiling)} ({what})" for number, (ceiling, what) in others.items())
         lines.append(f"Predicted for other numbers of such GPUs, if their links stay as fast: {words}.")
     return lines
 

@@ -10,23 +10,24 @@ import shutil
 import statistics
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ...errors import LaunchError
+from ...verdict import Setting, driver_version, keep_verdict
 from ...version import __version__
 from ..contestants.contestant import Contestant, torch_ranks
 from ..doctor.software import ask_torch
 from ..workers.devices import usable_cores
 from .explain import print_explanation
 from .gpu_model import explain_gpus
-from .keep import keep_choice
 from .options import DTYPES, Options, parse_bench, parser
 from .result import COPIES, COPY, HOST_COPY, Result, choose, limits
 
-__all__ = ["main", "parser"]
+__all__ = ["keep_choice", "main", "parser"]
 
 _ROUNDS = 3
+_LEAST_BYTES = 1 << 20  # below, it is latency that is compared
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -42,13 +43,16 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if options.plot is not None:
         importlib.import_module("matplotlib")  # found missing before anything is measured
-    torch = ask_torch(options.timeout_s)
-    if torch.facts is None:
-        raise LaunchError(f"photinus bench needs PyTorch: {torch.error}")
-    ranks = options.ranks or max(2, len(torch.facts["gpus"]) or min(8, usable_cores()))
-    if options.device == "cuda" and not torch.facts["gpus"]:
+    torch, error = ask_torch(options.timeout_s)
+    if torch is None:
+        raise LaunchError(f"photinus bench needs PyTorch: {error}")
+    gpus, on_gpus = torch["gpus"], options.device == "cuda"
+    ranks = options.ranks or max(2, len(gpus) or min(8, usable_cores()))
+    if on_gpus and not gpus:
         raise LaunchError("photinus bench --device cuda: torch sees no GPU here. `photinus doctor` says why.")
-    usable = _usable_backends(torch.facts, ranks, options.device)
+    usable = ["photinus", "gloo"]
+    usable += ["nccl"] if torch["available"]["nccl"] and len(gpus) >= ranks else []
+    usable += ["ucc"] if torch["available"]["ucc"] and not on_gpus else []
     wanted = options.backends or usable
     results, absent = _measure(options, wanted, ranks)
     backends = [name for name in wanted if name not in absent]
@@ -57,21 +61,21 @@ def main(arguments: Sequence[str]) -> int:
     from .table import plot, print_table
 
     best, reason = choose(results, backends)
-    kept = keep_choice(options, usable, results, torch.facts, best, reason)
-    on_gpus = options.device == "cuda"
+    kept = keep_choice(options, usable, results, torch, best, reason)
     title = f"{ranks} ranks, {options.dtype}, {usable_cores()} usable cores"
-    if on_gpus:
-        title += f", tensors on {len(torch.facts['gpus'])} x {torch.facts['gpus'][0]['name']}"
+    title += f", tensors on {len(gpus)} x {gpus[0]['name']}" if on_gpus else ""
     if options.as_json:
-        print(json.dumps({**_as_json(results, title, absent, best, reason, torch.facts), "kept": kept}, indent=1))
+        told: dict[str, Any] = {"title": title, "photinus": __version__, "torch": torch["version"]}
+        told |= {"unit": "seconds per call, GB/s", "results": [each.as_json() for each in results], "absent": absent}
+        print(json.dumps({**told, "choose": best, "because": reason, "kept": kept}, indent=1))
     else:
-        print(f"{title}; {platform.machine()}, torch {torch.facts['version']}, Photinus {__version__}\n")
+        print(f"{title}; {platform.machine()}, torch {torch['version']}, Photinus {__version__}\n")
         print_table(results, backends)
         print()
-        told = [line for name in backends for line in limits(results, name, through_host=on_gpus)]
-        told += explain_gpus(results[-1], len(torch.facts["gpus"])) if on_gpus else []
-        told += [f"{name}: did not take part: {why}" for name, why in absent.items()]
-        for line in [*told, "", f"Choose {best}: {reason}.", *filter(None, [kept])]:
+        lines = [line for name in backends for line in limits(results, name, through_host=on_gpus)]
+        lines += explain_gpus(results[-1], len(gpus)) if on_gpus else []
+        lines += [f"{name}: did not take part: {why}" for name, why in absent.items()]
+        for line in [*lines, "", f"Choose {best}: {reason}.", *filter(None, [kept])]:
             print(textwrap.fill(line, shutil.get_terminal_size().columns, subsequent_indent="  "))
     if options.plot is not None:
         plot(results, backends, f"Collectives on one host: {title}", options.plot)
@@ -79,14 +83,10 @@ def main(arguments: Sequence[str]) -> int:
     return int(bool(options.backends and absent))
 
 
-def _usable_backends(facts: dict[str, Any], ranks: int, device: str) -> tuple[str, ...]:
-    nccl = facts["available"]["nccl"] and len(facts["gpus"]) >= ranks
-    ucc = facts["available"]["ucc"] and device != "cuda"
-    return ("photinus", "gloo", *(("nccl",) if nccl else ()), *(("ucc",) if ucc else ()))
-
-
 def _measure(options: Options, backends: Sequence[str], ranks: int) -> tuple[list[Result], dict[str, str]]:
     """All results, and why some backends have none."""
+    from rich.console import Console
+
     results: list[Result] = []
     everybody = [
         Contestant(name, torch_ranks(name, ranks, device=options.device), ranks, timeout_s=options.timeout_s)
@@ -94,30 +94,21 @@ def _measure(options: Options, backends: Sequence[str], ranks: int) -> tuple[lis
     ]
     if options.device == "cuda":
         everybody.append(Contestant(HOST_COPY, torch_ranks(COPY, ranks), ranks, timeout_s=options.timeout_s))
-    with contextlib.ExitStack() as stack, _status() as say:
+    console = Console(stderr=True, highlight=False)  # a line that says what is measured now, where that is a terminal
+    with contextlib.ExitStack() as stack, console.status("starting") as status:
         for each in everybody:
             stack.enter_context(each)
         for operation in options.operations:
             for size in sorted(options.sizes_bytes):
                 item = DTYPES[options.dtype]
                 elems = max(1, size // item // ranks) * ranks
-                say(f"{operation} {elems * item} bytes")
+                status.update(f"{operation} {elems * item} bytes")
                 for each in everybody:
                     each.prepare(options.dtype, elems * item)
                 seconds = _take_turns(everybody, operation, options.seconds / _ROUNDS)
-                results.append(Result(operation, elems * item, elems, options.dtype, ranks, seconds))
-    return results, {
-        each.name: each.absent for each in everybody if each.absent is not None and each.name not in COPIES
-    }
-
-
-@contextlib.contextmanager
-def _status() -> Iterator[Callable[[str], object]]:
-    """A line that says what is measured now, where stderr is a terminal; gone in the end."""
-    from rich.console import Console
-
-    with Console(stderr=True, highlight=False).status("starting") as status:
-        yield status.update
+                results.append(Result(operation, elems * item, options.dtype, ranks, seconds))
+    of_backends = [each for each in everybody if each.name not in COPIES]
+    return results, {each.name: each.absent for each in of_backends if each.absent is not None}
 
 
 def _take_turns(everybody: Sequence[Contestant], operation: str, seconds: float) -> dict[str, float]:
@@ -129,27 +120,29 @@ def _take_turns(everybody: Sequence[Contestant], operation: str, seconds: float)
     return {name: statistics.median(t for t in taken if t) for name, taken in times.items() if None not in taken}
 
 
-def _as_json(
-    results: Sequence[Result], title: str, absent: dict[str, str], best: str, reason: str, torch: dict[str, Any]
-) -> dict[str, Any]:
-    return {
-        "title": title,
-        "photinus": __version__,
-        "torch": torch["version"],
-        "unit": "seconds per call, GB/s",
-        "results": [
-            {
-                "operation": each.operation,
-                "bytes": each.size_bytes,
-                "dtype": each.dtype,
-                "ranks": each.ranks,
-                "seconds": each.seconds,
-                "algbw": {name: each.algbw(name) for name in each.seconds},
-                "busbw": {name: each.busbw(name) for name in each.seconds if name not in COPIES},
-            }
-            for each in results
-        ],
-        "absent": absent,
-        "choose": best,
-        "because": reason,
-    }
+def keep_choice(
+    options: Options, usable: Sequence[str], results: Sequence[Result], torch: dict[str, Any], best: str, why: str
+) -> str:
+    """Keeps the choice on GPUs for backend "auto"; a line that says so, or why not. "" where no GPU was measured.
+
+    `usable`: all backends that these ranks could take; `torch`: what `ask_torch` found.
+    """
+    if options.device != "cuda":
+        return ""
+    left_out = [name for name in usable if options.backends is not None and name not in options.backends]
+    of_buckets = [each for each in results if each.operation == "all_reduce" and each.size_bytes >= _LEAST_BYTES]
+    gpus = tuple(torch["gpus"][rank % len(torch["gpus"])]["uuid"] for rank in range(results[0].ranks))
+    reason = ""
+    if left_out:
+        reason = f"{', '.join(left_out)} was left out"
+    elif results[0].operation != "all_reduce" or not of_buckets:
+        reason = "it takes an all_reduce of 1 MiB or more to tell"
+    elif not all(gpus):
+        reason = "torch does not tell these GPUs apart"
+    if reason:
+        return f'This is not kept for backend "auto": {reason}.'
+    try:
+        path = keep_verdict(Setting(gpus, driver_version(), torch["version"]), best, why)
+    except OSError as error:
+        return f'This cannot be kept for backend "auto": {error}.'
+    return f'Kept in {path}: on these GPUs, {len(gpus)} ranks with backend "auto" take {best} from now on.'

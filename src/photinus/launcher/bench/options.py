@@ -39,21 +39,7 @@ exit code: 0; 1 when a backend that was asked for failed; 2 for wrong use."""
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure. `None` for ranks and backends: to be found out here.
-
-    Attributes:
-        ranks: number of processes.
-        device: "cpu" or "cuda".
-        operations, sizes_bytes, dtype: what is measured.
-        backends: which take part.
-        seconds: that a measurement lasts, about.
-        timeout_s: for each.
-        as_json: print JSON.
-        plot: picture to write.
-        explain: measure nothing; say how calls run.
-        hosts: ranks of each host, to explain; (): all ranks on this one.
-        latency_us, rate_gbit: between hosts, to explain; by default those of docs/scale.md.
-    """
+    """What the flags say, which `parser` describes. None: to be found out here; no `hosts`: this one."""
 
     ranks: int | None = None
     device: str = "cpu"
@@ -104,11 +90,7 @@ def parser() -> Parser:
 
 
 def parse_bench(arguments: Sequence[str]) -> Options:
-    """Reads the words after `photinus bench`.
-
-    Raises:
-        UsageError: an unknown flag, or a value that cannot be used.
-    """
+    """Reads the words after `photinus bench`; raises UsageError."""
     read = vars(parser().parse(arguments))
     return Options(**{name: read[name] for name in Options.__dataclass_fields__ if read[name] is not None})
 

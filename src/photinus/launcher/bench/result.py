@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .options import size_name
 
@@ -38,7 +39,6 @@ class Result:
 
     operation: str
     size_bytes: int
-    elems: int
     dtype: str
     ranks: int
     seconds: dict[str, float]
@@ -51,14 +51,17 @@ class Result:
         """What each rank has to move for it, per second, in GB/s."""
         return self.algbw(backend) * bus_factor(self.operation, self.ranks)
 
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        read = {"operation": self.operation, "bytes": self.size_bytes, "dtype": self.dtype, "ranks": self.ranks}
+        read |= {"seconds": self.seconds, "algbw": {name: self.algbw(name) for name in self.seconds}}
+        return read | {"busbw": {name: self.busbw(name) for name in self.seconds if name not in COPIES}}
+
 
 def limits(results: Sequence[Result], backend: str, *, through_host: bool = False) -> list[str]:
     """A sentence about small and one about large tensors.
 
-    Args:
-        results: of all sizes.
-        backend: whose limits.
-        through_host: tensors lie on GPUs, and are copied to the host and back; nccl need not do that.
+    `through_host`: they lie on GPUs, and are copied to the host and back; nccl need not do that.
     """
     known = [each for each in results if backend in each.seconds and each.operation == results[0].operation]
     if not known:
@@ -91,15 +94,9 @@ def limits(results: Sequence[Result], backend: str, *, through_host: bool = Fals
 
 
 def choose(results: Sequence[Result], backends: Sequence[str]) -> tuple[str, str]:
-    """The backend for training here, and why: the fastest near the size of a gradient bucket.
-
-    Raises:
-        ValueError: there is no result.
-    """
-    operation = results[0].operation if results else ""
+    """The backend for training here, and why: the fastest near the size of a gradient bucket."""
+    operation = results[0].operation
     known = [each for each in results if each.operation == operation and any(name in each.seconds for name in backends)]
-    if not known:
-        raise ValueError("nothing was measured, so nothing can be chosen")
     near = min(known, key=lambda each: abs(math.log(each.size_bytes / _BUCKET_BYTES)))
     ranked = sorted((name for name in backends if name in near.seconds), key=lambda name: near.seconds[name])
     best, size = ranked[0], size_name(near.size_bytes)

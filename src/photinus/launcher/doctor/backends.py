@@ -18,15 +18,15 @@ _ABSENT = {
     "mpi": "this torch is built without it (as all released builds are)",
     "ucc": "this torch is built without it",
 }
+_ADVICE = {
+    "photinus": "See `engine` and `memfd` above; the message says what was missing.",
+    "gloo": "Often the network: loopback down, or GLOO_SOCKET_IFNAME names an interface that is not there.",
+    "nccl": "NCCL_DEBUG=INFO makes it say more; a driver older than torch's CUDA is the usual cause.",
+}
 
 
 def look_at_backends(torch: dict[str, Any] | None, timeout_s: float) -> list[Finding]:
-    """Tries photinus, gloo, nccl, mpi and ucc, where this torch has them.
-
-    Args:
-        torch: what `software.ask_torch` found; None when there is no torch.
-        timeout_s: for each backend.
-    """
+    """Tries photinus, gloo, nccl, mpi and ucc, where this torch has them; each may take `timeout_s`."""
     if torch is None or not torch["distributed"]:
         return []
     found = [_try("photinus", timeout_s), _try("gloo", timeout_s)]
@@ -54,15 +54,8 @@ def _try(backend: str, timeout_s: float, world_size: int = 2) -> Finding:
         advice = "Run it again with TORCH_DISTRIBUTED_DEBUG=DETAIL set, or --timeout with more seconds."
         return finding_if_busy(_SECTION, backend, error) or Finding(_SECTION, backend, "bad", error, advice)
     if small_s is None or large_s is None:
-        return Finding(_SECTION, backend, "bad", str(tried.absent), _advice(backend))
+        advice = _ADVICE.get(backend, "The message is the backend's own.")
+        return Finding(_SECTION, backend, "bad", str(tried.absent), advice)
     value = f"works: 4 KiB in {small_s * 1e6:.0f} µs, 16 MiB at {_LARGE_BYTES / large_s / 1e9:.1f} GB/s"
     facts = {"small_s": small_s, "large_s": large_s, "large_bytes": _LARGE_BYTES}
     return Finding(_SECTION, backend, "good", value, facts=facts)
-
-
-def _advice(backend: str) -> str:
-    return {
-        "photinus": "See `engine` and `memfd` above; the message says what was missing.",
-        "gloo": "Often the network: loopback down, or GLOO_SOCKET_IFNAME names an interface that is not there.",
-        "nccl": "NCCL_DEBUG=INFO makes it say more; a driver older than torch's CUDA is the usual cause.",
-    }.get(backend, "The message is the backend's own.")

@@ -1,7 +1,4 @@
-"""`photinus doctor`: looks at everything, shows a table, and says with its exit code whether all is well.
-
-With --hosts or --hostfile it looks at several hosts and their network instead (see `hosts`).
-"""
+"""`photinus doctor`: looks at everything, shows a table, and says with its exit code whether all is well."""
 
 from __future__ import annotations
 
@@ -56,11 +53,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Examines this machine, or several hosts; returns 0 when all is well, else 1.
-
-    Raises:
-        UsageError: words that are no flags of this command, or a host file with faults.
-    """
+    """Examines this machine, or several hosts; returns 0 when all is well, else 1. Raises UsageError."""
     asked = parser().parse(arguments)
     if asked.hosts is not None or asked.hostfile is not None:
         return _examine_hosts(asked)
@@ -69,13 +62,10 @@ def main(arguments: Sequence[str]) -> int:
     if load.is_busy and not asked.json:
         print(f"photinus doctor: {load}: this may take a while.", file=sys.stderr, flush=True)
     findings = [look_at_load(load), *look_at_host(), *look_at_network()]
-    torch = ask_torch(timeout_s)
-    findings += look_at_software(torch, ask_engine(timeout_s), timeout_s)
-    findings += look_at_gpus(torch.facts, timeout_s)
-    findings += look_at_backends(torch.facts, timeout_s)
-    # Sections in the order of their first appearance, each together.
-    sections = [each.section for each in findings]
-    findings.sort(key=lambda each: sections.index(each.section))
+    torch, error = ask_torch(timeout_s)
+    findings += look_at_software((torch, error), ask_engine(timeout_s), timeout_s)
+    findings += look_at_gpus(torch, timeout_s)
+    findings += look_at_backends(torch, timeout_s)
     if asked.json:
         print(json.dumps(as_json(findings), indent=1))
     else:
@@ -96,4 +86,4 @@ def _examine_hosts(asked: Namespace) -> int:
     else:
         hosts = parse_hostfile("\n".join(dict.fromkeys(asked.hosts.replace(",", " ").split())), "--hosts")
     timeout_s = asked.timeout or _TIMEOUT_S
-    return examine_hosts(hosts, ssh=asked.ssh, ssh_port=asked.ssh_port, timeout_s=timeout_s, as_text=not asked.json)
+    return examine_hosts(hosts, ssh=asked.ssh, ssh_port=asked.ssh_port, timeout_s=timeout_s, json_only=asked.json)

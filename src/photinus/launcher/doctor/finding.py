@@ -26,14 +26,8 @@ _WIDEST = 100
 class Finding:
     """One line of what the user sees.
 
-    Attributes:
-        section: heading that it stands under.
-        name: what was looked at.
-        state: "good"; "note", works, but worth knowing; "bad", will not work or will be slow; "unknown", could
-            not be told; "absent", not here and not missed.
-        value: what was found.
-        advice: what to do about it; given for each "bad" and "unknown".
-        facts: the figures behind it, for --json.
+    `state`: "good"; "note", works, but worth knowing; "bad", will not work or will be slow; "unknown", could not be
+    told; "absent", not here and not missed. `advice`: what to do about each "bad" and "unknown". `facts`: for --json.
     """
 
     section: str

@@ -18,12 +18,7 @@ _PCIE = {"2.5": "1.0", "5.0": "2.0", "8.0": "3.0", "16.0": "4.0", "32.0": "5.0",
 
 
 def look_at_gpus(torch: dict[str, Any] | None, timeout_s: float) -> list[Finding]:
-    """All findings of GPUs; one line where there are none.
-
-    Args:
-        torch: what `software.ask_torch` found; None when there is no torch.
-        timeout_s: for each look.
-    """
+    """All findings of GPUs; one line where there are none. `torch`: what it said, None where there is none."""
     if torch is None or not torch["gpus"]:
         return [_none(torch, timeout_s)]
     links, error = ask_child([str(_PROGRAM)], timeout_s)
@@ -59,9 +54,8 @@ def _gpu(index: int, gpu: dict[str, Any], link: dict[str, Any]) -> Finding:
         transfers = link.get("current_link_speed", "").split(" ")[0]
         parts.append(f"PCIe {_PCIE.get(transfers, transfers + ' GT/s')} x{width}")
     if link:
-        parts.append(
-            f"to the host {_gb(link['to_host'])}, back {_gb(link['to_gpu'])}, both at once {_gb(link['both'])}"
-        )
+        ways = {"to the host": "to_host", "back": "to_gpu", "both at once": "both"}
+        parts.append(", ".join(f"{way} {_gb(link[name])}" for way, name in ways.items()))
     advice = f"The card has {most} lanes, and runs with {width}: another slot, or its riser, may have more."
     narrow = width.isdigit() and most.isdigit() and int(width) < int(most)
     return assess(_SECTION, f"GPU {index}", "; ".join(parts), note=advice if narrow else "", facts={**gpu, **link})
@@ -79,10 +73,8 @@ def _links(links: dict[str, Any]) -> list[Finding]:
     found = [Finding(_SECTION, "copies", "good", together, facts={"all_at_once": links["all_at_once"]})]
     facts = {"peers": peers, "atomics": atomics}
     if apart:
-        advice = (
-            "GPUs exchange through host memory there; NCCL is often slow so, and backend photinus is meant for that: "
-            "`photinus bench --device cuda` measures both, and the faster one is taken from then on."
-        )
+        advice = "GPUs exchange through host memory there; NCCL is often slow so, and backend photinus is meant for "
+        advice += "that: `photinus bench --device cuda` measures both, and the faster one is taken from then on."
         value = f"no peer access between {_some(apart)}" + (f"; NVLink between {_some(nvlink)}" if nvlink else "")
         return [*found, assess(_SECTION, "links", value, note=advice, facts=facts)]
     how = "over NVLink" if len(nvlink) == len(pairs) else f"NVLink between {_some(nvlink)}" if nvlink else "over PCIe"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import resource
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..workers.cgroup import cpu_quota_cores, memory_limit, text_of
@@ -26,15 +26,8 @@ _LITTLE_MEMORY_BYTES = 2 << 30
 
 def look_at_host(root: Path = Path("/")) -> list[Finding]:
     """All findings of this host. `root` is where /proc and /sys are looked for (for tests)."""
-    return [
-        _system(root),
-        _processors(root),
-        _memory(root),
-        _shared_memory(),
-        _dev_shm(root),
-        _files(),
-        _locked_memory(),
-    ]
+    limits = [_files(), _locked_memory()]
+    return [_system(root), _processors(root), _memory(root), _shared_memory(), _dev_shm(root), *limits]
 
 
 def _system(root: Path) -> Finding:
@@ -79,18 +72,16 @@ def _memory(root: Path) -> Finding:
 def _shared_memory() -> Finding:
     """The engine's memory is a memfd: a file without a name, passed between processes by descriptor."""
     try:
-        file = os.memfd_create("photinus-doctor")
+        descriptor = os.memfd_create("photinus-doctor")
     except OSError as error:
         advice = "The engine needs memfd_create; a container's seccomp profile may forbid it. Allow it there."
         return assess(_SECTION, "memfd", f"memfd_create fails: {error.strerror}", bad=advice)
     try:
-        os.ftruncate(file, 1 << 20)
-        os.pwrite(file, b"x", 0)
+        with open(descriptor, "wb") as file:
+            file.write(bytes(1 << 20))
     except OSError as error:
         value = f"a memfd cannot be written: {error.strerror}"
         return assess(_SECTION, "memfd", value, bad="Raise the memory limit.")
-    finally:
-        os.close(file)
     return assess(_SECTION, "memfd", "shared memory without names: the engine works whatever /dev/shm holds")
 
 
@@ -101,12 +92,9 @@ def _dev_shm(root: Path) -> Finding:
         advice = "The engine does without, but DataLoader workers and NCCL use it; mount a tmpfs there."
         return assess(_SECTION, "/dev/shm", f"not there ({error.strerror})", note=advice)
     size, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
-    facts = {"bytes": size, "free_bytes": free}
-    advice = (
-        "The engine does not use it, but DataLoader workers pass batches through it and die with a bus error when "
-        "it is full. In Docker: --shm-size 8g, or --ipc host."
-    )
-    note = advice if free < 512 << 20 else ""
+    advice = "The engine does not use it, but DataLoader workers pass batches through it and die with a bus error when "
+    advice += "it is full. In Docker: --shm-size 8g, or --ipc host."
+    note, facts = advice if free < 512 << 20 else "", {"bytes": size, "free_bytes": free}
     return assess(_SECTION, "/dev/shm", f"{_gib(size)}, {_gib(free)} free", note=note, facts=facts)
 
 
@@ -151,7 +139,7 @@ class Load:
         return self.threads > _BUSY * self.cores
 
     def allow(self, timeout_s: float) -> float:
-        """What a deadline for a quiet host comes to here: longer where cores are shared, up to five times."""
+        """What a deadline for a quiet host comes to here: up to five times as much."""
         return timeout_s * min(max(1.0, self.threads / self.cores), _MOST_PATIENT)
 
     def __str__(self) -> str:
@@ -170,9 +158,9 @@ def read_load(root: Path = Path("/")) -> Load:
 def look_at_load(load: Load) -> Finding:
     """The load, and what it does to all that is tried and measured."""
     if not load.is_busy:
-        return Finding("This host", "load", "good", f"{load.threads:.1f}")
+        return assess(_SECTION, "load", f"{load.threads:.1f}")
     advice = "The machine is busy: what is tried gets more time, and the speeds below are those of a busy machine."
-    return Finding("This host", "load", "note", str(load), advice, {"threads": load.threads, "cores": load.cores})
+    return assess(_SECTION, "load", str(load), note=advice, facts=asdict(load))
 
 
 def finding_if_busy(section: str, name: str, error: str) -> Finding | None:

@@ -1,7 +1,6 @@
 """`photinus doctor --hosts a,b,c`: whether hosts can train together: versions, and every pair tried in both directions.
 
-The far side that `photinus run --hostfile` uses is started on each host over ssh. Pairs are tried in rounds, in which
-each host takes part once, so that no transfer shares a host with another.
+Pairs are tried in rounds, in which each host takes part once, so that no transfer shares a host with another.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..ssh.command import check_ssh, find_here
-from ..ssh.host import Hosts, address_towards
-from ..ssh.host import RemoteHost as FarHost
+from ..ssh.host import Hosts, RemoteHost, address_towards
 from ..ssh.hostfile import Host
 from ..workers.interrupts import handle_signals
 from .finding import Finding, as_json, exit_code, print_findings, terminal
@@ -45,13 +43,7 @@ _ADVICE = {
 
 @dataclass(frozen=True)
 class Pair:
-    """What one host found when it turned to another.
-
-    Attributes:
-        rtt_s: seconds for one byte there and back; None when it was not reached.
-        bytes_per_s: how fast bytes went there.
-        error: why it was not reached: "timed out", "refused", "no route" or other words of the system.
-    """
+    """What one host found when it turned to another; `rtt_s`: for one byte there and back; `error`: why not reached."""
 
     source: str
     target: str
@@ -60,14 +52,7 @@ class Pair:
     error: str = ""
 
 
-def examine_hosts(
-    hosts: Sequence[Host],
-    *,
-    ssh: str = "ssh",
-    ssh_port: int | None = None,
-    timeout_s: float = 60.0,
-    as_text: bool = True,
-) -> int:
+def examine_hosts(hosts: Sequence[Host], *, ssh: str, ssh_port: int | None, timeout_s: float, json_only: bool) -> int:
     """Examines the hosts and all their pairs, prints what was found, and returns 0 when all is well, else 1.
 
     Raises:
@@ -82,12 +67,12 @@ def examine_hosts(
             for host, is_this in zip(hosts, here, strict=True):
                 fars.add(host, here=is_this, ssh=ssh, ssh_port=ssh_port, any_version=True)
             fars.reach()
-            findings, pairs = _Examination(fars, timeout_s).run()
+            findings, pairs = _examine(fars, timeout_s)
         finally:
             fars.leave()
         if interrupts.received:
             return 128 + interrupts.received[0]
-    if not as_text:
+    if json_only:
         print(json.dumps({**as_json(findings), "pairs": [asdict(pair) for pair in pairs]}, indent=1))
         return exit_code(findings)
     console = terminal()
@@ -97,95 +82,46 @@ def examine_hosts(
     return exit_code(findings)
 
 
-class _Examination:
-    """Questions to all hosts, and their answers."""
+def _examine(fars: Hosts, timeout_s: float) -> tuple[list[Finding], list[Pair]]:
+    facts: dict[RemoteHost, dict[str, Any]] = {}
+    clocks: dict[str, float] = {}
+    for far in (far for far in fars.all if far.hello is not None):  # one after the other, for the clocks
+        asked_s = time.time()
+        for answer in _ask(fars, {far: {"do": "facts"}}, timeout_s).values():
+            facts[far] = answer["facts"]
+            clocks[far.name] = answer["facts"]["clock_s"] - (asked_s + time.time()) / 2
+    secret = secrets.token_hex(32)
+    elsewhere = [far for far in facts if not far.on_this_machine]
+    orders = {}
+    for far in facts:
+        assert far.hello is not None
+        own = address_towards(elsewhere[0]) if far.here and elsewhere else far.hello["address"]
+        orders[far] = {"do": "serve", "secret": secret, "name": far.name, "otherwise": own, "alone": not elsewhere}
+    serving = {far: answer["serving"] for far, answer in _ask(fars, orders, timeout_s).items()}
+    reached, pairs = list(serving), []
+    probe = {"do": "probe", "secret": secret, "bytes": _TRANSFER_BYTES, "seconds": _TRANSFER_S}
+    for matches in rounds(len(reached)):
+        orders = {reached[source]: {**probe, **serving[reached[target]]} for source, target in matches}
+        answers = _ask(fars, orders, timeout_s)
+        for source, target in matches:
+            probed = answers.get(reached[source], {"probed": {"error": "did not answer"}})["probed"]
+            measured = {name: probed[name] for name in ("rtt_s", "bytes_per_s", "error") if name in probed}
+            pairs.append(Pair(reached[source].name, reached[target].name, **measured))
+    troubles = {far.name: far.trouble or "it did not answer" for far in fars.all if far not in serving}
+    known = {far.name: {**facts[far], "address": serving[far]["address"]} for far in serving}
+    return judge(known, clocks, troubles, pairs), pairs
 
-    def __init__(self, fars: Hosts, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._hosts = fars
-        self._fars = fars.all
 
-    def run(self) -> tuple[list[Finding], list[Pair]]:
-        present = [far for far in self._fars if far.hello is not None and far.trouble is None]
-        facts, clocks = self._facts(present)
-        present = [far for far in present if far in facts]
-        addresses, secret = self._serve(present)
-        pairs = self._pairs([far for far in present if far in addresses], addresses, secret)
-        troubles = {far.name: far.trouble or "it did not answer" for far in self._fars if far not in addresses}
-        findings = judge(
-            {far.name: facts[far] | {"address": addresses[far]["address"]} for far in addresses},
-            {far.name: clocks[far] for far in addresses},
-            troubles,
-            pairs,
-        )
-        return findings, pairs
-
-    def _facts(self, fars: Sequence[FarHost]) -> tuple[dict[FarHost, dict[str, Any]], dict[FarHost, float]]:
-        """Facts of each host, and how far its clock is ahead of this one's. One after the other, for the clocks."""
-        facts, clocks = {}, {}
-        for far in fars:
-            asked_s = time.time()
-            answers = self._ask({far: {"do": "facts"}})
-            if far in answers:
-                facts[far] = answers[far]["facts"]
-                clocks[far] = facts[far]["clock_s"] - (asked_s + time.time()) / 2
-        return facts, clocks
-
-    def _serve(self, fars: Sequence[FarHost]) -> tuple[dict[FarHost, dict[str, Any]], str]:
-        secret = secrets.token_hex(32)
-        elsewhere = [far for far in fars if not far.on_this_machine]
-        orders = {}
-        for far in fars:
-            assert far.hello is not None
-            own = far.hello["address"]
-            if far.here and elsewhere:
-                own = address_towards(elsewhere[0])
-            orders[far] = {
-                "do": "serve",
-                "secret": secret,
-                "name": far.name,
-                "otherwise": own,
-                "alone": not elsewhere,
-            }
-        return {far: answer["serving"] for far, answer in self._ask(orders).items()}, secret
-
-    def _pairs(self, fars: Sequence[FarHost], addresses: dict[FarHost, dict[str, Any]], secret: str) -> list[Pair]:
-        found = []
-        for matches in rounds(len(fars)):
-            orders = {
-                fars[source]: {
-                    "do": "probe",
-                    "secret": secret,
-                    "bytes": _TRANSFER_BYTES,
-                    "seconds": _TRANSFER_S,
-                    **addresses[fars[target]],
-                }
-                for source, target in matches
-            }
-            answers = self._ask(orders)
-            for source, target in matches:
-                probed = answers.get(fars[source], {"probed": {"error": "did not answer"}})["probed"]
-                found.append(
-                    Pair(
-                        fars[source].name,
-                        fars[target].name,
-                        probed.get("rtt_s"),
-                        probed.get("bytes_per_s"),
-                        probed.get("error", ""),
-                    )
-                )
-        return found
-
-    def _ask(self, orders: dict[FarHost, dict[str, Any]]) -> dict[FarHost, dict[str, Any]]:
-        """The answers of those hosts that answer in time."""
-        for far, order in orders.items():
-            far.send(order)
-        waiting = [far for far in orders if not far.done]
-        if not self._hosts.wait(lambda: all(far.answers or far.done for far in waiting), self._timeout_s):
-            for far in waiting:
-                if not far.answers and not far.done:
-                    far.trouble = f"host {far.name}: no answer within {self._timeout_s:g} s."
-        return {far: far.answers.popleft() for far in waiting if far.answers}
+def _ask(fars: Hosts, orders: dict[RemoteHost, dict[str, Any]], timeout_s: float) -> dict[RemoteHost, dict[str, Any]]:
+    """The answers of those hosts that answer in time."""
+    for far, order in orders.items():
+        far.send(order)
+    waiting = [far for far in orders if not far.done]
+    if not fars.wait(lambda: all(far.answers or far.done for far in waiting), timeout_s):
+        for far in waiting:
+            if not far.answers and not far.done:
+                far.trouble = f"host {far.name}: no answer within {timeout_s:g} s."
+    return {far: far.answers.popleft() for far in waiting if far.answers}
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
@@ -211,7 +147,7 @@ def judge(
     troubles: Mapping[str, str],
     pairs: Sequence[Pair],
 ) -> list[Finding]:
-    """What all this means, by host and by pair. A pure function.
+    """What all this means, by host and by pair.
 
     Args:
         facts: versions, cores and address of each host that answered.
@@ -227,11 +163,10 @@ def judge(
     if reached:
         findings.append(_of_all(reached, pairs))
     findings += _findings_of_unreached(pairs)
-    usual = statistics.median(pair.bytes_per_s or 0.0 for pair in reached) if reached else 0.0
-    for pair in reached:
-        assert pair.bytes_per_s is not None
-        if pair.bytes_per_s < _SLOW * usual:
-            value = f"{_rate(pair.bytes_per_s)}, where the hosts' usual pair has {_rate(usual)}"
+    rates = [pair.bytes_per_s or 0.0 for pair in reached]
+    for pair, rate in zip(reached, rates, strict=True):
+        if rate < _SLOW * (usual := statistics.median(rates)):
+            value = f"{_rate(rate)}, where the hosts' usual pair has {_rate(usual)}"
             advice = "All wait for the slowest link: look at its cable, switch port and duplex, or leave the host out."
             findings.append(Finding(_PAIRS, f"{pair.source} to {pair.target}", "note", value, advice))
     return findings
@@ -252,14 +187,13 @@ def matrix(names: Sequence[str], pairs: Sequence[Pair], console: Console) -> Non
     console.print("From row to column: round trip in ms, bandwidth in Gbit/s", style="bold")
     at_once = max(1, (console.width - _COLUMN) // (_COLUMN + 1))
     for begin in range(0, len(names), at_once):
-        table = Table("", box=None, header_style="", padding=(0, 1, 0, 0), pad_edge=False)
-        table.columns[0].width = _COLUMN
-        for target in names[begin : begin + at_once]:
-            table.add_column(target, justify="right", width=_COLUMN)
-        for column in table.columns:
-            column.no_wrap = True
+        targets = names[begin : begin + at_once]
+        table = Table(box=None, header_style="", padding=(0, 1, 0, 0), pad_edge=False)
+        table.add_column("", width=_COLUMN, no_wrap=True)
+        for target in targets:
+            table.add_column(target, justify="right", width=_COLUMN, no_wrap=True)
         for source in names:
-            table.add_row(source, *(cell(source, target) for target in names[begin : begin + at_once]))
+            table.add_row(source, *(cell(source, target) for target in targets))
         console.print()
         console.print(table)
     console.print()

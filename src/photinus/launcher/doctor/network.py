@@ -24,11 +24,9 @@ def _loopback() -> Finding:
     """Workers of one host meet over 127.0.0.1."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
-            with socket.create_connection(server.getsockname(), timeout=2) as client:
-                accepted, _ = server.accept()
-                with accepted:
-                    client.sendall(b"x")
-                    assert accepted.recv(1) == b"x"
+            with socket.create_connection(server.getsockname(), timeout=2) as client, server.accept()[0] as accepted:
+                client.sendall(b"x")
+                assert accepted.recv(1) == b"x"
     except OSError as error:
         advice = "Workers of one host meet there. Bring it up (ip link set lo up), or let the firewall pass it."
         return assess(_SECTION, "loopback", f"127.0.0.1 cannot be reached: {error.strerror or error}", bad=advice)
@@ -58,10 +56,8 @@ def _own_name() -> Finding:
     try:
         addresses = sorted({str(info[4][0]) for info in socket.getaddrinfo(name, None, socket.AF_INET)})
     except OSError as error:
-        advice = (
-            "One host needs nothing: `photinus run` sets GLOO_SOCKET_IFNAME=lo. For several, name the interface "
-            "(GLOO_SOCKET_IFNAME=eth0) or add the name to /etc/hosts."
-        )
+        advice = "One host needs nothing: `photinus run` sets GLOO_SOCKET_IFNAME=lo. For several, name the interface "
+        advice += "(GLOO_SOCKET_IFNAME=eth0) or add the name to /etc/hosts."
         return assess(_SECTION, "host name", f"{name} does not resolve: {error.strerror}", note=advice)
     value = f"{name} is {', '.join(addresses)}"
     if all(address.startswith("127.") for address in addresses):

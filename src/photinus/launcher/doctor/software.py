@@ -1,15 +1,10 @@
-"""Python, Photinus, torch, and the launchers that are installed.
-
-What needs torch is asked in a child process: a torch that cannot be imported, or a driver that hangs, is a finding
-and not the end of the examination.
-"""
+"""Python, Photinus, torch, and the launchers that are installed. What may fail or hang is asked in a child process."""
 
 from __future__ import annotations
 
 import platform
 import shutil
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 from ...torch_version import OLDEST, is_too_old
@@ -18,7 +13,7 @@ from .child import ask_child, output_of
 from .finding import Finding, assess
 from .host import finding_if_busy
 
-__all__ = ["Torch", "ask_engine", "ask_torch", "look_at_software"]
+__all__ = ["Answer", "ask_engine", "ask_torch", "look_at_software"]
 
 _SECTION = "Software"
 
@@ -39,59 +34,42 @@ print(json.dumps(facts))
 """
 
 
-@dataclass(frozen=True)
-class Torch:
-    """What a child process said about torch.
-
-    Attributes:
-        facts: versions, backends, GPUs; None when it could not say.
-        error: why not.
-    """
-
-    facts: dict[str, Any] | None
-    error: str = ""
+Answer = tuple[dict[str, Any] | None, str]
+"""Facts, or None and why there are none."""
 
 
-def ask_torch(timeout_s: float) -> Torch:
-    """Imports torch in a child process and asks it about itself and its GPUs."""
-    return Torch(*ask_child(["-c", _ASK_TORCH], timeout_s))
+def ask_torch(timeout_s: float) -> Answer:
+    """What torch says, in a child process, of its versions, backends and GPUs."""
+    return ask_child(["-c", _ASK_TORCH], timeout_s)
 
 
-def ask_engine(timeout_s: float, *words: str) -> tuple[dict[str, Any] | None, str]:
-    """What the engine says of itself here, or to `words` (photinus.engine says which there are); or why it cannot."""
+def ask_engine(timeout_s: float, *words: str) -> Answer:
+    """What the engine says of itself here, or to `words` (photinus.engine says which there are)."""
     return ask_child(["-m", "photinus.engine", *words], timeout_s)
 
 
-def look_at_software(torch: Torch, engine: tuple[dict[str, Any] | None, str], timeout_s: float) -> list[Finding]:
+def look_at_software(torch: Answer, engine: Answer, timeout_s: float) -> list[Finding]:
     """Python, Photinus, its engine, torch and the other launchers."""
     python = f"{platform.python_version()} ({sys.executable}), Photinus {__version__}"
-    return [
-        assess(_SECTION, "Python", python),
-        _engine(*engine),
-        _torch(torch),
-        _program("mpirun", "MPI", timeout_s),
-        _program("srun", "Slurm", timeout_s),
-    ]
+    others = [_program(name, title, timeout_s) for name, title in (("mpirun", "MPI"), ("srun", "Slurm"))]
+    return [assess(_SECTION, "Python", python), _engine(*engine), _torch(*torch), *others]
 
 
 def _engine(facts: dict[str, Any] | None, error: str) -> Finding:
     if facts is None:
-        advice = (
-            "The native module is missing or of another Python or processor: pip install --force-reinstall photinus."
-        )
-        return finding_if_busy(_SECTION, "engine", error) or Finding(_SECTION, "engine", "bad", error, advice)
+        advice = "The native module is missing or of another Python or processor: "
+        advice += "pip install --force-reinstall photinus."
+        return finding_if_busy(_SECTION, "engine", error) or assess(_SECTION, "engine", error, bad=advice)
     value = f"adds with {facts['instruction_set']}; {facts['usable_cores']} usable cores"
     advice = "Neither AVX2 nor AVX-512: a processor of before 2013, or PHOTINUS_INSTRUCTION_SET is set."
     is_old = facts["instruction_set"] == "baseline" and platform.machine() in ("x86_64", "AMD64")
     return assess(_SECTION, "engine", value, note=advice if is_old else "", facts=facts)
 
 
-def _torch(torch: Torch) -> Finding:
-    facts = torch.facts
+def _torch(facts: dict[str, Any] | None, error: str) -> Finding:
     if facts is None:
         advice = "Install PyTorch as its site says for this machine (pytorch.org). Without it, photinus.engine works."
-        busy = finding_if_busy(_SECTION, "torch", torch.error)
-        return busy or assess(_SECTION, "torch", torch.error, bad=advice)
+        return finding_if_busy(_SECTION, "torch", error) or assess(_SECTION, "torch", error, bad=advice)
     build = f"CUDA {facts['cuda']}" if facts["cuda"] else f"ROCm {facts['hip']}" if facts["hip"] else "CPU only"
     value = f"{facts['version']} ({build})"
     bad = note = ""
@@ -103,10 +81,8 @@ def _torch(torch: Torch) -> Finding:
         value += "; backend photinus registers by itself"
     else:
         value += "; backend photinus is not registered"
-        note = (
-            "import torch did not register backend photinus: TORCH_DEVICE_BACKEND_AUTOLOAD=0 switches that off; "
-            "`import photinus` before init_process_group does it too."
-        )
+        note = "import torch did not register backend photinus: TORCH_DEVICE_BACKEND_AUTOLOAD=0 switches that off; "
+        note += "`import photinus` before init_process_group does it too."
     return assess(_SECTION, "torch", value, bad=bad, note=note, facts=facts)
 
 
