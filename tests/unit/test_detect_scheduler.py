@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from photinus.errors import LaunchError
-from photinus.launcher.command_line.flags import parse_run
+from photinus.launcher.command_line.flags import HostFlags, parse_run
 from photinus.launcher.command_line.usage import UsageError
-from photinus.launcher.schedulers.detect_scheduler import SchedulerHosts, detect_scheduler, place_hosts
+from photinus.launcher.schedulers.detect_scheduler import place_hosts
 
 
 def srun(rank: int, per_host: str, hosts: str, tasks: int, **more: str) -> dict[str, str]:
@@ -37,31 +37,33 @@ def mpirun(rank: int, size: int, local_size: int, **more: str) -> dict[str, str]
     }
 
 
-def seen(environ: dict[str, str]) -> SchedulerHosts | None:
-    return detect_scheduler(environ, resolve=lambda name: name)
+def seen(environ: dict[str, str]) -> HostFlags:
+    return place_hosts(parse_run(["--local-addr", "here", "train.py"]), environ, resolve=lambda name: name).hosts
 
 
 def test_a_launcher_on_each_host_of_a_step_knows_its_place():
     places = [seen(srun(rank, "1(x3)", "node[1-3]", 3)) for rank in range(3)]
-    assert [place.host_rank for place in places] == [0, 1, 2]
-    assert {(p.scheduler, p.hosts, p.leader, p.secret, p.job_id) for p in places} == {
-        ("Slurm", 3, "node1", None, "slurm-4711.0")
-    }
+    assert [place.node_rank for place in places] == [0, 1, 2]
+    assert {(p.nnodes, p.leader, p.job_id) for p in places} == {((3, 3), "node1", "slurm-4711.0")}
     assert len({place.port for place in places}) == 1
 
 
 def test_a_launcher_on_each_host_of_mpirun_knows_its_place():
     places = [seen(mpirun(rank, 2, 1)) for rank in range(2)]
-    assert [(p.scheduler, p.hosts, p.host_rank, p.leader) for p in places] == [
-        ("Open MPI", 2, 0, "10.0.0.1"),
-        ("Open MPI", 2, 1, "10.0.0.1"),
-    ]
+    assert [(p.nnodes, p.node_rank, p.leader) for p in places] == [((2, 2), 0, "10.0.0.1"), ((2, 2), 1, "10.0.0.1")]
 
 
-def test_the_secret_is_the_jobs_own_or_what_mpirun_made():
-    transports = {"OMPI_MCA_orte_precondition_transports": "1f-2e"}
-    assert seen(mpirun(0, 2, 1, **transports)).secret == "1f-2e"
-    assert seen(mpirun(0, 2, 1, PHOTINUS_JOB_SECRET="mine", **transports)).secret == "mine"
+@pytest.mark.parametrize(("own", "secret"), [({}, "1f-2e"), ({"PHOTINUS_JOB_SECRET": "mine"}, "mine")])
+def test_the_secret_is_the_jobs_own_or_what_mpirun_made(own: dict[str, str], secret: str):
+    environ = mpirun(0, 2, 1, OMPI_MCA_orte_precondition_transports="1f-2e", **own)
+    seen(environ)
+    assert environ["PHOTINUS_JOB_SECRET"] == secret
+
+
+def test_where_nothing_is_shared_there_is_no_secret():
+    environ = srun(0, "1(x3)", "node[1-3]", 3)
+    seen(environ)
+    assert "PHOTINUS_JOB_SECRET" not in environ
 
 
 def test_address_and_port_that_are_set_win():
@@ -82,7 +84,7 @@ def test_address_and_port_that_are_set_win():
     ids=["nothing", "batch script", "srun of one", "mpirun of one", "worker"],
 )
 def test_a_launcher_that_is_alone_is_not_told_of_other_hosts(environ: dict[str, str]):
-    assert seen(environ) is None
+    assert seen(environ) == HostFlags(local_address="here")
 
 
 def test_several_launchers_on_a_host_are_refused_with_both_ways_to_do_it_right():

@@ -1,13 +1,10 @@
-"""Where `photinus run` finds itself when srun or mpirun started it once on each host.
-
-A pure function from the environment to the answer, so that every case is a test of one line.
-"""
+"""Where `photinus run` finds itself when srun or mpirun started it once on each host."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ... import env
 from ...errors import LaunchError, NotInitializedError
@@ -18,41 +15,21 @@ from ...world.slurm import reachable_address, slurm_job
 from ..command_line.flags import RunFlags
 from ..command_line.usage import UsageError
 
-__all__ = ["SchedulerHosts", "detect_scheduler", "place_hosts"]
+__all__ = ["place_hosts"]
 
 
-@dataclass(frozen=True)
-class SchedulerHosts:
-    """What srun or mpirun tells the launchers that it started, one on each of several hosts.
+def place_hosts(
+    flags: RunFlags,
+    environ: MutableMapping[str, str] | None = None,
+    *,
+    resolve: Callable[[str], str] = reachable_address,
+) -> RunFlags:
+    """The flags with what the scheduler around this process says about the hosts, where the user said nothing of them.
 
-    Attributes:
-        scheduler: "Slurm", "Open MPI", "MPICH", "MVAPICH2".
-        hosts: how many, 2 or more.
-        host_rank: this host among them; 0 leads.
-        leader: address of the host with rank 0, as all hosts know it.
-        port: where the leader listens; made of the job's number, so all hosts come to the same one.
-        secret: PHOTINUS_JOB_SECRET, or what else the job's processes share and others do not know; None when there is
-            nothing of the kind.
-        job_id: the same on all hosts, and another for each step of each job.
-        names: of the hosts, the leader's first; empty where the scheduler does not say.
-    """
-
-    scheduler: str
-    hosts: int
-    host_rank: int
-    leader: str
-    port: int
-    secret: str | None
-    job_id: str
-    names: tuple[str, ...] = ()
-
-
-def detect_scheduler(
-    environ: Mapping[str, str] | None = None, *, resolve: Callable[[str], str] = reachable_address
-) -> SchedulerHosts | None:
-    """The hosts of this job as the scheduler around this process tells them; None when it is this host alone.
+    A secret that the job's processes share already is put into the environment, for the launchers to prove themselves.
 
     Args:
+        flags: of `photinus run`.
         environ: default this process's.
         resolve: makes an address of a host's name; the default asks Slurm about names that the resolver does not know.
 
@@ -62,79 +39,51 @@ def detect_scheduler(
         LaunchError: the environment contradicts itself, or does not say where the hosts meet.
     """
     environ = os.environ if environ is None else environ
+    hosts = flags.hosts
+    if hosts.nnodes is not None or hosts.leader is not None or flags.selection.hostfile is not None:
+        return flags
     if read_torchrun(environ) is not None and "TORCHELASTIC_RUN_ID" in environ:
-        return None  # a worker of a launcher, which starts processes of its own
+        return flags  # a worker of a launcher, which starts processes of its own
     try:
         told = read_scheduler(environ)
         if told is None:
             _refuse_one_of_several_hosts(environ)
-            return None
+            return flags
         world = World.from_env({name: value for name, value in environ.items() if name not in _OF_RANKS})
         _refuse_several_on_one_host(world, told)
         if world.world_size == 1:
-            return None
+            return flags
         # MASTER_ADDR and MASTER_PORT win, as for ranks that have no launcher of ours.
         place = find_rendezvous(world, environ)
     except NotInitializedError as error:
         raise LaunchError(str(error)) from error
+    except UsageError:
+        raise
     except ValueError as error:
-        if isinstance(error, UsageError):
-            raise
         raise LaunchError(f"the environment cannot be read: {error}") from error
-    return SchedulerHosts(
-        scheduler=told.launcher,
-        hosts=world.world_size,
-        host_rank=world.rank,
-        leader=resolve(place.address),
-        port=place.port,
-        secret=_secret(environ),
-        job_id=(place.job or f"{place.address}:{place.port}").replace(" ", "-"),
-        names=place.hosts,
-    )
-
-
-def place_hosts(flags: RunFlags, environ: MutableMapping[str, str] | None = None) -> RunFlags:
-    """The flags with what the scheduler says about the hosts, where the user said nothing of them.
-
-    A secret that the job's processes share already is put into the environment, for the launchers to prove themselves.
-
-    Args:
-        flags: of `photinus run`.
-        environ: default this process's.
-
-    Raises:
-        UsageError, LaunchError: see `detect_scheduler`.
-    """
-    environ = os.environ if environ is None else environ
-    hosts = flags.hosts
-    if hosts.nnodes is not None or hosts.leader is not None or flags.selection.hostfile is not None:
-        return flags
-    found = detect_scheduler(environ)
-    if found is None:
-        return flags
-    if found.secret is not None:
-        environ[env.JOB_SECRET.name] = found.secret
-    listen_on = hosts.local_address
-    if listen_on is None and found.host_rank == 0:
+    leader, listen_on = resolve(place.address), hosts.local_address
+    if listen_on is None and world.rank == 0:
         try:
-            listen_on = own_address(found.leader, found.names[1:2])
+            listen_on = own_address(leader, place.hosts[1:2])
         except OSError as error:
             raise LaunchError(
-                f"this host, the first of {found.hosts} that {found.scheduler} chose, does not know its own name "
-                f"{found.leader}: {error.strerror or error}. Export MASTER_ADDR, an address that every host knows."
+                f"this host, the first of {world.world_size} that {told.launcher} chose, does not know its own name "
+                f"{leader}: {error.strerror or error}. Export MASTER_ADDR, an address that every host knows."
             ) from error
-    return replace(
-        flags,
-        hosts=replace(
-            hosts,
-            nnodes=(found.hosts, found.hosts),
-            node_rank=found.host_rank,
-            leader=found.leader,
-            port=found.port if hosts.port is None else hosts.port,
-            job_id=hosts.job_id or found.job_id,
-            local_address=listen_on,
-        ),
+    # mpirun of Open MPI makes 128 random bits per job for its fast networks, and hands them to its own processes only.
+    secret = env.JOB_SECRET.get(environ) or environ.get("OMPI_MCA_orte_precondition_transports")
+    if secret:
+        environ[env.JOB_SECRET.name] = secret
+    found = replace(
+        hosts,
+        nnodes=(world.world_size, world.world_size),
+        node_rank=world.rank,
+        leader=leader,
+        port=place.port if hosts.port is None else hosts.port,
+        job_id=hosts.job_id or (place.job or f"{place.address}:{place.port}").replace(" ", "-"),
+        local_address=listen_on,
     )
+    return replace(flags, hosts=found)
 
 
 # Variables of an outer or earlier launcher; what counts here is who started the launchers.
@@ -173,8 +122,3 @@ def _refuse_one_of_several_hosts(environ: Mapping[str, str]) -> None:
         f"each of them: `srun --ntasks-per-node=1 photinus run ...`; or say that this host is enough: "
         f"`photinus run --nnodes 1 ...`."
     )
-
-
-def _secret(environ: Mapping[str, str]) -> str | None:
-    # mpirun of Open MPI makes 128 random bits per job for its fast networks, and hands them to its own processes only.
-    return env.JOB_SECRET.get(environ) or environ.get("OMPI_MCA_orte_precondition_transports") or None

@@ -33,18 +33,17 @@ def run_words(flags: RunFlags) -> list[str]:
     Raises:
         UsageError: hosts and devices are chosen by name, which the scheduler does.
     """
-    selection = flags.selection
-    for flag, value in (("--include", selection.include), ("--exclude", selection.exclude)):
-        if value is not None:
-            raise UsageError(f"{flag} {value}: the scheduler gives out hosts and devices. Leave it out.")
+    for flag in ("--include", "--exclude"):
+        if flag in flags.given:
+            raise UsageError(f"{flag} {flags.given[flag][1]}: the scheduler gives out hosts and devices. Leave it out.")
     words = [word for flag in _OF_WORKERS if flag in flags.given for word in (flag, flags.given[flag][1]) if word]
     if flags.ranks_per_gpu != RunFlags.ranks_per_gpu:  # which may come from the environment here
         words += ["--ranks-per-gpu", str(flags.ranks_per_gpu)]
-    waits = {
-        "join_timeout": (flags.hosts.join_timeout_s, HostFlags.join_timeout_s),
-        "last_call_timeout": (flags.hosts.last_call_s, HostFlags.last_call_s),
-    }
-    changed = [f"{name}={value:g}" for name, (value, default) in waits.items() if value != default]
+    changed = []
+    if flags.hosts.join_timeout_s != HostFlags.join_timeout_s:
+        changed.append(f"join_timeout={flags.hosts.join_timeout_s:g}")
+    if flags.hosts.last_call_s != HostFlags.last_call_s:
+        changed.append(f"last_call_timeout={flags.hosts.last_call_s:g}")
     return [*words, "--rdzv-conf", ",".join(changed)] if changed else words
 
 
@@ -91,14 +90,7 @@ def _quote(value: object) -> str:
 def put(text: str, target: str | None, *, start: str, executable: bool = False) -> int:
     """Puts the text on stdout, or into a new file that its owner alone can read; returns the exit code, 0.
 
-    Args:
-        text: what is written.
-        target: path of the file, in a folder that exists; None: stdout.
-        start: the command that starts it, given the file.
-        executable: whether it is a script.
-
-    Raises:
-        UsageError: the file exists (with other content), or cannot be written.
+    `start`: the command for the file. UsageError: it exists with other content, or cannot be written.
     """
     if target is None:
         print(text, end="")

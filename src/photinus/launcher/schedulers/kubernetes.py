@@ -29,22 +29,14 @@ _LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 
 
 def main(flags: RunFlags, program: Program) -> int:
-    """Writes the manifest to stdout or to `--output`, and returns the exit code.
-
-    Raises:
-        UsageError: an option cannot be carried out, or the file exists.
-    """
+    """Writes the manifest to stdout or to `--output`, and returns the exit code. Raises UsageError."""
     if program.target in _KINDS and program.kind == "script":
         raise UsageError(f"--kubernetes {program.target}: write it as --kubernetes={program.target}.")
     return put(manifest(flags, program), flags.scheduler.output, start="kubectl apply -f")
 
 
 def manifest(flags: RunFlags, program: Program) -> str:
-    """The manifest's text: a Secret, and the job.
-
-    Raises:
-        UsageError: the image is missing, or an option that Kubernetes would refuse.
-    """
+    """The manifest's text: a Secret, and the job. UsageError: the image is missing, or what Kubernetes would refuse."""
     asked = flags.scheduler
     if not asked.image:
         raise UsageError(

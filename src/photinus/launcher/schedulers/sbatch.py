@@ -39,16 +39,7 @@ def main(flags: RunFlags, program: Program) -> int:
 
 
 def batch_script(flags: RunFlags, program: Program, *, python: str = sys.executable) -> str:
-    """The batch script's text.
-
-    Args:
-        flags: of `photinus run --slurm`.
-        program: what each worker runs.
-        python: the interpreter on the hosts of the job.
-
-    Raises:
-        UsageError: an option cannot be carried out.
-    """
+    """The batch script's text; `python`: the interpreter on the hosts of the job. Raises UsageError."""
     command = [python, "-m", "photinus", "run", *run_words(flags), *program_words(program)]
     return fill(
         "batch.sh.j2",
@@ -63,35 +54,27 @@ def batch_script(flags: RunFlags, program: Program, *, python: str = sys.executa
 
 def _options(flags: RunFlags, program: Program) -> list[str]:
     asked = flags.scheduler
-    own = [_own_option(text) for text in asked.sbatch]
+    own = {_own_option(text) for text in asked.sbatch}
     least, most = flags.hosts.nnodes or (1, 1)
     gpus = gpus_per_host(flags)
+    workers = flags.nproc_per_node if isinstance(flags.nproc_per_node, int) else gpus
     options = {
         "--job-name": asked.name or Path(program.target).stem or "photinus",
         "--nodes": str(least) if least == most else f"{least}-{most}",
         "--ntasks-per-node": "1",
-    }
-    if asked.time is not None:
-        options["--time"] = asked.time
-    if asked.partition is not None:
-        options["--partition"] = asked.partition
-    if gpus:
-        options["--gpus-per-node"] = str(gpus)
-    workers = flags.nproc_per_node if isinstance(flags.nproc_per_node, int) else gpus
-    if workers:
+        "--time": asked.time,
+        "--partition": asked.partition,
+        "--gpus-per-node": str(gpus) if gpus else None,
         # At least a core for each worker; Slurm would give the launcher one for all of them.
-        options["--cpus-per-task"] = str(workers)
-    else:
-        options["--exclusive"] = ""  # as many workers as the host has devices: the whole host
-    options |= {"--open-mode": "append", "--requeue": "", "--signal": f"B:USR1@{_LEAVE_S}"}
-    given = {name for name, _ in own}
-    for name, others in _INSTEAD.items():
-        if given & others:
-            options.pop(name, None)
-    for name, _ in own:
-        options.pop(name, None)
-    shown = [f"{name}={_quote(value)}" if value else name for name, value in options.items()]
-    return shown + [text for _, text in zip(own, asked.sbatch, strict=True)]
+        "--cpus-per-task": str(workers) if workers else None,
+        "--exclusive": None if workers else "",  # as many workers as the host has devices: the whole host
+        "--open-mode": "append",
+        "--requeue": "",
+        "--signal": f"B:USR1@{_LEAVE_S}",
+    }
+    ours = {name: value for name, value in options.items() if not own & {name, *_INSTEAD.get(name, ())}}
+    shown = [f"{name}={_quote(value)}" if value else name for name, value in ours.items() if value is not None]
+    return [*shown, *asked.sbatch]
 
 
 # What a user may say in other words: then ours is left out. Short names stand for long ones.
@@ -106,35 +89,27 @@ _INSTEAD = {
     "--requeue": {"--no-requeue"},
 }
 _OURS = {
-    "--nodes": "--nnodes",
-    "-N": "--nnodes",
-    "--ntasks": "--nproc-per-node",
-    "-n": "--nproc-per-node",
-    "--ntasks-per-node": "--nproc-per-node",
-    "--array": "one script per training",
-    "-a": "one script per training",
+    **dict.fromkeys(("--nodes", "-N"), "use --nnodes"),
+    **dict.fromkeys(("--ntasks", "-n", "--ntasks-per-node"), "use --nproc-per-node"),
+    **dict.fromkeys(("--array", "-a"), "one script per training"),
 }
 
 
-def _own_option(text: str) -> tuple[str, str]:
-    """The name and value of an option for sbatch."""
+def _own_option(text: str) -> str:
+    """The name of an option for sbatch."""
     match = _OPTION.match(text)
     if match is None or "\n" in text:
         raise UsageError(f"--sbatch {text!r}: needs an option of sbatch on one line, like --sbatch --mem=64G.")
     if match[0] in _OURS:
-        instead = _OURS[match[0]]
-        raise UsageError(
-            f"--sbatch {text}: photinus sets this itself; "
-            + (f"use {instead}." if instead[0] == "-" else f"{instead}.")
-        )
-    return match[0], text[match.end() :].lstrip("= ")
+        raise UsageError(f"--sbatch {text}: photinus sets this itself; {_OURS[match[0]]}.")
+    return match[0]
 
 
 def _quote(value: str) -> str:
     """An option's value as sbatch reads it from a comment: shell-like words."""
-    return (
-        value if re.fullmatch(r"[\w.:,@%+/=-]+", value) else '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-    )
+    if re.fullmatch(r"[\w.:,@%+/=-]+", value):
+        return value
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def _break_lines(command: list[str]) -> str:
