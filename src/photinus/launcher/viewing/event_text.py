@@ -1,14 +1,17 @@
-"""A run's events and state in words, for terminals and pages alike."""
+"""What terminals and pages say alike of a run: its events and state in words, its speed."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from ...runlog.events import Event, cause_of
 from ...runlog.run import Run, State
 from ...runlog.units import count, duration, plural
+from ...runlog.windows import Window
 
-__all__ = ["describe_event", "describe_state", "hosts_in_words", "is_bad", "printable"]
+__all__ = ["describe_event", "describe_state", "hosts_in_words", "mood", "printable", "ranks_in_words", "speed"]
 
 _STATES = {
     "running": "running",
@@ -22,9 +25,11 @@ _STATES = {
 }
 
 
-def is_bad(state: State) -> bool:
-    """Whether somebody should look after the run."""
-    return state.word in ("failed", "died", "silent")
+def mood(state: State) -> str:
+    """ "bad" where somebody should look after the run, "good", or "warn"."""
+    if state.word in ("failed", "died", "silent"):
+        return "bad"
+    return "good" if state.word in ("running", "finished") else "warn"
 
 
 def describe_state(run: Run, state: State, now_s: float) -> str:
@@ -63,10 +68,24 @@ def hosts_in_words(hosts: object) -> str:
     return f"on {len(names)} hosts ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
 
 
+def ranks_in_words(world_size: object, hosts: object) -> str:
+    """`2 ranks on a`; "" where it is not known how many."""
+    if not isinstance(world_size, int) or not world_size:
+        return ""
+    return f"{plural(world_size, 'rank')} {hosts_in_words(hosts)}".strip()
+
+
+def speed(windows: Sequence[Window]) -> tuple[float, float]:
+    """(samples per second, seconds of a step) over these windows; NaN where nothing says so."""
+    seconds = sum(window.step_s(0) * window.steps for window in windows)
+    if not seconds > 0:
+        return math.nan, math.nan
+    return sum(window.samples for window in windows) / seconds, seconds / sum(window.steps for window in windows)
+
+
 def _start(event: Event) -> str:
     facts = event.facts
-    world = facts.get("world_size")
-    who = f"{plural(world, 'rank')} {hosts_in_words(facts.get('hosts'))}".strip() if isinstance(world, int) else ""
+    who = ranks_in_words(facts.get("world_size"), facts.get("hosts"))
     attempt = facts.get("attempt")
     again = f", restart {attempt} of the launcher" if isinstance(attempt, int) and attempt > 0 else ""
     if facts.get("resumed_from"):

@@ -12,14 +12,9 @@ __all__ = ["run_folder"]
 
 
 def run_folder(command: str, given: str | None) -> Path:
-    """The folder of the run that is meant.
+    """The folder of the run that is meant; `given` None: the newest below the working directory. Raises UsageError.
 
-    Args:
-        command: for messages: "top" or "report".
-        given: as typed; None means the newest run below the working directory.
-
-    Raises:
-        UsageError: there is none; says where it was looked for.
+    `command` stands in messages: "top" or "report".
     """
     below = Path("." if given is None else given).expanduser()
     if given is not None:
@@ -43,7 +38,5 @@ def run_folder(command: str, given: str | None) -> Path:
 
 def _hint(path: Path) -> str:
     folder = path.parent
-    if not folder.is_dir():
-        return ""
-    near = closest(path.name, [each.name for each in folder.iterdir() if each.is_dir()])
+    near = closest(path.name, [each.name for each in folder.iterdir() if each.is_dir()]) if folder.is_dir() else None
     return f" Did you mean {folder / near}?" if near else ""

@@ -15,7 +15,7 @@ from ....runlog.stragglers import RankShare, shares, stragglers
 from ....runlog.tables import Row
 from ....runlog.units import count, duration, number, percent, plural, size, step_time
 from ....runlog.windows import PHASES, Window
-from ..event_text import hosts_in_words
+from ..event_text import hosts_in_words, speed
 
 __all__ = [
     "bars",
@@ -38,41 +38,37 @@ _BARS = 64
 
 def tiles(run: Run) -> list[tuple[str, str]]:
     """The key figures of a run: (value, what it is)."""
-    facts: list[tuple[str, str]] = []
-    if math.isfinite(run.last_loss) or run.losses.count:
-        facts.append((number(run.last_loss), "training loss, last step"))
-    for name in run.logged[:4]:
-        last = [row[name] for row in run.epochs if name in row][-1]
-        facts.append((number(last), name.replace("_", " ")))
-    done = count(run.step) + (f" of {count(run.steps_wanted)}" if run.steps_wanted else "")
-    facts.append((done, "steps"))
-    speed, step_s = _speed(run)
-    if math.isfinite(speed):
-        facts.append((count(speed), "samples per second"))
-    if math.isfinite(step_s):
-        facts.append((step_time(step_s), "a step"))
-    trained = run.epochs[-1].get("elapsed_s", math.nan) if run.epochs else math.nan
-    if math.isfinite(trained):
-        facts.append((duration(trained), "of training"))
-    if run.world_size:
-        facts.append((count(run.world_size), "rank" + "s" * (run.world_size != 1)))
-    peak = max((max(w.memory["peak"]) for w in run.windows if w.memory.get("peak")), default=0)
-    if peak:
-        facts.append((size(peak), "peak memory of a rank"))
-    if run.restarts > 0:
-        facts.append((count(run.restarts), "restart" + "s" * (run.restarts != 1)))
+    samples_per_s, step_s, trained = _speed(run)
+    peak = max((max(w.memory["peak"]) for w in run.windows), default=0)
+    facts = [
+        (number(run.last_loss) if run.losses.count else "", "training loss, last step"),
+        *((_last(run, name), name.replace("_", " ")) for name in run.logged[:4]),
+        (count(run.step) + (f" of {count(run.steps_wanted)}" if run.steps_wanted else ""), "steps"),
+        (samples_per_s, "samples per second"),
+        (step_s, "a step"),
+        (trained, "of training"),
+        (count(run.world_size) if run.world_size else "", "rank" + "s" * (run.world_size != 1)),
+        (size(peak) if peak else "", "peak memory of a rank"),
+        (count(run.restarts) if run.restarts else "", "restart" + "s" * (run.restarts != 1)),
+    ]
     # Numbers stay on one line.
-    return [(v.replace(" of ", "\n").replace(" ", "\u00a0").replace("\n", " of "), what) for v, what in facts]
+    return [(v.replace(" of ", "\n").replace(" ", "\u00a0").replace("\n", " of "), what) for v, what in facts if v]
 
 
-def _speed(run: Run) -> tuple[float, float]:
-    """(samples per second, seconds of a step) over the whole run; NaN where nothing says so."""
-    seconds = sum(window.step_s(0) * window.steps for window in run.windows)
-    steps = sum(window.steps for window in run.windows)
-    if seconds > 0:
-        return sum(window.samples for window in run.windows) / seconds, seconds / steps
+def _last(run: Run, name: str) -> str:
+    return "".join(map(number, [row[name] for row in run.epochs if name in row][-1:]))
+
+
+def _speed(run: Run) -> tuple[str, str, str]:
+    """Samples per second, the time of a step and of training, over the whole run; "" where nothing says so."""
+    samples_per_s, step_s = speed(run.windows)
     known = [row["samples_per_s"] for row in run.epochs if row.get("samples_per_s")]
-    return (sum(known) / len(known) if known else math.nan), math.nan
+    if known and not math.isfinite(samples_per_s):
+        samples_per_s = sum(known) / len(known)
+    trained_s = run.epochs[-1].get("elapsed_s", math.nan) if run.epochs else math.nan
+    shown = ((samples_per_s, count), (step_s, step_time), (trained_s, duration))
+    first, second, third = (show(value) if math.isfinite(value) else "" for value, show in shown)
+    return first, second, third
 
 
 def notes(run: Run) -> list[tuple[str, str]]:
@@ -90,9 +86,8 @@ def notes(run: Run) -> list[tuple[str, str]]:
         found.append(("", f"{link.text(run.hosts, step_time(link.excess_s))}."))
     if run.losses.missing:
         what = "step has" if run.losses.missing == 1 else "steps have"
-        last = f", the last known at step {count(run.not_finite[-1])}" if run.not_finite else ""
-        text = f"{count(run.losses.missing)} {what} a loss that is no number (NaN or infinite){last}"
-        found.append(("bad", f"{text}; marked × in the curves."))
+        text = f"{count(run.losses.missing)} {what} a loss that is no number (NaN or infinite)"
+        found.append(("bad", f"{text}, the last known at step {count(run.not_finite[-1])}; marked × in the curves."))
     if run.damaged:
         found.append(("", f"{plural(run.damaged, 'line')} of the run's files could not be read and were left out."))
     return found
@@ -182,7 +177,7 @@ def options(run: Run) -> list[tuple[str, list[tuple[str, str]]]]:
     """How the run came about: cards of names and values, of its options, the script's own, versions and the machine."""
     cards: list[tuple[str, Mapping[str, Any]]] = [
         ("Options of the run", _dict(run.config.get("options"))),
-        ("Options of the script", _user(run)),
+        ("Options of the script", _dict(run.config.get("user"))),
     ]
     if run.config_starts:
         last = run.config_starts[-1]
@@ -205,11 +200,10 @@ def starts(run: Run) -> list[tuple[str, ...]]:
 
 
 def _machine(machine: Mapping[str, Any]) -> dict[str, str]:
-    found = {}
-    for name, value in machine.items():
-        is_size = name.endswith("_bytes") and isinstance(value, (int, float))
-        found[name.removesuffix("_bytes").replace("_", " ")] = size(value) if is_size else str(value)
-    return found
+    def shown(name: str, value: Any) -> str:
+        return size(value) if name.endswith("_bytes") and isinstance(value, (int, float)) else str(value)
+
+    return {name.removesuffix("_bytes"): shown(name, value) for name, value in machine.items()}
 
 
 def _command(start: Mapping[str, Any]) -> str:
@@ -234,29 +228,19 @@ def comparison(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     head = ["state", "steps", "ranks", "loss", "lowest loss", *(name.replace("_", " ") for name in metrics)]
     rows = []
     for run in runs:
-        speed, step_s = _speed(run)
-        trained = run.epochs[-1].get("elapsed_s", math.nan) if run.epochs else math.nan
-        last = {name: [row[name] for row in run.epochs if name in row][-1:] for name in metrics}
         row = [run.state().word, count(run.step), count(run.world_size) if run.world_size else ""]
-        row += [number(run.last_loss), number(run.losses.low), *("".join(map(number, last[name])) for name in metrics)]
-        rows.append([*row, _known(speed, count), _known(step_s, step_time), _known(trained, duration)])
+        row += [number(run.last_loss), number(run.losses.low)]
+        row += [_last(run, name) for name in metrics]
+        rows.append([*row, *_speed(run)])
     return [*head, "samples/s", "a step", "trained"], rows
-
-
-def _known(value: float, show: Any) -> str:
-    return str(show(value)) if math.isfinite(value) else ""
 
 
 def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """The options in which the runs differ: (name, its value in each run)."""
-    every = [{**run.option, **_user(run)} for run in runs]
+    every = [{**run.option, **_dict(run.config.get("user"))} for run in runs]
     names = dict.fromkeys(name for options_ in every for name in options_)
     rows = [(name.replace("_", " "), [_text(options_.get(name)) for options_ in every]) for name in names]
     return [(name, values) for name, values in rows if len(set(values)) > 1]
-
-
-def _user(run: Run) -> Mapping[str, Any]:
-    return _dict(run.config.get("user"))
 
 
 def _dict(found: object) -> Mapping[str, Any]:

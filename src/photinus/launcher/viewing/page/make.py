@@ -42,10 +42,8 @@ def parser() -> Parser:
     """The command line."""
     made = Parser("report", "[RUN ...] [-o FILE.html]", about=_ABOUT, more=_MORE)
     made.add("runs", metavar="RUN", nargs="*", help=SUPPRESS)
-    where = (
-        "(or -o) where to write. default: report.html in the run's folder, or here for several; - is standard output"
-    )
-    made.add("--out", also=("-o", "--output"), metavar="FILE.html", help=where)
+    where = "where to write. default: report.html in the run's folder, or here for several; - is standard output"
+    made.add("--out", also=("-o", "--output"), metavar="FILE.html", help=f"(or -o) {where}")
     return made
 
 
@@ -78,9 +76,8 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     path = Path(asked.out) if asked.out else (folders[0] if len(runs) == 1 else Path(".")) / "report.html"
     if path.is_dir():
-        raise UsageError(
-            f"photinus report --out {path}: that is a folder; give a file, such as {path / 'report.html'}."
-        )
+        example = path / "report.html"
+        raise UsageError(f"photinus report --out {path}: that is a folder; give a file, such as {example}.")
     if not path.parent.is_dir():
         raise UsageError(f"photinus report --out {path}: there is no folder {path.parent}.")
     try:

@@ -14,7 +14,7 @@ from ....runlog.run import Run
 from ....runlog.units import clock_time, count, plural, step_time
 from ....runlog.windows import PHASES
 from ....version import __version__
-from ..event_text import describe_event, describe_state, hosts_in_words, is_bad
+from ..event_text import describe_event, describe_state, mood, ranks_in_words
 from . import facts
 
 __all__ = ["labels_of", "page"]
@@ -29,21 +29,17 @@ def page(runs: Sequence[Run]) -> str:
     for show in (clock_time, count, plural, step_time, describe_event, facts.phases_in_words):
         files.filters[show.__name__] = show
     labels = labels_of(runs)
-    return (
-        files.get_template("page.html.j2")
-        .render(
-            runs=[{**_facts(run, now_s), "label": labels[i], "colour": run_colour(i)} for i, run in enumerate(runs)],
-            charts=charts(runs, labels),
-            comparison=facts.comparison(runs),
-            differences=facts.differences(runs),
-            now_s=now_s,
-            version=__version__,
-            PHASES=PHASES,
-            zip=zip,
-        )
-        .lstrip()
-        + "\n"
+    text = files.get_template("page.html.j2").render(
+        runs=[{**_facts(run, now_s), "label": labels[i], "colour": run_colour(i)} for i, run in enumerate(runs)],
+        charts=charts(runs, labels),
+        comparison=facts.comparison(runs),
+        differences=facts.differences(runs),
+        now_s=now_s,
+        version=__version__,
+        PHASES=PHASES,
+        zip=zip,
     )
+    return text.lstrip() + "\n"
 
 
 def labels_of(runs: Sequence[Run]) -> list[str]:
@@ -62,7 +58,7 @@ def _facts(run: Run, now_s: float) -> dict[str, Any]:
     return {
         "name": run.name,
         "state": describe_state(run, state, now_s),
-        "kind": "bad" if is_bad(state) else "good" if state.word in ("running", "finished") else "warn",
+        "kind": mood(state),
         "summary": _summary(run),
         "tiles": facts.tiles(run),
         "notes": facts.notes(run),
@@ -77,15 +73,12 @@ def _facts(run: Run, now_s: float) -> dict[str, Any]:
 
 
 def _summary(run: Run) -> str:
-    parts = []
-    if run.epochs_wanted:
-        done = int(run.epochs[-1]["epoch"]) if run.epochs else 0
-        parts.append(f"{count(done)} of {plural(run.epochs_wanted, 'epoch')}")
-    parts.append(
-        f"{count(run.step)} of {count(run.steps_wanted)} steps" if run.steps_wanted else f"step {count(run.step)}"
-    )
-    if run.world_size:
-        parts.append(f"{plural(run.world_size, 'rank')} {hosts_in_words(run.hosts)}".strip())
-    if run.starts:
-        parts.append(f"started {clock_time(run.starts[0].time_s, with_date=True)}")
-    return " · ".join([*parts, str(run.folder)])
+    done = int(run.epochs[-1]["epoch"]) if run.epochs else 0
+    parts = [
+        f"{count(done)} of {plural(run.epochs_wanted, 'epoch')}" if run.epochs_wanted else "",
+        f"{count(run.step)} of {count(run.steps_wanted)} steps" if run.steps_wanted else f"step {count(run.step)}",
+        ranks_in_words(run.world_size, run.hosts),
+        f"started {clock_time(run.starts[0].time_s, with_date=True)}" if run.starts else "",
+        str(run.folder),
+    ]
+    return " · ".join(filter(None, parts))

@@ -1,22 +1,12 @@
-"""The picture of a run for a terminal of some size. Pure functions: the same run gives the same picture.
-
-digits  running  2 ranks on a                                        14:03:22
-epoch 3 of 15  step 57 of 330  ████▌                   17 %  about 12 s left
-12 345 samples/s  5.21 ms a step  1 restart
-
-loss         0.3812  lowest 0.3640  █▇▆▅▄▄▃▃▂▂▂▂▁▁▁▁
-
-a step of 5.21 ms, mean of 160 steps
-██████████████████████████████████████████████████████████████
-...
-"""
+"""The picture of a run for a terminal of some size (tests/unit/test_top.py has one). The same run, the same picture."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from rich.bar import Bar
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -31,7 +21,7 @@ from ....runlog.slow_links import slow_links
 from ....runlog.stragglers import RankShare, shares, stragglers
 from ....runlog.units import clock_time, count, duration, number, percent, plural, size, step_time
 from ....runlog.windows import PHASES, Window
-from ..event_text import describe_event, describe_state, hosts_in_words, is_bad, printable
+from ..event_text import describe_event, describe_state, mood, printable, ranks_in_words, speed
 
 __all__ = ["parts", "recent_windows", "sparkline", "view"]
 
@@ -45,14 +35,9 @@ _MISSING = "×"
 
 
 def view(run: Run, *, width: int, height: int | None, now_s: float, colour: bool) -> Group:
-    """What shows a run, in lines that do not wrap.
+    """What shows a run, in lines that do not wrap, on a terminal of this size (`height` None: as many as it takes).
 
-    Args:
-        run: as it was read last.
-        width: columns of the terminal.
-        height: rows of the terminal; None: as many as it takes.
-        now_s: Unix time.
-        colour: whether there are colours; without them the phases are letters.
+    `now_s`: Unix time. `colour`: whether there are colours; without them the phases are letters.
     """
     width = min(width, _WIDEST)
     picture: list[RenderableType] = [*_head(run, width, now_s), Text()]
@@ -116,9 +101,9 @@ def _wrap(facts: Sequence[Text], width: int, gap: str) -> list[Text]:
 
 def _head(run: Run, width: int, now_s: float) -> list[RenderableType]:
     state = run.state(now_s)
-    style = "red" if is_bad(state) else "green" if state.word in ("running", "finished") else "bold"
+    style = {"bad": "red", "good": "green", "warn": "bold"}[mood(state)]
     name = _line((printable(run.name), "bold"), "  ", (describe_state(run, state, now_s), style))
-    where = printable(f"{plural(run.world_size, 'rank')} {hosts_in_words(run.hosts)}") if run.world_size else ""
+    where = printable(ranks_in_words(run.world_size, run.hosts))
     clock = clock_time(now_s)
     first = _wrap([name, *([Text(where)] if where else [])], width, "  ")
     gap = width - first[0].cell_len - len(clock)
@@ -172,13 +157,10 @@ def _left_s(run: Run) -> float:
 def _facts(run: Run, ended: bool) -> list[str]:
     windows = recent_windows(run, ended=ended)
     facts = []
-    if windows:
-        seconds = sum(window.step_s(0) * window.steps for window in windows)
-        steps = sum(window.steps for window in windows)
-        if seconds > 0:
-            facts.append(f"{count(sum(window.samples for window in windows) / seconds)} samples/s")
-            facts.append(f"{step_time(seconds / steps)} a step")
-    elif run.epochs and run.epochs[-1].get("samples_per_s"):
+    samples_per_s, step_s = speed(windows)
+    if math.isfinite(step_s):
+        facts += [f"{count(samples_per_s)} samples/s", f"{step_time(step_s)} a step"]
+    elif not windows and run.epochs and run.epochs[-1].get("samples_per_s"):
         facts.append(f"{count(run.epochs[-1]['samples_per_s'])} samples/s")
     if run.epochs and "elapsed_s" in run.epochs[-1]:
         facts.append(f"trained {duration(run.epochs[-1]['elapsed_s'])}")
@@ -215,9 +197,9 @@ def _curves(run: Run, width: int) -> list[Table | Text]:
         return [_line(("no loss is known yet", "dim"))]
     if not run.losses.missing:
         return [table]
-    last = f", the last at step {count(run.not_finite[-1])}" if run.not_finite else ""
     what = "step's loss was" if run.losses.missing == 1 else "steps' losses were"
-    return [table, _line((f"{count(run.losses.missing)} {what} no number (×){last}", _ALARM))]
+    told = f"{count(run.losses.missing)} {what} no number (×), the last at step {count(run.not_finite[-1])}"
+    return [table, _line((told, _ALARM))]
 
 
 class _Sparkline:
@@ -285,56 +267,43 @@ def _ranks(
     by_need = sorted(ranks, key=lambda rank: (-rank.ratio, rank.rank))
     chosen = ranks if len(ranks) <= room else sorted(by_need[: max(1, room - 1)], key=lambda rank: rank.rank)
     hosts = [printable(host) for host in run.hosts]
-    with_host, with_bar, with_peak = width >= 60 and len(set(hosts)) > 1, width >= 70, width >= 60
-    with_gpu = width >= 80 and any(window.memory.get("cuda", ()))
+    with_peak, waiting = width >= 60, PHASES.index("waiting")
+    most_s, with_gpu = max(rank.own_s for rank in ranks) or 1.0, width >= 80 and any(window.memory["cuda"])
+    right, colour = {"justify": "right"}, dict.fromkeys(late, "yellow")
+    columns: list[tuple[bool, str, dict[str, Any], Callable[[RankShare], RenderableType]]] = [
+        (True, "rank", right, lambda r: str(r.rank)),
+        (with_peak and len(set(hosts)) > 1, "host", {"max_width": 16}, lambda r: "".join(hosts[r.rank : r.rank + 1])),
+        (True, "own time", right, lambda r: step_time(r.own_s)),
+        (True, " waiting", right, lambda r: step_time(r.phases[waiting])),
+        (width >= 70, "", {"width": 16}, lambda r: Bar(most_s, 0, r.own_s, color=colour.get(r.rank, "cyan"))),
+        (with_peak, "memory (peak)", {}, lambda r: _memory(window, r.rank, "resident", "peak")),
+        (not with_peak, "memory", {}, lambda r: _memory(window, r.rank, "resident")),
+        (with_gpu, "GPU (peak)", {}, lambda r: _memory(window, r.rank, "cuda", "cuda_peak")),
+    ]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    table.add_column("rank", justify="right")
-    if with_host:
-        table.add_column("host", max_width=16)
-    table.add_column("own time", justify="right")
-    table.add_column(" waiting", justify="right")
-    if with_bar:
-        table.add_column(width=16)
-    table.add_column("memory (peak)" if with_peak else "memory")
-    if with_gpu:
-        table.add_column("GPU (peak)")
-    for column in table.columns:
-        column.no_wrap = True
-    most_s = max(rank.own_s for rank in ranks) or 1.0
-    waiting = PHASES.index("waiting")
+    for wanted, head, options, _ in columns:
+        if wanted:
+            table.add_column(head, no_wrap=True, **options)
     for rank in chosen:
-        cells: list[RenderableType] = [str(rank.rank)]
-        if with_host:
-            cells.append(hosts[rank.rank] if rank.rank < len(hosts) else "")
-        cells += [step_time(rank.own_s), step_time(rank.phases[waiting])]
-        if with_bar:
-            cells.append(Bar(most_s, 0, rank.own_s, color="yellow" if rank.rank in late else "cyan"))
-        cells.append(_memory(window, rank.rank, "resident", "peak", with_peak=with_peak))
-        if with_gpu:
-            cells.append(_memory(window, rank.rank, "cuda", "cuda_peak", with_peak=True))
+        cells = [cell(rank) for wanted, _, _, cell in columns if wanted]
         table.add_row(*cells, style=_ALARM if rank.rank in late else "")
     lines: list[RenderableType] = [table]
     if len(chosen) < len(ranks):
         more = plural(len(ranks) - len(chosen), "rank")
         lines.append(_line((f"     and {more} more, none of them slower", "dim")))
+    told = [link.text(hosts, step_time(link.excess_s)) for link in slow_links(windows, hosts)]
     if slow:
         also = f" (and {plural(len(slow) - 1, 'rank')} more)" if len(slow) > 1 else ""
-        told = (
-            f"rank {slow[0].rank} holds the others up{also}: {step_time(slow[0].excess_s)} a step, in {slow[0].phase}"
-        )
-        lines += [_line((text, _ALARM)) for text in textwrap.wrap(told, max(width, 20))]
-    for link in slow_links(windows, hosts):
-        told = link.text(hosts, step_time(link.excess_s))
-        lines += [_line((text, _ALARM)) for text in textwrap.wrap(told, max(width, 20))]
-    return lines
+        excess = f"{step_time(slow[0].excess_s)} a step, in {slow[0].phase}"
+        told = [f"rank {slow[0].rank} holds the others up{also}: {excess}", *told]
+    return [*lines, *(_line((part, _ALARM)) for text in told for part in textwrap.wrap(text, max(width, 20)))]
 
 
-def _memory(window: Window, rank: int, now: str, peak: str, *, with_peak: bool) -> str:
-    held = window.memory.get(now)
-    most = window.memory.get(peak)
-    if not held or not most or not held[rank]:
+def _memory(window: Window, rank: int, now: str, peak: str = "") -> str:
+    held = window.memory[now][rank]
+    if not held:
         return "?"
-    return f"{size(held[rank])} ({size(most[rank])})" if with_peak else size(held[rank])
+    return size(held) + (f" ({size(window.memory[peak][rank])})" if peak else "")
 
 
 # -- events -----------------------------------------------------------------------------------------------------------
