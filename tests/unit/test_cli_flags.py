@@ -177,10 +177,11 @@ def test_an_endpoint_is_a_host_and_perhaps_a_port(text, host, port):
 
 
 def test_deepspeeds_flags():
-    words = "-H hosts -i a:0,1@b --num_nodes 2 --ssh_port 2222 --export A,B --export C x.py"
+    words = "-H hosts -i a:0,1@b --ssh_port 2222 --export A,B --export C x.py"
     assert parsed(words).selection == SelectionFlags(
-        hostfile="hosts", include="a:0,1@b", num_nodes=2, ssh_port=2222, export=("A", "B", "C")
+        hostfile="hosts", include="a:0,1@b", ssh_port=2222, export=("A", "B", "C")
     )
+    assert parsed("-H hosts --num_nodes 2 x.py").selection.num_nodes == 2
     assert parse_run(["--num_gpus", "2", "--no_local_rank", "x.py"]).selection.num_gpus == 2
 
 

@@ -14,7 +14,8 @@ HOSTS = parse_hostfile("a slots=4\nb slots=4\nc slots=2\n", "hosts")
 
 def chosen(**flags):
     """Host -> devices, or the number of workers where no devices were named."""
-    shares = select(HOSTS, SelectionFlags(hostfile="hosts", **flags))
+    words = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    shares = select(HOSTS, parse_run(["--hostfile", "hosts", *words, "x.py"]).selection)
     return {share.host.name: share.count if share.devices is None else share.devices for share in shares}
 
 

@@ -10,6 +10,7 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping
 
 __all__ = [
+    "VARIABLE_NAME",
     "devices",
     "endpoint",
     "host",
@@ -30,6 +31,7 @@ __all__ = [
 _ENDPOINT = re.compile(
     r"\[([0-9a-fA-F:.%\w]+)\](?::(\d+))?|([^:\s]+)(?::(\d+))?|([0-9a-fA-F]*:[0-9a-fA-F:]*:[0-9a-fA-F]*)"
 )
+VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _STREAMS = {"0": frozenset[str](), "1": frozenset({"out"}), "2": frozenset({"err"}), "3": frozenset({"out", "err"})}
 # torch elastic's options that mean something here (with our names for them), and those that have nothing to set here.
 _RENDEZVOUS_OPTIONS = {
@@ -203,7 +205,7 @@ def _numbers(text: str, needed: str) -> tuple[int, ...]:
 def names(text: str) -> tuple[str, ...]:
     """Names of environment variables, like A or A,B."""
     found = tuple(word.strip() for word in text.split(","))
-    wrong = next((name for name in found if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)), None)
+    wrong = next((name for name in found if not VARIABLE_NAME.fullmatch(name)), None)
     if wrong is not None:
         raise ArgumentTypeError(f"{wrong!r} is no name of an environment variable.")
     return found

@@ -1,7 +1,4 @@
-"""What the user asked `photinus run` to do, read from the command line.
-
-Everything from the script's name on belongs to the script.
-"""
+"""What the user asked `photinus run` to do, read from the command line."""
 
 from __future__ import annotations
 
@@ -188,7 +185,8 @@ def _refuse_contradictions(typed: dict[str, Any], given: Mapping[str, tuple[str,
                 f"{workers} workers, and each needs one of its own: leave out one of the two."
             )
     together("--ranks-per-gpu", "--cpu", "--num-gpus")
-    together("--include", "--exclude", "--num-gpus")
+    together("--include", "--exclude", "--num-nodes", "--num-gpus")
+    together("--exclude", "--num-nodes")
     together("--num-gpus", "--exclude", "--device", "--nproc-per-node")
     together("--device", "--include", "--exclude", "--hostfile")
     together("--hostfile", "--nnodes", "--node-rank", "--rdzv-endpoint", "--standalone")

@@ -26,16 +26,11 @@ _REMOTE = "photinus.launcher.ssh.remote"
 _OPTIONS = (
     "-T",  # no terminal: bytes pass as they are
     "-x",
-    "-o",
-    "BatchMode=yes",  # nobody is there to type a password
-    "-o",
-    f"ConnectTimeout={CONNECT_S}",
-    "-o",
-    "ServerAliveCountMax=3",
-    "-o",
-    "ControlMaster=no",  # an existing master is used, but this one does not become one: it may be killed
-    "-o",
-    "LogLevel=ERROR",  # no banners
+    *("-o", "BatchMode=yes"),  # nobody is there to type a password
+    *("-o", f"ConnectTimeout={CONNECT_S}"),
+    *("-o", "ServerAliveCountMax=3"),
+    *("-o", "ControlMaster=no"),  # an existing master is used, but this one does not become one: it may be killed
+    *("-o", "LogLevel=ERROR"),  # no banners
 )
 
 

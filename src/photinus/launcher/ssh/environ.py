@@ -8,44 +8,23 @@ programs are; the folder of the Python in use is put in front of it, as an activ
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ... import env
+from ..command_line.flag_values import VARIABLE_NAME
 from ..command_line.usage import UsageError
 
-__all__ = ["exported_variables", "read_variables", "variable_files"]
+__all__ = ["exported_variables", "variable_files"]
 
 _FAMILIES = (
-    "NCCL_",
-    "GLOO_",
-    "OMP_",
-    "MKL_",
-    "KMP_",
-    "TORCH",
-    "PYTORCH_",
-    "PHOTINUS_",
-    "PYTHON",
-    "HF_",
-    "TRANSFORMERS_",
-    "WANDB_",
-    "CUDA_",
-    "UCX_",
-    "MLFLOW_",
+    *("NCCL_", "GLOO_", "OMP_", "MKL_", "KMP_", "TORCH", "PYTORCH_", "PHOTINUS_", "PYTHON", "HF_", "TRANSFORMERS_"),
+    *("WANDB_", "CUDA_", "UCX_", "MLFLOW_"),
 )
 _SINGLE = ("LD_LIBRARY_PATH", "LOGLEVEL", "NO_COLOR", "TERM", "COLORTERM")
-# Of one host, or of a job inside of which this may run.
-_NEVER = (
-    "CUDA_VISIBLE_DEVICES",
-    "PHOTINUS_STARTED_AS",
-    "PHOTINUS_HOST_ID",
-    "PHOTINUS_JOB_SECRET",
-    "PHOTINUS_LISTEN_FD",
-    "PHOTINUS_TERMINALS",
-    "PHOTINUS_WORLD_SIZE",
-)
-_NEVER_FAMILIES = ("TORCHELASTIC_",)
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# Of one host, or of a job inside of which this may run; and all of TORCHELASTIC_.
+_OF_A_JOB = (env.STARTED_AS, env.HOST_ID, env.JOB_SECRET, env.LISTEN_FD, env.TERMINALS, env.EXPECTED_WORLD_SIZE)
+_NEVER = ("CUDA_VISIBLE_DEVICES", *(each.name for each in _OF_A_JOB))
 _FILE = ".deepspeed_env"
 
 
@@ -60,12 +39,10 @@ def exported_variables(
     chosen = {
         name: value
         for name, value in environ.items()
-        if (name.startswith(_FAMILIES) or name in _SINGLE)
-        and name not in _NEVER
-        and not name.startswith(_NEVER_FAMILIES)
+        if (name.startswith(_FAMILIES) or name in _SINGLE) and not (name in _NEVER or name.startswith("TORCHELASTIC_"))
     }
     for file in files:
-        chosen |= read_variables(file)
+        chosen |= _read_variables(file)
     for name in export:
         if name not in environ:
             raise UsageError(f"--export {name}: {name} is not set here. Set it, or leave it out.")
@@ -79,19 +56,15 @@ def variable_files(home: Path, here: Path) -> tuple[Path, ...]:
     return tuple(file for file in candidates if file.is_file())
 
 
-def read_variables(file: Path) -> dict[str, str]:
-    """The variables of a file with lines NAME=VALUE; a pair of quotes around the value is not part of it.
-
-    Raises:
-        UsageError: a line is not of that form.
-    """
+def _read_variables(file: Path) -> dict[str, str]:
+    """The variables of lines NAME=VALUE; quotes around a value are no part of it. UsageError: a line is not so."""
     variables = {}
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         text = line.strip().removeprefix("export ").strip()
         if not text or text.startswith("#"):
             continue
         name, equals, value = text.partition("=")
-        if not equals or not _NAME.fullmatch(name):
+        if not equals or not VARIABLE_NAME.fullmatch(name):
             raise UsageError(f"{file}:{number}: {line.strip()!r} is not understood. A line reads NAME=VALUE.")
         if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"":
             value = value[1:-1]

@@ -262,8 +262,8 @@ class Hosts:
             self.pump(_STEP_S)
         return True
 
-    def reach(self) -> list[str]:
-        """Waits until each host has said hello or is in trouble, and returns the troubles. Ends early at a signal."""
+    def reach(self) -> None:
+        """Waits until each host has said hello or is in trouble. Ends early at a signal."""
         first_trouble_s: float | None = None
         begun_s = time.monotonic()
 
@@ -277,11 +277,11 @@ class Hosts:
             return all(host.hello is not None or host.done for host in self.all)
 
         self.wait(enough, math.inf)
-        return self.troubles()
 
-    def troubles(self) -> list[str]:
-        """Of all hosts."""
-        return [host.trouble for host in self.all if host.trouble is not None]
+    def pass_signal(self, number: int | None) -> None:
+        """Passes a signal on to all; None only says that somebody is still here."""
+        for host in self.all:
+            host.pass_signal(number)
 
     def leave(self, patience_s: float = 1.0) -> None:
         """Ends all lifelines, waits a moment for the commands to end, ends those that do not, and forgets all."""

@@ -17,20 +17,13 @@ from ..command_line.usage import UsageError
 __all__ = ["Host", "parse_hostfile", "read_hostfile"]
 
 _NAME = re.compile(r"(?:(?P<user>[^\s@:=]+)@)?(?P<name>[^\s@=]+)")
-_MPICH = re.compile(r"([^:\s]+):\d+")
+_MPICH = re.compile(r"([^:\s]+):(\d+)")
 _IGNORED = ("max-slots",)  # Open MPI's: how many it may be at most, were more asked for than there are slots
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host as its line in the file says it.
-
-    Attributes:
-        name: name or address, as typed.
-        slots: workers that it takes; None when the line does not say.
-        user: whose account is used there; None: ssh decides.
-        where: FILE:LINE, for messages.
-    """
+    """A host as its line in the file says it: how many workers it takes, whose account is used there, FILE:LINE."""
 
     name: str
     slots: int | None = None
@@ -44,30 +37,19 @@ class Host:
 
 
 def read_hostfile(path: str) -> tuple[Host, ...]:
-    """The hosts of a file, in its order.
-
-    Raises:
-        UsageError: there is no such file, a line is wrong, a host stands there twice, or there is none.
-    """
+    """The hosts of a file, in its order. UsageError: it cannot be read, or as for `parse_hostfile`."""
+    like = "has a line for each host, like `node1 slots=4`."
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except OSError as error:
-        raise UsageError(
-            f"--hostfile {path} cannot be read: {error.strerror}. It has a line for each host, like `node1 slots=4`."
-        ) from None
+        raise UsageError(f"--hostfile {path} cannot be read: {error.strerror}. It {like}") from None
     except UnicodeDecodeError:
-        raise UsageError(
-            f"--hostfile {path} is no text file; it has a line for each host, like `node1 slots=4`."
-        ) from None
+        raise UsageError(f"--hostfile {path} is no text file; it {like}") from None
     return parse_hostfile(text, path)
 
 
 def parse_hostfile(text: str, path: str = "hostfile") -> tuple[Host, ...]:
-    """The hosts that a text names, in its order. `path` stands in messages.
-
-    Raises:
-        UsageError: a line is wrong, a host stands there twice, or there is none.
-    """
+    """The hosts that a text names, in its order. UsageError: a line is wrong, a host stands there twice, or none."""
     hosts: dict[str, Host] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = re.sub(r"\s*=\s*", "=", line.partition("#")[0]).split()
@@ -91,8 +73,7 @@ def _host(words: list[str], where: str) -> Host:
         raise UsageError(f"{where}: {words[0]!r} is no host. A line reads `node1 slots=4`.")
     mpich = _MPICH.fullmatch(words[0])
     if mpich is not None:
-        count = words[0].rpartition(":")[2]
-        raise UsageError(f"{where}: {words[0]} is MPICH's spelling; write `{mpich[1]} slots={count}`.")
+        raise UsageError(f"{where}: {words[0]} is MPICH's spelling; write `{mpich[1]} slots={mpich[2]}`.")
     if named["name"].startswith("-"):  # ssh would take it for an option
         raise UsageError(f"{where}: {words[0]!r} is no host: a name does not begin with a dash.")
     slots: int | None = None

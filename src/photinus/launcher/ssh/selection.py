@@ -15,14 +15,10 @@ import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from ..command_line.flags import RunFlags
+from ..command_line.flags import RunFlags, SelectionFlags
 from ..command_line.usage import UsageError, hint
 from .hostfile import Host
-
-if TYPE_CHECKING:
-    from ..command_line.flags import RunFlags, SelectionFlags
 
 __all__ = ["Share", "flags_text", "for_this_host", "host_words", "select"]
 
@@ -39,11 +35,8 @@ _ITEM = re.compile(r"(?P<name>[^:@\s]+|\[[0-9a-fA-F:.%\w]+\])(?::(?P<slots>[\d,\
 class Share:
     """What the job gets of one host.
 
-    Attributes:
-        host: the host.
-        devices: the GPUs that were chosen by number, in that order; None: not chosen by number.
-        count: how many workers; None: as many as the host finds right.
-        gpus: each worker needs a GPU, because GPUs were asked for.
+    `devices`: the GPUs that were chosen by number, if they were, in that order. `count`: workers; None: as many as the
+    host finds right. `gpus`: each worker needs a GPU, because GPUs were asked for.
     """
 
     host: Host
@@ -56,10 +49,8 @@ def select(hosts: Sequence[Host], selection: SelectionFlags) -> tuple[Share, ...
     """What the job gets of each host; hosts of which it gets nothing are left out.
 
     Raises:
-        UsageError: a host or slot that is not in the file, more hosts or devices than there are, flags that
-            contradict each other, or nothing left.
+        UsageError: a host or slot that is not in the file, more hosts or devices than there are, or nothing left.
     """
-    _refuse_contradictions(selection)
     if selection.include is not None:
         named = _parse_names("--include", selection.include, hosts)
         chosen = [(host, named[host.name]) for host in hosts if host.name in named]
@@ -92,23 +83,17 @@ def select(hosts: Sequence[Host], selection: SelectionFlags) -> tuple[Share, ...
 
 
 def for_this_host(flags: RunFlags, count_gpus: Callable[[], int]) -> RunFlags:
-    """The same job with the selection of devices carried out, where there is no host file and so one host.
-
-    Args:
-        flags: with --include, --exclude or --num-gpus.
-        count_gpus: asked only for --exclude.
+    """The same job with --include, --exclude or --num-gpus carried out, where there is no host file and so one host.
 
     Raises:
         UsageError: another host is named, or nothing is left.
     """
     selection = flags.selection
-    _refuse_contradictions(selection)
     devices: tuple[int, ...] | None = None
     if selection.num_gpus is not None:
         devices = tuple(range(selection.num_gpus))
     elif selection.include is not None:
-        devices = _local_slots("--include", selection.include)
-        devices = devices or None  # all
+        devices = _local_slots("--include", selection.include) or None  # all
     elif selection.exclude is not None:
         excluded = _local_slots("--exclude", selection.exclude)
         if not excluded:
@@ -121,7 +106,7 @@ def for_this_host(flags: RunFlags, count_gpus: Callable[[], int]) -> RunFlags:
         if beyond or not devices:
             why = f"there is no GPU {beyond[0]}" if beyond else "none is left"
             raise UsageError(f"--exclude {selection.exclude}: {why}; torch sees {present} GPUs here.")
-    plain = replace(flags, selection=type(selection)())
+    plain = replace(flags, selection=SelectionFlags())
     if devices is None:
         return plain
     if isinstance(flags.nproc_per_node, int) and flags.nproc_per_node != len(devices):
@@ -135,24 +120,9 @@ def for_this_host(flags: RunFlags, count_gpus: Callable[[], int]) -> RunFlags:
 
 
 def flags_text(selection: SelectionFlags) -> str:
-    """What the user typed to choose hosts and devices, for messages."""
-    return " ".join(_flag_texts(selection))
-
-
-def _flag_texts(selection: SelectionFlags) -> list[str]:
-    flags = {
-        "--include": selection.include,
-        "--exclude": selection.exclude,
-        "--num-nodes": selection.num_nodes,
-        "--num-gpus": selection.num_gpus,
-    }
-    return [f"{flag} {value}" for flag, value in flags.items() if value is not None]
-
-
-def _refuse_contradictions(selection: SelectionFlags) -> None:
-    given = _flag_texts(selection)
-    if len(given) > 1 and not given[0].startswith("--num-nodes"):
-        raise UsageError(f"{given[0]} and {given[1]} contradict each other: leave out one of them.")
+    """What the user typed to choose devices, for messages."""
+    chosen = {"--include": selection.include, "--exclude": selection.exclude, "--num-gpus": selection.num_gpus}
+    return " ".join(f"{flag} {value}" for flag, value in chosen.items() if value is not None)
 
 
 def _exclude(host: Host, slots: tuple[int, ...] | None) -> Share | None:
@@ -232,11 +202,7 @@ def host_words(
 ) -> list[str]:
     """What stands after `photinus run` on this host: flags and program as typed, without all that chose hosts.
 
-    Args:
-        flags: what the user typed.
-        share: what the job gets of this host.
-        host_rank, hosts: which host of how many; for one alone, nothing is said of leader and port.
-        leader, port: where the first host listens.
+    For one host alone, nothing is said of leader and port, where the first host listens.
 
     Raises:
         UsageError: --nproc-per-node asks for more workers than the host has slots.

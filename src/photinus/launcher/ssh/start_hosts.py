@@ -55,9 +55,7 @@ _PREPARE_S = 20.0  # names are looked up, and file systems may be slow
 def start_hosts(flags: RunFlags, run_here: Callable[[list[str]], int]) -> int:
     """Runs the job on the hosts of the host file, and returns its exit code.
 
-    Args:
-        flags: what was typed.
-        run_here: runs `photinus run` with other words in this process, where all hosts turn out to be this one.
+    `run_here` runs `photinus run` with other words in this process, where all hosts turn out to be this one.
 
     Raises:
         UsageError: host file, selection or flags are wrong.
@@ -79,27 +77,18 @@ def start_hosts(flags: RunFlags, run_here: Callable[[list[str]], int]) -> int:
         print(_dry_run_text(flags, shares, here, environ))
         return 0
     with handle_signals() as interrupts:
-        job = _Job(flags, shares, here, environ, interrupts)
+        job = _Job(flags, shares, environ, interrupts)
         try:
-            return job.run()
+            return job.run(here)
         finally:
             job.close()
 
 
 class _Job:
     def __init__(
-        self,
-        flags: RunFlags,
-        shares: Sequence[Share],
-        here: Sequence[bool],
-        environ: Mapping[str, str],
-        interrupts: Interrupts,
+        self, flags: RunFlags, shares: Sequence[Share], environ: Mapping[str, str], interrupts: Interrupts
     ) -> None:
-        self._flags = flags
-        self._shares = shares
-        self._here = here
-        self._environ = environ
-        self._interrupts = interrupts
+        self._flags, self._shares, self._environ, self._interrupts = flags, shares, environ, interrupts
         self._signals_sent = 0
         self._leave_at_s: float | None = None
         self._follow_at_s: float | None = None
@@ -117,18 +106,16 @@ class _Job:
         self._reached = Hosts(interrupts)
         self._hosts = self._reached.all
 
-    def run(self) -> int:
-        selection = self._flags.selection
-        for share, is_this in zip(self._shares, self._here, strict=True):
-            way = {"ssh": selection.ssh, "ssh_port": selection.ssh_port}
-            self._reached.add(share.host, here=is_this, silence_s=self._flags.hosts.heartbeat_timeout_s, **way)
-        troubles = self._reached.reach()
-        if self._interrupts.received:
-            return self._report_interrupt("before the job was started")
-        self._refuse(troubles)
-        self._prepare()
-        if self._interrupts.received:
-            return self._report_interrupt("before the job was started")
+    def run(self, here: Sequence[bool]) -> int:
+        selection, silence_s = self._flags.selection, self._flags.hosts.heartbeat_timeout_s
+        way: dict[str, Any] = {"ssh": selection.ssh, "ssh_port": selection.ssh_port, "silence_s": silence_s}
+        for share, is_this in zip(self._shares, here, strict=True):
+            self._reached.add(share.host, here=is_this, **way)
+        for prepare in (self._reached.reach, self._prepare):
+            prepare()
+            if self._interrupts.received:
+                return self._report_interrupt("before the job was started")
+            self._refuse_troubles()
         self._start()
         self._watch()
         if self._interrupts.received:
@@ -153,35 +140,26 @@ class _Job:
         )
 
     def close(self) -> None:
-        """Ends the lifelines of all hosts, and leaves none of the commands that reached them."""
         self._reached.leave(_HASTE_S if self._interrupts.received else _PATIENCE_S)
 
-    def _refuse(self, troubles: Sequence[str]) -> None:
-        if not troubles:
-            return
+    def _refuse_troubles(self) -> None:
+        troubles = [host.trouble for host in self._hosts if host.trouble is not None]
         if len(troubles) == 1:
             raise LaunchError(f"{troubles[0]} Nothing was started.")
-        listed = "".join(f"\n  {text}" for text in troubles)
-        raise LaunchError(f"{len(troubles)} of {len(self._hosts)} hosts cannot be used; nothing was started.{listed}")
+        if troubles:
+            count, listed = f"{len(troubles)} of {len(self._hosts)}", "".join(f"\n  {text}" for text in troubles)
+            raise LaunchError(f"{count} hosts cannot be used; nothing was started.{listed}")
 
     def _prepare(self) -> None:
         for number, host in enumerate(self._hosts):
-            host.send(
-                {
-                    "do": "prepare",
-                    "cwd": os.getcwd(),
-                    "program": asdict(self._flags.program),
-                    "listen": self._meeting_place() if number == 0 and len(self._hosts) > 1 else None,
-                }
-            )
+            listen = self._meeting_place() if number == 0 and len(self._hosts) > 1 else None
+            host.send({"do": "prepare", "cwd": os.getcwd(), "program": asdict(self._flags.program), "listen": listen})
         if not self._reached.wait(lambda: all(host.answers or host.done for host in self._hosts), _PREPARE_S):
             late = ", ".join(host.name for host in self._hosts if not host.answers)
             raise LaunchError(
                 f"no answer within {_PREPARE_S:.0f} s from {late}: its file system may hang, with the folder "
                 f"{os.getcwd()}. Nothing was started."
             )
-        if not self._interrupts.received:
-            self._refuse(self._reached.troubles())
 
     def _meeting_place(self) -> dict[str, Any]:
         """What the first host shall listen on."""
@@ -212,14 +190,8 @@ class _Job:
             if number == 0 and terminals:  # other hosts' lines are carried as lines
                 columns, rows = os.get_terminal_size(min(terminals.values()))
                 environ[TERMINALS.name] = " ".join(map(str, [rows, columns, *terminals]))
-            words = host_words(
-                self._flags,
-                share,
-                host_rank=number,
-                hosts=len(self._hosts),
-                leader=place.get("address", ""),
-                port=place.get("port", 0),
-            )
+            meeting: dict[str, Any] = {"leader": place.get("address", ""), "port": place.get("port", 0)}
+            words = host_words(self._flags, share, host_rank=number, hosts=len(self._hosts), **meeting)
             host.send({"do": "run", "words": words, "environ": environ, "merged": self._is_merged})
 
     def _watch(self) -> None:
@@ -231,7 +203,7 @@ class _Job:
                 break
             if now > self._beat_at_s:
                 self._beat_at_s = now + _BEAT_S
-                self._signal_all(None)
+                self._reached.pass_signal(None)
             self._note_failure(now)
         for lines in self._lines:
             for stream in lines.values():
@@ -248,7 +220,7 @@ class _Job:
             self._signals_sent += 1
             within_s = _INTERRUPT_S if number in FROM_A_KEYBOARD else self._flags.stop_grace_s + _FOLLOW_S
             self._leave_at_s = now + (within_s if self._signals_sent == 1 else _IMPATIENT_S)
-            self._signal_all(number)
+            self._reached.pass_signal(number)
 
     def _note_failure(self, now: float) -> None:
         """The first host that fails ends the job; the others may notice by themselves for a while."""
@@ -263,12 +235,8 @@ class _Job:
         if self._follow_at_s is not None and now >= self._follow_at_s:
             self._follow_at_s = None
             if not all(host.done for host in self._hosts):
-                self._signal_all(signal.SIGTERM)
+                self._reached.pass_signal(signal.SIGTERM)
                 self._leave_at_s = now + self._flags.stop_grace_s + _FOLLOW_S
-
-    def _signal_all(self, number: int | None) -> None:
-        for host in self._hosts:
-            host.pass_signal(number)
 
     def _pump(self, timeout_s: float) -> None:
         self._reached.pump(timeout_s)

@@ -1,4 +1,4 @@
-"""Why a host could not be started over ssh, in words that name the host and what to do. A pure function."""
+"""Why a host could not be started over ssh, in words that name the host and what to do."""
 
 from __future__ import annotations
 
@@ -71,12 +71,7 @@ _SSH_WORDS: tuple[tuple[str, str, str], ...] = (
 def trouble(destination: str, ssh: str, status: int, said: str, printed: str) -> str:
     """One message on why `remote` did not start there, or was lost.
 
-    Args:
-        destination: the host, as ssh was given it.
-        ssh: the command that reaches hosts, with which the user can try by hand.
-        status: exit code of ssh, or minus the signal that ended it.
-        said: its stderr.
-        printed: what came on stdout in place of its words.
+    `ssh`, the user's command, ended with `status` (or minus a signal), `said` on stderr and `printed` on stdout.
     """
     name = destination.rpartition("@")[2]
     last = _last_line(said) or _last_line(printed)
