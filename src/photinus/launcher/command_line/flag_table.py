@@ -2,115 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from . import flag_values as values
+from .flag_values import TYPES, rendezvous, whole_number
 from .parser import Parser
 
 __all__ = ["run_parser"]
 
-# Flag, what stands for its value in help (empty for a switch), its type, what it does.
-_Row = tuple[str, str, Callable[[str], Any], str]
-_COUNT, _COUNT_FROM_0 = values.whole_number(1), values.whole_number(0)
-_SECTIONS: dict[str, tuple[_Row, ...]] = {
-    "workers": (
-        (
-            "--nproc-per-node",
-            "N|auto|gpu|cpu",
-            values.worker_count,
-            "workers on a host. auto: one per GPU, or one per usable core where there is no GPU. default: auto",
-        ),
-        ("--cpu", "", str, "train on the CPU: the workers see no GPU"),
-        ("--device", "0,3", values.devices, "the workers see these GPUs only, one each"),
-        ("--oversubscribe", "", str, "more than 4 workers on a core are meant"),
-        ("--ranks-per-gpu", "N", _COUNT, "so many workers share each GPU; to try a job"),
-        ("--num-gpus", "N", _COUNT, "so many workers on a host, each with a GPU"),
-        (
-            "--max-restarts",
-            "K",
-            _COUNT_FROM_0,
-            "start all workers anew, at most K times, when one fails. default: 3",
-        ),
-        (
-            "--stop-grace",
-            "SECONDS",
-            values.seconds,
-            "time to leave, or to save, for workers that are asked to by SIGTERM, before they are killed. default: 30",
-        ),
-        ("--preempt-after", "SECONDS", values.seconds, "a trial: after so long, all save, leave and start again"),
-        ("--use-env", "", str, "do not give --local_rank to a script that takes it"),
-        ("--no-python", "", str, "what follows is a program, not a Python script"),
-        ("-m", "MODULE", str, "run a module, as `python -m` does; ends the flags"),
-        ("--dry-run", "", str, "only say what would be started, with which environment"),
-    ),
-    "several hosts, the same command on each": (
-        (
-            "--nnodes",
-            "N|LEAST:MOST",
-            values.host_count,
-            "hosts of the job; LEAST:MOST: they may come and go. default: 1",
-        ),
-        ("--node-rank", "R", _COUNT_FROM_0, "which host this is, from 0; default: as they come"),
-        ("--master-addr", "HOST", values.host, "the host that leads, where the others find it"),
-        ("--master-port", "PORT", values.port, "and its port; 0 on one host: any. default: 29500"),
-        ("--rdzv-endpoint", "HOST:PORT", values.endpoint, "the same two in one"),
-        ("--rdzv-id", "ID", str, "the job's name: hosts of another are refused"),
-        ("--rdzv-backend", "NAME", values.rendezvous, "c10d or static, as in torchrun; the same here"),
-        (
-            "--rdzv-conf",
-            "KEY=VALUE,...",
-            values.rendezvous_options,
-            "join_timeout: seconds to wait for the other hosts (600); last_call_timeout: to wait for more than the "
-            "least (5); heartbeat_timeout: until a silent host counts as lost (30)",
-        ),
-        ("--local-addr", "ADDRESS", values.host, "of this host, to listen on and be reached at"),
-    ),
-    "several hosts, started from here over ssh": (
-        ("--hostfile", "FILE", str, "lines like `host slots=4`"),
-        ("--include", "HOST:0,1@HOST2", str, "only these hosts and devices of the file, or of localhost"),
-        ("--exclude", "HOST:0@HOST2", str, "all but these"),
-        ("--num-nodes", "N", _COUNT, "the first N hosts of the file"),
-        ("--ssh", "COMMAND", str, "how to reach them. default: ssh"),
-        ("--ssh-port", "PORT", values.port, "the port of their ssh"),
-        ("--export", "NAME,...", values.names, "environment variables to hand over as well"),
-    ),
-    "output": (
-        ("--log-dir", "DIR", str, "the output of each rank also in files there"),
-        ("--redirects", "0..3", values.streams, "1 stdout, 2 stderr, 3 both: to the files only"),
-        ("--tee", "0..3", values.streams, "the same, to the files and the terminal"),
-        ("--local-ranks-filter", "0,2", values.ranks, "show only these ranks of a host"),
-    ),
-    "schedulers": (
-        ("--slurm", "", str, "write the batch script for this job instead"),
-        ("--kubernetes", "pytorchjob|jobset", str, "write its manifest; the kind behind =. default: pytorchjob"),
-        ("--image", "IMAGE", str, "the manifest's container image"),
-        ("--name", "NAME", str, "the job's name there"),
-        ("--namespace", "NAME", str, "the manifest's namespace"),
-        ("--time", "LIMIT", str, "the batch job's time limit"),
-        ("--partition", "NAME", str, "its partition"),
-        ("--gpus-per-node", "N", _COUNT_FROM_0, "GPUs to ask the scheduler for. default: as many as workers"),
-        ("--sbatch", "OPTION", str, "any other line for the batch script, like --mem=64G"),
-        ("--output", "FILE", str, "where to write script or manifest. default: stdout"),
-        ("--submit", "", str, "hand the batch script to sbatch at once"),
-    ),
-    "taken from other launchers, with nothing to set here": (
-        ("--standalone", "", str, "one host: what is run without --nnodes anyway"),
-        ("--monitor-interval", "SECONDS", values.seconds, "a worker's end is seen at once"),
-        ("--start-method", "NAME", str, "workers are always fresh processes"),
-        ("--role", "NAME", str, "all workers are of one role"),
-    ),
-}
-_ALSO = {
-    "-m": ("--module",),
-    "--hostfile": ("-H",),
-    "--include": ("-i",),
-    "--exclude": ("-e",),
-    "--redirects": ("-r",),
-    "--tee": ("-t",),
-    "--use-env": ("--no-local-rank",),
-    "--num-gpus": ("--num-accelerators",),
-    "--log-dir": ("--enable-each-rank-log",),
+# Section -> a flag, other spellings of it, what stands for its value in help (nothing: a switch) -> what it does.
+_SECTIONS = {
+    "workers": {
+        "--nproc-per-node N|auto|gpu|cpu": "workers on a host. auto: one per GPU, or one per usable core where there "
+        "is no GPU. default: auto",
+        "--cpu": "train on the CPU: the workers see no GPU",
+        "--device 0,3": "the workers see these GPUs only, one each",
+        "--oversubscribe": "more than 4 workers on a core are meant",
+        "--ranks-per-gpu N": "so many workers share each GPU; to try a job",
+        "--num-gpus --num-accelerators N": "so many workers on a host, each with a GPU",
+        "--max-restarts K": "start all workers anew, at most K times, when one fails. default: 3",
+        "--stop-grace SECONDS": "time to leave, or to save, for workers that are asked to by SIGTERM, before they are "
+        "killed. default: 30",
+        "--preempt-after SECONDS": "a trial: after so long, all save, leave and start again",
+        "--use-env --no-local-rank": "do not give --local_rank to a script that takes it",
+        "--no-python": "what follows is a program, not a Python script",
+        "-m --module MODULE": "run a module, as `python -m` does; ends the flags",
+        "--dry-run": "only say what would be started, with which environment",
+    },
+    "several hosts, the same command on each": {
+        "--nnodes N|LEAST:MOST": "hosts of the job; LEAST:MOST: they may come and go. default: 1",
+        "--node-rank R": "which host this is, from 0; default: as they come",
+        "--master-addr HOST": "the host that leads, where the others find it",
+        "--master-port PORT": "and its port; 0 on one host: any. default: 29500",
+        "--rdzv-endpoint HOST:PORT": "the same two in one",
+        "--rdzv-id ID": "the job's name: hosts of another are refused",
+        "--rdzv-backend NAME": "c10d or static, as in torchrun; the same here",
+        "--rdzv-conf KEY=VALUE,...": "join_timeout: seconds to wait for the other hosts (600); last_call_timeout: to "
+        "wait for more than the least (5); heartbeat_timeout: until a silent host counts as lost (30)",
+        "--local-addr ADDRESS": "of this host, to listen on and be reached at",
+    },
+    "several hosts, started from here over ssh": {
+        "--hostfile -H FILE": "lines like `host slots=4`",
+        "--include -i HOST:0,1@HOST2": "only these hosts and devices of the file, or of localhost",
+        "--exclude -e HOST:0@HOST2": "all but these",
+        "--num-nodes N": "the first N hosts of the file",
+        "--ssh COMMAND": "how to reach them. default: ssh",
+        "--ssh-port PORT": "the port of their ssh",
+        "--export NAME,...": "environment variables to hand over as well",
+    },
+    "output": {
+        "--log-dir --enable-each-rank-log DIR": "the output of each rank also in files there",
+        "--redirects -r 0..3": "1 stdout, 2 stderr, 3 both: to the files only",
+        "--tee -t 0..3": "the same, to the files and the terminal",
+        "--local-ranks-filter 0,2": "show only these ranks of a host",
+    },
+    "schedulers": {
+        "--slurm": "write the batch script for this job instead",
+        "--kubernetes pytorchjob|jobset": "write its manifest; the kind behind =. default: pytorchjob",
+        "--image IMAGE": "the manifest's container image",
+        "--name NAME": "the job's name there",
+        "--namespace NAME": "the manifest's namespace",
+        "--time LIMIT": "the batch job's time limit",
+        "--partition NAME": "its partition",
+        "--gpus-per-node N": "GPUs to ask the scheduler for. default: as many as workers",
+        "--sbatch OPTION": "any other line for the batch script, like --mem=64G",
+        "--output FILE": "where to write script or manifest. default: stdout",
+        "--submit": "hand the batch script to sbatch at once",
+    },
+    "taken from other launchers, with nothing to set here": {
+        "--standalone": "one host: what is run without --nnodes anyway",
+        "--monitor-interval SECONDS": "a worker's end is seen at once",
+        "--start-method NAME": "workers are always fresh processes",
+        "--role NAME": "all workers are of one role",
+    },
 }
 # Those whose values are called otherwise in RunFlags and its parts.
 _CALLED = {
@@ -127,6 +90,8 @@ _CALLED = {
 _MORE: dict[str, dict[str, Any]] = {
     "--export": {"action": "append"},
     "--sbatch": {"action": "append"},
+    "--gpus-per-node": {"type": whole_number(0)},
+    "--rdzv-backend": {"type": rendezvous},
     "--kubernetes": {"nargs": "?", "const": "pytorchjob", "one_of": ("pytorchjob", "jobset")},
 }
 _RENAMED = {
@@ -191,11 +156,14 @@ def run_parser() -> Parser:
         absent=_ABSENT,
     )
     for section, rows in _SECTIONS.items():
-        for name, metavar, type_, meaning in rows:
-            options: dict[str, Any] = {"section": section, "also": _ALSO.get(name, ()), "help": meaning}
+        for flag, meaning in rows.items():
+            name, *also = (word for word in flag.split() if word.startswith("-"))
+            metavar = flag.split()[-1]
+            options: dict[str, Any] = {"action": "store_true"}
+            if not metavar.startswith("-"):
+                options = {"metavar": metavar, "type": TYPES.get(metavar, str)}
             if name in _CALLED:
                 options["dest"] = _CALLED[name]
-            options |= {"metavar": metavar, "type": type_} if metavar else {"action": "store_true"}
-            parser.add(name, **options, **_MORE.get(name, {}))
+            parser.add(name, section=section, also=also, help=meaning, **{**options, **_MORE.get(name, {})})
     parser.offered["--nproc-per-node"] = ("auto", "gpu", "cpu")
     return parser

@@ -8,24 +8,9 @@ from __future__ import annotations
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping
+from typing import Any
 
-__all__ = [
-    "VARIABLE_NAME",
-    "devices",
-    "endpoint",
-    "host",
-    "host_count",
-    "names",
-    "port",
-    "positive_seconds",
-    "ranks",
-    "rendezvous",
-    "rendezvous_options",
-    "seconds",
-    "streams",
-    "whole_number",
-    "worker_count",
-]
+__all__ = ["TYPES", "VARIABLE_NAME", "port", "positive_seconds", "rendezvous", "seconds", "whole_number"]
 
 # [address]:port, host:port, or a bare IPv6 address
 _ENDPOINT = re.compile(
@@ -42,17 +27,12 @@ _RENDEZVOUS_OPTIONS = {
     "timeout": "join_timeout_s",
 }
 _RENDEZVOUS_IDLE = {
-    "close_timeout",
-    "keep_alive_interval",
-    "keep_alive_max_attempt",
-    "rank",
-    "read_timeout",
-    "store_type",
-    "use_libuv",
+    *("close_timeout", "keep_alive_interval", "keep_alive_max_attempt", "rank", "read_timeout"),
+    *("store_type", "use_libuv"),
 }
 
 
-def worker_count(text: str) -> int | str:
+def _worker_count(text: str) -> int | str:
     """A number above 0, or auto, gpu or cpu."""
     if text in ("auto", "gpu", "cpu"):
         return text
@@ -102,7 +82,7 @@ def positive_seconds(text: str) -> float:
     return read
 
 
-def devices(text: str) -> tuple[int, ...]:
+def _devices(text: str) -> tuple[int, ...]:
     """Numbers of GPUs, each once."""
     numbers = _numbers(text, "needs the numbers of GPUs, like 0 or 0,3 (--cpu trains without any).")
     twice = next((number for number in numbers if numbers.count(number) > 1), None)
@@ -111,7 +91,7 @@ def devices(text: str) -> tuple[int, ...]:
     return numbers
 
 
-def host_count(text: str) -> tuple[int, int]:
+def _host_count(text: str) -> tuple[int, int]:
     """N, or LEAST:MOST for a job whose hosts may come and go."""
     matched = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     least, most = (int(matched[1]), int(matched[2] or matched[1])) if matched else (0, 0)
@@ -128,14 +108,14 @@ def port(text: str) -> int:
     return number
 
 
-def host(text: str) -> str:
+def _host(text: str) -> str:
     """A host's name or address."""
     if not re.fullmatch(r"[^\s/@]+", text):
         raise ArgumentTypeError("needs the name or address of a host.")
     return text
 
 
-def endpoint(text: str) -> tuple[str, int | None]:
+def _endpoint(text: str) -> tuple[str, int | None]:
     """HOST, HOST:PORT, [V6ADDRESS]:PORT."""
     matched = _ENDPOINT.fullmatch(text)
     if matched is None:
@@ -154,7 +134,7 @@ def rendezvous(text: str) -> str:
     return text
 
 
-def rendezvous_options(text: str) -> Mapping[str, float | bool]:
+def _rendezvous_options(text: str) -> Mapping[str, float | bool]:
     """Torchrun's KEY=VALUE,KEY=VALUE, by our names; what is known there and has nothing to set here is left out."""
     options: dict[str, float | bool] = {}
     for word in filter(None, (word.strip() for word in text.split(","))):
@@ -173,12 +153,8 @@ def rendezvous_options(text: str) -> Mapping[str, float | bool]:
     return options
 
 
-def streams(text: str) -> Mapping[int, frozenset[str]]:
-    """Torchrun's choice of streams: 0 none, 1 stdout, 2 stderr, 3 both, for all ranks or as LOCAL_RANK:CHOICE,...
-
-    Returns:
-        "out" and "err" by local rank; under -1 what holds for those that are not named.
-    """
+def _streams(text: str) -> Mapping[int, frozenset[str]]:
+    """Torchrun's 0 none, 1 stdout, 2 stderr, 3 both, for all (under -1) or as LOCAL_RANK:CHOICE,...: "out", "err"."""
     if text in _STREAMS:
         return {-1: _STREAMS[text]}
     if not re.fullmatch(r"\s*\d+:[0-3]\s*(,\s*\d+:[0-3]\s*)*", text):
@@ -190,7 +166,7 @@ def streams(text: str) -> Mapping[int, frozenset[str]]:
     return {-1: _STREAMS["0"], **{int(rank): _STREAMS[choice] for rank, choice in pairs}}
 
 
-def ranks(text: str) -> frozenset[int]:
+def _ranks(text: str) -> frozenset[int]:
     """Local ranks, like 0 or 0,2."""
     return frozenset(_numbers(text, "needs numbers of ranks on the host, like 0 or 0,2."))
 
@@ -202,10 +178,30 @@ def _numbers(text: str, needed: str) -> tuple[int, ...]:
     return tuple(map(int, words))
 
 
-def names(text: str) -> tuple[str, ...]:
+def _names(text: str) -> tuple[str, ...]:
     """Names of environment variables, like A or A,B."""
     found = tuple(word.strip() for word in text.split(","))
     wrong = next((name for name in found if not VARIABLE_NAME.fullmatch(name)), None)
     if wrong is not None:
         raise ArgumentTypeError(f"{wrong!r} is no name of an environment variable.")
     return found
+
+
+TYPES: dict[str, Callable[[str], Any]] = {
+    "N|auto|gpu|cpu": _worker_count,
+    "N|LEAST:MOST": _host_count,
+    "N": whole_number(1),
+    "K": whole_number(0),
+    "R": whole_number(0),
+    "SECONDS": seconds,
+    "0,3": _devices,
+    "0,2": _ranks,
+    "0..3": _streams,
+    "HOST": _host,
+    "ADDRESS": _host,
+    "PORT": port,
+    "HOST:PORT": _endpoint,
+    "NAME,...": _names,
+    "KEY=VALUE,...": _rendezvous_options,
+}
+"""What stands for a value in help -> how it is read; text, where nothing is said."""

@@ -80,10 +80,7 @@ class SchedulerFlags:
 class RunFlags:
     """What the user asked `photinus run` to do; flag_table says what each flag means.
 
-    Attributes:
-        nproc_per_node: a number, or "auto", "gpu", "cpu".
-        devices: the GPUs that the workers see, by number; None: all.
-        given: the flags that were typed: by its first spelling, the one that was used and the text behind it.
+    `given`: the flags that were typed: by its first spelling, the one that was used and the text behind it.
     """
 
     program: Program
@@ -191,10 +188,8 @@ def _refuse_contradictions(typed: dict[str, Any], given: Mapping[str, tuple[str,
     together("--device", "--include", "--exclude", "--hostfile")
     together("--hostfile", "--nnodes", "--node-rank", "--rdzv-endpoint", "--standalone")
     if "--hostfile" in given and "--local-addr" in given:
-        why = (
-            "each host has an address of its own. Name the hosts by theirs in the file, or the first by --master-addr."
-        )
-        refuse("--local-addr", "--hostfile", why)
+        why = "each host has an address of its own. Name the hosts by theirs in the file, or the first by"
+        refuse("--local-addr", "--hostfile", f"{why} --master-addr.")
     if "--hostfile" in given and "leads" in typed:
         refuse("--rdzv-conf", "--hostfile", "the first host of the file leads, whatever is_host says.")
     together("--slurm", "--kubernetes", "--hostfile", "--node-rank", "--master-addr", "--rdzv-endpoint")
@@ -213,9 +208,7 @@ def _refuse_contradictions(typed: dict[str, Any], given: Mapping[str, tuple[str,
         raise UsageError(f"{shown('--node-rank')} needs --nnodes N: how many hosts are there?")
     if "node_rank" in typed and "nnodes" in typed:
         if least != most:
-            why = (
-                "hosts that come and go are numbered as they come. Leave out --node-rank, or give one number of hosts."
-            )
-            refuse("--node-rank", "--nnodes", why)
+            why = "hosts that come and go are numbered as they come. Leave out --node-rank, or give one number of"
+            refuse("--node-rank", "--nnodes", f"{why} hosts.")
         if host >= most:
             refuse("--node-rank", "--nnodes", f"{most} host{'s are' if most > 1 else ' is'} numbered 0 to {most - 1}.")

@@ -1,8 +1,4 @@
-"""What the command lines of all commands have in common: argparse, with errors that say what to type instead.
-
-Dashes and underscores in flags are the same; an unknown flag is answered with the one that was probably meant; a flag
-that is given twice with different values is refused.
-"""
+"""What the command lines of all commands have in common: argparse, with errors that say what to type instead."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ __all__ = ["Parser"]
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of one command.
+    """The parser of one command. In flags, dashes and underscores are the same.
 
     Args:
         command: its name, like "bench".
@@ -176,12 +172,12 @@ def _choice(known: Sequence[str]) -> Callable[[str], str]:
 
 def _choices(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
     def read(text: str) -> tuple[str, ...]:
-        words = dict.fromkeys(text.replace(",", " ").split())
+        words = tuple(dict.fromkeys(text.replace(",", " ").split()))
         for word in words:
             if word not in known:
                 raise argparse.ArgumentTypeError(f"there are {', '.join(known)}, but no {word}.{hint(word, known)}")
         if not words:
             raise argparse.ArgumentTypeError(f"needs one or more of {', '.join(known)}.")
-        return tuple(words)
+        return words
 
     return read
