@@ -15,10 +15,10 @@ from rich.console import Console
 from photinus.launcher.cli import main
 from photinus.launcher.contestants import contestant
 from photinus.launcher.doctor import backends, examine, host, network, software
-from photinus.launcher.doctor.child import ask_child
 from photinus.launcher.doctor.finding import Finding, as_json, exit_code, print_findings
 from photinus.launcher.doctor.host import Load, look_at_host
 from photinus.launcher.doctor.network import look_at_network
+from photinus.launcher.doctor.software import ask_child
 
 TORCH = {
     "version": "2.13.0",

@@ -49,12 +49,7 @@ class Program:
 
 def check_program(program: Program) -> None:
     """Raises UsageError when the program cannot be started: found now, told once, instead of once per worker."""
-    if program.kind == "module":
-        _check_module(program.target)
-    elif program.kind == "program":
-        _check_executable(program.target)
-    else:
-        _check_script(program.target)
+    {"module": _check_module, "program": _check_executable, "script": _check_script}[program.kind](program.target)
 
 
 def _check_script(target: str) -> None:

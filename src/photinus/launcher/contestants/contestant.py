@@ -27,9 +27,9 @@ def torch_ranks(backend: str, ranks: int, *, device: str = "cpu", pin: bool = Fa
     """The processes of a backend of torch.distributed, or of "copy", in the Python that runs this program."""
 
     def commands(folder: str) -> list[tuple[list[str], dict[str, str]]]:
-        words = [[sys.executable, str(_RANK), backend, str(rank), str(ranks), folder, device] for rank in range(ranks)]
-        lo = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
-        return [([*each, *(["--pin"] if pin else [])], lo) for each in words]
+        lo, more = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}, ["--pin"] if pin else []
+        words = [sys.executable, str(_RANK), backend]
+        return [([*words, str(rank), str(ranks), folder, device, *more], lo) for rank in range(ranks)]
 
     return commands
 
@@ -45,9 +45,7 @@ class Contestant:
         absent: why it can not take part; None when it can.
         clean_up: called when all its ranks are ready, and when they have ended.
 
-    Attributes:
-        version: what it is, in its own words.
-        is_late: whether it is absent because an answer did not come in time.
+    `version` is what it is, in its own words; `is_late`: it is absent because an answer did not come in time.
     """
 
     def __init__(

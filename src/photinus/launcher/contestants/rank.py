@@ -39,11 +39,9 @@ def serve(
     barrier: Callable[[], object],
     settle: Callable[[], object] = lambda: None,
 ) -> None:
-    """Answers commands until `quit` or the end of the pipe.
+    """Answers commands, by the pipes of this rank in the folder, until `quit` or their end.
 
     Args:
-        rank: this rank; names its pipes.
-        folder: where the pipes lie.
         version: what the contestant is, for the report.
         prepare: frees tensors, and makes new ones of (type, bytes) now or in `call_of`.
         call_of: the function without arguments that does one call on a path.

@@ -4,8 +4,7 @@ finding     what one look found; all of it on the terminal, by section
 hosts       several hosts, over ssh: versions, and every pair tried both ways
 host        processors, memory, limits, load, the engine's needs
 network     interfaces, addresses, the host's own name
-child       other programs, asked with a deadline
-software    Python, torch, launchers; asked in child processes
+software    Python, torch, launchers: other programs, asked with a deadline
 gpus        GPUs, their links with the host and each other, how fast copies go
 gpu_links   how fast, and whether GPUs reach each other: a program, for a driver may hang
 backends    every backend of torch.distributed, really tried: two processes, an all_reduce, a deadline

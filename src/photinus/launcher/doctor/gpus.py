@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from .child import ask_child, output_of
 from .finding import Finding, assess
+from .software import ask_child, output_of
 
 __all__ = ["look_at_gpus"]
 

@@ -53,11 +53,7 @@ class Pair:
 
 
 def examine_hosts(hosts: Sequence[Host], *, ssh: str, ssh_port: int | None, timeout_s: float, json_only: bool) -> int:
-    """Examines the hosts and all their pairs, prints what was found, and returns 0 when all is well, else 1.
-
-    Raises:
-        UsageError: the ssh command does not exist.
-    """
+    """Examines the hosts and all their pairs, prints what was found, and returns 0 when all is well, else 1."""
     here = find_here(hosts)
     if not all(here):
         check_ssh(ssh)
@@ -161,7 +157,13 @@ def judge(
         findings.append(Finding(_SECTION, name, "bad", what, advice or "Log in there by hand and look."))
     reached = [pair for pair in pairs if not pair.error]
     if reached:
-        findings.append(_of_all(reached, pairs))
+        trips, rates = (
+            sorted(pair.rtt_s or 0.0 for pair in reached),
+            sorted(pair.bytes_per_s or 0.0 for pair in reached),
+        )
+        value = f"{len(reached)} of {len(pairs)} directions work: round trip {trips[0] * 1e3:.2f} to "
+        value += f"{trips[-1] * 1e3:.2f} ms, {_rate(rates[0]).split()[0]} to {_rate(rates[-1])}"
+        findings.append(Finding(_PAIRS, "all", "good" if len(reached) == len(pairs) else "note", value))
     findings += _findings_of_unreached(pairs)
     rates = [pair.bytes_per_s or 0.0 for pair in reached]
     for pair, rate in zip(reached, rates, strict=True):
@@ -224,16 +226,6 @@ def _version_to_compare(what: str, version: str | None) -> str | None:
     if version is None:
         return None
     return version.rpartition(".")[0] if what == "Python" else version.partition("+")[0]
-
-
-def _of_all(reached: Sequence[Pair], pairs: Sequence[Pair]) -> Finding:
-    trips = sorted(pair.rtt_s or 0.0 for pair in reached)
-    rates = sorted(pair.bytes_per_s or 0.0 for pair in reached)
-    value = (
-        f"{len(reached)} of {len(pairs)} directions work: round trip {trips[0] * 1e3:.2f} to {trips[-1] * 1e3:.2f} ms, "
-        f"{_rate(rates[0]).split()[0]} to {_rate(rates[-1])}"
-    )
-    return Finding(_PAIRS, "all", "good" if len(reached) == len(pairs) else "note", value)
 
 
 def _findings_of_unreached(pairs: Sequence[Pair]) -> list[Finding]:

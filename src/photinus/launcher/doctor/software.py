@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import shutil
+import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from ...torch_version import OLDEST, is_too_old
 from ...version import __version__
-from .child import ask_child, output_of
 from .finding import Finding, assess
-from .host import finding_if_busy
+from .host import LATE, finding_if_busy
 
-__all__ = ["Answer", "ask_engine", "ask_torch", "look_at_software"]
+__all__ = ["Answer", "ask_child", "ask_engine", "ask_torch", "look_at_software", "output_of"]
 
 _SECTION = "Software"
 
@@ -36,6 +38,28 @@ print(json.dumps(facts))
 
 Answer = tuple[dict[str, Any] | None, str]
 """Facts, or None and why there are none."""
+
+
+def ask_child(words: Sequence[str], timeout_s: float) -> Answer:
+    """The JSON that a program of this Python prints last; or None, and why not."""
+    try:
+        asked = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return None, LATE.format(timeout_s)
+    last = asked.stdout.strip().splitlines()[-1:]
+    if asked.returncode == 0 and last:
+        answer: dict[str, Any] = json.loads(last[0])
+        return answer, ""
+    said = asked.stderr.strip().splitlines()[-1:] or [f"ended with code {asked.returncode} and said nothing"]
+    return None, said[0]
+
+
+def output_of(command: Sequence[str], timeout_s: float) -> str:
+    """What a program prints, or why it cannot be asked."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{command[0]}: {error}"
 
 
 def ask_torch(timeout_s: float) -> Answer:

@@ -28,10 +28,7 @@ def place_hosts(
 
     A secret that the job's processes share already is put into the environment, for the launchers to prove themselves.
 
-    Args:
-        flags: of `photinus run`.
-        environ: default this process's.
-        resolve: makes an address of a host's name; the default asks Slurm about names that the resolver does not know.
+    `resolve` makes an address of a host's name; the default asks Slurm about names that the resolver does not know.
 
     Raises:
         UsageError: the scheduler started several launchers on one host, each of which would start a whole job; or it

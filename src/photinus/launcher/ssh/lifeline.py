@@ -25,9 +25,7 @@ _LEAVE_S = 4.0
 def hold_lifeline(grace_s: float) -> None:
     """Takes standard input away from this process and its children, and obeys it in a thread.
 
-    Args:
-        grace_s: that the launcher gives its workers when it is asked to end; one that takes longer is killed (its guard
-            ends the workers).
+    A launcher that takes longer to end than the grace of its workers is killed (its guard ends the workers).
     """
     line = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)

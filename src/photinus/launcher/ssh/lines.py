@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..workers.output import write_all
 
@@ -26,17 +26,17 @@ class Screen:
 
     target: int
     open_line: bool = False
-    terminal: bool = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.terminal = os.isatty(self.target)
+    @property
+    def terminal(self) -> bool:
+        """Whether it is one."""
+        return os.isatty(self.target)
 
     def write(self, data: bytes) -> None:
         """Writes as it is."""
-        if not data:
-            return
-        self.open_line = data[-1:] not in (b"\n", b"\r")
-        write_all(self.target, data)
+        if data:
+            self.open_line = data[-1:] not in (b"\n", b"\r")
+            write_all(self.target, data)
 
     def write_lines(self, data: bytes) -> None:
         """Writes whole lines, on a line of their own."""
@@ -68,12 +68,8 @@ class HostLines:
             self._pending += b"" if self.first else b"\n"
             end = len(self._pending)
         ready, self._pending = self._pending[:end], self._pending[end:]
-        if not ready:
-            return
-        if self.first:
-            self.screen.write(ready)
-        else:
-            self.screen.write_lines(ready)
+        if ready:
+            (self.screen.write if self.first else self.screen.write_lines)(ready)
 
     def overdue_in_s(self) -> float | None:
         """After how many seconds `show_rest` shall be called; None: not at all."""

@@ -32,11 +32,7 @@ _NONCE_BYTES, _PROOF_BYTES, _COUNT_BYTES = 32, 32, 8
 
 
 def answer(order: dict[str, Any]) -> dict[str, Any]:
-    """Carries out one question.
-
-    Raises:
-        LaunchError: this host cannot listen.
-    """
+    """Carries out one question; LaunchError: this host cannot listen."""
     if order["do"] == "facts":
         return {"facts": _facts()}
     if order["do"] == "serve":
@@ -132,9 +128,6 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 def _why(error: OSError) -> str:
     if isinstance(error, TimeoutError):
         return "timed out"
-    return {
-        errno.ECONNREFUSED: "refused",
-        errno.EHOSTUNREACH: "no route",
-        errno.ENETUNREACH: "no route",
-        errno.ECONNRESET: "cut off",
-    }.get(error.errno or 0, error.strerror or str(error))
+    no_route = dict.fromkeys((errno.EHOSTUNREACH, errno.ENETUNREACH), "no route")
+    known = {errno.ECONNREFUSED: "refused", errno.ECONNRESET: "cut off", **no_route}
+    return known.get(error.errno or 0, error.strerror or str(error))

@@ -11,6 +11,7 @@ named. Where DeepSpeed takes fewer hosts or more devices than asked for without 
 
 from __future__ import annotations
 
+import itertools
 import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -140,10 +141,10 @@ def _exclude(host: Host, slots: tuple[int, ...] | None) -> Share | None:
 
 
 def _parse_names(flag: str, text: str, hosts: Sequence[Host]) -> Mapping[str, tuple[int, ...]]:
-    """Host -> the slots that stand behind it, each once, in the order typed; () for the whole host."""
+    """What `_items` reads, of hosts and slots that are in the file."""
     known = {host.name: host for host in hosts}
-    named: dict[str, tuple[int, ...]] = {}
-    for name, slots in _items(flag, text):
+    named = _items(flag, text)
+    for name, slots in named.items():
         if name not in known:
             near = hint(name, known, f" It names {', '.join(known)}.")
             raise UsageError(f"{flag} {text}: host {name} is not in the host file.{near}")
@@ -154,34 +155,34 @@ def _parse_names(flag: str, text: str, hosts: Sequence[Host]) -> Mapping[str, tu
                 f"{flag} {text}: {name} has no slot {beyond[0]}; {known[name].where} says slots={present}, which are "
                 f"numbered 0 to {present - 1 if present else 0}."
             )
-        whole = name in named and not named[name]
-        named[name] = () if whole or not slots else tuple(dict.fromkeys([*named.get(name, ()), *slots]))
     return named
 
 
 def _local_slots(flag: str, text: str) -> tuple[int, ...]:
     """The devices of this host; () for all."""
-    chosen: list[int] | None = []
-    for name, slots in _items(flag, text):
+    named = _items(flag, text)
+    for name in named:
         if name not in ("localhost", "127.0.0.1", "::1", socket.gethostname()):
             raise UsageError(
                 f"{flag} {text}: there is no host file, so localhost is all there is. Name {name} in a file and give "
                 f"it with --hostfile."
             )
-        chosen = None if chosen is None or not slots else [*chosen, *slots]
-    return tuple(dict.fromkeys(chosen or ()))
+    return tuple(dict.fromkeys(itertools.chain(*named.values()))) if all(named.values()) else ()
 
 
-def _items(flag: str, text: str) -> list[tuple[str, tuple[int, ...]]]:
-    items = []
+def _items(flag: str, text: str) -> dict[str, tuple[int, ...]]:
+    """Host -> the slots that stand behind it, each once, in the order typed; () for the whole host."""
+    named: dict[str, tuple[int, ...]] = {}
     for item in text.split("@"):
         matched = _ITEM.fullmatch(item.strip())
         if matched is None:
             raise UsageError(
                 f"{flag} {text}: {item!r} is not understood. It takes hosts with or without devices, like a:0,1@b."
             )
-        items.append((matched["name"].strip("[]"), _slots(flag, text, matched["slots"])))
-    return items
+        name, slots = matched["name"].strip("[]"), _slots(flag, text, matched["slots"])
+        is_whole = not slots or named.get(name) == ()
+        named[name] = () if is_whole else tuple(dict.fromkeys([*named.get(name, ()), *slots]))
+    return named
 
 
 def _slots(flag: str, text: str, listed: str | None) -> tuple[int, ...]:
