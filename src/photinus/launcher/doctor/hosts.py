@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..ssh.command import check_ssh, find_here
-from ..ssh.host import Hosts, RemoteHost, address_towards
+from ..ssh.host import Hosts, RemoteHost
 from ..ssh.hostfile import Host
 from ..workers.interrupts import handle_signals
 from .finding import Finding, as_json, exit_code, print_findings, terminal
@@ -87,12 +87,7 @@ def _examine(fars: Hosts, timeout_s: float) -> tuple[list[Finding], list[Pair]]:
             facts[far] = answer["facts"]
             clocks[far.name] = answer["facts"]["clock_s"] - (asked_s + time.time()) / 2
     secret = secrets.token_hex(32)
-    elsewhere = [far for far in facts if not far.on_this_machine]
-    orders = {}
-    for far in facts:
-        assert far.hello is not None
-        own = address_towards(elsewhere[0]) if far.here and elsewhere else far.hello["address"]
-        orders[far] = {"do": "serve", "secret": secret, "name": far.name, "otherwise": own, "alone": not elsewhere}
+    orders = {far: {"do": "serve", "secret": secret, "name": far.name, **fars.meeting_place(far)} for far in facts}
     serving = {far: answer["serving"] for far, answer in _ask(fars, orders, timeout_s).items()}
     reached, pairs = list(serving), []
     probe = {"do": "probe", "secret": secret, "bytes": _TRANSFER_BYTES, "seconds": _TRANSFER_S}

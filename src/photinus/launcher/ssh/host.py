@@ -24,7 +24,7 @@ from .command import CONNECT_S, MARK, remote_command
 from .hostfile import Host
 from .trouble import trouble
 
-__all__ = ["LOST", "Hosts", "RemoteHost", "address_towards"]
+__all__ = ["LOST", "Hosts", "RemoteHost"]
 
 LOST = 255
 """What ssh ends with when it has lost the connection."""
@@ -283,6 +283,16 @@ class Hosts:
         for host in self.all:
             host.pass_signal(number)
 
+    def meeting_place(self, host: RemoteHost) -> dict[str, Any]:
+        """Where a host may listen for the others beside its name, and whether there are none on other machines."""
+        elsewhere = [each.hello for each in self.all if each.hello is not None and not each.on_this_machine]
+        own = None if host.hello is None else host.hello["address"]
+        if host.here:  # the address of this machine that it uses towards the others
+            own = elsewhere[0]["seen"] if elsewhere else None
+            with contextlib.suppress(OSError):
+                own = reaches_from(elsewhere[0]["address"]) if own is not None else None
+        return {"otherwise": own, "alone": not elsewhere}
+
     def leave(self, patience_s: float = 1.0) -> None:
         """Ends all lifelines, waits a moment for the commands to end, ends those that do not, and forgets all."""
         for host in self.all:
@@ -296,16 +306,3 @@ class Hosts:
         for host in self.all:
             host.forget()
         self._selector.close()
-
-
-def address_towards(host: RemoteHost) -> str | None:
-    """The address of this machine that it uses towards a host."""
-    assert host.hello is not None
-    there = host.hello["address"]
-    if there is None:
-        return None
-    try:
-        return reaches_from(there)
-    except OSError:
-        seen: str | None = host.hello["seen"]
-        return seen

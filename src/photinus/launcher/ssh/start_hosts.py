@@ -32,7 +32,7 @@ from ..hosts.join import DEFAULT_PORT
 from ..workers.interrupts import FROM_A_KEYBOARD, SIGNALS, Interrupts, handle_signals
 from .command import check_ssh, find_here
 from .environ import exported_variables, variable_files
-from .host import LOST, Hosts, RemoteHost, address_towards
+from .host import LOST, Hosts, RemoteHost
 from .hostfile import read_hostfile
 from .lines import HostLines, Screen
 from .selection import Share, host_words, select
@@ -164,17 +164,11 @@ class _Job:
     def _meeting_place(self) -> dict[str, Any]:
         """What the first host shall listen on."""
         hosts, first = self._flags.hosts, self._hosts[0]
-        assert first.hello is not None
-        own = first.hello["address"]
-        if first.here:
-            own = next((address_towards(host) for host in self._hosts if not host.on_this_machine), None)
-        return {
-            "name": hosts.leader if hosts.leader is not None else first.name,
-            "port": DEFAULT_PORT if hosts.port is None else hosts.port,
-            "or_another": hosts.port is None,
-            "otherwise": own if hosts.leader is None else None,
-            "alone": all(host.on_this_machine for host in self._hosts),
-        }
+        place = self._reached.meeting_place(first)
+        if hosts.leader is not None:
+            place["otherwise"] = None
+        place["name"] = first.name if hosts.leader is None else hosts.leader
+        return {**place, "port": DEFAULT_PORT if hosts.port is None else hosts.port, "or_another": hosts.port is None}
 
     def _start(self) -> None:
         place = self._hosts[0].answers.popleft()["prepared"]

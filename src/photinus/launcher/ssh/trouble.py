@@ -9,63 +9,31 @@ __all__ = ["trouble"]
 
 _SSH_FAILED = 255
 # What ssh says -> what it means, what to do. {host} is the destination, {ssh} the user's command for it.
-_SSH_WORDS: tuple[tuple[str, str, str], ...] = (
-    (
-        r"could not resolve hostname|name or service not known|temporary failure in name resolution",
-        "its name is not known here",
-        "Look for a slip in the host file, or give an address.",
-    ),
-    (
-        r"connection refused",
-        "it refuses connections: no ssh server listens there",
-        "Start sshd on it, or name its port with --ssh-port.",
-    ),
-    (
-        r"banner exchange",
-        "something accepts connections there, but it does not answer as an ssh server does",
-        "Name the right port with --ssh-port.",
-    ),
-    (
-        r"connection timed out|operation timed out|no route to host|network is unreachable|host is down",
-        "it cannot be reached",
-        "Look whether it is up and in this network, or leave it out with --exclude {name}.",
-    ),
-    (
-        r"remote host identification has changed",
-        "its host key has changed since it was last seen: it was set up anew, or another machine answers",
-        "If you know why, `ssh-keygen -R {name}` forgets the old key; then log in once by hand: {ssh} {host}",
-    ),
-    (
-        r"host key verification failed|no .*host key is known",
-        "its host key is not known here, so it could be another machine",
-        "Log in once by hand and accept the key: {ssh} {host}",
-    ),
-    (
-        r"permission denied",
-        "it refuses to let this user in without a password",
-        "Put your public key there: ssh-copy-id {host} (then `{ssh} {host} true` must work without a question).",
-    ),
-    (
-        r"too many authentication failures",
-        "it was offered too many keys",
-        'Name the right one: --ssh "ssh -o IdentitiesOnly=yes -i KEY"',
-    ),
-    (
-        r"bad owner or permissions|unprotected private key file",
-        "ssh refuses a file of yours because others could write or read it",
-        "Take away their rights with chmod, as ssh says.",
-    ),
-    (
-        r"connection (closed|reset) by|kex_exchange_identification",
-        "it closed the connection before anything was said",
-        "Its ssh server may be overloaded (MaxStartups) or refuse this address; its log says why.",
-    ),
-    (
-        r"timeout, server .* not responding|broken pipe|client_loop|connection to .* closed",
-        "the connection to it was lost",
-        "Look whether it is still up.",
-    ),
-)
+_SSH_WORDS = {
+    r"could not resolve hostname|name or service not known|temporary failure in name resolution": "its name is not "
+    "known here (ssh: {said}). Look for a slip in the host file, or give an address.",
+    r"connection refused": "it refuses connections: no ssh server listens there (ssh: {said}). Start sshd on it, or "
+    "name its port with --ssh-port.",
+    r"banner exchange": "something accepts connections there, but it does not answer as an ssh server does (ssh: "
+    "{said}). Name the right port with --ssh-port.",
+    r"connection timed out|operation timed out|no route to host|network is unreachable|host is down": "it cannot be "
+    "reached (ssh: {said}). Look whether it is up and in this network, or leave it out with --exclude {name}.",
+    r"remote host identification has changed": "its host key has changed since it was last seen: it was set up anew, "
+    "or another machine answers (ssh: {said}). If you know why, `ssh-keygen -R {name}` forgets the old key; then log "
+    "in once by hand: {ssh} {host}",
+    r"host key verification failed|no .*host key is known": "its host key is not known here, so it could be another "
+    "machine (ssh: {said}). Log in once by hand and accept the key: {ssh} {host}",
+    r"permission denied": "it refuses to let this user in without a password (ssh: {said}). Put your public key "
+    "there: ssh-copy-id {host} (then `{ssh} {host} true` must work without a question).",
+    r"too many authentication failures": 'it was offered too many keys (ssh: {said}). Name the right one: --ssh "ssh '
+    '-o IdentitiesOnly=yes -i KEY"',
+    r"bad owner or permissions|unprotected private key file": "ssh refuses a file of yours because others could write "
+    "or read it (ssh: {said}). Take away their rights with chmod, as ssh says.",
+    r"connection (closed|reset) by|kex_exchange_identification": "it closed the connection before anything was said "
+    "(ssh: {said}). Its ssh server may be overloaded (MaxStartups) or refuse this address; its log says why.",
+    r"timeout, server .* not responding|broken pipe|client_loop|connection to .* closed": "the connection to it was "
+    "lost (ssh: {said}). Look whether it is still up.",
+}
 
 
 def trouble(destination: str, ssh: str, status: int, said: str, printed: str) -> str:
@@ -77,10 +45,9 @@ def trouble(destination: str, ssh: str, status: int, said: str, printed: str) ->
     last = _last_line(said) or _last_line(printed)
     lowered = said.lower()
     if status == _SSH_FAILED:
-        for pattern, meaning, advice in _SSH_WORDS:
+        for pattern, told in _SSH_WORDS.items():
             if re.search(pattern, lowered):
-                hint = advice.format(host=destination, name=name, ssh=ssh)
-                return f"host {name}: {meaning} (ssh: {last}). {hint}"
+                return f"host {name}: {told.format(said=last, host=destination, name=name, ssh=ssh)}"
         return f"host {name}: ssh failed: {last or 'it said nothing'}. Try by hand: {ssh} {destination} true"
     if re.search(r"no module named '?photinus", lowered):
         older = "photinus.launcher" in lowered
