@@ -116,19 +116,11 @@ def _ask(fars: Hosts, orders: dict[RemoteHost, dict[str, Any]], timeout_s: float
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """All ordered pairs of so many hosts, in rounds in which no host takes part twice."""
-    seats: list[int | None] = [*range(count), *([None] if count % 2 else [])]
+    """All ordered pairs of so many hosts, in rounds in which no host takes part twice: a round has one sum of numbers."""
     found = []
-    for _ in range(len(seats) - 1):
-        half = len(seats) // 2
-        matches = [
-            (first, second)
-            for first, second in zip(seats[:half], reversed(seats[half:]), strict=True)
-            if first is not None and second is not None
-        ]
+    for total in range(count):
+        matches = [(one, (total - one) % count) for one in range(count) if one < (total - one) % count]
         found += [matches, [(second, first) for first, second in matches]]
-        # All but the first move on by one seat: after so many rounds everyone has met everyone.
-        seats = [seats[0], seats[-1], *seats[1:-1]]
     return [matches for matches in found if matches]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import json
-import math
 import os
 import select
 import selectors
@@ -264,19 +263,12 @@ class Hosts:
 
     def reach(self) -> None:
         """Waits until each host has said hello or is in trouble. Ends early at a signal."""
-        first_trouble_s: float | None = None
-        begun_s = time.monotonic()
-
-        def enough() -> bool:
-            nonlocal first_trouble_s
-            if first_trouble_s is None and any(host.trouble for host in self.all):
-                first_trouble_s = time.monotonic()
-            # Others may be in trouble too, and are named with it; but not for ever.
-            if first_trouble_s is not None and time.monotonic() > max(first_trouble_s, begun_s + CONNECT_S + 1.0):
-                return True
-            return all(host.hello is not None or host.done for host in self.all)
-
-        self.wait(enough, math.inf)
+        # When one is in trouble, others may be too, and are named with it; but not for ever.
+        all_in_trouble_s = time.monotonic() + CONNECT_S + 1.0
+        while not self._interrupts.received and not all(host.hello is not None or host.done for host in self.all):
+            if time.monotonic() > all_in_trouble_s and any(host.trouble for host in self.all):
+                return
+            self.pump(_STEP_S)
 
     def pass_signal(self, number: int | None) -> None:
         """Passes a signal on to all; None only says that somebody is still here."""
