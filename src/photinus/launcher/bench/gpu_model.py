@@ -1,13 +1,7 @@
 """What an all_reduce through the host's memory can reach on GPUs, predicted from the bytes that it has to move.
 
-For S bytes on each of G GPUs of one host, as backend photinus does it (docs/engine.md, CUDA tensors):
-
-    each GPU's link    S to the host and S back, both ways at once
-    host memory        (3G + 1) S: G S written by copies that come in, G S read and S written by the addition, G S read
-                       by copies that go back
-
-The counting is that of HFReduce's paper (Fire-Flyer AI-HPC, SC24, arXiv:2408.14158, section IV-D3) without a network.
-Caches that keep chunks from memory, adding and latency are left out: it is what binds large tensors at most.
+docs/gpus.md counts them, as HFReduce's paper does (arXiv:2408.14158, section IV-D3) without a network. Caches that keep
+chunks from memory, adding and latency are left out: it is what binds large tensors at most.
 """
 
 from __future__ import annotations

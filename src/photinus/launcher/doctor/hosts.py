@@ -116,7 +116,7 @@ def _ask(fars: Hosts, orders: dict[RemoteHost, dict[str, Any]], timeout_s: float
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """All ordered pairs of so many hosts, in rounds in which no host takes part twice: a round has one sum of numbers."""
+    """All ordered pairs of so many hosts, in rounds in which no host takes part twice: one sum of two for each."""
     found = []
     for total in range(count):
         matches = [(one, (total - one) % count) for one in range(count) if one < (total - one) % count]

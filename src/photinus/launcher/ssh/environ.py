@@ -1,10 +1,4 @@
-"""Which environment variables a host started over ssh is given.
-
-A login over ssh has an environment of its own. Handed over is what steers training (NCCL_*, OMP_*, HF_*, ...), what
---export names, and what stands in DeepSpeed's files of variables. Left out is what describes one host: its devices
-(CUDA_VISIBLE_DEVICES), its identity, its place in a job. PATH stays the host's own, since it knows best where its
-programs are; the folder of the Python in use is put in front of it, as an activated virtual environment does.
-"""
+"""Which environment variables a host started over ssh is given (docs/launching.md): not those that describe a host."""
 
 from __future__ import annotations
 

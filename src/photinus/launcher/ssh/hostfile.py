@@ -1,10 +1,4 @@
-"""The file of hosts, as DeepSpeed and Open MPI have it: a host on each line, and how many workers it takes.
-
-# comment
-node1 slots=4
-root@node2 slots=4   # reached as another user
-node3                # as many as it has GPUs, or cores
-"""
+"""The file of hosts, as DeepSpeed and Open MPI have it: a host on each line, and how many workers it takes."""
 
 from __future__ import annotations
 

@@ -1,10 +1,5 @@
 """Which hosts and devices a job gets: --include, --exclude, --num-nodes and --num-gpus, with DeepSpeed's meaning.
 
-Then each host's words of `photinus run` are those that were typed, without all that chose hosts.
-
-    --include a:0,2@b   devices 0 and 2 of a, all of b; nothing else
-    --exclude a:0@b     all but device 0 of a, and without b
-
 A device's number is its slot in the host file. Hosts keep the file's order, whatever the order in which they are
 named. Where DeepSpeed takes fewer hosts or more devices than asked for without a word, this refuses with both numbers.
 """
