@@ -14,7 +14,7 @@ import photinus.launcher.ssh.host as host_module
 from photinus.launcher.command_line.flags import HostFlags, LogFlags, RunFlags, SelectionFlags, parse_run
 from photinus.launcher.command_line.program import Program
 from photinus.launcher.command_line.usage import UsageError
-from photinus.launcher.ssh.command import is_here, remote_command
+from photinus.launcher.ssh.command import is_here, remote_command, ssh_command
 from photinus.launcher.ssh.environ import exported_variables, variable_files
 from photinus.launcher.ssh.host import Hosts, RemoteHost
 from photinus.launcher.ssh.hostfile import Host
@@ -118,8 +118,8 @@ def test_more_workers_than_slots_are_refused():
 
 
 def test_neither_secret_nor_environment_stands_in_the_command():
-    command = remote_command(Host("node1", 2, "root"), here=False, ssh="ssh -i 'a key'", ssh_port=2222)
-    assert command[:5] == ["ssh", "-i", "a key", "-p", "2222"]
+    command = remote_command(Host("node1", 2, "root"), here=False, ssh=ssh_command("sh -i 'a key'", 2222, needed=True))
+    assert command[:5] == ["sh", "-i", "a key", "-p", "2222"]
     assert "BatchMode=yes" in command
     assert any(word.startswith("ConnectTimeout=") for word in command)
     assert command[-2] == "root@node1"

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..ssh.command import check_ssh, find_here
+from ..ssh.command import find_here, ssh_command
 from ..ssh.host import Hosts, RemoteHost
 from ..ssh.hostfile import Host
 from ..workers.interrupts import handle_signals
@@ -55,13 +55,12 @@ class Pair:
 def examine_hosts(hosts: Sequence[Host], *, ssh: str, ssh_port: int | None, timeout_s: float, json_only: bool) -> int:
     """Examines the hosts and all their pairs, prints what was found, and returns 0 when all is well, else 1."""
     here = find_here(hosts)
-    if not all(here):
-        check_ssh(ssh)
+    command = ssh_command(ssh, ssh_port, needed=not all(here))
     with handle_signals() as interrupts:
         fars = Hosts(interrupts)
         try:
             for host, is_this in zip(hosts, here, strict=True):
-                fars.add(host, here=is_this, ssh=ssh, ssh_port=ssh_port, any_version=True)
+                fars.add(host, here=is_this, ssh=command, any_version=True)
             fars.reach()
             findings, pairs = _examine(fars, timeout_s)
         finally:

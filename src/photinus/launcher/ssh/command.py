@@ -15,7 +15,7 @@ from ..command_line.usage import UsageError
 from ..workers.ports import local_addresses_of
 from .hostfile import Host
 
-__all__ = ["CONNECT_S", "MARK", "check_ssh", "find_here", "is_here", "remote_command", "safe_path"]
+__all__ = ["CONNECT_S", "MARK", "find_here", "is_here", "remote_command", "safe_path", "ssh_command"]
 
 CONNECT_S = 8
 MARK = b"\x00photinus here\x00"
@@ -42,21 +42,21 @@ def safe_path() -> list[str]:
     return ["-P"] if sys.version_info >= (3, 11) else []
 
 
-def remote_command(
-    host: Host, *, here: bool, ssh: str = "ssh", ssh_port: int | None = None, silence_s: float = 30.0
-) -> list[str]:
+def remote_command(host: Host, *, here: bool, ssh: str = "ssh", silence_s: float = 30.0) -> list[str]:
     """The command that starts `remote` on a host, with the Python that runs here (same path on all hosts)."""
     if here:
         return [sys.executable, *safe_path(), "-m", _REMOTE]
-    port = ["-p", str(ssh_port)] if ssh_port is not None else []
     alive = ["-o", f"ServerAliveInterval={max(1, math.ceil(silence_s / 3))}"]
     # A file in the home folder must not be taken for a module: Python looks in the working directory first.
     there = f"cd /; exec {shlex.quote(sys.executable)} -m {_REMOTE}"
-    return [*shlex.split(ssh), *port, *_OPTIONS, *alive, host.destination, there]
+    return [*shlex.split(ssh), *_OPTIONS, *alive, host.destination, there]
 
 
-def check_ssh(ssh: str) -> None:
-    """Raises UsageError when the command of --ssh cannot be started."""
+def ssh_command(ssh: str, port: int | None, *, needed: bool) -> str:
+    """The command that reaches hosts: --ssh and --ssh-port. UsageError: it is needed, and cannot be started."""
+    command = ssh if port is None else f"{ssh} -p {port}"
+    if not needed:
+        return command
     try:
         words = shlex.split(ssh)
     except ValueError as error:
@@ -66,6 +66,7 @@ def check_ssh(ssh: str) -> None:
     if shutil.which(words[0]) is None:
         more = " Install it (Debian: openssh-client), or name another with --ssh." if words[0] == "ssh" else ""
         raise UsageError(f"--ssh: program {words[0]} was not found.{more}")
+    return command
 
 
 def is_here(host: Host) -> bool:

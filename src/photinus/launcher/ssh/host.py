@@ -30,6 +30,8 @@ LOST = 255
 _READ_BYTES = 64 * 1024
 _SAID_LIMIT_BYTES = 64 * 1024
 _STEP_S = 0.5
+# For the commands that reach the hosts to end by themselves, when all is over.
+_PATIENCE_S, _HASTE_S = 1.0, 0.1
 # ssh gives up by itself after CONNECT_S; the rest is for a Python that starts from a slow file system.
 HELLO_S = CONNECT_S + 22.0
 
@@ -41,7 +43,7 @@ class RemoteHost:
         host: where.
         selector: gets a function for each descriptor, to be called when that is ready.
         here: it is this host: a child process takes the place of ssh.
-        ssh, ssh_port: how to reach it.
+        ssh: how to reach it.
         silence_s: after about so long without a sign of life ssh gives up.
         any_version: another version of Photinus there is no trouble.
 
@@ -60,7 +62,6 @@ class RemoteHost:
         *,
         here: bool,
         ssh: str = "ssh",
-        ssh_port: int | None = None,
         silence_s: float = 30.0,
         any_version: bool = False,
     ) -> None:
@@ -74,7 +75,7 @@ class RemoteHost:
         self.trouble: str | None = None
         self._selector = selector
         self._any_version = any_version
-        self._ssh = ssh if ssh_port is None else f"{ssh} -p {ssh_port}"
+        self._ssh = ssh
         self._is_running = False  # `photinus run`: what comes from now on is its output
         self._said = {"out": b"", "err": b""}
         self._marked = False
@@ -82,7 +83,7 @@ class RemoteHost:
         self._started_at_s = time.monotonic()
         self._status: int | None = None
         self._process = process = subprocess.Popen(
-            remote_command(host, here=here, ssh=ssh, ssh_port=ssh_port, silence_s=silence_s),
+            remote_command(host, here=here, ssh=ssh, silence_s=silence_s),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -285,10 +286,11 @@ class Hosts:
                 own = reaches_from(elsewhere[0]["address"]) if own is not None else None
         return {"otherwise": own, "alone": not elsewhere}
 
-    def leave(self, patience_s: float = 1.0) -> None:
+    def leave(self) -> None:
         """Ends all lifelines, waits a moment for the commands to end, ends those that do not, and forgets all."""
         for host in self.all:
             host.close()
+        patience_s = _HASTE_S if self._interrupts.received else _PATIENCE_S
         for number, wait_s in ((None, patience_s), (signal.SIGTERM, 0.3), (signal.SIGKILL, 0.0)):
             deadline = time.monotonic() + wait_s
             for host in self.all:

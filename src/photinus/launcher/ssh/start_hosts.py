@@ -30,7 +30,7 @@ from ...errors import LaunchError
 from ..command_line.flags import RunFlags
 from ..hosts.join import DEFAULT_PORT
 from ..workers.interrupts import FROM_A_KEYBOARD, SIGNALS, Interrupts, handle_signals
-from .command import check_ssh, find_here
+from .command import find_here, ssh_command
 from .environ import exported_variables, variable_files
 from .host import LOST, Hosts, RemoteHost
 from .hostfile import read_hostfile
@@ -43,8 +43,6 @@ _STEP_S = 0.5
 _BEAT_S = 2.0
 # All hosts shall have ended so long after Ctrl-C (the launcher there gives its workers 1.5 s), and after the second.
 _INTERRUPT_S, _IMPATIENT_S = 1.9, 0.7
-# For the commands that reach the hosts to end by themselves, when all is over.
-_PATIENCE_S, _HASTE_S = 1.0, 0.1
 # How long the others may take by themselves after a host has failed, on top of the grace of their workers.
 _FOLLOW_S = 4.0
 # Wrong use and a missing device are found before the hosts have met, so the others wait in vain; as for a lost host.
@@ -67,28 +65,35 @@ def start_hosts(flags: RunFlags, run_here: Callable[[list[str]], int]) -> int:
     for share in shares:
         host_words(flags, share)  # finds fault before anything is started
     here = find_here([share.host for share in shares])
-    if not all(here):
-        check_ssh(selection.ssh)
+    ssh = ssh_command(selection.ssh, selection.ssh_port, needed=not all(here))
     environ = exported_variables(os.environ, selection.export, variable_files(Path.home(), Path.cwd()))
     if len(shares) == 1 and here[0]:
         os.environ.update(environ)
         return run_here([*(["--dry-run"] if flags.dry_run else []), *host_words(flags, shares[0])])
     if flags.dry_run:
-        print(_dry_run_text(flags, shares, here, environ))
+        print(_dry_run_text(flags, shares, here, ssh, environ))
         return 0
     with handle_signals() as interrupts:
-        job = _Job(flags, shares, environ, interrupts)
+        reached = Hosts(interrupts)
         try:
-            return job.run(here)
+            for share, is_this in zip(shares, here, strict=True):
+                reached.add(share.host, here=is_this, ssh=ssh, silence_s=flags.hosts.heartbeat_timeout_s)
+            return _Job(flags, shares, environ, interrupts, reached).run()
         finally:
-            job.close()
+            reached.leave()
 
 
 class _Job:
     def __init__(
-        self, flags: RunFlags, shares: Sequence[Share], environ: Mapping[str, str], interrupts: Interrupts
+        self,
+        flags: RunFlags,
+        shares: Sequence[Share],
+        environ: Mapping[str, str],
+        interrupts: Interrupts,
+        reached: Hosts,
     ) -> None:
-        self._flags, self._shares, self._environ, self._interrupts = flags, shares, environ, interrupts
+        self._flags, self._shares, self._environ = flags, shares, environ
+        self._interrupts, self._reached = interrupts, reached
         self._signals_sent = 0
         self._leave_at_s: float | None = None
         self._follow_at_s: float | None = None
@@ -103,14 +108,9 @@ class _Job:
             {name: HostLines(screen, first=number == 0) for name, screen in self._screens.items()}
             for number in range(len(shares))
         ]
-        self._reached = Hosts(interrupts)
-        self._hosts = self._reached.all
+        self._hosts = reached.all
 
-    def run(self, here: Sequence[bool]) -> int:
-        selection, silence_s = self._flags.selection, self._flags.hosts.heartbeat_timeout_s
-        way: dict[str, Any] = {"ssh": selection.ssh, "ssh_port": selection.ssh_port, "silence_s": silence_s}
-        for share, is_this in zip(self._shares, here, strict=True):
-            self._reached.add(share.host, here=is_this, **way)
+    def run(self) -> int:
         for prepare in (self._reached.reach, self._prepare):
             prepare()
             if self._interrupts.received:
@@ -138,9 +138,6 @@ class _Job:
         raise LaunchError(
             f"the job failed: host {name} was the first to end, with exit code {code}; see above", exit_code=code
         )
-
-    def close(self) -> None:
-        self._reached.leave(_HASTE_S if self._interrupts.received else _PATIENCE_S)
 
     def _refuse_troubles(self) -> None:
         troubles = [host.trouble for host in self._hosts if host.trouble is not None]
@@ -253,14 +250,14 @@ class _Job:
         self._screens["err"].write_lines(f"photinus: {text}\n".encode())
 
 
-def _dry_run_text(flags: RunFlags, shares: Sequence[Share], here: Sequence[bool], environ: Mapping[str, str]) -> str:
-    """What --dry-run says."""
+def _dry_run_text(
+    flags: RunFlags, shares: Sequence[Share], here: Sequence[bool], ssh: str, environ: Mapping[str, str]
+) -> str:
     lines = [f"{len(shares)} host{'s' * (len(shares) != 1)}, each in {os.getcwd()}:"]
     leader = flags.hosts.leader or shares[0].host.name
     port = DEFAULT_PORT if flags.hosts.port is None else flags.hosts.port
-    way = flags.selection.ssh + ("" if flags.selection.ssh_port is None else f" -p {flags.selection.ssh_port}")
     for number, (share, is_this) in enumerate(zip(shares, here, strict=True)):
-        how = "this host" if is_this else f"over {way} {share.host.destination}"
+        how = "this host" if is_this else f"over {ssh} {share.host.destination}"
         words = host_words(flags, share, host_rank=number, hosts=len(shares), leader=leader, port=port)
         lines += ["", f"  {share.host.name} ({how})", f"    photinus run {shlex.join(words)}"]
     lines += ["", "environment variables that the hosts are given:"]
