@@ -57,7 +57,7 @@ def test_the_wheel_has_every_file_that_stands_beside_the_modules(tmp_path: Path)
     (wheel,) = tmp_path.glob("*.whl")
     listed = subprocess.run(["git", "ls-files", "src"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     wanted = {line.removeprefix("src/") for line in listed.stdout.splitlines()} - {"photinus/templates/ruff.toml"}
-    assert "photinus/launcher/viewing/page/page.html.j2" in wanted
+    assert "photinus/launcher/viewing/page.html.j2" in wanted
     assert wanted <= set(zipfile.ZipFile(wheel).namelist())
 
 

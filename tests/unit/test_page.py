@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-import photinus.launcher.viewing.page.page
+import photinus.launcher.viewing.page
 from photinus.launcher.cli import main
-from photinus.launcher.viewing.page.page import labels_of, page
-from photinus.launcher.viewing.top.view import view
+from photinus.launcher.viewing.page import labels_of, page
+from photinus.launcher.viewing.view import view
 from photinus.runlog.chart import Chart, Series
 from photinus.runlog.curve import Curve
 from photinus.runlog.figures import mean_windows
@@ -300,7 +300,7 @@ def contrast(a: str, b: str) -> float:
 
 def schemes() -> dict[str, dict[str, str]]:
     """The colours of the style sheet, by name."""
-    text = (Path(photinus.launcher.viewing.page.page.__file__).parent / "style.css").read_text()
+    text = (Path(photinus.launcher.viewing.page.__file__).parent / "style.css").read_text()
     light, dark = text.split("@media (prefers-color-scheme: dark)")
     return {k: dict(re.findall(r"--(\w+): (#\w+);", half)) for k, half in (("light", light), ("dark", dark))}
 

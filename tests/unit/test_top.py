@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.screen import Screen
 
 from photinus.launcher.cli import main
-from photinus.launcher.viewing.top.view import parts, sparkline, view
+from photinus.launcher.viewing.view import parts, sparkline, view
 from photinus.runlog.run import Run
 from tests.made_run import BEGAN_S, write_run
 

@@ -26,8 +26,8 @@ COMMANDS = {
     "again": ("photinus.launcher.again", "start a run once more, as its config.json says"),
     "doctor": ("photinus.launcher.doctor.examine", "say what works on this machine, by trying it"),
     "bench": ("photinus.launcher.bench.measure", "measure collectives over each backend, and what limits them"),
-    "top": ("photinus.launcher.viewing.top.watch", "show a run while it trains: progress, loss, where the time goes"),
-    "report": ("photinus.launcher.viewing.page.make", "make one HTML page of a run, or of several to compare"),
+    "top": ("photinus.launcher.viewing.top", "show a run while it trains: progress, loss, where the time goes"),
+    "report": ("photinus.launcher.viewing.report", "make one HTML page of a run, or of several to compare"),
     "completion": ("photinus.launcher.completion", "a script that completes these words in bash, zsh or fish"),
 }
 

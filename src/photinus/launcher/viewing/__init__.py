@@ -1,7 +1,10 @@
-"""A run looked at: in the terminal (top/) and as one HTML page (page/).
+"""A run looked at: in the terminal, and as one HTML page.
 
-event_text    a run's events and state in words, for terminals and pages alike
+top           `photinus top`: flags, which run; when to look again, keys, leaving the terminal as it was
+view          the picture of a run for a terminal of some size, out of rich's texts, tables, bars and sparklines
+report        `photinus report`: which runs, and where the page goes
+page          the page of a run, or of several beside each other: fills page.html.j2, in the colours of style.css
+facts         all else that the page says: key figures, bars, rows of tables
+event_text    what terminals and pages say alike of a run: its events and state in words, its speed
 run_argument  RUN on the command line: the folder of a run, something in it, a folder with runs in it, or nothing at all
-top/          `photinus top`: a run as it goes on, in the terminal
-page/         `photinus report`: one HTML page of a run, or of several beside each other
 """

@@ -9,13 +9,13 @@ from typing import Any
 
 import jinja2
 
-from ....runlog.figures import charts, run_colour
-from ....runlog.run import Run
-from ....runlog.units import clock_time, count, plural, step_time
-from ....runlog.windows import PHASES
-from ....version import __version__
-from ..event_text import describe_event, describe_state, mood, ranks_in_words
+from ...runlog.figures import charts, run_colour
+from ...runlog.run import Run
+from ...runlog.units import clock_time, count, plural, step_time
+from ...runlog.windows import PHASES
+from ...version import __version__
 from . import facts
+from .event_text import describe_event, describe_state, mood, ranks_in_words
 
 __all__ = ["labels_of", "page"]
 

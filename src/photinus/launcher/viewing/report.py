@@ -8,13 +8,13 @@ from argparse import SUPPRESS
 from collections.abc import Sequence
 from pathlib import Path
 
-from ....errors import LaunchError
-from ....runlog.run import Run
-from ....runlog.tables import write_atomically
-from ....runlog.units import size
-from ...command_line.parser import Parser
-from ...command_line.usage import UsageError
-from ..run_argument import run_folder
+from ...errors import LaunchError
+from ...runlog.run import Run
+from ...runlog.tables import write_atomically
+from ...runlog.units import size
+from ..command_line.parser import Parser
+from ..command_line.usage import UsageError
+from .run_argument import run_folder
 
 __all__ = ["main", "parser"]
 

@@ -14,14 +14,14 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from ....runlog.curve import Curve
-from ....runlog.events import OF_A_ROW
-from ....runlog.run import Run
-from ....runlog.slow_links import slow_links
-from ....runlog.stragglers import RankShare, shares, stragglers
-from ....runlog.units import clock_time, count, duration, number, percent, plural, size, step_time
-from ....runlog.windows import PHASES, Window
-from ..event_text import describe_event, describe_state, mood, printable, ranks_in_words, speed
+from ...runlog.curve import Curve
+from ...runlog.events import OF_A_ROW
+from ...runlog.run import Run
+from ...runlog.slow_links import slow_links
+from ...runlog.stragglers import RankShare, shares, stragglers
+from ...runlog.units import clock_time, count, duration, number, percent, plural, size, step_time
+from ...runlog.windows import PHASES, Window
+from .event_text import describe_event, describe_state, mood, printable, ranks_in_words, speed
 
 __all__ = ["parts", "recent_windows", "sparkline", "view"]
 

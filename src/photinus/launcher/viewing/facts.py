@@ -7,15 +7,15 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ....relaunch import Launch
-from ....runlog.events import OF_A_ROW, Event
-from ....runlog.run import Run
-from ....runlog.slow_links import slow_links
-from ....runlog.stragglers import RankShare, shares, stragglers
-from ....runlog.tables import Row
-from ....runlog.units import count, duration, number, percent, plural, size, step_time
-from ....runlog.windows import PHASES, Window
-from ..event_text import hosts_in_words, speed
+from ...relaunch import Launch
+from ...runlog.events import OF_A_ROW, Event
+from ...runlog.run import Run
+from ...runlog.slow_links import slow_links
+from ...runlog.stragglers import RankShare, shares, stragglers
+from ...runlog.tables import Row
+from ...runlog.units import count, duration, number, percent, plural, size, step_time
+from ...runlog.windows import PHASES, Window
+from .event_text import hosts_in_words, speed
 
 __all__ = [
     "bars",

@@ -14,11 +14,11 @@ from argparse import SUPPRESS, ArgumentTypeError
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ....runlog.run import Run
-from ...command_line.flag_values import seconds
-from ...command_line.parser import Parser
-from ...command_line.usage import UsageError
-from ..run_argument import run_folder
+from ...runlog.run import Run
+from ..command_line.flag_values import seconds
+from ..command_line.parser import Parser
+from ..command_line.usage import UsageError
+from .run_argument import run_folder
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
