@@ -13,7 +13,7 @@ from photinus.parallel import STRATEGIES
 from photinus.runlog.tables import Row, read_rows
 from tests.dist.test_run_hosts import free_port
 from tests.ranks import run_ranks
-from tests.strangers.ways import run_script
+from tests.scripts import run_script
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 SCRIPTS = Path(sys.executable).parent

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
 import tempfile
@@ -35,9 +34,6 @@ def main(script, words):
     runpy.run_path(script, run_name="__main__")
 photinus.launch(main, nprocs=int(sys.argv[1]), args=(sys.argv[2], sys.argv[3:]), cpu=True)
 """
-
-
-_globals_of_scripts: list[dict[str, Any]] = []
 
 
 @dataclass(frozen=True)
@@ -92,9 +88,7 @@ def start(
                     processes.append(process)
                 else:
                     call = [str(folder), path, *words]
-                    processes.append(
-                        fork_python("tests.strangers.ways:run_script", call, environ=env, stdout=out, stderr=err)
-                    )
+                    processes.append(fork_python("tests.scripts:run_script", call, environ=env, stdout=out, stderr=err))
             deadline = time.monotonic() + _DEADLINE_S
             while None in (codes := [process.poll() for process in processes]) and time.monotonic() < deadline:
                 if any(codes):  # the others would wait for it until their own deadline
@@ -118,12 +112,3 @@ def start(
     places = [(each["rank"], each["world_size"]) for each in facts]
     assert places == [(rank, ranks) for rank in range(ranks)], f"{way}, {script}:\n{printed[0]}\n{printed[1]}"
     return Ended(*printed, facts)
-
-
-def run_script(folder: str, script: str, *words: str) -> None:
-    """`python script words` in a folder, in a forked process."""
-    os.chdir(folder)
-    sys.argv, sys.path[0:0] = [script, *words], [os.path.dirname(script)]
-    # Kept until the interpreter ends, as those of `python script.py` are. Were they dropped here, torch's DDP could be
-    # the last to hold gloo's group, whose destructor joins a thread that may be waiting for the GIL (torch 2.13).
-    _globals_of_scripts.append(runpy.run_path(script, run_name="__main__"))

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from tests.scripts import run_forked
 
 CODE = """
 import resource, sys, torch
@@ -32,12 +35,16 @@ print(kept, min(faults() for _ in range(3)))
 PAGES = (128 << 20) // os.sysconf("SC_PAGESIZE")
 
 
-def steps(how: str, **environ: str) -> tuple[bool, int]:
+def steps(folder: Path, how: str, **environ: str) -> tuple[bool, int]:
     """Whether the memory is kept, and how many pages a step touches anew."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    ended = subprocess.run(
-        [sys.executable, "-c", CODE, how], capture_output=True, text=True, timeout=60, env={**clean, **environ}
-    )
+    script = folder / "steps.py"
+    script.write_text(CODE)
+    clean = {name: "" for name in os.environ if name.startswith("MALLOC_")} | environ
+    if how == "leave":  # malloc itself reads its variables, when a process starts
+        command = [sys.executable, str(script), how]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **clean})
+    else:
+        ended = run_forked(script, how, environ=clean)
     assert ended.returncode == 0, ended.stderr
     kept, count = ended.stdout.split()
     return kept == "True", int(count)
@@ -47,12 +54,12 @@ def steps(how: str, **environ: str) -> tuple[bool, int]:
     not hasattr(os, "confstr") or "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""), reason="glibc"
 )
 @pytest.mark.seconds
-def test_pages_that_a_step_has_freed_are_the_next_steps() -> None:
-    kept, count = steps("keep")
+def test_pages_that_a_step_has_freed_are_the_next_steps(tmp_path: Path) -> None:
+    kept, count = steps(tmp_path, "keep")
     assert kept
     assert count < PAGES / 20
     # By itself malloc gives the pages back or not, as something small happens to lie above them or not: it is told to.
-    _, without = steps("leave", MALLOC_MMAP_THRESHOLD_=str(1 << 20))
+    _, without = steps(tmp_path, "leave", MALLOC_MMAP_THRESHOLD_=str(1 << 20))
     assert without > PAGES / 2  # else the test shows nothing
 
 
@@ -60,14 +67,14 @@ def test_pages_that_a_step_has_freed_are_the_next_steps() -> None:
     not hasattr(os, "confstr") or "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""), reason="glibc"
 )
 @pytest.mark.seconds
-def test_the_backend_keeps_them_for_torchs_ddp_too() -> None:
-    kept, count = steps("ddp")
+def test_the_backend_keeps_them_for_torchs_ddp_too(tmp_path: Path) -> None:
+    kept, count = steps(tmp_path, "ddp")
     assert kept
     assert count < PAGES / 20
 
 
 @pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"])
 @pytest.mark.seconds
-def test_a_users_own_setting_stands(name: str) -> None:
-    kept, _ = steps("keep", **{name: "100000"})
+def test_a_users_own_setting_stands(name: str, tmp_path: Path) -> None:
+    kept, _ = steps(tmp_path, "keep", **{name: "100000"})
     assert not kept

@@ -3,9 +3,9 @@ from __future__ import annotations
 import gc
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from photinus.errors import DeviceError, NotInitializedError, WorldSizeError
 from photinus.parallel.exchange.agreement import from_rank_0, together
 from photinus.trainer.session.session import Session, choose_backend, choose_device, current_session, require_session
 from photinus.world import World
+from tests.scripts import run_forked
 from tests.small_run import train
 
 _LAUNCHER = (
@@ -228,32 +229,27 @@ def test_a_forked_child_survives_the_garbage_of_earlier_runs() -> None:
 
 @pytest.mark.parametrize("end", ["", "raise SystemExit(0)"])
 @pytest.mark.seconds
-def test_nothing_is_said_at_exit(end: str) -> None:
+def test_nothing_is_said_at_exit(end: str, tmp_path: Path) -> None:
     script = f"""
 import photinus, torch
 with photinus.init("gloo", "cpu") as world:
     photinus.evaluate(torch.nn.Linear(1, 1), [(torch.zeros(1), torch.zeros(1))], lambda o, t: o[:, 0])
     {end}
 """
-    done = _run(script)
+    done = _run(tmp_path, script)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.seconds
-def test_nothing_is_said_at_exit_of_a_session_that_opened_itself() -> None:
+def test_nothing_is_said_at_exit_of_a_session_that_opened_itself(tmp_path: Path) -> None:
     script = """
 import photinus, torch
 photinus.evaluate(torch.nn.Linear(1, 1), [(torch.zeros(1), torch.zeros(1))], lambda o, t: o[:, 0])
 """
-    done = _run(script, PHOTINUS_BACKEND="gloo")
+    done = _run(tmp_path, script, PHOTINUS_BACKEND="gloo")
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def _run(script: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
-    )
+def _run(tmp_path: Path, text: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "train.py").write_text(text)
+    return run_forked(tmp_path / "train.py", environ=environ)

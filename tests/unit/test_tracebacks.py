@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.scripts import run_forked
 
 ON_PURPOSE = """
 import photinus, torch
@@ -37,11 +38,10 @@ photinus.Loop(model, optimizer, [1, 2, 3, 4], batch_size=2, epochs=1, out=5)  # 
 """
 
 
-def shown(tmp_path: Path, program: str, *words: str, **environ: str) -> str:
+def shown(tmp_path: Path, program: str, **environ: str) -> str:
     script = tmp_path / "train.py"
     script.write_text(program)
-    command = [sys.executable, *words, str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **environ})
+    done = run_forked(script, environ=environ)
     assert done.returncode == 1, done.stdout + done.stderr
     return done.stderr
 
@@ -76,7 +76,9 @@ def test_what_nobody_meant_keeps_every_frame(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_launcher_shows_the_same(tmp_path: Path) -> None:
-    text = shown(tmp_path, ON_PURPOSE, "-m", "photinus", "run", "--nproc-per-node", "1", "--max-restarts", "0")
+    (tmp_path / "train.py").write_text(ON_PURPOSE)
+    command = [sys.executable, "-m", "photinus", "run", "--nproc-per-node", "1", "--max-restarts", "0", "train.py"]
+    text = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path).stderr
     assert "# the user's line" in text
     assert "ValueError: batch_size=8" in text
     assert own_frames(text) == 0
