@@ -18,8 +18,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 BUILD_DIR := build/$(if $(TORCH),torch$(TORCH),module)
 
 export OMP_NUM_THREADS ?= 1
+# Where it is set, each of hundreds of interpreters would compile our modules and the tests anew.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: always demo test quick test-all setup check native sanitized address thread soak python gpu bench format clean
+.PHONY: always demo test quick test-all setup check native apart sanitized address thread soak python gpu bench format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/photinus run --nproc-per-node 2 examples/digits/train.py --backend photinus --out runs/digits
@@ -32,7 +34,7 @@ test:
 quick: setup
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target check python TESTS='tests/unit -m "not (slow or seconds)"'
 
-test-all: setup check native sanitized soak
+test-all: setup check native apart sanitized soak
 	$(INSTALL) '.[test,interop]'
 	$(BIN)/python -m pytest --numprocesses 2 -m "slow or not slow" tests
 	$(MAKE) gpu FAKE=1 PYTHON=$(BIN)/python
@@ -71,6 +73,11 @@ check: setup
 native: setup
 	MAKEFLAGS= nice $(BIN)/ninja -C $(BUILD_DIR) --quiet native/tests/all native/bench/all
 	$(BIN)/ctest --test-dir $(BUILD_DIR)/native --parallel 2 --output-on-failure --no-tests=error
+
+# Each file of the engine by itself: it includes what it uses.
+apart: $(VENV)/.tools
+	$(CMAKE) -S native -B build/$@ -DPHOTINUS_UNITY=OFF -DCMAKE_BUILD_TYPE=Debug > /dev/null
+	MAKEFLAGS= nice $(BIN)/ninja -C build/$@ --quiet photinus_engine
 
 # The same native tests with the address, undefined-behaviour and thread sanitizers, one after the other: two at once would
 # keep pip from a place to run, and tests from their cores. They need nothing of Python's.

@@ -124,9 +124,12 @@ auto tree(size_t first, size_t last, Value&& value, Combine&& combine) -> declty
 // The ranks of each host, then hosts, level by level. What crosses to another level is `sent`.
 template <class Load, class Combine, class Sent>
 auto over_levels(const Levels& levels, Load&& load, Combine&& combine, Sent&& sent) {
+  auto over_host = [&](const auto& ranks) {
+    return tree(0, ranks.size(), [&](size_t i) { return load(ranks[i]); }, combine);
+  };
+  if (levels.sizes.empty()) return over_host(levels.hosts[0]);  // without memory for each element
   std::vector<decltype(load(0))> sums;
-  for (const auto& ranks : levels.hosts)
-    sums.push_back(tree(0, ranks.size(), [&](size_t i) { return load(ranks[i]); }, combine));
+  for (const auto& ranks : levels.hosts) sums.push_back(over_host(ranks));
   for (const uint32_t size : levels.sizes) {
     decltype(sums) next;
     for (size_t first = 0; first < sums.size(); first += size)

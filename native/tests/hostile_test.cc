@@ -160,6 +160,7 @@ void run_rank(Communicator::Options options, int orders, int reports) {
   for (bool more = true; more; ++calls) {
     if (calls == kWarmUp) before = resident_bytes();
     more = work(*group, random, calls <= kWarmUp || !is_told(orders));
+    usleep(2000);  // it is the strangers who are to be busy
   }
   note_growth();
   hear(orders);

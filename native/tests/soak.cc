@@ -148,7 +148,7 @@ class Caller {
       groups_[0]
           ->submit({Operation::all_reduce, Dtype::float32, Reduction::min, 0, 1}, &go, &go, 0, false)
           ->wait();
-      if (go == 0) break;
+      if (go == 0 && count > 0) break;  // some, however long it took to meet
       for (int i = 0; i < 40; ++i, ++count) {
         start(jobs);
         if (jobs.size() > random_() % 8) finish(jobs);
