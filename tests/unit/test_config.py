@@ -9,7 +9,7 @@ import pytest
 
 import photinus
 from photinus.trainer import dataset_folder
-from photinus.trainer.record.config import RunConfig, Start, user_options
+from photinus.trainer.record.config import describe_start, read_config, save_config, user_options
 
 
 def test_a_missing_data_folder_is_refused_with_its_full_path(tmp_path: Path) -> None:
@@ -38,24 +38,24 @@ def test_options_come_from_argparse_a_dict_or_nothing() -> None:
 
 
 def test_values_that_json_has_not_are_written_as_text(tmp_path: Path) -> None:
-    RunConfig({"path": tmp_path, "pair": (1, 2.5), "inner": {3: None}}).save(tmp_path, go_on=False)
-    assert RunConfig.read(tmp_path)["options"] == {"path": str(tmp_path), "pair": [1, 2.5], "inner": {"3": None}}
+    save_config(tmp_path, {"path": tmp_path, "pair": (1, 2.5), "inner": {3: None}}, {}, {}, go_on=False)
+    assert read_config(tmp_path)["options"] == {"path": str(tmp_path), "pair": [1, 2.5], "inner": {"3": None}}
 
 
 def test_going_on_keeps_the_earlier_starts_and_beginning_anew_does_not(tmp_path: Path) -> None:
     with photinus.init("gloo", "cpu") as session:
-        start = Start.now(session, resumed_from=None, resumed_step=0, job="a")
-    RunConfig({}, {}, [start]).save(tmp_path, go_on=False)
-    RunConfig({}, {}, [start]).save(tmp_path, go_on=True)
-    assert len(RunConfig.read(tmp_path)["starts"]) == 2
-    RunConfig({}, {}, [start]).save(tmp_path, go_on=False)
-    assert len(RunConfig.read(tmp_path)["starts"]) == 1
+        start = describe_start(session, resumed_from=None, resumed_step=0, job="a")
+    save_config(tmp_path, {}, {}, start, go_on=False)
+    save_config(tmp_path, {}, {}, start, go_on=True)
+    assert len(read_config(tmp_path)["starts"]) == 2
+    save_config(tmp_path, {}, {}, start, go_on=False)
+    assert len(read_config(tmp_path)["starts"]) == 1
 
 
 def test_a_config_that_is_no_json_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config.json is not valid JSON"):
-        RunConfig.read(tmp_path)
+        read_config(tmp_path)
 
 
 def test_the_commit_of_the_scripts_repository_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,9 +66,9 @@ def test_the_commit_of_the_scripts_repository_is_recorded(tmp_path: Path, monkey
         subprocess.run(["git", "-C", str(tmp_path), *words], check=True, timeout=20)
     monkeypatch.setattr(sys, "argv", [str(script)])
     with photinus.init("gloo", "cpu") as session:
-        clean = Start.now(session, resumed_from=None, resumed_step=0, job="a").git
+        clean = describe_start(session, resumed_from=None, resumed_step=0, job="a")["git"]
         script.write_text("print()\n")
-        changed = Start.now(session, resumed_from=None, resumed_step=0, job="a").git
+        changed = describe_start(session, resumed_from=None, resumed_step=0, job="a")["git"]
     assert clean is not None
     assert changed is not None
     assert len(clean["commit"]) == 40

@@ -41,12 +41,11 @@ from .backwards import Backwards
 from .checkpoint.durable import explain_no_space, require_space
 from .checkpoint.folder import Checkpoint, on_all_ranks
 from .checkpoint.position import Position
-from .checkpoint.snapshot import Trained
 from .data import rng
 from .data.arguments import whole_number
 from .data.loader import Batch, loader
 from .data.sampler import GlobalBatches
-from .record.config import RunConfig, Start, user_options
+from .record.config import describe_start, user_options
 from .record.ending import Ending
 from .record.resume import Source, choose_source, job_name
 from .record.run_folder import RunFolder
@@ -229,7 +228,7 @@ class Loop:
         self._replicas = Replicas(session, models, optimizers, compare_parameters=compare_parameters)
         self._numbers = RunNumbers(session, self._clock, self._replicas)
         self._backwards = Backwards(optimizers)
-        self._saves = Saves(session, Trained(model, optimizer, scheduler, others), self._options, length)
+        self._saves = Saves(session, model, optimizer, scheduler, others, self._options, length)
         self._least_bytes = sum(each.numel() * each.element_size() for each in model.parameters())  # of a checkpoint
         self.steps_per_epoch = len(self._loader)
         self.epochs, self.steps = length.epochs_of(self.steps_per_epoch), length.steps_of(self.steps_per_epoch)
@@ -248,8 +247,7 @@ class Loop:
 
         checkpoint = on_all_ranks(choose)
         if checkpoint is not None:
-            loaded = self._saves.load(checkpoint, self.steps_per_epoch)
-            self._position, self._rng = loaded.position, loaded.random_numbers
+            self._position, self._rng = self._saves.load(checkpoint, self.steps_per_epoch)
             self._saved_step = self._position.step
             self.resumed_from = self.checkpoint = checkpoint.path
             status.tell(saved=self._saved_step)
@@ -566,11 +564,11 @@ class Loop:
             return
         require_space(self.out, self._least_bytes)
         resumed_from = None if self.resumed_from is None else str(self.resumed_from)
-        start = Start.now(self._session, resumed_from=resumed_from, resumed_step=self.step, job=job_name())
-        run = RunConfig(self._options, user_options(config), [start])
+        start = describe_start(self._session, resumed_from=resumed_from, resumed_step=self.step, job=job_name())
         length = {"epochs": self.epochs, "steps": self.steps, "steps_per_epoch": self.steps_per_epoch}
         length["batch_size"] = self._loader.batch_size
-        self._folder.begin(self._position, run, length, goes_on=source.goes_on)
+        user = user_options(config)
+        self._folder.begin(self._position, self._options, user, start, length, goes_on=source.goes_on)
 
     def _tell_start(self, source: Source) -> None:
         if not self._session.is_main:

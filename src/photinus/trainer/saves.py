@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
+from ..errors import CheckpointError
 from ..parallel.exchange.agreement import from_rank_0, gather_per_rank, together
 from .checkpoint.folder import Checkpoint
 from .checkpoint.position import Position
-from .checkpoint.snapshot import Trained, check_is_snapshot
+from .checkpoint.states import load_into, state_of
 from .data import rng
 from .record.resume import check_fits
 from .record.run_folder import RunFolder
@@ -18,37 +21,38 @@ from .session.length import Length
 from .session.progress import say
 from .session.session import Session
 
-__all__ = ["Loaded", "Saves"]
+__all__ = ["Saves"]
 
+_NEEDED = frozenset({"model", "optimizer", "position", "run", "rng"})
 _DECIDES_THE_ORDER = ("batch_size", "seed", "samples", "shuffle")  # of the samples: they must fit inside an epoch
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """What a loop goes on with.
-
-    Attributes:
-        position: where it is.
-        random_numbers: the state of this rank's generators, to restore just before the first batch.
-    """
-
-    position: Position
-    random_numbers: Mapping[str, Any]
-
-
 class Saves:
-    """Saves and loads. All ranks call its methods together.
+    """Saves and loads what training changes; some of it may be split over the ranks. All ranks call it together.
+
+    The model's state has plain, unprefixed names, so that it loads in any strategy and in plain torch.
 
     Args:
         session: of this rank.
-        trained: whose states training changes.
+        model, optimizer: wrapped or not.
+        scheduler: with state_dict and load_state_dict, or None.
+        others: the user's own objects with a state, by name.
         options: of the loop; "batch_size", "seed", "samples" and "shuffle" are needed.
         length: of the run.
     """
 
-    def __init__(self, session: Session, trained: Trained, options: Mapping[str, Any], length: Length) -> None:
+    def __init__(
+        self,
+        session: Session,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        others: Mapping[str, Any],
+        options: Mapping[str, Any],
+        length: Length,
+    ) -> None:
         self._session = session
-        self._trained = trained
+        self._model, self._optimizer, self._scheduler, self._others = model, optimizer, scheduler, others
         self._options = options
         self._length = length
 
@@ -66,7 +70,12 @@ class Saves:
         step = position.step
         states = gather_per_rank(rng.capture())
         with together(f"gathering what to save at step {step}"):
-            trained = self._trained.contents()
+            trained = {
+                "model": state_of(self._model),
+                "optimizer": state_of(self._optimizer),
+                "scheduler": None if self._scheduler is None else state_of(self._scheduler),
+                "others": {name: state_of(item) for name, item in self._others.items()},
+            }
 
         def write() -> str:
             assert folder is not None
@@ -82,8 +91,11 @@ class Saves:
 
         return Path(from_rank_0(write, f"saving the checkpoint of step {step} in {out}"))
 
-    def load(self, checkpoint: Checkpoint, steps_per_epoch: int) -> Loaded:
+    def load(self, checkpoint: Checkpoint, steps_per_epoch: int) -> tuple[Position, Mapping[str, Any]]:
         """Puts everything back to what the checkpoint holds. Every rank reads the files itself.
+
+        Returns:
+            Where the loop is, and the states of this rank's generators, to restore just before the first batch.
 
         Raises:
             CheckpointError: it is damaged, or does not fit what is trained.
@@ -92,7 +104,9 @@ class Saves:
         path, options = checkpoint.path, self._options
         with together(f"loading {path}"):
             content = checkpoint.load("cpu", mapped=("model", "optimizer"))
-            check_is_snapshot(content, path)
+            missing = _NEEDED - set(content)
+            if missing:
+                raise CheckpointError(f"{path} is no checkpoint of a Loop: it lacks {', '.join(sorted(missing))}")
             position = Position.from_dict(content["position"])
             samples_done = position.batches_done * content["run"]["batch_size"]
             notes = check_fits(content["run"], options, samples_done)
@@ -103,7 +117,7 @@ class Saves:
                     f"no batch of batch_size={options['batch_size']} is left; it was "
                     f"{content['run']['batch_size']} when the checkpoint was saved"
                 )
-            self._trained.put_back(content, path)
+            self._put_back(content, path)
             position.start += 1
             if position.stopped_of < self._length.wanted:  # stopped early, and now more is asked for
                 position.stopped_of = 0
@@ -113,7 +127,29 @@ class Saves:
         if self._session.is_main:
             for note in notes:
                 say(f"note: {note}")
-        return Loaded(position, random_numbers)
+        return position, random_numbers
+
+    def _put_back(self, content: Mapping[str, Any], path: Path) -> None:
+        """Gives the objects their states. Raises CheckpointError where they do not fit."""
+        scheduler, others = content.get("scheduler"), content.get("others", {})
+        if (self._scheduler is None) != (scheduler is None):
+            held = "no scheduler" if scheduler is None else "the state of a scheduler"
+            given = "none" if self._scheduler is None else "one"
+            raise CheckpointError(f"{path} holds {held}, but the loop was given {given}")
+        if set(others) != set(self._others):
+            raise CheckpointError(
+                f"{path} holds the states of {sorted(others) or 'no other objects'}, but the loop was given "
+                f"state={sorted(self._others) or None}"
+            )
+        try:
+            load_into(self._model, content["model"])
+            load_into(self._optimizer, content["optimizer"])
+            if self._scheduler is not None:
+                load_into(self._scheduler, scheduler)
+            for name, item in self._others.items():
+                load_into(item, others[name])
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise CheckpointError(f"{path} does not fit what is trained here: {error}") from error
 
     def _random_numbers(self, saved: list[Mapping[str, Any]], step: int, notes: list[str]) -> Mapping[str, Any]:
         if len(saved) == self._session.world_size:

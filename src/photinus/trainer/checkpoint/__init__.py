@@ -5,7 +5,6 @@ durable    files that are, after a kill, a full disk or a power cut, the old one
 folder     a folder of checkpoints: written whole or not at all, verified before they are used, kept as long as needed
 manifest   manifest.json: what a checkpoint consists of, so that a damaged one can be told from a good one
 position   how far a run has come: what a checkpoint has to know beside weights and random numbers
-snapshot   what a checkpoint of a Loop holds, and how it is put back
 statefile  `photinus.save` and `photinus.load`: states in one file, which plain torch.load reads, too
 states     from objects to plain states that a file can hold, and back, all or none
 """

@@ -12,7 +12,7 @@ import platform
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,97 +25,73 @@ from ...runlog.tables import write_atomically
 from ..session.session import Session
 from .machine import describe_machine
 
-__all__ = ["RunConfig", "Start", "dataset_folder"]
+__all__ = ["dataset_folder", "describe_start", "read_config", "save_config", "user_options"]
 
 
-@dataclass(frozen=True)
-class Start:
-    """One start of a run: the first, or one that went on from a checkpoint."""
+def describe_start(session: Session, *, resumed_from: str | None, resumed_step: int, job: str) -> dict[str, Any]:
+    """One start of a run, as config.json has it: the one that is happening.
 
-    time: str  # ISO 8601, with the offset from UTC
-    command: list[str]
-    folder: str  # working directory
-    resumed_from: str | None  # path of the checkpoint, None for a fresh start
-    resumed_step: int
-    job: str  # equal for all attempts of one job
-    launcher: str
-    attempt: int  # how often the launcher had restarted the workers
-    world_size: int
-    hosts: list[str]  # by rank
-    device: str
-    backend: str
-    versions: dict[str, str | None]
-    environ: dict[str, str]  # variables that may change how it runs; the launcher's, when there is `launch`
-    launch: dict[str, Any] | None  # what `photinus run` was asked, see relaunch; None for another launcher
-    git: dict[str, Any] | None  # commit and whether files differed from it; None outside a repository
-    machine: dict[str, Any] = field(default_factory=dict)  # of rank 0's host, see machine.py
-
-    @classmethod
-    def now(cls, session: Session, *, resumed_from: str | None, resumed_step: int, job: str) -> Start:
-        """Describes the start that is happening."""
-        launch = _launch()
-        return cls(
-            time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            command=_command(),
-            folder=os.getcwd(),
-            resumed_from=resumed_from,
-            resumed_step=resumed_step,
-            job=job,
-            launcher=session.launcher,
-            attempt=env.ATTEMPT.get(),
-            world_size=session.world_size,
-            hosts=list(session.hosts),
-            device=str(session.device),
-            backend=session.backend,
-            versions=_versions(),
-            environ=notable(os.environ) if launch is None else dict(launch.environ),
-            launch=None if launch is None else asdict(launch),
-            git=_git_state(Path(sys.argv[0]).resolve().parent if sys.argv and sys.argv[0] else Path.cwd()),
-            machine=describe_machine(session.device),
-        )
+    Args:
+        session: of this rank.
+        resumed_from: path of the checkpoint, None for a fresh start.
+        resumed_step: where it goes on.
+        job: equal for all attempts of one job.
+    """
+    launch = _launch()
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": _command(),
+        "folder": os.getcwd(),
+        "resumed_from": resumed_from,
+        "resumed_step": resumed_step,
+        "job": job,
+        "launcher": session.launcher,
+        "attempt": env.ATTEMPT.get(),  # how often the launcher had restarted the workers
+        "world_size": session.world_size,
+        "hosts": list(session.hosts),
+        "device": str(session.device),
+        "backend": session.backend,
+        "versions": _versions(),
+        "environ": notable(os.environ) if launch is None else dict(launch.environ),  # of the launcher, if it is ours
+        "launch": None if launch is None else asdict(launch),
+        "git": _git_state(Path(sys.argv[0]).resolve().parent if sys.argv and sys.argv[0] else Path.cwd()),
+        "machine": describe_machine(session.device),
+    }
 
 
-@dataclass(frozen=True)
-class RunConfig:
-    """The options of a run and all its starts, the newest last.
+def save_config(
+    folder: Path, options: Mapping[str, Any], user: Mapping[str, Any], start: Mapping[str, Any], *, go_on: bool
+) -> None:
+    """Writes `config.json` into the folder.
 
-    Attributes:
+    Args:
+        folder: of the run.
         options: what decides the run: batch size, epochs, seed, samples, strategy ...
         user: the script's own options (its parsed arguments), as far as JSON can carry them.
-        starts: every start of the run.
+        start: what `describe_start` says; becomes the last of the starts.
+        go_on: keep the starts that are listed already.
     """
+    earlier = read_config(folder).get("starts", []) if go_on else []
+    content = {"options": _plain(options), "user": _plain(user), "starts": [*earlier, start]}
+    write_atomically(folder / CONFIG, json.dumps(content, indent=2) + "\n")
 
-    options: dict[str, Any]
-    user: dict[str, Any] = field(default_factory=dict)
-    starts: list[Start] = field(default_factory=list)
 
-    def save(self, folder: Path, *, go_on: bool) -> None:
-        """Writes `config.json` into the folder; with `go_on` the starts that it lists already are kept."""
-        earlier = self.read(folder).get("starts", []) if go_on else []
-        content = {
-            "options": _plain(self.options),
-            "user": _plain(self.user),
-            "starts": [*earlier, *(asdict(start) for start in self.starts)],
-        }
-        write_atomically(folder / CONFIG, json.dumps(content, indent=2) + "\n")
+def read_config(folder: Path) -> dict[str, Any]:
+    """The content of the folder's `config.json`; empty when there is none.
 
-    @staticmethod
-    def read(folder: Path) -> dict[str, Any]:
-        """The content of the folder's `config.json`; empty when there is none.
-
-        Raises:
-            ValueError: the file is no JSON object.
-        """
-        path = folder / CONFIG
-        if not path.exists():
-            return {}
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is not valid JSON ({error}); mend it or move it away") from error
-        if not isinstance(content, dict):
-            raise ValueError(f"{path} holds a {type(content).__name__}, but a run's config is an object")
-        return content
+    Raises:
+        ValueError: the file is no JSON object.
+    """
+    path = folder / CONFIG
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); mend it or move it away") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, but a run's config is an object")
+    return content
 
 
 def user_options(options: Mapping[str, Any] | argparse.Namespace | None) -> dict[str, Any]:

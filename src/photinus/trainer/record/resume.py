@@ -23,7 +23,7 @@ from ...env import ATTEMPT, JOB_ID
 from ...errors import CheckpointError
 from ...runlog.run import FILES
 from ..checkpoint.folder import Checkpoint, CheckpointFolder
-from .config import RunConfig
+from .config import read_config
 from .tensorboard import FOLDER as TENSORBOARD
 
 __all__ = ["Source", "check_fits", "choose_source", "job_name"]
@@ -126,7 +126,7 @@ def check_fits(saved: Mapping[str, Any], now: Mapping[str, Any], samples_done: i
 
 
 def _job_of(out: Path) -> str | None:
-    starts: list[dict[str, Any]] = RunConfig.read(out).get("starts") or [{}]
+    starts: list[dict[str, Any]] = read_config(out).get("starts") or [{}]
     job: str | None = starts[-1].get("job")
     return job
 

@@ -29,7 +29,7 @@ from ...runlog.tables import Row, RunFiles, StepLoss
 from ...runlog.windows import RANKS, Window, drop_windows_after
 from ..checkpoint.folder import CheckpointFolder
 from ..checkpoint.position import Position
-from .config import RunConfig
+from .config import save_config
 from .resume import CHECKPOINTS
 from .tensorboard import TensorBoard
 
@@ -63,27 +63,40 @@ class RunFolder:
             best_is="lowest" if best and best.startswith("-") else "highest",
         )
 
-    def begin(self, position: Position, config: RunConfig, length: Mapping[str, int], *, goes_on: bool) -> None:
+    def begin(
+        self,
+        position: Position,
+        options: Mapping[str, Any],
+        user: Mapping[str, Any],
+        start: Mapping[str, Any],
+        length: Mapping[str, int],
+        *,
+        goes_on: bool,
+    ) -> None:
         """Drops the numbers after the position, and records this start: in config.json, and as an event.
 
         Args:
             position: where the run begins or goes on.
-            config: with this start as its last.
+            options, user, start: for config.json, see `save_config`.
             length: of the run, for the event: epochs, steps, steps_per_epoch, batch_size.
             goes_on: whether the files in the folder are of the same run.
 
         Raises:
             OSError: something could not be written.
         """
-        self._files.go_on_from(position.step, position.history)
-        drop_windows_after(self.path, position.step)
-        config.save(self.path, go_on=goes_on)
+        step, world_size = position.step, start["world_size"]
+        self._files.go_on_from(step, position.history)
+        drop_windows_after(self.path, step)
+        save_config(self.path, options, user, start, go_on=goes_on)
         if self._wants_tensorboard:
-            self._tensorboard = TensorBoard(self.path, position.step, {**config.options, **config.user})
-        start = config.starts[-1]
-        place = {name: getattr(start, name) for name in ("launcher", "attempt", "hosts", "backend", "device")}
-        facts = {"start": position.start, "resumed_from": start.resumed_from, **length, **place, **this_process()}
-        self._tell_start(position.step, world_size=start.world_size, **facts)
+            self._tensorboard = TensorBoard(self.path, step, {**options, **user})
+        starts = [event for event in read_events(self.path) if event.kind == "start"]
+        before = starts[-1].facts.get("world_size") if starts else None
+        if step and before is not None and before != world_size:
+            append_event(self.path, "world_size", step, before=before, now=world_size)
+        place = {name: start[name] for name in ("launcher", "attempt", "hosts", "backend", "device")}
+        facts = {"start": position.start, "resumed_from": start["resumed_from"], **length, **place, **this_process()}
+        append_event(self.path, "start", step, world_size=world_size, **facts)
 
     def append_losses(self, losses: Sequence[StepLoss], start: int) -> None:
         """Adds rows to losses.csv. An error is kept in `error`."""
@@ -113,14 +126,6 @@ class RunFolder:
         """Adds an event that happens now. An error is kept in `error`."""
         with self._keeping_error():
             append_event(self.path, kind, step, **facts)
-
-    def _tell_start(self, step: int, *, world_size: int, **facts: Any) -> None:
-        """Tells that a start happens now, and before that of a world that has changed since the last one."""
-        starts = [event for event in read_events(self.path) if event.kind == "start"]
-        before = starts[-1].facts.get("world_size") if starts else None
-        if step and before is not None and before != world_size:
-            append_event(self.path, "world_size", step, before=before, now=world_size)
-        append_event(self.path, "start", step, world_size=world_size, **facts)
 
     @contextmanager
     def _keeping_error(self) -> Iterator[None]:
