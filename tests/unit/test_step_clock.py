@@ -12,8 +12,7 @@ import torch
 
 from photinus.runlog.windows import PHASES
 from photinus.trainer.record import rank_times, step_clock
-from photinus.trainer.record.memory import memory_bytes
-from photinus.trainer.record.rank_times import RankTimes
+from photinus.trainer.record.rank_times import RankTimes, memory_bytes
 from photinus.trainer.record.step_clock import StepClock
 from photinus.waiting_time import WaitingTime, waiting_time
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 __all__ = ["Bucket", "Curve"]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Bucket:
     """Some neighbouring points of a curve.
 
@@ -75,30 +75,19 @@ class Curve:
 
     def add(self, place: float, value: float) -> None:
         """Adds a point at the end. A value that is NaN or infinite is counted as missing."""
-        buckets = self.buckets
         finite = math.isfinite(value)
-        if buckets and buckets[-1].count < self._each:
-            last = buckets[-1]
-            last.last = place
-            last.count += 1
-            if finite:
-                last.total += value
-                # Comparisons with NaN are false: the first finite value takes its place.
-                last.low = value if not last.low <= value else last.low
-                last.high = value if not last.high >= value else last.high
-            else:
-                last.missing += 1
-            return
-        if len(buckets) == self._most:
+        known = value if finite else math.nan
+        point = Bucket(place, place, 1, 0 if finite else 1, known, known, value if finite else 0.0)
+        buckets = self.buckets
+        if len(buckets) == self._most and buckets[-1].count == self._each:
             halves = range(0, len(buckets) - 1, 2)
             odd = buckets[-1:] if len(buckets) % 2 else []
             self.buckets = buckets = [buckets[i].join(buckets[i + 1]) for i in halves] + odd
             self._each *= 2
-            if buckets[-1].count < self._each:  # the odd one is a half now, and takes this point
-                self.add(place, value)
-                return
-        known = value if finite else math.nan
-        buckets.append(Bucket(place, place, 1, 0 if finite else 1, known, known, value if finite else 0.0))
+        if buckets and buckets[-1].count < self._each:  # the odd one is a half, too
+            buckets[-1] = buckets[-1].join(point)
+        else:
+            buckets.append(point)
 
     @property
     def count(self) -> int:

@@ -470,7 +470,6 @@ class Loop:
         position = self._position
         self._clock.other_ended()
         position.samples_in_part += batch.global_samples
-        self._numbers.end_step(batch)
         every = self._save_every_steps
         self._save_wanted |= every is not None and position.step % every == 0
         self._save_wanted |= row_ended and self._saves_rows and self._validate_every_steps is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ...errors import CheckpointError
@@ -12,6 +12,9 @@ from ...parallel.exchange.agreement import JSON
 from ...runlog.tables import Row, StepLoss
 
 __all__ = ["Position"]
+
+
+_OF_THIS_START = ("part_began", "samples_in_part", "newest", "told_not_finite")
 
 
 @dataclass
@@ -46,33 +49,20 @@ class Position:
     newest: Row = field(default_factory=dict)  # for the progress bar
     told_not_finite: bool = False
 
-    _SAVED = (
-        "epochs_done",
-        "batches_done",
-        "step",
-        "start",
-        "stopped_of",
-        "loss_sum",
-        "loss_samples",
-        "elapsed_s",
-        "logged",
-        "history",
-    )
-
     def to_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps, as plain numbers, lists and dicts."""
-        saved = {name: getattr(self, name) for name in self._SAVED}
+        saved = {name: getattr(self, name) for name in _saved_names()}
         return {**saved, "logged": dict(self.logged), "history": [dict(row) for row in self.history]}
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Position:
         """The position that `to_dict` described. Raises CheckpointError when something of it is missing."""
-        missing = [name for name in cls._SAVED if name not in saved]
+        missing = [name for name in _saved_names() if name not in saved]
         if missing:
             raise CheckpointError(
                 f"the checkpoint does not say {', '.join(missing)}: another version of Photinus wrote it"
             )
-        return cls(**{name: saved[name] for name in cls._SAVED})
+        return cls(**{name: saved[name] for name in _saved_names()})
 
     def begin(self, clock_s: float) -> None:
         """Bodies begin, or go on after a body was left early, whose row goes on."""
@@ -135,3 +125,7 @@ class Position:
             "batches_done": self.batches_done,
             "last_epoch": dict(last),
         }
+
+
+def _saved_names() -> list[str]:
+    return [each.name for each in fields(Position) if each.name not in _OF_THIS_START]

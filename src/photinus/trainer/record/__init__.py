@@ -4,9 +4,6 @@ config         `config.json`: everything that says how a run came about, saved b
 curves         `curves.png`, drawn from a run's two CSV files
 device_phases  the phases of training steps on a GPU's own time: what its stream did between two marks, told by events
 ending         how a run ended, told in its events
-machine        what a run ran on, for its config.json: processor, memory, GPU. A few files are read; nothing is measured
-memory         how much memory this process holds, and the most it held
-metrics        the loss of each step, brought together over the ranks
 rank_times     brings every rank's times and memory to rank 0, without an exchange of their own
 resume         where a run goes on: which checkpoint it starts from, and whether that checkpoint fits the run
 run_folder     the folder of a run on disk: checkpoints, numbers, config and picture. Rank 0's affair

@@ -23,7 +23,6 @@ from ...relaunch import Launch, ask_git, notable
 from ...runlog.run import CONFIG
 from ...runlog.tables import write_atomically
 from ..session.session import Session
-from .machine import describe_machine
 
 __all__ = ["dataset_folder", "describe_start", "read_config", "save_config", "user_options"]
 
@@ -55,7 +54,7 @@ def describe_start(session: Session, *, resumed_from: str | None, resumed_step: 
         "environ": notable(os.environ) if launch is None else dict(launch.environ),  # of the launcher, if it is ours
         "launch": None if launch is None else asdict(launch),
         "git": _git_state(Path(sys.argv[0]).resolve().parent if sys.argv and sys.argv[0] else Path.cwd()),
-        "machine": describe_machine(session.device),
+        "machine": _machine(session.device),
     }
 
 
@@ -156,6 +155,43 @@ def _git_state(folder: Path) -> dict[str, Any] | None:
         return None
     changes = ask_git(folder, "status", "--porcelain", "--untracked-files=no")
     return {"commit": commit, "changed": None if changes is None else bool(changes)}
+
+
+def _machine(device: torch.device) -> dict[str, Any]:
+    """What a run ran on; facts that cannot be found out are left out, and nothing is measured.
+
+    Returns:
+        "processor" (its name), "cores" (usable by this process), "memory_bytes" (of the machine), "system", and for a
+        CUDA device "gpu" (its name), "gpus" (how many are visible) and "gpu_memory_bytes" (of one).
+    """
+    facts: dict[str, Any] = {"system": f"{platform.system()} {platform.release()}"}
+    model = _first_value("/proc/cpuinfo", "model name") or platform.machine()
+    facts["processor"] = " ".join(model.split())
+    facts["cores"] = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = _first_value("/proc/meminfo", "MemTotal")
+    if memory and memory.split()[0].isdigit():
+        facts["memory_bytes"] = int(memory.split()[0]) * 1024
+    if device.type == "cuda":
+        properties: Any = torch.cuda.get_device_properties(device)
+        facts |= {
+            "gpu": properties.name,
+            "gpus": torch.cuda.device_count(),
+            "gpu_memory_bytes": properties.total_memory,
+        }
+    return facts
+
+
+def _first_value(path: str, name: str) -> str:
+    """The value of the first line `name : value` of a file, "" when there is none."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            for line in file:
+                key, colon, value = line.partition(":")
+                if colon and key.strip() == name:
+                    return value.strip()
+    except OSError:
+        pass
+    return ""
 
 
 def _plain(value: Any) -> Any:

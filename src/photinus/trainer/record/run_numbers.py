@@ -1,18 +1,26 @@
-"""What is measured in a run: each rank collects its losses and times, and rank 0 writes those of all."""
+"""What is measured in a run: each rank collects its losses and times, and rank 0 writes those of all.
+
+A step's loss is the mean over the *global* batch. To know it costs an exchange between the ranks, so a few steps are
+collected and exchanged at once. The files that hold the numbers are those of `photinus.runlog`.
+"""
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...parallel.exchange.agreement import together
+from ...runlog.tables import StepLoss
 from ..checkpoint.position import Position
 from ..data.loader import Batch
 from ..session.replicas import Replicas
 from ..session.session import Session
-from .metrics import StepLosses
 from .rank_times import RankTimes
 from .run_folder import RunFolder
 from .step_clock import StepClock
@@ -20,42 +28,46 @@ from .step_clock import StepClock
 __all__ = ["RunNumbers"]
 
 
+@dataclass
+class _Step:
+    number: int
+    epoch: int
+    batch: Batch
+    loss: Tensor | None = None  # this rank's mean, on its device: nothing waits for that until `exchange`
+
+
 class RunNumbers:
     """The numbers of a loop since the ranks last exchanged them.
 
     Args:
-        session: of this rank.
-        clock: of this rank's steps.
+        session, clock: of this rank.
         replicas: whether the ranks still train the same rides along.
     """
 
     def __init__(self, session: Session, clock: StepClock, replicas: Replicas) -> None:
         self._session = session
-        self._losses = StepLosses()
         self._times = RankTimes(session, clock)
         self._replicas = replicas
-        self._samples = 0  # of all ranks since the last exchange
+        self._steps: list[_Step] = []
 
     @property
     def due(self) -> bool:
         """Whether it is time to exchange; equal on all ranks."""
-        return len(self._losses) >= self._times.steps_to_next
+        return len(self._steps) >= self._times.steps_to_next
 
     def begin_step(self, step: int, epoch: int, batch: Batch) -> None:
         """The body of a batch begins."""
-        self._losses.begin_step(step, epoch, batch.samples, batch.global_samples)
+        self._steps.append(_Step(step, epoch, batch))
 
     def add(self, loss: Tensor) -> None:
-        """Of the running step; several add up."""
-        self._losses.add(loss)
-
-    def end_step(self, batch: Batch) -> None:
-        """The body of a batch is done."""
-        self._samples += batch.global_samples
+        """Of the running step: scalar, mean over this rank's samples; several add up."""
+        loss = loss.detach().float().reshape(())
+        step = self._steps[-1]
+        step.loss = loss if step.loss is None else step.loss + loss
 
     def drop_last(self) -> None:
         """The body was left before its end, so its batch does not count."""
-        self._losses.drop_last()
+        self._steps.pop()
 
     def exchange(self, position: Position, folder: RunFolder | None, *, epoch: int, stop: bool, saves: bool) -> bool:
         """Brings the losses and times of all ranks together, and writes them on rank 0; whether any rank wants to stop.
@@ -71,21 +83,20 @@ class RunNumbers:
             OSError: rank 0 could not write; every rank raises.
             ValueError, ModelMismatchError: the ranks no longer train the same; see Replicas.
         """
-        session, steps = self._session, len(self._losses)
+        steps, samples = len(self._steps), sum(each.batch.global_samples for each in self._steps)
         file_error = folder.error if folder is not None else None
         times, digests = self._times.mine(), self._replicas.mine(saves=saves)
         sent = [float(stop), float(file_error is not None), *times, *digests]
-        losses, (stops, file_errors, *rest) = self._losses.exchange(sent, session.world_size, session.exchange_device)
-        seconds = self._times.add(rest[: len(times)], steps=steps, samples=self._samples)
+        losses, (stops, file_errors, *rest) = self._sum_over_ranks(sent)
+        seconds = self._times.add(rest[: len(times)], steps=steps, samples=samples)
         self._replicas.compare(rest[len(times) :], step=position.step, seconds=seconds)
-        self._samples = 0
         if file_errors:
             with together("writing the numbers of the run"):
                 if file_error is not None:
                     raise file_error
         for step_loss in losses:
             position.add_loss(step_loss)
-            if session.is_main and not math.isfinite(step_loss.loss) and not position.told_not_finite:
+            if self._session.is_main and not math.isfinite(step_loss.loss) and not position.told_not_finite:
                 position.told_not_finite = True
                 warnings.warn(f"the loss is {step_loss.loss} at step {step_loss.step}", stacklevel=3)
                 if folder is not None:
@@ -94,6 +105,34 @@ class RunNumbers:
             folder.append_losses(losses, position.start)
         self.write_times(position, folder, epoch=epoch)
         return bool(stops)
+
+    def _sum_over_ranks(self, flags: Sequence[float]) -> tuple[list[StepLoss], list[float]]:
+        """The losses of the collected steps over all ranks, and the sums of the flags.
+
+        One all-reduce of 2 * steps + len(flags) float64 values. Steps for which no rank gave a loss are left out.
+        """
+        # Stacked where they are, then one copy to the host.
+        given = [step.loss for step in self._steps if step.loss is not None]
+        means = iter(torch.stack(given).tolist() if given else [])
+        sums, counts = [], []
+        for step in self._steps:
+            mean, samples = 0.0 if step.loss is None else next(means), step.batch.samples
+            # Of no samples the mean is nan, and must count as nothing.
+            sums.append(mean * samples if samples else 0.0)
+            counts.append(0 if step.loss is None else samples)
+        vector = [*sums, *counts, *flags]
+        if self._session.world_size > 1:
+            tensor = torch.tensor(vector, dtype=torch.float64, device=self._session.exchange_device)
+            dist.all_reduce(tensor)
+            vector = tensor.tolist()
+        n = len(self._steps)
+        losses = [
+            StepLoss(step.number, step.epoch, total / count, step.batch.global_samples)
+            for step, total, count in zip(self._steps, vector[:n], vector[n : 2 * n], strict=True)
+            if count
+        ]
+        self._steps = []
+        return losses, vector[2 * n :]
 
     def write_times(self, position: Position, folder: RunFolder | None, *, epoch: int, at_once: bool = False) -> None:
         """Where the time of the last steps went, if it is time to write that; or `at_once`, because the run ends."""
