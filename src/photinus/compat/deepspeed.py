@@ -23,7 +23,7 @@ from ..trainer.session.progress import say
 from ..trainer.session.session import current_session
 from ..world import World
 from .deepspeed_keys import NOTED, READ, REFUSED, ZERO_NOTED, ZERO_READ, ZERO_REFUSED, check_keys, in_force, sort_out
-from .deepspeed_schedules import NEEDED, SCHEDULES, Schedule, make_schedule
+from .deepspeed_schedules import SCHEDULES, Schedule, make_schedule
 
 __all__ = ["DeepSpeedConfig", "deepspeed_config"]
 
@@ -361,8 +361,9 @@ def _scheduler(section: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
             raise ValueError(f"scheduler.params.{key} is not supported: leave it out")
     if params.get("last_batch_iteration") == -1:
         del params["last_batch_iteration"]
-    check_keys(params, f"scheduler.params.{name}.", SCHEDULES[name])
-    missing = [key for key in NEEDED.get(name, ()) if params.get(key) is None]
+    known = inspect.signature(SCHEDULES[name]).parameters
+    check_keys(params, f"scheduler.params.{name}.", known)
+    missing = [key for key, each in known.items() if each.default is each.empty and params.get(key) is None]
     if missing:
         raise ValueError(f"scheduler {name} needs {' and '.join(missing)} in its params")
     if params.get("warmup_type", "log") not in ("log", "linear"):

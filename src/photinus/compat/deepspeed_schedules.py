@@ -25,51 +25,13 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-__all__ = ["NEEDED", "SCHEDULES", "Schedule", "make_schedule"]
+__all__ = ["SCHEDULES", "Schedule", "make_schedule"]
 
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "WarmupLR": {"warmup_min_lr": 0.0, "warmup_max_lr": None, "warmup_num_steps": 1000, "warmup_type": "log"},
-    "WarmupDecayLR": {
-        "total_num_steps": None,
-        "warmup_min_lr": 0.0,
-        "warmup_max_lr": 0.001,
-        "warmup_num_steps": 1000,
-        "warmup_type": "log",
-    },
-    "WarmupCosineLR": {
-        "total_num_steps": None,
-        "warmup_min_ratio": 0.0,
-        "warmup_num_steps": 1000,
-        "cos_min_ratio": 0.0001,
-        "warmup_type": "log",
-    },
-    "OneCycle": {
-        "cycle_min_lr": None,
-        "cycle_max_lr": None,
-        "decay_lr_rate": 0.0,
-        "cycle_first_step_size": 2000,
-        "cycle_second_step_size": None,
-        "decay_step_size": 0,
-        "cycle_momentum": True,
-        "cycle_min_mom": 0.8,
-        "cycle_max_mom": 0.9,
-        "decay_mom_rate": 0.0,
-    },
-    "LRRangeTest": {
-        "lr_range_test_min_lr": 0.001,
-        "lr_range_test_step_size": 2000,
-        "lr_range_test_step_rate": 1.0,
-        "lr_range_test_staircase": False,
-    },
-}
-"""The parameters of each schedule with their defaults."""
-NEEDED = {"WarmupDecayLR": ("total_num_steps",), "WarmupCosineLR": ("total_num_steps",)} | {
-    "OneCycle": ("cycle_min_lr", "cycle_max_lr")
-}
 _SECOND_BETA = 0.99  # DeepSpeed's OneCycle sets it, whatever the optimizer was made with
 
 Rate = Callable[[int, float], float]
 Momentum = Callable[[int], float]
+_Curves = tuple[Rate, Momentum | None]
 
 
 class Schedule(LRScheduler):
@@ -104,96 +66,124 @@ class Schedule(LRScheduler):
 
 def make_schedule(optimizer: torch.optim.Optimizer, name: str, given: Mapping[str, Any]) -> Schedule:
     """The schedule of this name, for parameters that have been checked: known ones, with the needed ones there."""
-    params = {**SCHEDULES[name], **given}
-    if name == "OneCycle":
-        return Schedule(optimizer, _one_cycle(params), _momentum_of_cycle(params) if params["cycle_momentum"] else None)
-    return Schedule(
-        optimizer, {"LRRangeTest": _range_test, "WarmupCosineLR": _warmup_cosine}.get(name, _warmup)(params)
-    )
+    return Schedule(optimizer, *SCHEDULES[name](**given))
 
 
-def _ramp(params: Mapping[str, Any]) -> tuple[int, Callable[[int], float]]:
-    steps = max(2, int(params["warmup_num_steps"]))
-    if params["warmup_type"] == "linear":
+def _ramp(warmup_num_steps: float, warmup_type: str) -> tuple[int, Callable[[int], float]]:
+    steps = max(2, int(warmup_num_steps))
+    if warmup_type == "linear":
         return steps, lambda i: i / steps
     return steps, lambda i: math.log(i + 1) / math.log(steps)
 
 
-def _warmup(params: Mapping[str, Any]) -> Rate:
-    warm, ramp = _ramp(params)
-    least, most, total = params["warmup_min_lr"], params["warmup_max_lr"], params.get("total_num_steps")
+def _warmup(
+    warmup_min_lr: float = 0.0,
+    warmup_max_lr: float | None = None,
+    warmup_num_steps: float = 1000,
+    warmup_type: str = "log",
+) -> _Curves:
+    return _warmup_decay(None, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type)
+
+
+def _warmup_decay(
+    total_num_steps: float | None,
+    warmup_min_lr: float = 0.0,
+    warmup_max_lr: float | None = 0.001,
+    warmup_num_steps: float = 1000,
+    warmup_type: str = "log",
+) -> _Curves:
+    warm, ramp = _ramp(warmup_num_steps, warmup_type)
 
     def rate(n: int, own: float) -> float:
-        top, i = own if most is None else most, n - 1
+        top, i = own if warmup_max_lr is None else warmup_max_lr, n - 1
         if i < 0:
-            return float(least)
-        if i < warm:
-            return float(least + (top - least) * ramp(i))
-        share = 1.0 if total is None else max(0.0, (total - i) / max(1.0, total - warm))
-        return float(least + (top - least) * share)
+            share = 0.0
+        elif i < warm or total_num_steps is None:
+            share = ramp(i) if i < warm else 1.0
+        else:
+            share = max(0.0, (total_num_steps - i) / max(1.0, total_num_steps - warm))
+        return float(warmup_min_lr + (top - warmup_min_lr) * share)
 
-    return rate
+    return rate, None
 
 
-def _warmup_cosine(params: Mapping[str, Any]) -> Rate:
-    warm, ramp = _ramp(params)
-    first, last, total = params["warmup_min_ratio"], params["cos_min_ratio"], params["total_num_steps"]
+def _warmup_cosine(
+    total_num_steps: float,
+    warmup_min_ratio: float = 0.0,
+    warmup_num_steps: float = 1000,
+    cos_min_ratio: float = 0.0001,
+    warmup_type: str = "log",
+) -> _Curves:
+    warm, ramp = _ramp(warmup_num_steps, warmup_type)
 
     def rate(n: int, own: float) -> float:
         i = n - 1
         if i < 0:
             return 0.0
         if i < warm:
-            return float(own * (first + (1 - first) * ramp(i)))
-        done = min(1.0, (i - warm + 1) / max(1, total - warm))
-        return float(own * max(0.0, last + (1 - last) * (1 + math.cos(math.pi * done)) / 2))
+            return float(own * (warmup_min_ratio + (1 - warmup_min_ratio) * ramp(i)))
+        done = min(1.0, (i - warm + 1) / max(1, total_num_steps - warm))
+        return float(own * max(0.0, cos_min_ratio + (1 - cos_min_ratio) * (1 + math.cos(math.pi * done)) / 2))
 
-    return rate
+    return rate, None
 
 
-def _cycle(params: Mapping[str, Any]) -> tuple[float, Callable[[int], float]]:
-    """The length of the cycle, and how high it is after n steps: 0 to 1 and back."""
-    first = float(params["cycle_first_step_size"])
-    second = first if params["cycle_second_step_size"] is None else float(params["cycle_second_step_size"])
+def _one_cycle(
+    cycle_min_lr: float,
+    cycle_max_lr: float,
+    decay_lr_rate: float = 0.0,
+    cycle_first_step_size: float = 2000,
+    cycle_second_step_size: float | None = None,
+    decay_step_size: float = 0,
+    cycle_momentum: bool = True,
+    cycle_min_mom: float = 0.8,
+    cycle_max_mom: float = 0.9,
+    decay_mom_rate: float = 0.0,
+) -> _Curves:
+    up = float(cycle_first_step_size)
+    down = up if cycle_second_step_size is None else float(cycle_second_step_size)
 
     def height(n: int) -> float:
-        at = n % (first + second)
-        return at / first if at <= first else (first + second - at) / second
+        """From 0 to 1 and back."""
+        at = n % (up + down)
+        return at / up if at <= up else (up + down - at) / down
 
-    return first + second, height
-
-
-def _one_cycle(params: Mapping[str, Any]) -> Rate:
-    length, height = _cycle(params)
-    least, most, decay = params["cycle_min_lr"], params["cycle_max_lr"], params["decay_lr_rate"]
+    def intervals(n: int) -> float:
+        return (n - up - down) / decay_step_size if decay_step_size else 0.0
 
     def rate(n: int, own: float) -> float:
-        if n <= length:
-            return float(least + (most - least) * height(n))
-        intervals = (n - length) / params["decay_step_size"] if params["decay_step_size"] else 0.0
-        return float(least / (1 + decay * intervals))
-
-    return rate
-
-
-def _momentum_of_cycle(params: Mapping[str, Any]) -> Momentum:
-    length, height = _cycle(params)
-    least, most, decay = params["cycle_min_mom"], params["cycle_max_mom"], params["decay_mom_rate"]
+        if n <= up + down:
+            return float(cycle_min_lr + (cycle_max_lr - cycle_min_lr) * height(n))
+        return float(cycle_min_lr / (1 + decay_lr_rate * intervals(n)))
 
     def momentum(n: int) -> float:
-        if n <= length:
-            return float(most - (most - least) * height(n))
-        intervals = (n - length) / params["decay_step_size"] if params["decay_step_size"] else 0.0
-        return float(most * (1 + decay * intervals))
+        if n <= up + down:
+            return float(cycle_max_mom - (cycle_max_mom - cycle_min_mom) * height(n))
+        return float(cycle_max_mom * (1 + decay_mom_rate * intervals(n)))
 
-    return momentum
+    return rate, momentum if cycle_momentum else None
 
 
-def _range_test(params: Mapping[str, Any]) -> Rate:
+def _range_test(
+    lr_range_test_min_lr: float = 0.001,
+    lr_range_test_step_size: float = 2000,
+    lr_range_test_step_rate: float = 1.0,
+    lr_range_test_staircase: bool = False,
+) -> _Curves:
     def rate(n: int, own: float) -> float:
-        intervals = n / params["lr_range_test_step_size"]
-        if params["lr_range_test_staircase"]:
+        intervals = n / lr_range_test_step_size
+        if lr_range_test_staircase:
             intervals = math.floor(intervals)
-        return float(params["lr_range_test_min_lr"] * (1 + params["lr_range_test_step_rate"] * intervals))
+        return float(lr_range_test_min_lr * (1 + lr_range_test_step_rate * intervals))
 
-    return rate
+    return rate, None
+
+
+SCHEDULES: Mapping[str, Callable[..., _Curves]] = {
+    "WarmupLR": _warmup,
+    "WarmupDecayLR": _warmup_decay,
+    "WarmupCosineLR": _warmup_cosine,
+    "OneCycle": _one_cycle,
+    "LRRangeTest": _range_test,
+}
+"""By name, what makes each of its parameters: those without a default are needed."""
