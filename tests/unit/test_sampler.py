@@ -178,22 +178,23 @@ def test_there_is_no_batch_beyond_the_end() -> None:
 @settings(max_examples=200, deadline=None)
 @given(samples=st.integers(0, 200), world_size=st.integers(1, 9), batch_size=st.integers(1, 64))
 def test_validation_takes_each_sample_exactly_once(samples: int, world_size: int, batch_size: int) -> None:
-    shares = [ShardedOnce(samples, rank=rank, world_size=world_size) for rank in range(world_size)]
-    assert [sample for share in shares for sample in share] == list(range(samples))
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    counts = [share.batches(batch_size) for share in shares]
+    shares = [ShardedOnce(samples, batch_size, rank=rank, world_size=world_size) for rank in range(world_size)]
+    assert [sample for share in shares for sample in share.indices] == list(range(samples))
+    sizes = [len(share.indices) for share in shares]
+    assert max(sizes) - min(sizes) <= 1
+    counts = [len(share) for share in shares]
     assert max(counts) - min(counts) <= 1
     for share, count in zip(shares, counts, strict=True):
-        batches = [share.batch(batch_size, index) for index in range(count)]
-        assert [sample for batch in batches for sample in batch.indices] == list(share)
+        batches = [share.batch(0, index) for index in range(count)]
+        assert [sample for batch in batches for sample in batch.indices] == list(share.indices)
     for step in range(max(counts)):  # the samples of one step over all ranks, as each rank counts them
-        parts = [share.batch(batch_size, step) for share, count in zip(shares, counts, strict=True) if step < count]
+        parts = [share.batch(0, step) for share, count in zip(shares, counts, strict=True) if step < count]
         assert {part.global_samples for part in parts} == {sum(len(part.indices) for part in parts)}
         assert sum(part.weight for part in parts) == pytest.approx(world_size)
 
 
 def test_validation_with_fewer_samples_than_ranks_leaves_some_ranks_without() -> None:
-    assert [list(ShardedOnce(2, rank=rank, world_size=4)) for rank in range(4)] == [[0], [1], [], []]
-    assert ShardedOnce(2, rank=3, world_size=4).batches(8) == 0
+    assert [list(ShardedOnce(2, 8, rank=rank, world_size=4).indices) for rank in range(4)] == [[0], [1], [], []]
+    assert len(ShardedOnce(2, 8, rank=3, world_size=4)) == 0
     with pytest.raises(IndexError, match="rank 3 has 0 batches"):
-        ShardedOnce(2, rank=3, world_size=4).batch(8, 0)
+        ShardedOnce(2, 8, rank=3, world_size=4).batch(0, 0)

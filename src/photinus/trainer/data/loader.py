@@ -152,7 +152,7 @@ def loader(
             samples, batch_size, rank=rank, world_size=world_size, shuffle=shuffle, seed=seed, drop_last=drop_last
         )
     else:
-        shares = ShardedOnce(samples, rank=rank, world_size=world_size)
+        shares = ShardedOnce(samples, batch_size, rank=rank, world_size=world_size)
     for_gpu = device is not None and device.type == "cuda"
     pin = (for_gpu if pin_memory is None else pin_memory) and torch.cuda.is_available()
     options: dict[str, Any] = {}
@@ -208,7 +208,7 @@ class Loader:
 
     def __len__(self) -> int:
         """Batches of one epoch on this rank; for training the same number on every rank."""
-        return len(self.shares) if isinstance(self.shares, GlobalBatches) else self.shares.batches(self.batch_size)
+        return len(self.shares)
 
     def __iter__(self) -> Iterator[Any]:
         """One pass over the next epoch: the collated data alone. Each call is a new epoch, finished or not."""
@@ -250,19 +250,14 @@ class Loader:
         self._next = self._position = (epoch, batch) if batch < len(self) else (epoch + 1, 0)
 
     def _identity(self) -> dict[str, Any]:
-        shuffle = isinstance(self.shares, GlobalBatches) and self.shares.shuffle
-        return {"samples": self.samples, "batch_size": self.batch_size, "seed": self.seed, "shuffle": shuffle}
+        found = {"samples": self.samples, "batch_size": self.batch_size, "seed": self.seed}
+        return {**found, "shuffle": self.shares.shuffle}
 
     def _plain(self, epoch: int, start: int) -> Iterator[Any]:
         for batch in self.epoch(epoch, start):
             self._position = (epoch, batch.index + 1)
             yield batch.data
         self._position = (epoch + 1, 0)
-
-    def _local(self, epoch: int, index: int) -> LocalBatch:
-        if isinstance(self.shares, GlobalBatches):
-            return self.shares.batch(epoch, index)
-        return self.shares.batch(self.batch_size, index)
 
     def _batch(self, data: Any, local: LocalBatch, index: int) -> Batch:
         return Batch(to_device(data, self.device), local.weight, len(local.indices), local.global_samples, index)
@@ -271,7 +266,7 @@ class Loader:
         """Whole batches out of tensors in memory: the same values as sample by sample, without the loop."""
         assert self._tensors is not None
         for index in range(start, len(self)):
-            local = self._local(epoch, index)
+            local = self.shares.batch(epoch, index)
             data = self._tensors(local.indices)
             yield self._batch(pin_memory(data) if self._pin_memory else data, local, index)
 
@@ -280,7 +275,7 @@ class Loader:
 
         def requests() -> Iterator[Request]:
             for index in range(start, len(self)):
-                asked.append(self._local(epoch, index))
+                asked.append(self.shares.batch(epoch, index))
                 yield Request(epoch, asked[-1].indices)
 
         self._passes += 1

@@ -16,7 +16,6 @@ noticed before a release, and checkpoints record torch's version.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,46 +142,40 @@ class ShardedOnce:
 
     Args:
         samples: size of the dataset; 0 is allowed.
+        batch_size: samples of one step over all ranks; a rank's batch has batch_size / world_size, rounded up.
         rank, world_size: this rank's place.
 
     Raises:
-        TypeError, ValueError: not whole numbers, or not a place.
+        TypeError, ValueError: not whole numbers, too small, or not a place.
     """
 
-    def __init__(self, samples: int, *, rank: int = 0, world_size: int = 1) -> None:
+    shuffle = False
+
+    def __init__(self, samples: int, batch_size: int, *, rank: int = 0, world_size: int = 1) -> None:
         self.rank, self.world_size = place(rank, world_size)
         self.samples = whole_number("samples", samples)
         self.indices = range(*_part(self.samples, self.rank, self.world_size))
+        self._share = -(-whole_number("batch_size", batch_size, least=1) // self.world_size)
 
     def __len__(self) -> int:
-        """Samples of this rank."""
-        return len(self.indices)
+        """Batches of this rank."""
+        return -(-len(self.indices) // self._share)
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.indices)
-
-    def batches(self, batch_size: int) -> int:
-        """How many batches this rank has when `batch_size` samples are taken in one step over all ranks."""
-        return -(-len(self.indices) // self._share(batch_size))
-
-    def batch(self, batch_size: int, index: int) -> LocalBatch:
-        """This rank's batch `index` (0 <= index < batches(batch_size)): batch_size / world_size samples, rounded up.
+    def batch(self, epoch: int, index: int) -> LocalBatch:
+        """This rank's batch `index` (0 <= index < len), the same in every epoch.
 
         Raises:
-            TypeError, ValueError: not whole numbers, or too small.
+            TypeError, ValueError: not a whole number, or below 0.
             IndexError: this rank has no such batch.
         """
-        index, share = whole_number("index", index), self._share(batch_size)
-        if index >= self.batches(batch_size):
-            raise IndexError(f"rank {self.rank} has {self.batches(batch_size)} batches: there is no batch {index}")
+        index, share = whole_number("index", index), self._share
+        if index >= len(self):
+            raise IndexError(f"rank {self.rank} has {len(self)} batches: there is no batch {index}")
         indices = list(self.indices[index * share : (index + 1) * share])
         base, extra = divmod(self.samples, self.world_size)
         longer, shorter = (min(max(size - index * share, 0), share) for size in (base + 1, base))
         step_samples = extra * longer + (self.world_size - extra) * shorter
         return LocalBatch(indices, len(indices) * self.world_size / step_samples, step_samples)
-
-    def _share(self, batch_size: int) -> int:
-        return -(-whole_number("batch_size", batch_size, least=1) // self.world_size)
 
 
 def _part(size: int, rank: int, world_size: int) -> tuple[int, int]:
