@@ -27,9 +27,7 @@ __all__ = [
     "DurableFile",
     "discard",
     "explain_no_space",
-    "is_no_space",
     "lock_folder",
-    "no_space",
     "remove_dead_files",
     "remove_debris",
     "require_space",
@@ -158,34 +156,27 @@ def require_space(folder: Path, needed_bytes: int) -> None:
     """Raises CheckpointError unless `folder`'s file system has `needed_bytes` free."""
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < needed_bytes:
-        raise no_space(folder, needed_bytes, free_bytes)
+        raise _no_space(folder, needed_bytes, free_bytes)
 
 
-def no_space(folder: Path, needed_bytes: int, free_bytes: int | None = None) -> CheckpointError:
-    """The error for a full disk or quota: path, needed and free bytes, what to do."""
-    free_bytes = shutil.disk_usage(folder).free if free_bytes is None else free_bytes
+@contextmanager
+def explain_no_space(folder: Path, needed_bytes: int) -> Iterator[None]:
+    """A block that writes into `folder`, or makes it: a full disk or quota in it is told as `require_space` does."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NO_SPACE:
+            raise
+        there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+        raise _no_space(folder, needed_bytes, shutil.disk_usage(there).free) from error
+
+
+def _no_space(folder: Path, needed_bytes: int, free_bytes: int) -> CheckpointError:
     return CheckpointError(
         f"no space left for a checkpoint in {folder}: it needs {needed_bytes} bytes ({needed_bytes / 2**20:.1f} MiB) "
         f"and {free_bytes} ({free_bytes / 2**20:.1f} MiB) are free. Checkpoints written before are untouched. Free "
         f"some space (or raise the quota), or keep fewer checkpoints."
     )
-
-
-@contextmanager
-def explain_no_space(folder: Path, needed_bytes: int) -> Iterator[None]:
-    """A block that writes into `folder`, or makes it: a full disk in it is told as `no_space` does."""
-    try:
-        yield
-    except OSError as error:
-        if not is_no_space(error):
-            raise
-        there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-        raise no_space(folder, needed_bytes, shutil.disk_usage(there).free) from error
-
-
-def is_no_space(error: OSError) -> bool:
-    """Whether the disk, or this user's part of it, is full."""
-    return error.errno in _NO_SPACE
 
 
 @contextmanager

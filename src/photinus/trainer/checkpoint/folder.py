@@ -35,9 +35,8 @@ from ..data.arguments import whole_number
 from .durable import (
     DurableFile,
     discard,
-    is_no_space,
+    explain_no_space,
     lock_folder,
-    no_space,
     remove_debris,
     require_space,
     sync_folder,
@@ -195,15 +194,14 @@ class CheckpointFolder:
         plain = {entry: PlainState(state_of(value), entry) for entry, value in state.items()}
         needed_bytes = sum(part.needed_bytes for part in plain.values()) + _MANIFEST_BYTES
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with lock_folder(self.folder) as has_locks:
-                if has_locks:
-                    remove_debris(self.folder)
-                path = self._write(step, plain, needed_bytes, described, metric)
-                self._delete_old()
+            with explain_no_space(self.folder, needed_bytes):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                with lock_folder(self.folder) as has_locks:
+                    if has_locks:
+                        remove_debris(self.folder)
+                    path = self._write(step, plain, needed_bytes, described, metric)
+                    self._delete_old()
         except OSError as error:
-            if is_no_space(error):
-                raise no_space(self.folder, needed_bytes) from error
             raise CheckpointError(
                 f"step {step} could not be saved in {self.folder}: {error}. Checkpoints written before are untouched."
             ) from error

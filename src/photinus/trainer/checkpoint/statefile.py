@@ -20,7 +20,7 @@ from ...errors import CheckpointError
 from ...parallel.exchange.agreement import gather_per_rank, place_in_group, together
 from ...parallel.zero.split_states import copy_state
 from .digest import file_digest
-from .durable import DurableFile, is_no_space, no_space, remove_dead_files, require_space, sync_folder, temporary
+from .durable import DurableFile, explain_no_space, remove_dead_files, require_space, sync_folder, temporary
 from .states import PlainState, apply_states, check_states, state_of
 
 __all__ = ["load", "read_state_file", "save", "write_state_file"]
@@ -99,22 +99,21 @@ def write_state_file(path: Path, states: Mapping[str, Any]) -> None:
     plain = PlainState(dict(states), "state")
     path = path.absolute()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        remove_dead_files(path)
-        require_space(path.parent, plain.needed_bytes)
-        unfinished = temporary(path)
-        try:
-            with _CommentedFile(unfinished) as file:
-                torch.save(plain.value, file)  # type: ignore[arg-type]
-                file.finish()
-            os.replace(unfinished, path)
-        except BaseException:
-            unfinished.unlink(missing_ok=True)
-            raise
-        sync_folder(path.parent)
+        with explain_no_space(path.parent, plain.needed_bytes):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            remove_dead_files(path)
+            require_space(path.parent, plain.needed_bytes)
+            unfinished = temporary(path)
+            try:
+                with _CommentedFile(unfinished) as file:
+                    torch.save(plain.value, file)  # type: ignore[arg-type]
+                    file.finish()
+                os.replace(unfinished, path)
+            except BaseException:
+                unfinished.unlink(missing_ok=True)
+                raise
+            sync_folder(path.parent)
     except OSError as error:
-        if is_no_space(error):
-            raise no_space(path.parent, plain.needed_bytes) from error
         raise CheckpointError(f"{path} could not be written: {error}. What it held before is untouched.") from error
 
 
