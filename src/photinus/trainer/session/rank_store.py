@@ -14,11 +14,12 @@ within seconds and by name, and nothing but that line is ever read there. Torch'
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import os
-import selectors
 import socket
+import threading
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -86,15 +87,6 @@ def _store(address: str, port: int, timeout_s: float, listener: int | None = Non
 
 
 @dataclass
-class _Caller:
-    """A connection to rank 0 that has not been answered yet."""
-
-    connection: socket.socket
-    since_s: float
-    text: bytes = b""
-
-
-@dataclass
 class _Host:
     """Rank 0: listens, tells each rank the store's port once, and goes on when all have it."""
 
@@ -103,24 +95,27 @@ class _Host:
     address: str
     identity: str
     present: dict[int, str] = field(default_factory=dict)  # rank -> who it is
+    changed: threading.Condition = field(default_factory=threading.Condition)
 
     def gather(self, deadline: float, timeout_s: float) -> Store:
         """The store, when all ranks know where it is; it listens on the same address only."""
-        here = self.address
-        with self._listen(here, self.rendezvous.port) as listener, self._listen(here, 0) as behind:
+        with self._listen(self.rendezvous.port) as listener, self._listen(0) as behind:
             port: int = behind.getsockname()[1]
-            store = _store(here, port, timeout_s, behind.detach())
-            self._tell_all(listener, port, deadline, f"{here}:{self.rendezvous.port}")
+            store = _store(self.address, port, timeout_s, behind.detach())
+            answering = threading.Thread(target=self._answer_callers, args=(listener, port), daemon=True)
+            answering.start()
+            try:
+                self._wait_for_all(deadline)
+            finally:
+                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+                answering.join()
         return store
 
-    def _tell_all(self, listener: socket.socket, port: int, deadline: float, where: str) -> None:
+    def _wait_for_all(self, deadline: float) -> None:
+        where = f"{self.address}:{self.rendezvous.port}"
         begun = time.monotonic()
         say_at = begun + _SAY_AFTER_S
-        callers: dict[socket.socket, _Caller] = {}
-        with contextlib.ExitStack() as stack:
-            selector = stack.enter_context(selectors.DefaultSelector())
-            stack.callback(_close_all, callers)
-            selector.register(listener, selectors.EVENT_READ)
+        with self.changed:
             while len(self.present) < self.world.world_size - 1:
                 now = time.monotonic()
                 if now >= deadline:
@@ -131,58 +126,43 @@ class _Host:
                 if now >= say_at:
                     say(f"photinus: rank 0 waits for {self._missing()} at {where}")
                     say_at = now + _SAY_EVERY_S
-                done = []
-                for key, _ in selector.select(min(1.0, deadline - now)):
-                    if key.fileobj is not listener:
-                        done += [key.data] if self._hear(key.data, port) else []
-                        continue
-                    with contextlib.suppress(OSError):  # it has gone again
-                        connection, _ = listener.accept()
-                        connection.setblocking(False)
-                        callers[connection] = _Caller(connection, time.monotonic())
-                        selector.register(connection, selectors.EVENT_READ, callers[connection])
-                # Who says nothing is no rank of ours.
-                silent = [each for each in callers.values() if time.monotonic() - each.since_s > _ANSWER_S]
-                for caller in {id(each): each for each in done + silent}.values():
-                    selector.unregister(caller.connection)
-                    callers.pop(caller.connection).connection.close()
+                self.changed.wait(min(say_at, deadline) - now)
 
-    def _listen(self, address: str, port: int) -> socket.socket:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
+    def _listen(self, port: int) -> socket.socket:
+        family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((address, port))
-            listener.listen(min(4096, self.world.world_size + 16))
+            backlog = min(4096, self.world.world_size + 16)
+            return socket.create_server((self.address, port), family=family, backlog=backlog)
         except OSError as error:
-            listener.close()
             raise NotInitializedError(
-                f"rank 0 cannot listen at {address}:{port}, the port that {self.rendezvous.source} lead to: "
-                f"{error.strerror}. If another program holds it (`ss -ltnp` says which), set MASTER_PORT to a free "
-                f"one for all ranks; if this is not the address of rank 0's host, set MASTER_ADDR."
+                f"rank 0 cannot listen at {self.address}:{port}, the port that {self.rendezvous.source} lead to: "
+                f"{os.strerror(error.errno or 0)}. If another program holds it (`ss -ltnp` says which), set MASTER_PORT to "
+                f"a free one for all ranks; if this is not the address of rank 0's host, set MASTER_ADDR."
             ) from error
-        return listener
 
-    def _hear(self, caller: _Caller, port: int) -> bool:
-        """Reads what a caller has sent; whether it is done with."""
-        try:
-            piece = caller.connection.recv(_LINE_LIMIT_BYTES)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-        caller.text += piece
-        if b"\n" not in caller.text:
-            return not piece or len(caller.text) >= _LINE_LIMIT_BYTES
-        words = caller.text.split(b"\n")[0].decode("utf-8", "replace").split()
-        answer = self._answer(words)
-        with contextlib.suppress(OSError):
-            caller.connection.send(
-                (f"photinus-refused {answer}" if answer else f"photinus-store {port}").encode() + b"\n"
-            )
-        return True
+    def _answer_callers(self, listener: socket.socket, port: int) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError as error:
+                if error.errno == errno.EINVAL:  # the listener is shut down
+                    return
+                continue  # who called has gone again
+            threading.Thread(target=self._answer, args=(connection, port), daemon=True).start()
 
-    def _answer(self, words: list[str]) -> str:
+    def _answer(self, connection: socket.socket, port: int) -> None:
+        with connection, contextlib.suppress(OSError):  # who has gone, or says nothing in time, is no rank of ours
+            connection.settimeout(_ANSWER_S)
+            line = connection.makefile("rb").readline(_LINE_LIMIT_BYTES)
+            if not line.endswith(b"\n"):
+                return
+            with self.changed:
+                refusal = self._refusal(line.decode("utf-8", "replace").split())
+                answer = f"photinus-refused {refusal}" if refusal else f"photinus-store {port}"
+                connection.sendall(answer.encode() + b"\n")
+                self.changed.notify()
+
+    def _refusal(self, words: list[str]) -> str:
         """Why this caller is refused; empty when it is a rank of ours."""
         if len(words) != 6 or words[0] != "photinus-rank" or not hmac.compare_digest(words[1], self.identity):
             return "this port belongs to another job"
@@ -200,11 +180,6 @@ class _Host:
         missing = [rank for rank in range(1, self.world.world_size) if rank not in self.present]
         shown = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         return f"rank{'s' * (len(missing) > 1)} {shown} of {self.world.world_size}"
-
-
-def _close_all(callers: dict[socket.socket, _Caller]) -> None:
-    for connection in callers:
-        connection.close()
 
 
 def _ask(world: World, rendezvous: Rendezvous, address: str, identity: str, deadline: float) -> int:
