@@ -88,9 +88,8 @@ ZERO_NOTED: dict[str, str] = dict.fromkeys(
     _SPEED_ONLY.split(),
     "has no effect on the results: when what is exchanged is the strategy's affair here",
 ) | {
-    "stage3_gather_16bit_weights_on_model_save": "is not needed: checkpoints hold whole tensors in plain names",
-    "stage3_gather_fp16_weights_on_model_save": "is not needed: checkpoints hold whole tensors in plain names",
-    "gather_16bit_weights_on_model_save": "is not needed: checkpoints hold whole tensors in plain names",
+    f"{name}_weights_on_model_save": "is not needed: checkpoints hold whole tensors in plain names"
+    for name in ("stage3_gather_16bit", "stage3_gather_fp16", "gather_16bit")
 }
 _OFFLOAD = (
     "parameters and optimizer states stay on their device here. Split them further (stage 3), use more processes, or "

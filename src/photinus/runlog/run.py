@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from .curve import Curve
 from .events import EVENTS, Event, cause_of, read_event
 from .process import is_alive
-from .tables import LOSSES, METRICS, Row
+from .tables import LOSSES, METRICS, OWN_COLUMNS, Row
 from .tail import Tail
 from .windows import RANKS, Window, read_window
 
@@ -83,20 +83,18 @@ class Run:
     def refresh(self) -> None:
         """Reads what has come since the last time."""
         self._read_losses()
-        anew, lines = self._tails[RANKS].read()
-        if anew:
-            self.windows.clear()
-        self._extend(self.windows, [read_window(line) for line in lines])
-        anew, lines = self._tails[EVENTS].read()
-        if anew:
-            self.events.clear()
-        self._extend(self.events, [read_event(line) for line in lines])
+        self._extend(self.windows, RANKS, read_window)
+        self._extend(self.events, EVENTS, read_event)
         if self._change_times(METRICS):
             self.epochs = self._read_epochs()
         if self._change_times(CONFIG):
             self.config = self._read_config()
 
-    def _extend(self, known: list[Any], found: Sequence[Any]) -> None:
+    def _extend(self, known: list[Any], name: str, read: Callable[[str], Any]) -> None:
+        anew, lines = self._tails[name].read()
+        if anew:
+            known.clear()
+        found = [read(line) for line in lines]
         good = [each for each in found if each is not None]
         self.damaged += len(found) - len(good)
         known.extend(good)
@@ -212,22 +210,18 @@ class Run:
     @property
     def step(self) -> int:
         """How many steps are known to be done."""
-        last = [self.last_step, self.windows[-1].step if self.windows else 0]
-        last += [int(self.epochs[-1]["step"])] if self.epochs else []
-        return max(last)
+        rows = [int(row["step"]) for row in self.epochs[-1:]]
+        return max(self.last_step, *(window.step for window in self.windows[-1:]), *rows, 0)
 
     @property
     def epoch(self) -> int:
         """The epoch of the last step known, from 1; 0 before the first."""
-        last = [self.last_epoch, self.windows[-1].epoch if self.windows else 0]
-        last += [int(self.epochs[-1]["epoch"])] if self.epochs else []
-        return max(last)
+        rows = [int(row["epoch"]) for row in self.epochs[-1:]]
+        return max(self.last_epoch, *(window.epoch for window in self.windows[-1:]), *rows, 0)
 
     @property
     def logged(self) -> list[str]:
         """Names of what the user logged at ends of epochs, in the order of their appearance."""
-        from .tables import OWN_COLUMNS
-
         return [name for name in dict.fromkeys(name for row in self.epochs for name in row) if name not in OWN_COLUMNS]
 
     @property

@@ -118,7 +118,10 @@ def evaluate(
             dataset, found = taken_apart(dataset)
             options = {name: found.get(name) if value is None else value for name, value in options.items()}
         size = 64 if options["batch_size"] is None else whole_number("batch_size", options["batch_size"], least=1)
-        total = _length(dataset)
+        check_dataset(dataset)
+        total = len(dataset)  # type: ignore[arg-type]
+        if total == 0:
+            raise ValueError(f"the data set ({type(dataset).__name__}) to evaluate on is empty")
         values = _values_of_this_rank(
             unwrap(model),
             dataset,
@@ -138,14 +141,6 @@ def evaluate(
     session.aside_s += time.perf_counter() - started
     waiting_time.total_ns = waited_ns  # no part of a training step
     return dict(zip(metrics, means, strict=True)) if isinstance(metric, Mapping) else means[0]
-
-
-def _length(dataset: Dataset[Any]) -> int:
-    check_dataset(dataset)
-    total = len(dataset)  # type: ignore[arg-type]
-    if total == 0:
-        raise ValueError(f"the data set ({type(dataset).__name__}) to evaluate on is empty")
-    return total
 
 
 def _blocks_of(rank: int, world_size: int, total: int, block: int) -> list[int]:

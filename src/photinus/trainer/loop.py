@@ -1,14 +1,5 @@
 """The loop: one iterator over epochs and batches that owns sampler, random numbers, position, checkpoint and resume.
 
-    loop = photinus.Loop(model, optimizer, train_set, batch_size=64, epochs=15, out="runs/x")
-    for x, y in loop:
-        loss = loss_fn(model(x), y)
-        loop.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        if loop.epoch_ended:
-            loop.log(accuracy=photinus.evaluate(model, valid_set, accuracy))
-
 When the next batch is asked for, the body of the last one is done: only then is a step counted, an epoch closed and a
 checkpoint saved, so a checkpoint holds what the body logged and stepped, and a run that goes on from it computes what
 it would have computed. What one step costs beside the body: every 16 steps (fewer, where those last longer than a
@@ -535,13 +526,10 @@ class Loop:
             self._folder.close()
             if self._curves:
                 self._folder.draw()
-        self._release()
-        if self._progress.shown:
-            say(self.summary())
-
-    def _release(self) -> None:
         if self._lock is not None:
             self._lock.close()
+        if self._progress.shown:
+            say(self.summary())
 
     def summary(self) -> str:
         """How far the run is, its last numbers, and (on rank 0) where the results lie: one or two lines."""
@@ -559,7 +547,8 @@ class Loop:
         assert self.out is not None
         self._folder = RunFolder(self.out, keep_last=keep_last, best=best, tensorboard=tensorboard)
         if self.finished:  # nothing will be added
-            self._release()
+            assert self._lock is not None
+            self._lock.close()
             return
         require_space(self.out, self._least_bytes)
         resumed_from = None if self.resumed_from is None else str(self.resumed_from)

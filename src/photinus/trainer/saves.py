@@ -33,12 +33,11 @@ class Saves:
     The model's state has plain, unprefixed names, so that it loads in any strategy and in plain torch.
 
     Args:
-        session: of this rank.
+        session, length: of the loop.
         model, optimizer: wrapped or not.
         scheduler: with state_dict and load_state_dict, or None.
         others: the user's own objects with a state, by name.
-        options: of the loop; "batch_size", "seed", "samples" and "shuffle" are needed.
-        length: of the run.
+        options: of the loop; those of _DECIDES_THE_ORDER are needed.
     """
 
     def __init__(
@@ -59,10 +58,7 @@ class Saves:
     def save(self, position: Position, out: Path, folder: RunFolder | None) -> Path:
         """Saves model, optimizer, position and each rank's random numbers, atomically; returns the checkpoint's path.
 
-        Args:
-            position: where the loop is.
-            out: the run's folder.
-            folder: the same on rank 0, which writes; None on the others.
+        Rank 0 writes, by its `folder`, which is None on the others.
 
         Raises:
             CheckpointError, OSError, ValueError: it could not be written; every rank raises.

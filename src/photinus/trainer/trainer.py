@@ -146,11 +146,11 @@ class Trainer:
             raise ValueError("metrics: 'valid_loss' is measured anyway; take another name")
         self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
         self._metrics = {**(metrics or {}), "valid_loss": _per_sample(loss_fn)}
-        self._strategy, self._sync_batch_norm = strategy, sync_batch_norm
+        self._wrap_options: dict[str, Any] = {"strategy": strategy, "sync_batch_norm": sync_batch_norm}
+        self._strategy_options = dict(strategy_options or {})
         self._clip_norm = clip_norm
         self._accumulate = whole_number("accumulate", accumulate, least=1)
         self._precision = precision
-        self._strategy_options = dict(strategy_options or {})
         self._scheduler, self._scheduler_every = scheduler, scheduler_every
         self._device, self._backend, self._seed = device, backend, seed
         self._valid_batch_size, self._callbacks = valid_batch_size, tuple(callbacks)
@@ -180,13 +180,12 @@ class Trainer:
             ValueError, TypeError, OSError, PhotinusError: before any work; see `init`, `wrap` and `Loop`.
         """
         if valid_set is not None:
-            check_dataset(
-                taken_apart(valid_set)[0] if isinstance(valid_set, DataLoader) else valid_set
-            )  # not only at the end of the first epoch
+            # Not only at the end of the first epoch.
+            check_dataset(taken_apart(valid_set)[0] if isinstance(valid_set, DataLoader) else valid_set)
         with ExitStack() as stack:
             if current_session() is None:
                 stack.enter_context(init(self._backend, self._device, seed=self._seed))
-            model, optimizer = self._wrap()
+            model, optimizer = wrap(self._model, self._optimizer, **self._wrap_options, **self._strategy_options)
             loop = Loop(model, optimizer, train_set, **self._loop_options)
             if not loop.finished:
                 model.train()
@@ -222,15 +221,6 @@ class Trainer:
         if self._precision == "float32" or session is None:
             return nullcontext()
         return torch.autocast(session.device.type, torch.bfloat16)
-
-    def _wrap(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        return wrap(
-            self._model,
-            self._optimizer,
-            strategy=self._strategy,
-            sync_batch_norm=self._sync_batch_norm,
-            **self._strategy_options,
-        )
 
     def _result(self, loop: Loop) -> Result:
         last = loop.history[-1] if loop.history else {}

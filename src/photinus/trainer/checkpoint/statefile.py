@@ -158,16 +158,12 @@ def _verify(path: Path) -> str:
         if digest != wanted:
             raise CheckpointError(f"{path} is damaged: digest expected {wanted}, actual {digest}")
         return digest
-    plain_end = tail[-_END_BYTES:]
-    if start[:2] == b"PK" and not (plain_end[:4] == _END_MAGIC and plain_end[-2:] == b"\0\0"):
+    # A file that torch.save made without us has the archive's own checksums.
+    plain_end, is_archive = tail[-_END_BYTES:], start[:2] == b"PK"
+    if is_archive and not (plain_end[:4] == _END_MAGIC and plain_end[-2:] == b"\0\0"):
         raise CheckpointError(
             f"{path} is damaged: its end ({size} bytes in all) is that of neither our files nor torch's"
         )
-    return _verify_foreign(path, is_archive=start[:2] == b"PK")
-
-
-def _verify_foreign(path: Path, *, is_archive: bool) -> str:
-    """For a file that torch.save made without us: the archive's own checksums, and its digest."""
     if is_archive:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()

@@ -201,11 +201,6 @@ def check_states(objects: Mapping[str, Any], states: Mapping[str, Any], source: 
 def apply_states(objects: Mapping[str, Any], states: Mapping[str, Any], source: str) -> _Undo:
     """Loads each object's state into it; when one fails, all get back what they had, and the error is raised.
 
-    Args:
-        objects: by name: models (wrapped or not), optimizers, anything with state_dict and load_state_dict.
-        states: at least the same names.
-        source: where the states come from, for messages.
-
     Returns:
         A function that takes it all back, for when another rank has failed.
     """

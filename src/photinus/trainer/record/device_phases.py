@@ -16,11 +16,7 @@ __all__ = ["DevicePhases"]
 
 
 class DevicePhases:
-    """Marks of one rank's steps; `waiting_time` tells it of waits for other ranks.
-
-    Args:
-        clock: of the rank's device.
-    """
+    """Marks of one rank's steps; `waiting_time` tells it of waits for other ranks."""
 
     def __init__(self, clock: DeviceClock) -> None:
         self._clock = clock

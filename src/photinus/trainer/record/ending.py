@@ -18,11 +18,6 @@ class Ending:
 
     Rank 0 tells every end. Another rank tells an error of its own, where the run's folder is on a disk that it sees:
     rank 0 may be killed before it has learned of it.
-
-    Args:
-        folder: of the run.
-        rank: of this process.
-        position: where the run is, then.
     """
 
     def __init__(self, folder: Path, rank: int, position: Position) -> None:

@@ -33,10 +33,6 @@ _RANKS_WRITTEN_AT_ONCE = 32
 class RankTimes:
     """The times of all ranks between two exchanges, and on rank 0 the windows to write.
 
-    Args:
-        session: of this rank.
-        clock: of this rank's steps.
-
     Attributes:
         steps_to_next: after how many steps the ranks exchange next: about one second's worth, at most 16, equal on
             all ranks. So what is shown of a run is never older than a step or a second, whichever is longer.
@@ -76,12 +72,7 @@ class RankTimes:
         return slowest + 1.0, seconds[slowest], statistics.median_low(seconds.values())
 
     def add(self, everyone: Sequence[float], *, steps: int, samples: int) -> float:
-        """Takes the ranks' summed vectors of some steps. Every rank calls it.
-
-        Args:
-            everyone: the sum of what `mine` returned.
-            steps: since the last exchange.
-            samples: of all ranks in them.
+        """Takes the sum of what `mine` returned on all ranks, and the steps and samples since the last exchange.
 
         Returns:
             The seconds that these steps took the slowest rank, equal on all ranks.
@@ -106,9 +97,7 @@ class RankTimes:
     def window(self, *, step: int, epoch: int, start: int, at_once: bool) -> Window | None:
         """What to write now, if it is time: at least a second after the last one, and later ever more seldom.
 
-        Args:
-            step, epoch, start: where the run is.
-            at_once: do not wait longer (the run ends).
+        `at_once` does not wait longer: the run ends.
         """
         now_s = time.perf_counter()
         pause_s = max(_PAUSE_S, (now_s - self._began_s) / _WRITTEN_AT_FIRST)

@@ -136,7 +136,8 @@ def _set_aside(out: Path, why: str) -> str | None:
     present = [name for name in _OF_A_RUN if (out / name).exists()]
     if not present:
         return None
-    earlier = _next_earlier(out)
+    earlier = out / f"earlier-{max(map(_number, out.glob('earlier-*')), default=0) + 1}"
+    earlier.mkdir()
     for name in present:
         os.replace(out / name, earlier / name)
     return f"{why}: the earlier run in {out} was moved to {earlier}"
@@ -159,13 +160,6 @@ def _start_from_elsewhere(out: Path, checkpoint: Checkpoint) -> Source:
         out.mkdir(parents=True, exist_ok=True)
         (out / "losses.csv").write_bytes(text)  # the loop drops the rows after the checkpoint
     return Source(checkpoint, goes_on=True, note=note)
-
-
-def _next_earlier(out: Path) -> Path:
-    taken = [_number(path) for path in out.glob("earlier-*")]
-    earlier = out / f"earlier-{max(taken, default=0) + 1}"
-    earlier.mkdir()
-    return earlier
 
 
 def _number(path: Path) -> int:

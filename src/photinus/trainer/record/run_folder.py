@@ -1,16 +1,7 @@
 """The folder of a run on disk: checkpoints, numbers, config and picture. Rank 0's affair.
 
-out/
-  checkpoints/    see checkpoint.py
-  metrics.csv     a row per epoch, or per validation
-  losses.csv      a row per step
-  ranks.jsonl     where the time of some steps went on each rank, and their memory
-  events.jsonl    starts, checkpoints, errors, the end
-  config.json     options, versions, commit, world, each start
-  tensorboard/    event files, where they were asked for
-  curves.png      drawn at the end
-  earlier-1/      what lay here before a run that began anew
-  .run.lock       held by the job that runs, see run_lock.py
+Beside the files of `photinus.runlog` there are checkpoints/ and, in their cases, tensorboard/, curves.png, earlier-1/
+(what lay here before a run that began anew) and .run.lock.
 """
 
 from __future__ import annotations
@@ -137,11 +128,7 @@ class RunFolder:
     def save(self, step: int, content: Mapping[str, Any], description: Mapping[str, Any], row: Row | None) -> Path:
         """Saves a checkpoint, after the numbers up to it are durable; returns its path.
 
-        Args:
-            step: of the run.
-            content: by entry.
-            description: what is in its manifest.
-            row: the row of metrics.csv that it ends, if it ends one.
+        `row` is the row of metrics.csv that it ends, if it ends one; all else is as for CheckpointFolder.save.
 
         Raises:
             OSError: an earlier one in writing numbers.

@@ -37,12 +37,7 @@ class _Step:
 
 
 class RunNumbers:
-    """The numbers of a loop since the ranks last exchanged them.
-
-    Args:
-        session, clock: of this rank.
-        replicas: whether the ranks still train the same rides along.
-    """
+    """The numbers of a loop since the ranks last exchanged them; whether they still train the same rides along."""
 
     def __init__(self, session: Session, clock: StepClock, replicas: Replicas) -> None:
         self._session = session
@@ -73,7 +68,7 @@ class RunNumbers:
         """Brings the losses and times of all ranks together, and writes them on rank 0; whether any rank wants to stop.
 
         Args:
-            position: where the loop is; takes the losses.
+            position: takes the losses.
             folder: on rank 0, to write to, if anything is to be written.
             epoch: the running one, from 1.
             stop: whether this rank wants to stop.

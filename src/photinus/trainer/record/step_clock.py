@@ -52,8 +52,8 @@ class StepClock:
             self._device = DevicePhases(self._device_clock)
         waiting_time.start(self._device)
         self._hooks = [
-            register_optimizer_step_pre_hook(self._before_optimizer),
-            register_optimizer_step_post_hook(self._after_optimizer),
+            register_optimizer_step_pre_hook(self.optimizing_began),
+            register_optimizer_step_post_hook(self.optimizing_ended),
         ]
         self.skip()
 
@@ -91,13 +91,13 @@ class StepClock:
         self._mark(_BACKWARD)
         self._inside -= 1
 
-    def optimizing_began(self) -> None:
+    def optimizing_began(self, *_: Any) -> None:
         """Clipping, or an optimizer's step, begins."""
         self._inside += 1
         if self._inside == 1:
             self._mark(_OTHER)
 
-    def optimizing_ended(self) -> None:
+    def optimizing_ended(self, *_: Any) -> None:
         """It is over."""
         self._inside -= 1
         if self._inside == 0:
@@ -112,12 +112,6 @@ class StepClock:
             self._device.take(self._ns, _WAITING)
         taken, self._ns = self._ns, [0] * len(PHASES)
         return [ns / 1e9 for ns in taken]
-
-    def _before_optimizer(self, *_: Any) -> None:
-        self.optimizing_began()
-
-    def _after_optimizer(self, *_: Any) -> None:
-        self.optimizing_ended()
 
     def _mark(self, phase: int) -> None:
         if not self._running:

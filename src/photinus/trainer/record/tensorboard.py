@@ -41,13 +41,7 @@ def check_tensorboard() -> None:
 
 
 class TensorBoard:
-    """Writes one run's event files.
-
-    Args:
-        folder: of the run.
-        step: that the run goes on from; whatever an earlier start wrote after it is dropped by TensorBoard.
-        options: of the run, shown as text at its first start.
-    """
+    """Writes one run's event files, from the step that it goes on from; its options are text at the first start."""
 
     def __init__(self, folder: Path, step: int, options: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter

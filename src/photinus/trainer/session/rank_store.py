@@ -136,8 +136,9 @@ class _Host:
         except OSError as error:
             raise NotInitializedError(
                 f"rank 0 cannot listen at {self.address}:{port}, the port that {self.rendezvous.source} lead to: "
-                f"{os.strerror(error.errno or 0)}. If another program holds it (`ss -ltnp` says which), set MASTER_PORT to "
-                f"a free one for all ranks; if this is not the address of rank 0's host, set MASTER_ADDR."
+                f"{os.strerror(error.errno or 0)}. If another program holds it (`ss -ltnp` says which), set "
+                f"MASTER_PORT to a free one for all ranks; if this is not the address of rank 0's host, set "
+                f"MASTER_ADDR."
             ) from error
 
     def _answer_callers(self, listener: socket.socket, port: int) -> None:

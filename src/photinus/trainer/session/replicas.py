@@ -113,12 +113,7 @@ class Replicas:
         return vector
 
     def compare(self, everyone: Sequence[float], *, step: int, seconds: float) -> None:
-        """Takes the sum of what `mine` returned on the ranks.
-
-        Args:
-            everyone: that sum.
-            step: how many are done.
-            seconds: that the steps since the last call took.
+        """Takes the sum of what `mine` returned on the ranks, and the seconds of the steps since the last call.
 
         Raises:
             ValueError: an optimizer has other options on some rank; on all ranks, says which and both values.

@@ -1,8 +1,5 @@
 """A session: this process's place in the job, its device, and the process group that joins the ranks.
 
-    with photinus.init() as world:
-        ...                              # world.rank, world.device, ...
-
 One process without a launcher is a world of one: the same code, a process group of size 1 and no port. Several
 processes come from a launcher (`photinus run`, torchrun, Slurm, Open MPI), which says rank and world size.
 """
