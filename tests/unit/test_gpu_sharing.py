@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from photinus.errors import DeviceError
 from photinus.parallel.exchange.gpu_sharing import gpu_identity, refuse_shared_gpus
-from photinus.trainer.session import gpu_sharing
-from photinus.trainer.session.gpu_sharing import check_gpus
+from photinus.trainer.session import gpu_backend
+from photinus.trainer.session.gpu_backend import check_gpus
 from photinus.trainer.session.placement import choose_device
 from photinus.world import World
 
@@ -53,8 +53,8 @@ def test_the_same_gpu_is_known_by_its_uuid_whatever_its_number(monkeypatch: pyte
 def test_ranks_tell_each_other_by_the_store_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     store.set("photinus/gpu/1/1", ONE)  # rank 1 has said so
-    monkeypatch.setattr(gpu_sharing, "_checks", 0)
-    monkeypatch.setattr(gpu_sharing, "gpu_identity", lambda device: ONE)
+    monkeypatch.setattr(gpu_backend, "_checks", 0)
+    monkeypatch.setattr(gpu_backend, "gpu_identity", lambda device: ONE)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)

@@ -28,6 +28,7 @@ __all__ = ["MEMORY", "PHASES", "RANKS", "Window", "drop_windows_after", "read_wi
 RANKS = "ranks.jsonl"
 PHASES = ("data", "forward", "backward", "waiting", "optimizer", "other")
 MEMORY = ("resident", "peak", "cuda", "cuda_peak")
+_COUNTS = ("step", "epoch", "start", "steps", "samples")
 
 
 @dataclass(frozen=True)
@@ -79,14 +80,8 @@ class Window:
 
     def to_line(self) -> str:
         """As a line of ranks.jsonl, with times in whole microseconds."""
-        content: dict[str, Any] = {
-            "time": round(self.time_s, 3),
-            "step": self.step,
-            "epoch": self.epoch,
-            "start": self.start,
-            "steps": self.steps,
-            "samples": self.samples,
-        }
+        content: dict[str, Any] = {"time": round(self.time_s, 3)}
+        content |= {name: getattr(self, name) for name in _COUNTS}
         content |= {f"{phase}_us": [round(seconds * 1e6) for seconds in self.phases[phase]] for phase in PHASES}
         content |= {f"{kind}_bytes": list(self.memory[kind]) for kind in MEMORY if any(self.memory.get(kind, ()))}
         if any(peer >= 0 for peer, _, _ in self.links):
@@ -101,17 +96,9 @@ def read_window(line: str) -> Window | None:
         phases = {phase: [value / 1e6 for value in found[f"{phase}_us"]] for phase in PHASES}
         ranks = len(phases[PHASES[0]])
         memory = {kind: [int(b) for b in found.get(f"{kind}_bytes") or [0] * ranks] for kind in MEMORY}
-        window = Window(
-            time_s=float(found["time"]),
-            step=int(found["step"]),
-            epoch=int(found["epoch"]),
-            start=int(found["start"]),
-            steps=int(found["steps"]),
-            samples=int(found["samples"]),
-            phases=phases,
-            memory=memory,
-            links=[(int(peer), worst / 1e6, usual / 1e6) for peer, worst, usual in found.get("links", ())],
-        )
+        links = [(int(peer), worst / 1e6, usual / 1e6) for peer, worst, usual in found.get("links", ())]
+        counts = {name: int(found[name]) for name in _COUNTS}
+        window = Window(float(found["time"]), **counts, phases=phases, memory=memory, links=links)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return None
     lengths = {len(values) for values in [*phases.values(), *memory.values()]}

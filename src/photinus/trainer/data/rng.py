@@ -103,18 +103,18 @@ def capture() -> dict[str, Any]:
     }
     numpy = _numpy()
     if numpy is not None:
-        kind, keys, position, has_gauss, numpy_gauss = _numpy_state(numpy)
-        if kind == _NUMPY_GENERATOR:
+        found = numpy.random.get_state(legacy=False)
+        if found["bit_generator"] == _NUMPY_GENERATOR:
             state["numpy"] = {
-                "words": torch.tensor(keys.tolist(), dtype=torch.int64, device="cpu"),
-                "position": int(position),
-                "has_gauss": int(has_gauss),
-                "gauss": float(numpy_gauss),
+                "words": torch.tensor(found["state"]["key"].tolist(), dtype=torch.int64, device="cpu"),
+                "position": int(found["state"]["pos"]),
+                "has_gauss": int(found["has_gauss"]),
+                "gauss": float(found["gauss"]),
             }
         else:
             warnings.warn(
-                f"numpy's global generator is {kind}, not {_NUMPY_GENERATOR}: its state is not saved, so numbers drawn "
-                f"from it differ after a resume",
+                f"numpy's global generator is {found['bit_generator']}, not {_NUMPY_GENERATOR}: its state is not "
+                f"saved, so numbers drawn from it differ after a resume",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -134,7 +134,8 @@ def restore(state: Mapping[str, Any]) -> None:
     """
     try:
         python = state["python"]
-        python_state = (int(python["version"]), tuple(_words(python["words"], 625)), _number_or_none(python["gauss"]))
+        gauss = None if python["gauss"] is None else float(python["gauss"])
+        python_state = (int(python["version"]), tuple(_words(python["words"], 625)), gauss)
         torch_state = _bytes_like(state["torch"], torch.default_generator.get_state().numel())
         numpy_state = _numpy_arguments(state["numpy"]) if "numpy" in state else None
         cuda_state = state.get("cuda")
@@ -185,14 +186,6 @@ def _numpy() -> ModuleType | None:
     return sys.modules["numpy"]
 
 
-def _numpy_state(numpy: ModuleType) -> tuple[Any, ...]:
-    state = numpy.random.get_state(legacy=False)
-    if state["bit_generator"] != _NUMPY_GENERATOR:
-        return (state["bit_generator"], None, 0, 0, 0.0)
-    inner = state["state"]
-    return (state["bit_generator"], inner["key"], inner["pos"], state["has_gauss"], state["gauss"])
-
-
 def _numpy_arguments(saved: Mapping[str, Any]) -> tuple[Any, ...]:
     position = int(saved["position"])
     if not 0 <= position <= 624:
@@ -213,7 +206,3 @@ def _bytes_like(tensor: torch.Tensor, count: int) -> torch.Tensor:
     if tensor.shape != (count,) or tensor.dtype != torch.uint8:
         raise ValueError(f"a generator of this torch has {count} uint8, not {list(tensor.shape)} {tensor.dtype}")
     return tensor.cpu()
-
-
-def _number_or_none(value: Any) -> float | None:
-    return None if value is None else float(value)

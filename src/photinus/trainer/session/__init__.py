@@ -1,7 +1,6 @@
 """This process in its job: device, process group, wrapped models, preemption, what a person is told.
 
 gpu_backend  over which backend ranks on GPUs exchange: what a bench found here, else by what they share
-gpu_sharing  two ranks on one GPU are refused before they exchange anything
 length       how long a run is: so many epochs, or so many steps, counted from its very start
 loss         checks of a loss, and backward for people who own their loop
 placement    which device a rank computes on, over which backend, and why

@@ -1,7 +1,8 @@
 """Over which backend ranks on GPUs exchange where nobody asked for one: by what all of them compute on.
 
 Ranks tell their GPUs by the store at which they meet, before there is a group, and rank 0 chooses for all: what it
-reads on its own host (a verdict, which GPUs reach each other) others may not have.
+reads on its own host (a verdict, which GPUs reach each other) others may not have. By that store they learn, too, that
+two share a GPU, which is refused before they exchange anything: nccl would say it later, in words of its own.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from ... import env
+from ...parallel.exchange.gpu_sharing import gpu_identity, refuse_shared_gpus
 from ...verdict import COMMAND, Setting, Verdict, driver_version, look_up_verdict
 from ...world import World
 from .progress import say
 
-__all__ = ["Choice", "Gpus", "agree_on_backend", "choose_among"]
+__all__ = ["Choice", "Gpus", "agree_on_backend", "check_gpus", "choose_among"]
 
-_choices = 0  # sessions of this process, equal on all ranks: each has keys of its own
+_choices = _checks = 0  # sessions of this process, equal on all ranks: each has keys of its own
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,21 @@ def agree_on_backend(
     store.wait([chosen], timeout)
     backend, why = json.loads(store.get(chosen))
     return backend, why
+
+
+def check_gpus(device: torch.device, backend: str) -> None:
+    """Every rank of the default group calls it with its CUDA device.
+
+    Raises:
+        DeviceError: on every rank, if more ranks share a GPU than PHOTINUS_RANKS_PER_GPU allows, or any over nccl.
+    """
+    global _checks
+    _checks += 1
+    store: Any = dist.distributed_c10d._get_default_store()
+    keys = [f"photinus/gpu/{_checks}/{rank}" for rank in range(dist.get_world_size())]
+    store.set(keys[dist.get_rank()], gpu_identity(device))
+    store.wait(keys, timedelta(seconds=env.TIMEOUT_S.get()))
+    refuse_shared_gpus([store.get(key).decode() for key in keys], backend, env.RANKS_PER_GPU.get())
 
 
 def _identity(device: torch.device) -> str:

@@ -14,7 +14,6 @@ import socket
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -30,22 +29,12 @@ from ...world import World, check_company, find_rendezvous
 from ...world.own_address import interface_of, own_address, reaches_from
 from ..data.rng import seed_everything
 from . import preemption
-from .gpu_backend import agree_on_backend
-from .gpu_sharing import check_gpus
+from .gpu_backend import agree_on_backend, check_gpus
 from .placement import choose_backend, choose_device, missing_on_gpus
 from .progress import say
 from .rank_store import open_store
 
 __all__ = ["Session", "current_session", "init", "require_session"]
-
-
-@dataclass(frozen=True)
-class _Member:
-    """What each rank tells the others when they meet."""
-
-    rank: int
-    host: str
-    pid: int
 
 
 class Session:
@@ -206,7 +195,7 @@ def init(
             place,
             chosen_device,
             chosen_backend,
-            hosts=tuple(member.host for member in members),
+            hosts=tuple(member["host"] for member in members),
             seed=seed,
             owned=owned,
         )
@@ -301,7 +290,7 @@ def _name_interface_for_gloo(meeting_place: str) -> None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
-def _meet(place: World) -> tuple[World, list[_Member]]:
+def _meet(place: World) -> tuple[World, list[dict[str, Any]]]:
     """Lets every rank tell the others who it is, and checks that they are the world that the launcher meant."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if place.launcher != "none" and (place.rank, place.world_size) != (rank, world_size):
@@ -310,14 +299,13 @@ def _meet(place: World) -> tuple[World, list[_Member]]:
             f"this process as rank {rank} of {world_size}. Do not set rank or world size by hand; give the launcher "
             f"the number you want."
         )
-    mine = _Member(rank, socket.gethostname(), os.getpid())
-    members = [_Member(**each) for each in gather_per_rank(asdict(mine))]
-    met = {(member.host, member.pid) for member in members}
-    if [member.rank for member in members] != list(range(world_size)) or len(met) != world_size:
+    members = gather_per_rank({"rank": rank, "host": socket.gethostname(), "pid": os.getpid()})
+    met = {(member["host"], member["pid"]) for member in members}
+    if [member["rank"] for member in members] != list(range(world_size)) or len(met) != world_size:
         raise WorldSizeError(f"{world_size} ranks should have met, but these did: {members}")
     if place.launcher == "none" and world_size > 1:
         # The group was made by the script itself (mp.spawn and the like): the place on the host is counted.
-        local = [member.rank for member in members if member.host == mine.host]
+        local = [member["rank"] for member in members if member["host"] == members[rank]["host"]]
         place = World(rank, world_size, local.index(rank), len(local), launcher="none")
     return place, members
 
