@@ -10,7 +10,7 @@ from .chart import RUN_COLOURS, Chart, Layer, Series, plain_tick
 from .curve import Bucket, Curve
 from .run import Run
 from .units import number, plural, short_count, size, step_time
-from .windows import PHASES, Window
+from .windows import PHASES, Window, mean_window
 
 __all__ = ["charts", "curves", "mean_windows", "run_colour"]
 
@@ -61,20 +61,7 @@ def mean_windows(windows: Sequence[Window], most: int) -> list[Window]:
             groups.append([window])
         else:
             last.append(window)
-    return [_together(group) for group in groups]
-
-
-def _together(group: Sequence[Window]) -> Window:
-    if len(group) == 1:
-        return group[0]
-    last, steps = group[-1], sum(window.steps for window in group)
-    ranks = range(last.world_size)
-    phases = {p: [sum(w.phases[p][r] * w.steps for w in group) / steps for r in ranks] for p in PHASES}
-    memory = {
-        kind: [max(w.memory.get(kind, [0] * last.world_size)[r] for w in group) for r in ranks] for kind in last.memory
-    }
-    samples = sum(window.samples for window in group)
-    return Window(last.time_s, last.step, last.epoch, last.start, steps, samples, phases, memory)
+    return [mean_window(group) for group in groups]
 
 
 # -- loss and metrics -------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from .run import FILES, is_run
+from .run import is_run, written_at_s
 
 __all__ = ["DEPTH", "find_runs", "newest_run"]
 
@@ -37,7 +37,7 @@ def find_runs(below: Path) -> Iterator[Path]:
 
 def newest_run(below: Path) -> Path | None:
     """The run in a folder whose files changed last; None when there is no run."""
-    return max(find_runs(below), key=_change_time_s, default=None)
+    return max(find_runs(below), key=written_at_s, default=None)
 
 
 def _folders_in(folder: Path) -> list[Path]:
@@ -52,13 +52,3 @@ def _folders_in(folder: Path) -> list[Path]:
             ]
     except OSError:
         return []
-
-
-def _change_time_s(run: Path) -> float:
-    times = []
-    for name in FILES:
-        try:
-            times.append((run / name).stat().st_mtime)
-        except OSError:
-            continue
-    return max(times, default=0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -20,7 +21,7 @@ from .tables import LOSSES, METRICS, OWN_COLUMNS, Row
 from .tail import Tail
 from .windows import RANKS, Window, read_window
 
-__all__ = ["CONFIG", "Run", "State", "is_run"]
+__all__ = ["CONFIG", "FILES", "Run", "State", "is_run", "written_at_s"]
 
 CONFIG = "config.json"
 FILES = (CONFIG, LOSSES, METRICS, RANKS, EVENTS)
@@ -231,13 +232,7 @@ class Run:
 
     def heard_s(self, now_s: float) -> float:
         """Seconds since the run last wrote anything; infinite when it never did."""
-        newest = -math.inf
-        for name in FILES:
-            try:
-                newest = max(newest, os.stat(self.folder / name).st_mtime)
-            except OSError:
-                continue
-        return max(0.0, now_s - newest)
+        return max(0.0, now_s - written_at_s(self.folder))
 
     def state(self, now_s: float | None = None) -> State:
         """Whether the run goes on, from its last events and from rank 0's process where that is on this host."""
@@ -276,6 +271,15 @@ class Run:
 def is_run(folder: Path) -> bool:
     """Whether a folder is that of a run: it holds events, or a config with losses."""
     return (folder / EVENTS).is_file() or ((folder / CONFIG).is_file() and (folder / LOSSES).is_file())
+
+
+def written_at_s(folder: Path) -> float:
+    """When a run last wrote anything, Unix time; minus infinity when it never did."""
+    times = [-math.inf]
+    for name in FILES:
+        with contextlib.suppress(OSError):
+            times.append(os.stat(folder / name).st_mtime)
+    return max(times)
 
 
 def _whole(value: object) -> int:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .windows import PHASES, Window
+from .windows import PHASES, Window, mean_window
 
 __all__ = ["RankShare", "Straggler", "shares", "stragglers"]
 
@@ -65,17 +65,13 @@ def shares(windows: Sequence[Window]) -> list[RankShare]:
     if not windows:
         return []
     world_size = windows[-1].world_size
-    chosen = [window for window in windows if window.world_size == world_size]
-    steps = sum(window.steps for window in chosen)
-    means = [
-        tuple(sum(w.phases[phase][rank] * w.steps for w in chosen) / steps for phase in PHASES)
-        for rank in range(world_size)
-    ]
-    waiting = PHASES.index("waiting")
-    own = [sum(phases) - phases[waiting] for phases in means]
+    mean = mean_window([window for window in windows if window.world_size == world_size])
+    own = [mean.own_s(rank) for rank in range(world_size)]
     typical = _typical(own)
-    ratios = [value / typical if typical > 0 else 1.0 for value in own]
-    return [RankShare(rank, phases, ratio) for rank, (phases, ratio) in enumerate(zip(means, ratios, strict=True))]
+    return [
+        RankShare(rank, tuple(mean.phases[phase][rank] for phase in PHASES), own_s / typical if typical > 0 else 1.0)
+        for rank, own_s in enumerate(own)
+    ]
 
 
 def stragglers(windows: Sequence[Window]) -> list[Straggler]:

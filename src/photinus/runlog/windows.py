@@ -23,7 +23,7 @@ from typing import Any
 
 from .tables import write_atomically
 
-__all__ = ["MEMORY", "PHASES", "RANKS", "Window", "drop_windows_after", "read_window"]
+__all__ = ["MEMORY", "PHASES", "RANKS", "Window", "drop_windows_after", "mean_window", "read_window"]
 
 RANKS = "ranks.jsonl"
 PHASES = ("data", "forward", "backward", "waiting", "optimizer", "other")
@@ -87,6 +87,21 @@ class Window:
         if any(peer >= 0 for peer, _, _ in self.links):
             content["links"] = [[peer, round(worst * 1e6), round(usual * 1e6)] for peer, worst, usual in self.links]
         return json.dumps(content, separators=(",", ":")) + "\n"
+
+
+def mean_window(windows: Sequence[Window]) -> Window:
+    """One window for several of one world size, each step counting alike; of memory the most."""
+    if len(windows) == 1:
+        return windows[0]
+    last, steps = windows[-1], sum(window.steps for window in windows)
+    ranks = range(last.world_size)
+    phases = {p: [sum(w.phases[p][r] * w.steps for w in windows) / steps for r in ranks] for p in PHASES}
+    memory = {
+        kind: [max(w.memory.get(kind, [0] * last.world_size)[r] for w in windows) for r in ranks]
+        for kind in last.memory
+    }
+    samples = sum(window.samples for window in windows)
+    return Window(last.time_s, last.step, last.epoch, last.start, steps, samples, phases, memory)
 
 
 def read_window(line: str) -> Window | None:
