@@ -16,6 +16,7 @@ __all__ = ["charts", "curves", "mean_windows", "run_colour"]
 
 _POINTS = 240
 _LAYERED = 160
+_MARKS = 40
 _RANK_LINES = RUN_COLOURS
 
 
@@ -100,8 +101,8 @@ def _curve_series(label: str, buckets: Sequence[Bucket], colour: str, *, band: b
     return Series(label, points, colour, band=edges, missing=missing)
 
 
-def _thin(places: Sequence[float], most: int = 40) -> list[float]:
-    return list(places[:: max(1, -(-len(places) // most))])
+def _thin(places: Sequence[float]) -> list[float]:
+    return list(places[:: max(1, -(-len(places) // _MARKS))])
 
 
 def _metric(runs: Sequence[Run], labels: Sequence[str], name: str, title: str) -> Chart | None:

@@ -20,6 +20,7 @@ from .data.arguments import whole_number
 from .data.datasets import check_dataset, taken_apart
 from .evaluation import Metric, evaluate
 from .loop import Loop
+from .record.curves import PICTURE
 from .session.length import Length
 from .session.progress import show_metrics
 from .session.session import current_session, init
@@ -225,7 +226,7 @@ class Trainer:
     def _result(self, loop: Loop) -> Result:
         last = loop.history[-1] if loop.history else {}
         hidden = {"epoch", "step", "learning_rate", "samples_per_s", "elapsed_s", "start"}
-        curves = None if loop.out is None else loop.out / "curves.png"
+        curves = None if loop.out is None else loop.out / PICTURE
         if loop.rank != 0 or curves is None or not curves.exists():
             curves = None
         return Result(

@@ -117,7 +117,7 @@ def write_state_file(path: Path, states: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{path} could not be written: {error}. What it held before is untouched.") from error
 
 
-def read_state_file(path: Path, *, mapped: bool = False) -> tuple[dict[str, Any], str]:
+def read_state_file(path: Path, *, mapped: bool) -> tuple[dict[str, Any], str]:
     """(states, digest) of a file that `write_state_file` or torch.save made; verified before anything is read from it.
 
     Args:

@@ -28,14 +28,7 @@ __all__ = ["dataset_folder", "describe_start", "read_config", "save_config", "us
 
 
 def describe_start(session: Session, *, resumed_from: str | None, resumed_step: int, job: str) -> dict[str, Any]:
-    """One start of a run, as config.json has it: the one that is happening.
-
-    Args:
-        session: of this rank.
-        resumed_from: path of the checkpoint, None for a fresh start.
-        resumed_step: where it goes on.
-        job: equal for all attempts of one job.
-    """
+    """One start of a run, as config.json has it: the one that is happening. `job` is equal for all its attempts."""
     launch = _launch()
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

@@ -9,18 +9,19 @@ from pathlib import Path
 from ...runlog.run import Run
 from ...runlog.tables import METRICS
 
-__all__ = ["draw_curves"]
+__all__ = ["PICTURE", "draw_curves"]
+
+PICTURE = "curves.png"
 
 
-def draw_curves(folder: Path, picture: Path | None = None) -> Path | None:
+def draw_curves(folder: Path) -> Path | None:
     """Draws a run: training loss, what was logged, and the speed, over the steps; a dotted line marks each restart.
 
     Losses that were logged (names with "loss" in them) share the first panel. Of very many steps the line is a mean,
     with a band from the lowest to the highest.
 
     Args:
-        folder: the run's folder, with losses.csv and metrics.csv.
-        picture: where to write; default `curves.png` in the folder. Written atomically.
+        folder: the run's, with losses.csv and metrics.csv; there the picture is written, atomically.
 
     Returns:
         The picture's path; None, with a warning, when matplotlib is not installed or there is nothing to draw.
@@ -42,7 +43,7 @@ def draw_curves(folder: Path, picture: Path | None = None) -> Path | None:
         )
         return None
     figure = chart.picture(figures.curves([run], [run.name]), _title(run))
-    picture = folder / "curves.png" if picture is None else picture
+    picture = folder / PICTURE
     new = picture.with_name(f".{picture.name}.{os.getpid()}.new")
     try:
         figure.savefig(new, dpi=144, format="png")

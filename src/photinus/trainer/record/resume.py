@@ -24,12 +24,13 @@ from ...errors import CheckpointError
 from ...runlog.run import FILES
 from ..checkpoint.folder import Checkpoint, CheckpointFolder
 from .config import read_config
+from .curves import PICTURE
 from .tensorboard import FOLDER as TENSORBOARD
 
 __all__ = ["Source", "check_fits", "choose_source", "job_name"]
 
 CHECKPOINTS = "checkpoints"
-_OF_A_RUN = (CHECKPOINTS, *FILES, TENSORBOARD, "curves.png", "report.html")
+_OF_A_RUN = (CHECKPOINTS, *FILES, TENSORBOARD, PICTURE, "report.html")
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,9 @@ class Source:
     note: str | None = None  # to tell the user
 
 
-def job_name(environ: Mapping[str, str] | None = None) -> str:
+def job_name() -> str:
     """What stays the same over a job's restarts: the launcher's run id, else the parent process that starts workers."""
-    run_id = JOB_ID.get(environ)
+    run_id = JOB_ID.get()
     return run_id if run_id not in ("", "none") else f"parent {os.getppid()}"
 
 

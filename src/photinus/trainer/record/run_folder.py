@@ -21,12 +21,11 @@ from ...runlog.windows import RANKS, Window, drop_windows_after
 from ..checkpoint.folder import CheckpointFolder
 from ..checkpoint.position import Position
 from .config import save_config
+from .curves import PICTURE, draw_curves
 from .resume import CHECKPOINTS
 from .tensorboard import TensorBoard
 
 __all__ = ["RunFolder"]
-
-_PICTURE = "curves.png"
 
 
 class RunFolder:
@@ -39,7 +38,7 @@ class RunFolder:
         tensorboard: whether to write event files too.
     """
 
-    def __init__(self, path: Path, *, keep_last: int, best: str | None, tensorboard: bool = False) -> None:
+    def __init__(self, path: Path, *, keep_last: int, best: str | None, tensorboard: bool) -> None:
         path.mkdir(parents=True, exist_ok=True)
         self.path = path
         self.error: OSError | None = None  # the first in writing numbers, for all ranks to raise together
@@ -158,19 +157,17 @@ class RunFolder:
 
     def draw(self) -> None:
         """Draws curves.png. What goes wrong is a warning: the training is done and saved."""
-        from .curves import draw_curves
-
         try:
-            draw_curves(self.path, self.path / _PICTURE)
+            draw_curves(self.path)
         except Exception as error:  # noqa: BLE001 - told, and no reason to fail a run that is done
-            warnings.warn(f"{_PICTURE} was not drawn: {type(error).__name__}: {error}", stacklevel=2)
+            warnings.warn(f"{PICTURE} was not drawn: {type(error).__name__}: {error}", stacklevel=2)
 
     def has_picture(self) -> bool:
         """Whether curves.png is there."""
-        return (self.path / _PICTURE).exists()
+        return (self.path / PICTURE).exists()
 
     def describe(self) -> str:
         """Where the results lie, in a line."""
-        names = (self._files.metrics.name, self._files.losses.name, _PICTURE, CONFIG)
+        names = (self._files.metrics.name, self._files.losses.name, PICTURE, CONFIG)
         present = [name for name in names if (self.path / name).exists()]
         return f"results in {self.path}: {', '.join([*present, CHECKPOINTS + '/'])}"

@@ -45,13 +45,12 @@ class Progress:
         shown: whether this process shows anything (rank 0, and the user wants it).
         length: of the whole run; by steps, the bar is of all its steps.
         steps: number of steps of one epoch.
-        bar: whether to draw the bar; None means where standard error is a terminal.
     """
 
-    def __init__(self, shown: bool, length: Length, steps: int, bar: bool | None = None) -> None:
+    def __init__(self, shown: bool, length: Length, steps: int) -> None:
         self.shown = shown
         self._length, self._epochs, self._steps = length, length.epochs_of(steps), steps
-        self._wants_bar = shown and (sys.stderr.isatty() if bar is None else bar)
+        self._wants_bar = shown and sys.stderr.isatty()
 
     def start_epoch(self, epoch: int, done: int, step: int, samples_per_step: int) -> None:
         """Begins the bar of epoch `epoch` (from 1), of which `done` steps are done, and `step` of the whole run."""

@@ -83,7 +83,7 @@ class Replicas:
         models: Iterable[nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
         *,
-        compare_parameters: bool = True,
+        compare_parameters: bool,
     ) -> None:
         self._session = session
         self._alone = session.world_size == 1
