@@ -138,13 +138,13 @@ TEST_ANY_HOSTS(works_that_nobody_waits_for_and_large_tensors_get_done) {
 }
 
 TEST(wait_returns_when_the_last_copy_is_queued_and_another_stream_may_be_ordered_behind_it) {
-  run_gpu_ranks(2, "lasts=cuMemcpyHtoDAsync:1:300 lasts=cuMemcpyHtoDAsync:2:300",
+  run_gpu_ranks(2, "lasts=cuMemcpyHtoDAsync:1:1000 lasts=cuMemcpyHtoDAsync:2:1000",
                 [](Communicator& communicator, const GpuRank& seat) {
                   std::byte* const at = seat.tensor(ints(100, int(communicator.rank())));
                   const double start = now_s();
                   const auto work = communicator.submit(seat.all_reduce(at, 100));
                   work->wait();
-                  CHECK(now_s() - start < 0.25);
+                  CHECK(now_s() - start < 0.9);
                   CHECK(!work->has_landed());
                   GpuRank other{seat.device};
                   work->order(other.stream);
@@ -160,13 +160,13 @@ TEST(a_gradient_that_is_late_holds_up_no_copies_of_the_call_before_it) {
     std::byte* const first = seat.tensor(ints(kTwoBlocks, int(communicator.rank())), 0.02);
     seat.read(first, 4);  // kernels run one at a time
     communicator.submit({Operation::barrier}, nullptr, nullptr)->wait();
-    std::byte* const second = late.tensor(ints(50, int(communicator.rank())), 0.5);
+    std::byte* const second = late.tensor(ints(50, int(communicator.rank())), 1);
     const double start = now_s();
     const auto one = communicator.submit(seat.all_reduce(first, kTwoBlocks));
     const auto two = communicator.submit(late.all_reduce(second, 50));
     one->wait();
     while (!one->has_landed()) usleep(100);
-    CHECK(now_s() - start < 0.45);
+    CHECK(now_s() - start < 0.9);
     one->order(seat.stream);
     CHECK(seat.read(first, kTwoBlocks * 4) == sum_of_ints(kTwoBlocks, 2));
     two->wait();

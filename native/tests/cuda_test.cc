@@ -130,7 +130,7 @@ TEST(copies_wait_for_what_is_in_the_callers_stream) {
 
 TEST(the_callers_stream_waits_for_copies_of_either_direction_and_the_host_does_not) {
   for (const char* slow : {"cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync"}) {
-    const Rig rig(text("lasts=%s:1:300", slow));
+    const Rig rig(text("lasts=%s:1:1000", slow));  // which a busy machine does not come near
     fill(rig.tensor, 3);
     fill(rig.ring.get() + 100, 9, 100);
     std::atomic<int> read{0};
@@ -144,7 +144,7 @@ TEST(the_callers_stream_waits_for_copies_of_either_direction_and_the_host_does_n
       fill(rig.tensor, 4, 100);
       ran = true;
     });
-    CHECK(now_s() - start < 0.25);
+    CHECK(now_s() - start < 0.9);
     await(ran);
     CHECK(read == 9);
     CHECK(rig.engines->poll(out) && rig.engines->poll(in));
