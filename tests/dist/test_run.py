@@ -206,6 +206,21 @@ def test_gpus_asked_for_and_absent_are_refused_before_any_worker_starts(tmp_path
     assert not (tmp_path / "ran").exists()
 
 
+def test_where_the_loopback_interface_is_down_one_line_says_so_before_any_worker_starts(tmp_path):
+    alone = ["unshare", "--net"]
+    if os.geteuid() != 0 or subprocess.run([*alone, "true"], capture_output=True).returncode != 0:
+        pytest.skip("a network namespace needs root, and unshare")
+    path = script(tmp_path, "import pathlib, sys; pathlib.Path(sys.argv[1], 'started').touch()")
+    command = [*alone, sys.executable, "-m", "photinus", "run", "--cpu", "--nproc-per-node", "2", path, tmp_path]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert ended.returncode == 1
+    assert ended.stderr == (
+        "photinus: LaunchError: the loopback interface is down (Network is unreachable), and workers of this host meet "
+        "over 127.0.0.1: `ip link set lo up`, or start the container with a network.\n"
+    )
+    assert not (tmp_path / "started").exists()
+
+
 def test_a_script_that_never_imports_photinus_or_torch_runs_in_silence(tmp_path):
     ended = run_job("--nproc-per-node", "2", script(tmp_path, "print('hello')"))
     assert (ended.code, sorted(ended.out.splitlines()), ended.err) == (0, ["[1] hello", "hello"], "")

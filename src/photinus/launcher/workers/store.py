@@ -13,9 +13,7 @@ and dial them (failures of that kind were 6 of 8 measured restarts). Here nothin
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -24,8 +22,10 @@ from datetime import timedelta
 
 from ...errors import LaunchError
 from ...world.ended import tell_ended
+from ...world.own_address import reaches_from
 from .interrupts import block_signals
 from .ports import listen
+from .worker import die_with_launcher
 
 __all__ = ["LOOPBACK", "StoreProcess"]
 
@@ -33,7 +33,6 @@ LOOPBACK = "127.0.0.1"
 _STORE_TIMEOUT = timedelta(seconds=300)
 _ANSWERS_WITHIN_S = 60.0
 _REQUEST_BYTES = 1 << 16
-_PR_SET_PDEATHSIG = 1
 
 
 class StoreProcess:
@@ -50,7 +49,15 @@ class StoreProcess:
 
         Raises:
             PortTakenError: another process has the port.
+            LaunchError: the loopback interface is down.
         """
+        try:
+            reaches_from(LOOPBACK)
+        except OSError as error:  # workers would listen and dial all the same, for minutes
+            raise LaunchError(
+                f"the loopback interface is down ({error.strerror}), and workers of this host meet over {LOOPBACK}: "
+                f"`ip link set lo up`, or start the container with a network."
+            ) from None
         if self._process is not None and not self._close_store():
             self.close()
         # Kept open here too: who looks for the holder of the port finds the launcher, from the first moment on.
@@ -146,9 +153,7 @@ def _serve(control: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # the import of torch would go on for seconds
-    if os.getppid() != int(sys.argv[2]):  # the launcher was killed before that was in force
-        os._exit(1)
+    die_with_launcher(int(sys.argv[2]))  # the import of torch would go on for seconds
     with contextlib.suppress(ConnectionError):  # the launcher is gone
         _serve(socket.socket(fileno=int(sys.argv[1])))
     os._exit(0)
