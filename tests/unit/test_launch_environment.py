@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-
-from photinus.launcher.workers.job import Place, worker_environ
+from photinus.launcher.workers.job import Formation, worker_environ
 from photinus.world import World
 
-PLACE = Place(
-    rank=3,
-    world_size=4,
-    local_rank=1,
-    local_world_size=2,
-    host_rank=1,
-    hosts=2,
-    master_address="10.0.0.1",
-    master_port=1234,
-    attempt=2,
-    max_restarts=3,
-    job_id="job",
-)
+FORMATION = Formation((2, 2), host_rank=1, attempt=2, job_id="job", store_port=1234, store_address="10.0.0.1")
 
 
-def environ(place=PLACE, base=None, **changes):
-    return worker_environ(
-        place, base or {}, **{"usable_cores": 8, "cpu_only": False, "error_file": "/proc/1/fd/9", **changes}
-    )
+def environ(formation=FORMATION, base=None, **changes):
+    facts = {"max_restarts": 3, "usable_cores": 8, "cpu_only": False, "error_file": "/proc/1/fd/9"}
+    return worker_environ(formation, 1, base or {}, **{**facts, **changes})
 
 
 def test_world_reads_what_the_launcher_writes():
@@ -65,7 +50,7 @@ def test_threads_share_the_usable_cores_unless_the_user_says_otherwise():
 
 
 def test_on_one_host_gloo_stays_on_the_loopback_unless_the_user_says_otherwise():
-    alone = dataclasses.replace(PLACE, hosts=1)
+    alone = Formation((2,), 0, 0, "job", 1234)
     assert environ(alone)["GLOO_SOCKET_IFNAME"] == "lo"
     assert environ(alone, base={"GLOO_SOCKET_IFNAME": "eth1"})["GLOO_SOCKET_IFNAME"] == "eth1"
     assert "GLOO_SOCKET_IFNAME" not in environ()

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from ..errors import LaunchError
 from ..launcher.workers.deaths import Raised
-from ..launcher.workers.job import Place, worker_environ
+from ..launcher.workers.job import Formation, worker_environ
 from ..launcher.workers.worker import describe
 
 __all__ = ["launch"]
@@ -157,22 +157,17 @@ def _run(ray: Any, actors: list[Any], main: Callable[..., T], args: tuple[Any, .
     running = {}
     for rank, actor in enumerate(actors):
         here = [each for each in where if each.node == where[rank].node]
-        place = Place(
-            rank=rank,
-            world_size=len(actors),
-            local_rank=here.index(where[rank]),
-            local_world_size=len(here),
+        formation = Formation(
+            workers=tuple(sum(each.node == node for each in where) for node in nodes),
             host_rank=nodes.index(where[rank].node),
-            hosts=len(nodes),
-            master_address=where[0].address,
-            master_port=port,
             attempt=0,
-            max_restarts=0,
             job_id=f"ray-{where[0].pid}-{port}",
+            store_port=port,
+            store_address=where[0].address,
         )
         # Ray shows each actor its own GPUs only; ranks number those of their host.
         gpus = ",".join(gpu for each in here for gpu in each.gpus)
-        running[actor.run.remote(place, gpus, main, args, kwargs)] = rank
+        running[actor.run.remote(formation, here.index(where[rank]), gpus, main, args, kwargs)] = rank
     return _gather(ray, running, where)
 
 
@@ -241,11 +236,19 @@ class _Rank:
         return port
 
     def run(
-        self, place: Place, gpus: str, main: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        formation: Formation,
+        local_rank: int,
+        gpus: str,
+        main: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> tuple[bool, Any]:
         """Calls the function as this rank: (True, what it returned), or (False, (chain of its error, traceback))."""
         cores = max(1, len(os.sched_getaffinity(0)))
-        environ = worker_environ(place, os.environ, usable_cores=cores, cpu_only=False, error_file="")
+        environ = worker_environ(
+            formation, local_rank, os.environ, max_restarts=0, usable_cores=cores, cpu_only=False, error_file=""
+        )
         environ.pop("TORCHELASTIC_ERROR_FILE")
         if gpus:
             environ["CUDA_VISIBLE_DEVICES"] = gpus

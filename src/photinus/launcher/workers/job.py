@@ -9,7 +9,7 @@ from ... import env
 from ..command_line.program import Program
 from .store import LOOPBACK
 
-__all__ = ["Formation", "Job", "Place", "worker_environ"]
+__all__ = ["Formation", "Job", "worker_environ"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Formation:
         host_rank: this host's place among them.
         attempt: 0 for the first start; counts every start, also those for hosts that came or went.
         job_id: the same on all hosts.
-        store_port: where this host's workers find the attempt's store, at 127.0.0.1.
+        store_port, store_address: where this host's workers find the attempt's store.
         interface: over which workers of several hosts meet; None for one host, or when it is not known.
     """
 
@@ -31,6 +31,7 @@ class Formation:
     job_id: str
     store_port: int
     interface: str | None = None
+    store_address: str = LOOPBACK
 
     @property
     def first_rank(self) -> int:
@@ -72,48 +73,26 @@ class Job:
 
     def environ(self, formation: Formation, local_rank: int, error_file: str) -> dict[str, str]:
         """The whole environment of a worker in an attempt, which writes about its end into `error_file`."""
-        place = Place(
-            rank=formation.first_rank + local_rank,
-            world_size=formation.world_size,
-            local_rank=local_rank,
-            local_world_size=self.local_world_size,
-            host_rank=formation.host_rank,
-            hosts=len(formation.workers),
-            master_address=LOOPBACK,
-            master_port=formation.store_port,
-            attempt=formation.attempt,
-            max_restarts=self.max_restarts,
-            job_id=formation.job_id,
-            interface=formation.interface,
-        )
         return worker_environ(
-            place, self.base_environ, usable_cores=self.usable_cores, cpu_only=self.cpu_only, error_file=error_file
+            formation,
+            local_rank,
+            self.base_environ,
+            max_restarts=self.max_restarts,
+            usable_cores=self.usable_cores,
+            cpu_only=self.cpu_only,
+            error_file=error_file,
         )
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where one worker stands in its job, and where the store of its attempt is.
-
-    `interface` is the network interface over which workers of several hosts meet; None for one host.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    host_rank: int
-    hosts: int
-    master_address: str
-    master_port: int
-    attempt: int
-    max_restarts: int
-    job_id: str
-    interface: str | None = None
 
 
 def worker_environ(
-    place: Place, base: Mapping[str, str], *, usable_cores: int, cpu_only: bool, error_file: str
+    formation: Formation,
+    local_rank: int,
+    base: Mapping[str, str],
+    *,
+    max_restarts: int,
+    usable_cores: int,
+    cpu_only: bool,
+    error_file: str,
 ) -> dict[str, str]:
     """The whole environment of one worker.
 
@@ -121,38 +100,38 @@ def worker_environ(
     word. Torch reads TORCHELASTIC_USE_AGENT_STORE=True as "the launcher hosts the store", so no worker listens on
     MASTER_PORT and the death of rank 0 does not take the store with it.
     """
+    rank, world_size = formation.first_rank + local_rank, formation.world_size
+    hosts, local_world_size = len(formation.workers), formation.workers[formation.host_rank]
     environ = dict(base)
     environ.update(
         {
-            "RANK": str(place.rank),
-            "WORLD_SIZE": str(place.world_size),
-            "LOCAL_RANK": str(place.local_rank),
-            "LOCAL_WORLD_SIZE": str(place.local_world_size),
-            "GROUP_RANK": str(place.host_rank),
-            "GROUP_WORLD_SIZE": str(place.hosts),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(local_world_size),
+            "GROUP_RANK": str(formation.host_rank),
+            "GROUP_WORLD_SIZE": str(hosts),
             "ROLE_NAME": "default",
-            "ROLE_RANK": str(place.rank),
-            "ROLE_WORLD_SIZE": str(place.world_size),
-            "MASTER_ADDR": place.master_address,
-            "MASTER_PORT": str(place.master_port),
-            env.ATTEMPT.name: str(place.attempt),
-            "TORCHELASTIC_MAX_RESTARTS": str(place.max_restarts),
-            "TORCHELASTIC_RUN_ID": place.job_id,
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": formation.store_address,
+            "MASTER_PORT": str(formation.store_port),
+            env.ATTEMPT.name: str(formation.attempt),
+            "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+            "TORCHELASTIC_RUN_ID": formation.job_id,
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_ERROR_FILE": error_file,
-            env.EXPECTED_WORLD_SIZE.name: str(place.world_size),
+            env.EXPECTED_WORLD_SIZE.name: str(world_size),
         }
     )
-    environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores // place.local_world_size)))
+    environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores // local_world_size)))
     environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     # gloo would look for the interface of the host's name, which may not resolve or be another network's.
-    interface = "lo" if place.hosts == 1 else place.interface
+    interface = "lo" if hosts == 1 else formation.interface
     if interface is not None:
         environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    environ.pop(env.JOB_SECRET.name, None)
-    environ.pop(env.LISTEN_FD.name, None)
-    environ.pop(env.STARTED_AS.name, None)
-    environ.pop(env.TERMINALS.name, None)
+    for variable in (env.JOB_SECRET, env.LISTEN_FD, env.STARTED_AS, env.TERMINALS):
+        environ.pop(variable.name, None)
     if cpu_only:
         environ["CUDA_VISIBLE_DEVICES"] = ""
         # Accelerate and Transformers' Trainer, unless told so, train on the CPU with one process each, in silence.
