@@ -15,9 +15,10 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import metadata
-from typing import Any, TypeVar
+from typing import Any
 
 from ... import env
 from ...errors import LaunchError
@@ -33,9 +34,8 @@ from .restart_policy import Report, Verdict
 
 __all__ = ["Member"]
 
-T = TypeVar("T")
 _SAY_AFTER_S = 3.0
-_GOODBYE_S = 2.0
+_GOODBYE_S, _ENDS_S = 2.0, 5.0
 _CHECK_S = 0.1
 _RELAY_S = 30.0
 
@@ -77,7 +77,9 @@ class Member:
         self._own_address = ""
         self._over: JobEndedError | None = None
         self._store = StoreProcess()
-        self._background: _Background | None = None
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop
+        self._leaving: asyncio.Event
 
     def introduce(self, workers: int, node_rank: int | None, nnodes: tuple[int, int]) -> None:
         """Dials the leader and says who this host is; before the first `meet`."""
@@ -85,8 +87,11 @@ class Member:
         names = {"host": socket.gethostname(), "launcher": secrets.token_hex(8)}
         place = {"workers": workers, "node_rank": node_rank, "nnodes": nnodes, "leads": self.leads}
         self._hello = {"type": "hello", **versions, **names, **place}
-        self._background = _Background("photinus-member")
-        self._background.start(self._stay_connected())
+        began = threading.Event()
+        target, name = partial(asyncio.run, self._live(began)), "photinus-member"
+        self._thread = threading.Thread(target=target, name=name, daemon=True)
+        self._thread.start()
+        began.wait()
 
     def meet(self, check: Callable[[], None]) -> Formation:
         """Says that this host is ready and waits for the next attempt; calls `check` often, which may raise.
@@ -109,16 +114,12 @@ class Member:
             JobEndedError: the job is over.
         """
         self._store.check()
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self.fd)
-        while True:
-            try:
-                message = self._came.get_nowait()
-            except queue.Empty:
-                return None
-            order = self._order(message)
-            if order is not None:
-                return order
+        while (message := self._take()) is not None:
+            if message["type"] in ("stop", "regroup"):
+                return _order(message)
+        if self._over is not None and self._over.exit_code != 0:
+            raise self._over
+        return None if self._over is None else Order("done")
 
     def report_ended(self, ranks: Sequence[int]) -> None:
         """Says that these of this host's workers ended well while others run: they may be waited for in vain.
@@ -147,9 +148,8 @@ class Member:
                 if not self.leads and env.STARTED_AS.get() is None:  # the leader has said all of it, elsewhere
                     self._say(verdict.short, not verdict.suspended)
                 return verdict
-            order = self._order(message)
-            if order is not None and order.kind == "regroup":
-                return order
+            if message["type"] == "regroup":
+                return _order(message)
 
     def leave(self, reason: str, exit_code: int) -> None:
         """Tells the leader that this host goes, and with which exit code the job ends if this is the leader's."""
@@ -159,19 +159,28 @@ class Member:
     def close(self) -> None:
         """Sends what is still to be said, and closes all that is open."""
         self._store.close()
-        if self._background is not None:
-            with contextlib.suppress(TimeoutError):
-                self._background.do(self._close(), _GOODBYE_S)
-            self._background.close()
+        if self._thread is not None:
+            self._loop.call_soon_threadsafe(self._leaving.set)
+            self._thread.join(_GOODBYE_S + _ENDS_S)
         os.close(self.fd)
+
+    async def _live(self, began: threading.Event) -> None:
+        """What runs in the thread, until `close`; what is under way then is cancelled."""
+        self._loop, self._leaving = asyncio.get_running_loop(), asyncio.Event()
+        began.set()
+        connected = asyncio.ensure_future(self._stay_connected())
+        await self._leaving.wait()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._say_goodbye(), _GOODBYE_S)
+        connected.cancel()
 
     def _formation(self, message: Mapping[str, Any]) -> Formation:
         if message["hosts_store"]:
             port = self._store.open()
             self._send({"type": "store", "port": port})
         else:
-            assert self._background is not None
-            port = self._background.do(self._open_relay(str(message["token"])), _RELAY_S)
+            opening = self._open_relay(str(message["token"]))
+            port = asyncio.run_coroutine_threadsafe(opening, self._loop).result(_RELAY_S)
         return Formation(
             workers=tuple(message["workers"]),
             host_rank=int(message["host_rank"]),
@@ -181,43 +190,36 @@ class Member:
             interface=interface_of(str(message.get("reached_at") or self._own_address)),
         )
 
-    def _order(self, message: Mapping[str, Any]) -> Order | None:
-        kind = message["type"]
-        if kind == "say":
-            self._say(str(message["text"]), bool(message["alarm"]))
-        if kind == "ended":
-            self._store.tell_ended(map(int, message["ranks"]))
-        if kind in ("stop", "regroup"):
-            return Order(kind, str(message["reason"]), unharmed=bool(message.get("unharmed")))
-        if kind == "end":
-            if message["exit_code"] == 0:
-                return Order("done")
-            self._over = JobEndedError(str(message["reason"]), int(message["exit_code"]))
-            raise self._over
+    def _take(self) -> Mapping[str, Any] | None:
+        """The next message that the agent has to act upon, None when none has come; the others are carried out."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.fd)
+        while not self._came.empty():
+            message = self._came.get_nowait()
+            kind = message["type"]
+            if kind == "say":
+                self._say(str(message["text"]), bool(message["alarm"]))
+            elif kind == "ended":
+                self._store.tell_ended(map(int, message["ranks"]))
+            elif kind == "end":
+                self._over = JobEndedError(str(message["reason"]), int(message["exit_code"]))
+            else:
+                return message
         return None
 
     def _next(self, check: Callable[[], None]) -> Mapping[str, Any]:
-        """The next message that is no order to end; waits for it."""
+        """Waits for the next message that the agent has to act upon."""
         while True:
             check()
+            message = self._take()
+            if message is not None:
+                return message
             if self._over is not None:
                 raise self._over
             select.select([self.fd], [], [], _CHECK_S)
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self.fd)
-            with contextlib.suppress(queue.Empty):
-                message = self._came.get_nowait()
-                if message["type"] == "end":
-                    self._over = JobEndedError(str(message["reason"]), int(message["exit_code"]))
-                    continue
-                os.eventfd_write(self.fd, 1)  # there may be more
-                if message["type"] != "say":
-                    return message
-                self._order(message)
 
     def _send(self, message: Mapping[str, Any]) -> None:
-        assert self._background is not None
-        self._background.call(lambda: self._outgoing.put_nowait(message))
+        self._loop.call_soon_threadsafe(self._outgoing.put_nowait, message)
 
     async def _stay_connected(self) -> None:
         """The connection, and others after it when it is lost, from the first attempt to dial until the job ends."""
@@ -324,7 +326,7 @@ class Member:
             await asyncio.sleep(max(0.0, pause_s - (time.monotonic() - dialled_s)))
             pause_s = min(1.0, pause_s * 1.5)
 
-    async def _close(self) -> None:
+    async def _say_goodbye(self) -> None:
         if self._relay is not None:
             await self._relay.close()
         if self._speaking is not None:
@@ -347,38 +349,5 @@ class Member:
         os.eventfd_write(self.fd, 1)
 
 
-class _Background:
-    """An asyncio loop in a thread of its own, from construction to `close`."""
-
-    def __init__(self, name: str) -> None:
-        self._ready = threading.Event()
-        self._thread = threading.Thread(target=asyncio.run, args=(self._run(),), name=name, daemon=True)
-        self._thread.start()
-        self._ready.wait()
-
-    async def _run(self) -> None:
-        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
-        self._ready.set()
-        await self._over.wait()
-
-    def start(self, work: Coroutine[Any, Any, object]) -> None:
-        """Begins `work` and does not wait for it."""
-        asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def do(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Carries out `work` and returns what it returns.
-
-        Raises:
-            TimeoutError: it took longer.
-        """
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
-
-    def call(self, function: Callable[[], object]) -> None:
-        """Calls a function in the loop's thread, soon."""
-        self._loop.call_soon_threadsafe(function)
-
-    def close(self) -> None:
-        """Cancels what is under way and ends the thread."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._over.set)
-            self._thread.join(5)
+def _order(message: Mapping[str, Any]) -> Order:
+    return Order(message["type"], str(message["reason"]), unharmed=bool(message.get("unharmed")))

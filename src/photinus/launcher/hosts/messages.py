@@ -1,7 +1,7 @@
 """What the hosts of a job say to each other: JSON objects, each behind its length. Nothing here can run code.
 
-Times travel as ages: the clocks of two hosts may differ by hours, and each reckons with its own alone. Each side sends
-a sign of life every BEAT_S, so silence tells of a link that is cut.
+Times travel beside the sender's time: the clocks of two hosts may differ by hours, and each reckons with its own alone.
+Each side sends a sign of life every BEAT_S, so silence tells of a link that is cut.
 """
 
 from __future__ import annotations
@@ -97,16 +97,8 @@ def retry_soon(writer: asyncio.StreamWriter, grace_s: float) -> None:
 
 
 def report_to_json(report: Report) -> dict[str, Any]:
-    """The report with ages in place of this host's times."""
-    now = time.monotonic()
-    deaths = []
-    for death in report.deaths:
-        fields = asdict(death)
-        fields["seen_at_s"] = now - death.seen_at_s
-        if death.raised is not None and death.raised.raised_at_s is not None:
-            fields["raised"]["raised_at_s"] = now - death.raised.raised_at_s
-        deaths.append(fields)
-    return {**asdict(report), "deaths": deaths}
+    """The report, with the time on this host's clock."""
+    return {**asdict(report), "now_s": time.monotonic()}
 
 
 def report_from_json(fields: Mapping[str, Any]) -> Report:
@@ -115,18 +107,19 @@ def report_from_json(fields: Mapping[str, Any]) -> Report:
     Raises:
         MessageError: fields are missing or of other types.
     """
-    now = time.monotonic()
     try:
+        report = dict(fields)
+        later_s = time.monotonic() - report.pop("now_s")
         deaths = []
-        for each in fields["deaths"]:
-            raised = each["raised"]
+        for death in report["deaths"]:
+            raised = death["raised"]
             if raised is not None:
-                at_s = None if raised["raised_at_s"] is None else now - raised["raised_at_s"]
+                at_s = None if raised["raised_at_s"] is None else raised["raised_at_s"] + later_s
                 chain = tuple((str(name), str(text)) for name, text in raised["chain"])
                 raised = Raised(**{**raised, "raised_at_s": at_s, "chain": chain})
-            own = {"seen_at_s": now - each["seen_at_s"], "raised": raised, "last_lines": tuple(each["last_lines"])}
-            deaths.append(Death(**{**each, **own}))
-        kills = {name: fields[name] and OomKills(**fields[name]) for name in ("oom_before", "oom_after")}
-        return Report(**{**fields, **kills, "deaths": tuple(deaths), "finished": tuple(fields["finished"])})
+            own = {"seen_at_s": death["seen_at_s"] + later_s, "raised": raised}
+            deaths.append(Death(**{**death, **own, "last_lines": tuple(death["last_lines"])}))
+        kills = {name: report[name] and OomKills(**report[name]) for name in ("oom_before", "oom_after")}
+        return Report(**{**report, **kills, "deaths": tuple(deaths), "finished": tuple(report["finished"])})
     except (KeyError, TypeError, ValueError) as error:
         raise MessageError(f"no report: {type(error).__name__}: {error}") from None
