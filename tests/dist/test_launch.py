@@ -203,7 +203,6 @@ def test_neither_a_rank_nor_a_file_outlives_the_process_that_launched(tmp_path: 
         assert time.monotonic() < deadline, "the ranks did not start"
         time.sleep(0.05)
     ranks = [int(file.read_text()) for file in files]
-    assert [path.name.startswith("photinus-launch-") for path in temporary.iterdir()].count(True) == 1
     process.send_signal(number)  # to this process alone, as a notebook's interrupt
     process.wait(timeout=30)
     while any(Path(f"/proc/{pid}").exists() for pid in ranks) or any(temporary.iterdir()):

@@ -10,35 +10,27 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import pickle
 import signal
 import subprocess
 import sys
-import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, BinaryIO, TypeVar
 
 import cloudpickle
 
 from .. import env
 from ..errors import LaunchError
 from ..world.launchers import read_scheduler
-from . import function
+from .function import read_answers
 from .workers.deaths import Raised
-from .workers.interrupts import block_signals
 
 __all__ = ["launch"]
 
 T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1
 _END_S = 10.0
-# A process of the owners may still write while the folder is being removed: then once more.
-_KEEPER = """cd /
-while read -r _; do :; done
-tries=0
-until rm -rf -- "$1" || [ $tries -ge 50 ]; do tries=$((tries+1)); sleep 0.1; done
-"""
 
 
 def launch(
@@ -87,18 +79,24 @@ def launch(
             f"open files, process groups, loggers with sockets) inside the function."
         ) from error
     _warn_of_cuda()
-    with _private_folder("photinus-launch-") as (folder, held):
-        (folder / function.PATH).write_text("\0".join(sys.path))
-        (folder / function.CALL).write_bytes(call)
+    with _memory_file("call") as given, _memory_file("answers") as answers:
+        pickle.dump(sys.path, given)
+        given.write(call)
+        given.flush()
         command = [sys.executable, "-m", "photinus", "run", "--standalone", "--nproc-per-node", str(nprocs)]
         command += ["--max-restarts", str(max_restarts), *(["--cpu"] if cpu else [])]
         command += ["--oversubscribe"] if oversubscribe else []
-        command += ["-m", "photinus.launcher.function", str(folder)]
-        code = _run(command, held)
-        if code != 0:
-            raise LaunchError(_first_error(folder, code), exit_code=code)
-        ranks = sorted(int(path.suffix[1:]) for path in folder.glob(function.RESULT.format("*")))
-        return [cloudpickle.loads((folder / function.RESULT.format(rank)).read_bytes()) for rank in ranks]
+        command += ["-m", "photinus.launcher.function"]
+        command += [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (given, answers)]
+        code = _run(command)
+        told = read_answers(answers)
+    if code != 0:
+        raise LaunchError(_first_error(told, code), exit_code=code)
+    return [cloudpickle.loads(data) for kind, data in told.values() if kind == "result"]
+
+
+def _memory_file(what: str) -> BinaryIO:
+    return open(os.memfd_create(f"photinus-launch-{what}"), "w+b")
 
 
 def _check(main: object, nprocs: int | str, max_restarts: int) -> None:
@@ -138,8 +136,8 @@ def _warn_of_cuda() -> None:
         )
 
 
-def _run(command: list[str], held: int) -> int:
-    """Runs the launcher with its output where this process's goes, and ends it with us; it holds `held` like us."""
+def _run(command: list[str]) -> int:
+    """Runs the launcher with its output where this process's goes, and ends it with us."""
     # A notebook's sys.stdout is no file: what the launcher writes has to be carried there.
     carried = not (_is_file(sys.stdout, 1) and _is_file(sys.stderr, 2))
     sys.stdout.flush()
@@ -150,7 +148,6 @@ def _run(command: list[str], held: int) -> int:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE if carried else None,
         stderr=subprocess.STDOUT if carried else None,
-        pass_fds=[held],
         # The launcher ends in order, with all its ranks, when this process is killed.
         preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),
     )
@@ -185,52 +182,14 @@ def _is_file(stream: Any, number: int) -> bool:
         return False
 
 
-def _first_error(folder: Path, code: int) -> str:
+def _first_error(told: Mapping[int, tuple[str, bytes]], code: int) -> str:
     """The earliest failure that a rank could write down and that is not only another's consequence, if there is one."""
     found = []
-    for path in folder.glob("error.*"):
-        raised = Raised.from_json(path.read_text())
+    for rank, (kind, data) in told.items():
+        raised = Raised.from_json(data.decode()) if kind == "error" else None
         if raised is not None and raised.raised_at_s is not None:
-            found.append((raised.lost_a_peer, raised.raised_at_s, path.suffix[1:], raised.traceback))
+            found.append((raised.lost_a_peer, raised.raised_at_s, rank, raised.traceback))
     if not found:
         return f"the job failed with exit code {code}; what the ranks said is above"
     *_, rank, text = min(found)
     return f"rank {rank} failed with {text} (exit code {code}; its traceback is above)"
-
-
-@contextlib.contextmanager
-def _private_folder(prefix: str) -> Iterator[tuple[Path, int]]:
-    """A new folder that only this user can enter, and a file descriptor: the folder lasts while a process holds it.
-
-    The descriptor is closed in processes that are started, unless it is passed on (`pass_fds`). At the end of the block
-    the folder is removed, whoever holds it.
-
-    `tempfile.TemporaryDirectory` leaves its folder when the process is killed by SIGKILL. Here a shell in a session of
-    its own waits at a pipe for its end, which comes when nobody holds the pipe any more, and then removes the folder.
-    """
-    with tempfile.TemporaryDirectory(prefix=prefix) as name:
-        reading, writing = os.pipe()
-        try:
-            keeper = _start_keeper(name, reading)
-        finally:
-            os.close(reading)
-        try:
-            yield Path(name), writing
-        finally:
-            os.close(writing)
-            if keeper is not None:
-                keeper.kill()  # the rest is ours to do
-                keeper.wait()
-
-
-def _start_keeper(name: str, reading: int) -> subprocess.Popen[bytes] | None:
-    """None where there is no shell (a container that holds nothing but Python): only SIGKILL then leaves the folder."""
-    with contextlib.suppress(FileNotFoundError), block_signals():
-        return subprocess.Popen(
-            ["/bin/sh", "-c", _KEEPER, "photinus-keeper", name],
-            stdin=reading,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    return None

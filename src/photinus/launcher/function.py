@@ -1,45 +1,65 @@
-"""Runs one rank of `photinus.launch`: python -m photinus.launcher.function FOLDER
+"""Runs one rank of `photinus.launch`: python -m photinus.launcher.function CALL ANSWERS
 
-FOLDER, private to the job, holds the call (function and arguments, pickled by value) and gets what each rank returned.
+Both are memory files of the process that launched, so that nothing is left behind, however that ends. CALL holds its
+sys.path and the call, function and arguments pickled by value; ANSWERS gets what each rank returned, or how it failed.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pickle
 import sys
 import time
 import traceback
-from pathlib import Path
+from typing import BinaryIO
 
 import cloudpickle
 
 from .workers.worker import describe
 
-__all__ = ["CALL", "ERROR", "PATH", "RESULT"]
+__all__ = ["read_answers"]
 
-PATH, CALL, RESULT, ERROR = "path", "call", "result.{}", "error.{}"
-"""Names in the folder: sys.path of the caller, the call, and per rank what it returned, or how it failed."""
+_END_BYTES = 8  # where the last whole answer ends stands first: of a rank that is killed, no half is read
 
 
-def main(folder: Path) -> None:
+def read_answers(answers: BinaryIO) -> dict[int, tuple[str, bytes]]:
+    """The last answer of each rank, in rank order: ("result", pickled), ("error", JSON), or ("begun", nothing)."""
+    answers.seek(0)
+    end, found = int.from_bytes(answers.read(_END_BYTES), "little"), {}
+    while answers.tell() < end:
+        rank, kind, data = pickle.load(answers)
+        found[rank] = (kind, data)
+    return dict(sorted(found.items()))
+
+
+def _answer(path: str, kind: str, data: bytes = b"") -> None:
+    with open(path, "r+b") as answers:
+        fcntl.flock(answers, fcntl.LOCK_EX)
+        answers.seek(int.from_bytes(answers.read(_END_BYTES), "little") or _END_BYTES)
+        pickle.dump((int(os.environ["RANK"]), kind, data), answers)
+        end = answers.tell()
+        answers.flush()
+        answers.seek(0)
+        answers.write(end.to_bytes(_END_BYTES, "little"))
+
+
+def main(call: str, answers: str) -> None:
     """Calls the function and keeps what it returns."""
-    rank = os.environ["RANK"]
-    sys.path[:] = (folder / PATH).read_text().split("\0")
-    for old in (RESULT, ERROR):
-        (folder / old.format(rank)).unlink(missing_ok=True)  # of an attempt before this one
-    function, arguments, keywords = cloudpickle.loads((folder / CALL).read_bytes())
+    _answer(answers, "begun")  # takes the place of what an attempt before this one said
+    with open(call, "rb") as file:
+        sys.path[:] = pickle.load(file)
+        function, arguments, keywords = cloudpickle.load(file)
     try:
         value = function(*arguments, **keywords)
         pickled = cloudpickle.dumps(value)
     except BaseException as error:
         text = "".join(traceback.format_exception_only(type(error), error)).strip()
-        (folder / ERROR.format(rank)).write_text(json.dumps(describe(error, text, 1, time.monotonic())))
+        _answer(answers, "error", json.dumps(describe(error, text, 1, time.monotonic())).encode())
         raise
-    unfinished = folder / f"unfinished.{rank}"
-    unfinished.write_bytes(pickled)
-    unfinished.rename(folder / RESULT.format(rank))  # whole or not at all
+    _answer(answers, "result", pickled)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(*sys.argv[1:])

@@ -73,7 +73,7 @@ def _check_environment() -> None:
 
 def _record(arguments: Sequence[str], program: Program) -> None:
     """Puts what was typed into the environment, from where it gets into the run's config.json."""
-    if program.target == _FUNCTION:  # of photinus.launch: the call is in a folder that goes with it
+    if program.target == _FUNCTION:  # of photinus.launch: the call goes with the process that made it
         return
     if env.STARTED_AS.get() is not None and env.LAUNCH.get() is not None:
         return  # typed on another host, for all of them
