@@ -86,16 +86,6 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         UsageError: no folder is named, it holds something or cannot be written, or there is no such template.
     """
-    folder, name = _parse(arguments)
-    template = TEMPLATES[name]
-    _check_empty(folder)
-    files = _write(folder, template)
-    print(_summary(folder, name, template, files))
-    return 0
-
-
-def _parse(arguments: Sequence[str]) -> tuple[Path, str]:
-    """(folder, template)"""
     values = parser().parse(arguments)
     folders, name = values.folders, values.template
     if not folders or not folders[0]:
@@ -105,7 +95,10 @@ def _parse(arguments: Sequence[str]) -> tuple[Path, str]:
     if name not in TEMPLATES:
         *most, last = TEMPLATES
         raise UsageError(f"there is no template {name}, but {', '.join(most)} and {last}.{hint(name, TEMPLATES)}")
-    return Path(folders[0]), name
+    folder, template = Path(folders[0]), TEMPLATES[name]
+    _check_empty(folder)
+    print(_summary(folder, template, _write(folder, template)))
+    return 0
 
 
 def _check_empty(folder: Path) -> None:
@@ -151,15 +144,10 @@ def _write(folder: Path, template: Template) -> list[str]:
             with contextlib.suppress(OSError):
                 path.rmdir()
         raise UsageError(f"{folder} cannot be written: {error.strerror} ({error.filename}).") from error
-    return sorted(sources, key=_reading_order)
+    return [name for name in _MEANINGS if name in sources] + sorted(sources.keys() - _MEANINGS)
 
 
-def _reading_order(name: str) -> tuple[int, str]:
-    first = ("train.py", "model.py", "data.py", "config.ini", "options.py", "test_train.py", "README.md")
-    return (first.index(name) if name in first else len(first), name)
-
-
-_MEANINGS = {
+_MEANINGS = {  # in the order in which one reads them
     "train.py": "the training",
     "model.py": "the network",
     "data.py": "where the data comes from",
@@ -170,7 +158,7 @@ _MEANINGS = {
 }
 
 
-def _summary(folder: Path, name: str, template: Template, files: Sequence[str]) -> str:
+def _summary(folder: Path, template: Template, files: Sequence[str]) -> str:
     missing = [package for module, package in template.needs if importlib.util.find_spec(module) is None]
     lines = [f"made {folder}: {template.meaning}", ""]
     lines += [f"  {file:<16}{_MEANINGS.get(file, '')}".rstrip() for file in files]

@@ -157,7 +157,7 @@ async def dial(address: str, port: int, key: bytes, purpose: str) -> tuple[async
         except HandshakeError as error:
             writer.close()
             if time.monotonic() - begun_s > _STRANGER_S:
-                raise LaunchError(_stranger(address, port, error), exit_code=1) from None
+                raise LaunchError(_stranger(address, port, error)) from None
         await asyncio.sleep(_PAUSE_S)
 
 

@@ -327,21 +327,14 @@ def start_leader(
 
 
 async def _lead() -> None:
-    loop = asyncio.get_running_loop()
-    line = b""
-    while not line.endswith(b"\n"):
-        part = os.read(0, 4096)
-        if not part:
-            return  # the launcher ended before it had said what to do
-        line += part
+    line = sys.stdin.readline()
+    if not line.endswith("\n"):
+        return  # the launcher ended before it had said what to do
     words = json.loads(line)
     rules = membership.Membership(**words["rules"])
     leader = Leader(bytes.fromhex(words["key"]), rules, max_restarts=words["max_restarts"], job_id=words["job_id"])
     await leader.open(socket.socket(fileno=words["fd"]))
-    over = asyncio.Event()
-    loop.add_reader(0, over.set)
-    await over.wait()
-    loop.remove_reader(0)
+    await asyncio.to_thread(sys.stdin.read)  # to its end
     await leader.close()
 
 

@@ -262,14 +262,14 @@ class Member:
         """
         lost = f"the host that leads the job ({self._address} port {self._port}) was lost: {why}"
         if self.leads or not self._comes_back:
-            raise LaunchError(lost, exit_code=1)
+            raise LaunchError(lost)
         if silent:
             self._forget(lost)
             return await self._dial(again=True)
         try:  # it may have lost us first
             connection = await dial(self._address, self._port, self._key, "host")
         except (OSError, asyncio.TimeoutError, LaunchError):
-            raise LaunchError(lost, exit_code=1) from None
+            raise LaunchError(lost) from None
         self._forget(lost)
         return connection
 
@@ -310,15 +310,12 @@ class Member:
             except OSError as error:  # refused, unreachable, or a name that does not resolve (yet)
                 why = (os.strerror(error.errno) if error.errno is not None and error.errno > 0 else str(error)).lower()
                 if again and isinstance(error, ConnectionRefusedError):
-                    raise LaunchError(
-                        f"the host that leads the job has ended it: {where}: {why}", exit_code=1
-                    ) from None
+                    raise LaunchError(f"the host that leads the job has ended it: {where}: {why}") from None
             waited_s = time.monotonic() - begun_s
             if waited_s > self._join_timeout_s:
                 raise LaunchError(
                     f"the host that leads the job was not there within {self._join_timeout_s:g} s: {where}: {why}. Is "
                     f"the command running there, and are --master-addr and --master-port the same on every host?",
-                    exit_code=1,
                 )
             if waited_s > _SAY_AFTER_S and not said:
                 said = True

@@ -27,10 +27,7 @@ def cpu_quota_cores(root: Path = Path("/")) -> float | None:
         version_2 = text_of(folder / "cpu.max").split()
         if len(version_2) == 2 and version_2[0] != "max":
             quotas.append(int(version_2[0]) / int(version_2[1]))
-        quota_us, period_us = (
-            text_of(folder / "cpu.cfs_quota_us"),
-            text_of(folder / "cpu.cfs_period_us"),
-        )
+        quota_us, period_us = (text_of(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
         if quota_us and period_us and int(quota_us) > 0:
             quotas.append(int(quota_us) / int(period_us))
     return min(quotas, default=None)
@@ -40,11 +37,8 @@ def memory_limit(root: Path = Path("/")) -> int | None:
     """The tightest memory limit of this control group and those around it, in bytes; None when there is none."""
     limits = []
     for folder in _folders("memory", root):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            text = text_of(folder / name).strip()
-            if text.isdigit() and int(text) < _NO_LIMIT:
-                limits.append(int(text))
-    return min(limits, default=None)
+        limits += [_limit_bytes(folder / name) for name in ("memory.max", "memory.limit_in_bytes")]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def oom_kills(root: Path = Path("/")) -> OomKills | None:
@@ -58,9 +52,7 @@ def oom_kills(root: Path = Path("/")) -> OomKills | None:
         for name, limit in (("memory.events", "memory.max"), ("memory.oom_control", "memory.limit_in_bytes")):
             count = _field(text_of(own / name), "oom_kill")
             if count is not None:
-                text = text_of(own / limit).strip()
-                limit_bytes = int(text) if text.isdigit() and int(text) < _NO_LIMIT else None
-                return OomKills(count, "this control group", limit_bytes)
+                return OomKills(count, "this control group", _limit_bytes(own / limit))
     count = _field(text_of(root / "proc/vmstat"), "oom_kill")
     return None if count is None else OomKills(count, "this machine")
 
@@ -93,6 +85,11 @@ def _mounts(root: Path) -> Iterator[tuple[str, list[str], str, str]]:
         fields, rest = before.split(), after.split()
         if len(fields) >= 5 and len(rest) >= 3 and rest[0].startswith("cgroup"):
             yield rest[0], rest[2].split(","), fields[3], fields[4]
+
+
+def _limit_bytes(path: Path) -> int | None:
+    text = text_of(path).strip()
+    return int(text) if text.isdigit() and int(text) < _NO_LIMIT else None
 
 
 def _field(text: str, name: str) -> int | None:

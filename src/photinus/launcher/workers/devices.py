@@ -136,25 +136,18 @@ def choose_worker_count(
                 f"({_MOST_PER_CORE * cores()} here) only take turns: if they are meant, add --oversubscribe."
             )
         return WorkerCount(wanted)
-    if wanted == "gpu":
-        present = gpus()
-        if present == 0:
-            hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-            raise DeviceError(
-                "--nproc-per-node gpu asks for one worker per GPU, but torch sees 0 GPUs here"
-                + (f" (CUDA_VISIBLE_DEVICES={hidden!r})" if hidden is not None else "")
-                + f". Give a number, or cpu for one worker per usable core ({cores()} here)."
-            )
-        return _per_gpu(present, ranks_per_gpu)
-    if wanted == "auto" and not cpu_only:
-        present = gpus()
-        if present > 0:
-            return _per_gpu(present, ranks_per_gpu)
-        return WorkerCount(cores(), "one per usable core; torch sees no GPU here")
-    if wanted not in ("auto", "cpu"):
+    if wanted not in ("auto", "gpu", "cpu"):
         raise ValueError(f"wanted={wanted!r} is neither a number nor auto, gpu or cpu")
-    return WorkerCount(cores(), "one per usable core")
-
-
-def _per_gpu(present: int, ranks_per_gpu: int) -> WorkerCount:
-    return WorkerCount(present * ranks_per_gpu, "one per GPU" if ranks_per_gpu == 1 else f"{ranks_per_gpu} per GPU")
+    asked = wanted == "gpu" or (wanted == "auto" and not cpu_only)
+    present = gpus() if asked else 0
+    if present > 0:
+        why = "one per GPU" if ranks_per_gpu == 1 else f"{ranks_per_gpu} per GPU"
+        return WorkerCount(present * ranks_per_gpu, why)
+    if wanted == "gpu":
+        hidden = os.environ.get(VISIBLE)
+        raise DeviceError(
+            "--nproc-per-node gpu asks for one worker per GPU, but torch sees 0 GPUs here"
+            + (f" ({VISIBLE}={hidden!r})" if hidden is not None else "")
+            + f". Give a number, or cpu for one worker per usable core ({cores()} here)."
+        )
+    return WorkerCount(cores(), "one per usable core" + ("; torch sees no GPU here" if asked else ""))

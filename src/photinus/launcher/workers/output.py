@@ -230,9 +230,7 @@ class Output:
             stream.file, stream.shown = None, True  # rather too much on the terminal than something lost
         if stream.shown and stream.prefix is None:
             if stream.terminal:
-                self._copy_size(
-                    stream.target, reading
-                )  # it may have changed; bars ask for it with each state they draw
+                self._copy_size(stream.target, reading)  # may have changed; bars ask with each state they draw
             self._write(stream.target, piece, clear=False)
         *lines, rest = (stream.pending + piece).split(b"\n")
         # Of a progress bar keep the last state; of an endless line, give out what there is.
@@ -253,12 +251,10 @@ class Output:
         if stream.shown and stream.prefix is not None:
             self._write(stream.target, b"".join(stream.prefix + line + b"\n" for line in lines))
 
-    def _finish(self, reading: int, stream: _Stream | None) -> None:
+    def _finish(self, reading: int, stream: _Stream) -> None:
         assert self._selector is not None
         self._selector.unregister(reading)
         os.close(reading)
-        if stream is None:
-            return
         if _last_state(stream.pending):
             self._give_out(stream, [_last_state(stream.pending)])
         if stream.file is not None:

@@ -41,9 +41,8 @@ def listen(address: str, port: int) -> socket.socket:
             raise PortTakenError(
                 f"port {port} of {address} is taken by {holder_of(port)}. Give another with --master-port (the same on "
                 f"every host), or end that process.",
-                exit_code=1,
             ) from None
-        raise LaunchError(f"cannot listen on {address} port {port}: {error.strerror}", exit_code=1) from None
+        raise LaunchError(f"cannot listen on {address} port {port}: {error.strerror}") from None
     return listener
 
 

@@ -83,7 +83,6 @@ class StoreProcess:
             raise LaunchError(
                 f"the process that holds the workers' store (pid {self._process.pid}) ended with exit code "
                 f"{self._process.returncode}: was it killed, or does `import torch` fail in {sys.executable}?",
-                exit_code=1,
             )
 
     def close(self) -> None:
