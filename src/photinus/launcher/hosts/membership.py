@@ -167,8 +167,7 @@ class Membership:
 
     def ready(self, key: int, now_s: float) -> list[Act]:
         """A host has no workers running (any more), and waits for the next attempt."""
-        runs = any(peer.key == key for peer in self._running)
-        if self.state == "running" and runs:
+        if self.state == "running" and self._runs(key):
             return []  # said twice
         self._ready.add(key)
         if self.state == "gathering":
@@ -179,7 +178,7 @@ class Membership:
 
     def fail(self, key: int, report: Report, now_s: float) -> list[Act]:
         """A worker of this host failed, or it was asked to stop and report: how its workers ended."""
-        if self.state not in ("running", "settling") or not any(peer.key == key for peer in self._running):
+        if self.state not in ("running", "settling") or not self._runs(key):
             return []
         first = self.state == "running"
         self.state = "settling"
@@ -202,7 +201,7 @@ class Membership:
             return []
         self._order.remove(key)
         self._ready.discard(key)
-        was_running = any(each.key == key for each in self._running)
+        was_running = self._runs(key)
         if self.state == "ended":
             return []
         if self.state == "running" and was_running and key not in self._finished:
@@ -305,6 +304,9 @@ class Membership:
         self._said_s = now_s
         left_s = self.join_timeout_s - (now_s - self._since_s)
         return [Say(f"waiting for {self._wanted()}, {left_s:.0f} s more at most; here: {self._names()}")]
+
+    def _runs(self, key: int) -> bool:
+        return any(peer.key == key for peer in self._running)
 
     def _wanted(self) -> str:
         return f"{self.least} host{'s' * (self.least > 1)}"

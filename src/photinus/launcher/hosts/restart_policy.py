@@ -112,34 +112,23 @@ class Verdict:
 
 
 class RestartPolicy:
-    """Knows the failures of a job so far."""
+    """Knows the failures of a job so far. `restarts` is the number of restarts ordered."""
 
     def __init__(self, max_restarts: int) -> None:
         self._max_restarts = max_restarts
-        self._restarts = 0
+        self.restarts = 0
         self._quick_failures = 0
         self._quick_suspensions = 0
         self._attempts: list[Attempt] = []
 
-    @property
-    def restarts(self) -> int:
-        """Number of restarts ordered so far."""
-        return self._restarts
-
     def spend_restart(self) -> str:
-        """Takes one of the restarts for a host that was lost: "restart 1 of 3", or "" when none is left."""
-        if self._restarts >= self._max_restarts:
+        """Takes one of the restarts: "restart 1 of 3", or "" when none is left."""
+        if self.restarts >= self._max_restarts:
             return ""
-        self._restarts += 1
-        return f"restart {self._restarts} of {self._max_restarts}"
+        self.restarts += 1
+        return f"restart {self.restarts} of {self._max_restarts}"
 
-    def decide(
-        self,
-        reports: Sequence[Report],
-        *,
-        world_size: int,
-        attempt: int,
-    ) -> Verdict:
+    def decide(self, reports: Sequence[Report], *, world_size: int, attempt: int) -> Verdict:
         """Finds the first cause among the deaths that all hosts report (at least one) and decides."""
         deaths = [death for report in reports for death in report.deaths]
         cause = first_cause(deaths)
@@ -152,15 +141,13 @@ class RestartPolicy:
         # Attempts that ended because hosts came or went were judged by nobody.
         why_not = reason_to_stop(now, earlier, unknown=attempt > len(earlier))
         again = bool(earlier) and signature(cause) == signature(earlier[-1].cause)
-        restart = why_not is None and self._restarts < self._max_restarts
+        restart = self.spend_restart() if why_not is None else ""
         delay_s = backoff_s(self._quick_failures) if restart else 0.0
         if restart:
-            self._restarts += 1
             workers = f"all {world_size} workers" if world_size > 1 else "the worker"
             saved = max(report.saved for report in reports)
             place = f" from the checkpoint of step {saved}" if saved >= 0 else ""
-            count = f"(restart {self._restarts} of {self._max_restarts})"
-            next_step = f"restarting {workers}{place} {count}" + (f" in {delay_s:.0f} s" if delay_s else "")
+            next_step = f"restarting {workers}{place} ({restart})" + (f" in {delay_s:.0f} s" if delay_s else "")
         elif why_not is not None:
             next_step = f"not restarting: {why_not}"
         elif self._max_restarts == 0:
@@ -175,11 +162,11 @@ class RestartPolicy:
             next_step=next_step,
             oom_before=of_cause.oom_before,
             oom_after=of_cause.oom_after,
-            seen_before=again and restart,
+            seen_before=again and restart != "",
         )
         head = next(line for line in text.splitlines() if line.startswith("photinus: "))
         short = f"{head} (host {cause.host})\nphotinus: {next_step}\n"
-        return Verdict(restart, delay_s, cause.rank, cause.host, exit_code_of(cause), text, short)
+        return Verdict(restart != "", delay_s, cause.rank, cause.host, exit_code_of(cause), text, short)
 
     def _after_suspension(self, cause: Death, deaths: Sequence[Death], world_size: int) -> Verdict:
         """Another attempt, which costs none of the restarts; but workers that suspend at once again are slowed down."""

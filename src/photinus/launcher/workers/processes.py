@@ -85,6 +85,11 @@ class _Worker:
         record = self.record()
         return record is not None and record.raised_at_s is not None
 
+    def ask(self, number: signal.Signals) -> None:
+        """Sends a signal, and makes a stopped process (SIGSTOP) go on, so that it can act upon it."""
+        for each in (number, signal.SIGCONT):
+            signal.pidfd_send_signal(self.pidfd, each)
+
     def hears(self, letters: str) -> bool:
         """Whether the letter of its status is one of these (see status.py)."""
         return self.last_status().letter in letters
@@ -186,8 +191,7 @@ class Processes:
         for worker in self._workers:
             if worker.status is None:
                 worker.asked_to_leave = True
-                for number in (signal.SIGTERM, signal.SIGCONT):
-                    signal.pidfd_send_signal(worker.pidfd, number)
+                worker.ask(signal.SIGTERM)
         while self.any_running() and time.monotonic() < deadline and not self._interrupts.impatient:
             self.wait(min(0.1, deadline - time.monotonic()))
             if any(worker.status not in (None, 0) and not worker.has_suspended() for worker in self._workers):
@@ -248,8 +252,7 @@ class Processes:
                     ask_it = signal.SIGKILL
                 elif asked:
                     continue
-                for number in (ask_it, signal.SIGCONT):
-                    signal.pidfd_send_signal(worker.pidfd, number)
+                worker.ask(ask_it)
         while self.any_running() and time.monotonic() < deadline and not self._interrupts.impatient:
             self.wait(min(0.1, deadline - time.monotonic()))
         self._kill_groups()
