@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_map
 from photinus.backend import cuda
 from tests.fork_server import REPOSITORY
 
-__all__ = ["FakeGpu", "RealGpu", "library"]
+__all__ = ["FakeGpu", "RealGpu", "library", "tensor_without_driver"]
 
 _LIMIT_S = 20.0
 
@@ -237,13 +237,17 @@ def _storage(tensor: Tensor) -> int:
     return 0 if tensor.layout is not torch.strided else tensor.untyped_storage().data_ptr()
 
 
-class FakeCudaTensor(Tensor):
-    """See the module."""
+class _NamedCudaTensor(Tensor):
+    """A CPU tensor that says it is on cuda:0, and no more."""
 
     is_cpu = False  # type: ignore[assignment]
     is_cuda = True  # type: ignore[assignment]
     device = DEVICE  # type: ignore[assignment]
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+class FakeCudaTensor(_NamedCudaTensor):
+    """See the module."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
@@ -276,6 +280,11 @@ class _OtherGpuTensor(FakeCudaTensor):
     """One that says it is on another GPU."""
 
     device = torch.device("cuda", 1)  # type: ignore[assignment]
+
+
+def tensor_without_driver(values: Tensor) -> Tensor:
+    """The values as a tensor that says it is on cuda:0, where there is no driver: for calls that are refused."""
+    return torch.Tensor._make_subclass(_NamedCudaTensor, values)
 
 
 class FakeGpu:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from tests.dist.cuda_cases import LAYOUTS
 from tests.fake_cuda import library
 from tests.rank_pool import RankPool
-from tests.ranks import run_ranks, values
 
 SLOW_COPIES = " ".join(f"lasts=cuMemcpy{way}Async:{n}:5" for way in ("HtoD", "DtoH") for n in range(1, 300))
 
@@ -81,29 +80,6 @@ def test_wrong_calls_are_refused_and_the_group_goes_on(pool: RankPool) -> None:
         if pool.world_size > 1:
             assert said["ranks differ"].startswith("MismatchError")
         assert said["afterwards"] == "True"
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver here")
-def test_without_a_driver_it_is_said_and_cpu_tensors_go_on() -> None:
-    for said, total in values(run_ranks(f"{__name__}:_without_driver", world_size=2, backend="photinus")):
-        assert said.startswith("OSError")
-        assert "libcuda.so.1" in said
-        assert total == 3.0
-
-
-def _without_driver(rank: int, world_size: int) -> tuple[str, float]:
-    class Elsewhere(torch.Tensor):
-        is_cpu, is_cuda, device = False, True, torch.device("cuda", 0)
-        __torch_function__ = torch._C._disabled_torch_function_impl
-
-    try:
-        dist.all_reduce(torch.Tensor._make_subclass(Elsewhere, torch.ones(2)))
-        said = "nothing"
-    except OSError as error:
-        said = f"{type(error).__name__}: {error}"
-    tensor = torch.tensor([rank + 1.0])
-    dist.all_reduce(tensor)
-    return said, tensor.item()
 
 
 @pytest.mark.parametrize(

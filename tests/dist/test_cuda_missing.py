@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from photinus import engine
 from photinus.backend import cuda
-from tests.fake_cuda import library
+from tests.fake_cuda import library, tensor_without_driver
 from tests.ranks import run_ranks, values
 
 MISSING = {
@@ -54,6 +55,14 @@ def _ask(words: str, gpu: int) -> str:
         return f"{type(error).__name__}: {error}"
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver here")
+def test_without_a_driver_it_is_said_and_cpu_tensors_go_on() -> None:
+    for said, total in values(run_ranks(f"{__name__}:_without_driver", world_size=2, backend="photinus")):
+        assert said.startswith("OSError")
+        assert "libcuda.so.1" in said
+        assert total == 3.0
+
+
 def test_tensors_of_a_torch_for_rocm_are_refused_before_a_driver_is_looked_for_and_cpu_tensors_go_on() -> None:
     for said, total in values(run_ranks(f"{__name__}:_with_rocm", world_size=2, backend="photinus")):
         assert said.startswith("OSError: this build of torch is for ROCm 7.1, AMD's")
@@ -62,13 +71,13 @@ def test_tensors_of_a_torch_for_rocm_are_refused_before_a_driver_is_looked_for_a
 
 
 def _with_rocm(rank: int, world_size: int) -> tuple[str, float]:
-    class Elsewhere(torch.Tensor):
-        is_cpu, is_cuda, device = False, True, torch.device("cuda", 0)
-        __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
     cuda.ROCM = "7.1"
+    return _without_driver(rank, world_size)
+
+
+def _without_driver(rank: int, world_size: int) -> tuple[str, float]:
     try:
-        dist.all_reduce(torch.Tensor._make_subclass(Elsewhere, torch.ones(2)))
+        dist.all_reduce(tensor_without_driver(torch.ones(2)))
         said = "nothing"
     except OSError as error:
         said = f"{type(error).__name__}: {error}"
