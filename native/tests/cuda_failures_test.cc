@@ -37,26 +37,37 @@ void begin_messages(Communicator& communicator, const GpuRank& seat, Begun& begu
   for (const MessageCall& message : {out, in}) begun.works.push_back(communicator.submit(message));
 }
 
-void begin(Operation operation, bool asynchronous, Communicator& communicator, const GpuRank& seat,
+// `by_parts`: all_gather of tensors of different sizes.
+struct Tried {
+  Operation operation;
+  bool by_parts = takes_parts(operation);
+};
+
+void begin(const Tried& tried, bool asynchronous, Communicator& communicator, const GpuRank& seat,
            Begun& begun) {
+  const Operation operation = tried.operation;
   if (operation == Operation::send) return begin_messages(communicator, seat, begun);
   const uint32_t me = communicator.rank(), ranks = communicator.world_size(), root = ranks - 1;
   Submission given;
   given.call = {operation, Dtype::int32, Reduction::sum, root, kElems};
   given.timeout_s = 20;
   given.asynchronous = asynchronous;
-  if (takes_parts(operation)) {
+  if (operation == Operation::barrier) {
     given.call.elems = 0;
+  } else if (tried.by_parts) {
+    given.call.elems = 0;
+    const bool gathers = operation == Operation::all_gather;
     auto content = [&](uint32_t from, uint32_t to) {
       const bool goes = operation == Operation::gather    ? to == root
                         : operation == Operation::scatter ? from == root
                                                           : true;
-      return ints(goes ? kElems + from * 7 + to : 0, int(from * 100 + to));
+      return ints(goes ? kElems + from * 7 + (gathers ? 0 : to) : 0, int(from * 100 + (gathers ? 0 : to)));
     };
+    std::byte* const whole = gathers ? seat.tensor(content(me, me)) : nullptr;  // the same to everybody
     for (uint32_t peer = 0; peer < ranks; ++peer) {
       const Bytes out = content(me, peer), in = content(peer, me);
       std::byte* const to = seat.tensor(Bytes(in.size()));
-      given.send_parts.push_back({seat.tensor(out), out.size() / 4});
+      given.send_parts.push_back({gathers ? whole : seat.tensor(out), out.size() / 4});
       given.recv_parts.push_back({to, in.size() / 4});
       begun.expected.push_back({to, in});
     }
@@ -80,7 +91,7 @@ void begin(Operation operation, bool asynchronous, Communicator& communicator, c
 // error its result is right.
 class Trial {
  public:
-  Trial(Operation operation, uint32_t ranks, const std::string& words, bool asynchronous) {
+  Trial(const Tried& tried, uint32_t ranks, const std::string& words, bool asynchronous) {
     set_listener([this](const std::string& line) { note(said, line); });
     fake().configure(words);
     {
@@ -90,12 +101,13 @@ class Trial {
       std::latch all_have_met(ranks);
       auto body = [&](Communicator& communicator) {
         all_have_met.arrive_and_wait();
-        run(operation, asynchronous, communicator, *seats[communicator.rank()]);
+        run(tried, asynchronous, communicator, *seats[communicator.rank()]);
       };
       run_ranks(ranks, body, 60, {}, {}, [](Communicator::Options& options) {
         options.device_sizes = kSmallRings;
         options.levels.emplace();
       });
+      during = fake().calls();
     }
     after = fake().calls();
     CHECK(fake().alive().empty());
@@ -109,14 +121,14 @@ class Trial {
   }
 
   std::vector<std::string> errors, said;
-  std::map<std::string, uint64_t> before, after;
+  std::map<std::string, uint64_t> before, during, after;  // calls: ranks have a GPU; are done; let it go
 
  private:
   void note(std::vector<std::string>& list, const std::string& what) {
     std::lock_guard lock(mutex_);
     list.push_back(what);
   }
-  void run(Operation operation, bool asynchronous, Communicator& communicator, const GpuRank& seat) {
+  void run(const Tried& tried, bool asynchronous, Communicator& communicator, const GpuRank& seat) {
     Begun begun;
     bool is_good = true;
     auto attempt = [&](auto&& what) {
@@ -127,7 +139,7 @@ class Trial {
         note(errors, error.what());
       }
     };
-    attempt([&] { begin(operation, asynchronous, communicator, seat, begun); });
+    attempt([&] { begin(tried, asynchronous, communicator, seat, begun); });
     for (const auto& work : begun.works) {
       attempt([&] {
         work->wait();
@@ -149,9 +161,11 @@ class Trial {
 TEST_ANY_HOSTS(each_driver_call_that_fails_once_ends_the_call_on_all_ranks) {
   uint64_t turn = 0, tried = 0;
   for (const uint32_t ranks : {2u, 3u})
-    for (const Operation operation : {Operation::all_reduce, Operation::reduce, Operation::reduce_scatter,
-                                      Operation::all_gather, Operation::broadcast, Operation::all_to_all,
-                                      Operation::gather, Operation::scatter, Operation::send}) {
+    for (const Tried& operation :
+         {Tried{Operation::all_reduce}, Tried{Operation::reduce}, Tried{Operation::reduce_scatter},
+          Tried{Operation::all_gather}, Tried{Operation::all_gather, true}, Tried{Operation::broadcast},
+          Tried{Operation::all_to_all}, Tried{Operation::gather}, Tried{Operation::scatter},
+          Tried{Operation::send}}) {
       if (layout() && ranks == 2) continue;  // who are on one host
       const Trial good(operation, ranks, "", true);
       CHECK(good.errors.empty());
@@ -181,6 +195,12 @@ TEST_ANY_HOSTS(each_driver_call_that_fails_once_ends_the_call_on_all_ranks) {
       }
     }
   CHECK(tried > 20);
+}
+
+TEST_ANY_HOSTS(a_barrier_of_ranks_with_gpus_makes_no_driver_call) {
+  const Trial barrier({Operation::barrier}, 3, "", true), reduce({Operation::all_reduce}, 3, "", true);
+  CHECK(barrier.errors.empty() && barrier.during == barrier.before);
+  CHECK(reduce.errors.empty() && reduce.during != reduce.before);
 }
 
 TEST(the_fault_of_a_kernel_and_a_copy_that_never_ends_end_the_call_on_all_ranks) {

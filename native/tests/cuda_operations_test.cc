@@ -1,6 +1,9 @@
 // Operations on tensors in a GPU's memory, over the driver that is none: the bits of the CPU path, and order
 // among streams.
+#include <time.h>
+
 #include <atomic>
+#include <latch>
 #include <set>
 
 #include "cuda_ranks.h"
@@ -198,6 +201,57 @@ TEST(nothing_is_locked_before_the_first_tensor) {
     communicator.submit({Operation::barrier}, nullptr, nullptr)->wait();
   });
   CHECK(fake().alive().empty());
+}
+
+TEST_ANY_HOSTS(a_group_of_cpu_tensors_makes_no_driver_call) {
+  fake().configure("");
+  run_ranks(3, [](Communicator& communicator) {
+    std::vector<int32_t> x(100, 1);
+    communicator
+        .submit({Operation::all_reduce, Dtype::int32, Reduction::sum, 0, x.size()}, x.data(), x.data())
+        ->wait();
+    CHECK(x == std::vector<int32_t>(100, 3));
+  });
+  CHECK(fake().calls().empty());
+  CHECK(fake().alive().empty());
+}
+
+// By all that locks memory: rings, and blocks for what no plan carries.
+TEST_ANY_HOSTS(an_idle_group_takes_no_processor_time_and_has_32_MiB_locked_for_a_rank_at_most) {
+  constexpr uint64_t kLimitBytes = 32 << 20;
+  auto process_cpu_s = [] {
+    timespec spent{};
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &spent);
+    return static_cast<double>(spent.tv_sec) + static_cast<double>(spent.tv_nsec) * 1e-9;
+  };
+  std::latch are_idle(2), are_looked_at(2);
+  run_gpu_ranks(2, "seed=6", [&](Communicator& communicator, const GpuRank& seat) {
+    const uint32_t me = communicator.rank();
+    std::byte* const at = seat.tensor(ints(kHelpedElems, int(me)));
+    Submission exchange;
+    exchange.call = {Operation::all_to_all, Dtype::int32, Reduction::sum, 0, 0};
+    for (uint32_t peer = 0; peer < 2; ++peer) {
+      exchange.send_parts.push_back({seat.tensor(ints(kTwoBlocks, int(me))), kTwoBlocks});
+      exchange.recv_parts.push_back({seat.tensor(Bytes(kTwoBlocks * 4)), kTwoBlocks});
+    }
+    for (const Submission& given : {seat.all_reduce(at, kHelpedElems), seat.on(exchange)}) {
+      const auto work = communicator.submit(given);
+      work->wait();
+      for (const Deadline deadline = Deadline::in(20); !work->has_landed(); usleep(100))
+        CHECK(!deadline.passed());
+    }
+    are_idle.arrive_and_wait();
+    if (me == 0) {
+      CHECK(fake().registered_bytes() > 0 && fake().registered_bytes() <= 2 * kLimitBytes);
+      usleep(50'000);
+      const auto calls = fake().calls();
+      const double before_s = process_cpu_s();
+      usleep(500'000);
+      CHECK(process_cpu_s() - before_s < 0.01);
+      CHECK(fake().calls() == calls);
+    }
+    are_looked_at.arrive_and_wait();
+  });
 }
 
 // --- what goes wrong

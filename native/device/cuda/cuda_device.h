@@ -12,7 +12,7 @@ namespace photinus::cuda {
 class CudaDevice {
  public:
   // A block is large enough for a link to reach its rate, and all of them are a few copies' worth ahead.
-  static constexpr size_t kBlockBytes = 1 << 20, kBlocks = 16;
+  static constexpr size_t kBlockBytes = 1 << 20, kBlocks = 15;
 
   // That of this process, opened by the first call that succeeds; `index` as CUDA_VISIBLE_DEVICES counts.
   static std::shared_ptr<CudaDevice> of_this_process(int index);

@@ -32,6 +32,8 @@ class FakeCuda {
   virtual void configure(const std::string& words) = 0;
   // What was made, retained or registered and not given back: "1 stream, 2 events"; empty when nothing is.
   virtual std::string alive() = 0;
+  // How much memory of the host is locked; what several ranks of a process lock counts for each.
+  virtual uint64_t registered_bytes() = 0;
   // Since it was configured: calls by name, and copies whose destination is garbage by now.
   virtual std::map<std::string, uint64_t> calls() = 0;
   virtual uint64_t copies_begun() = 0;

@@ -109,6 +109,16 @@ std::string FakeGpu::alive() {
   return out;
 }
 
+uint64_t FakeGpu::registered_bytes() {
+  std::lock_guard lock(mutex_);
+  uint64_t sum = 0;
+  for (const auto& [at, bytes] : registered) {
+    const auto again = registered_again.find(at);
+    sum += bytes * (1 + (again == registered_again.end() ? 0 : again->second));
+  }
+  return sum;
+}
+
 std::map<std::string, uint64_t> FakeGpu::calls() {
   std::lock_guard lock(mutex_);
   return calls_;

@@ -54,6 +54,7 @@ class FakeGpu final : public FakeCuda {
 
   void configure(const std::string& words) override;
   std::string alive() override;
+  uint64_t registered_bytes() override;
   std::map<std::string, uint64_t> calls() override;
   uint64_t copies_begun() override;
   void* allocate(size_t bytes) override;
