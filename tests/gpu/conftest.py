@@ -33,6 +33,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         _tell(check=item.name, outcome="planned")
 
 
+def pytest_runtest_logstart(nodeid: str) -> None:
+    if "tests/gpu/" in nodeid:
+        _tell(check=nodeid.split("::", 1)[1], outcome="begun")
+
+
 def pytest_runtest_logreport(report: Any) -> None:
     """One line for each test: of its call, or of what failed or skipped it before or after."""
     if "tests/gpu/" not in report.nodeid or (report.when != "call" and report.passed):

@@ -11,7 +11,7 @@ FAKE = bool(os.environ.get("GPU_FAKE"))
 HAS_GPU = torch.cuda.is_available() and not FAKE
 DEVICE = torch.device("cuda", 0) if HAS_GPU else torch.device("cpu")
 NAME = DEVICE.type
-TIMEOUT_S = 60.0 if HAS_GPU else 240.0
+TIMEOUT_S = 20.0 if HAS_GPU else 240.0  # less than a stage of `make gpu` has (tools/gpu.py)
 
 
 def settle() -> None:
