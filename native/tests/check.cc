@@ -93,6 +93,7 @@ void run_ranks(uint32_t world_size, const std::function<void(Communicator&)>& bo
 
 //   X_test                        every test, over shared memory
 //   X_test --whole ...            with every case, where a test takes a few of many
+//   X_test --only WORD ...        tests whose name contains the word
 //   X_test --hosts LAYOUT         those that hold there, with ranks on several hosts
 //   X_test --schedules N [FIRST]  N schedules from FIRST on, each of one of the tests that take any peers
 //
@@ -105,6 +106,10 @@ int main(int argc, char** argv) {
     return 77;
   }
   if (argc > 1 && std::strcmp(argv[1], "--whole") == 0) whole() = true, --argc, ++argv;
+  if (argc > 2 && std::strcmp(argv[1], "--only") == 0) {
+    std::erase_if(tests(), [&](const Test& test) { return !std::strstr(test.name, argv[2]); });
+    argc -= 2, argv += 2;
+  }
   if (argc > 2 && std::strcmp(argv[1], "--schedules") == 0) {
     std::vector<Test> chosen;
     for (const Test& test : tests())
@@ -126,6 +131,7 @@ int main(int argc, char** argv) {
     layout() = argv[2];
     std::erase_if(tests(), [](const Test& test) { return !(test.also & kSeveralHosts); });
   }
+  CHECK(!tests().empty());
   for (const Test& test : tests()) {
     std::printf("%s\n", test.name);
     std::fflush(stdout);
