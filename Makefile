@@ -88,9 +88,10 @@ address thread: $(VENV)/.tools
 	MAKEFLAGS= nice $(BIN)/ninja -C build/$@ --quiet tests/all
 	$(BIN)/ctest --test-dir build/$@ --parallel 2 --output-on-failure --no-tests=error
 
-# A thousand schedules of made-up peers, each call of CUDA's driver failing once, 64 hosts, the tests of several hosts over
-# UCX, and half an hour of random use: SOAK_S seconds each as processes, as threads, and as threads under both sanitizers;
-# half of it on one host, half on several; and SOAK_S each plain and under sanitizers with CUDA tensors.
+# A thousand schedules of made-up peers, each call of CUDA's driver failing once, each wait of CUDA tensors left out once,
+# 64 hosts, the tests of several hosts over UCX, and half an hour of random use: SOAK_S seconds each as processes, as
+# threads, and as threads under both sanitizers; half of it on one host, half on several; and SOAK_S each plain and under
+# sanitizers with CUDA tensors.
 SOAK_S ?= 300
 OVER_UCX := communicator-robin failures-pairs failures-apart liveness-uneven exchange-uneven messages-pairs
 soak: native sanitized
@@ -101,6 +102,7 @@ soak: native sanitized
 	  $(BUILD_DIR)/native/tests/cuda_failures_test --whole $$hosts || exit 1; \
 	  $(BUILD_DIR)/native/tests/cuda_kills_test $$hosts || exit 1; \
 	done
+	$(BIN)/python native/tests/cuda_waits.py $(BUILD_DIR)/native
 	$(BUILD_DIR)/native/tests/many
 	for run in '--processes' '--processes --hosts pairs' ' ' '--hosts uneven' '--cuda' \
 	    '--cuda --hosts pairs'; do \

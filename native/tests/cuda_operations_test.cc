@@ -18,6 +18,10 @@ constexpr uint64_t kHelpedElems = 200'001;  // in large chunks worth a second th
 
 constexpr uint64_t kTwoBlocks = CudaDevice::kBlockBytes / 4 * 2 + 7;  // elements, and a little of a third
 
+// Elements for which there are not blocks enough at a time, and how many pieces they are.
+constexpr uint64_t kMoreThanBlocks = CudaDevice::kBlocks * CudaDevice::kBlockBytes / 4 + 7;
+constexpr uint64_t kPieces = CudaDevice::kBlocks + 1;
+
 }  // namespace
 
 TEST_ANY_HOSTS(every_operation_on_every_type_has_the_bits_of_the_cpu_path) {
@@ -117,6 +121,35 @@ TEST_ANY_HOSTS(messages_arrive_and_wait_for_the_streams_of_both_ends) {
       CHECK(seat.read(static_cast<std::byte*>(in.buffer), elems * 4) == ints(elems, int(1 - me)));
       sent->wait();
       CHECK(sent->has_landed() && received->has_landed());
+    }
+  });
+}
+
+TEST_ANY_HOSTS(what_waits_for_blocks_that_are_under_way_comes_back_whole) {
+  const std::string words =
+      text("lasts=cuMemcpyHtoDAsync:1:60 lasts=cuMemcpyHtoDAsync:%llu:60", (unsigned long long)(kPieces + 1));
+  run_gpu_ranks(2, words, [](Communicator& communicator, const GpuRank& seat) {
+    const bool sends = communicator.rank() == 0;
+    for (const bool by_message : {false, true}) {
+      std::byte* const at = seat.tensor(sends ? ints(kMoreThanBlocks, 5) : Bytes(kMoreThanBlocks * 4));
+      Submission given;
+      given.call = {Operation::all_to_all, Dtype::int32, Reduction::sum, 0, 0};
+      given.send_parts.resize(2);
+      given.recv_parts.resize(2);
+      (sends ? given.send_parts : given.recv_parts)[sends ? 1 : 0] = {at, kMoreThanBlocks};
+      MessageCall message;
+      message.operation = sends ? Operation::send : Operation::recv;
+      message.dtype = Dtype::int32;
+      message.elems = kMoreThanBlocks;
+      message.peer = sends ? 1 : 0;
+      message.buffer = at;
+      message.device = seat.device;
+      message.stream = seat.stream;
+      const auto work =
+          by_message ? communicator.submit(message) : communicator.submit(seat.on(std::move(given)));
+      work->wait();
+      work->order(seat.stream);
+      CHECK(seat.read(at, kMoreThanBlocks * 4) == ints(kMoreThanBlocks, 5));
     }
   });
 }
