@@ -127,14 +127,15 @@ def test_what_a_stage_did_not_do_in_its_time_is_unfinished_and_no_miss(tmp_path:
     assert not GPU.run(stages(tmp_path, "timeout"), GPU.Results(out), fake=True)
     summary = (out / "summary.md").read_text(encoding="utf-8")
     found = rows(summary)
-    assert "12 pass, 0 miss, 3 unfinished, 0 skip." in summary
-    outcomes = {check: outcome for (stage, check), (outcome, _) in found.items() if stage == "stage1"}
+    assert "7 pass, 0 miss, 3 unfinished, 0 skip." in summary
+    outcomes = {check: outcome for (stage, check), (outcome, _) in found.items() if stage == "stage0"}
     late = dict.fromkeys(("test_ends", "test_after", "(the stage)"), "unfinished")
     assert outcomes == {"test_well": "pass", "test_raises": "pass", **late}
-    assert found["stage1", "test_ends"][1].startswith("did not end: the stage not done within")
-    assert found["stage1", "test_after"][1].startswith("did not begin: the stage not done within")
+    assert found["stage0", "test_ends"][1].startswith("did not end: the stage not done within")
+    assert found["stage0", "test_after"][1].startswith("did not begin: the stage not done within")
 
 
+@pytest.mark.seconds
 def test_what_a_stage_leaves_of_its_time_lengthens_the_next_and_never_the_whole(tmp_path: Path) -> None:
     hangs, ends = (sys.executable, "-c", "import time; time.sleep(60)"), (sys.executable, "-c", "")
     began = time.monotonic()
