@@ -23,11 +23,11 @@ TEST_ANY_HOSTS(a_killed_peer_is_named_with_its_signal_by_every_survivor) {
   for (uint32_t world : {2u, 4u}) {
     auto reports = run_processes(world, [](Communicator& communicator) -> std::string {
       std::vector<float> data(1 << 20, 1.0f);
-      for (int i = 0; i < 3; ++i) communicator.submit(sum_of(data.size()), data.data(), data.data())->wait();
-      if (communicator.rank() == 1) kill(getpid(), SIGKILL);
       return error_text([&] {
-        for (int i = 0; i < 3; ++i)
+        for (int i = 0; i < 6; ++i) {
+          if (i == 3 && communicator.rank() == 1) kill(getpid(), SIGKILL);
           communicator.submit(sum_of(data.size()), data.data(), data.data())->wait();
+        }
       });
     });
     CHECK(WIFSIGNALED(reports[1].status));
@@ -37,7 +37,10 @@ TEST_ANY_HOSTS(a_killed_peer_is_named_with_its_signal_by_every_survivor) {
       CHECK_CONTAINS(reports[rank].text, text("kind %d after 0.", static_cast<int>(ErrorKind::peer_lost)));
       CHECK_CONTAINS(reports[rank].text, "rank 1 (pid");
       CHECK_CONTAINS(reports[rank].text, as_seen(1, world, "was killed by SIGKILL"));
-      CHECK_CONTAINS(reports[rank].text, "all_reduce #4 of float32[1048576] (sum) in group world");
+      // What it sent in its last call may still have been in its kernel, and is lost with it.
+      const bool in_the_last = layout() && reports[rank].text.find("all_reduce #3 ") != std::string::npos;
+      CHECK_CONTAINS(reports[rank].text,
+                     text("all_reduce #%d of float32[1048576] (sum) in group world", in_the_last ? 3 : 4));
     }
   }
 }
