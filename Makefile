@@ -94,7 +94,7 @@ address thread: $(VENV)/.tools
 # sanitizers with CUDA tensors.
 SOAK_S ?= 300
 OVER_UCX := communicator-robin failures-pairs failures-apart liveness-uneven exchange-uneven messages-pairs
-soak: native sanitized
+soak: native apart sanitized
 	for subject in communicator failures exchange messages link; do \
 	  $(BUILD_DIR)/native/tests/$${subject}_test --schedules 250 || exit 1; \
 	done
@@ -102,7 +102,7 @@ soak: native sanitized
 	  $(BUILD_DIR)/native/tests/cuda_failures_test --whole $$hosts || exit 1; \
 	  $(BUILD_DIR)/native/tests/cuda_kills_test $$hosts || exit 1; \
 	done
-	$(BIN)/python native/tests/cuda_waits.py $(BUILD_DIR)/native
+	$(BIN)/python native/tests/cuda_waits.py $(BUILD_DIR)/native build/apart
 	$(BUILD_DIR)/native/tests/many
 	for run in '--processes' '--processes --hosts pairs' ' ' '--hosts uneven' '--cuda' \
 	    '--cuda --hosts pairs'; do \

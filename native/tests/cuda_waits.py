@@ -1,10 +1,13 @@
 """Shows that each wait on the way of CUDA tensors is tested: without any one of them a test fails.
 
-    python native/tests/cuda_waits.py build/module/native           all; exit status 1 if a test passes without a wait
-    python native/tests/cuda_waits.py build/module/native rings     only those whose file or name contains the word
+    python native/tests/cuda_waits.py build/module/native build/apart           all; exit status 1 if a test passes
+                                                                                without a wait
+    python native/tests/cuda_waits.py build/module/native build/apart rings     only those whose file or name contains
+                                                                                the word
 
-Takes the native build whose test programs are up to date (`make native`), compiles a file without one of its waits, and
-links the programs with that instead. None of them takes a minute; one that does not end has failed.
+Takes the native build whose test programs are up to date (`make native`), and the engine whose files were compiled one
+by one (`make apart`); compiles a file without one of its waits, and links the programs with that instead. None of them
+takes a minute; one that does not end has failed.
 """
 
 from __future__ import annotations
@@ -125,11 +128,11 @@ def _mutant(wait: Wait, folder: Path) -> Path:
     return compiled
 
 
-def _failure(program: str, build: Path, folder: Path, instead: list[Path]) -> str | None:
+def _failure(program: str, build: Path, engine: Path, folder: Path, instead: list[Path]) -> str | None:
     """The test that fails in a program linked with these objects instead of the engine's own; None: all pass."""
     linked = folder / program
     test = build / "tests" / "CMakeFiles" / f"{program}.dir" / f"{program}.cc.o"
-    libraries = [build / "tests" / "libphotinus_testing.a", build / "libphotinus_engine.a"]
+    libraries = [build / "tests" / "libphotinus_testing.a", engine]
     words = ["c++", "-pthread", "-o", str(linked), *map(str, (*instead, test, *libraries)), "-ldl"]
     subprocess.run(words, check=True)
     with open(folder / "output", "w+b") as output:
@@ -144,21 +147,21 @@ def _failure(program: str, build: Path, folder: Path, instead: list[Path]) -> st
 
 def main() -> int:
     """Tries all waits, or those that the words name."""
-    if len(sys.argv) < 2:
+    if len(sys.argv) < 3:
         sys.exit(__doc__)
-    build = Path(sys.argv[1])
-    words = sys.argv[2:]
+    build, engine = Path(sys.argv[1]), Path(sys.argv[2]) / "libphotinus_engine.a"
+    words = sys.argv[3:]
     chosen = [wait for wait in _waits() if not words or any(word in f"{wait.file} {wait.name}" for word in words)]
     untested = 0
     with tempfile.TemporaryDirectory(prefix="photinus-waits-") as name:
         folder = Path(name)
         for program in sorted({program for wait in chosen for program in wait.programs}):
-            if failure := _failure(program, build, folder, []):
+            if failure := _failure(program, build, engine, folder, []):
                 sys.exit(f"with all waits in place fails {failure}")
         for wait in chosen:
             began = time.monotonic()
             mutant = _mutant(wait, folder)
-            failures = (_failure(program, build, folder, [mutant]) for program in wait.programs)
+            failures = (_failure(program, build, engine, folder, [mutant]) for program in wait.programs)
             failure = next((each for each in failures if each), None)
             untested += failure is None
             said = failure or "NO TEST FAILS"
