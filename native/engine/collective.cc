@@ -17,7 +17,8 @@ namespace {
 
 // Copying a gigabyte takes a tenth of this; a rank that takes longer is stopped.
 constexpr double kAwaitPeers_s = 1;
-constexpr double kSettle_s = 0.5;  // for its own copies, which a device may have forgotten
+constexpr uint64_t kBriefBytes = 4 << 10;  // of tensors that are added within a microsecond
+constexpr double kSettle_s = 0.5;          // for its own copies, which a device may have forgotten
 constexpr size_t kPlansKept = 64;
 
 uint32_t hash_of(const std::string& text) {
@@ -56,23 +57,23 @@ const Plan& CollectiveState::plan(const Call& call, Seat seat, Algorithm algorit
   return *last_;
 }
 
-Collective::Collective(const std::shared_ptr<Group>& group, const std::shared_ptr<Watchdog>& watchdog,
-                       const std::shared_ptr<CollectiveState>& state, Submission&& submission,
+Collective::Collective(const std::shared_ptr<CollectiveState>& state, Submission&& submission,
                        uint64_t sequence)
-    : group_(group),
-      watchdog_(watchdog),
-      state_(state),
+    : state_(state),
+      group_(state->group.get()),
       given_(std::move(submission)),
       sequence_(sequence),
       number_(sequence - state->own_calls),
-      executor_(*group->peers, *group->options.device, state->operands, state->hosts.get()) {
+      executor_(*group_->peers, *group_->options.device, state->operands, state->hosts.get()) {
   // A list's all_gather sends the same to everybody: its size is worth telling.
   if (has_parts() && given_.call.operation == Operation::all_gather)
     given_.call.elems = given_.send_parts[0].elems;
+  is_brief_ = given_.call.elems * size_bytes(given_.call.dtype) <= kBriefBytes && !has_parts() &&
+              given_.call.device == DeviceType::cpu;
   if (given_.call.device == DeviceType::cpu) return;
   copies_ = std::make_unique<DeviceCopies>(given_.device, given_.stream);
   if (!state->rings || has_parts())
-    host_tensors_ = std::make_unique<HostTensors>(*copies_, group->options.progress->arena());
+    host_tensors_ = std::make_unique<HostTensors>(*copies_, group_->options.progress->arena());
 }
 
 std::string Collective::description() const {
@@ -161,7 +162,6 @@ bool Collective::run_steps(bool& moved) {
 
 void Collective::begin() {
   if (group_->is_over()) group_->check(description());
-  wait_.emplace(begun_s(), given_.timeout_s > 0 ? given_.timeout_s : group_->options.limits.timeout_s);
   if (host_tensors_)
     work_on_host();
   else
@@ -248,9 +248,12 @@ void Collective::post() {
   posted.reduction = has_reduction(call.operation) ? call.reduction : Reduction::sum;
   posted.has_parts = has_parts();
   posted.root = has_root(call.operation) ? call.root : 0;
-  posted.send_offset =
-      group_->peers->place(given_.send, call.operation == Operation::reduce_scatter ? all : one);
-  posted.recv_offset = group_->peers->place(given_.recv, call.operation == Operation::all_gather ? all : one);
+  if (!is_flat()) {  // nobody reads a small tensor where it lies
+    posted.send_offset =
+        group_->peers->place(given_.send, call.operation == Operation::reduce_scatter ? all : one);
+    posted.recv_offset =
+        group_->peers->place(given_.recv, call.operation == Operation::all_gather ? all : one);
+  }
   posted.label = given_.label.empty() ? 0 : hash_of(given_.label);
   posted.site = site;
   posted.factor = given_.factor;
@@ -369,10 +372,10 @@ void Collective::await_peers() const {
 
 void Collective::fail() {
   group_->keep_error();
-  if (!executor_.copy().settle(kSettle_s)) Group::retire(group_);
+  if (!executor_.copy().settle(kSettle_s)) Group::retire(state_->group);
   if (state_->hosts && phase_ >= Phase::working) state_->hosts->forget();
   if (copies_ && !copies_->settle(kSettle_s) && !host_tensors_) {
-    Group::retire(group_);
+    Group::retire(state_->group);
     // It may still write into a ring that a later call would use.
     group_->fail(Error(ErrorKind::system, description() + ": a copy has not ended"));
   }
@@ -411,17 +414,20 @@ std::vector<uint32_t> Collective::needed() {
 }
 
 double Collective::look(bool caller_waits) {
+  if (!wait_)
+    wait_.emplace(begun_s(), given_.timeout_s > 0 ? given_.timeout_s : group_->options.limits.timeout_s);
   const Step* const step = has_device_plan() && phase_ == Phase::working ? &(*steps_)[next_] : nullptr;
   if (step && step->kind == Step::Kind::wait_room && step->rank == group_->rank())
-    return watchdog_->look_at_copy(*wait_, state_->rings->nap_s(), {}, description());
+    return state_->watchdog->look_at_copy(*wait_, state_->rings->nap_s(), {}, description());
   const bool copies = phase_ == Phase::bringing || phase_ == Phase::returning ||
                       (step && step->kind == Step::Kind::wait_copied);
   if (copies)
-    return watchdog_->look_at_copy(*wait_, copies_->nap_s(), [this] { return needed(); }, description());
+    return state_->watchdog->look_at_copy(
+        *wait_, copies_->nap_s(), [this] { return needed(); }, description());
   if (executor_.copy().is_running())
-    return watchdog_->look_at_copy(*wait_, executor_.copy().nap_s(), {}, description());
+    return state_->watchdog->look_at_copy(*wait_, executor_.copy().nap_s(), {}, description());
   const double nap_s =
-      watchdog_->look(*wait_, [this] { return missing(); }, description(), group_->id, caller_waits);
+      state_->watchdog->look(*wait_, [this] { return missing(); }, description(), group_->id, caller_waits);
   return has_device_plan() ? std::min(nap_s, state_->rings->nap_s()) : nap_s;
 }
 

@@ -54,6 +54,8 @@ struct Submission {
 
 // What the collectives of a group, of which one runs at a time, leave to the next.
 struct CollectiveState {
+  const std::shared_ptr<Group> group;
+  const std::shared_ptr<Watchdog> watchdog;
   Memory memory;
   Operands operands;
   SiteHistory sites;
@@ -61,6 +63,9 @@ struct CollectiveState {
   std::unique_ptr<HostTraffic> hosts;  // null: all ranks are on one
   std::unique_ptr<DeviceRings> rings;  // null: there are none
   uint64_t own_calls = 0;              // of the group itself, before those of its users
+
+  CollectiveState(std::shared_ptr<Group> group_, std::shared_ptr<Watchdog> watchdog_)
+      : group(std::move(group_)), watchdog(std::move(watchdog_)) {}
 
   const Plan& plan(const Call& call, Seat seat, Algorithm algorithm);
 
@@ -73,8 +78,7 @@ struct CollectiveState {
 
 class Collective final : public Work {
  public:
-  Collective(const std::shared_ptr<Group>& group, const std::shared_ptr<Watchdog>& watchdog,
-             const std::shared_ptr<CollectiveState>& state, Submission&& submission, uint64_t sequence);
+  Collective(const std::shared_ptr<CollectiveState>& state, Submission&& submission, uint64_t sequence);
 
   std::string description() const override;
   void order(void* stream) override;
@@ -111,9 +115,8 @@ class Collective final : public Work {
   std::vector<uint32_t> missing();
   std::vector<uint32_t> needed();
 
-  std::shared_ptr<Group> group_;
-  std::shared_ptr<Watchdog> watchdog_;
-  std::shared_ptr<CollectiveState> state_;
+  const std::shared_ptr<CollectiveState> state_;
+  Group* const group_;  // the state's
   Submission given_;
   uint64_t sequence_;
   uint64_t number_;  // of the calls of the group's users: in messages

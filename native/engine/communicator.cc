@@ -22,7 +22,6 @@ Communicator::Communicator(const Options& options)
     : group_(std::make_shared<Group>(options)),
       watchdog_(std::make_shared<Watchdog>(*group_)),
       send_orders_(std::make_shared<SendOrders>()),
-      state_(std::make_shared<CollectiveState>()),
       collectives_(std::make_shared<Lane>(group_->peers, group_->levels
                                                              ? SpinTimes::for_hosts()
                                                              : SpinTimes::for_ranks(options.world_size))) {
@@ -175,7 +174,7 @@ std::shared_ptr<Work> Communicator::submit(Submission given) {
   show_gpu(given.device);
   std::shared_ptr<Work> work;
   try {
-    work = std::make_shared<Collective>(group_, watchdog_, state_, std::move(given), sequence_ + 1);
+    work = std::make_shared<Collective>(state_, std::move(given), sequence_ + 1);
   } catch (const Error& error) {  // of the caller's stream
     end_if_broken(error, describe(call, sequence_ + 1));
   }

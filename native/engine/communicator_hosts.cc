@@ -39,7 +39,7 @@ std::string text_of_rate(double bytes_per_s) {
 
 // With `for_all`, those calls whose bits depend on the list take it too.
 void Communicator::use(const std::vector<uint32_t>& sizes, bool for_all) {
-  state_ = std::make_shared<CollectiveState>();
+  state_ = std::make_shared<CollectiveState>(group_, watchdog_);
   state_->memory.sizes = group_->options.sizes;
   state_->own_calls = sequence_;
   if (!group_->levels) return;

@@ -104,7 +104,7 @@ Progress::Drive Progress::drive(Lane& lane, bool as_progress_thread) {
     }
     if (!work->begun_) {
       work->begun_ = true;
-      work->begun_s_ = now_s();
+      if (!work->is_brief_) work->begun_s_ = now_s();
     }
     Poll now = Poll::done;
     std::optional<Error> error;
@@ -114,7 +114,10 @@ Progress::Drive Progress::drive(Lane& lane, bool as_progress_thread) {
       error = fail(*work);
     }
     if (now != Poll::blocked) result = Drive::moved;
-    if (now != Poll::done) break;
+    if (now != Poll::done) {
+      if (work->begun_s_ == 0) work->begun_s_ = now_s();
+      break;
+    }
     end(lane, *work, std::move(error));
   }
   driving.unlock();
@@ -136,7 +139,7 @@ Error Progress::fail(Work& work) {
 
 void Progress::end(Lane& lane, Work& work, std::optional<Error> error) {
   work.error_ = std::move(error);
-  work.ended_s_ = now_s();
+  if (work.begun_s_ > 0) work.ended_s_ = now_s();
   const std::shared_ptr<Work> kept = lane.pop();
   in_flight_.fetch_sub(1);
   work.done_.store(true, std::memory_order_seq_cst);
@@ -219,7 +222,7 @@ std::shared_ptr<Progress> Progress::of_this_process() {
 void Progress::submit(const std::shared_ptr<Lane>& lane, const std::shared_ptr<Work>& work,
                       bool asynchronous) {
   note_caller();
-  work->progress_ = shared_from_this();
+  work->progress_ = this;
   work->lane_ = lane;
   in_flight_.fetch_add(1);
   lane->push(work);
@@ -307,7 +310,7 @@ void Progress::run() {
 void Progress::wait(Work& work, double timeout_s, const std::function<bool()>& interrupted) {
   if (owner_ != own_pid())
     throw Error(ErrorKind::aborted, work.description() + " belongs to the process that forked this one");
-  const std::shared_ptr<Lane> lane = work.lane_;
+  const std::shared_ptr<Lane>& lane = work.lane_;
   const double until_s = timeout_s > 0 ? now_s() + timeout_s : 0;
   struct Waiting {
     Progress& progress;

@@ -50,7 +50,7 @@ class Lane {
   std::atomic<bool> listed_{false};  // whether the progress thread knows the lane
 };
 
-class Progress : public std::enable_shared_from_this<Progress> {
+class Progress {
  public:
   explicit Progress(std::shared_ptr<Arena> arena);
   ~Progress();

@@ -27,7 +27,8 @@ class Work {
   void wait(double timeout_s = 0, const std::function<bool()>& interrupted = {});
   bool is_completed() const { return done_.load(std::memory_order_acquire); }
   const Error* error() const;  // null while it runs and when it went well
-  double duration_s() const;   // from start to end, without the time in the queue
+  // From start to end, without the time in the queue; 0 of a brief one that never had to wait.
+  double duration_s() const;
   virtual std::string description() const = 0;
   // The rank from which a message from any rank came; -1 for all else.
   virtual int source_rank() const { return -1; }
@@ -40,6 +41,8 @@ class Work {
 
  protected:
   double begun_s() const { return begun_s_; }
+  // Done at once unless it has to wait: no clock is read for it before, as that takes longer than its work.
+  bool is_brief_ = false;
   friend class Progress;
 
   // Does what can be done now. Throws when it failed.
@@ -57,7 +60,7 @@ class Work {
   virtual void end_wait() {}
 
  private:
-  std::shared_ptr<Progress> progress_;  // set from submission on
+  Progress* progress_ = nullptr;  // set from submission on; the work's group keeps it
   std::shared_ptr<Lane> lane_;
   std::optional<Error> error_;
   bool begun_ = false;
