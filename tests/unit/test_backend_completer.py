@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from photinus.backend.completer import Apart, Completer
+from photinus.backend.completer import Completer
 
 
 class _Operation:
@@ -122,7 +122,7 @@ def test_what_is_apart_waits_for_nobody_and_holds_up_nobody() -> None:
         seen.append(str(error))
         ended.set()
 
-    Apart(completer).submit(message.wait, complete)
+    completer.submit_apart(message.wait, complete)
     completer.submit(lambda: None, lambda _: done.set())
     assert done.wait(20)
     message.ended.set()

@@ -114,13 +114,14 @@ def test_arena_memory_is_writable_aligned_and_outlives_nothing() -> None:
 
 def test_all_call_forms_become_options() -> None:
     given = dist.AllreduceOptions()
-    assert options.all_reduce(given) is given
-    assert options.all_reduce(dist.ReduceOp.MAX, timedelta(seconds=3)).reduceOp == dist.ReduceOp.MAX
-    assert options.all_reduce(None, timedelta(seconds=3)).timeout == timedelta(seconds=3)
-    assert options.all_reduce().timeout == options.UNSET
-    assert options.broadcast(2).rootRank == 2
-    assert options.reduce(1, dist.ReduceOp.MIN).rootRank == 1
-    assert options.barrier(timedelta(seconds=4)).timeout == timedelta(seconds=4)
+    as_options, three = options.as_options, timedelta(seconds=3)
+    assert as_options(dist.AllreduceOptions, given, reduceOp=given) is given
+    made = as_options(dist.AllreduceOptions, dist.ReduceOp.MAX, three, reduceOp=dist.ReduceOp.MAX)
+    assert (made.reduceOp, made.timeout) == (dist.ReduceOp.MAX, three)
+    made = as_options(dist.AllreduceOptions, None)
+    assert (made.reduceOp, made.timeout) == (dist.ReduceOp.SUM, options.UNSET)
+    assert as_options(dist.BroadcastOptions, 2, rootRank=2).rootRank == 2
+    assert as_options(dist.BarrierOptions, three).timeout == three
     coalesced = dist.AllreduceCoalescedOptions()
     coalesced.reduceOp, coalesced.asyncOp = dist.ReduceOp.PRODUCT, False
     each = options.each_all_reduce(coalesced)

@@ -16,18 +16,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from .. import _native
 
-__all__ = ["Apart", "Completer", "outcome"]
+__all__ = ["Completer", "Submit", "outcome"]
 
 _IDLE_S = 0.02
+
+Complete: TypeAlias = Callable[[BaseException | None], None]
+"""Runs the callbacks of an operation that ended, with its error if it has one; may block."""
+Submit: TypeAlias = Callable[[Callable[[], object], Complete], None]
+"""`submit(wait, complete)` of a completer, or its `submit_apart`."""
 
 
 class _Item(NamedTuple):
     wait: Callable[[], object]  # blocks until the operation ended; raises its error
-    complete: Callable[[BaseException | None], None]  # runs the callbacks; may block
+    complete: Complete
 
 
 def outcome(wait: Callable[[], object]) -> BaseException | None:
@@ -52,14 +57,14 @@ class Completer:
         self._closed = False
         self._threads: set[threading.Thread] = set()
 
-    def submit(self, wait: Callable[[], object], complete: Callable[[BaseException | None], None]) -> None:
+    def submit(self, wait: Callable[[], object], complete: Complete) -> None:
         """Calls `complete(error)` on a thread of its own as soon as `wait()` returned or raised `error`."""
         with self._changed:
             self._waiting.append(_Item(wait, complete))
             if not self._led:
                 self._appoint()
 
-    def submit_apart(self, wait: Callable[[], object], complete: Callable[[BaseException | None], None]) -> None:
+    def submit_apart(self, wait: Callable[[], object], complete: Complete) -> None:
         """The same for an operation that ends in no order with the others: on a thread that waits for it alone."""
 
         def serve() -> None:
@@ -130,14 +135,3 @@ class Completer:
             if self._closed and not self._waiting:
                 self._changed.notify_all()  # there will be no other to lead for
             return item
-
-
-class Apart:
-    """A completer in whose line nothing stands: every operation has a thread to itself. For messages."""
-
-    def __init__(self, completer: Completer) -> None:
-        self._completer = completer
-
-    def submit(self, wait: Callable[[], object], complete: Callable[[BaseException | None], None]) -> None:
-        """Calls `complete(error)` as soon as `wait()` returned or raised `error`."""
-        self._completer.submit_apart(wait, complete)

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.futures import Future
 
 from . import cuda
-from .completer import Apart, Completer
+from .completer import Submit
 from .outside_dynamo import outside_dynamo
 from .tensors import Memory
-from .work import EngineWork, Handle, MessageWork
+from .work import EngineWork, Handle
 
-__all__ = ["CudaMessageWork", "CudaWork"]
+__all__ = ["CudaWork"]
 
 
 @outside_dynamo
@@ -31,14 +31,12 @@ class CudaWork(EngineWork):
     """See the module.
 
     Args:
-        handle, outputs, completer: see EngineWork.
+        handle, outputs, submit: see EngineWork.
         memory: of the call, on a GPU.
     """
 
-    def __init__(
-        self, handle: Handle, outputs: Sequence[Tensor], completer: Completer | Apart, memory: Memory | None
-    ) -> None:
-        super().__init__(handle, outputs, completer)
+    def __init__(self, handle: Handle, outputs: Sequence[Tensor], submit: Submit, memory: Memory | None) -> None:
+        super().__init__(handle, outputs, submit)
         assert memory is not None
         assert memory.device is not None
         self._device = memory.device
@@ -95,8 +93,3 @@ class CudaWork(EngineWork):
         except Exception as raised:  # noqa: BLE001 - handed on
             if not ended.done():
                 super()._complete(ended, raised)
-
-
-@outside_dynamo
-class CudaMessageWork(CudaWork, MessageWork):
-    """A message whose tensor is on a GPU."""

@@ -19,8 +19,8 @@ from ..engine import Call
 from ..errors import AbortedError
 from ..waiting_time import waiting_time
 from . import cuda, options, profiling
-from .completer import Apart, Completer
-from .cuda_work import CudaMessageWork, CudaWork
+from .completer import Completer
+from .cuda_work import CudaWork
 from .inner_gloo import InnerGloo, Limit
 from .outside_dynamo import outside_dynamo
 from .process_group import ProcessGroup
@@ -28,7 +28,7 @@ from .single_rank import Alone
 from .tensors import Memory
 from .updates import Updates
 from .wires import Wires
-from .work import EngineWork, Handle, MessageWork
+from .work import EngineWork, Handle
 
 __all__ = ["EngineGroup", "Part", "check_elems", "check_same_dtype"]
 
@@ -131,16 +131,16 @@ class EngineGroup(ProcessGroup):
                 self._do(call)
             finally:
                 if event is not None:
-                    profiling.end(event)
+                    event.__exit__(None, None, None)
             if began:
                 waiting_time.end(began)
             if finish:
                 finish()
             return None
         handle = self._submit(call, keep)
-        work = kind(handle, outputs, self._completer, finish)
+        work = kind(handle, outputs, self._completer.submit, finish)
         if event is not None:
-            profiling.end_with(event, handle, self._completer)
+            profiling.end_with(event, handle, self._completer.submit)
         if sum(t.nbytes for t in outputs if t.layout is torch.strided) <= _RECENT_BYTES:
             self._recent.append(work)
         return work
@@ -156,12 +156,9 @@ class EngineGroup(ProcessGroup):
             **self._place(memory),
         )  # fmt: skip
         # Messages end in any order, so none may stand in line behind another, nor a collective behind it.
-        apart = Apart(self._completer)
-        work: MessageWork
-        if memory.device is None:
-            work = MessageWork(handle, [output], apart, memory)
-        else:
-            work = CudaMessageWork(handle, [output], apart, memory)
+        apart = self._completer.submit_apart
+        kind = EngineWork if memory.device is None else CudaWork
+        work = kind(handle, [output], apart, memory)
         if event is not None:
             profiling.end_with(event, handle, apart)
         return work

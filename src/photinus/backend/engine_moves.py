@@ -12,14 +12,22 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ScatterOptions,
+)
 
 from .. import engine
 from ..engine import Call
 from ..errors import CollectiveTimeoutError, PeerLostError
 from ..malloc import PER_GRADIENTS, keep_freed_memory
-from . import options
 from .engine_group import EngineGroup, Part, check_elems, check_same_dtype
 from .monitored import missing_ranks, monitored_text
+from .options import as_options, one_tensor, tensor_list
 from .outside_dynamo import outside_dynamo
 from .tensors import Memory, transfer_type
 from .updates import parameters_of_new_ddp
@@ -46,8 +54,8 @@ class EngineMoves(EngineGroup):
         self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, root: int | None = None
     ) -> dist.Work | None:
         """Copies the root's tensor to all ranks' (opts.rootRank: rank in the group)."""
-        given = options.broadcast(opts if root is None else root, timeout)
-        tensor = options.one_tensor(tensors, "broadcast")
+        given = as_options(BroadcastOptions, opts, timeout, rootRank=opts if root is None else root)
+        tensor = one_tensor(tensors, "broadcast")
         code, label = transfer_type(tensor.dtype)
         memory = Memory()
         values = memory.output(tensor, load=given.rootRank == self._rank)
@@ -67,7 +75,7 @@ class EngineMoves(EngineGroup):
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work | None:
         """Every rank's tensor in one tensor, by rank."""
-        given = options.all_gather(opts)
+        given = as_options(AllgatherOptions, opts)
         check_same_dtype("all_gather", [output, input])
         check_elems("all_gather", "the output", output.numel(), self._size * input.numel(), input)
         code, label = transfer_type(input.dtype)
@@ -95,9 +103,9 @@ class EngineMoves(EngineGroup):
         if parameters := parameters_of_new_ddp():
             self._updates.watch(parameters)
             keep_freed_memory(PER_GRADIENTS * sum(parameter.nbytes for parameter in parameters))
-        given = options.all_gather(opts, timeout)
-        outputs = options.tensor_list(output_tensors, "all_gather")
-        tensor = options.one_tensor(input_tensors, "all_gather")
+        given = as_options(AllgatherOptions, opts, timeout)
+        outputs = tensor_list(output_tensors, "all_gather")
+        tensor = one_tensor(input_tensors, "all_gather")
         self._one_per_rank("all_gather", "output", outputs)
         check_elems("all_gather", "this rank's own output", outputs[self._rank].numel(), tensor.numel(), tensor)
         return self._move(given, _ALL_GATHER, "all_gather", [tensor] * self._size, outputs)
@@ -112,12 +120,12 @@ class EngineMoves(EngineGroup):
         root: int | None = None,
     ) -> dist.Work | None:
         """Every rank's tensor in the root's list, by rank; they may differ in size."""
-        given = options.gather(opts if root is None else root, timeout)
+        given = as_options(GatherOptions, opts, timeout, rootRank=opts if root is None else root)
         inputs: list[Tensor | None] = [None] * self._size
-        inputs[self._root("gather", given)] = options.one_tensor(input_tensors, "gather")
+        inputs[self._root("gather", given)] = one_tensor(input_tensors, "gather")
         outputs: list[Tensor] = []
         if given.rootRank == self._rank:
-            outputs = options.tensor_list(output_tensors, "gather")
+            outputs = tensor_list(output_tensors, "gather")
             self._one_per_rank("gather", "output", outputs)
         return self._move(given, _GATHER, "gather", inputs, outputs, root=given.rootRank)
 
@@ -131,12 +139,12 @@ class EngineMoves(EngineGroup):
         root: int | None = None,
     ) -> dist.Work | None:
         """Part r of the root's list in rank r's tensor; they may differ in size."""
-        given = options.scatter(opts if root is None else root, timeout)
+        given = as_options(ScatterOptions, opts, timeout, rootRank=opts if root is None else root)
         outputs: list[Tensor | None] = [None] * self._size
-        outputs[self._root("scatter", given)] = options.one_tensor(output_tensors, "scatter")
+        outputs[self._root("scatter", given)] = one_tensor(output_tensors, "scatter")
         inputs: list[Tensor] = []
         if given.rootRank == self._rank:
-            inputs = options.tensor_list(input_tensors, "scatter")
+            inputs = tensor_list(input_tensors, "scatter")
             self._one_per_rank("scatter", "input", inputs)
         return self._move(given, _SCATTER, "scatter", inputs, outputs, root=given.rootRank)
 
@@ -146,7 +154,8 @@ class EngineMoves(EngineGroup):
         """Sends tensor r of the inputs to rank r; output r comes from rank r. Sizes may differ."""
         self._one_per_rank("all_to_all", "output", output_tensors)
         self._one_per_rank("all_to_all", "input", input_tensors)
-        return self._move(options.all_to_all(opts), _ALL_TO_ALL, "all_to_all", input_tensors, output_tensors)
+        given = as_options(AllToAllOptions, opts)
+        return self._move(given, _ALL_TO_ALL, "all_to_all", input_tensors, output_tensors)
 
     def all_to_all_single(
         self,
@@ -161,7 +170,7 @@ class EngineMoves(EngineGroup):
 
         Sizes count rows, entries of the first dimension.
         """
-        given = options.all_to_all(opts, timeout)
+        given = as_options(AllToAllOptions, opts, timeout)
         check_same_dtype("all_to_all_single", [output, input])
         code, label = transfer_type(input.dtype)
         memory = Memory()
@@ -174,7 +183,7 @@ class EngineMoves(EngineGroup):
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work | None:
         """Done when every rank has called it, and so has ended what it waited for before."""
-        return self._run(options.barrier(opts, timeout), _BARRIER, _NO_MEMORY, [])
+        return self._run(as_options(BarrierOptions, opts, timeout), _BARRIER, _NO_MEMORY, [])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that waits here. The error names all ranks that did not come; it begins as gloo's does.

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllreduceOptions
+from torch._C._distributed_c10d import AllreduceOptions, ReduceOptions, ReduceScatterOptions
 
 from .. import engine
 from ..engine import Call
 from ..waiting_time import waiting_time
-from . import options, profiling
+from . import profiling
 from .engine_group import EngineGroup, check_elems, check_same_dtype
+from .options import UNSET, as_options, factor, one_tensor, tensor_list
 from .outside_dynamo import outside_dynamo
 from .sparse import sparse_all_reduce
 from .tensors import DTYPES, REDUCTIONS, Memory, check_dense, reals
@@ -33,7 +34,6 @@ _COMPUTED = {  # of any dtype that the engine can compute with
     torch.complex64: DTYPES[torch.float32],
     torch.complex128: DTYPES[torch.float64],
 }
-_UNSET = options.UNSET
 _strided = torch.strided
 
 
@@ -51,10 +51,10 @@ class EngineReductions(EngineGroup):
         wires: Wires | None = None,
     ) -> dist.Work | None:
         """Reduces each element over the ranks, in place. Sparse tensors: SUM. `wires` in place of the group's."""
-        given = opts if type(opts) is AllreduceOptions else options.all_reduce(opts if op is None else op, timeout)
-        tensor = (
-            tensors[0] if type(tensors) is list and len(tensors) == 1 else options.one_tensor(tensors, "all_reduce")
-        )
+        given = opts
+        if type(opts) is not AllreduceOptions:
+            given = as_options(AllreduceOptions, opts, timeout, reduceOp=opts if op is None else op)
+        tensor = tensors[0] if type(tensors) is list and len(tensors) == 1 else one_tensor(tensors, "all_reduce")
         reduction = REDUCTIONS[hash(given.reduceOp)]
         code = DTYPES.get(tensor.dtype)
         memory: Memory | None = None
@@ -97,9 +97,9 @@ class EngineReductions(EngineGroup):
             code,
             reduction,
             0,
-            self._limit.timeout_s if limit == _UNSET else limit.total_seconds(),
+            self._limit.timeout_s if limit == UNSET else limit.total_seconds(),
             asynchronous,
-            options.factor(given.reduceOp) if reduction == _PREMUL_SUM else 1.0,
+            factor(given.reduceOp) if reduction == _PREMUL_SUM else 1.0,
             "",
             self._updates.told(),
             wires.get((code, reduction)) if wires else None,
@@ -113,7 +113,7 @@ class EngineReductions(EngineGroup):
 
     def all_reduce_as(self, tensor: Tensor, op: Any, wire_dtype: torch.dtype) -> dist.Work | None:
         """Starts an all_reduce whose values travel between hosts as `wire_dtype`; see `Options`."""
-        given = options.all_reduce(op)
+        given = as_options(AllreduceOptions, None, reduceOp=op)
         given.asyncOp = True
         return self.allreduce([tensor], given, wires=wires(wire_dtype))
 
@@ -127,8 +127,8 @@ class EngineReductions(EngineGroup):
         root: int | None = None,
     ) -> dist.Work | None:
         """Reduces each element over the ranks; only the root's tensor changes."""
-        given = options.reduce(opts if root is None else root, op, timeout)
-        tensor = options.one_tensor(tensors, "reduce")
+        given = as_options(ReduceOptions, opts, timeout, rootRank=opts if root is None else root, reduceOp=op)
+        tensor = one_tensor(tensors, "reduce")
         return self._reduce(given, tensor, tensor, given.rootRank)
 
     def _reduce(self, given: Any, source: Tensor, output: Tensor, root: int) -> EngineWork | None:
@@ -162,9 +162,9 @@ class EngineReductions(EngineGroup):
         op: Any = None,
     ) -> dist.Work | None:
         """Reduces the ranks' lists element by element and leaves rank r with part r; the parts may differ in size."""
-        given = options.reduce_scatter(opts if op is None else op, timeout)
-        output = options.one_tensor(output_tensors, "reduce_scatter")
-        inputs = options.tensor_list(input_tensors, "reduce_scatter")
+        given = as_options(ReduceScatterOptions, opts, timeout, reduceOp=opts if op is None else op)
+        output = one_tensor(output_tensors, "reduce_scatter")
+        inputs = tensor_list(input_tensors, "reduce_scatter")
         if len(inputs) != self._size or inputs[self._rank].numel() != output.numel():
             raise ValueError(
                 f"reduce_scatter needs one input per rank, {self._size}, the own one as large as the output "
@@ -179,7 +179,7 @@ class EngineReductions(EngineGroup):
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work | None:
         """Reduces the ranks' tensors and leaves rank r with part r of the result."""
-        given = options.reduce_scatter(opts)
+        given = as_options(ReduceScatterOptions, opts, reduceOp=opts)
         check_same_dtype("reduce_scatter", [output, input])
         check_elems("reduce_scatter", "the input", input.numel(), self._size * output.numel(), output)
         memory = Memory()
@@ -207,7 +207,7 @@ class EngineReductions(EngineGroup):
         reduction = REDUCTIONS[hash(given.reduceOp)]
         return {
             "reduction": reduction,
-            "factor": options.factor(given.reduceOp) if reduction == _PREMUL_SUM else 1.0,
+            "factor": factor(given.reduceOp) if reduction == _PREMUL_SUM else 1.0,
             "wire_dtype": (self._wires if wires is None else wires).get((code, reduction)),
         }
 

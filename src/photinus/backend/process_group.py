@@ -18,13 +18,20 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOptions
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    PrefixStore,
+    ReduceScatterOptions,
+    Store,
+    _DistributedBackendOptions,
+)
 
 from .. import engine
 from ..errors import AbortedError
-from . import options, process_exit
+from . import process_exit
 from .inner_gloo import InnerGloo, Limit
 from .name import NAME
+from .options import as_options, each_all_reduce
 from .outside_dynamo import outside_dynamo
 from .tensors import allocate
 from .work import JoinedWork
@@ -151,14 +158,14 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """all_reduce of several tensors, which may differ in shape and dtype, as one work."""
-        given = options.each_all_reduce(opts)
+        given = each_all_reduce(opts)
         return JoinedWork([self.allreduce([tensor], given) for tensor in tensors], tensors)
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
         """all_gather_single of several pairs as one work."""
-        given = options.all_gather(opts)
+        given = as_options(AllgatherOptions, opts)
         pairs = zip(outputs, inputs, strict=True)
         return JoinedWork([self.all_gather_single(output, input, given) for output, input in pairs], outputs)
 
@@ -166,7 +173,7 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
         """reduce_scatter_single of several pairs as one work."""
-        given = options.reduce_scatter(opts)
+        given = as_options(ReduceScatterOptions, opts, reduceOp=opts)
         pairs = zip(outputs, inputs, strict=True)
         return JoinedWork([self.reduce_scatter_single(output, input, given) for output, input in pairs], outputs)
 
@@ -174,7 +181,7 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         self, output_lists: Sequence[Sequence[Tensor]], input_list: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
         """all_gather of several tensors as one work; output_lists[rank][tensor]."""
-        given = options.all_gather(opts)
+        given = as_options(AllgatherOptions, opts)
         works = [
             self.allgather([[of_rank[i] for of_rank in output_lists]], [tensor], given)
             for i, tensor in enumerate(input_list)

@@ -8,11 +8,11 @@ import torch
 from torch.autograd import profiler
 
 from .. import engine
-from .completer import Apart, Completer
+from .completer import Submit
 from .name import NAME
 from .work import Handle
 
-__all__ = ["begin", "begin_call", "end", "end_with", "is_on"]
+__all__ = ["begin", "begin_call", "end_with", "is_on"]
 
 _OPERATION_NAMES = {code: name for name, code in engine.OPERATIONS.items()}
 is_on = torch._C._autograd._profiler_enabled
@@ -30,14 +30,9 @@ def begin_call(call: engine.Call) -> Any:
     return begin(_OPERATION_NAMES[call.operation]) if is_on() else None
 
 
-def end(event: Any) -> None:
-    """Ends the event on the thread that began it."""
-    event.__exit__(None, None, None)
-
-
-def end_with(event: Any, handle: Handle, completer: Completer | Apart) -> None:
+def end_with(event: Any, handle: Handle, submit: Submit) -> None:
     """Ends the event with the operation, on another thread: that is what makes it asynchronous in the timeline.
 
     torch 2.11 leaves such events out.
     """
-    completer.submit(handle.wait, lambda _: event.__exit__(None, None, None))
+    submit(handle.wait, lambda _: event.__exit__(None, None, None))

@@ -24,11 +24,11 @@ from torch.futures import Future, collect_all
 
 from ..waiting_time import waiting_time
 from . import cuda
-from .completer import Apart, Completer, outcome
+from .completer import Submit, outcome
 from .outside_dynamo import outside_dynamo
 from .tensors import Memory
 
-__all__ = ["EngineWork", "Handle", "JoinedWork", "MessageWork"]
+__all__ = ["EngineWork", "Handle", "JoinedWork"]
 
 NO_TIMEOUT = timedelta(0)
 
@@ -96,7 +96,7 @@ class EngineWork(_Work):
     Args:
         handle: the engine's handle.
         outputs: the caller's output tensors, kept alive with the work.
-        completer: completes the future when somebody asks for one.
+        submit: completes the future, in or out of line, when somebody asks for one.
         finish: copies results to the outputs; runs once, on the thread that first sees the operation's end.
     """
 
@@ -104,13 +104,13 @@ class EngineWork(_Work):
         self,
         handle: Handle,
         outputs: Sequence[Tensor],
-        completer: Completer | Apart,
+        submit: Submit,
         finish: Memory | None = None,
     ) -> None:
         super().__init__()
         self._handle = handle
         self._outputs = outputs
-        self._completer = completer
+        self._submit = submit
         self._finish = finish or None  # nothing to copy is nothing to do
         if finish:
             self._finishing = threading.Lock()
@@ -171,7 +171,7 @@ class EngineWork(_Work):
         if self._handle.is_completed():  # here and now: C++ asks after wait() and reads without waiting
             self._complete(ended, outcome(self._wait_and_finish))
         else:
-            self._completer.submit(self._wait_and_finish, partial(self._complete, ended))
+            self._submit(self._wait_and_finish, partial(self._complete, ended))
         return result
 
     def _new_future(self) -> Future[Any]:
@@ -180,20 +180,16 @@ class EngineWork(_Work):
     def _complete(self, ended: Future[Any], error: BaseException | None) -> None:
         ended.set_result(list(self._outputs) if error is None else f"{type(error).__name__}: {error}")
 
+    def source_rank(self) -> int:
+        """The sender of a message, once it is here. Raises RuntimeError where there is none."""
+        rank = self._handle.source_rank
+        return rank if rank >= 0 else super().source_rank()
+
+    _source_rank = source_rank
+
     def _get_duration(self) -> float:
         """Milliseconds that the operation took."""
         return self._handle.duration_s() * 1e3
-
-
-@outside_dynamo
-class MessageWork(EngineWork):
-    """A message that the engine sends or receives."""
-
-    def source_rank(self) -> int:
-        """The sender, once the message is here."""
-        return self._handle.source_rank
-
-    _source_rank = source_rank
 
 
 @outside_dynamo
