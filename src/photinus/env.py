@@ -214,31 +214,7 @@ ATTEMPT: Variable[int] = Variable(
 )
 JOB_ID: Variable[str] = Variable("TORCHELASTIC_RUN_ID", str, "", "the job's name; set by the launcher")
 
-ALL: tuple[Variable[object], ...] = (  # type: ignore[assignment]
-    EXPECTED_WORLD_SIZE,
-    TIMEOUT_S,
-    GRACE_S,
-    WAITING_S,
-    STRICT_SITES,
-    RANKS_PER_GPU,
-    FULL_TRACEBACK,
-    HOST_ID,
-    INTERFACE,
-    TRANSPORT,
-    LEVELS,
-    UCX_LIBRARY,
-    BACKEND,
-    INSTRUCTION_SET,
-    JOB_SECRET,
-    LISTEN_FD,
-    STARTED_AS,
-    TERMINALS,
-    LAUNCH,
-    PREEMPT_AT_STEP,
-    STATUS_FILE,
-    ATTEMPT,
-    JOB_ID,
-)
+ALL: tuple[Variable[object], ...] = tuple(each for each in list(globals().values()) if isinstance(each, Variable))
 
 
 def misspelt(environ: Mapping[str, str]) -> dict[str, str]:

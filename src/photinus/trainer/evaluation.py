@@ -23,13 +23,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from ..errors import CollectiveError, PhotinusError
 from ..parallel import strategy_of
 from ..parallel.exchange.agreement import gather_per_rank
+from ..parallel.exchange.broadcast import broadcast_tensors
+from ..parallel.exchange.collectives import resolve_group
 from ..waiting_time import waiting_time
 from .data.arguments import whole_number
 from .data.datasets import check_dataset, taken_apart
@@ -246,12 +247,4 @@ def _take_buffers_of_main(model: nn.Module, session: Session) -> None:
     """
     if session.world_size == 1 or not exchanges_gradients(model) or not getattr(model, "broadcast_buffers", True):
         return
-    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for buffer in unwrap(model).buffers():
-        by_kind.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-    with torch.no_grad():
-        for buffers in by_kind.values():
-            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            dist.broadcast(flat, src=0)
-            for buffer, values in zip(buffers, torch.split(flat, [b.numel() for b in buffers]), strict=True):
-                buffer.copy_(values.view_as(buffer))
+    broadcast_tensors(list(unwrap(model).buffers()), resolve_group(None), session.device)

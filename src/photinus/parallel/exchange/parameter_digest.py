@@ -31,12 +31,13 @@ def digest_of(tensor: torch.Tensor) -> torch.Tensor:
     return _digest(_flat(tensor))
 
 
-def compare_parameters(named: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup) -> None:
+def compare_parameters(named: Sequence[tuple[str, torch.Tensor]], group: dist.ProcessGroup, when: str = "") -> None:
     """Compares the values of all parameters between the ranks; every rank of the group calls it.
 
     Args:
         named: (name, parameter) pairs, the same names, shapes and dtypes in the same order on every rank.
         group: the ranks.
+        when: begins the message, as in "after step 3 ".
 
     Raises:
         ModelMismatchError: on every rank, naming the first parameter that differs, and the ranks.
@@ -51,18 +52,27 @@ def compare_parameters(named: Sequence[tuple[str, torch.Tensor]], group: dist.Pr
     if not differing:
         return
     name, parameter = named[differing[0]]
-    column = digests[:, differing[0]].tolist()
-    usual = max(column, key=column.count)
-    others = [rank for rank, value in enumerate(column) if value != usual]
     more = f" (and {len(differing) - 1} more of {len(named)} parameters)" if len(differing) > 1 else ""
     raise ModelMismatchError(
-        f"the ranks hold different weights: {name_ranks(others)} {'have' if len(others) > 1 else 'has'} other values "
-        f"than {name_ranks([rank for rank in range(len(column)) if rank not in others])} in parameter {name} "
+        f"{when}the ranks hold different weights: {_sides(digests[:, differing[0]].tolist())} in parameter {name} "
         f"{list(parameter.shape)}{more}; seen from rank {group.rank()}. All ranks start from one model and make the "
         f"same steps, so something was done on some ranks only: another learning rate or optimizer, a step left out, "
         f"weights that were loaded or changed. Do it on all ranks, or on none. Where weights are to differ (local SGD, "
-        f"processors that round differently), pass check_ranks=False to DistributedDataParallel."
+        f"processors that round differently), pass check_ranks=False to DistributedDataParallel or photinus.wrap, and "
+        f"compare_parameters=False to a photinus.Loop, which saves no checkpoint of this."
     )
+
+
+def _sides(by_rank: Sequence[int]) -> str:
+    """Who holds what; who is wrong can be told only where most ranks agree."""
+    sides: dict[int, list[int]] = {}
+    for rank, value in enumerate(by_rank):
+        sides.setdefault(value, []).append(rank)
+    most = max(sides.values(), key=len)
+    others = [rank for rank in range(len(by_rank)) if rank not in most]
+    if len(most) > len(others):
+        return f"{name_ranks(others)} {'have' if len(others) > 1 else 'has'} other values than {name_ranks(most)}"
+    return f"{' and '.join(map(name_ranks, sides.values()))} have different values"
 
 
 class ParameterPieces:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar, cast
 
 import torch
@@ -62,7 +62,7 @@ class DPStrategy(Strategy):
     def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[None]:
         """Changes nothing: one process has nobody to average with, and gradients add up by themselves."""
         self._require_made(wrapped)
-        return _nothing()
+        return nullcontext()
 
     @classmethod
     def recognizes(cls, part: nn.Module | Optimizer) -> bool:
@@ -70,8 +70,3 @@ class DPStrategy(Strategy):
         if isinstance(part, nn.Module):
             return not hasattr(part, "no_sync") and not hasattr(part, "set_requires_gradient_sync")
         return True
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield

@@ -21,21 +21,24 @@ def is_split(value: object) -> bool:
     return isinstance(value, torch.Tensor) and hasattr(value, "full_tensor")
 
 
-def map_state(state: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """The state with `change(tensor)` in the place of each tensor; containers are new, and keep class and attributes.
+def map_state(
+    state: Any, change: Callable[[torch.Tensor], Any], other: Callable[[Any], Any] = lambda value: value
+) -> Any:
+    """The state with `change(tensor)` in the place of each tensor, and `other(value)` in that of all else.
 
-    Tensors are visited in the order of the containers, which is equal on all ranks where the states are.
+    Containers are new, and keep class and attributes. Tensors are visited in the order of the containers, which is
+    equal on all ranks where the states are.
     """
     if isinstance(state, torch.Tensor):
         return change(state)
     if isinstance(state, dict):
         new = copy.copy(state)  # an OrderedDict keeps its _metadata
         for key, value in state.items():
-            new[key] = map_state(value, change)
+            new[key] = map_state(value, change, other)
         return new
     if type(state) in (list, tuple):
-        return type(state)(map_state(value, change) for value in state)
-    return state
+        return type(state)(map_state(value, change, other) for value in state)
+    return other(state)
 
 
 def gather_state(state: Any) -> Any:
@@ -63,16 +66,7 @@ def copy_state(state: Any, device: torch.device | None = None) -> Any:
             return tensor.clone()
         return tensor.to(device, copy=True)
 
-    if isinstance(state, torch.Tensor):
-        return copy_of(state)
-    if isinstance(state, dict):
-        new = copy.copy(state)
-        for key, value in state.items():
-            new[key] = copy_state(value, device)
-        return new
-    if type(state) in (list, tuple):
-        return type(state)(copy_state(value, device) for value in state)
-    return copy.deepcopy(state)
+    return map_state(state, copy_of, copy.deepcopy)
 
 
 def part_of(full: torch.Tensor, like: Any) -> torch.Tensor:

@@ -5,11 +5,13 @@ It stays the same object of the same class, with its defaults, group options, st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+
+from ..exchange.tensors import tensors_in
 
 __all__ = ["check_repointable", "repoint"]
 
@@ -68,15 +70,4 @@ _KNOWN = frozenset({"param_groups", "state", "defaults"})
 
 def _holds(value: Any, optimizer: Optimizer) -> bool:
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return any(id(tensor) in own for tensor in _tensors(value))
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
+    return any(id(tensor) in own for tensor in tensors_in(value))

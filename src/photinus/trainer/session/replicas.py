@@ -21,16 +21,15 @@ from __future__ import annotations
 import hashlib
 import struct
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
-from ...errors import ModelMismatchError
 from ...parallel import strategy_of, unwrap_compiled
-from ...parallel.exchange.agreement import JSON, check_alike, gather_per_rank
-from ...parallel.exchange.parameter_digest import digest_of
-from ...world.ranks import name_ranks
+from ...parallel.exchange.agreement import JSON, check_alike
+from ...parallel.exchange.collectives import resolve_group
+from ...parallel.exchange.parameter_digest import compare_parameters, digest_of
 from ..checkpoint.states import unwrap
 from .session import Session
 
@@ -105,7 +104,8 @@ class Replicas:
         options = [[plain(v) for k, v in g.items() if k != "params"] for o in self._optimizers for g in o.param_groups]
         own = [_digest(repr(options).encode()), 0.0, 0.0]
         if self._models and (saves or self._trained_s >= self._pause_s):
-            sums = self._sums().values()
+            digests = [digest_of(parameter).to(self._session.device) for _, parameter in self._named()]
+            sums = torch.stack(digests).tolist() if digests else []
             own[1] = _digest(struct.pack(f"<{len(sums)}q", *sums))
             own[2] = time.perf_counter() - began_s
         vector = [0.0] * (_WIDTH * self._session.world_size)
@@ -129,19 +129,16 @@ class Replicas:
                 describe_replicas(self._models, self._optimizers), f"the ranks' optimizers differ after step {step}"
             )
         if len(set(everyone[1::_WIDTH])) > 1:
-            ranks = gather_per_rank(self._sums())
-            raise ModelMismatchError(f"after step {step} {_difference(ranks)}")
+            compare_parameters(self._named(), resolve_group(None), f"after step {step} ")
 
-    def _sums(self) -> dict[str, int]:
-        """Each parameter's digest, by name."""
-        sums: dict[str, torch.Tensor] = {}
+    def _named(self) -> list[tuple[str, torch.Tensor]]:
+        """The parameters that are compared."""
+        named: list[tuple[str, torch.Tensor]] = []
         for place, model in enumerate(self._models):
             ignored: set[str] = getattr(model, "parameters_to_ignore", set())
-            for name, parameter in unwrap(model).named_parameters():
-                if name not in ignored:
-                    sums[f"state model {place}: {name}" if place else name] = digest_of(parameter.detach())
-        values = torch.stack([each.to(self._session.device) for each in sums.values()]).tolist() if sums else []
-        return dict(zip(sums, values, strict=True))
+            prefix = f"state model {place}: " if place else ""
+            named += [(prefix + n, p.detach()) for n, p in unwrap(model).named_parameters() if n not in ignored]
+        return named
 
 
 def _is_replicated(model: nn.Module, world_size: int) -> bool:
@@ -151,26 +148,3 @@ def _is_replicated(model: nn.Module, world_size: int) -> bool:
 
 def _digest(data: bytes) -> float:
     return float(int.from_bytes(hashlib.sha256(data).digest()[:_DIGEST_BYTES], "little"))
-
-
-def _difference(ranks: Sequence[Mapping[str, int]]) -> str:
-    """Who holds what, as a sentence's end; who is wrong can be told only where most ranks agree."""
-    differing = [name for name in ranks[0] if len({each.get(name) for each in ranks}) > 1]
-    first = differing[0]
-    sides: dict[int | None, list[int]] = {}
-    for rank, each in enumerate(ranks):
-        sides.setdefault(each.get(first), []).append(rank)
-    more = f" and {len(differing) - 1} more of {len(ranks[0])} parameters" if len(differing) > 1 else ""
-    most = max(sides.values(), key=len)
-    others = [rank for side in sides.values() if side is not most for rank in side]
-    if len(most) > len(others):
-        differ = "differs" if len(others) == 1 else "differ"
-        told = f"{name_ranks(others)} {differ} from the other {len(most)} ranks in the values of {first}{more}"
-    else:
-        told = f"{' and '.join(map(name_ranks, sides.values()))} hold different values of {first}{more}"
-    return (
-        f"{told}. Every rank has to make the same changes: was a weight loaded or set, or an optimizer stepped, on one "
-        f"rank only? No checkpoint of this was saved; go on from the last one. If ranks are to differ for a while "
-        f"(local SGD), or round differently because their processors do, give the loop compare_parameters=False, and "
-        f"photinus.wrap check_ranks=False."
-    )
