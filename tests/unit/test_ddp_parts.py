@@ -7,10 +7,10 @@ import torch
 
 from photinus.errors import PhotinusError, UnsuitableModelError
 from photinus.parallel.ddp.options import buffer_sync_options, capacities
-from photinus.parallel.exchange.works import wait_all
+from photinus.parallel.exchange.collectives import wait_all
 from photinus.parallel.reducer.buckets import ParameterSpec, assign_buckets
 from photinus.parallel.reducer.gradient_memory import Bucket, Slot, bring_home
-from photinus.parallel.reducer.missing_gradients import missing_text
+from photinus.parallel.reducer.round_errors import missing_text
 from photinus.parallel.reducer.static_graph import StaticGraph
 from photinus.parallel.reducer.timeline import Timeline
 

@@ -28,7 +28,7 @@ from ..exchange.collectives import backend_name, resolve_group
 from ..exchange.gpu_sharing import gpu_identity
 from ..exchange.tensors import map_tensors
 from ..exchange.verify_models import describe, verify_same_model
-from ..reducer.bucket_exchange import CastExchange
+from ..reducer.bucket_exchange import AverageExchange
 from ..reducer.buckets import FIRST_BUCKET_BYTES
 from ..reducer.comm_hooks import CommHook, HookExchange, builtin_hook, check_hook
 from ..reducer.graph import current_task
@@ -267,7 +267,7 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
         )
         if self._low_precision is not None and self._low_precision.reduce_dtype is not None and self.reducer.active:
             self.reducer.use_exchange(
-                CastExchange(self.reducer.average, self._low_precision.reduce_dtype, self.wire_dtype)
+                AverageExchange(self.reducer.average, self.wire_dtype, self._low_precision.reduce_dtype)
             )
         if self._comm_hook is not None:
             self._use_hook(*self._comm_hook[:2])

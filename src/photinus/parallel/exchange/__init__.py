@@ -8,5 +8,4 @@ parameter_digest  do all ranks hold the same weights? Digests, compared by one e
 state_exchange    what each rank remembers, brought to rank 0 without pickle
 tensors           tensors inside nested values, and how a tensor lies in memory
 verify_models     do all ranks hold the same model? One small exchange answers, before anything else is exchanged
-works             waiting for several exchanges
 """

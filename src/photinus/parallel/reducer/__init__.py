@@ -7,7 +7,6 @@ buckets            which parameter's gradient lies where: the pure assignment of
 comm_hooks         communication hooks: the user's function in place of the average of each bucket
 gradient_memory    where gradients lie while they are reduced: flat buckets, and each parameter's place in them
 graph              autograd graphs: leaves below outputs, nested backwards, averages that keep their graph
-missing_gradients  what is said when parameters got no gradient
 nan_guard          which rank made the first gradient that is not a finite number?
 options            how a reducer works
 rank_facts         what the ranks tell each other of themselves with each exchange of gradients
@@ -17,6 +16,5 @@ sparse_gradients   averages of sparse gradients, by dense collectives only
 static_graph       a model that promises to use the same parameters in the same way in every step
 streams            streams of a GPU, as far as a reducer has to know of them
 timeline           when forward, backward and exchange of each iteration began and ended, as this process saw it
-torch_reducer      names of torch's reducer that libraries and torch's own tools touch
 used_parameters    which parameters got a gradient, and on how many ranks
 """

@@ -10,7 +10,7 @@ from ..exchange.collectives import Average, Pending
 from .gradient_memory import Bucket
 from .streams import keep_until_read
 
-__all__ = ["AverageExchange", "BucketExchange", "CastExchange"]
+__all__ = ["AverageExchange", "BucketExchange"]
 
 
 class BucketExchange(Protocol):
@@ -27,32 +27,26 @@ class BucketExchange(Protocol):
 
 
 class AverageExchange:
-    """The average over the ranks, in place; between hosts it travels as `wire_dtype`, see `Average.start`."""
+    """The average over the ranks.
+
+    Args:
+        average: of the group.
+        wire_dtype: the type in which it travels between hosts, see `Average.start`; None: its own.
+        dtype: in which floating gradients are averaged and sent; None: their own, in place.
+    """
 
     carries_tail = True
 
-    def __init__(self, average: Average, wire_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, average: Average, wire_dtype: torch.dtype | None = None, dtype: torch.dtype | None = None
+    ) -> None:
         self._average = average
         self._wire_dtype = wire_dtype
-
-    def start(self, bucket: Bucket) -> Pending:
-        """See `BucketExchange`."""
-        return self._average.start(bucket.flat, self._wire_dtype)
-
-
-class CastExchange:
-    """The average over the ranks, computed and sent in another dtype than that of the gradients."""
-
-    carries_tail = True
-
-    def __init__(self, average: Average, dtype: torch.dtype, wire_dtype: torch.dtype | None = None) -> None:
-        self._average = average
         self._dtype = dtype
-        self._wire_dtype = wire_dtype
 
     def start(self, bucket: Bucket) -> Pending:
         """See `BucketExchange`."""
-        if not bucket.flat.is_floating_point() or bucket.flat.dtype == self._dtype:
+        if self._dtype in (None, bucket.flat.dtype) or not bucket.flat.is_floating_point():
             return self._average.start(bucket.flat, self._wire_dtype)
         sent = bucket.flat.to(self._dtype)
         return _CopyBack(self._average.start(sent, self._wire_dtype), sent, bucket.flat)

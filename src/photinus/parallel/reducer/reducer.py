@@ -36,9 +36,8 @@ import torch.distributed as dist
 
 from ...malloc import PER_GRADIENTS, keep_freed_memory
 from ...waiting_time import waiting_time
-from ..exchange.collectives import Average, Pending
+from ..exchange.collectives import Average, Pending, wait_all
 from ..exchange.tensors import tensors_in
-from ..exchange.works import wait_all
 from ..tracing.device_clock import clock_of
 from .bucket_exchange import AverageExchange, BucketExchange
 from .bucket_launcher import BucketLauncher
@@ -54,7 +53,6 @@ from .sparse_gradients import average_sparse
 from .static_graph import StaticGraph
 from .streams import streams_of
 from .timeline import Timeline
-from .torch_reducer import TorchReducerNames
 from .used_parameters import UsedParameters
 
 __all__ = ["Reducer"]
@@ -65,7 +63,7 @@ _COPIED_TOGETHER_BYTES = 32 * 1024
 _NO_TASK = -2  # autograd says -1 outside of a backward
 
 
-class Reducer(TorchReducerNames):
+class Reducer:
     """Averages the gradients of some parameters over the ranks of a group during backward.
 
     Args:
@@ -274,9 +272,22 @@ class Reducer(TorchReducerNames):
             self._make_buckets()
         return True
 
-    def unfinished(self) -> int:
-        """Gradients that a backward which has not ended, or was interrupted, still waits for."""
-        return len(self._missing()) if self._open else 0
+    # ---- names of torch's reducer that libraries and torch's own tools touch; nothing in this package calls them
+
+    def _rebuild_buckets(self) -> bool:
+        """Libraries ask for this before a forward of their own; the wrapper does it when all ranks are there."""
+        return False
+
+    def _ddp_graph_static(self) -> bool:
+        return self.used.always_the_same
+
+    def _get_local_used_map(self) -> torch.Tensor:
+        return self.used.ranks
+
+    def _check_reducer_finalized(self) -> None:
+        if self._open:
+            missing = len(self._missing())
+            raise RuntimeError(f"rank {self.rank}: the last backward did not end: {missing} gradients have not come")
 
     # ---- memory
 

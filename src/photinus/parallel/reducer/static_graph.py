@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from ...errors import PhotinusError
 from .gradient_memory import Slot
-from .missing_gradients import changed_graph_text
 from .timeline import Timeline
 
 __all__ = ["StaticGraph"]
@@ -55,6 +54,11 @@ class StaticGraph:
             return True
         expected = self._arrivals[slot.index]
         if slot.arrivals > expected:
-            self._timeline.error = changed_graph_text(self._rank, slot, expected)
+            was = "got no gradient" if expected == 0 else f"got {expected} gradients"
+            self._timeline.error = (
+                f"rank {self._rank}: Your training graph has changed in this iteration, but static_graph=True promises "
+                f"that it does not: parameter {slot.name} {was} in the first backward, and one more now. Leave "
+                f"static_graph out, or pass find_unused_parameters=True if it changes which parameters are used."
+            )
             raise PhotinusError(self._timeline.error)
         return slot.arrivals == expected

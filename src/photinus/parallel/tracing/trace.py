@@ -25,8 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..exchange.collectives import resolve_group
-from ..exchange.state_exchange import gather_states
+from ..exchange.agreement import gather_per_rank
 from .device_clock import Moment
 from .recording import EXCHANGE, MAIN, Recording, Span, current_recording, set_current_recording
 
@@ -156,10 +155,11 @@ class Trace(AbstractContextManager["Trace"]):
         self.ranks = [mine]
         path = self.path
         if together:
-            gathered = gather_states(_as_bytes(mine), resolve_group(None))
+            told = gather_per_rank(json.dumps({**vars(mine), "spans": [vars(span) for span in spans]}))
             if rank != 0:
                 return
-            self.ranks = [_from_bytes(each) for each in gathered]
+            plain = [json.loads(each) for each in told]
+            self.ranks = [RankTrace(**{**each, "spans": [Span(**span) for span in each["spans"]]}) for each in plain]
         elif world_size > 1:
             path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
         path.write_text(json.dumps({"traceEvents": chrome_events(self.ranks), "displayTimeUnit": "ms"}))
@@ -179,17 +179,6 @@ class Trace(AbstractContextManager["Trace"]):
         if recording is not None:
             name = f"{type(optimizer).__name__}.step"
             recording.add(name, MAIN, self._optimizer_began, recording.now(), optimizer=True)
-
-
-def _as_bytes(told: RankTrace) -> torch.Tensor:
-    """What a rank tells, as uint8 [n]: JSON, since what comes from another rank is not unpickled."""
-    plain = {**vars(told), "spans": [vars(span) for span in told.spans]}
-    return torch.frombuffer(bytearray(json.dumps(plain).encode()), dtype=torch.uint8)
-
-
-def _from_bytes(data: torch.Tensor) -> RankTrace:
-    told = json.loads(data.numpy().tobytes())
-    return RankTrace(**{**told, "spans": [Span(**span) for span in told["spans"]]})
 
 
 def chrome_events(ranks: Sequence[RankTrace]) -> list[dict[str, Any]]:
