@@ -8,23 +8,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["is_alive", "this_process"]
+__all__ = ["boot_id", "is_alive", "this_process"]
 
 
 def this_process() -> dict[str, Any]:
     """What tells this process from all others: boot of the kernel, process namespace, pid and moment of its start."""
-    return {"boot": _boot(), "namespace": _namespace(), "pid": os.getpid(), "began": _began(os.getpid())}
+    return {"boot": boot_id(), "namespace": _namespace(), "pid": os.getpid(), "began": _began(os.getpid())}
 
 
 def is_alive(facts: Mapping[str, Any]) -> bool | None:
     """Whether the process that `this_process` described runs; None where that cannot be told from here."""
-    if (facts.get("boot"), facts.get("namespace")) != (_boot(), _namespace()):
+    if (facts.get("boot"), facts.get("namespace")) != (boot_id(), _namespace()):
         return None
     pid = facts.get("pid")
     return isinstance(pid, int) and pid > 0 and _began(pid) == facts.get("began") is not None
 
 
-def _boot() -> str:
+def boot_id() -> str:
+    """The same for all processes since this kernel was booted: their monotonic clocks agree."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ...runlog.process import boot_id
 from ..exchange.agreement import gather_per_rank
 from .device_clock import Moment
 from .recording import EXCHANGE, MAIN, Recording, Span, current_recording, set_current_recording
@@ -151,7 +152,7 @@ class Trace(AbstractContextManager["Trace"]):
             dist.barrier()
         meeting_ns = time.perf_counter_ns()
         spans = self._recording.spans(wait=error is None)
-        mine = RankTrace(rank, socket.gethostname(), os.getpid(), _clock_name(), meeting_ns, spans)
+        mine = RankTrace(rank, socket.gethostname(), os.getpid(), boot_id(), meeting_ns, spans)
         self.ranks = [mine]
         path = self.path
         if together:
@@ -261,11 +262,3 @@ def _busy_ns(spans: Sequence[Span]) -> int:
         busy += max(0, span.end_ns - max(until, span.begin_ns))
         until = max(until, span.end_ns)
     return busy
-
-
-def _clock_name() -> str:
-    """The same for all processes whose monotonic clocks agree: those of one boot of one kernel."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return f"{socket.gethostname()} {time.get_clock_info('perf_counter').implementation}"

@@ -4,7 +4,6 @@
       step-00000100/  manifest.json  model.pt  optimizer.pt ...     see manifest.py
       step-00000200/
       .tmp-step-00000300-1f2e3d4c/   a writer at work, or one that died; the next writer removes it
-      .writer.lock                   held by the writer, if there is one
 
 Nothing stores which checkpoint is the newest: it is read from the manifests each time, so it cannot be wrong. A
 checkpoint is renamed into place when all of it is on disk, and older ones are deleted only after that; whatever moment
@@ -36,7 +35,6 @@ from .durable import (
     DurableFile,
     discard,
     explain_no_space,
-    lock_folder,
     remove_debris,
     require_space,
     sync_folder,
@@ -165,7 +163,7 @@ class CheckpointFolder:
         description: Mapping[str, JSON],
         metric: float | None = None,
     ) -> Path:
-        """Writes a checkpoint, then deletes those that need no longer be kept. One process at a time, normally rank 0.
+        """Writes a checkpoint, then deletes those that need no longer be kept. For one process of one job.
 
         When it returns, the checkpoint is complete and on disk. When it raises, all those from before are as they were
         and nothing half-written is left.
@@ -178,7 +176,7 @@ class CheckpointFolder:
 
         Raises:
             TypeError, ValueError: an argument cannot be saved.
-            CheckpointError: no space (path, needed and free bytes), no permission, or another job writes here.
+            CheckpointError: no space (path, needed and free bytes), or no permission.
         """
         step = whole_number("step", step)
         metric = None if metric is None or math.isnan(metric) else float(metric)
@@ -196,11 +194,9 @@ class CheckpointFolder:
         try:
             with explain_no_space(self.folder, needed_bytes):
                 self.folder.mkdir(parents=True, exist_ok=True)
-                with lock_folder(self.folder) as has_locks:
-                    if has_locks:
-                        remove_debris(self.folder)
-                    path = self._write(step, plain, needed_bytes, described, metric)
-                    self._delete_old()
+                remove_debris(self.folder)
+                path = self._write(step, plain, needed_bytes, described, metric)
+                self._delete_old()
         except OSError as error:
             raise CheckpointError(
                 f"step {step} could not be saved in {self.folder}: {error}. Checkpoints written before are untouched."

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from ...runlog.units import count, number
 from .length import Length
 
 __all__ = ["Progress", "say", "show_metrics"]
@@ -24,16 +25,7 @@ def say(text: str) -> None:
 
 def show_metrics(metrics: Mapping[str, float]) -> str:
     """Metrics as one reads them: `accuracy 0.9778  loss 0.0713`."""
-    return "  ".join(f"{name.replace('_', ' ')} {show_number(value)}" for name, value in metrics.items())
-
-
-def show_number(value: float) -> str:
-    """A number with as many digits as it deserves: 0.9778, 1.2e-05, 12345, nan."""
-    if isinstance(value, int) or (float(value).is_integer() and abs(value) >= 1000):
-        return f"{int(value)}"
-    if value != 0 and (abs(value) < 5e-5 or abs(value) >= 1e5):
-        return f"{value:.2e}"
-    return f"{value:.4f}"
+    return "  ".join(f"{name.replace('_', ' ')} {number(value)}" for name, value in metrics.items())
 
 
 class Progress:
@@ -44,7 +36,6 @@ class Progress:
     Args:
         shown: whether this process shows anything (rank 0, and the user wants it).
         length: of the whole run; by steps, the bar is of all its steps.
-        steps: number of steps of one epoch.
     """
 
     def __init__(self, shown: bool, length: Length, steps: int) -> None:
@@ -88,11 +79,10 @@ class Progress:
         if epoch_ended:
             self.close()
         if self.shown:
-            speed = f"{row['samples_per_s']:,.0f}".replace(",", " ")
             place = self._place(int(row["epoch"]), int(row["step"]))
             if not epoch_ended and self._length.steps is None:
                 place += f", step {int(row['step'])}"
-            say(f"{place}  {show_metrics(shown)}  {speed} samples/s  {row['elapsed_s']:.1f} s")
+            say(f"{place}  {show_metrics(shown)}  {count(row['samples_per_s'])} samples/s  {row['elapsed_s']:.1f} s")
 
     def _place(self, epoch: int, step: int) -> str:
         wanted = self._epochs if self._length.steps is None else self._length.steps
