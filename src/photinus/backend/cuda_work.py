@@ -28,12 +28,7 @@ __all__ = ["CudaWork"]
 
 @outside_dynamo
 class CudaWork(EngineWork):
-    """See the module.
-
-    Args:
-        handle, outputs, submit: see EngineWork.
-        memory: of the call, on a GPU.
-    """
+    """See the module."""
 
     def __init__(self, handle: Handle, outputs: Sequence[Tensor], submit: Submit, memory: Memory | None) -> None:
         super().__init__(handle, outputs, submit)

@@ -150,9 +150,7 @@ class ByDevice(ProcessGroup):
 
     Args:
         ours: serves all other tensors, and whatever has no tensor.
-        others: torch's group of the other devices' backends.
         missing: devices that were asked for and cannot be served, with the reasons.
-        device: the accelerator that the group is bound to.
     """
 
     def __init__(

@@ -49,13 +49,7 @@ engine.pass_over_frames_of(_libraries())
 
 @outside_dynamo
 class EngineGroup(ProcessGroup):
-    """See the module; the collectives are in the classes above this one.
-
-    Args:
-        communicator: the engine's.
-        gloo, store, limit, label, devices: see ProcessGroup.
-        wires: what travels between hosts in another type than its own.
-    """
+    """See the module; the collectives are in the classes above this one."""
 
     def __init__(
         self,

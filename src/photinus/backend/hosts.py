@@ -99,13 +99,6 @@ def meet(
 ) -> Meeting:
     """Waits until all ranks of the group are here and tells where they are. Called by every rank.
 
-    Args:
-        store: of this group (prefixed by torch).
-        rank, world_size: in this group.
-        timeout_s: how long to wait for the others.
-        name: of the group, for messages.
-        members, world: see Joining.
-
     Raises:
         CollectiveTimeoutError: not all came in time; names those that did not.
         PeerLostError: one of them has ended, or the store's server is gone.

@@ -32,8 +32,6 @@ class InnerGloo(dist.ProcessGroupGloo):
 
     Args:
         store: with a prefix that no earlier group used, since gloo takes any address that it finds there.
-        rank, size: of the group.
-        limit: the group's timeout.
         address: of this rank's host, in digits, at which the others reach it. (gloo's own choice is that of the host's
             name, which is often 127.0.1.1, or none.)
     """

@@ -29,9 +29,6 @@ class Joining:
 
     Args:
         store: of the group; no prefix of it is looked through, as the launcher knows none.
-        rank, world_size: in the group.
-        timeout_s: deadline of the whole.
-        name: of the group, for messages.
         members: the group's ranks in the default group.
         world: the default group, where it is there already and one of ours.
     """

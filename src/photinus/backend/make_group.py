@@ -35,11 +35,6 @@ def make(
 ) -> ProcessGroup:
     """Makes the group that torch describes; called by all its ranks.
 
-    Args:
-        given: what torch tells a backend's maker.
-        wanted: the rest of the group's device map, if there is any.
-        own: what its maker wants of our part.
-
     Raises:
         ValueError: the device map holds a backend that cannot share a group with ours.
         WorldSizeError: the default group is not as large as the launcher means.

@@ -21,13 +21,6 @@ def monitored_text(rank: int, timeout_s: float, wait_all_ranks: bool, missing: S
 
     Rank 0 names who is missing: the first rank, or all of them with `wait_all_ranks`, as gloo does; our own words,
     which follow, name all in any case. Another rank blames rank 0 if that is missing, else says that it came itself.
-
-    Args:
-        rank: this process's rank in the group.
-        timeout_s: how long it was to wait.
-        wait_all_ranks: what the program asked for.
-        missing: who did not come.
-        error: what the engine says.
     """
     timed_out = f"Rank {rank} timed out in monitoredBarrier: {error}"
     if rank == 0 and missing:

@@ -103,12 +103,7 @@ def check_apart(tensor: Tensor) -> None:
 
 
 def reals(tensor: Tensor, reduction: int) -> Tensor:
-    """A complex tensor whose reduction is that of its parts, checked. Raises ValueError for all but the linear ones.
-
-    Args:
-        tensor: any tensor; only complex ones are checked.
-        reduction: hash(ReduceOp).
-    """
+    """A complex tensor whose reduction is that of its parts, checked. Raises ValueError for all but the linear ones."""
     if reduction not in _LINEAR and tensor.is_complex():
         raise ValueError("complex tensors can be reduced by SUM, AVG and PREMUL_SUM only")
     return tensor
@@ -196,12 +191,7 @@ class Memory:
 
 
 def allocate(size: int | Sequence[int], dtype: torch.dtype) -> Tensor:
-    """An uninitialised CPU tensor in this process's arena, which the engine reduces where it lies.
-
-    Args:
-        size: number of elements, or a shape.
-        dtype: of the elements.
-    """
+    """An uninitialised CPU tensor in this process's arena, which the engine reduces where it lies."""
     shape = (size,) if isinstance(size, int) else tuple(size)
     elems = math.prod(shape)
     if elems == 0:

@@ -94,8 +94,6 @@ class EngineWork(_Work):
     """An operation that the engine runs.
 
     Args:
-        handle: the engine's handle.
-        outputs: the caller's output tensors, kept alive with the work.
         submit: completes the future, in or out of line, when somebody asks for one.
         finish: copies results to the outputs; runs once, on the thread that first sees the operation's end.
     """

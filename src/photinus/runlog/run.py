@@ -48,7 +48,6 @@ class Run:
     """What a run's folder says.
 
     Args:
-        folder: of the run.
         points: how many buckets curves get.
 
     Attributes:

@@ -11,11 +11,7 @@ _REMEMBERED_BYTES = 64
 
 
 class Tail:
-    """Reads a growing text file bit by bit, and notices when it is begun anew.
-
-    Args:
-        path: of the file; it need not be there yet.
-    """
+    """Reads a growing text file bit by bit, and notices when it is begun anew."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -31,13 +31,6 @@ class Saves:
     """Saves and loads what training changes; some of it may be split over the ranks. All ranks call it together.
 
     The model's state has plain, unprefixed names, so that it loads in any strategy and in plain torch.
-
-    Args:
-        session, length: of the loop.
-        model, optimizer: wrapped or not.
-        scheduler: with state_dict and load_state_dict, or None.
-        others: the user's own objects with a state, by name.
-        options: of the loop; those of _DECIDES_THE_ORDER are needed.
     """
 
     def __init__(

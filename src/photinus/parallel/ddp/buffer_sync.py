@@ -31,8 +31,6 @@ class BufferSync:
 
     Args:
         module: its modules are looked up once, their buffers each time, because modules may replace theirs.
-        group, device: see `photinus.parallel.exchange.broadcast.Staging`.
-        ignored: names that are left alone.
 
     Attributes:
         hook: (state, function, whether it runs after the forward); None for the broadcast.

@@ -54,10 +54,6 @@ def device_to_move_to(
 ) -> torch.device | None:
     """The GPU that a model on the CPU is to be moved to: the one that `device_ids` names, if there is such a GPU.
 
-    Args:
-        device_ids: of the wrapper.
-        gpus: how many CUDA devices this process sees.
-
     Raises:
         UnsuitableModelError: this process sees GPUs, but not that one.
     """
@@ -80,11 +76,6 @@ def check_device_ids(
     device: torch.device,
 ) -> list[torch.device] | None:
     """The device to which inputs are moved, in a list; None where they are left alone.
-
-    Args:
-        device_ids: of the wrapper.
-        output_device: of the wrapper.
-        device: of the parameters.
 
     Raises:
         UnsuitableModelError: they name several devices, or another than that of the parameters.
@@ -126,10 +117,6 @@ def sparse_parameters(module: nn.Module) -> frozenset[str]:
 def check_wire_dtype(wire_dtype: torch.dtype | None, backend: str) -> None:
     """Whether gradients can travel between hosts in this type.
 
-    Args:
-        wire_dtype: of the wrapper.
-        backend: the one that exchanges the gradients.
-
     Raises:
         UnsuitableModelError: they cannot, or not over this backend.
     """
@@ -159,11 +146,6 @@ def check_delayed(
     named: Sequence[tuple[str, nn.Parameter]],
 ) -> tuple[frozenset[str], int | None]:
     """Which parameters are exchanged last (by name), and which one's gradient they wait for (index among trainable).
-
-    Args:
-        delayed: `delay_all_reduce_named_params`; found in the model by identity, however they are named.
-        hooked: `param_to_hook_all_reduce`.
-        named: the model's parameters.
 
     Raises:
         UnsuitableModelError: only one of the two is given, or a parameter that is not the model's.

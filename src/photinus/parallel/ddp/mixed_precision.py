@@ -31,9 +31,7 @@ class MixedPrecision:
     """Runs a module in low precision.
 
     Args:
-        config: see `MixedPrecisionConfig`.
         module: its floating buffers are cast at once, to `buffer_dtype`.
-        ignored: names of parameters and buffers that are left alone.
 
     Raises:
         ValueError: a dtype that is not a floating one, or an option that does not exist here.

@@ -73,7 +73,6 @@ def check_alike(options: Mapping[str, JSON], what: str, group: dist.ProcessGroup
     Args:
         options: this rank's, by name; what JSON can hold.
         what: differs, for the message, as in "the ranks were given different loops".
-        group: the ranks; default: all.
 
     Raises:
         ValueError: they differ; on every rank, says which on which ranks, and both values.

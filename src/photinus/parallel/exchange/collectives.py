@@ -81,8 +81,6 @@ def all_gather_bytes(data: bytes, group: dist.ProcessGroup, length: int | None =
     """Every rank's bytes, by rank, on every rank. Called by all ranks of the group.
 
     Args:
-        data: this rank's.
-        group: the ranks.
         length: of the data, where it is equal on all ranks; else lengths are exchanged first.
     """
     device, size = control_device(group), group.size()

@@ -27,13 +27,7 @@ def gpu_identity(device: torch.device) -> str:
 
 
 def refuse_shared_gpus(by_rank: Sequence[str], backend: str, allowed: int) -> None:
-    """Raises DeviceError where more than `allowed` ranks have the same GPU, or any two over nccl.
-
-    Args:
-        by_rank: each rank's GPU, as `gpu_identity` says.
-        backend: of the group.
-        allowed: ranks per GPU.
-    """
+    """Raises DeviceError where more than `allowed` ranks have the same GPU, or any two over nccl."""
     sharing: dict[str, list[int]] = defaultdict(list)
     for rank, gpu in enumerate(by_rank):
         if gpu:

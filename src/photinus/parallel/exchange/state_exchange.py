@@ -28,7 +28,6 @@ def gather_states(state: Any, group: dist.ProcessGroup) -> list[Any]:
 
     Args:
         state: this rank's: nested dicts, lists and tuples of tensors, numbers, text and None.
-        group: the ranks.
 
     Returns:
         The states, with tensors on the CPU.

@@ -42,7 +42,6 @@ def verify_same_model(lines: Iterable[str], group: dist.ProcessGroup, gpu: str =
 
     Args:
         lines: this rank's description, one line per parameter and buffer, in order.
-        group: the ranks; all of them call this.
         gpu: the one that the model is on, see `photinus.parallel.exchange.gpu_sharing`.
 
     Raises:

@@ -30,7 +30,6 @@ class AverageExchange:
     """The average over the ranks.
 
     Args:
-        average: of the group.
         wire_dtype: the type in which it travels between hosts, see `Average.start`; None: its own.
         dtype: in which floating gradients are averaged and sent; None: their own, in place.
     """

@@ -21,13 +21,6 @@ __all__ = ["BucketLauncher"]
 class BucketLauncher:
     """Knows which buckets of this round are under way.
 
-    Args:
-        exchange: how buckets travel.
-        options: of the reducer.
-        guard: looks at gradients before they leave, if there is one.
-        static_graph: while it is learned, nothing is launched during backward.
-        timeline: is told of each launch.
-
     Attributes:
         buckets: in the order in which they are launched.
         with_graph: the gradients of this round that carry a graph (create_graph), which goes around the average.

@@ -20,12 +20,6 @@ __all__ = ["BucketMaker"]
 class BucketMaker:
     """Makes buckets for some parameters, in the group's memory where it offers some.
 
-    Args:
-        slots: of the parameters with dense gradients.
-        average: of the group.
-        options: of the reducer.
-        device: of the parameters.
-
     Attributes:
         order: indices of parameters in the order in which gradients are expected; None: reverse registration order.
     """

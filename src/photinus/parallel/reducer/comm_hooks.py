@@ -64,12 +64,7 @@ class GradBucket:
 
 
 class HookExchange:
-    """Buckets travel by a hook. Nothing is divided: what the hook's future holds is what the gradients become.
-
-    Args:
-        state, hook: given to `register_comm_hook`.
-        count: number of buckets.
-    """
+    """Buckets travel by a hook. Nothing is divided: what the hook's future holds is what the gradients become."""
 
     carries_tail = False
 

@@ -24,11 +24,7 @@ FOUND = -1.0
 
 
 class NanGuard:
-    """Looks at the gradients of each round before they are averaged.
-
-    Args:
-        average: of the group.
-    """
+    """Looks at the gradients of each round before they are averaged."""
 
     def __init__(self, average: Average) -> None:
         self._average = average

@@ -54,8 +54,6 @@ class RankFacts:
     """Keeps this rank's facts, says them, and compares those of all.
 
     Args:
-        slots: the parameters that are averaged.
-        average: of the group.
         checked: whether anything is said and compared. If not, only the status is left.
     """
 

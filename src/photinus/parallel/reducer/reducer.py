@@ -68,8 +68,6 @@ class Reducer:
 
     Args:
         parameters: (name, parameter) pairs, all requiring grad, on one device, equal on all ranks.
-        group: the ranks.
-        options: see there.
 
     Attributes:
         sync_grad: the user's switch: False, and no backward is followed by an exchange until it is True again. The same

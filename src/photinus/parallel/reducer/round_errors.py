@@ -19,14 +19,7 @@ _NAMES_SHOWN = 40
 
 
 class RoundErrors:
-    """Makes and raises the errors of a reducer's rounds.
-
-    Args:
-        rank: of this process in the group.
-        total: number of parameters that are reduced.
-        options: of the reducer.
-        timeline: keeps the text of the last error.
-    """
+    """Makes and raises the errors of a reducer's rounds."""
 
     def __init__(self, rank: int, total: int, options: ReducerOptions, timeline: Timeline) -> None:
         self._rank = rank
@@ -76,13 +69,6 @@ def missing_text(rank: int, missing: Sequence[Slot], total: int, path: str, *, s
     """Names the parameters and says what to do.
 
     The sentences that torch's class has for this are part of it: people search for them.
-
-    Args:
-        rank: this process's rank in the group.
-        missing: the parameters without gradient.
-        total: number of parameters that are reduced.
-        path: class of the wrapped module.
-        static_graph: whether the model was declared to use the same parameters in every step.
     """
     shown = [
         f"  {slot.name} {list(slot.parameter.shape)}" + ("" if slot.parameter.requires_grad else " (frozen since)")

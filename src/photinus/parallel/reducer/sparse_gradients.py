@@ -29,7 +29,6 @@ def average_sparse(
         parameters: one per gradient; only shape, dtype and device are used.
         gradients: sparse, dense or None (counts as zero). A parameter whose gradient is dense on any rank (its
             weights are tied to a dense layer) gets a dense average.
-        average: of the group.
 
     Returns:
         The averages, coalesced where sparse; None where no rank has a gradient.

@@ -19,10 +19,7 @@ class UsedParameters:
     """The ranks' word to each other on who used what: one small all-reduce per round, where it is needed.
 
     Args:
-        average: of the group.
-        count: number of parameters.
         asked: whether it may change from round to round. If not, all are used, unless `static_graph` is there.
-        static_graph: learns it in the first round.
 
     Attributes:
         always_the_same: whether the unused ones of this rank were the same in each round so far.

@@ -74,14 +74,6 @@ def wrap_model(
 ) -> nn.Module:
     """Moves a model to its device, converts its batch norms where asked, and wraps it. Called on every rank.
 
-    Args:
-        model: the plain model; it is changed in place.
-        optimizers: over the model's parameters; changed in place, where the strategy asks for it.
-        strategy: a name in STRATEGIES.
-        sync_batch_norm: whether batch norms use the statistics of the global batch (see `SyncBatchNorm`).
-        device: where the rank trains.
-        options: of the strategy (`process_group`, `find_unused_parameters`, ...).
-
     Raises:
         ValueError: unknown strategy, a model without parameters that require grad, or one that the strategy does not
             suit.

@@ -30,9 +30,6 @@ class Strategy(ABC):
     model or optimizer that they are given. Each strategy lives in a file of its own and is entered in
     `photinus.parallel.STRATEGIES`.
 
-    Args:
-        options: see each strategy.
-
     Raises:
         TypeError: an option that this strategy does not have; the message lists those it has.
 

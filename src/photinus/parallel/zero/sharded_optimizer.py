@@ -49,7 +49,6 @@ def shard_optimizer(optimizer: Optimizer, group: dist.ProcessGroup) -> None:
 
     Args:
         optimizer: over the same parameters in the same order on every rank; it passed `check_shardable`.
-        group: the ranks.
     """
     from torch.distributed.optim import ZeroRedundancyOptimizer
 

@@ -48,7 +48,6 @@ def repoint(
     """Makes the optimizer step `new_of[p]` wherever it stepped `p`.
 
     Args:
-        optimizer: checked by `check_repointable`.
         new_of: the new parameter for each of the optimizer's.
         new_state: `new_state(value, parameter)`: what becomes of a tensor that the optimizer remembers, of one
             dimension or more, for the new parameter. (One without dimensions, such as a step count, stays.)

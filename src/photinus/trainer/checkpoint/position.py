@@ -83,8 +83,6 @@ class Position:
         """Closes the row and returns it; it is also the last of the history.
 
         Args:
-            clock_s: the clock now.
-            learning_rate: now.
             whole: False where the run ends before the row would: it is a provisional one then, of what is done of it.
         """
         seconds = max(clock_s - self.part_began, 1e-9)

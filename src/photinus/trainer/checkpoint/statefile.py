@@ -121,7 +121,6 @@ def read_state_file(path: Path, *, mapped: bool) -> tuple[dict[str, Any], str]:
     """(states, digest) of a file that `write_state_file` or torch.save made; verified before anything is read from it.
 
     Args:
-        path: of the file.
         mapped: tensors are mapped from the file, where its format allows it; copy what is to last.
 
     Raises:

@@ -47,9 +47,7 @@ class GlobalBatches:
     """Which samples make global batch k of epoch e, and which of them this rank takes, for training.
 
     Args:
-        samples: size of the dataset.
         batch_size: samples per global batch, over all ranks; a multiple of `world_size`, at most `samples`.
-        rank, world_size: this rank's place.
         shuffle: a new order each epoch; False takes the dataset's own.
         seed: of the orders; 0 <= seed < 2**63.
         drop_last: leave out the last, short batch of each epoch (when shuffled, other samples each time). False
@@ -143,7 +141,6 @@ class ShardedOnce:
     Args:
         samples: size of the dataset; 0 is allowed.
         batch_size: samples of one step over all ranks; a rank's batch has batch_size / world_size, rounded up.
-        rank, world_size: this rank's place.
 
     Raises:
         TypeError, ValueError: not whole numbers, too small, or not a place.

@@ -37,8 +37,6 @@ class Fetch:
 
     Args:
         dataset: the user's, with __getitem__ or __getitems__ (many samples in one call).
-        collate: makes a batch of a list of samples.
-        seed: of the job; samples' seeds are derived from it.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int) -> None:

@@ -57,7 +57,6 @@ def save_config(
     """Writes `config.json` into the folder.
 
     Args:
-        folder: of the run.
         options: what decides the run: batch size, epochs, seed, samples, strategy ...
         user: the script's own options (its parsed arguments), as far as JSON can carry them.
         start: what `describe_start` says; becomes the last of the starts.

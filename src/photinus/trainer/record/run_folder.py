@@ -29,14 +29,7 @@ __all__ = ["RunFolder"]
 
 
 class RunFolder:
-    """Writes what a run leaves.
-
-    Args:
-        path: the folder; made when it is not there.
-        keep_last: how many of the newest checkpoints stay.
-        best: name of a metric; the checkpoint of the epoch where it was highest stays ("-" before the name: lowest).
-        tensorboard: whether to write event files too.
-    """
+    """Writes what a run leaves."""
 
     def __init__(self, path: Path, *, keep_last: int, best: str | None, tensorboard: bool) -> None:
         path.mkdir(parents=True, exist_ok=True)

@@ -70,8 +70,6 @@ class RunNumbers:
         Args:
             position: takes the losses.
             folder: on rank 0, to write to, if anything is to be written.
-            epoch: the running one, from 1.
-            stop: whether this rank wants to stop.
             saves: whether a checkpoint follows; equal on all ranks.
 
         Raises:

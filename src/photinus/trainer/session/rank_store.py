@@ -46,8 +46,6 @@ def open_store(world: World, rendezvous: Rendezvous, timeout_s: float) -> Store:
     """Joins all ranks of the job at one store; returns when this rank is connected (rank 0: when all are).
 
     Args:
-        world: this rank's place; more than one rank.
-        rendezvous: where to meet, with the job's identity.
         timeout_s: how long ranks may be apart in coming, in seconds; the store's own timeout, too.
 
     Raises:

@@ -70,9 +70,7 @@ class Replicas:
     """Whether the ranks' models and optimizers are still alike. All ranks call its methods together.
 
     Args:
-        session: of this rank.
         models: of those that are whole on each rank and exchange their gradients, parameters are compared.
-        optimizers: whose options are compared.
         compare_parameters: False where ranks differ on purpose for a while.
     """
 
