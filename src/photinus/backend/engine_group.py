@@ -30,7 +30,7 @@ from .updates import Updates
 from .wires import Wires
 from .work import EngineWork, Handle
 
-__all__ = ["EngineGroup", "Part", "check_elems", "check_same_dtype"]
+__all__ = ["EngineGroup", "Part", "check_elems", "check_same_dtype", "whole"]
 
 Part = engine.Part
 
@@ -197,6 +197,15 @@ class EngineGroup(ProcessGroup):
 
         self._submit = self._do = self._message = refuse
         super()._end(reason)
+
+
+def whole(source: Tensor, target: Tensor) -> dict[str, int]:
+    """Where a call reads and writes, and how many elements each rank has (a complex one comes as a pair)."""
+    return {
+        "send": source.data_ptr(),
+        "recv": target.data_ptr(),
+        "elems": min(source.numel(), target.numel()),  # the other may have those of all ranks
+    }
 
 
 def check_same_dtype(operation: str, tensors: Sequence[Tensor]) -> None:

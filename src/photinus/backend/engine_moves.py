@@ -25,7 +25,7 @@ from .. import engine
 from ..engine import Call
 from ..errors import CollectiveTimeoutError, PeerLostError
 from ..malloc import PER_GRADIENTS, keep_freed_memory
-from .engine_group import EngineGroup, Part, check_elems, check_same_dtype
+from .engine_group import EngineGroup, Part, check_elems, check_same_dtype, whole
 from .monitored import missing_ranks, monitored_text
 from .options import as_options, one_tensor, tensor_list
 from .outside_dynamo import outside_dynamo
@@ -59,19 +59,8 @@ class EngineMoves(EngineGroup):
         code, label = transfer_type(tensor.dtype)
         memory = Memory()
         values = memory.output(tensor, load=given.rootRank == self._rank)
-        address, elems = _part(values)
-        return self._run(
-            given,
-            _BROADCAST,
-            memory,
-            [tensor],
-            send=address,
-            recv=address,
-            elems=elems,
-            dtype=code,
-            root=given.rootRank,
-            label=label,
-        )
+        where = whole(values, values)
+        return self._run(given, _BROADCAST, memory, [tensor], **where, dtype=code, root=given.rootRank, label=label)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work | None:
         """Every rank's tensor in one tensor, by rank."""
@@ -81,18 +70,7 @@ class EngineMoves(EngineGroup):
         code, label = transfer_type(input.dtype)
         memory = Memory()
         target, source = memory.output(output, load=False), memory.input(input)
-        send, elems = _part(source)
-        return self._run(
-            given,
-            _ALL_GATHER,
-            memory,
-            [output],
-            send=send,
-            recv=target.data_ptr(),
-            elems=elems,
-            dtype=code,
-            label=label,
-        )
+        return self._run(given, _ALL_GATHER, memory, [output], **whole(source, target), dtype=code, label=label)
 
     _allgather_base = all_gather_single  # its name before torch 2.13
 

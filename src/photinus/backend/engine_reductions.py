@@ -15,7 +15,7 @@ from .. import engine
 from ..engine import Call
 from ..waiting_time import waiting_time
 from . import profiling
-from .engine_group import EngineGroup, check_elems, check_same_dtype
+from .engine_group import EngineGroup, check_elems, check_same_dtype, whole
 from .options import UNSET, as_options, factor, one_tensor, tensor_list
 from .outside_dynamo import outside_dynamo
 from .sparse import sparse_all_reduce
@@ -73,18 +73,8 @@ class EngineReductions(EngineGroup):
             memory = Memory()
             values = memory.output(reals(tensor, hash(given.reduceOp)), load=True)
             if memory.device is not None:
-                address = values.data_ptr()
-                return self._run(
-                    given,
-                    _ALL_REDUCE,
-                    memory,
-                    [tensor],
-                    send=address,
-                    recv=address,
-                    elems=values.numel(),
-                    dtype=code,
-                    **self._reduction(given, code, wires),
-                )
+                how = self._reduction(given, code, wires)
+                return self._run(given, _ALL_REDUCE, memory, [tensor], **whole(values, values), **how)
         limit, address, asynchronous = given.timeout, values.data_ptr(), given.asyncOp
         if wires is None:
             wires = self._wires
@@ -139,18 +129,8 @@ class EngineReductions(EngineGroup):
         target = values
         if root == self._rank:
             target = memory.output(output, load=False)
-        return self._run(
-            given,
-            _REDUCE,
-            memory,
-            [output],
-            send=values.data_ptr(),
-            recv=target.data_ptr(),
-            elems=values.numel(),
-            dtype=code,
-            root=root,
-            **self._reduction(given, code),
-        )
+        how = self._reduction(given, code)
+        return self._run(given, _REDUCE, memory, [output], **whole(values, target), root=root, **how)
 
     def reduce_scatter(
         self,
@@ -190,22 +170,14 @@ class EngineReductions(EngineGroup):
     def _reduce_scatter(self, given: Any, output: Tensor, source: Tensor, memory: Memory) -> EngineWork | None:
         code = _compute("reduce_scatter", output)
         target = memory.output(reals(output, hash(given.reduceOp)), load=False)
-        return self._run(
-            given,
-            _REDUCE_SCATTER,
-            memory,
-            [output],
-            send=source.data_ptr(),
-            recv=target.data_ptr(),
-            elems=target.numel(),
-            dtype=code,
-            **self._reduction(given, code),
-        )
+        how = self._reduction(given, code)
+        return self._run(given, _REDUCE_SCATTER, memory, [output], **whole(source, target), **how)
 
     def _reduction(self, given: Any, code: int, wires: Wires | None = None) -> Any:
-        """The engine's reduction, this rank's factor of PREMUL_SUM, and the type in which values travel."""
+        """Element type, the engine's reduction, this rank's factor of PREMUL_SUM, the type in which values travel."""
         reduction = REDUCTIONS[hash(given.reduceOp)]
         return {
+            "dtype": code,
             "reduction": reduction,
             "factor": factor(given.reduceOp) if reduction == _PREMUL_SUM else 1.0,
             "wire_dtype": (self._wires if wires is None else wires).get((code, reduction)),

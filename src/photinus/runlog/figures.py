@@ -271,9 +271,6 @@ def _starts(runs: Sequence[Run]) -> list[float]:
         return []
     run = runs[0]
     starts = [float(event.step) for event in run.starts[1:]]
-    if not run.starts:  # of a version that wrote no events
-        steps = [start.get("resumed_step") for start in run.config_starts[1:]]
-        starts = [float(step) for step in steps if isinstance(step, int)]
     return sorted({step for step in starts if step > 0})
 
 

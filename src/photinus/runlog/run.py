@@ -238,11 +238,7 @@ class Run:
         now_s = time.time() if now_s is None else now_s
         last_start = next((i for i in reversed(range(len(self.events))) if self.events[i].kind == "start"), None)
         if last_start is None:
-            if not self.step:
-                return State("empty")
-            # A run of an earlier version wrote no events.
-            done = self.epochs_wanted and self.epochs and self.epochs[-1]["epoch"] >= self.epochs_wanted
-            return State("finished" if done else "silent")
+            return State("silent" if self.step else "empty")
         since = self.events[last_start + 1 :]
         errors = [event for event in since if event.kind == "error"]
         if errors:  # the first that another rank's does not explain

@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from ...errors import UnsuitableModelError
 from ..exchange.broadcast import broadcast_tensors
-from ..exchange.tensors import map_tensors
 from ..reducer.buckets import FIRST_BUCKET_BYTES
 from .checks import sparse_parameters
 
@@ -44,7 +42,6 @@ class TorchSurface:
         _buffers_in_sync: BufferSync
         parameters_to_ignore: set[str]
         device: torch.device
-        dim: int
         bucket_bytes_cap: int
 
     _active_ddp_module: ClassVar[Any] = None
@@ -76,10 +73,6 @@ class TorchSurface:
     @property
     def _has_rebuilt_buckets(self) -> bool:
         return self.reducer.has_rebuilt_buckets
-
-    @property
-    def _module_parameters(self) -> list[nn.Parameter]:
-        return [p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
 
     @staticmethod
     def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
@@ -134,14 +127,6 @@ class TorchSurface:
             piece = self.broadcast_bucket_size if bucket_size is None else bucket_size
             broadcast_tensors(bufs, self.process_group, self.device, piece_bytes=piece, source=authoritative_rank)
 
-    @property
-    def modules_buffers(self) -> list[torch.Tensor]:
-        """The buffers that are kept equal."""
-        return [buffer for _, buffer in self._buffers_in_sync.named_buffers()]
-
-    def _get_parameters(self, m: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
-        yield from m.parameters(recurse=recurse)
-
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Outputs are never cloned here: hooks, not functions of the graph, watch them. Kept for callers."""
         self._ddp_sink_clone = val
@@ -151,17 +136,3 @@ class TorchSurface:
 
     def _check_reducer_finalized(self) -> None:
         self.reducer._check_reducer_finalized()
-
-    def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[int | torch.device]) -> Any:
-        """Splits inputs along `dim` over devices, as torch.nn.DataParallel does."""
-        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
-
-    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
-        """The inputs on one device, in the form of `scatter`: a tuple of one element each."""
-        device = torch.device(self.device.type, device_id)
-        moved, moved_kwargs = map_tensors((inputs, kwargs), lambda tensor: tensor.to(device, non_blocking=True))
-        return (moved,), (moved_kwargs,)
-
-    def gather(self, outputs: Any, output_device: int | torch.device) -> Any:
-        """Joins the outputs of several devices along `dim`."""
-        return gather(outputs, output_device, dim=self.dim)
