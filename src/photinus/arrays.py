@@ -6,8 +6,6 @@ from typing import Any
 
 from . import _native
 
-__all__ = ["DTYPES", "facts"]
-
 DTYPES: dict[str, int] = _native.DTYPES
 """Element types by name, as the engine numbers them."""
 

@@ -18,8 +18,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from . import _native, env
+from ._native import Call, CudaDevice, Work
 from .arrays import DTYPES, facts
-from .group import ANY_RANK, OPERATIONS, REDUCTIONS, Call, CudaDevice, Group, Part, Place, Work
+from .group import ANY_RANK, OPERATIONS, REDUCTIONS, Group, Part, Place
 from .world.own_address import reaches_from
 
 __all__ = [

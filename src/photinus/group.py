@@ -15,8 +15,6 @@ from . import _native, env
 from ._native import Call, CudaDevice, OutsideWait, Work
 from .arrays import DTYPES
 
-__all__ = ["ANY_RANK", "OPERATIONS", "REDUCTIONS", "Call", "CudaDevice", "Group", "Part", "Place", "Work"]
-
 REDUCTIONS: dict[str, int] = _native.REDUCTIONS
 """Reductions by name. "avg" divides the sum by the number of ranks; on integers it truncates towards zero.
 "premul_sum" multiplies each rank's values by that rank's own factor first (floating types). "band", "bor" and "bxor"

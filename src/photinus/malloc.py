@@ -12,8 +12,6 @@ from __future__ import annotations
 import ctypes
 import os
 
-__all__ = ["PER_GRADIENTS", "keep_freed_memory"]
-
 PER_GRADIENTS = 4
 """What a training step may free in all, in gradients: these, what they are computed from, and activations."""
 

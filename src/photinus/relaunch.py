@@ -16,8 +16,6 @@ from typing import Any
 
 from . import env
 
-__all__ = ["Launch", "ask_git", "notable"]
-
 _PREFIXES = (
     "CUBLAS_",
     "CUDA_",

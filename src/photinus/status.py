@@ -22,8 +22,6 @@ from typing import Any
 
 from . import env
 
-__all__ = ["HEARD", "ONLY_ASKED_BY_SIGTERM", "Status", "count_optimizer_steps", "read", "tell"]
-
 HEARD = "rcs"
 ONLY_ASKED_BY_SIGTERM = "rs"
 _WIDTH = 20

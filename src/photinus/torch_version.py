@@ -7,8 +7,6 @@ import re
 
 from .errors import OldTorchError
 
-__all__ = ["OLDEST", "check_torch", "is_too_old"]
-
 OLDEST = (2, 11)
 """The oldest release that is tested, major and minor; pyproject.toml declares the same."""
 

@@ -17,8 +17,6 @@ from types import TracebackType
 from . import env
 from .errors import PhotinusError
 
-__all__ = ["install", "shorten"]
-
 _OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")} | {"<"})
 _installed = False

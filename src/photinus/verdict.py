@@ -17,8 +17,6 @@ from pathlib import Path
 
 from .version import __version__
 
-__all__ = ["COMMAND", "Setting", "Verdict", "driver_version", "keep_verdict", "look_up_verdict"]
-
 COMMAND = "photinus bench --device cuda"
 """What makes a verdict."""
 

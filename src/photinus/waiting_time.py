@@ -15,8 +15,6 @@ import time
 from threading import get_ident
 from typing import Protocol
 
-__all__ = ["DeviceWaits", "WaitingTime", "waiting_time"]
-
 
 class DeviceWaits(Protocol):
     """Who keeps the time of a device whose stream waits, where Python does not."""

@@ -13,8 +13,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from photinus.errors import CheckpointError
-from photinus.parallel.exchange.agreement import from_rank_0, together
-from photinus.trainer.checkpoint.folder import CheckpointFolder, gather_per_rank, load, on_all_ranks, save
+from photinus.parallel.exchange.agreement import from_rank_0, gather_per_rank, together
+from photinus.trainer.checkpoint.folder import CheckpointFolder, on_all_ranks
+from photinus.trainer.checkpoint.statefile import load, save
 from photinus.trainer.data import rng
 from tests.ranks import run_ranks, values
 

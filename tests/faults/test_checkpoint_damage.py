@@ -17,7 +17,8 @@ import torch
 import photinus
 from photinus.errors import CheckpointError
 from photinus.trainer.checkpoint.digest import file_digest
-from photinus.trainer.checkpoint.folder import CheckpointFolder, load, save
+from photinus.trainer.checkpoint.folder import CheckpointFolder
+from photinus.trainer.checkpoint.statefile import load, save
 
 
 def state(step: int, elems: int = 300) -> dict[str, Any]:

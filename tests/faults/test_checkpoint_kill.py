@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from photinus.trainer.checkpoint.folder import CheckpointFolder, load, save
+from photinus.trainer.checkpoint.folder import CheckpointFolder
+from photinus.trainer.checkpoint.statefile import load, save
 from tests.ranks import run_ranks
 
 KEEP = 2

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from photinus.errors import CheckpointError
-from photinus.trainer.checkpoint.folder import load, save
+from photinus.trainer.checkpoint.statefile import load, save
 from photinus.trainer.checkpoint.states import PlainState, state_of, unwrap
 
 

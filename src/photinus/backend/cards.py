@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from .. import env
 from ..world.own_address import addresses_of_interfaces, is_loopback, outside_addresses, reaches_from
 
-__all__ = ["LOOPBACK", "Member", "choose_addresses"]
-
 LOOPBACK = "127.0.0.1"
 
 _chosen: list[str] = []  # by this process's first group over several hosts; it has one listener for all

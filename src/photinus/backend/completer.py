@@ -20,8 +20,6 @@ from typing import NamedTuple, TypeAlias
 
 from .. import _native
 
-__all__ = ["Completer", "Submit", "outcome"]
-
 _IDLE_S = 0.02
 
 Complete: TypeAlias = Callable[[BaseException | None], None]

@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-__all__ = ["ROCM", "Event", "Streams", "check_build", "streams"]
-
 ROCM: str | None = torch.version.hip
 """The version for which torch is built where its CUDA tensors lie on AMD's GPUs."""
 

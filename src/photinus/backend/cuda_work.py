@@ -23,8 +23,6 @@ from .outside_dynamo import outside_dynamo
 from .tensors import Memory
 from .work import EngineWork, Handle
 
-__all__ = ["CudaWork"]
-
 
 @outside_dynamo
 class CudaWork(EngineWork):

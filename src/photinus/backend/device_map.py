@@ -25,8 +25,6 @@ from .outside_dynamo import outside_dynamo
 from .process_group import ProcessGroup
 from .wires import Options
 
-__all__ = ["ByDevice", "Request", "find_request", "others"]
-
 _TYPES = dist.ProcessGroup.BackendType
 
 

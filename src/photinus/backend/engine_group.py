@@ -30,8 +30,6 @@ from .updates import Updates
 from .wires import Wires
 from .work import EngineWork, Handle
 
-__all__ = ["EngineGroup", "Part", "check_elems", "check_same_dtype", "whole"]
-
 Part = engine.Part
 
 _UNSET = options.UNSET

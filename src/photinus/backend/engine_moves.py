@@ -33,8 +33,6 @@ from .tensors import Memory, transfer_type
 from .updates import parameters_of_new_ddp
 from .work import EngineWork
 
-__all__ = ["EngineMoves"]
-
 _BROADCAST = engine.OPERATIONS["broadcast"]
 _ALL_GATHER = engine.OPERATIONS["all_gather"]
 _GATHER = engine.OPERATIONS["gather"]

@@ -23,8 +23,6 @@ from .tensors import DTYPES, REDUCTIONS, Memory, check_dense, reals
 from .wires import Wires, wires
 from .work import EngineWork, JoinedWork
 
-__all__ = ["EngineReductions"]
-
 _ALL_REDUCE = engine.OPERATIONS["all_reduce"]
 _REDUCE = engine.OPERATIONS["reduce"]
 _REDUCE_SCATTER = engine.OPERATIONS["reduce_scatter"]

@@ -40,8 +40,6 @@ from ..world.ranks import name_ranks
 from .cards import Member, choose_addresses
 from .joining import Joining
 
-__all__ = ["Meeting", "meet", "tidy"]
-
 _SHOWN = 8  # ranks with their pids, or hosts, in a message
 
 

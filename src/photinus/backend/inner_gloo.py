@@ -17,8 +17,6 @@ from torch._C._distributed_c10d import Store
 
 from .tensors import allocate
 
-__all__ = ["InnerGloo", "Limit"]
-
 
 class Limit:
     """The timeout in seconds of operations for which the caller gave none; shared by a group and its inner gloo."""

@@ -18,8 +18,6 @@ from ..errors import CollectiveTimeoutError, PeerLostError
 from ..world.ended import ended
 from ..world.ranks import name_ranks
 
-__all__ = ["Joining"]
-
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
 _LOOK_EVERY_S = 0.1
 

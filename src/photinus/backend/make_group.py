@@ -25,8 +25,6 @@ from .wires import Options, wires
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import _DistributedBackendOptions
 
-__all__ = ["make"]
-
 _JOINING_S = 60.0  # for the engine's rendezvous, after all ranks have shown themselves in the store
 
 

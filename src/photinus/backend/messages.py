@@ -13,8 +13,6 @@ from .engine_group import EngineGroup
 from .outside_dynamo import outside_dynamo
 from .tensors import Memory, transfer_type
 
-__all__ = ["Messages"]
-
 _SEND = engine.OPERATIONS["send"]
 _RECV = engine.OPERATIONS["recv"]
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-__all__ = ["missing_ranks", "monitored_text"]
-
 _WAITED_FOR = re.compile(r" s for ranks? (\d+(?:, \d+)*), which ")
 
 

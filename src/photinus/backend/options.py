@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceCoalescedOptions, AllreduceOptions
 
-__all__ = ["UNSET", "as_options", "each_all_reduce", "factor", "one_tensor", "tensor_list"]
-
 T = TypeVar("T")
 
 UNSET = timedelta(milliseconds=-1)

@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["outside_dynamo"]
-
 Class = TypeVar("Class", bound=type)
 
 

@@ -21,8 +21,6 @@ from typing import Protocol
 from .. import _native
 from ..errors import CollectiveError
 
-__all__ = ["forget", "watch"]
-
 
 class _Group(Protocol):
     def fail(self, reason: str) -> None: ...

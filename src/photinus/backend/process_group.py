@@ -36,9 +36,6 @@ from .outside_dynamo import outside_dynamo
 from .tensors import allocate
 from .work import JoinedWork
 
-__all__ = ["ProcessGroup"]
-
-
 _TorchProcessGroup: Any = dist.ProcessGroup  # its stubs' overloads exclude each other; one method here takes them all
 
 

@@ -12,8 +12,6 @@ from .completer import Submit
 from .name import NAME
 from .work import Handle
 
-__all__ = ["begin", "begin_call", "end_with", "is_on"]
-
 _OPERATION_NAMES = {code: name for name, code in engine.OPERATIONS.items()}
 is_on = torch._C._autograd._profiler_enabled
 """Whether a profiler is on."""

@@ -14,8 +14,6 @@ from ..errors import AbortedError, MismatchError
 from . import cuda
 from .tensors import DTYPES, Memory
 
-__all__ = ["Alone"]
-
 _DTYPES = {code: dtype for dtype, code in DTYPES.items()}
 _OPERATIONS = {code: name for name, code in engine.OPERATIONS.items()}
 _REDUCTIONS = {code: name for name, code in engine.REDUCTIONS.items()}

@@ -18,8 +18,6 @@ from . import cuda
 from .engine_group import EngineGroup
 from .tensors import DTYPES, Memory, transfer_type
 
-__all__ = ["sparse_all_reduce"]
-
 _ALL_GATHER = engine.OPERATIONS["all_gather"]
 _SUM = hash(dist.ReduceOp.SUM)
 

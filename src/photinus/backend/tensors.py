@@ -16,18 +16,6 @@ from torch import Tensor
 
 from .. import engine
 
-__all__ = [
-    "DTYPES",
-    "REDUCTIONS",
-    "Memory",
-    "allocate",
-    "check_apart",
-    "check_dense",
-    "is_dense",
-    "reals",
-    "transfer_type",
-]
-
 DTYPES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in engine.DTYPES.items()}
 """The engine's code of each dtype that it computes with."""
 

@@ -6,8 +6,6 @@ from .engine_moves import EngineMoves
 from .engine_reductions import EngineReductions
 from .messages import Messages
 
-__all__ = ["ThroughEngine"]
-
 
 class ThroughEngine(EngineReductions, EngineMoves, Messages):
     """See the classes that it is made of."""

@@ -27,8 +27,6 @@ from torch import Tensor
 from torch.nn.parallel import distributed as torch_ddp
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-__all__ = ["Updates", "parameters_of_new_ddp"]
-
 _graph_task = torch._C._current_graph_task_id  # -1 outside of backward
 _thread = threading.get_ident
 _torch_ddp_file = torch_ddp.__file__

@@ -11,8 +11,6 @@ import torch
 from .. import engine
 from .tensors import DTYPES
 
-__all__ = ["Options", "Wires", "wires"]
-
 Wires: TypeAlias = Mapping[tuple[int, int], int]
 """The engine's code of that type, by those of the tensor's type and of the reduction."""
 

@@ -28,8 +28,6 @@ from .completer import Submit, outcome
 from .outside_dynamo import outside_dynamo
 from .tensors import Memory
 
-__all__ = ["EngineWork", "Handle", "JoinedWork"]
-
 NO_TIMEOUT = timedelta(0)
 
 _making_future = threading.Lock()

@@ -25,8 +25,6 @@ from ..world import World
 from .deepspeed_keys import NOTED, READ, REFUSED, ZERO_NOTED, ZERO_READ, ZERO_REFUSED, check_keys, in_force, sort_out
 from .deepspeed_schedules import SCHEDULES, Schedule, make_schedule
 
-__all__ = ["DeepSpeedConfig", "deepspeed_config"]
-
 _STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 _ADAM = {
     "lr": 0.001,

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-__all__ = ["check_keys", "in_force", "sort_out"]
-
 READ = frozenset(
     {
         "train_batch_size",

@@ -25,8 +25,6 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-__all__ = ["SCHEDULES", "Schedule", "make_schedule"]
-
 _SECOND_BETA = 0.99  # DeepSpeed's OneCycle sets it, whatever the optimizer was made with
 
 Rate = Callable[[int, float], float]

@@ -25,8 +25,6 @@ from ..launcher.workers.deaths import Raised
 from ..launcher.workers.job import Formation, worker_environ
 from ..launcher.workers.worker import describe
 
-__all__ = ["launch"]
-
 T = TypeVar("T")
 _STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 _SETTLE_S = 1.0

@@ -22,8 +22,6 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from .units import short_count
 from .windows import PHASES
 
-__all__ = ["PRINTED", "RUN_COLOURS", "Chart", "Layer", "Series", "picture", "plain_tick"]
-
 RUN_COLOURS = 6  # run0 to run5 in style.css
 
 _INCHES = (480 / 72, 270 / 72)  # a point is a unit of the picture

@@ -11,8 +11,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Bucket", "Curve"]
-
 
 @dataclass(frozen=True)
 class Bucket:

@@ -25,8 +25,6 @@ from typing import Any
 
 from .tail import Tail
 
-__all__ = ["EVENTS", "OF_A_ROW", "Event", "append_event", "cause_of", "read_event", "read_events"]
-
 EVENTS = "events.jsonl"
 OF_A_ROW = ("epoch", "validation")
 """The kinds that come with a row of metrics.csv: as many as there are numbers."""

@@ -12,8 +12,6 @@ from .run import Run
 from .units import number, plural, short_count, size, step_time
 from .windows import PHASES, Window, mean_window
 
-__all__ = ["charts", "curves", "mean_windows", "run_colour"]
-
 _POINTS = 240
 _LAYERED = 160
 _MARKS = 40

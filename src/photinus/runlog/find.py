@@ -8,8 +8,6 @@ from pathlib import Path
 
 from .run import is_run, written_at_s
 
-__all__ = ["DEPTH", "find_runs", "newest_run"]
-
 DEPTH = 4
 _MOST_FOLDERS = 20_000
 _WITHOUT_RUNS = frozenset({"__pycache__", "node_modules", "site-packages", "venv"})

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["boot_id", "is_alive", "this_process"]
-
 
 def this_process() -> dict[str, Any]:
     """What tells this process from all others: boot of the kernel, process namespace, pid and moment of its start."""

@@ -21,8 +21,6 @@ from .tables import LOSSES, METRICS, OWN_COLUMNS, Row
 from .tail import Tail
 from .windows import RANKS, Window, read_window
 
-__all__ = ["CONFIG", "FILES", "Run", "State", "is_run", "written_at_s"]
-
 CONFIG = "config.json"
 FILES = (CONFIG, LOSSES, METRICS, RANKS, EVENTS)
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from .windows import Window
 
-__all__ = ["SlowLink", "slow_links"]
-
 _RATIO = 3.0
 _EXCESS_S = 1e-3  # a step; less is the moods of a network
 _WAITED = 0.5  # of the excess: what computation hides holds nobody up

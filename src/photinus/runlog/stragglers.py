@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from .windows import PHASES, Window, mean_window
 
-__all__ = ["RankShare", "Straggler", "shares", "stragglers"]
-
 _RATIO = 1.15
 _EXCESS_S = 0.5e-3  # less than that a step is noise of the machine
 _LASTING = 0.6  # of the steps: one long hiccup makes no straggler

@@ -13,8 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["LOSSES", "METRICS", "OWN_COLUMNS", "Row", "RunFiles", "StepLoss", "read_rows", "write_atomically"]
-
 LOSSES, METRICS = "losses.csv", "metrics.csv"
 OWN_COLUMNS = frozenset({"epoch", "step", "loss", "learning_rate", "samples_per_s", "elapsed_s", "start"})
 """Columns of metrics.csv that a loop fills itself; all others are what the user logged."""

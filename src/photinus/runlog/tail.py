@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["Tail"]
-
 _REMEMBERED_BYTES = 64
 
 

@@ -5,18 +5,6 @@ from __future__ import annotations
 import math
 import time
 
-__all__ = [
-    "clock_time",
-    "count",
-    "duration",
-    "number",
-    "percent",
-    "plural",
-    "short_count",
-    "size",
-    "step_time",
-]
-
 
 def number(value: float) -> str:
     """A loss or metric with as many digits as it deserves: 0.9778, 12.3, 1.2e-05, nan."""

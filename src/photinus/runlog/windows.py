@@ -23,8 +23,6 @@ from typing import Any
 
 from .tables import write_atomically
 
-__all__ = ["MEMORY", "PHASES", "RANKS", "Window", "drop_windows_after", "mean_window", "read_window"]
-
 RANKS = "ranks.jsonl"
 PHASES = ("data", "forward", "backward", "waiting", "optimizer", "other")
 MEMORY = ("resident", "peak", "cuda", "cuda_peak")

@@ -13,7 +13,9 @@ trainer      the whole training in one call
 
 from __future__ import annotations
 
-from .checkpoint.folder import CheckpointFolder, load, save
+from .checkpoint.folder import CheckpointFolder
+from .checkpoint.statefile import load, save
+from .checkpoint.states import unwrap
 from .data.loader import loader
 from .evaluation import evaluate
 from .loop import Loop
@@ -21,7 +23,7 @@ from .record.config import dataset_folder
 from .session.loss import backward
 from .session.preemption import Suspended, suspend, suspend_requested
 from .session.session import Session, init
-from .session.wrapping import unwrap, wrap
+from .session.wrapping import wrap
 from .trainer import Result, Trainer
 
 __all__ = [

@@ -11,8 +11,6 @@ import torch
 from ..errors import PhotinusError
 from ..parallel.zero.split_states import is_split
 
-__all__ = ["Backwards"]
-
 
 class Backwards:
     """Counts the backwards of a loop, and which of them each optimizer has used.

@@ -32,13 +32,12 @@ from ..parallel.exchange.agreement import gather_per_rank
 from ..parallel.exchange.broadcast import broadcast_tensors
 from ..parallel.exchange.collectives import resolve_group
 from ..waiting_time import waiting_time
+from .checkpoint.states import unwrap
 from .data.arguments import whole_number
 from .data.datasets import check_dataset, taken_apart
 from .data.loader import Batch, loader
 from .session.session import Session, require_session
-from .session.wrapping import exchanges_gradients, unwrap
-
-__all__ = ["Metric", "evaluate"]
+from .session.wrapping import exchanges_gradients
 
 Metric = Callable[[Tensor, Tensor], Tensor]  # outputs [n, ...], targets [n, ...] -> values [n]
 Forward = Callable[[nn.Module, Any], "tuple[Tensor, Tensor]"]

@@ -53,8 +53,6 @@ from .session.replicas import Replicas, describe_replicas
 from .session.session import require_session
 from .session.wrapping import check_exchanges_gradients, check_optimizer
 
-__all__ = ["Loop"]
-
 
 class Loop:
     """An iterator over all batches of all epochs; each is this rank's part of a global batch, on its device.

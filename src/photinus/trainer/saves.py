@@ -21,8 +21,6 @@ from .session.length import Length
 from .session.progress import say
 from .session.session import Session
 
-__all__ = ["Saves"]
-
 _NEEDED = frozenset({"model", "optimizer", "position", "run", "rng"})
 _DECIDES_THE_ORDER = ("batch_size", "seed", "samples", "shuffle")  # of the samples: they must fit inside an epoch
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..parallel import strategy_of
 from ..parallel.strategies.strategy import Strategy
 from ..runlog.tables import Row
+from .checkpoint.states import unwrap
 from .data.arguments import whole_number
 from .data.datasets import check_dataset, taken_apart
 from .evaluation import Metric, evaluate
@@ -24,9 +25,7 @@ from .record.curves import PICTURE
 from .session.length import Length
 from .session.progress import show_metrics
 from .session.session import current_session, init
-from .session.wrapping import unwrap, wrap
-
-__all__ = ["Result", "Trainer"]
+from .session.wrapping import wrap
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 Callback = Callable[[Loop], None]

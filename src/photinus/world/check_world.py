@@ -13,8 +13,6 @@ from ..errors import WorldSizeError
 from .launchers import Told
 from .slurm import slurm_job
 
-__all__ = ["check_company", "check_participants"]
-
 
 def check_participants(world_size: int, scheduler: Told, environ: Mapping[str, str]) -> None:
     """Refuses RANK and WORLD_SIZE of a job that has fewer members than srun or mpirun has started processes.

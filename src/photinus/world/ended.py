@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["ended", "tell_ended"]
-
 _KEY = "photinus/ended"
 
 

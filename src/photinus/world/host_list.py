@@ -7,8 +7,6 @@ import math
 import re
 from collections.abc import Iterator
 
-__all__ = ["expand_hosts"]
-
 _MOST_HOSTS = 100_000
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?\Z")
 

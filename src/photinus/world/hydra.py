@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["hydra_proxy"]
-
 _PROXY = "hydra_pmi_proxy"  # one on each host for each run of mpiexec, an ancestor of all that it starts there
 _GENERATIONS = 64
 

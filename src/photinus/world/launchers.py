@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from .. import env
 from .slurm import SlurmStep, slurm_step
 
-__all__ = ["Told", "read_scheduler", "read_torchrun"]
-
 
 @dataclass(frozen=True)
 class Told:

@@ -16,17 +16,6 @@ from typing import TypeAlias
 
 from .slurm import reachable_address
 
-__all__ = [
-    "addresses_of_interfaces",
-    "interface_of",
-    "interfaces",
-    "is_loopback",
-    "means_this_host",
-    "outside_addresses",
-    "own_address",
-    "reaches_from",
-]
-
 Address: TypeAlias = "ipaddress.IPv4Address | ipaddress.IPv6Address"
 
 _IPV6_INTERFACES = Path("/proc/net/if_inet6")

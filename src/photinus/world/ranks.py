@@ -11,8 +11,6 @@ from ..errors import WorldSizeError
 from .check_world import check_participants
 from .launchers import Told, read_scheduler, read_torchrun
 
-__all__ = ["World", "name_ranks"]
-
 
 @dataclass(frozen=True)
 class World:

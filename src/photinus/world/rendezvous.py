@@ -22,8 +22,6 @@ from .launchers import Told, read_scheduler
 from .ranks import World
 from .slurm import SlurmStep
 
-__all__ = ["Rendezvous", "find_rendezvous", "port_of"]
-
 LOWEST_PORT, PORTS = 20000, 12768
 _LOOPBACK = "127.0.0.1"
 _STEPS_APART = 1021  # prime: the steps of a job, and the same step of the next jobs, do not meet

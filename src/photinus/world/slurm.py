@@ -12,16 +12,6 @@ from typing import TypeVar
 
 from .host_list import expand_hosts
 
-__all__ = [
-    "SlurmJob",
-    "SlurmStep",
-    "has_a_gpu_of_its_own",
-    "reachable_address",
-    "slurm_job",
-    "slurm_step",
-    "tasks_per_host",
-]
-
 T = TypeVar("T")
 
 # Slurm runs the batch script and the shell of salloc as steps of their own, with these numbers: no srun of the user's.

@@ -21,8 +21,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from ..exchange.broadcast import Staging
 from ..exchange.collectives import Pending
 
-__all__ = ["BufferSync"]
-
 BufferHook = Callable[[Any, dict[str, torch.Tensor]], Any]
 
 

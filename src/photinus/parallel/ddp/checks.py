@@ -10,15 +10,6 @@ from torch.nn.parameter import is_lazy
 
 from ...errors import UnsuitableModelError
 
-__all__ = [
-    "check_delayed",
-    "check_device_ids",
-    "check_wire_dtype",
-    "device_to_move_to",
-    "one_device",
-    "sparse_parameters",
-]
-
 
 def one_device(named: Sequence[tuple[str, nn.Parameter]], module: nn.Module) -> torch.device:
     """The device of all parameters. Refuses models that cannot be wrapped (see the class's `Raises`)."""

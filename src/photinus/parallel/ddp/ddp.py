@@ -51,8 +51,6 @@ from .options import buffer_sync_options, capacities, group_of
 from .sync_batch_norm import SyncBatchNorm
 from .torch_surface import TorchSurface
 
-__all__ = ["DistributedDataParallel"]
-
 
 class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
     """Wraps a module whose gradients are averaged over the ranks of a process group, overlapped with backward.

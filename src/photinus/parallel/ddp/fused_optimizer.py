@@ -11,8 +11,6 @@ from typing import Any
 
 from ..reducer.gradient_memory import Bucket, Slot
 
-__all__ = ["OptimizersInBackward"]
-
 _ATTRIBUTE = "_in_backward_optimizers"
 
 

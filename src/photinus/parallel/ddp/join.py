@@ -10,8 +10,6 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from .wrapper import Wrapper
 
-__all__ = ["DDPJoinHook", "UnevenInputs", "common_rank", "tell_ranks"]
-
 
 class UnevenInputs(Joinable):
     """What `torch.distributed.algorithms.join` asks of a model, and `join`. A base of DistributedDataParallel."""

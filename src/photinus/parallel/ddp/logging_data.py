@@ -14,8 +14,6 @@ from torch._C._distributed_c10d import DebugLevel, get_debug_level
 from ..exchange.collectives import backend_name
 from .wrapper import Wrapper
 
-__all__ = ["logging_data"]
-
 _DTYPE_NAMES = {
     torch.float32: "float",
     torch.float64: "double",

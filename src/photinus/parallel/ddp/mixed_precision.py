@@ -13,8 +13,6 @@ from torch import nn
 
 from ..exchange.tensors import map_tensors
 
-__all__ = ["MixedPrecision", "MixedPrecisionConfig"]
-
 
 class MixedPrecisionConfig(Protocol):
     """What is read of the object given: torch's `_MixedPrecision` has these, each a floating dtype or None.

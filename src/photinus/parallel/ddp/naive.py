@@ -11,8 +11,6 @@ from torch import nn
 
 from ..exchange.collectives import Average, resolve_group
 
-__all__ = ["average_gradients", "broadcast_model"]
-
 
 @torch.no_grad()
 def broadcast_model(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:

@@ -13,8 +13,6 @@ from ...errors import UnsuitableModelError
 from ..exchange.collectives import resolve_group
 from ..reducer.buckets import DEFAULT_BUCKET_CAP_MB
 
-__all__ = ["buffer_sync_options", "capacities", "group_of"]
-
 _MIB = 1024 * 1024
 
 

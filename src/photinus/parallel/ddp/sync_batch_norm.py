@@ -29,8 +29,6 @@ from torch.nn.parameter import is_lazy
 
 from ...waiting_time import waiting_time
 
-__all__ = ["SyncBatchNorm", "convert_sync_batchnorm", "revert_sync_batchnorm"]
-
 
 class SyncBatchNorm(_BatchNorm):
     """Batch normalisation whose statistics in training are those of the global batch.

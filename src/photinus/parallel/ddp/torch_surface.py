@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ..reducer.reducer import Reducer
     from .buffer_sync import BufferSync
 
-__all__ = ["TorchSurface"]
-
 _TorchDDP = nn.parallel.DistributedDataParallel
 
 

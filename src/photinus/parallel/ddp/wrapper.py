@@ -11,8 +11,6 @@ from torch import nn
 if TYPE_CHECKING:
     from ..reducer.reducer import Reducer
 
-__all__ = ["Wrapper"]
-
 
 class Wrapper(Protocol):
     """A DistributedDataParallel as its parts see it; they do not import the class, which imports them."""

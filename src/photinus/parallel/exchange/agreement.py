@@ -22,8 +22,6 @@ from ... import errors
 from ...errors import CollectiveError, PhotinusError
 from .collectives import all_gather_bytes
 
-__all__ = ["JSON", "check_alike", "from_rank_0", "gather_per_rank", "place_in_group", "together"]
-
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
 T = TypeVar("T")
 

@@ -14,8 +14,6 @@ import torch.distributed as dist
 
 from .collectives import Pending, allocate
 
-__all__ = ["BROADCAST_PIECE_BYTES", "Staging", "broadcast_tensors"]
-
 BROADCAST_PIECE_BYTES = 250 * 1024 * 1024
 """Size of a piece: the memory that a broadcast needs besides the tensors themselves."""
 

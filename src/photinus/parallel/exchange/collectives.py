@@ -10,17 +10,6 @@ import torch.distributed as dist
 
 from ...errors import NotInitializedError
 
-__all__ = [
-    "Average",
-    "Pending",
-    "all_gather_bytes",
-    "allocate",
-    "backend_name",
-    "control_device",
-    "resolve_group",
-    "wait_all",
-]
-
 _AVERAGING_BACKENDS = frozenset({"photinus", "nccl"})
 """Backends whose ReduceOp.AVG we use. Gloo has it too, but it sums before it divides: 60000 + 60000 in float16 is
 infinite. Everywhere else each rank divides first and SUM follows, as torch's DDP does."""

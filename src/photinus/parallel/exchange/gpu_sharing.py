@@ -13,8 +13,6 @@ import torch
 from ... import env
 from ...errors import DeviceError
 
-__all__ = ["gpu_identity", "refuse_shared_gpus"]
-
 
 def gpu_identity(device: torch.device) -> str:
     """Words for a GPU that are equal for two processes exactly when it is the same one; "" for other devices."""

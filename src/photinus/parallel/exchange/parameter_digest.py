@@ -16,8 +16,6 @@ from ...world.ranks import name_ranks
 from .collectives import control_device
 from .tensors import dense_strides
 
-__all__ = ["ParameterPieces", "compare_parameters", "digest_of"]
-
 _WORD_BYTES = 8
 _PIECES = 32
 _LEAST_ELEMS = 64 * 1024

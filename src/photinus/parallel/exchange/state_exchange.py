@@ -18,8 +18,6 @@ from torch import nn
 
 from .collectives import all_gather_bytes, control_device
 
-__all__ = ["gather_states"]
-
 _TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["dense_strides", "map_tensors", "tensors_in"]
-
 
 def tensors_in(value: object) -> list[torch.Tensor]:
     """All tensors in nested lists, tuples, sets, mappings and dataclasses, in order."""

@@ -20,8 +20,6 @@ from .collectives import all_gather_bytes
 from .gpu_sharing import refuse_shared_gpus
 from .tensors import dense_strides
 
-__all__ = ["describe", "verify_same_model"]
-
 _DIGEST_BYTES = 32
 _GPU_BYTES = 128
 

@@ -10,8 +10,6 @@ from ..exchange.collectives import Average, Pending
 from .gradient_memory import Bucket
 from .streams import keep_until_read
 
-__all__ = ["AverageExchange", "BucketExchange"]
-
 
 class BucketExchange(Protocol):
     """Replaces the contents of a bucket by what the ranks make of theirs.

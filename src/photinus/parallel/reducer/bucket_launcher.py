@@ -15,8 +15,6 @@ from .static_graph import StaticGraph
 from .streams import keep_until_read
 from .timeline import Timeline
 
-__all__ = ["BucketLauncher"]
-
 
 class BucketLauncher:
     """Knows which buckets of this round are under way.

@@ -14,8 +14,6 @@ from .gradient_memory import Bucket, Slot
 from .options import ReducerOptions
 from .rank_facts import ELEMS_PER_RANK
 
-__all__ = ["BucketMaker"]
-
 
 class BucketMaker:
     """Makes buckets for some parameters, in the group's memory where it offers some.

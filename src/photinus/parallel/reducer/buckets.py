@@ -14,15 +14,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = [
-    "ALIGNMENT_BYTES",
-    "DEFAULT_BUCKET_CAP_MB",
-    "FIRST_BUCKET_BYTES",
-    "BucketPlan",
-    "ParameterSpec",
-    "assign_buckets",
-]
-
 DEFAULT_BUCKET_CAP_MB = 25
 """Cap of a bucket in MiB: large enough that bandwidth counts and not latency, small enough to overlap with backward."""
 

@@ -17,8 +17,6 @@ from torch._C._distributed_c10d import GradBucket as TorchGradBucket
 from ..exchange.collectives import Pending
 from .gradient_memory import Bucket
 
-__all__ = ["CommHook", "GradBucket", "HookExchange", "builtin_hook", "check_hook"]
-
 CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 

@@ -18,8 +18,6 @@ from ..exchange.collectives import Pending
 from ..exchange.tensors import dense_strides
 from .buckets import BucketPlan
 
-__all__ = ["Allocate", "Bucket", "Slot", "aliases", "bring_home", "slots_of"]
-
 Allocate = Callable[[int, torch.dtype], torch.Tensor]
 """Makes zeros: (element count, dtype) -> tensor of one dimension."""
 

@@ -12,8 +12,6 @@ from torch.autograd.function import BackwardCFunction, once_differentiable
 
 from ..exchange.collectives import Average
 
-__all__ = ["AveragedGradient", "current_task", "inside_custom_function", "leaves_below"]
-
 current_task: Callable[[], int] = torch._C._current_graph_task_id
 """Number of the backward that this thread runs, larger for later ones; -1 outside of any."""
 

@@ -17,8 +17,6 @@ from ...errors import NonFiniteGradientError
 from ..exchange.collectives import Average
 from .gradient_memory import Bucket, Slot
 
-__all__ = ["NanGuard"]
-
 FOUND = -1.0
 """What a rank that found something leaves in its element of the last bucket. (1 says that its backward failed.)"""
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["ReducerOptions"]
-
 
 @dataclass(frozen=True)
 class ReducerOptions:

@@ -37,8 +37,6 @@ from ..exchange.collectives import Average, control_device
 from ..exchange.parameter_digest import ParameterPieces, compare_parameters
 from .gradient_memory import Slot
 
-__all__ = ["ELEMS_PER_RANK", "RankFacts", "status_of"]
-
 ELEMS_PER_RANK = 5
 _BASE = 61
 _STEPS_PER_DIGEST = 4

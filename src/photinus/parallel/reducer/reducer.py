@@ -55,8 +55,6 @@ from .streams import streams_of
 from .timeline import Timeline
 from .used_parameters import UsedParameters
 
-__all__ = ["Reducer"]
-
 _COPIED_TOGETHER_BYTES = 32 * 1024
 """Smaller gradients are copied with their bucket's others by one call; larger ones at once, hot from being made."""
 

@@ -13,8 +13,6 @@ from .gradient_memory import Slot
 from .options import ReducerOptions
 from .timeline import Timeline
 
-__all__ = ["RoundErrors", "missing_text"]
-
 _NAMES_SHOWN = 40
 
 

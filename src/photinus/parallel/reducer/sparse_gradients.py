@@ -14,8 +14,6 @@ import torch.distributed as dist
 
 from ..exchange.collectives import Average
 
-__all__ = ["average_sparse"]
-
 _NONE, _SPARSE, _DENSE = 0, 1, 2
 
 

@@ -13,8 +13,6 @@ from ...errors import PhotinusError
 from .gradient_memory import Slot
 from .timeline import Timeline
 
-__all__ = ["StaticGraph"]
-
 
 class StaticGraph:
     """What the first backward of this rank taught.

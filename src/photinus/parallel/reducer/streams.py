@@ -22,8 +22,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["StreamWatch", "keep_until_read", "sent_to", "streams_of"]
-
 
 class StreamWatch:
     """Whether the gradients of a backward have come on more than one stream.

@@ -17,8 +17,6 @@ from ..tracing.device_clock import DeviceClock, Moment, ns_of
 from ..tracing.recording import EXCHANGE, MAIN, current_recording
 from .gradient_memory import Bucket
 
-__all__ = ["Timeline"]
-
 _ALWAYS_SAMPLED = 10
 
 

@@ -12,8 +12,6 @@ from ..exchange.collectives import Average, Pending
 from .static_graph import StaticGraph
 from .streams import sent_to
 
-__all__ = ["UsedParameters"]
-
 
 class UsedParameters:
     """The ranks' word to each other on who used what: one small all-reduce per round, where it is needed.

@@ -20,8 +20,6 @@ from .zero1 import Zero1Strategy
 from .zero2 import Zero2Strategy
 from .zero3 import Zero3Strategy
 
-__all__ = ["STRATEGIES", "find_strategy", "strategy_of", "unwrap_compiled", "wrap_model"]
-
 STRATEGIES: Mapping[str, type[Strategy]] = MappingProxyType(
     {
         strategy.name: strategy

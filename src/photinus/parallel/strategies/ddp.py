@@ -14,8 +14,6 @@ from torch.optim import Optimizer
 from ..ddp.ddp import DistributedDataParallel
 from .strategy import Strategy
 
-__all__ = ["DDPStrategy", "options_of"]
-
 
 def options_of(wrapper: type[nn.Module]) -> frozenset[str]:
     """Names of a wrapper's arguments that are for users to choose."""

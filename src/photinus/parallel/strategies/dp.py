@@ -13,8 +13,6 @@ from torch.optim import Optimizer
 
 from .strategy import Strategy
 
-__all__ = ["DPStrategy"]
-
 
 class DPStrategy(Strategy):
     """One process; each batch is cut over its devices, and the parts of the gradients are added on the first.

@@ -26,8 +26,6 @@ from ..zero.split_states import copy_state, is_split, split_as
 from ..zero.swap_parameters import check_repointable, repoint
 from .strategy import Strategy
 
-__all__ = ["FullyShardedStrategy"]
-
 _NEED_WHOLE = {
     "Adafactor": "computes with whole rows and columns, which torch's DTensors refuse",
     "Muon": "multiplies whole matrices, and steps differently from parts of them",

@@ -20,8 +20,6 @@ from torch.optim import Optimizer
 
 from ..zero.split_states import copy_state, gather_state
 
-__all__ = ["Strategy"]
-
 
 class Strategy(ABC):
     """One way of spreading a model over the ranks, with verbs that trainers and loops call.

@@ -14,8 +14,6 @@ from ..exchange.collectives import resolve_group
 from .ddp import options_of
 from .strategy import Strategy
 
-__all__ = ["TorchDDPStrategy"]
-
 
 class TorchDDPStrategy(Strategy):
     """torch.nn.parallel.DistributedDataParallel. Options: those of that class."""

@@ -14,8 +14,6 @@ from ..zero.sharded_optimizer import check_shardable, consolidated_state, is_sha
 from ..zero.swap_parameters import check_repointable
 from .ddp import DDPStrategy
 
-__all__ = ["Zero1Strategy"]
-
 
 class Zero1Strategy(DDPStrategy):
     """Whole model and gradients on every rank; each rank remembers and steps its part, and parts are broadcast.

@@ -6,8 +6,6 @@ from typing import ClassVar
 
 from .fully_sharded import FullyShardedStrategy
 
-__all__ = ["Zero2Strategy"]
-
 
 class Zero2Strategy(FullyShardedStrategy):
     """As "zero3", but what forward gathered is kept for backward: faster by one gather, and the whole model in memory.

@@ -6,8 +6,6 @@ from typing import ClassVar
 
 from .fully_sharded import FullyShardedStrategy
 
-__all__ = ["Zero3Strategy"]
-
 
 class Zero3Strategy(FullyShardedStrategy):
     """Gathered parameters are dropped after the forward of their unit, and gathered once more for its backward."""

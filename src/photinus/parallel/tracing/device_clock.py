@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["DeviceClock", "Moment", "clock_of", "ns_of"]
-
 
 class DeviceClock:
     """Makes moments on the current stream of a device.

@@ -15,8 +15,6 @@ from typing import Any
 
 from .device_clock import DeviceClock, Moment, ns_of
 
-__all__ = ["Recording", "Span", "current_recording", "recorded_span", "set_current_recording"]
-
 MAIN = "training"
 EXCHANGE = "exchange"
 

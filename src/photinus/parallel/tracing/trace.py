@@ -30,8 +30,6 @@ from ..exchange.agreement import gather_per_rank
 from .device_clock import Moment
 from .recording import EXCHANGE, MAIN, Recording, Span, current_recording, set_current_recording
 
-__all__ = ["RankTrace", "Trace", "chrome_events", "trace"]
-
 _SETTLE_S = 5.0
 
 

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
-__all__ = ["SMALLEST_UNIT_ELEMS", "Shard", "shard_units"]
-
 Shard = Callable[[nn.Module], bool] | Sequence[type[nn.Module]] | None
 
 SMALLEST_UNIT_ELEMS = 1 << 16

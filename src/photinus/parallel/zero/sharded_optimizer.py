@@ -19,8 +19,6 @@ from torch.optim import Optimizer
 
 from ..exchange.state_exchange import gather_states
 
-__all__ = ["check_shardable", "consolidated_state", "is_sharded", "shard_optimizer"]
-
 
 def is_sharded(optimizer: object) -> bool:
     """Whether `shard_optimizer` was here."""

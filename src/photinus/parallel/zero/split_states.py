@@ -13,8 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["copy_state", "gather_state", "is_split", "map_state", "part_of", "split_as"]
-
 
 def is_split(value: object) -> bool:
     """Whether a tensor lies in parts on several ranks."""

@@ -13,8 +13,6 @@ from torch.optim import Optimizer
 
 from ..exchange.tensors import tensors_in
 
-__all__ = ["check_repointable", "repoint"]
-
 
 def check_repointable(optimizers: Sequence[Optimizer], strategy: str) -> None:
     """Refuses optimizers that would go on stepping the old parameters, or that mix values of different parameters.

@@ -14,8 +14,6 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-__all__ = ["BLOCK_BYTES", "BlockDigest", "file_digest"]
-
 BLOCK_BYTES = 16 << 20
 _READ_BYTES = 1 << 20
 _MOST_THREADS = 4  # more than memory bandwidth asks for

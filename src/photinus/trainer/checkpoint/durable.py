@@ -20,18 +20,6 @@ from typing import TypeVar
 from ...errors import CheckpointError
 from .digest import BlockDigest
 
-__all__ = [
-    "NO_LOCKS",
-    "DurableFile",
-    "discard",
-    "explain_no_space",
-    "remove_dead_files",
-    "remove_debris",
-    "require_space",
-    "sync_folder",
-    "temporary",
-]
-
 _TEMPORARY = ".tmp-"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.EBADF)  # what file systems without locks answer

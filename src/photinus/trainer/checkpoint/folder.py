@@ -10,8 +10,7 @@ checkpoint is renamed into place when all of it is on disk, and older ones are d
 a process is killed at, there is a complete one. If the newest was damaged later, the one before is used, with a
 warning that says what was wrong.
 
-`CheckpointFolder` is for one process (rank 0 writes); `on_all_ranks`, `save`, `load` and `gather_per_rank` are the
-parts that know of other ranks.
+`CheckpointFolder` is for one process (rank 0 writes); `on_all_ranks` is the part that knows of other ranks.
 """
 
 from __future__ import annotations
@@ -41,10 +40,7 @@ from .durable import (
     temporary,
 )
 from .manifest import ENTRY, NAME, FileRecord, Manifest, check_files, file_name, read_manifest, write_manifest
-from .statefile import load, save
 from .states import PlainState, require_whole, state_of
-
-__all__ = ["Checkpoint", "CheckpointFolder", "gather_per_rank", "load", "on_all_ranks", "save"]
 
 _STEP = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # the second number: saved again at the same step
 _MANIFEST_BYTES = 64 << 10  # allowance for it and the folder, when space is looked for

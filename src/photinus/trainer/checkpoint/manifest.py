@@ -25,9 +25,6 @@ from ...version import __version__
 from .digest import file_digest
 from .durable import DurableFile
 
-__all__ = ["ENTRY", "JSON", "FileRecord", "Manifest", "check_files", "read_manifest", "write_manifest"]
-
-
 NAME = "manifest.json"
 ENTRY = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,99}")
 """Names that an entry may have: none of them leads out of the folder."""

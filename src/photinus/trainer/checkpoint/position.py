@@ -11,9 +11,6 @@ from ...errors import CheckpointError
 from ...parallel.exchange.agreement import JSON
 from ...runlog.tables import Row, StepLoss
 
-__all__ = ["Position"]
-
-
 _OF_THIS_START = ("part_began", "samples_in_part", "newest", "told_not_finite")
 
 

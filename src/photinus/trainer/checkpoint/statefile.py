@@ -23,8 +23,6 @@ from .digest import file_digest
 from .durable import DurableFile, explain_no_space, remove_dead_files, require_space, sync_folder, temporary
 from .states import PlainState, apply_states, check_states, state_of
 
-__all__ = ["load", "read_state_file", "save", "write_state_file"]
-
 _COMMENT = b"photinus crc32 of 16 MiB blocks "  # 8 digits follow
 _COMMENT_BYTES = len(_COMMENT) + 8
 _END_BYTES = 22  # zip's end-of-central-directory record; its last two bytes are the length of the comment

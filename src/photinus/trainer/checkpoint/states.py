@@ -23,17 +23,6 @@ from ...parallel import strategy_of
 from ...parallel.exchange.agreement import place_in_group
 from ...parallel.zero.split_states import copy_state, gather_state
 
-__all__ = [
-    "PlainState",
-    "apply_states",
-    "check_states",
-    "load_into",
-    "plain_names",
-    "require_whole",
-    "state_of",
-    "unwrap",
-]
-
 _CPU = torch.device("cpu")
 _BYTES_PER_TENSOR = 1024  # in a file, beside its data: name, headers, alignment; generously
 _BYTES_PER_ITEM = 64

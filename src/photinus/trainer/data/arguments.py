@@ -5,8 +5,6 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-__all__ = ["place", "whole_number"]
-
 
 def whole_number(name: str, value: Any, *, least: int = 0) -> int:
     """`value` as an int; any integer type is taken (numpy's too), but neither bool nor float.

@@ -21,8 +21,6 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-__all__ = ["check_dataset", "indexable", "taken_apart"]
-
 
 def check_dataset(dataset: Any) -> None:
     """Refuses what cannot be divided among ranks and found again after a resume.

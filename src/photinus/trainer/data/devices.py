@@ -8,8 +8,6 @@ import torch
 
 from ...parallel.exchange.tensors import map_tensors
 
-__all__ = ["pin_memory", "to_device"]
-
 
 def to_device(data: Any, device: torch.device | None) -> Any:
     """`data` with its tensors on `device` (None: left where they are).

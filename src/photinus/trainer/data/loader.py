@@ -33,8 +33,6 @@ from .rng import check_seed
 from .sampler import GlobalBatches, LocalBatch, ShardedOnce
 from .workers import Fetch, Request, WorkerStart, identity
 
-__all__ = ["Batch", "Loader", "loader"]
-
 
 @dataclass(frozen=True)
 class Batch:

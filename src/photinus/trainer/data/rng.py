@@ -26,8 +26,6 @@ import torch
 
 from .arguments import whole_number
 
-__all__ = ["capture", "derive_seed", "preserve", "restore", "seed_everything", "seed_host_streams"]
-
 _NUMPY_GENERATOR = "MT19937"  # numpy's legacy global generator; anyone may have replaced it
 
 

@@ -24,8 +24,6 @@ import torch
 from .arguments import place, whole_number
 from .rng import check_seed, derive_seed
 
-__all__ = ["GlobalBatches", "LocalBatch", "ShardedOnce"]
-
 
 @dataclass(frozen=True)
 class LocalBatch:

@@ -19,8 +19,6 @@ from torch.utils.data import Subset, get_worker_info
 
 from .rng import derive_seed, preserve, seed_host_streams
 
-__all__ = ["Fetch", "Request", "WorkerStart", "identity"]
-
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 

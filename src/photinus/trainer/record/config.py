@@ -24,8 +24,6 @@ from ...runlog.run import CONFIG
 from ...runlog.tables import write_atomically
 from ..session.session import Session
 
-__all__ = ["dataset_folder", "describe_start", "read_config", "save_config", "user_options"]
-
 
 def describe_start(session: Session, *, resumed_from: str | None, resumed_step: int, job: str) -> dict[str, Any]:
     """One start of a run, as config.json has it: the one that is happening. `job` is equal for all its attempts."""

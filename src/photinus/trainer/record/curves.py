@@ -9,8 +9,6 @@ from pathlib import Path
 from ...runlog.run import Run
 from ...runlog.tables import METRICS
 
-__all__ = ["PICTURE", "draw_curves"]
-
 PICTURE = "curves.png"
 
 

@@ -12,8 +12,6 @@ from collections.abc import MutableSequence
 
 from ...parallel.tracing.device_clock import DeviceClock, Moment
 
-__all__ = ["DevicePhases"]
-
 
 class DevicePhases:
     """Marks of one rank's steps; `waiting_time` tells it of waits for other ranks."""

@@ -10,8 +10,6 @@ from ...runlog.events import EVENTS, append_event
 from ..checkpoint.position import Position
 from ..session.preemption import Suspended
 
-__all__ = ["Ending"]
-
 
 class Ending:
     """Tells once. Called with the error that ended the session, or None. Holds no model, so the session may keep it.

@@ -19,8 +19,6 @@ from ...runlog.windows import MEMORY, PHASES, Window
 from ..session.session import Session
 from .step_clock import StepClock
 
-__all__ = ["RankTimes", "memory_bytes"]
-
 _PHASES, _MEMORY = len(PHASES), len(MEMORY)
 _LINK = 3  # the peer of the slowest link, plus one; its seconds; those of the median one
 _WIDTH = _PHASES + _MEMORY + _LINK

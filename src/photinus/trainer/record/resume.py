@@ -27,8 +27,6 @@ from .config import read_config
 from .curves import PICTURE
 from .tensorboard import FOLDER as TENSORBOARD
 
-__all__ = ["Source", "check_fits", "choose_source", "job_name"]
-
 CHECKPOINTS = "checkpoints"
 _OF_A_RUN = (CHECKPOINTS, *FILES, TENSORBOARD, PICTURE, "report.html")
 

@@ -25,8 +25,6 @@ from .curves import PICTURE, draw_curves
 from .resume import CHECKPOINTS
 from .tensorboard import TensorBoard
 
-__all__ = ["RunFolder"]
-
 
 class RunFolder:
     """Writes what a run leaves."""

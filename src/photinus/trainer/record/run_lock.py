@@ -21,8 +21,6 @@ from ... import env
 from ...errors import PhotinusError
 from ..checkpoint.durable import NO_LOCKS
 
-__all__ = ["RunLock"]
-
 _NAME = ".run.lock"
 # The worker of an attempt before this one may still be dying on a host that was cut off.
 _AFTER_A_RESTART_S = 10.0

@@ -25,8 +25,6 @@ from .rank_times import RankTimes
 from .run_folder import RunFolder
 from .step_clock import StepClock
 
-__all__ = ["RunNumbers"]
-
 
 @dataclass
 class _Step:

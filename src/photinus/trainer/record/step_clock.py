@@ -20,8 +20,6 @@ from ...waiting_time import waiting_time
 from ..session.session import Session
 from .device_phases import DevicePhases
 
-__all__ = ["StepClock"]
-
 _DATA, _FORWARD, _BACKWARD, _WAITING, _OPTIMIZER, _OTHER = range(len(PHASES))
 
 

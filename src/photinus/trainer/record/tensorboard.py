@@ -23,8 +23,6 @@ from ...errors import PhotinusError
 from ...runlog.tables import OWN_COLUMNS, Row, StepLoss
 from ...runlog.windows import PHASES, Window
 
-__all__ = ["FOLDER", "TensorBoard", "check_tensorboard"]
-
 FOLDER = "tensorboard"
 _RANKS_SHOWN = 16
 

@@ -23,8 +23,6 @@ from ...verdict import COMMAND, Setting, Verdict, driver_version, look_up_verdic
 from ...world import World
 from .progress import say
 
-__all__ = ["Choice", "Gpus", "agree_on_backend", "check_gpus", "choose_among"]
-
 _choices = _checks = 0  # sessions of this process, equal on all ranks: each has keys of its own
 
 

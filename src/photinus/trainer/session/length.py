@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from ..checkpoint.position import Position
 from ..data.arguments import whole_number
 
-__all__ = ["Length"]
-
 
 @dataclass(frozen=True)
 class Length:

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from .session import require_session
 
-__all__ = ["backward", "check_loss"]
-
 
 def backward(loss: Tensor, *, weight: float = 1.0) -> None:
     """Backward of a scalar loss, for people who own their loop and their loader.

@@ -13,8 +13,6 @@ from ...errors import DeviceError
 from ...world import World
 from ...world.slurm import has_a_gpu_of_its_own
 
-__all__ = ["choose_backend", "choose_device", "missing_on_gpus"]
-
 
 def choose_device(
     device: str | torch.device, place: World, cuda_devices: int | None = None

@@ -37,8 +37,6 @@ from ... import env, status
 from ...errors import CollectiveTimeoutError, PhotinusError
 from ...parallel.exchange.agreement import place_in_group
 
-__all__ = ["EXIT_CODE", "Suspended", "Watch", "close", "suspend", "suspend_requested"]
-
 EXIT_CODE = 75
 """What a process that has suspended itself leaves with: EX_TEMPFAIL of sysexits.h, "try again later"."""
 

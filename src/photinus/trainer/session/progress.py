@@ -9,8 +9,6 @@ from typing import Any
 from ...runlog.units import count, number
 from .length import Length
 
-__all__ = ["Progress", "say", "show_metrics"]
-
 _bar: Any = None  # the bar on the terminal, if there is one: lines are printed above it
 
 

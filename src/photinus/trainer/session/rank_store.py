@@ -33,8 +33,6 @@ from ...world.own_address import own_address
 from ...world.slurm import reachable_address
 from .progress import say
 
-__all__ = ["open_store"]
-
 _LINE_LIMIT_BYTES = 1024
 _ANSWER_S = 5.0  # within which whoever accepted a connection has to answer like a rank 0, or to ask like a rank
 _SAY_AFTER_S = 5.0

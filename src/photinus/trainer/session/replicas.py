@@ -33,8 +33,6 @@ from ...parallel.exchange.parameter_digest import compare_parameters, digest_of
 from ..checkpoint.states import unwrap
 from .session import Session
 
-__all__ = ["Replicas", "describe_replicas"]
-
 _WIDTH = 3
 _COST = 0.005  # of the time of the steps, at most
 _DIGEST_BYTES = 6  # fewer than the 53 bits of a float64's fraction

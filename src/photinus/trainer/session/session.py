@@ -34,8 +34,6 @@ from .placement import choose_backend, choose_device, missing_on_gpus
 from .progress import say
 from .rank_store import open_store
 
-__all__ = ["Session", "current_session", "init", "require_session"]
-
 
 class Session:
     """One process's view of the job, from `photinus.init()` until its end. Made by `init`, not by hand.

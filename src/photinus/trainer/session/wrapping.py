@@ -14,8 +14,6 @@ from ..checkpoint.states import unwrap
 from .replicas import describe_replicas, plain
 from .session import require_session
 
-__all__ = ["check_exchanges_gradients", "check_optimizer", "unwrap", "wrap"]
-
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 
