@@ -106,7 +106,7 @@ def test_a_page_is_well_formed_and_needs_nothing_else(tmp_path: Path) -> None:
     for wanted in ("photinus run -n 2 train.py --out ", "OMP_NUM_THREADS 1"):
         assert wanted in found
     assert len(read.all("svg")) == 7
-    assert "training loss: 1.9048 at step 1, 0.5000 at step 60" in found
+    assert "training loss: 1.9 at first, 0.5 at last" in found
 
 
 def test_whatever_a_run_is_called_stays_text(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_100_000_steps_and_many_ranks_make_a_small_page_that_keeps_the_extremes(
     text = made(folder)
     read = check_alone(text)
     assert len(text.encode()) < 500 * 1024
-    assert "highest 99" in words(read)
+    assert "and 99" in words(read)
 
 
 # -- odd runs ---------------------------------------------------------------------------------------------------------
@@ -244,14 +244,14 @@ def places(text: str, name: str) -> list[tuple[float, float]]:
 
 def test_all_points_lie_inside_the_picture() -> None:
     points = [(float(i), (-1.0) ** i * 10.0**i) for i in range(8)]
-    for x, y in places(Chart("t", "s", series=[Series("a", points, "run0", missing=[3.0])]).svg("c"), "line"):
+    for x, y in places(Chart("t", series=[Series("a", points, "run0", missing=[3.0])]).svg("c"), "line"):
         assert 0 <= x <= 480
         assert 0 <= y <= 270
 
 
 def test_a_loss_over_orders_of_magnitude_is_drawn_over_its_logarithm() -> None:
     def heights(values: list[float]) -> list[float]:
-        chart = Chart("t", "s", series=[Series("a", list(enumerate(values)), "run0")], may_be_log=True)
+        chart = Chart("t", series=[Series("a", list(enumerate(values)), "run0")], may_be_log=True)
         return [y for _, y in places(chart.svg("c"), "line")]
 
     log, linear = heights([1000, 300, 10]), heights([12, 11.5, 10])
@@ -260,13 +260,13 @@ def test_a_loss_over_orders_of_magnitude_is_drawn_over_its_logarithm() -> None:
 
 
 def test_labels_of_an_axis_keep_their_digits() -> None:
-    text = Chart("t", "s", series=[Series("a", [(0.0, 0.04), (90.0, 0.06)], "run0")]).svg("c")
+    text = Chart("t", series=[Series("a", [(0.0, 0.04), (90.0, 0.06)], "run0")]).svg("c")
     assert {"0.04", "0.05", "0.06", "step 0"} <= set(re.findall(">([^<]+)</text>", text))
 
 
 def test_a_value_alone_between_gaps_is_a_dot() -> None:
     points = [(1.0, 1.0), (2.0, math.nan), (3.0, 2.0), (4.0, math.nan), (5.0, 1.0), (6.0, 3.0)]
-    (line,) = classes(Chart("t", "s", series=[Series("a", points, "run0")]).svg("c"), "line")
+    (line,) = classes(Chart("t", series=[Series("a", points, "run0")]).svg("c"), "line")
     assert line.count("<use") == 2
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from photinus.parallel import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
+from photinus.parallel import SyncBatchNorm, convert_sync_batchnorm
 from photinus.parallel.ddp.sync_batch_norm import _SynchronisedBatchNorm
 
 
@@ -126,15 +126,6 @@ def test_conversion_keeps_parameters_settings_and_sharing() -> None:
     assert not model.deep["volume"].track_running_stats
 
 
-def test_reverting_restores_every_layers_own_class() -> None:
-    model = Model()
-    classes = [type(m) for m in model.modules()]
-    reverted = revert_sync_batchnorm(convert_sync_batchnorm(model))
-    assert [type(m) for m in reverted.modules()] == classes
-    assert "process_group" not in vars(reverted.flat)
-    assert type(revert_sync_batchnorm(SyncBatchNorm(3))(torch.randn(4, 3))) is torch.Tensor
-
-
 def test_converting_a_layer_keeps_its_hooks_and_leaves_the_layer_itself_alone() -> None:
     seen: list[str] = []
     layer = nn.BatchNorm1d(3)
@@ -144,7 +135,6 @@ def test_converting_a_layer_keeps_its_hooks_and_leaves_the_layer_itself_alone() 
     assert seen == ["hook"]
     assert type(layer) is nn.BatchNorm1d
     assert converted.weight is layer.weight
-    assert type(SyncBatchNorm.revert_sync_batchnorm(converted)) is nn.BatchNorm1d
 
 
 def test_torchs_own_sync_batch_norm_becomes_ours() -> None:

@@ -30,14 +30,6 @@ def _means_nothing(reduction: str, dtype: torch.dtype) -> bool:
     return reduction == "avg" and dtype is torch.bool
 
 
-_REFUSED = {
-    (reduction, code): f"{name} means nothing on elements of {dtype}; convert the tensor to another type first"
-    for reduction, name in _REDUCTIONS.items()
-    for code, dtype in _DTYPES.items()
-    if _means_nothing(name, dtype)
-}
-
-
 class _Done:
     """The handle of an operation that is done."""
 
@@ -111,8 +103,11 @@ class Alone:
         operation, dtype = call.operation, call.dtype
         if operation in _REDUCING:
             reduction, elems = call.reduction, call.elems
-            if (reduction, dtype) in _REFUSED:
-                raise ValueError(f"{_OPERATIONS[operation]}: {_REFUSED[reduction, dtype]}")
+            if _means_nothing(_REDUCTIONS[reduction], _DTYPES[dtype]):
+                raise ValueError(
+                    f"{_OPERATIONS[operation]}: {_REDUCTIONS[reduction]} means nothing on elements of "
+                    f"{_DTYPES[dtype]}; convert the tensor to another type first"
+                )
             if reduction == _PREMUL_SUM and elems:
                 source, target = (_elements(address, elems, dtype, tensors) for address in (call.send, call.recv))
                 wide = source.double() if source.dtype.itemsize > 2 else source.float()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from .ddp.ddp import DistributedDataParallel
 from .ddp.naive import average_gradients, broadcast_model
-from .ddp.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
+from .ddp.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from .strategies.choose import STRATEGIES, find_strategy, strategy_of, unwrap_compiled, wrap_model
 from .strategies.strategy import Strategy
 from .tracing.trace import trace
@@ -26,7 +26,6 @@ __all__ = [
     "broadcast_model",
     "convert_sync_batchnorm",
     "find_strategy",
-    "revert_sync_batchnorm",
     "strategy_of",
     "trace",
     "unwrap_compiled",

@@ -98,7 +98,6 @@ class Chart:
 
     Attributes:
         title: heading.
-        summary: what it shows, in words, for those who do not see it.
         series: lines.
         layers, edges: a stack of blocks, each constant between two neighbouring edges: one more than heights.
         until: the x axis goes from 0 to here, so that all charts of a page have the same; None: to the last point.
@@ -109,7 +108,6 @@ class Chart:
     """
 
     title: str
-    summary: str
     series: Sequence[Series] = ()
     layers: Sequence[Layer] = ()
     edges: Sequence[float] = ()
@@ -124,6 +122,23 @@ class Chart:
         """(label, colour) of all that is drawn, where there is more than one."""
         found = [(s.label, s.colour) for s in self.series] + [(layer.label, layer.colour) for layer in self.layers]
         return found if len(found) > 1 else []
+
+    @property
+    def summary(self) -> str:
+        """What is drawn, in words, for those who do not see it."""
+        told = []
+        for each in self.series:
+            seen = [y for _, y in each.points] + [y for _, low, high in each.band for y in (low, high)]
+            finite = [y for y in seen if math.isfinite(y)]
+            if finite:
+                ends = (each.points[0][1], each.points[-1][1], min(finite), max(finite))
+                first, last, low, high = map(self._words, ends)
+                told.append(f"{each.label}: {first} at first, {last} at last, between {low} and {high}.")
+        means = [f"{layer.label} {self._words(sum(layer.heights) / len(layer.heights))}" for layer in self.layers]
+        return " ".join([*told, f"In the mean: {', '.join(means)}."] if means else told)
+
+    def _words(self, value: float) -> str:
+        return self.show(float(f"{value:.3g}"))
 
     def svg(self, name: str) -> str:
         """What stands inside the <svg> element; `name` is unique on the page. "" where there is no number to draw."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from .chart import RUN_COLOURS, Chart, Layer, Series, plain_tick
 from .curve import Bucket, Curve
 from .run import Run
-from .units import number, plural, short_count, size, step_time
+from .units import short_count
 from .windows import PHASES, Window, mean_window
 
 _POINTS = 240
@@ -68,7 +68,6 @@ def mean_windows(windows: Sequence[Window], most: int) -> list[Window]:
 
 def _loss(runs: Sequence[Run], labels: Sequence[str]) -> Chart | None:
     series: list[Series] = []
-    told: list[str] = []
     for index, run in enumerate(runs):
         buckets = run.losses.buckets
         epochs = [(row["step"], row.get("loss", math.nan)) for row in run.epochs]
@@ -77,17 +76,15 @@ def _loss(runs: Sequence[Run], labels: Sequence[str]) -> Chart | None:
         label = "training loss" if len(runs) == 1 else labels[index]
         if buckets:
             series.append(_curve_series(label, buckets, run_colour(index), band=len(runs) == 1))
-            told.append(_curve_summary(label, run.losses, run.last_loss))
         else:
             series.append(Series(label, epochs, run_colour(index), dots=len(epochs) <= 40))
         if len(runs) == 1:
             for other, name in enumerate((name for name in run.logged if "loss" in name), 1):
                 points = _of_epochs(run, name)
                 series.append(Series(name.replace("_", " "), points, run_colour(other), dots=len(points) <= 40))
-                told.append(_points_summary(name.replace("_", " "), points))
     if not series:
         return None
-    return Chart("loss", " ".join(told), series=series, may_be_log=True, starts=_starts(runs))
+    return Chart("loss", series=series, may_be_log=True, starts=_starts(runs))
 
 
 def _curve_series(label: str, buckets: Sequence[Bucket], colour: str, *, band: bool) -> Series:
@@ -104,17 +101,16 @@ def _thin(places: Sequence[float]) -> list[float]:
 
 
 def _metric(runs: Sequence[Run], labels: Sequence[str], name: str, title: str) -> Chart | None:
-    series, told = [], []
+    series = []
     for index, run in enumerate(runs):
         points = _of_epochs(run, name)
         if points:
             label = title if len(runs) == 1 else labels[index]
             colour = run_colour(1 if len(runs) == 1 and name != "learning_rate" else index)
             series.append(Series(label, points, colour, dots=len(points) <= 40, missing=_not_finite(points)))
-            told.append(_points_summary(label, points))
     if not series:
         return None
-    return Chart(title, " ".join(told), series=series, starts=_starts(runs), may_be_log="loss" in name)
+    return Chart(title, series=series, starts=_starts(runs), may_be_log="loss" in name)
 
 
 def _of_epochs(run: Run, name: str) -> list[tuple[float, float]]:
@@ -126,23 +122,6 @@ def _of_epochs(run: Run, name: str) -> list[tuple[float, float]]:
 
 def _not_finite(points: Iterable[tuple[float, float]]) -> list[float]:
     return _thin([x for x, y in points if not math.isfinite(y)])
-
-
-def _curve_summary(label: str, curve: Curve, last: float) -> str:
-    first = curve.buckets[0]
-    text = (
-        f"{label}: {number(first.mean)} at step {first.first:.0f}, {number(last)} at step "
-        f"{curve.buckets[-1].last:.0f}, lowest {number(curve.low)}, highest {number(curve.high)}."
-    )
-    return text + (f" {plural(curve.missing, 'step')} without a finite loss." if curve.missing else "")
-
-
-def _points_summary(label: str, points: Sequence[tuple[float, float]]) -> str:
-    if not points:
-        return ""
-    finite = [y for _, y in points if math.isfinite(y)]
-    between = f", between {number(min(finite))} and {number(max(finite))}" if len(finite) > 1 else ""
-    return f"{label}: {number(points[0][1])} at first, {number(points[-1][1])} at last{between}."
 
 
 # -- speed, phases, memory --------------------------------------------------------------------------------------------
@@ -162,7 +141,7 @@ def _over_windows(
     value: Callable[[Window], float],
     show: Callable[[float], str],
 ) -> Chart | None:
-    series, told = [], []
+    series = []
     for index, run in enumerate(runs):
         windows = mean_windows(run.windows, _LAYERED)
         points = [(_middle(window), value(window)) for window in windows]
@@ -170,12 +149,9 @@ def _over_windows(
             continue
         label = title if len(runs) == 1 else labels[index]
         series.append(Series(label, points, run_colour(2 if len(runs) == 1 else index), dots=len(points) <= 3))
-        values = [y for _, y in points if math.isfinite(y)]
-        if values:
-            told.append(f"{label}: between {show(min(values))} and {show(max(values))}, at last {show(points[-1][1])}.")
     if not series:
         return None
-    return Chart(title, " ".join(told), series=series, from_zero=True, starts=_starts(runs), show=show)
+    return Chart(title, series=series, from_zero=True, starts=_starts(runs), show=show)
 
 
 def _mean_step_s(window: Window) -> float:
@@ -188,13 +164,8 @@ def _phases(run: Run) -> Chart | None:
         return None
     heights = {phase: [sum(w.phases[phase]) / w.world_size * 1e3 for w in windows] for phase in PHASES}
     layers = [Layer(phase, heights[phase], phase) for phase in PHASES]
-    steps = sum(window.steps for window in windows)
-    total = sum(_mean_step_s(window) * window.steps for window in windows) / steps
-    means = {p: sum(h * w.steps for h, w in zip(heights[p], windows, strict=True)) / steps / 1e3 for p in PHASES}
-    told = ", ".join(f"{phase} {step_time(means[phase])}" for phase in PHASES)
     return Chart(
         "where the time of a step goes (mean of the ranks)",
-        f"A step took {step_time(total)} in the mean: {told}.",
         layers=layers,
         edges=[float(max(0, windows[0].step - windows[0].steps)), *(float(w.step) for w in windows)],
         starts=_starts([run]),
@@ -213,14 +184,10 @@ def _waiting(run: Run) -> Chart | None:
     for index, rank in enumerate(chosen):
         points = [(_middle(w), w.own_s(rank) * 1e3 if rank < w.world_size else math.nan) for w in windows]
         series.append(Series(f"rank {rank}", points, run_colour(index), dots=len(points) <= 3))
-    means = {rank: _mean([y for _, y in each.points]) for rank, each in zip(chosen, series, strict=True)}
-    told = ", ".join(f"rank {rank} {step_time(mean / 1e3)}" for rank, mean in means.items())
     title = "each rank's own time (a step without waiting)"
     if ranks > len(chosen):
         title = f"own time of the {len(chosen)} slowest of {ranks} ranks (a step without waiting)"
-    return Chart(
-        title, f"In the mean: {told}.", series=series, from_zero=True, starts=_starts([run]), show=_milliseconds
-    )
+    return Chart(title, series=series, from_zero=True, starts=_starts([run]), show=_milliseconds)
 
 
 def _slowest(windows: Sequence[Window], ranks: int) -> list[int]:
@@ -238,12 +205,9 @@ def _memory(run: Run) -> Chart | None:
     for index, (kind, label) in enumerate(zip(kinds, ("held", "most since the process began"), strict=True)):
         points = [(_middle(w), max(w.memory[kind]) / 2**20) for w in windows if w.memory.get(kind)]
         series.append(Series(label, points, run_colour(index), dots=len(points) <= 3))
-    held = [y for _, y in series[0].points]
     where = "GPU memory" if gpu else "memory"
     return Chart(
         f"{where} of the rank that holds most",
-        f"Held: between {size(min(held) * 2**20)} and {size(max(held) * 2**20)}; at most "
-        f"{size(max(y for _, y in series[1].points) * 2**20)}.",
         series=series,
         from_zero=True,
         starts=_starts([run]),

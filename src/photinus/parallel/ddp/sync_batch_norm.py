@@ -17,7 +17,6 @@ The ranks may have different numbers of samples, none included; each sample coun
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,7 +45,6 @@ class SyncBatchNorm(_BatchNorm):
     """
 
     process_group: dist.ProcessGroup | None
-    converted_from: type[_BatchNorm] | None
 
     def __init__(
         self,
@@ -61,7 +59,6 @@ class SyncBatchNorm(_BatchNorm):
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self.process_group = process_group
-        self.converted_from = None
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
@@ -137,19 +134,6 @@ class SyncBatchNorm(_BatchNorm):
         """See the function of the same name."""
         return convert_sync_batchnorm(module, process_group)
 
-    @classmethod
-    def revert_sync_batchnorm(cls, module: nn.Module) -> nn.Module:
-        """See the function of the same name."""
-        return revert_sync_batchnorm(module)
-
-
-class _AnyDimBatchNorm(_BatchNorm):
-    """What a SyncBatchNorm that was never another layer becomes: batch norm of an input of any dimensions."""
-
-    def _check_input_dim(self, input: torch.Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"batch norm needs an input [N, C, ...] of at least 2 dimensions, got {list(input.shape)}")
-
 
 def convert_sync_batchnorm(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
     """Turns every BatchNorm in `module` (torch's SyncBatchNorm too) into ours; returns the module.
@@ -160,59 +144,36 @@ def convert_sync_batchnorm(module: nn.Module, process_group: dist.ProcessGroup |
     Raises:
         ValueError: a lazy batch norm that is not initialised yet.
     """
-    return _replace(module, lambda layer: _to_sync(layer, process_group), {})
+    return _convert(module, process_group, {})
 
 
-def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
-    """The way back: every converted layer becomes what it was, with its present parameters and statistics."""
-    return _replace(module, _from_sync, {})
-
-
-def _replace(
-    module: nn.Module, change: Callable[[nn.Module], nn.Module], done: dict[nn.Module, nn.Module]
-) -> nn.Module:
-    """Applies `change` to a module and all below it; a module used in several places stays one module."""
+def _convert(module: nn.Module, process_group: dist.ProcessGroup | None, done: dict[nn.Module, nn.Module]) -> nn.Module:
+    """Converts a module and all below it; a module used in several places stays one module."""
     if module in done:
         return done[module]
-    changed = done[module] = change(module)
-    for name, child in changed.named_children():
-        replaced = _replace(child, change, done)
+    converted = done[module] = _to_sync(module, process_group)
+    for name, child in converted.named_children():
+        replaced = _convert(child, process_group, done)
         if replaced is not child:
-            setattr(changed, name, replaced)
+            setattr(converted, name, replaced)
     # named_children tells each module once, but one module can be registered under several names
-    for name, registered in list(changed._modules.items()):
+    for name, registered in list(converted._modules.items()):
         if registered is not None and registered in done:
-            changed._modules[name] = done[registered]
-    return changed
+            converted._modules[name] = done[registered]
+    return converted
 
 
 def _to_sync(layer: nn.Module, process_group: dist.ProcessGroup | None) -> nn.Module:
+    """A layer with everything that this one carries: parameters, buffers, hooks, settings; no batch norm: itself."""
     if isinstance(layer, SyncBatchNorm) or not isinstance(layer, _BatchNorm):
         return layer
     if any(is_lazy(p) for p in [*layer.parameters(), *layer.buffers()]):
         raise ValueError(
             f"{type(layer).__name__} is not initialised yet. Run one forward on sample data before converting a model."
         )
-    group = process_group if process_group is not None else getattr(layer, "process_group", None)
-    return _as_class(layer, SyncBatchNorm, process_group=group, converted_from=type(layer))
-
-
-def _from_sync(layer: nn.Module) -> nn.Module:
-    if not isinstance(layer, SyncBatchNorm):
-        return layer
-    original = layer.converted_from or _AnyDimBatchNorm
-    reverted = _as_class(layer, original)
-    if not issubclass(original, nn.SyncBatchNorm):
-        del reverted.__dict__["process_group"]
-    del reverted.__dict__["converted_from"]
-    return reverted
-
-
-def _as_class(layer: nn.Module, cls: type[_BatchNorm], **attributes: Any) -> _BatchNorm:
-    """A layer of another class with everything that this one carries: parameters, buffers, hooks, settings."""
-    new = cls.__new__(cls)
+    new = SyncBatchNorm.__new__(SyncBatchNorm)
     new.__dict__.update({k: v.copy() if isinstance(v, (dict, set)) else v for k, v in layer.__dict__.items()})
-    new.__dict__.update(attributes)
+    new.process_group = process_group if process_group is not None else getattr(layer, "process_group", None)
     return new
 
 

@@ -36,6 +36,7 @@ import torch.distributed as dist
 from ... import env, status
 from ...errors import CollectiveTimeoutError, PhotinusError
 from ...parallel.exchange.agreement import place_in_group
+from ...world.ranks import name_ranks
 
 EXIT_CODE = 75
 """What a process that has suspended itself leaves with: EX_TEMPFAIL of sysexits.h, "try again later"."""
@@ -199,7 +200,7 @@ class Watch:
                 ) from self._trouble
             if not self._condition.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
                 raise CollectiveTimeoutError(
-                    f"rank {self._rank} was asked to suspend and waited {limit_s:g} s for rank{self._missing()} to say "
+                    f"rank {self._rank} was asked to suspend and waited {limit_s:g} s for {self._missing()} to say "
                     f"at which step it is. All ranks have to call photinus.suspend_requested() (or run the same "
                     f"Loop)."
                 )
@@ -208,8 +209,8 @@ class Watch:
         try:
             missing = [rank for rank in range(self._world_size) if not self._store.check([f"{self._key}/at/{rank}"])]
         except Exception:  # noqa: BLE001 - the words of an error that is raised anyway
-            return " ?"
-        return "s " * (len(missing) > 1) + " " * (len(missing) == 1) + ", ".join(map(str, missing or [0]))
+            return "other ranks"
+        return name_ranks(missing or [0])
 
     # -- the thread --------------------------------------------------------------------------------------------------
 

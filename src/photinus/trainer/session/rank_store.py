@@ -30,6 +30,7 @@ from ... import env
 from ...errors import NotInitializedError
 from ...world import Rendezvous, World
 from ...world.own_address import own_address
+from ...world.ranks import name_ranks
 from ...world.slurm import reachable_address
 from .progress import say
 
@@ -175,8 +176,7 @@ class _Host:
 
     def _missing(self) -> str:
         missing = [rank for rank in range(1, self.world.world_size) if rank not in self.present]
-        shown = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-        return f"rank{'s' * (len(missing) > 1)} {shown} of {self.world.world_size}"
+        return f"{name_ranks(missing, 8)} of {self.world.world_size}"
 
 
 def _ask(world: World, rendezvous: Rendezvous, address: str, identity: str, deadline: float) -> int:
