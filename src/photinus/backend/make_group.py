@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from .. import engine, env
 from ..errors import WorldSizeError
+from ..world.ranks import name_ranks
 from . import device_map, hosts
 from .cards import LOOPBACK, choose_addresses
 from .inner_gloo import InnerGloo, Limit
@@ -60,7 +61,7 @@ def _make_ours(given: _DistributedBackendOptions, own: Options, devices: Sequenc
     if not members:  # the default group
         _check_world_size(size)
     env.TRANSPORT.get()  # what is no transport is an error on every rank, before any waits for another
-    label = "world" if not members else f"{given.group_id} (ranks {_short(members)} of the world)"
+    label = "world" if not members else f"{given.group_id} ({name_ranks(members, 8)} of the world)"
     world = _default_group() if members else None
     limit = Limit(_timeout_s(given.timeout, world))
     meeting = hosts.meet(
@@ -124,8 +125,3 @@ def _timeout_s(given: timedelta, world: ProcessGroup | None) -> float:
     if world is not None:
         return world.timeout_s
     return env.TIMEOUT_S.get() if os.environ.get(env.TIMEOUT_S.name) else given.total_seconds()
-
-
-def _short(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return shown if len(ranks) <= 8 else f"{shown}, ... {len(ranks)} in all"

@@ -143,11 +143,7 @@ def sort_out(
 
 
 def check_keys(section: Mapping[str, Any], where: str, known: Iterable[str]) -> None:
-    """Refuses unknown keys.
-
-    Raises:
-        ValueError: names the first one and the known one that it is most like.
-    """
+    """Refuses unknown keys."""
     known = sorted(known)
     for name in section:
         if name not in known:

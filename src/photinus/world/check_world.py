@@ -18,9 +18,6 @@ def check_participants(world_size: int, scheduler: Told, environ: Mapping[str, s
     """Refuses RANK and WORLD_SIZE of a job that has fewer members than srun or mpirun has started processes.
 
     Each of those processes is a rank, or a launcher of ranks (which then sets GROUP_WORLD_SIZE, the number of them).
-
-    Raises:
-        WorldSizeError: with both numbers.
     """
     started = scheduler.world_size or 1
     launchers = environ.get("GROUP_WORLD_SIZE", "")
@@ -37,11 +34,7 @@ def check_participants(world_size: int, scheduler: Told, environ: Mapping[str, s
 
 
 def check_company(environ: Mapping[str, str]) -> None:
-    """Refuses a process that nobody has started as one of several, and that is inside a Slurm job of several tasks.
-
-    Raises:
-        WorldSizeError: with both numbers.
-    """
+    """Refuses a process that nobody has started as one of several, and that is inside a Slurm job of several tasks."""
     if env.EXPECTED_WORLD_SIZE.get(environ) is not None:
         return
     job = slurm_job(environ)

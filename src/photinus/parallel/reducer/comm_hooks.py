@@ -118,12 +118,7 @@ class _HookWork:
 
 
 def check_hook(hook: object) -> None:
-    """Refuses what cannot be a hook.
-
-    Raises:
-        TypeError: not callable.
-        ValueError: no parameter `bucket`, or annotations that say it is something else.
-    """
+    """Refuses what cannot be a hook."""
     if not callable(hook):
         raise TypeError(f"Communication hook must be callable, got {type(hook).__name__}")
     signature = inspect.signature(hook)

@@ -15,11 +15,7 @@ from ..exchange.tensors import tensors_in
 
 
 def check_repointable(optimizers: Sequence[Optimizer], strategy: str) -> None:
-    """Refuses optimizers that would go on stepping the old parameters, or that mix values of different parameters.
-
-    Raises:
-        TypeError: not a torch.optim.Optimizer, or one that keeps parameters outside its groups.
-    """
+    """Refuses optimizers that would go on stepping the old parameters, or that mix values of different parameters."""
     for optimizer in optimizers:
         kind = type(optimizer).__name__
         if not isinstance(optimizer, Optimizer):

@@ -58,11 +58,7 @@ def state_of(value: Any) -> Any:
 
 
 def require_whole(value: Any, name: str) -> None:
-    """Refuses an object of which this rank holds but a part, where the other ranks are not asked for theirs.
-
-    Raises:
-        TypeError: it is split; says what to do.
-    """
+    """Refuses an object of which this rank holds but a part, where the other ranks are not asked for theirs."""
     is_part = isinstance(value, (nn.Module, torch.optim.Optimizer)) and strategy_of(value).splits(value)
     if is_part and place_in_group()[1] > 1:
         raise TypeError(
@@ -169,12 +165,7 @@ def plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_states(objects: Mapping[str, Any], states: Mapping[str, Any], source: str) -> None:
-    """Raises unless each object can take its state, as far as can be told without changing it.
-
-    Raises:
-        TypeError: an object has no load_state_dict.
-        CheckpointError: there is no state for it, or a model's names or shapes differ.
-    """
+    """Raises unless each object can take its state, as far as can be told without changing it."""
     for name, target in objects.items():
         if not callable(getattr(target, "load_state_dict", None)):
             raise TypeError(

@@ -7,12 +7,7 @@ from typing import Any
 
 
 def whole_number(name: str, value: Any, *, least: int = 0) -> int:
-    """`value` as an int; any integer type is taken (numpy's too), but neither bool nor float.
-
-    Raises:
-        TypeError: it is not a whole number.
-        ValueError: it is below `least`.
-    """
+    """`value` as an int; any integer type is taken (numpy's too), but neither bool nor float."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} needs a whole number, not {value!r} ({type(value).__name__})")
     number = operator.index(value)

@@ -23,12 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 
 def check_dataset(dataset: Any) -> None:
-    """Refuses what cannot be divided among ranks and found again after a resume.
-
-    Raises:
-        FileNotFoundError: a path at which there is nothing.
-        TypeError: anything without __len__ and __getitem__ (or __getitems__); the message says what to do.
-    """
+    """Refuses what cannot be divided among ranks and found again after a resume."""
     if isinstance(dataset, (str, os.PathLike)):
         path = Path(dataset)
         if not path.exists():
