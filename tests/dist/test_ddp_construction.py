@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from photinus.errors import DeviceError, MissingGradientError, ModelMismatchError, PhotinusError, UnsuitableModelError
 from photinus.parallel import DistributedDataParallel, average_gradients
@@ -262,6 +263,14 @@ def check_sync_grad_holds_until_it_is_set_again(group: dist.ProcessGroup) -> Non
         net(batch(group, 2)).sum().backward()
     average_gradients(twin, group)
     assert_same_gradients(model, twin, group)
+
+
+def check_a_wrapper_may_go_while_a_compiler_traces(group: dist.ProcessGroup) -> None:
+    """The garbage collector may end it at any time, and what it touches then is no tensor of the compiler's."""
+    ddp = DistributedDataParallel(torch.nn.Linear(3, 2), process_group=group)
+    with FakeTensorMode():
+        ddp.reducer.stop()
+    assert not ddp.reducer.active
 
 
 def check_filtering_by_hand_keeps_the_error_for_missing_gradients_away(group: dist.ProcessGroup) -> None:

@@ -249,9 +249,9 @@ class Reducer:
             handle.remove()
         self._handles.clear()
         self.facts.stop()
-        self._reset()
-        self.buckets.clear()
+        self.buckets.clear()  # first: a wrapper may go while a compiler traces, when tensors may not be touched
         self._sparse_slots.clear()
+        self._reset()
 
     def rebuild_buckets(self) -> bool:
         """Once, after the first round: cuts the buckets anew, in rank 0's order of gradients. Every rank calls it.
