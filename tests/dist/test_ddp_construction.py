@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import pickle
 import time
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from photinus.errors import DeviceError, MissingGradientError, ModelMismatchError, PhotinusError, UnsuitableModelError
 from photinus.parallel import DistributedDataParallel, average_gradients
@@ -271,6 +273,24 @@ def check_a_wrapper_may_go_while_a_compiler_traces(group: dist.ProcessGroup) -> 
     with FakeTensorMode():
         ddp.reducer.stop()
     assert not ddp.reducer.active
+
+
+def check_a_wrapper_may_go_while_an_optimizer_steps(group: dist.ProcessGroup) -> None:
+    """The garbage collector may end it while torch walks through what is to be called after a step."""
+    going: list[DistributedDataParallel] = []
+
+    def collect(*_: Any) -> None:
+        going.clear()
+        gc.collect()
+
+    handle = register_optimizer_step_post_hook(collect)  # before all that a wrapper may register
+    try:
+        going.append(DistributedDataParallel(torch.nn.Linear(3, 2), process_group=group))
+        ddp = DistributedDataParallel(torch.nn.Linear(3, 2), process_group=group)
+        ddp(torch.ones(1, 3)).sum().backward()
+        torch.optim.SGD(ddp.parameters(), lr=0.1).step()
+    finally:
+        handle.remove()
 
 
 def check_filtering_by_hand_keeps_the_error_for_missing_gradients_away(group: dist.ProcessGroup) -> None:

@@ -24,8 +24,9 @@ has run out of input, or whose optimizers tell nothing of their steps.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from typing import Any
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,8 @@ ELEMS_PER_RANK = 5
 _BASE = 61
 _STEPS_PER_DIGEST = 4
 _EXCHANGES_PER_OWN = 64
+
+_all: weakref.WeakSet[RankFacts] = weakref.WeakSet()
 
 
 def status_of(tail: torch.Tensor | None) -> torch.Tensor | None:
@@ -60,9 +63,11 @@ class RankFacts:
         self._average = average
         self._ids = {id(slot.parameter) for slot in slots}
         self._pieces = ParameterPieces([slot.parameter for slot in slots]) if checked else None
-        self._handle: Any = register_optimizer_step_post_hook(self._on_step) if checked else None
         self._sees_steps = False
         self.restart()
+        if checked:
+            _hook()
+            _all.add(self)
 
     def restart(self) -> None:
         """All ranks are together anew, with the same weights, however many steps each has made."""
@@ -73,9 +78,7 @@ class RankFacts:
 
     def stop(self) -> None:
         """Looks at optimizers no more. Idempotent."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        _all.discard(self)
 
     def begin_backward(self) -> None:
         """A backward reaches the parameters, exchanged or not."""
@@ -144,9 +147,10 @@ class RankFacts:
         if len({tuple(row[1:]) for row in said if row[1]}) > 1:
             compare_parameters([(slot.name, slot.parameter) for slot in self._slots], self._average.group)
 
-    def _on_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        if torch.compiler.is_compiling() or not self._reached:
-            return  # (or another part of a step that is counted)
+    def count_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Counts a step of an optimizer."""
+        if not self._reached:
+            return  # another part of a step that is counted
         if any(id(parameter) in self._ids for group in optimizer.param_groups for parameter in group["params"]):
             self._sees_steps, self._reached = True, False
             self._steps += 1
@@ -167,6 +171,19 @@ class RankFacts:
             f"or less between two optimizer steps, or it left a step out. Let all ranks decide alike; for numbers of "
             f"batches that differ, see join()."
         )
+
+
+@cache
+def _hook() -> None:
+    register_optimizer_step_post_hook(_count_step)
+
+
+# One hook, which stays: a wrapper may be collected while torch walks through its hooks, and none may go then.
+def _count_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    if torch.compiler.is_compiling():  # steps that are compiled are counted on no rank
+        return
+    for facts in list(_all):
+        facts.count_step(optimizer)
 
 
 def _is_followed(rounds: int) -> bool:
