@@ -192,10 +192,7 @@ class Processes:
             if worker.status is None:
                 worker.asked_to_leave = True
                 worker.ask(signal.SIGTERM)
-        while self.any_running() and time.monotonic() < deadline and not self._interrupts.impatient:
-            self.wait(min(0.1, deadline - time.monotonic()))
-            if any(worker.status not in (None, 0) and not worker.has_suspended() for worker in self._workers):
-                return
+        self._wait_for_ends(deadline, lambda: self._interrupts.impatient or self._any_ended_unsaved())
 
     def kill_overdue(self, grace_s: float) -> None:
         """Kills workers that raised an exception but have not left: the others wait for them in vain.
@@ -253,8 +250,7 @@ class Processes:
                 elif asked:
                     continue
                 worker.ask(ask_it)
-        while self.any_running() and time.monotonic() < deadline and not self._interrupts.impatient:
-            self.wait(min(0.1, deadline - time.monotonic()))
+        self._wait_for_ends(deadline, lambda: self._interrupts.impatient)
         self._kill_groups()
 
     def deaths(self) -> list[Death]:
@@ -338,6 +334,14 @@ class Processes:
         self._poll.register(pidfd, select.POLLIN)
         return _Worker(start, process, pidfd, error_file, fault_file, status_file, time.monotonic())
 
+    def _wait_for_ends(self, deadline: float, enough: Callable[[], bool]) -> None:
+        """Until all workers have ended, it is enough, or the monotonic clock is at the deadline."""
+        while self.any_running() and time.monotonic() < deadline and not enough():
+            self.wait(min(0.1, deadline - time.monotonic()))
+
+    def _any_ended_unsaved(self) -> bool:
+        return any(worker.status not in (None, 0) and not worker.has_suspended() for worker in self._workers)
+
     def _note_ends(self) -> None:
         now = time.monotonic()
         for worker in self._workers:
@@ -356,9 +360,7 @@ class Processes:
             # The group may be gone from a worker that never got to be its leader, or belong to no one we may signal.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(worker.process.pid, signal.SIGKILL)
-        deadline = time.monotonic() + _KILLED_DIES_WITHIN_S
-        while self.any_running() and time.monotonic() < deadline:
-            self.wait(min(0.1, deadline - time.monotonic()))
+        self._wait_for_ends(time.monotonic() + _KILLED_DIES_WITHIN_S, lambda: False)
         for worker in self._workers:
             if worker.status is None:
                 self._output.say(
