@@ -247,8 +247,9 @@ def test_rank_0_keeps_a_terminal_of_the_same_size_while_it_is_logged(tmp_path: P
     launcher.close()
     assert launcher.shown == BAR  # nothing added, not even line ends
     assert launcher.file(0, "stdout") == BAR
-    other_out, other_err = Output(stdout=launcher.ends[0]).ends_for(0, 0)
-    assert (other_out, other_err) == (None, None)  # without logs it has the launcher's own
+    other = Output(stdout=launcher.ends[0])
+    assert other.ends_for(0, 0) == (None, None)  # without logs it has the launcher's own
+    other.close()
 
 
 def test_a_pipe_full_of_words_of_a_killed_worker_is_emptied_into_the_file(tmp_path: Path) -> None:

@@ -169,5 +169,6 @@ def test_on_a_terminal_a_progress_bar_makes_room_and_an_alarm_is_red(monkeypatch
     monkeypatch.setenv("NO_COLOR", "1")
     output.say("head\n", alarm=True)
     assert read_until(controller, b"head\r\n") == b"\r\x1b[Khead\r\n"
+    output.close()
     os.close(controller)
     os.close(terminal)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -299,9 +299,9 @@ def test_before_anything_runs_an_interrupt_strikes_at_once():
 
 
 def test_a_worker_that_cannot_be_started_ends_the_others(tmp_path):
-    with handle_signals() as interrupts:
+    with handle_signals() as interrupts, closing(Output()) as output:
         guard = NoGuard()
-        processes = Processes(Program("script", "x" * 200_000), guard=guard, output=Output(), interrupts=interrupts)
+        processes = Processes(Program("script", "x" * 200_000), guard=guard, output=output, interrupts=interrupts)
         with pytest.raises(OSError, match="Argument list too long"):
             processes.start([Start(0, 0, environ(0))])
         assert guard.groups == set()

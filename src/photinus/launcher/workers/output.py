@@ -71,12 +71,16 @@ class Output:
     _last: dict[int, deque[str]] = field(default_factory=dict)
     _warned: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _selector: selectors.BaseSelector | None = None
-    _thread: threading.Thread | None = None
-    _wake: int | None = None
+    _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _open: int = 0
     _remote_terminal: tuple[int, ...] = field(default_factory=lambda: env.TERMINALS.get() or ())
     _quiet: threading.Condition = field(default_factory=threading.Condition)
+
+    def __post_init__(self) -> None:
+        reading, self._wake = os.pipe()
+        self._selector.register(reading, selectors.EVENT_READ, None)
+        self._thread = threading.Thread(target=self._carry, name="photinus-output", daemon=True)
+        self._thread.start()
 
     def say(self, text: str, alarm: bool = False) -> None:
         """Writes the launcher's own words to stderr, at once and in one piece.
@@ -159,23 +163,11 @@ class Output:
 
     def close(self) -> None:
         """Ends the thread; what is still in the pipes, and lines that were not complete, are written as they are."""
-        if self._thread is None or self._wake is None or self._selector is None:
-            return
         os.close(self._wake)
         self._thread.join()
         for key in list(self._selector.get_map().values()):
             self._finish(key.fd, key.data)
         self._selector.close()
-        self._thread = self._wake = self._selector = None
-
-    def _start(self) -> None:
-        if self._thread is not None:
-            return
-        reading, self._wake = os.pipe()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(reading, selectors.EVENT_READ, None)
-        self._thread = threading.Thread(target=self._carry, args=(self._selector,), name="photinus-output", daemon=True)
-        self._thread.start()
 
     def _stream(self, rank: int, name: str, shown: frozenset[str], files: dict[str, Path]) -> _Stream:
         target = self.stdout if name == "out" else self.stderr
@@ -190,8 +182,6 @@ class Output:
         )
 
     def _add(self, stream: _Stream) -> int:
-        self._start()
-        assert self._selector is not None
         reading, writing = os.openpty() if stream.terminal else os.pipe()
         if stream.terminal:
             tty.setraw(writing)  # bytes as they are: line ends are made by the terminal that shows them
@@ -201,14 +191,14 @@ class Output:
         self._selector.register(reading, selectors.EVENT_READ, stream)
         return writing
 
-    def _carry(self, selector: selectors.BaseSelector) -> None:
+    def _carry(self) -> None:
         while True:
-            for key, _ in selector.select():
+            for key, _ in self._selector.select():
                 stream: _Stream | None = key.data
                 if stream is None:  # `close` closed the other end
-                    selector.unregister(key.fd)
+                    self._selector.unregister(key.fd)
                     os.close(key.fd)
-                    self._take_what_is_left(selector)
+                    self._take_what_is_left()
                     return
                 piece = _read(key.fd)
                 if piece:
@@ -216,9 +206,9 @@ class Output:
                 else:
                     self._finish(key.fd, stream)
 
-    def _take_what_is_left(self, selector: selectors.BaseSelector) -> None:
+    def _take_what_is_left(self) -> None:
         """Of pipes that somebody keeps open: what is in them now, but no more than a pipe holds."""
-        for key in list(selector.get_map().values()):
+        for key in list(self._selector.get_map().values()):
             os.set_blocking(key.fd, False)
             taken = 0
             while taken < _LEFT_LIMIT_BYTES and (piece := _read(key.fd)):
@@ -252,7 +242,6 @@ class Output:
             self._write(stream.target, b"".join(stream.prefix + line + b"\n" for line in lines))
 
     def _finish(self, reading: int, stream: _Stream) -> None:
-        assert self._selector is not None
         self._selector.unregister(reading)
         os.close(reading)
         if _last_state(stream.pending):
