@@ -39,7 +39,7 @@ with start_guard() as guard, handle_signals() as interrupts, closing(StoreProces
             raise AssertionError("nobody judges what failed before a meeting")
 
     output = Output()
-    job = Job(Program("script", str(folder / "train.py")), "mine", 2, 0, 5.0, 1.5, 2, True, dict(os.environ))
+    job = Job(Program("script", str(folder / "train.py")), "mine", 2, 0, 5.0, 2, True, dict(os.environ))
     leader = Leader("mine", 2, 0, lambda text, alarm: output.say(text), store=store)
     agent = Agent(job, leader, guard=guard, output=output, interrupts=interrupts)
     with adopt_orphans():

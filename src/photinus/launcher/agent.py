@@ -30,6 +30,7 @@ __all__ = ["Agent"]
 _LOOK_S = 0.5
 _SETTLE_S = 0.3
 _CULPRIT_S = 3.0
+_KEYBOARD_GRACE_S = 1.5  # in place of --stop-grace, where somebody sits waiting
 
 
 class Agent:
@@ -98,7 +99,7 @@ class Agent:
                     delay_s = answer.delay_s
         except Interrupted:
             number = self._interrupts.first
-            grace_s = self._job.interrupt_grace_s if number in FROM_A_KEYBOARD else self._job.stop_grace_s
+            grace_s = _KEYBOARD_GRACE_S if number in FROM_A_KEYBOARD else self._job.stop_grace_s
             # Ctrl-C arrives as KeyboardInterrupt; whatever else ends the launcher asks a worker in the usual way.
             self._end(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM, grace_s)
             raise

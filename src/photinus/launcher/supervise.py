@@ -49,7 +49,6 @@ __all__ = ["dry_run_text", "supervise"]
 _SHOWN = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")  # whoever has set them
 _CHOSEN_LATER = "chosen when it starts"
 
-_INTERRUPT_GRACE_S = 1.5
 _SIGNAL_TO_ALL_S = 0.3
 _LONGEST_FOLDER_BYTES = 107 - len("/listener-12345678")
 
@@ -114,7 +113,6 @@ def supervise(flags: RunFlags, program: Program) -> int:
             local_world_size=chosen.count,
             max_restarts=flags.max_restarts,
             stop_grace_s=flags.stop_grace_s,
-            interrupt_grace_s=_INTERRUPT_GRACE_S,
             usable_cores=usable_cores(),
             cpu_only=flags.cpu,
             base_environ=environ,

@@ -5,6 +5,7 @@ These are types for argparse: each takes the text, and raises ArgumentTypeError 
 
 from __future__ import annotations
 
+import contextlib
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping
@@ -65,7 +66,7 @@ def seconds(text: str) -> float:
     try:
         read = float(text)
     except ValueError:
-        raise ArgumentTypeError("needs a number of seconds.") from None
+        read = -1.0
     if not 0 <= read < float("inf"):
         raise ArgumentTypeError("needs a number of seconds, 0 or more.")
     return read
@@ -73,13 +74,10 @@ def seconds(text: str) -> float:
 
 def positive_seconds(text: str) -> float:
     """A time above 0."""
-    try:
-        read = float(text)
-    except ValueError:
-        read = 0.0
-    if not 0 < read < float("inf"):
-        raise ArgumentTypeError("needs a number of seconds above 0.")
-    return read
+    with contextlib.suppress(ArgumentTypeError):
+        if read := seconds(text):
+            return read
+    raise ArgumentTypeError("needs a number of seconds above 0.")
 
 
 def _devices(text: str) -> tuple[int, ...]:

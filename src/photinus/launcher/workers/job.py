@@ -51,7 +51,6 @@ class Job:
     Attributes:
         local_world_size: workers on this host.
         stop_grace_s: seconds between SIGTERM and SIGKILL for workers that are asked to leave.
-        interrupt_grace_s: the same where somebody sits waiting at a keyboard.
         usable_cores: for the default of OMP_NUM_THREADS.
         base_environ: the launcher's environment, which the workers inherit.
         gpus: the name of each worker's GPU, by local rank; empty where there are none.
@@ -63,7 +62,6 @@ class Job:
     local_world_size: int
     max_restarts: int
     stop_grace_s: float
-    interrupt_grace_s: float
     usable_cores: int
     cpu_only: bool
     base_environ: Mapping[str, str]
