@@ -11,7 +11,7 @@ import socket
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from .hosts.peer_hosts import JobEndedError, OneHost
 from .ssh.lifeline import hold_lifeline
 from .workers.devices import (
     VISIBLE,
+    WorkerCount,
     check_devices,
     choose_worker_count,
     count_gpus,
@@ -81,28 +82,12 @@ def supervise(flags: RunFlags, program: Program) -> int:
         store = stack.enter_context(closing(StoreProcess()))
         # A port that is taken is told at once, and other hosts find this one while torch counts GPUs.
         member = _join(stack, flags, job_id, environ, output, interrupts)
+        environ[env.RANKS_PER_GPU.name] = str(flags.ranks_per_gpu)
         try:
-            if flags.devices is not None:
-                environ[VISIBLE] = os.environ[VISIBLE] = visible_devices(flags.devices, environ.get(VISIBLE))
             with interrupts.raise_at_once():
-                environ[env.RANKS_PER_GPU.name] = str(flags.ranks_per_gpu)
-                gpus = functools.cache(count_gpus)
-                wanted = flags.nproc_per_node
-                if flags.devices is not None:
-                    wanted = len(flags.devices) * flags.ranks_per_gpu
-                chosen = choose_worker_count(
-                    wanted,
-                    cpu_only=flags.cpu,
-                    gpus=gpus,
-                    cores=usable_cores,
-                    ranks_per_gpu=flags.ranks_per_gpu,
-                    oversubscribe=flags.oversubscribe,
-                )
-                if flags.devices is not None:
-                    check_devices(flags.devices, gpus())
+                chosen, gpus = _choose_workers(flags, environ)
         except Interrupted:
             return _report_interrupt(interrupts, output, "before any worker was started")
-        present = gpus() if gpus.cache_info().currsize else 0  # not asked where GPUs do not matter
         if chosen.reason:
             where = "" if (name := env.STARTED_AS.get()) is None else f"host {name}: "
             plural = "s" if chosen.count != 1 else ""
@@ -117,7 +102,7 @@ def supervise(flags: RunFlags, program: Program) -> int:
             cpu_only=flags.cpu,
             base_environ=environ,
             preempt_after_s=flags.preempt_after_s,
-            gpus=gpu_names(chosen.count, present, environ.get(VISIBLE), flags.ranks_per_gpu),
+            gpus=gpus,
             temporary=temporary,
         )
         logs = Logs(flags.logs)
@@ -152,6 +137,32 @@ def supervise(flags: RunFlags, program: Program) -> int:
         f"(exit code {verdict.exit_code})",
         exit_code=verdict.exit_code,
     )
+
+
+def _choose_workers(flags: RunFlags, environ: MutableMapping[str, str]) -> tuple[WorkerCount, tuple[str, ...]]:
+    """How many workers this host gets, and the name of each one's GPU; with --device, no other GPU is visible then.
+
+    Raises:
+        UsageError: more workers than can be meant.
+        DeviceError: fewer GPUs than asked for.
+    """
+    gpus = functools.cache(count_gpus)
+    wanted = flags.nproc_per_node
+    if flags.devices is not None:
+        environ[VISIBLE] = os.environ[VISIBLE] = visible_devices(flags.devices, environ.get(VISIBLE))
+        wanted = len(flags.devices) * flags.ranks_per_gpu
+    chosen = choose_worker_count(
+        wanted,
+        cpu_only=flags.cpu,
+        gpus=gpus,
+        cores=usable_cores,
+        ranks_per_gpu=flags.ranks_per_gpu,
+        oversubscribe=flags.oversubscribe,
+    )
+    if flags.devices is not None:
+        check_devices(flags.devices, gpus())
+    present = gpus() if gpus.cache_info().currsize else 0  # not asked where GPUs do not matter
+    return chosen, gpu_names(chosen.count, present, environ.get(VISIBLE), flags.ranks_per_gpu)
 
 
 def _has_torch() -> bool:
