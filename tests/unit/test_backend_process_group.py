@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from photinus.backend import Options
-from photinus.backend.make_group import _check_world_size, _short, _timeout_s
+from photinus.backend.make_group import _check_world_size, _timeout_s
 from photinus.errors import WorldSizeError
+from photinus.world.ranks import name_ranks
 
 
 def test_an_explicit_timeout_beats_the_variable_and_the_variable_beats_the_default(
@@ -33,8 +34,8 @@ def test_the_world_must_be_as_large_as_the_launcher_means(monkeypatch: pytest.Mo
 
 
 def test_long_lists_of_ranks_are_cut_in_messages() -> None:
-    assert _short([0, 2]) == "0, 2"
-    assert _short(list(range(20))) == "0, 1, 2, 3, 4, 5, 6, 7, ... 20 in all"
+    assert name_ranks([0, 2], 8) == "ranks 0, 2"
+    assert name_ranks(range(20), 8) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, ... (20 ranks)"
 
 
 def test_options_refuse_a_type_in_which_nothing_travels_between_hosts() -> None:
