@@ -88,6 +88,14 @@ bool signal_arrived() {
 std::atomic<bool> exiting{false};
 thread_local bool goes_on_at_exit = false;
 
+PyObject* thread_check = nullptr;  // Python's; never let go of
+
+bool has_other_threads() {
+  if (exiting.load()) return false;
+  nb::gil_scoped_acquire locked;
+  return nb::cast<bool>(nb::handle(thread_check)());
+}
+
 void wait_for(Work& work, double timeout_s) {
   struct Stay {
     ~Stay() {
@@ -374,6 +382,10 @@ NB_MODULE(_native, m) {
         return exchange_texts(*Network::of_this_process(), meeting, own);
       },
       "rank"_a, "ranks"_a, "address"_a, "at"_a, "host"_a, "job"_a, "attempt"_a, "timeout_s"_a, "own"_a);
+  m.def("set_thread_check", [](const nb::object& check) {
+    thread_check = nb::object(check).release().ptr();
+    Progress::set_thread_check(has_other_threads);
+  });
   // By the thread that ends the interpreter, before it leaves groups; and by those that it will join.
   m.def("begin_exit", [] { goes_on_at_exit = exiting = true; });
   m.def("go_on_at_exit", [] { goes_on_at_exit = true; });

@@ -24,7 +24,7 @@ void OutsideWait::look(const std::vector<uint32_t>& missing, const std::string& 
   try {
     watchdog_->look(
         wait_, [&] { return missing; }, description, lane_,
-        group_->options.progress->is_idle_but_for_this_thread());
+        group_->options.progress->is_idle_but_for_this_thread(wait_.deadline.elapsed_s()));
   } catch (const PeerLost&) {
     group_->keep_error();
     throw;

@@ -11,6 +11,11 @@
 namespace photinus {
 namespace {
 
+// So long after somebody began to wait, a thread that has called nothing is taken for one that never will.
+constexpr double kFirstCall_s = 10;
+
+std::atomic<bool (*)()> has_other_threads{nullptr};
+
 // Announces a thread that is about to sleep, to its own process; and to the peers of groups, so that they
 // ring.
 class SleepNotice {
@@ -169,19 +174,26 @@ double Progress::look_at(Lane& lane, bool caller_waits) {
 
 // Whether this thread, waiting for a lane, is all that could move the process: all calls come from it, and
 // nothing is in flight but this lane.
-bool Progress::is_stuck(Lane& lane) const {
-  if (!is_only_caller()) return false;
+bool Progress::is_stuck(Lane& lane, double waited_s) const {
+  if (!is_only_caller(waited_s)) return false;
   std::lock_guard lock(lane.mutex_);
   return in_flight_.load() == lane.queue_.size();
 }
 
-bool Progress::is_idle_but_for_this_thread() {
+bool Progress::is_idle_but_for_this_thread(double waited_s) {
   note_caller();
-  return is_only_caller() && in_flight_.load() == 0;
+  return is_only_caller(waited_s) && in_flight_.load() == 0;
 }
 
-bool Progress::is_only_caller() const {
-  return !several_callers_.load(std::memory_order_relaxed) && caller_.load() == std::this_thread::get_id();
+bool Progress::is_only_caller(double waited_s) const {
+  if (several_callers_.load(std::memory_order_relaxed) || caller_.load() != std::this_thread::get_id())
+    return false;
+  bool (*const check)() = has_other_threads.load();
+  return waited_s > kFirstCall_s || !check || !check();
+}
+
+void Progress::set_thread_check(bool (*check)()) {
+  has_other_threads.store(check);
 }
 
 void Progress::note_caller() {
@@ -329,6 +341,7 @@ void Progress::wait(Work& work, double timeout_s, const std::function<bool()>& i
   } waiting(*this, lane);
   SleepNotice* asleep = nullptr;
   bool looked = false;
+  double first_look_s = 0;
   auto poll = [&] {
     auto done = [&] { return work.done_.load(std::memory_order_seq_cst); };
     if (done()) return Poll::done;
@@ -351,7 +364,8 @@ void Progress::wait(Work& work, double timeout_s, const std::function<bool()>& i
   };
   auto look = [&] {
     looked = true;
-    double nap_s = look_at(*lane, is_stuck(*lane));
+    if (first_look_s == 0) first_look_s = now_s();
+    double nap_s = look_at(*lane, is_stuck(*lane, now_s() - first_look_s));
     if (work.is_completed()) return 0.0;
     if (timeout_s > 0 && now_s() >= until_s)
       throw Error(ErrorKind::timeout,

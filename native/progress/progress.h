@@ -68,7 +68,10 @@ class Progress {
   void drain(const std::shared_ptr<Lane>& lane);
   // Whether this thread, which waits for something else than an operation, is all that could move the
   // process.
-  bool is_idle_but_for_this_thread();
+  bool is_idle_but_for_this_thread(double waited_s);
+  // Asked before a thread is taken for the only one from which calls come: whether the process has others
+  // that may make a first one yet. Without: it has none. For all that drive, to be set before they do.
+  static void set_thread_check(bool (*has_other_threads)());
 
  private:
   friend class Work;
@@ -78,8 +81,8 @@ class Progress {
   Drive drive(Lane& lane, bool as_progress_thread);
   double look_at(Lane& lane, bool caller_waits);
   void note_caller();
-  bool is_only_caller() const;
-  bool is_stuck(Lane& lane) const;
+  bool is_only_caller(double waited_s) const;
+  bool is_stuck(Lane& lane, double waited_s) const;
   void end(Lane& lane, Work& work, std::optional<Error> error = std::nullopt);
   static Error fail(Work& work);
   void wake_own_threads();

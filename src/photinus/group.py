@@ -256,3 +256,12 @@ def _close_all() -> None:
 
 
 atexit.register(_close_all)
+
+
+def _has_other_threads() -> bool:
+    """Whether threads that are not ours run beside this one: any may be about to make its first call."""
+    own = threading.current_thread()
+    return any(each is not own and not each.name.startswith("photinus-") for each in threading.enumerate())
+
+
+_native.set_thread_check(_has_other_threads)

@@ -442,6 +442,27 @@ def test_several_threads_may_call_one_communicator() -> None:
     assert run(many_threads, 2) == [True, True]
 
 
+def threads_that_begin_later(rank: int, world_size: int, address: str) -> bool:
+    with joined(rank, world_size, address) as communicator:
+        other = further(communicator, "other")
+        first, second = (communicator, other) if rank == 0 else (other, communicator)
+
+        def call_later() -> None:
+            time.sleep(0.5)
+            second.all_reduce(np.ones(4, np.float32))
+
+        thread = threading.Thread(target=call_later)
+        thread.start()
+        first.all_reduce(np.ones(4, np.float32))
+        thread.join()
+    return True
+
+
+@pytest.mark.timeout(60)
+def test_ranks_whose_other_threads_make_their_first_calls_later_are_not_deadlocked() -> None:
+    assert run(threads_that_begin_later, 2) == [True, True]
+
+
 def unequal_parts(rank: int, world_size: int, address: str) -> str:
     with joined(rank, world_size, address) as communicator:
         outs = [np.full(4, -1.0) for _ in range(world_size)]
