@@ -6,6 +6,8 @@ import json
 import math
 import os
 import shutil
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from torch import nn
 import photinus
 from photinus.errors import CheckpointError
 from photinus.trainer.checkpoint import digest, manifest
+from photinus.trainer.checkpoint.durable import lock_folder
 from photinus.trainer.checkpoint.folder import Checkpoint, CheckpointFolder
 
 
@@ -62,7 +65,7 @@ def test_the_folder_holds_plain_torch_files_and_a_readable_manifest(tmp_path: Pa
         file = path / f"{entry}.pt"
         assert (file.stat().st_size, digest.file_digest(file)[1]) == (record["bytes"], record["digest"])
     assert sorted(os.listdir(path)) == ["manifest.json", "model.pt", "position.pt"]
-    assert sorted(os.listdir(tmp_path)) == ["step-00000007"]
+    assert sorted(os.listdir(tmp_path)) == [".writer.lock", "step-00000007"]
 
 
 def test_objects_are_saved_by_their_state(tmp_path: Path) -> None:
@@ -230,7 +233,7 @@ def test_a_path_is_a_checkpoint_or_a_folder_of_them(tmp_path: Path, monkeypatch:
         folder.open("file.pt")
 
 
-def test_what_a_dead_writer_left_is_removed_by_the_next_one_and_by_no_reader(tmp_path: Path) -> None:
+def test_what_a_dead_writer_left_is_removed_and_a_live_ones_is_not(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
     folder.save(1, state(1), description={})
     debris = tmp_path / ".tmp-step-00000002-deadbeef"
@@ -239,7 +242,33 @@ def test_what_a_dead_writer_left_is_removed_by_the_next_one_and_by_no_reader(tmp
     assert same(folder.newest(), 1)
     assert debris.exists()  # readers delete nothing
     folder.save(2, state(2), description={})
-    assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
+    assert sorted(os.listdir(tmp_path)) == [".writer.lock", "step-00000001", "step-00000002"]
+
+
+@pytest.mark.seconds
+def test_two_jobs_in_one_folder_are_told_who_the_other_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", f"""
+from pathlib import Path
+from photinus.trainer.checkpoint.durable import lock_folder
+with lock_folder(Path({str(tmp_path)!r})):
+    print("locked", flush=True)
+    input()
+"""],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "locked\n"
+        with pytest.raises(CheckpointError, match=f"process {holder.pid} on host .* has been writing into"):
+            with lock_folder(tmp_path, timeout_s=0.2):
+                pass
+        holder.kill()  # the kernel lets go of the lock
+        holder.wait()
+        CheckpointFolder(tmp_path).save(1, state(1), description={})
+    finally:
+        holder.kill()
+        holder.communicate()
 
 
 @pytest.mark.parametrize(
@@ -289,7 +318,7 @@ def test_an_exception_while_writing_leaves_nothing_behind(tmp_path: Path, monkey
     with pytest.raises(KeyboardInterrupt):
         folder.save(2, state(2), description={})
     assert calls == [1]
-    assert sorted(os.listdir(tmp_path)) == ["step-00000001"]
+    assert sorted(os.listdir(tmp_path)) == [".writer.lock", "step-00000001"]
     monkeypatch.undo()
     assert same(folder.newest(), 1)
 

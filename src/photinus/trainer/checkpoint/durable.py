@@ -12,6 +12,8 @@ import glob
 import os
 import secrets
 import shutil
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +23,7 @@ from ...errors import CheckpointError
 from .digest import BlockDigest
 
 _TEMPORARY = ".tmp-"
+_LOCK = ".writer.lock"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.EBADF)  # what file systems without locks answer
 
@@ -112,7 +115,7 @@ def discard(path: Path) -> None:
 
 
 def remove_debris(folder: Path) -> None:
-    """Removes what writers that died have left in `folder`; for its only writer."""
+    """Removes what writers that died have left in `folder`; call it holding the folder's lock."""
     for path in folder.glob(f"{_TEMPORARY}*"):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)  # what cannot be deleted now is tried again at the next save
@@ -161,3 +164,42 @@ def _no_space(folder: Path, needed_bytes: int, free_bytes: int) -> CheckpointErr
         f"and {free_bytes} ({free_bytes / 2**20:.1f} MiB) are free. Checkpoints written before are untouched. Free "
         f"some space (or raise the quota), or keep fewer checkpoints."
     )
+
+
+@contextmanager
+def lock_folder(folder: Path, timeout_s: float = 60.0) -> Iterator[bool]:
+    """Holds the folder against other writers; the kernel lets go of it when this process dies.
+
+    Yields whether the file system has locks at all. Where it has none, debris cannot be told from work in progress.
+
+    Raises:
+        CheckpointError: another process has held it for `timeout_s` seconds.
+    """
+    path = folder / _LOCK
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                has_locks = True
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+                    raise CheckpointError(
+                        f"{holder} has been writing into {folder} for more than {timeout_s:.0f} s: two jobs must not "
+                        f"save into the same folder. Give one of them another, or wait."
+                    ) from None
+                time.sleep(0.02)
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+                has_locks = False
+                break
+        if has_locks:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on host {socket.gethostname()}\n".encode(), 0)
+        yield has_locks
+    finally:
+        os.close(descriptor)

@@ -4,6 +4,7 @@
       step-00000100/  manifest.json  model.pt  optimizer.pt ...     see manifest.py
       step-00000200/
       .tmp-step-00000300-1f2e3d4c/   a writer at work, or one that died; the next writer removes it
+      .writer.lock                   held by the writer, if there is one
 
 Nothing stores which checkpoint is the newest: it is read from the manifests each time, so it cannot be wrong. A
 checkpoint is renamed into place when all of it is on disk, and older ones are deleted only after that; whatever moment
@@ -34,6 +35,7 @@ from .durable import (
     DurableFile,
     discard,
     explain_no_space,
+    lock_folder,
     remove_debris,
     require_space,
     sync_folder,
@@ -159,7 +161,7 @@ class CheckpointFolder:
         description: Mapping[str, JSON],
         metric: float | None = None,
     ) -> Path:
-        """Writes a checkpoint, then deletes those that need no longer be kept. For one process of one job.
+        """Writes a checkpoint, then deletes those that need no longer be kept. One process at a time, normally rank 0.
 
         When it returns, the checkpoint is complete and on disk. When it raises, all those from before are as they were
         and nothing half-written is left.
@@ -172,7 +174,7 @@ class CheckpointFolder:
 
         Raises:
             TypeError, ValueError: an argument cannot be saved.
-            CheckpointError: no space (path, needed and free bytes), or no permission.
+            CheckpointError: no space (path, needed and free bytes), no permission, or another job writes here.
         """
         step = whole_number("step", step)
         metric = None if metric is None or math.isnan(metric) else float(metric)
@@ -190,9 +192,11 @@ class CheckpointFolder:
         try:
             with explain_no_space(self.folder, needed_bytes):
                 self.folder.mkdir(parents=True, exist_ok=True)
-                remove_debris(self.folder)
-                path = self._write(step, plain, needed_bytes, described, metric)
-                self._delete_old()
+                with lock_folder(self.folder) as has_locks:
+                    if has_locks:
+                        remove_debris(self.folder)
+                    path = self._write(step, plain, needed_bytes, described, metric)
+                    self._delete_old()
         except OSError as error:
             raise CheckpointError(
                 f"step {step} could not be saved in {self.folder}: {error}. Checkpoints written before are untouched."
