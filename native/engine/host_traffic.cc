@@ -9,27 +9,10 @@
 namespace photinus {
 namespace {
 
-// What is told: this, the post, and the bytes of a frame.
-struct TellHead {
-  uint32_t post_bytes = 0;
-  uint32_t frame = 0;  // its number among those of the link and the collective; 0: none
-};
-
-struct Tell {
-  TellHead head;
-  std::span<const std::byte> post, frame;
-};
-
-Tell parsed(std::span<const std::byte> told, const std::string& who) {
-  Tell tell;
-  if (told.size() >= sizeof tell.head) std::memcpy(&tell.head, told.data(), sizeof tell.head);
-  if (told.size() < sizeof tell.head + tell.head.post_bytes)
-    throw Error(ErrorKind::system, who +
-                                       " has told something of its call that cannot be read here: do all "
-                                       "ranks run the same version of Photinus?");
-  tell.post = told.subspan(sizeof tell.head, tell.head.post_bytes);
-  tell.frame = told.subspan(sizeof tell.head + tell.head.post_bytes);
-  return tell;
+Error unreadable(const std::string& who) {
+  return {ErrorKind::system, who +
+                                 " has told something of its call that cannot be read here: do all ranks "
+                                 "run the same version of Photinus?"};
 }
 
 }  // namespace
@@ -70,8 +53,9 @@ void HostTraffic::tell_level(size_t level) {
   untold_ = counterparts_[level];
 }
 
-// With the next frame to this rank, if there are bytes of it and room for them; whether it went along.
-bool HostTraffic::tell(uint32_t rank, const std::byte* frame, uint64_t bytes) {
+// With the next frame to this rank, on this stream, if there are bytes of it: in what is told if there is
+// room. Whether it went in that.
+bool HostTraffic::tell(uint32_t rank, const std::byte* frame, uint64_t bytes, uint32_t stream) {
   const auto found = std::find(untold_.begin(), untold_.end(), rank);
   if (found == untold_.end()) return false;
   untold_.erase(found);
@@ -87,12 +71,12 @@ bool HostTraffic::tell(uint32_t rank, const std::byte* frame, uint64_t bytes) {
     used += bytes;
   }
   std::memcpy(told, &head, sizeof head);
-  peers_.tell(rank, sequence_, {told, used});
+  peers_.tell(rank, sequence_, {told, used}, goes_along ? Peers::kAtOnce : stream);
   return goes_along;
 }
 
 void HostTraffic::tell_rest() {
-  while (!untold_.empty()) tell(untold_.back(), nullptr, 0);
+  while (!untold_.empty()) tell(untold_.back(), nullptr, 0, Peers::kAtOnce);
 }
 
 // Those that have not told may wait themselves for one that has not come: then it is that one that is
@@ -133,11 +117,23 @@ bool HostTraffic::meet() {
   return true;
 }
 
+// What a rank has told, if it has told anything.
+HostTraffic::Tell HostTraffic::told_by(uint32_t rank) const {
+  const std::span<const std::byte> told = peers_.told(rank, sequence_);
+  Tell tell;
+  if (told.empty()) return tell;
+  if (told.size() >= sizeof tell.head) std::memcpy(&tell.head, told.data(), sizeof tell.head);
+  if (told.size() < sizeof tell.head + tell.head.post_bytes) throw unreadable(peers_.who(rank));
+  tell.post = told.subspan(sizeof tell.head, tell.head.post_bytes);
+  tell.frame = told.subspan(sizeof tell.head + tell.head.post_bytes);
+  return tell;
+}
+
 void HostTraffic::learn(size_t level) {
   for (const uint32_t rank : counterparts_[level]) {
-    const Tell told = parsed(peers_.told(rank, sequence_), peers_.who(rank));
+    const Tell told = told_by(rank);
     const auto heard = decode(told.post.data(), told.post.size());
-    if (!heard) parsed({}, peers_.who(rank));
+    if (!heard) throw unreadable(peers_.who(rank));
     merge(post_, *heard);
   }
   ++heard_;
@@ -165,15 +161,15 @@ bool HostTraffic::send(uint32_t rank, const std::byte* from, uint64_t bytes) {
   if (!link) return false;
   Frames& frames = sent_[rank];
   Transfer& transfer = next(frames);
-  if (tell(rank, from, bytes)) {
+  const auto stream =
+      static_cast<uint32_t>(kCollectiveStreams + frames.begun % (link->data_streams() - kCollectiveStreams));
+  if (tell(rank, from, bytes, stream)) {
     frames.in_tell = ++frames.begun;
     return true;
   }
   const iovec piece{const_cast<std::byte*>(from), bytes};
   try {
-    const auto stream = kCollectiveStreams + frames.begun % (link->data_streams() - kCollectiveStreams);
-    link->send(channel_, mark(sequence_, frames.begun + 1), {&piece, 1}, transfer,
-               static_cast<uint32_t>(stream));
+    link->send(channel_, mark(sequence_, frames.begun + 1), {&piece, 1}, transfer, stream);
   } catch (const Error&) {
     if (!link->has_failed()) throw;
     return false;
@@ -186,8 +182,7 @@ bool HostTraffic::receive(uint32_t rank, std::byte* to, uint64_t bytes) {
   Frames& frames = received_[rank];
   Transfer& transfer = next(frames);
   // Whose frame came in its tell may have left already, and its link with it.
-  const auto bytes_told = peers_.told(rank, sequence_);  // nothing by who is no counterpart
-  const Tell told = bytes_told.empty() ? Tell{} : parsed(bytes_told, peers_.who(rank));
+  const Tell told = told_by(rank);  // nothing by who is no counterpart
   if (told.head.frame == frames.begun + 1) {
     if (told.frame.size() != bytes)
       throw Error(ErrorKind::system,

@@ -36,7 +36,7 @@ class HostTraffic {
   void begin(uint64_t sequence, const Call& call, HostPost post,
              std::function<std::string(const HostPost&)> fault);
   // Tells the counterparts of a level what is known up to now, if that was not done ahead of the plan: with
-  // the first frame that is sent to each, which travels in it if it is small, or else when it comes to
+  // the first frame that is sent to each, in it if it is small, else ahead of it, or when it comes to
   // hearing. A plan over other levels than those of the meeting tells and hears all at its first level.
   void tell(size_t level);
   // Whether all of them have told; what they told is known from then on.
@@ -61,6 +61,15 @@ class HostTraffic {
   void forget() { peers_.forget(channel_++); }
 
  private:
+  // What is told: this, the post, and the bytes of a frame.
+  struct TellHead {
+    uint32_t post_bytes = 0;
+    uint32_t frame = 0;  // its number among those of the link and the collective; 0: none
+  };
+  struct Tell {
+    TellHead head;
+    std::span<const std::byte> post, frame;
+  };
   // The frames in one direction of a link; transfers are used again for the next collective.
   struct Frames {
     std::deque<Transfer> transfers;
@@ -70,7 +79,8 @@ class HostTraffic {
   bool hear_level(size_t level);
   void tell_level(size_t level);
   void learn(size_t level);
-  bool tell(uint32_t rank, const std::byte* frame, uint64_t bytes);
+  bool tell(uint32_t rank, const std::byte* frame, uint64_t bytes, uint32_t stream);
+  Tell told_by(uint32_t rank) const;
   void tell_rest();
   static Transfer& next(Frames& frames);
   static bool has_moved(Frames& frames, uint64_t count);

@@ -205,9 +205,13 @@ void NetPeers::forget(uint32_t channel) {
 }
 
 // A link that has failed says nothing; what became of its peer is found by look_for_ends().
-void NetPeers::say(Link* link, uint32_t channel, uint64_t sequence, std::span<const std::byte> payload) {
+void NetPeers::say(Link* link, uint32_t channel, uint64_t sequence, std::span<const std::byte> payload,
+                   uint32_t stream) {
+  const bool at_once = stream == kAtOnce;
   try {
-    if (link) link->send_control(channel, sequence, payload.data(), payload.size());
+    if (link)
+      link->send_control(channel, sequence, payload.data(), payload.size(),
+                         at_once ? Link::kControlStream : stream, !at_once);
   } catch (const Error& error) {
     if (error.kind() == ErrorKind::invalid_argument) throw;
   }
@@ -220,8 +224,8 @@ void NetPeers::say_to_all(uint32_t channel, std::span<const std::byte> payload) 
 
 // --- what is told
 
-void NetPeers::tell(uint32_t rank, uint64_t sequence, std::span<const std::byte> what) {
-  say(way(rank, up).link.load(std::memory_order_acquire), kTold, sequence, what);
+void NetPeers::tell(uint32_t rank, uint64_t sequence, std::span<const std::byte> what, uint32_t stream) {
+  say(way(rank, up).link.load(std::memory_order_acquire), kTold, sequence, what, stream);
 }
 
 std::span<const std::byte> NetPeers::told(uint32_t rank, uint64_t sequence) const {

@@ -63,7 +63,8 @@ class NetPeers final : public Peers, private Network::Member {
 
   Link* link(uint32_t rank, LinkUse use) override;
   void forget(uint32_t channel) override;
-  void tell(uint32_t rank, uint64_t sequence, std::span<const std::byte> what) override;
+  void tell(uint32_t rank, uint64_t sequence, std::span<const std::byte> what,
+            uint32_t stream = kAtOnce) override;
   std::span<const std::byte> told(uint32_t rank, uint64_t sequence) const override;
   bool poll() override;
 
@@ -113,7 +114,8 @@ class NetPeers final : public Peers, private Network::Member {
   void hear_waits(Reader& reader);
   void hear_offer(uint32_t from, Reader& reader);
 
-  void say(Link* link, uint32_t channel, uint64_t sequence, std::span<const std::byte> payload);
+  void say(Link* link, uint32_t channel, uint64_t sequence, std::span<const std::byte> payload,
+           uint32_t stream = kAtOnce);
   void say_to_all(uint32_t channel, std::span<const std::byte> payload);
   void say_end(uint32_t rank);
   // net_peers_tend.cc

@@ -119,10 +119,10 @@ bool NetPeers::suspect(uint32_t rank, double now) {
 
 void NetPeers::beat() {
   if (locals_.size() == 1) own().page->heartbeat.fetch_add(1, std::memory_order_relaxed);
-  constexpr uint32_t kAtOnce = (kControlBytes - sizeof(Beat)) / sizeof(Sign);
-  for (uint32_t first = 0; first < locals_.size(); first += kAtOnce) {
+  constexpr uint32_t kSignsOfFrame = (kControlBytes - sizeof(Beat)) / sizeof(Sign);
+  for (uint32_t first = 0; first < locals_.size(); first += kSignsOfFrame) {
     std::vector<std::byte> payload;
-    const uint32_t count = std::min<uint32_t>(kAtOnce, static_cast<uint32_t>(locals_.size()) - first);
+    const uint32_t count = std::min<uint32_t>(kSignsOfFrame, static_cast<uint32_t>(locals_.size()) - first);
     put(payload, Beat{first, count});
     for (uint32_t i = first; i < first + count; ++i)
       put(payload, Sign{views_[locals_[i]].page->heartbeat.load(std::memory_order_relaxed),

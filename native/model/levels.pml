@@ -13,7 +13,8 @@
 // the frame that it waits for is there, for it may be under way. A place is posted when the rank waits for its frame:
 // nobody can see that it stood open earlier. With -DUNBUFFERED a frame has left only when it is taken (a long one);
 // otherwise nobody waits for that (a short one lies in the kernel). With -DTOGETHER data travel in the tell, unless that
-// was told ahead of the plan, and lie in a place beside it until the receiver's plan takes them.
+// was told ahead of the plan, and lie in a place beside it until the receiver's plan takes them. With -DAHEAD the tell
+// goes ahead of data in their queue instead, and is heard once it is the head.
 //
 // Checked: all ranks raise or all return, as the calls were; who raises knows all calls; output is written only when all
 // have called the same; a place gets the frame of its own call; a tell is read before the next takes its place; all end.
@@ -59,6 +60,15 @@
 #define IS_CARRIED(from) false
 #define TELLS_WITH_DATA false
 #endif
+#ifdef AHEAD
+#define QUEUE (2 * CALLS)
+#define TELLS_AHEAD (tells == level && !refused)
+#else
+#define QUEUE CALLS
+#define TELLS_AHEAD false
+#endif
+#define TELL 100  // for a channel
+#define IS_TOLD_AHEAD(l) data[l]?[TELL, eval(s), _, _]
 
 #ifdef BUG_NO_NUMBER
 #define NUMBER 0
@@ -82,7 +92,7 @@ byte carried[2 * RANKS * RANKS];  // 4 s + the call; 0 once it is taken
 #else
 byte carried[1];
 #endif
-chan data[RANKS * RANKS] = [CALLS] of { byte, byte, byte, byte };  // channel, number, size: the call; for assertions: s
+chan data[RANKS * RANKS] = [QUEUE] of { byte, byte, byte, byte };  // channel, number, size: the call; for assertions: s
 byte called[CALLS + 1];        // for the assertions only: all calls,
 byte begun[CALLS + 1];         // by how many,
 byte finished[CALLS + 1];      // and who is through with it
@@ -123,6 +133,19 @@ inline send() {
   od
 }
 
+inline send_with_tell() {
+  peer = FIRST(level);
+  do
+  :: peer < RANKS ->
+    data[LINK(me, peer)]!TELL, s, known, s;
+    data[LINK(me, peer)]!channel, NUMBER, own, s;
+    peer = AFTER(peer)
+  :: else -> break
+  od;
+  tells++;
+  other = FIRST(heard)
+}
+
 // Which frames of the call have left is open. The code drops the others when the rank raises: what leaves until then is
 // here what had left before.
 inline give_up() {
@@ -142,10 +165,17 @@ inline give_up() {
 }
 
 // The next of those who tell in the next level that is not heard.
-#define MAY_HEAR (heard < tells && TOLD(other, me) / 4 == s)
+#define MAY_HEAR (heard < tells && (TOLD(other, me) / 4 == s || IS_TOLD_AHEAD(LINK(other, me))))
 inline hear_one() {
-  known = known | TOLD(other, me) % 4;
-  TOLD(other, me) = 0;
+  if
+  :: IS_TOLD_AHEAD(LINK(other, me)) ->
+    data[LINK(other, me)]?_, _, size, _;
+    known = known | size;
+    size = 0
+  :: else ->
+    known = known | TOLD(other, me) % 4;
+    TOLD(other, me) = 0
+  fi;
   other = AFTER(other);
   if
   :: other >= RANKS ->
@@ -161,6 +191,7 @@ inline hear() {
   :: heard <= level ->
     if
     :: MAY_HEAR -> hear_one()
+    :: IS_FORGOTTEN(LINK(other, me)) -> data[LINK(other, me)]?_, _, _, _
 #ifdef BUG_POSTED_BEFORE_HEARD
     :: IS_NEXT(LINK(other, me)) && !FITS(LINK(other, me)) -> assert(false)
 #endif
@@ -191,6 +222,7 @@ inline receive() {
 #ifndef BUG_NO_MEETING_AHEAD
     :: MAY_TELL -> tell()
     :: MAY_HEAR -> hear_one()
+    :: heard < tells && IS_FORGOTTEN(LINK(other, me)) -> data[LINK(other, me)]?_, _, _, _
 #endif
     fi
   :: else -> break
@@ -206,6 +238,7 @@ inline wait_sent() {
 #ifndef BUG_NO_MEETING_AHEAD
     :: MAY_TELL -> tell()
     :: MAY_HEAR -> hear_one()
+    :: heard < tells && IS_FORGOTTEN(LINK(other, me)) -> data[LINK(other, me)]?_, _, _, _
 #endif
     fi
   :: else -> break
@@ -247,6 +280,7 @@ active [RANKS] proctype Rank() {
         :: TELLS_WITH_DATA ->
           tell();
           carry()
+        :: TELLS_AHEAD -> send_with_tell()
         :: else ->
           if :: tells == level -> tell() :: else fi;
           if :: !refused -> send() :: else fi

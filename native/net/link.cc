@@ -27,8 +27,6 @@ Link::Link(std::vector<std::unique_ptr<Stream>> streams, std::string own, std::s
     auto track = std::make_unique<Track>();
     track->stream = std::move(stream);
     track->index = static_cast<uint32_t>(tracks_.size());
-    track->buffer_bytes = track->index == 0 ? kControlBufferBytes : kDataBufferBytes;
-    track->buffer = std::make_unique<std::byte[]>(track->buffer_bytes);
     tracks_.push_back(std::move(track));
   }
 }
@@ -65,10 +63,6 @@ void Link::send(uint32_t channel, uint64_t sequence, std::span<const iovec> piec
     frame.pieces.push_back(piece);
     frame.header.bytes += piece.iov_len;
   }
-  if (stream == kWithControl && frame.header.bytes > kBesideControlBytes)
-    throw Error(ErrorKind::invalid_argument,
-                text("%llu bytes of data were to go beside control frames; at most %zu may",
-                     static_cast<unsigned long long>(frame.header.bytes), kBesideControlBytes));
   transfer.bytes_ = frame.header.bytes;
   transfer.done_.store(false, std::memory_order_relaxed);
   frame.transfer = &transfer;
@@ -80,14 +74,19 @@ void Link::send(uint32_t channel, uint64_t sequence, std::span<const iovec> piec
       const uint64_t queued = tracks_[candidate + 1]->queued_bytes.load(std::memory_order_relaxed);
       if (queued < least) least = queued, stream = candidate;
     }
-  } else if (stream != kWithControl && stream >= data_streams()) {
-    throw Error(ErrorKind::invalid_argument,
-                text("stream %u was given; %s has %zu for data", stream, name().c_str(), data_streams()));
   }
-  push(*tracks_[stream == kWithControl ? 0 : stream + 1], std::move(frame), more);
+  push(track_of(stream), std::move(frame), more);
 }
 
-void Link::send_control(uint32_t channel, uint64_t sequence, const void* payload, size_t bytes, bool more) {
+Link::Track& Link::track_of(uint32_t stream) {
+  if (stream >= data_streams())
+    throw Error(ErrorKind::invalid_argument,
+                text("stream %u was given; %s has %zu for data", stream, name().c_str(), data_streams()));
+  return *tracks_[stream + 1];
+}
+
+void Link::send_control(uint32_t channel, uint64_t sequence, const void* payload, size_t bytes,
+                        uint32_t stream, bool more) {
   check();
   if (leaving_.load()) throw Error(ErrorKind::aborted, name() + " was left: nothing more is sent");
   if (bytes > kControlBytes)
@@ -103,7 +102,7 @@ void Link::send_control(uint32_t channel, uint64_t sequence, const void* payload
     std::memcpy(frame.copied.get(), payload, bytes);
     frame.pieces.push_back({frame.copied.get(), bytes});
   }
-  push(*tracks_[0], std::move(frame), more);
+  push(stream == kControlStream ? *tracks_[0] : track_of(stream), std::move(frame), more);
 }
 
 void Link::push(Track& track, Outgoing&& frame, bool more) {

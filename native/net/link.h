@@ -6,8 +6,7 @@
 // that the place is posted: because the receiver's post said so, or because places stand open ahead of time.
 //
 // Control. Small frames (at most kControlBytes) go to a handler at once. They have a stream of their own, so
-// no data are ever ahead of them. Data may travel there too (kWithControl), behind a post and in the same
-// system call; but their place must be posted by then, else the link fails.
+// no data are ever ahead of them; or they go ahead of data on its stream, in the same system call.
 //
 // Frames of one stream arrive in order; nothing is promised between streams.
 #pragma once
@@ -68,8 +67,8 @@ struct LinkOptions {
 
 class Link {
  public:
-  // A control frame: its payload lives until the handler returns. It runs within poll(), one frame at a time;
-  // it may call send() and expect(), not forget() or close().
+  // A control frame: its payload lives until the handler returns. It runs within poll(), expect() or
+  // forget(), one frame of a stream at a time; it may call send_control().
   using Handler =
       std::function<void(uint32_t channel, uint64_t sequence, const std::byte* payload, size_t bytes)>;
 
@@ -79,8 +78,7 @@ class Link {
   ~Link();
 
   static constexpr uint32_t kAnyStream = UINT32_MAX;  // the data stream with least to send
-  static constexpr uint32_t kWithControl = UINT32_MAX - 1;
-  static constexpr size_t kBesideControlBytes = 64 << 10;  // of a frame that is sent there
+  static constexpr uint32_t kControlStream = UINT32_MAX - 1;
 
   // All methods may be called from any thread. The first four throw the link's error when it has failed.
 
@@ -90,7 +88,7 @@ class Link {
             uint32_t stream = kAnyStream, bool more = false);
   // Sends a control frame; the payload is copied. Throws Error(invalid_argument) when it is too long.
   void send_control(uint32_t channel, uint64_t sequence, const void* payload, size_t bytes,
-                    bool more = false);
+                    uint32_t stream = kControlStream, bool more = false);
   // Posts the place for a frame of data: it must have from `least_bytes` to `bytes` bytes, exactly `bytes`
   // without. What has come already lands at once.
   void expect(uint32_t channel, uint64_t sequence, void* at, uint64_t bytes, Transfer& transfer);
@@ -148,8 +146,7 @@ class Link {
     }
   };
   // For headers, control frames, the first bytes of data.
-  static constexpr size_t kControlBufferBytes = 2 * (sizeof(FrameHeader) + kControlBytes);
-  static constexpr size_t kDataBufferBytes = 4096;
+  static constexpr size_t kBufferBytes = 2 * (sizeof(FrameHeader) + kControlBytes);
   // A stream, with what is on its way in both directions.
   struct Track {
     std::unique_ptr<Stream> stream;
@@ -169,8 +166,8 @@ class Link {
     bool write_fault_of_peer = true;  // too; else what carries the stream has failed
 
     std::mutex receiving;  // guards what follows
-    std::unique_ptr<std::byte[]> buffer;
-    size_t buffer_bytes = 0, begin = 0, end = 0;  // its size, and of what lies in it
+    const std::unique_ptr<std::byte[]> buffer = std::make_unique<std::byte[]>(kBufferBytes);
+    size_t begin = 0, end = 0;  // of what lies in it
     FrameHeader header;
     bool has_header = false, in_payload = false;
     Place place;        // of the payload that is coming; without an address it is dropped
@@ -190,6 +187,7 @@ class Link {
     std::atomic<double> stalled_s{0}, waited_s{0};
   };
 
+  Track& track_of(uint32_t stream);
   void push(Track& track, Outgoing&& frame, bool more);
   bool write(Track& track);
   void advance(Track& track, uint64_t bytes);

@@ -49,8 +49,7 @@ void Link::expect(uint32_t channel, uint64_t sequence, void* at, uint64_t least_
   place_waiting();
 }
 
-// Places have changed: goes on with frames that wait for theirs. No stream would report them again. Only data
-// wait, so a handler, on the stream for control, may come here.
+// Places have changed: goes on with frames that wait for theirs. No stream would report them again.
 void Link::place_waiting() {
   for (auto& track : tracks_) {
     if (!track->waits.load(std::memory_order_seq_cst)) continue;
@@ -94,7 +93,7 @@ bool Link::receive(Track& track) {
       track.end -= track.begin;
       track.begin = 0;
     }
-    pieces[count++] = {track.buffer.get() + track.end, track.buffer_bytes - track.end};
+    pieces[count++] = {track.buffer.get() + track.end, kBufferBytes - track.end};
     const Stream::Result result = track.stream->read(pieces, count);
     if (result.status == Stream::Status::blocked) break;
     if (result.status != Stream::Status::moved) {
@@ -162,8 +161,9 @@ bool Link::check_header(Track& track) {
     wrong = text("with number %u where %u comes", header.number, track.expected_number);
   else if (!small && header.kind != FrameKind::data)
     wrong = text("of unknown kind %u", static_cast<unsigned>(header.kind));
-  else if (small && track.index != 0)
-    wrong = "of control on a stream for data";
+  else if (track.index == 0 ? !small : small && header.kind != FrameKind::control)
+    wrong = text("of kind %u on a stream for %s", static_cast<unsigned>(header.kind),
+                 track.index == 0 ? "control" : "data");
   else if (small && header.bytes > kControlBytes)
     wrong = text("of control with %llu bytes (at most %zu)", static_cast<unsigned long long>(header.bytes),
                  kControlBytes);
@@ -198,15 +198,7 @@ bool Link::begin_payload(Track& track) {
       track.waits = false;
     }
   }
-  if (track.waits) {
-    if (track.index != 0) return false;
-    fail(ErrorKind::peer_lost,
-         text("%s: %s sent %llu bytes for channel %u, sequence %llu among control frames, where no place is "
-              "posted",
-              name().c_str(), peer_.c_str(), static_cast<unsigned long long>(header.bytes), header.channel,
-              static_cast<unsigned long long>(header.sequence)));
-    return false;
-  }
+  if (track.waits) return false;
   if (track.place.transfer && (header.bytes < track.place.least_bytes || header.bytes > track.place.bytes)) {
     fail(ErrorKind::peer_lost,
          text("%s: %s sent %llu bytes for channel %u, sequence %llu, where %s were expected", name().c_str(),

@@ -98,8 +98,10 @@ class Peers {
   // An operation was given up: what comes and goes on its channel of all links is dropped.
   virtual void forget(uint32_t) {}
   // Tells one what is known here of the collective of this number, and what it has told; empty: nothing yet.
-  // Who tells of number s has heard in s-1 from all that it tells and hears in s.
-  virtual void tell(uint32_t, uint64_t, std::span<const std::byte>) {}
+  // Who tells of number s has heard in s-1 from all that it tells and hears in s. With a stream it goes ahead
+  // of the frame of data that is sent there next, and leaves with it.
+  static constexpr uint32_t kAtOnce = UINT32_MAX;
+  virtual void tell(uint32_t, uint64_t, std::span<const std::byte>, uint32_t /*stream*/ = kAtOnce) {}
   virtual std::span<const std::byte> told(uint32_t, uint64_t) const { return {}; }
   // Brings in what has come, for a thread that waits; whether something has.
   virtual bool poll() { return false; }

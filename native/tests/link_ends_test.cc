@@ -160,7 +160,10 @@ TEST(what_is_no_frame_fails_the_link_and_allocates_nothing) {
     CHECK_CONTAINS(heard(1, header(FrameKind::data, bytes)), "where 8 were expected");
   CHECK_CONTAINS(heard(0, header(FrameKind::control, uint64_t{1} << 62)), "(at most 6144)");
   CHECK_CONTAINS(heard(0, header(FrameKind::fault, UINT64_MAX)), "(at most 6144)");
-  CHECK_CONTAINS(heard(1, header(FrameKind::control, 4)), "of control on a stream for data");
+  CHECK_CONTAINS(heard(1, header(FrameKind::control, uint64_t{1} << 62)), "(at most 6144)");
+  CHECK_CONTAINS(heard(1, header(FrameKind::goodbye, 0)), "of kind 3 on a stream for data");
+  CHECK_CONTAINS(heard(1, header(FrameKind::fault, 4)), "of kind 4 on a stream for data");
+  CHECK_CONTAINS(heard(0, header(FrameKind::data, 8)), "of kind 1 on a stream for control");
   CHECK_CONTAINS(heard(1, header(FrameKind{77}, 4)), "of unknown kind 77");
   CHECK_CONTAINS(heard(1, header(FrameKind::data, 8, 3)), "with number 3 where 0 comes");
   FrameHeader damaged = header(FrameKind::data, 8);

@@ -161,23 +161,33 @@ TEST(a_frame_without_a_place_waits_in_the_connection_and_control_frames_pass_it)
   });
 }
 
-TEST(data_beside_control_land_in_a_place_that_stands_open_and_may_be_shorter) {
+TEST(control_ahead_of_data_is_heard_before_they_have_a_place) {
   for_both([](Carrier carrier) {
-    Ends ends(carrier);
-    std::vector<std::byte> slot(32768);
-    Transfer sent, received;
-    ends.links[1]->expect(3, 5, slot.data(), 0, slot.size(), received);
-    auto out = content(3, 4096);
-    const iovec piece = all_of(out);
-    ends.links[0]->send_control(3, 5, "post", 4, true);
-    ends.links[0]->send(3, 5, {&piece, 1}, sent, Link::kWithControl);
-    ends.run([&] { return received.is_done(); });
-    CHECK(received.bytes() == 4096);
-    CHECK(std::equal(out.begin(), out.end(), slot.begin()));
-    CHECK(ends.heard[1].size() == 1);
-    ends.links[0]->send(3, 6, {&piece, 1}, sent, Link::kWithControl);
-    CHECK_CONTAINS(ends.error(1), "rank 0 sent 4096 bytes for channel 3, sequence 6 among control frames");
+    for (const size_t bytes : {size_t{100}, size_t{4096}, size_t{70000}}) {
+      Ends ends(carrier, 0, 2);
+      std::vector<std::byte> slot(100000);
+      Transfer sent[2], received[2];
+      auto out = content(3, bytes);
+      const iovec piece = all_of(out);
+      for (uint64_t i = 0; i < 2; ++i) {
+        const std::string words(i ? kControlBytes : 4, 'x');
+        ends.links[0]->send_control(3, 5 + i, words.data(), words.size(), 1, true);
+        ends.links[0]->send(3, 5 + i, {&piece, 1}, sent[i], 1);
+        ends.run([&] { return ends.heard[1].size() == i + 1; });
+        CHECK(!received[i].is_done());
+        ends.links[1]->expect(3, 5 + i, slot.data(), 0, slot.size(), received[i]);
+        ends.run([&] { return received[i].is_done() && sent[i].is_done(); });
+        CHECK(received[i].bytes() == bytes && std::equal(out.begin(), out.end(), slot.begin()));
+      }
+      CHECK(ends.links[0]->counts().sent_frames == 4 && ends.links[1]->counts().received_frames == 4);
+    }
   });
+}
+
+TEST(control_that_waits_for_data_leaves_without_them_too) {
+  Ends ends(Carrier::fake);
+  ends.links[0]->send_control(3, 5, "post", 4, 0, true);
+  ends.run([&] { return ends.heard[1].size() == 1; });
 }
 
 TEST(wrong_uses_are_refused) {
@@ -187,10 +197,7 @@ TEST(wrong_uses_are_refused) {
   ends.links[0]->expect(1, 1, &byte, 1, one);
   CHECK(error_of([&] { ends.links[0]->expect(1, 1, &byte, 1, two); }).first == ErrorKind::invalid_argument);
   CHECK(error_of([&] { ends.links[0]->send(1, 1, {}, two, 5); }).first == ErrorKind::invalid_argument);
-  std::vector<std::byte> large(Link::kBesideControlBytes + 1);
-  const iovec piece = all_of(large);
-  CHECK(error_of([&] { ends.links[0]->send(1, 1, {&piece, 1}, two, Link::kWithControl); }).first ==
-        ErrorKind::invalid_argument);
+  CHECK(error_of([&] { ends.links[0]->send_control(1, 1, "", 0, 5); }).first == ErrorKind::invalid_argument);
   std::string longer(kControlBytes + 1, 'x');
   CHECK(error_of([&] { ends.links[0]->send_control(1, 1, longer.data(), longer.size()); }).first ==
         ErrorKind::invalid_argument);

@@ -319,22 +319,23 @@ class Simulation {
     return at;
   }
 
-  void tell(Rank& r, Link& link, uint64_t frame_bytes) {
+  // In one call with a frame of so many bytes, of which `within` are in what is told.
+  void tell(Rank& r, Link& link, uint64_t frame_bytes, uint64_t within) {
     link.is_untold = false;
     spend(r, model_.send_us, model_.socket_ns, frame_bytes);
-    events_.add(
-        {r.now, Event::Kind::leave, true, r.rank, link.to_rank, link.to_link, kToldBytes + frame_bytes});
+    events_.add({r.now, Event::Kind::leave, true, r.rank, link.to_rank, link.to_link, kToldBytes + within});
   }
 
   void send(Rank& r, const Step& s) {
     Link& link = r.links[r.link_with(s.rank)];
     ++frames_;
     const bool goes_along = link.is_untold && kToldBytes + s.bytes <= sizeof(FrameHeader) + kControlBytes;
-    if (link.is_untold) tell(r, link, goes_along ? s.bytes : 0);
+    const bool is_given = link.is_untold;
+    if (is_given) tell(r, link, s.bytes, goes_along ? s.bytes : 0);
     if (sums_) sums_->send(uint64_t{link.to_rank} << 32 | link.to_link, link.sent, s.from, s.bytes);
     ++link.sent;
     if (goes_along) return;
-    spend(r, model_.send_us, model_.socket_ns, s.bytes);
+    if (!is_given) spend(r, model_.send_us, model_.socket_ns, s.bytes);
     events_.add({r.now, Event::Kind::leave, false, r.rank, link.to_rank, link.to_link, s.bytes});
   }
 
@@ -370,7 +371,7 @@ class Simulation {
 
   std::optional<Time> hear(Rank& r, uint64_t level) {
     for (Link& link : r.links)
-      if (link.is_untold) tell(r, link, 0);
+      if (link.is_untold) tell(r, link, 0, 0);
     Time last = r.now;
     size_t heard = 0;
     for (const Link& link : r.links) {
