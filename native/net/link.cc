@@ -25,6 +25,7 @@ Link::Link(std::vector<std::unique_ptr<Stream>> streams, std::string own, std::s
     throw Error(ErrorKind::invalid_argument, "a link needs a stream for control and at least one for data");
   for (auto& stream : streams) {
     auto track = std::make_unique<Track>();
+    track->readiness = stream->readiness();
     track->stream = std::move(stream);
     track->index = static_cast<uint32_t>(tracks_.size());
     tracks_.push_back(std::move(track));

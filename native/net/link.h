@@ -150,7 +150,8 @@ class Link {
   // A stream, with what is on its way in both directions.
   struct Track {
     std::unique_ptr<Stream> stream;
-    uint32_t index = 0;  // 0: control
+    std::shared_ptr<const Readiness> readiness;  // of the stream, also when that is closed
+    uint32_t index = 0;                          // 0: control
 
     std::mutex sending;  // guards what follows
     std::deque<Outgoing> queue;

@@ -248,8 +248,10 @@ bool Link::poll() {
       std::unique_lock lock(track->sending, std::try_to_lock);
       if (lock && !has_failed()) moved |= write(*track);
     }
-    std::unique_lock lock(track->receiving, std::try_to_lock);
-    if (lock && !has_failed()) moved |= receive(*track);
+    if (track->waits.load(std::memory_order_relaxed) || track->readiness->to_read.load()) {
+      std::unique_lock lock(track->receiving, std::try_to_lock);
+      if (lock && !has_failed()) moved |= receive(*track);
+    }
     if (has_failed()) return true;
   }
   look_for_ends();
