@@ -21,7 +21,7 @@ export OMP_NUM_THREADS ?= 1
 # Where it is set, each of hundreds of interpreters would compile our modules and the tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: always demo test quick test-all setup check native apart sanitized address thread soak python gpu bench format clean
+.PHONY: always demo test quick test-all setup check native apart sanitized address thread slow soak python gpu bench format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/photinus run --nproc-per-node 2 examples/digits/train.py --backend photinus --out runs/digits
@@ -34,7 +34,10 @@ test:
 quick: setup
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target check python TESTS='tests/unit -m "not (slow or seconds)"'
 
-test-all: setup check native apart sanitized soak
+# The longest comes last.
+test-all: setup check native apart sanitized slow soak
+
+slow: setup
 	$(INSTALL) '.[test,interop]'
 	$(BIN)/python -m pytest --numprocesses 2 -m "slow or not slow" tests
 	$(MAKE) gpu FAKE=1 PYTHON=$(BIN)/python
