@@ -14,7 +14,8 @@ CMAKE := $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja
 # An editable install knows each Python file by its place, so it is made anew when files come or go.
 PLACES = $(VENV)/.places-$(shell find src/photinus -name '*.py' | sort | cksum | cut -d ' ' -f 1)
 NATIVE := $(shell find native bindings CMakeLists.txt -type f 2>/dev/null)
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt
+# Python compiles what it imports, a tenth of what pip would compile.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint $(VENV)/constraints.txt
 BUILD_DIR := build/$(if $(TORCH),torch$(TORCH),module)
 
 export OMP_NUM_THREADS ?= 1
