@@ -45,6 +45,7 @@ def test_two_hosts_meet_whatever_their_own_names_mean_to_them(tmp_path, own_name
         started = []
         for number, host in enumerate(hosts):
             environ = {**os.environ, "OMP_NUM_THREADS": "1", "PHOTINUS_HOST_ID": host.name}
+            environ["TMPDIR"] = str(tmp_path)  # where torchrun leaves a folder
             environ.pop("GLOO_SOCKET_IFNAME", None)
             if launcher is not None:
                 commands = [([*launcher, "--node-rank", str(number)], environ)]
