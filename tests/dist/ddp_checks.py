@@ -33,8 +33,8 @@ _INSTALLED = pytest.mark.skipif(
 )
 SETTINGS = [
     ("gloo", 2),
+    pytest.param("photinus", 2, marks=_INSTALLED),
     pytest.param("photinus", 3, marks=_INSTALLED),
-    pytest.param("photinus", 2, marks=[_INSTALLED, pytest.mark.slow]),
     pytest.param("gloo", 3, marks=pytest.mark.slow),
 ]
 """Backends and world sizes that every check runs under."""
