@@ -36,6 +36,7 @@ TEST_ANY_HOSTS(a_killed_peer_is_named_with_its_signal_by_every_survivor) {
       CHECK(WIFEXITED(reports[rank].status));
       CHECK_CONTAINS(reports[rank].text, text("kind %d at once", static_cast<int>(ErrorKind::peer_lost)));
       CHECK_CONTAINS(reports[rank].text, "rank 1 (pid");
+      CHECK_CONTAINS(reports[rank].text, " waited 0.");  // in this call, whatever those before it took
       CHECK_CONTAINS(reports[rank].text, as_seen(1, world, "was killed by SIGKILL"));
       // What it sent in its last call may still have been in its kernel, and is lost with it.
       const bool in_the_last = layout() && reports[rank].text.find("all_reduce #3 ") != std::string::npos;
