@@ -130,7 +130,7 @@ TEST(an_address_without_a_peer_is_explained) {
   });
   auto [kind, message] = failure(refused, {&b});
   CHECK(kind == ErrorKind::timeout);
-  CHECK_CONTAINS(message, "has no link with rank 0 of group group 1 of job job after ");
+  CHECK_CONTAINS(message, "has no link with rank 0 of group group 1 of job job after 0.");
   CHECK_CONTAINS(message, " s: " + nobody.address.text() + ": nobody listens there (connection refused)");
   CHECK_CONTAINS(failure(says_else, {&b}).second, "it answers 'HTTP/1.1 400 Bad', which is not Photinus");
   CHECK_CONTAINS(failure(closes, {&b}).second, "it closed the connection within the handshake");
@@ -144,7 +144,7 @@ TEST(an_address_without_a_peer_is_explained) {
     return failure(at_a, {&a});
   }();
   CHECK(missing.first == ErrorKind::timeout);
-  CHECK_CONTAINS(missing.second, "has no link with rank 1 of group world of job job after ");
+  CHECK_CONTAINS(missing.second, "has no link with rank 1 of group world of job job after 0.");
 }
 
 TEST(an_address_that_cannot_be_listened_on_is_explained) {

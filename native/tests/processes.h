@@ -94,14 +94,10 @@ inline std::string as_seen(uint32_t victim, uint32_t ranks, const std::string& h
              : "closed its connections without a goodbye: its process was killed, or its host is gone";
 }
 
-// "At once" is a few seconds on a busy machine under a sanitizer, and less than any deadline of these tests
-// takes.
 inline std::string error_text(const std::function<void()>& body) {
-  const double start = now_s();
+  double start = now_s();
   auto [kind, message] = error_of(body);
-  const double seconds = now_s() - start;
-  return text("kind %d %s (%.3f s): ", static_cast<int>(kind), seconds < 10 ? "at once" : "late", seconds) +
-         message;
+  return text("kind %d after %.3f: ", static_cast<int>(kind), now_s() - start) + message;
 }
 
 }  // namespace photinus::test
