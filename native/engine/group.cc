@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "base/clock.h"
 #include "device/host.h"
 #include "shm/shm_peers.h"
 
@@ -147,10 +148,17 @@ void Group::leave(const std::string& reason) {
 PeerLost Group::given_up_by(uint32_t rank, const std::string& description) const {
   const std::string what = peers->who(rank) + " gave up in the middle of " + description;
   const uint32_t culprit = (*peers)[rank].block->culprit.load(std::memory_order_acquire);
-  if (culprit != kOwnFault && culprit != this->rank() && peers->is_lost(culprit))
-    return PeerLost(culprit, peers->who(culprit) + " " + peers->how_it_went(culprit) + ", and so " + what +
-                                 ". Its own output says more; restart the job to go on from the last "
-                                 "checkpoint.");
+  if (culprit != kOwnFault && culprit != this->rank()) {
+    auto said_nothing = [&] { return peers->presence(culprit) == Presence::active; };
+    const Deadline patience = Deadline::in(kRootCausePatience_s + peers->transit_s());
+    bool lost = false;  // read before its presence: a rank that gives up and then ends gave up
+    while (!(lost = peers->is_lost(culprit)) && said_nothing() && !patience.passed())
+      if (!peers->poll()) usleep(200);
+    if (lost && said_nothing())
+      return PeerLost(culprit, peers->who(culprit) + " " + peers->how_it_went(culprit) + ", and so " + what +
+                                   ". Its own output says more; restart the job to go on from the last "
+                                   "checkpoint.");
+  }
   return PeerLost(rank, what + ": " + peers->reason(rank));
 }
 

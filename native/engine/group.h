@@ -72,6 +72,10 @@ struct Deadlock : Error {
   explicit Deadlock(const std::string& message) : Error(ErrorKind::mismatch, message) {}
 };
 
+// A rank that gave up because of another one is quoted only after its own cause had time to show up here,
+// which takes PeerWatch up to 0.15 s.
+constexpr double kRootCausePatience_s = 0.25;
+
 class Group {
  public:
   // Meets the other ranks.
@@ -93,7 +97,7 @@ class Group {
   void check(const std::string& description) const;
 
   // The error of an operation in the middle of which a rank has failed: it names who ended first, if that is
-  // another one.
+  // another one, and waits a little for the news of it.
   PeerLost given_up_by(uint32_t rank, const std::string& description) const;
 
   // The error of a copy of this rank's own, with the operation that it was for.

@@ -14,8 +14,6 @@ namespace {
 // A gap between looks that are a tenth of a second apart: this process itself did not run, and what it missed
 // meanwhile is nobody's fault.
 constexpr double kOwnPause_s = 1.5;
-// A rank that gave up because of another one is quoted only after its own cause had time to show up here.
-constexpr double kRootCausePatience_s = 0.1;
 // A cycle must stand for so long before it counts.
 constexpr double kCycleStands_s = 0.02;
 constexpr size_t kRanksTold = 4;

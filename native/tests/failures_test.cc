@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <list>
 
+#include "fake_peers.h"
 #include "processes.h"
 #include "slow_device.h"
 
@@ -87,6 +88,34 @@ TEST_ANY_HOSTS(the_root_cause_is_named_and_not_the_rank_that_gave_up_because_of_
   CHECK_CONTAINS(reports[0].text, "rank 1 (pid");
   CHECK_CONTAINS(reports[2].text, "rank 1 (pid");
   CHECK_CONTAINS(reports[2].text, as_seen(1, 3, "was killed by SIGKILL"));
+}
+
+TEST(the_root_cause_is_named_even_if_the_news_of_it_comes_after_a_rank_that_gave_up_because_of_it) {
+  for (const bool says_why : {false, true}) {
+    std::vector<std::shared_ptr<Arena>> arenas(3);
+    for (auto& arena : arenas) arena = std::make_shared<Arena>(size_t{1} << 20);
+    const uint64_t one_view = 2;
+    auto network = std::make_shared<FakeNetwork>(arenas, 4096, one_view);
+    GroupOptions options;
+    options.rank = 1;
+    options.world_size = 3;
+    options.peers = std::make_shared<FakePeers>(network, 1);
+    options.progress = std::make_shared<Progress>(arenas[1]);
+    const Group group(options);
+    FakePeers neighbour(network, 0), first(network, 2);
+    neighbour.set_reason("rank 2 gave up: a reason");
+    neighbour.end(Presence::failed, 2, false);
+    std::thread news([&] {
+      usleep(20000);
+      if (says_why) first.end(Presence::failed, kOwnFault, false);
+      network->lost(1, 2).store(true);
+    });
+    const PeerLost error = group.given_up_by(0, "a call");
+    news.join();
+    CHECK(error.rank == (says_why ? 0 : 2));
+    CHECK_CONTAINS(error.what(), says_why ? "in the middle of a call: rank 2 gave up: a reason"
+                                          : "was killed by SIGKILL, and so rank 0 (pid");
+  }
 }
 
 TEST_ANY_PEERS(a_closed_peer_is_said_to_have_left) {
