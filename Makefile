@@ -10,7 +10,8 @@ PYTHON ?= python3
 # checkouts, one at a time: PyPI's build has gigabytes of CUDA libraries with it.
 VENV := $(if $(TORCH),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/photinus/torch$(TORCH),.venv)
 BIN := $(VENV)/bin
-CMAKE := $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja
+WARNINGS_ARE_ERRORS := CMAKE_COMPILE_WARNING_AS_ERROR=ON
+CMAKE := $(BIN)/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -D$(WARNINGS_ARE_ERRORS)
 # An editable install knows each Python file by its place, so it is made anew when files come or go.
 PLACES = $(VENV)/.places-$(shell find src/photinus -name '*.py' | sort | cksum | cut -d ' ' -f 1)
 NATIVE := $(shell find native bindings CMakeLists.txt -type f 2>/dev/null)
@@ -57,7 +58,8 @@ $(VENV)/.places-%: $(VENV)/.tools
 	@touch $@
 
 # Editable installs: Python files are used where they lie, the native module is rebuilt when its sources change.
-INSTALL := MAKEFLAGS= $(PIP) --no-build-isolation --config-settings=build-dir=$(BUILD_DIR) --editable
+INSTALL := MAKEFLAGS= $(PIP) --no-build-isolation --config-settings=build-dir=$(BUILD_DIR) \
+  --config-settings=cmake.define.$(WARNINGS_ARE_ERRORS) --editable
 
 $(VENV)/.demo: $(VENV)/.tools pyproject.toml $(NATIVE) $(PLACES)
 	$(INSTALL) '.[demo]'

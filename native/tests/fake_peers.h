@@ -225,9 +225,9 @@ class FakePeers final : public Peers {
                     offer.ring_bytes,
                     mine ? offer.filled.load() : offer.drained.load(),
                     mine ? offer.send_site : offer.recv_site};
-    if (network_->one_view) return tell(peer, [] {});
+    if (network_->one_view) return send(peer, [] {});
     if (mine && now.word.state != OfferState::offered && now.word.state != OfferState::taken) return;
-    tell(peer, [&theirs, now, mine] {
+    send(peer, [&theirs, now, mine] {
       const OfferWord there = theirs.look();
       if (!mine) {
         theirs.recv_dtype = now.dtype;
@@ -281,7 +281,7 @@ class FakePeers final : public Peers {
   void die() { network_->kill(rank_); }
 
  private:
-  void tell(uint32_t peer, std::function<void()> change) { network_->send(rank_, peer, std::move(change)); }
+  void send(uint32_t peer, std::function<void()> change) { network_->send(rank_, peer, std::move(change)); }
 
   // Changes what each other rank sees of this one.
   template <class Change>
@@ -293,9 +293,9 @@ class FakePeers final : public Peers {
       me.block = &seen.block;
       for (size_t side : {0, 1}) me.parts[side] = seen.parts[side].data();
       if (network_->one_view)
-        tell(peer, [] {});
+        send(peer, [] {});
       else
-        tell(peer, [me, change] { change(me); });
+        send(peer, [me, change] { change(me); });
     }
   }
 

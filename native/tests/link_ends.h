@@ -130,7 +130,10 @@ struct Ends {
       }
     return links[side] && links[side]->poll();
   }
-  bool poll() { return poll(0) | poll(1); }
+  bool poll() {
+    const bool first = poll(0);
+    return poll(1) || first;
+  }
   // Until something holds; not for ever.
   void run(const std::function<bool()>& done, double limit_s = 20) {
     for (Deadline deadline = Deadline::in(limit_s); !done();) {
