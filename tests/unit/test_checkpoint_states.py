@@ -43,6 +43,14 @@ class Wrapper(nn.Module):
     def no_sync(self) -> None: ...
 
 
+class Shell(nn.Module):
+    """A model of the user's own whose only child is called `module`, as averages of weights often are."""
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        super().__init__()
+        self.module = nn.Linear(3, 2) if module is None else module
+
+
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:
     torch.manual_seed(seed)
     for _ in range(3):
@@ -351,3 +359,18 @@ def test_an_unfinished_file_of_a_dead_writer_is_removed_at_the_next_save(tmp_pat
     (tmp_path / ".tmp-y.pt-deadbeef").write_bytes(b"another's")
     save(tmp_path / "x.pt", epoch=1)
     assert sorted(os.listdir(tmp_path)) == [".tmp-y.pt-deadbeef", "x.pt"]
+
+
+@pytest.mark.parametrize("wrapped", [Shell, lambda: Wrapper(Shell()), lambda: Shell(Shell())])
+def test_a_model_whose_only_child_is_called_module_gets_its_state_back(tmp_path: Path, wrapped: Any) -> None:
+    before, after = wrapped(), wrapped()
+    save(tmp_path / "state.pt", model=before)
+    load(tmp_path / "state.pt", model=after)
+    assert equal(after.state_dict(), before.state_dict())
+
+
+def test_a_prefix_of_a_wrapper_comes_off_before_names_that_begin_with_module(tmp_path: Path) -> None:
+    before, after = Wrapper(Shell()), Shell()
+    torch.save({"model": before.state_dict()}, tmp_path / "state.pt")
+    load(tmp_path / "state.pt", model=after)
+    assert equal(after.module.state_dict(), unwrap(before).module.state_dict())  # type: ignore[union-attr]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -156,11 +156,18 @@ class PlainState:
         return self._seen[identity]
 
 
-def plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's state without the `module.` or `_orig_mod.` that a wrapper put before every name; a copy, not deep."""
+def plain_names(state: Mapping[str, Any], wanted: Collection[str]) -> dict[str, Any]:
+    """A model's state without the `module.` or `_orig_mod.` that a wrapper put before every name; a copy, not deep.
+
+    Args:
+        wanted: the model's own names. A prefix that belongs to them (the model's only child is called `module`) stays.
+    """
     for prefix in ("module.", "_orig_mod."):
         if state and all(str(name).startswith(prefix) for name in state):
-            return plain_names({str(name).removeprefix(prefix): value for name, value in state.items()})
+            shorter = {str(name).removeprefix(prefix): value for name, value in state.items()}
+            fitting = sum(name in state for name in wanted)
+            if not fitting or sum(name in shorter for name in wanted) > fitting:
+                return plain_names(shorter, wanted)
     return copy.copy(state) if isinstance(state, dict) else dict(state)  # with the versions that torch noted
 
 
@@ -229,7 +236,7 @@ def load_into(target: Any, state: Any) -> None:
     """Gives an object a whole state; every rank keeps its part. Nothing of `state` is shared with the object then."""
     if isinstance(target, nn.Module):
         module = unwrap(target)
-        strategy_of(module).load(module, plain_names(state))
+        strategy_of(module).load(module, plain_names(state, module.state_dict().keys()))
     elif isinstance(target, torch.optim.Optimizer):
         strategy_of(target).load(target, state)
     else:
@@ -239,7 +246,8 @@ def load_into(target: Any, state: Any) -> None:
 def _check_module(name: str, module: nn.Module, state: Any, source: str) -> None:
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{name} in {source} is a {type(state).__name__}, not the state of a model")
-    found, wanted = plain_names(state), module.state_dict()
+    wanted = module.state_dict()
+    found = plain_names(state, wanted.keys())
     told = []
     missing = [key for key in wanted if key not in found]
     unexpected = [key for key in found if key not in wanted]
