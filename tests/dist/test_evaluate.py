@@ -38,7 +38,8 @@ def measure() -> dict[str, Any]:
 
 def on_ranks(rank: int, world_size: int) -> dict[str, Any]:
     with photinus.init("auto", "cpu"):
-        return {"measured": measure(), "failed": _fail(rank), "statistics": _local_statistics(rank)}
+        statistics, own = _local_statistics(rank), _ignored(rank)
+        return {"measured": measure(), "failed": _fail(rank), "statistics": statistics, "own": own}
 
 
 def _fail(rank: int) -> dict[str, str]:
@@ -74,6 +75,17 @@ def _local_statistics(rank: int) -> list[float]:
         return [own, of_all, model.module(data.tensors[0]).double().mean().item()]
 
 
+def _ignored(rank: int) -> list[float]:
+    """A buffer that the wrapper was told to leave alone, of another size on each rank."""
+    model = torch.nn.Linear(1, 1)
+    model.register_buffer("own", torch.full((rank + 1,), float(rank)))
+    model._ddp_params_and_buffers_to_ignore = ["own"]  # type: ignore[assignment]
+    wrapped = photinus.wrap(model)
+    photinus.evaluate(wrapped, TensorDataset(torch.ones(5, 1), torch.zeros(5)), lambda outputs, _: outputs[:, 0])
+    own: list[float] = model.get_buffer("own").tolist()
+    return own
+
+
 def test_three_ranks_measure_as_one_and_share_their_errors() -> None:
     with photinus.init("gloo", "cpu"):
         alone = measure()
@@ -84,6 +96,7 @@ def test_three_ranks_measure_as_one_and_share_their_errors() -> None:
         told = found["failed"]
         assert ("ZeroDivisionError: in the metric" if rank == 1 else "evaluate failed on rank 1") in told["metric"]
         assert "different length to evaluate on: [40, 41, 42]" in told["length"]
+        assert found["own"] == [float(rank)] * (rank + 1)
         assert told["after"] == results[0]["failed"]["after"]
     # All evaluate the model that rank 0 would save.
     own, of_all, by_rank = zip(*(found["statistics"] for found in results), strict=True)

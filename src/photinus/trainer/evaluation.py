@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import torch
@@ -242,8 +242,11 @@ def _take_buffers_of_main(model: nn.Module, session: Session) -> None:
     """Gives every rank rank 0's buffers (BatchNorm's running statistics), so that all evaluate one model.
 
     Without SyncBatchNorm they differ between the ranks. DDP does the same before each forward that trains, so this
-    changes nothing for training; a model that asked DDP not to (broadcast_buffers=False) keeps its own.
+    changes nothing for training; a model that asked DDP not to (broadcast_buffers=False) keeps its own, as do the
+    buffers that DDP was told to ignore.
     """
     if session.world_size == 1 or not exchanges_gradients(model) or not getattr(model, "broadcast_buffers", True):
         return
-    broadcast_tensors(list(unwrap(model).buffers()), resolve_group(None), session.device)
+    ignored: Collection[str] = getattr(model, "parameters_to_ignore", ())
+    buffers = [buffer for name, buffer in unwrap(model).named_buffers() if name not in ignored]
+    broadcast_tensors(buffers, resolve_group(None), session.device)
