@@ -91,6 +91,9 @@ def test_the_batch_size_under_a_distributed_sampler_is_that_of_each_rank() -> No
             {"batch_sampler": BatchSampler(SequentialSampler(NUMBERS), 3, False)},
             r"has a sampler of its own \(BatchSampler\)",
         ),
+        ({"sampler": RandomSampler(range(4))}, r"has a sampler of its own \(RandomSampler over 4 of 10 samples\)"),
+        ({"sampler": SequentialSampler(range(4))}, r"\(SequentialSampler over 4 of 10 samples\)"),
+        ({"sampler": DistributedSampler(range(4), 2, 0)}, r"\(DistributedSampler over 4 of 10 samples\)"),
         ({"batch_size": None}, r"has no batches \(batch_size=None\)"),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +63,13 @@ def taken_apart(data_loader: DataLoader[Any]) -> tuple[Dataset[Any], dict[str, A
         sampler.replacement or sampler.num_samples != len(sampler.data_source)
     )
     known = type(sampler) in (SequentialSampler, RandomSampler, SubsetRandomSampler, DistributedSampler)
-    if not isinstance(dataset, IterableDataset) and (batch_size is None or replaces or not known):
+    source: Any = getattr(sampler, "dataset" if isinstance(sampler, DistributedSampler) else "data_source", dataset)
+    sizes = [len(each) for each in (source, dataset) if isinstance(each, Sized)]
+    other = len(set(sizes)) > 1
+    if not isinstance(dataset, IterableDataset) and (batch_size is None or replaces or not known or other):
         own = sampler if batch_size is not None else data_loader.batch_sampler
-        what = "no batches (batch_size=None)" if own is None else f"a sampler of its own ({type(own).__name__})"
+        over = f" over {sizes[0]} of {sizes[1]} samples" if other and own is sampler else ""
+        what = "no batches (batch_size=None)" if own is None else f"a sampler of its own ({type(own).__name__}{over})"
         raise TypeError(
             f"this DataLoader has {what}: what it chooses cannot be divided among ranks, or found again after a "
             f"resume. Give its data set (data_loader.dataset) "
