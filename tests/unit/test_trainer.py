@@ -102,6 +102,21 @@ def test_the_scheduler_steps_once_an_epoch_or_once_a_step(every: str, rate: floa
     assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
 
 
+def test_a_scheduler_of_epochs_does_not_count_an_epoch_that_the_end_of_the_run_cut_short(tmp_path: Path) -> None:
+    def rate(out: Path, steps: int) -> float:
+        model = Net(dropout=0.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        photinus.Trainer(
+            model, optimizer, cross_entropy, steps=steps, batch_size=8, out=out, backend="gloo", device="cpu",
+            scheduler=torch.optim.lr_scheduler.StepLR(optimizer, step_size=1), progress=False, curves=False,
+        ).fit(points(48))  # fmt: skip
+        return float(optimizer.param_groups[0]["lr"])
+
+    whole = rate(tmp_path / "whole", 15)
+    rate(tmp_path / "in two", 8)
+    assert rate(tmp_path / "in two", 15) == whole == pytest.approx(0.01)
+
+
 def test_callbacks_log_and_stop(tmp_path: Path) -> None:
     def stop_early(loop: photinus.Loop) -> None:
         loop.log(twice=2 * loop.epoch)

@@ -268,6 +268,12 @@ class Loop:
         return self._batch is not None and self._length.epoch_ends(self._position, self.steps_per_epoch)
 
     @property
+    def whole_epoch_ended(self) -> bool:
+        """Whether this is the body of the epoch's last batch. Not so where the run ends inside an epoch, which a run
+        of more steps goes on with: a scheduler that counts epochs makes its step here."""
+        return self._batch is not None and self._position.batches_done + 1 == self.steps_per_epoch
+
+    @property
     def validation_due(self) -> bool:
         """Whether to validate in this body: after it a row of metrics.csv ends.
 

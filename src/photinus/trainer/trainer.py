@@ -86,7 +86,8 @@ class Trainer:
         strategy: a name of `photinus.parallel.STRATEGIES`; see `photinus.wrap`.
         sync_batch_norm: whether BatchNorm uses the statistics of the global batch.
         scheduler: learning-rate scheduler over the optimizer.
-        scheduler_every: "epoch" or "step" (of the optimizer): when it makes a step.
+        scheduler_every: "epoch" or "step" (of the optimizer): when it makes a step. An epoch that the run's end cuts
+            short counts when the run goes on, and ends it.
         clip_norm: gradients are scaled down so that their norm over the whole model is at most this; None leaves them.
         seed: of everything random from `fit` on: default the session's, else 0. To have the model's first weights
             depend on it too, make the model inside `with photinus.init(seed=...):`.
@@ -201,7 +202,7 @@ class Trainer:
                 if loop.validation_due and valid_set is not None:
                     with self._autocast():
                         loop.log(**evaluate(model, valid_set, self._metrics, batch_size=self._valid_batch_size))
-                if loop.epoch_ended and self._scheduler is not None and self._scheduler_every == "epoch":
+                if loop.whole_epoch_ended and self._scheduler is not None and self._scheduler_every == "epoch":
                     self._scheduler.step()
                 if loop.validation_due:
                     for callback in self._callbacks:
