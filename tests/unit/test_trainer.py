@@ -117,6 +117,39 @@ def test_a_scheduler_of_epochs_does_not_count_an_epoch_that_the_end_of_the_run_c
     assert rate(tmp_path / "in two", 15) == whole == pytest.approx(0.01)
 
 
+def _on_plateau(trainer: photinus.Trainer, **options: Any) -> photinus.Trainer:
+    model, optimizer = trainer._model, trainer._optimizer
+    # Nothing is ever better by 100: each epoch after the first is one too many.
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+        optimizer, mode=options.pop("mode", "min"), patience=0, threshold=100.0, threshold_mode="abs"
+    )
+    return photinus.Trainer(
+        model, optimizer, cross_entropy, epochs=3, batch_size=8, scheduler=scheduler, backend="gloo", device="cpu",
+        progress=False, **options,
+    )  # fmt: skip
+
+
+def test_reduce_on_plateau_follows_the_validation_loss() -> None:
+    trainer = _on_plateau(_trainer(lr=0.05))
+    result = trainer.fit(points(), points(31))
+    assert trainer._scheduler.best == result.history[0]["valid_loss"]
+    assert trainer._optimizer.param_groups[0]["lr"] == pytest.approx(0.05 * 0.1**2)
+
+
+@pytest.mark.parametrize("options", [{"scheduler_every": "step"}, {"validate_every_steps": 2}, {"mode": "max"}])
+def test_reduce_on_plateau_without_a_loss_to_follow_is_refused_before_any_work(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="ReduceLROnPlateau makes a step with the validation loss of each epoch"):
+        _on_plateau(_trainer(), **options)
+    with pytest.raises(ValueError, match="fit needs a valid_set"):
+        _on_plateau(_trainer()).fit(points())
+
+
+def test_an_optimizer_that_wants_a_closure_is_refused_before_any_work() -> None:
+    model = Net()
+    with pytest.raises(ValueError, match=r"LBFGS computes loss .* keep a Loop of your own"):
+        photinus.Trainer(model, torch.optim.LBFGS(model.parameters()), cross_entropy, epochs=1, batch_size=8)
+
+
 def test_callbacks_log_and_stop(tmp_path: Path) -> None:
     def stop_early(loop: photinus.Loop) -> None:
         loop.log(twice=2 * loop.epoch)

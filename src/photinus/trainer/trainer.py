@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
 from ..parallel import strategy_of
@@ -85,7 +87,7 @@ class Trainer:
         resume: "auto", "never" or the path of a checkpoint or of a run's folder; see Loop.
         strategy: a name of `photinus.parallel.STRATEGIES`; see `photinus.wrap`.
         sync_batch_norm: whether BatchNorm uses the statistics of the global batch.
-        scheduler: learning-rate scheduler over the optimizer.
+        scheduler: learning-rate scheduler over the optimizer. ReduceLROnPlateau is given the validation loss.
         scheduler_every: "epoch" or "step" (of the optimizer): when it makes a step. An epoch that the run's end cuts
             short counts when the run goes on, and ends it.
         clip_norm: gradients are scaled down so that their norm over the whole model is at most this; None leaves them.
@@ -141,6 +143,7 @@ class Trainer:
                 f"scaler, which the Trainer has not: keep a Loop of your own, with state={{'scaler': scaler}} and "
                 f"loop.backward(loss, scaler=scaler))"
             )
+        _check_steps_without_arguments(optimizer, scheduler, scheduler_every, validate_every_steps)
         if clip_norm is not None and not clip_norm > 0:
             raise ValueError(f"clip_norm={clip_norm}: needs a number above 0, or None")
         if "valid_loss" in (metrics or {}):
@@ -183,6 +186,8 @@ class Trainer:
         if valid_set is not None:
             # Not only at the end of the first epoch.
             check_dataset(taken_apart(valid_set)[0] if isinstance(valid_set, DataLoader) else valid_set)
+        elif isinstance(self._scheduler, ReduceLROnPlateau):
+            raise ValueError("ReduceLROnPlateau follows the validation loss, so fit needs a valid_set")
         with ExitStack() as stack:
             if current_session() is None:
                 stack.enter_context(init(self._backend, self._device, seed=self._seed))
@@ -199,11 +204,14 @@ class Trainer:
                     loop.backward(loss, share=1 / self._accumulate)
                 if last:
                     self._step(loop, strategy, optimizer)
+                measured: dict[str, float] = {}
                 if loop.validation_due and valid_set is not None:
                     with self._autocast():
-                        loop.log(**evaluate(model, valid_set, self._metrics, batch_size=self._valid_batch_size))
+                        measured = evaluate(model, valid_set, self._metrics, batch_size=self._valid_batch_size)
+                    loop.log(**measured)
                 if loop.whole_epoch_ended and self._scheduler is not None and self._scheduler_every == "epoch":
-                    self._scheduler.step()
+                    follows = isinstance(self._scheduler, ReduceLROnPlateau)
+                    self._scheduler.step(*([measured["valid_loss"]] if follows else []))
                 if loop.validation_due:
                     for callback in self._callbacks:
                         callback(loop)
@@ -237,6 +245,26 @@ class Trainer:
             checkpoint=loop.checkpoint,
             curves=curves,
             rank=loop.rank,
+        )
+
+
+def _check_steps_without_arguments(
+    optimizer: Any, scheduler: Any, scheduler_every: str, validate_every_steps: int | None
+) -> None:
+    """Refuses what wants more of a step than the Trainer has to give, before any work."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure") if hasattr(optimizer, "step") else None
+    if closure is not None and closure.default is closure.empty:
+        raise ValueError(
+            f"{type(optimizer).__name__} computes loss and gradients several times in a step, by a closure, which the "
+            f"Trainer has not: keep a Loop of your own, with loop.backward(loss) in the closure of optimizer.step"
+        )
+    if isinstance(scheduler, ReduceLROnPlateau) and (
+        scheduler_every == "step" or validate_every_steps is not None or scheduler.mode != "min"
+    ):
+        raise ValueError(
+            f"ReduceLROnPlateau makes a step with the validation loss of each epoch, so it needs "
+            f'scheduler_every="epoch", validate_every_steps=None and mode="min"; got {scheduler_every!r}, '
+            f"{validate_every_steps} and {scheduler.mode!r}. To follow another number, keep a Loop of your own."
         )
 
 
