@@ -567,6 +567,31 @@ def test_a_full_disk_ends_the_run_with_its_reason(tmp_path: Path, world: Any, mo
         train_on()
 
 
+class _Stateful:
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"held": self._state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        (_Stateful(print), r"mine\['held'\] is a builtins.builtin_function_or_method, which cannot be saved"),
+        (3, "mine is a int without state_dict and load_state_dict"),
+    ],
+)
+def test_what_could_not_be_saved_or_put_back_is_refused_before_any_work(
+    tmp_path: Path, world: Any, item: Any, message: str
+) -> None:
+    with pytest.raises(TypeError, match=message):
+        _loop(out=tmp_path, state={"mine": item})
+    assert list(_loop(out=tmp_path, state={"mine": _Stateful(3)}))
+
+
 def test_config_json_says_how_the_run_came_about(tmp_path: Path, world: Any) -> None:
     list(_loop(epochs=1, out=tmp_path, config={"lr": 0.1, "path": tmp_path}))
     list(_loop(epochs=2, out=tmp_path, config={"lr": 0.1}))

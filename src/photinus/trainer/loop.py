@@ -218,6 +218,9 @@ class Loop:
         self._numbers = RunNumbers(session, self._clock, self._replicas)
         self._backwards = Backwards(optimizers)
         self._saves = Saves(session, model, optimizer, scheduler, others, self._options, length)
+        if out is not None:
+            with together("looking at what to save"):
+                self._saves.check()
         self._least_bytes = sum(each.numel() * each.element_size() for each in model.parameters())  # of a checkpoint
         self.steps_per_epoch = len(self._loader)
         self.epochs, self.steps = length.epochs_of(self.steps_per_epoch), length.steps_of(self.steps_per_epoch)

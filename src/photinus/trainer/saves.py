@@ -13,7 +13,7 @@ from ..errors import CheckpointError
 from ..parallel.exchange.agreement import from_rank_0, gather_per_rank, together
 from .checkpoint.folder import Checkpoint
 from .checkpoint.position import Position
-from .checkpoint.states import load_into, state_of
+from .checkpoint.states import PlainState, load_into, state_of
 from .data import rng
 from .record.resume import check_fits
 from .record.run_folder import RunFolder
@@ -45,6 +45,24 @@ class Saves:
         self._model, self._optimizer, self._scheduler, self._others = model, optimizer, scheduler, others
         self._options = options
         self._length = length
+
+    def check(self) -> None:
+        """Refuses a scheduler or other object that could not be saved or put back, before there is work to lose.
+
+        The states of models and optimizers are known to be tensors and numbers. All ranks call it together.
+
+        Raises:
+            TypeError: says what, and what to do.
+        """
+        for name, item in {"scheduler": self._scheduler, **self._others}.items():
+            if isinstance(item, (nn.Module, torch.optim.Optimizer)) or (name == "scheduler" and item is None):
+                continue
+            if not (callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))):
+                raise TypeError(
+                    f"{name} is a {type(item).__name__} without state_dict and load_state_dict, so it could not be put "
+                    f"back: give an object that has them"
+                )
+            PlainState(state_of(item), name)
 
     def save(self, position: Position, out: Path, folder: RunFolder | None) -> Path:
         """Saves model, optimizer, position and each rank's random numbers, atomically; returns the checkpoint's path.
