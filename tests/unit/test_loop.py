@@ -539,6 +539,13 @@ def test_best_of_a_metric_that_nobody_logs_is_told(tmp_path: Path, world: Any) -
         list(_loop(out=tmp_path, best="accuracy"))
 
 
+def test_a_best_that_nobody_logs_costs_no_epoch(tmp_path: Path, world: Any) -> None:
+    loop = _loop(Numbered(12), out=tmp_path, best="accuracy")
+    with pytest.raises(ValueError, match=r"What was trained is saved in .*step-00000003"):
+        list(loop)
+    assert _loop(Numbered(12), out=tmp_path, best="loss").epoch == 2
+
+
 def test_checkpoints_hold_plain_names(tmp_path: Path) -> None:
     train(tmp_path, epochs=1)
     with photinus.init("gloo", "cpu"):

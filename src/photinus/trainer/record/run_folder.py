@@ -122,23 +122,23 @@ class RunFolder:
 
         Raises:
             OSError: an earlier one in writing numbers.
-            ValueError: `best` names what the row has not.
+            ValueError: `best` names what the row has not; the checkpoint is written all the same.
             CheckpointError: see CheckpointFolder.save.
         """
         if self.error is not None:
             raise self.error
-        metric = None
-        if self._best is not None and row is not None:
-            if self._best not in row:
-                there = ", ".join(sorted(row))
-                raise ValueError(f"best={self._best!r}: nothing of that name was logged; there is {there}")
-            metric = row[self._best]
+        metric = None if self._best is None or row is None else row.get(self._best)
         self._files.make_durable()
         if self._tensorboard is not None:
             self._tensorboard.flush()
         began = time.perf_counter()
         path = self._checkpoints.save(step, content, description=description, metric=metric)
         self.tell("checkpoint", step, name=path.name, seconds=round(time.perf_counter() - began, 6))
+        if self._best is not None and row is not None and self._best not in row:
+            raise ValueError(
+                f"best={self._best!r}: nothing of that name was logged; there is {', '.join(sorted(row))}. What was "
+                f"trained is saved in {path}: set it right, and start again."
+            )
         return path
 
     def close(self) -> None:
