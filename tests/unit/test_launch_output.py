@@ -150,6 +150,28 @@ def test_draining_ends_in_time_when_somebody_keeps_a_pipe_open(apart):
     assert apart.finish() == ("", "")
 
 
+@pytest.mark.parametrize("why", ["the disk is full", "the terminal was closed"])
+def test_workers_go_on_when_their_lines_cannot_be_shown_because(why):
+    if why == "the disk is full":
+        target = os.open("/dev/full", os.O_WRONLY)
+    else:
+        controller, target = os.openpty()
+        os.close(controller)
+    output = Output(stdout=target, stderr=target)
+    out, err = output.ends_for(1, 1)
+    os.close(err)
+    os.set_blocking(out, False)
+    line = b"x" * 1023 + b"\n"
+    for _ in range(1000):  # far more than a pipe holds
+        assert select.select([], [out], [], 10)[1], "nobody reads what the worker prints"
+        os.write(out, line)
+    os.close(out)
+    output.drain(10)
+    assert output.last_lines(1) == ("x" * 200,) * 10
+    output.close()
+    os.close(target)
+
+
 def read_until(terminal: int, end: bytes) -> bytes:
     """What a terminal shows up to `end`: it may hand out one write in several parts."""
     shown = b""

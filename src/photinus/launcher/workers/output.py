@@ -282,8 +282,12 @@ class Output:
 
 
 def write_all(target: int, data: bytes) -> None:
-    """Writes to stdout or stderr. A reader that has gone (`| head`) is no reason to fail: the job goes on."""
-    with contextlib.suppress(BrokenPipeError):
+    """Writes to stdout or stderr. What cannot be written is dropped and the job goes on.
+
+    The reader may have gone (`| head`), the terminal been closed (EIO), the disk be full: whoever carries the workers'
+    lines must go on reading them, or each worker waits for ever in its next print.
+    """
+    with contextlib.suppress(OSError):
         while data:
             try:
                 data = data[os.write(target, data) :]
