@@ -55,6 +55,8 @@ def test_help_of_run_fits_a_terminal_and_names_every_flag(capsys):
         (["run"], "which script?"),
         (["run", "--nproc_node", "2", "x.py"], "Did you mean --nproc-per-node?"),
         (["run", "no_such_script.py"], "script no_such_script.py does not exist"),
+        (["run", ""], "the script's name is empty"),
+        (["bench", "--nproc-per-node", "1"], "needs a whole number, 2 or more"),
     ],
 )
 def test_wrong_use_is_one_line_on_stderr_and_exit_code_2(capsys, words, told):
@@ -76,6 +78,10 @@ def test_run_refuses_a_wrong_variable_before_any_worker_starts_and_tells_a_missp
         told = capsys.readouterr().err
         assert told.startswith(f"photinus: environment variable PHOTINUS_TIMEOUT_S='{wrong}': needs a number")
         assert told.count("\n") == 1
+    monkeypatch.delenv("PHOTINUS_TIMEOUT_S")
+    monkeypatch.setenv("PHOTINUS_RANKS_PER_GPU", "two")
+    assert main(["run", "--dry-run", __file__]) == 2
+    assert "environment variable PHOTINUS_RANKS_PER_GPU='two': needs a whole number" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("what", ["main(['run', '--help'])", "import photinus", "main(['completion', 'bash'])"])
@@ -110,6 +116,32 @@ def test_a_reader_that_goes_away_is_no_error():
     )
     os.close(writing)
     assert (ended.returncode, ended.stderr) == (141, "")
+
+
+def test_an_error_that_nobody_can_read_keeps_its_exit_code():
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as pipe:
+        assert (
+            subprocess.run([sys.executable, "-m", "photinus", "run", "no.py"], stderr=pipe, timeout=60).returncode == 2
+        )
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_dry_run_takes_no_harm_from_closed_streams(closed):
+    command = f'exec "$0" -m photinus run --nproc-per-node 2 --dry-run "$1" {closed}'
+    ended = subprocess.run(["sh", "-c", command, sys.executable, __file__], capture_output=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def test_a_working_directory_that_was_removed_is_told_before_anything_starts(tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["run", "--dry-run", __file__]) == 2
+    told = capsys.readouterr().err
+    assert "was removed. Change to one that exists: cd " in told
+    assert told.count("\n") == 1
 
 
 WITHOUT_TORCH = """

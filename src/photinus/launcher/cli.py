@@ -66,12 +66,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if arguments is not None:
         return _run(list(arguments))
+    _open_closed_streams()
     code = _run(sys.argv[1:])
     # All is ended and closed. Unloading torch, or half of it after Ctrl-C, would take the interpreter a second.
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(BrokenPipeError):  # the reader has gone, as after `| head`
+        with contextlib.suppress(OSError):  # the reader has gone, as after `| head`, or the disk is full
             stream.flush()
     os._exit(code)
+
+
+def _open_closed_streams() -> None:
+    """Puts /dev/null where a standard stream is closed (`>&-`, some daemons): the next file would get its number."""
+    for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
+            setattr(sys, name, open(descriptor, mode))  # noqa: SIM115 - for as long as the process lives
+
+
+def _check_folder() -> None:
+    """Refuses a working directory that is no more: removed, and maybe made anew, since the shell went there."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        was = os.environ.get("PWD", "this shell's folder")
+        raise UsageError(f"the working directory ({was}) was removed. Change to one that exists: cd {was}") from None
 
 
 def _run(words: list[str]) -> int:
@@ -104,6 +124,7 @@ def _dispatch(words: list[str]) -> int:
         return 0
     if words[0] not in COMMANDS:
         raise UsageError(_unknown(words[0]))
+    _check_folder()
     module, _ = COMMANDS[words[0]]
     code: int = importlib.import_module(module).main(words[1:])
     return code
@@ -124,5 +145,6 @@ def _host() -> str:
 
 
 def _tell(message: str, code: int) -> int:
-    print(f"photinus: {message}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # nobody can read it (`2>&1 | head`), but the exit code
+        print(f"photinus: {message}", file=sys.stderr, flush=True)
     return code

@@ -61,7 +61,7 @@ def parser() -> Parser:
     """The command line."""
     made = Parser("bench", "[flags]", about=_ABOUT, more=_MORE)
     ranks = "ranks. default: one per GPU, or per usable core (2 to 8); at least 2"
-    made.add("--nproc-per-node", metavar="N", dest="ranks", type=whole_number(1), help=ranks)
+    made.add("--nproc-per-node", metavar="N", dest="ranks", type=whole_number(2), help=ranks)
     where = "where the tensors lie. cuda: what is fastest is kept, and taken by backend auto from then on; ranks share "
     where += "GPUs where there are fewer, and nccl does not take part then. default: cpu, but nccl's on GPUs"
     made.add("--device", metavar="cpu|cuda", one_of=("cpu", "cuda"), help=where)

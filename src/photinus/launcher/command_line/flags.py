@@ -124,7 +124,7 @@ def parse_run(arguments: Sequence[str]) -> RunFlags:
         typed["sbatch"] = tuple(typed["sbatch"])
     if "standalone" in typed:
         typed.setdefault("nnodes", (1, 1))  # and not as many as srun or mpirun may say
-    typed.setdefault("ranks_per_gpu", env.RANKS_PER_GPU.get())
+    typed.setdefault("ranks_per_gpu", _ranks_per_gpu())
     return RunFlags(
         Program(kind, words[0], words[1:]),
         hosts=_part(HostFlags, typed),
@@ -134,6 +134,13 @@ def parse_run(arguments: Sequence[str]) -> RunFlags:
         given=values.given,
         **{each.name: typed[each.name] for each in fields(RunFlags) if each.name in typed},
     )
+
+
+def _ranks_per_gpu() -> int:
+    try:
+        return env.RANKS_PER_GPU.get()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def _part(kind: type[_Part], typed: Mapping[str, Any]) -> _Part:
@@ -176,7 +183,7 @@ def _refuse_contradictions(typed: dict[str, Any], given: Mapping[str, tuple[str,
     together("--device", "--cpu")
     if "devices" in typed and isinstance(workers, int):
         count = len(typed["devices"])
-        if workers != count * typed.get("ranks_per_gpu", env.RANKS_PER_GPU.get()):
+        if workers != count * typed.get("ranks_per_gpu", _ranks_per_gpu()):
             raise UsageError(
                 f"{shown('--device')} names {count} GPU{'s' * (count > 1)}, but {shown('--nproc-per-node')} asks for "
                 f"{workers} workers, and each needs one of its own: leave out one of the two."

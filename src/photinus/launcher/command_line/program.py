@@ -53,6 +53,8 @@ def check_program(program: Program) -> None:
 
 
 def _check_script(target: str) -> None:
+    if not target:
+        raise UsageError("the script's name is empty. Is it a variable of the shell that is not set?")
     path = Path(target)
     if path.is_dir():
         if not (path / "__main__.py").exists():
