@@ -38,6 +38,42 @@ def test_standalone_is_one_host_also_where_a_scheduler_knows_of_more():
     assert parse_run(["x.py"]).hosts.nnodes is None
 
 
+KUBEFLOW = {
+    "PET_NNODES": "2",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "job-node-0-0.job",
+    "PET_MASTER_PORT": "29400",
+    "PET_NPROC_PER_NODE": "4",
+    "PET_RUN_PATH": "",
+}
+
+
+def test_torchruns_variables_stand_for_flags_that_were_not_typed():
+    flags = parse_run(["x.py"], KUBEFLOW)
+    assert flags.nproc_per_node == 4
+    assert flags.hosts == HostFlags(nnodes=(2, 2), node_rank=1, leader="job-node-0-0.job", port=29400)
+    assert parse_run(["--nproc-per-node", "8", "x.py"], KUBEFLOW).nproc_per_node == 8
+    assert parse_run(["x.py"], {"PET_STANDALONE": "1", "PET_MAX_RESTARTS": "7"}).max_restarts == 7
+    elastic = parse_run(
+        ["x.py"], {"PET_NNODES": "1:4", "PET_RDZV_ENDPOINT": "job-worker-0:23456", "PET_RDZV_ID": "job"}
+    )
+    assert elastic.hosts == HostFlags(nnodes=(1, 4), leader="job-worker-0", port=23456, job_id="job")
+
+
+@pytest.mark.parametrize(
+    "typed", ["--standalone", "--hostfile hosts", "--slurm", "--kubernetes --image i", "--rdzv-endpoint b:1 --nnodes 2"]
+)
+def test_torchruns_variables_do_not_contradict_what_was_typed_about_the_hosts(typed):
+    flags = parse_run([*typed.split(), "x.py"], KUBEFLOW)
+    assert flags.hosts.leader != "job-node-0-0.job"
+    assert parse_run(["--num-gpus", "2", "x.py"], {"PET_NPROC_PER_NODE": "auto"}).selection.num_gpus == 2
+
+
+def test_a_wrong_value_in_torchruns_variable_is_told_with_its_name():
+    with pytest.raises(UsageError, match=r"^PET_NNODES two: needs "):
+        parse_run(["x.py"], {"PET_NNODES": "two"})
+
+
 def parsed(line: str) -> RunFlags:
     return parse_run(line.split())
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from ... import env
 from .flag_table import run_parser
+from .parser import Parser
 from .program import Program
 from .usage import UsageError
 
@@ -101,14 +103,17 @@ class RunFlags:
     given: Mapping[str, tuple[str, str]] = field(default_factory=dict, compare=False, repr=False)
 
 
-def parse_run(arguments: Sequence[str]) -> RunFlags:
+def parse_run(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> RunFlags:
     """Reads the words after `photinus run`; `--help` prints the help and raises SystemExit.
+
+    Flags that were not typed are taken from torchrun's variables, like PET_NNODES, where they are set.
 
     Raises:
         UsageError: an unknown flag, a wrong or missing value, a flag given twice, contradictory flags, or no script.
     """
     parser = run_parser()
-    values = parser.parse(arguments)
+    told = _told_by_torchrun(parser, os.environ if environ is None else environ, parser.parse(arguments).given)
+    values = parser.parse(arguments, told)
     typed = {action.dest: getattr(values, action.dest) for action in map(parser.flags.__getitem__, values.given)}
     _refuse_contradictions(typed, values.given)
     module = typed.get("module")
@@ -134,6 +139,33 @@ def parse_run(arguments: Sequence[str]) -> RunFlags:
         given=values.given,
         **{each.name: typed[each.name] for each in fields(RunFlags) if each.name in typed},
     )
+
+
+# What was typed, in place of what torchrun's variables say.
+_CHOOSE_HOSTS = ("--hostfile", "--standalone", "--slurm", "--kubernetes")
+_TYPED_INSTEAD = {
+    "--nproc-per-node": ("--num-gpus", "--device", "--include", "--exclude"),
+    "--master-addr": ("--rdzv-endpoint", *_CHOOSE_HOSTS),
+    "--master-port": ("--rdzv-endpoint", *_CHOOSE_HOSTS),
+    "--rdzv-endpoint": ("--master-addr", *_CHOOSE_HOSTS),
+    **dict.fromkeys(("--nnodes", "--node-rank", "--local-addr"), _CHOOSE_HOSTS),
+}
+
+
+def _told_by_torchrun(
+    parser: Parser, environ: Mapping[str, str], typed: Mapping[str, Any]
+) -> dict[str, tuple[str, str]]:
+    """Flags by torchrun's variables, PET_ and the flag's name: Kubeflow tells each host its place in a job by them."""
+    told = {}
+    for variable, text in environ.items():
+        flag = "--" + variable.removeprefix("PET_").lower().replace("_", "-")
+        if not variable.startswith("PET_") or not text or flag == "--module" or flag not in parser.flags:
+            continue
+        action = parser.flags[flag]
+        name, is_switch = action.option_strings[0], action.nargs == 0
+        if (text == "1" or not is_switch) and not any(each in typed for each in _TYPED_INSTEAD.get(name, ())):
+            told[name] = (variable, "" if is_switch else text)
+    return told
 
 
 def _ranks_per_gpu() -> int:

@@ -88,11 +88,17 @@ class Parser(argparse.ArgumentParser):
             self._repeated.add(name)
         self.flags.update(dict.fromkeys((name, *also), self._sections[section].add_argument(name, **options)))
 
-    def parse(self, typed: Sequence[str]) -> argparse.Namespace:
+    def parse(
+        self, typed: Sequence[str], unless_typed: Mapping[str, tuple[str, str]] | None = None
+    ) -> argparse.Namespace:
         """The values by their names, and with them `given` and `rest`.
 
         `given`: of each flag that was typed, by its first spelling, the one that was used and the text behind it.
         `rest`: what was not looked at. `--help` prints the help and raises SystemExit.
+
+        Args:
+            typed: the words of the command line.
+            unless_typed: by its first spelling, a flag that comes from elsewhere: from where, and the text.
 
         Raises:
             UsageError: the words cannot be carried out; says why and what to type instead.
@@ -101,7 +107,12 @@ class Parser(argparse.ArgumentParser):
         given: dict[str, tuple[str, str]] = {}
         try:
             words: list[str] = []
-            values = super().parse_args([*self._split(rest, given, words), *words])
+            flags = list(self._split(rest, given, words))
+            for name, (source, text) in (unless_typed or {}).items():
+                if name not in given:
+                    given[name] = (source, text)
+                    flags.append(name if self.flags[name].nargs == 0 else f"{name}={text}")
+            values = super().parse_args([*flags, *words])
         except argparse.ArgumentError as error:
             action = self.flags.get(error.argument_name or "")
             what = " ".join(given[action.option_strings[0]]) if action is not None else self.prog
