@@ -296,7 +296,10 @@ def test_on_a_busy_machine_the_load_comes_first_and_what_is_late_is_not_called_b
 def test_all_well_is_exit_code_0(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     stub(monkeypatch, Finding("Software", "torch", "good", "2.13.0"))
     assert main(["doctor", "--timeout", "3"]) == 0
-    assert "All well: 2 looks" in capsys.readouterr().out
+    assert "All well: 2 looks, nothing that needs attention." in capsys.readouterr().out
+    stub(monkeypatch, Finding("Software", "torch", "note", "2.10.0", "Take a newer one."))
+    assert main(["doctor", "--timeout", "3"]) == 0
+    assert "All well: 2 looks, worth knowing: torch." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

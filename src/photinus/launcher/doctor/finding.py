@@ -95,4 +95,6 @@ def print_findings(findings: Sequence[Finding], console: Console | None = None) 
     if unknown:
         console.print(f"{len(unknown)} {of} could not be judged: {', '.join(unknown)}.", style="bold yellow")
     if not (bad or unknown):
-        console.print(f"All well: {len(findings)} looks, nothing that needs attention.", style="bold green")
+        noted = [each.name for each in findings if each.state == "note"]
+        rest = f"worth knowing: {', '.join(noted)}" if noted else "nothing that needs attention"
+        console.print(f"All well: {len(findings)} looks, {rest}.", style="bold green")

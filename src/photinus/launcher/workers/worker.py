@@ -212,6 +212,8 @@ def main() -> None:
         # under PYTHONUNBUFFERED, which would send out each argument of a print by itself.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True, write_through=False)
+    if folder and kind != "program":
+        use_folder(folder)  # which imports: before SIGINT is the script's
     try:
         faults = os.open(fault_file, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         os.write(faults, b"\n")  # tells the launcher that the script begins: from here on SIGINT is the script's
@@ -226,8 +228,6 @@ def main() -> None:
             os.execvp(target, [target, *arguments])
         except OSError as error:
             _fail(error)
-    if folder:
-        use_folder(folder)
     sys.excepthook = _silent_hook
     run(kind, target, arguments)
 
