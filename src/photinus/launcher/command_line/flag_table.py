@@ -20,7 +20,7 @@ _SECTIONS = {
         "--ranks-per-gpu N": "so many workers share each GPU; to try a job",
         "--num-gpus --num-accelerators N": "so many workers on a host, each with a GPU",
         "--max-restarts K": "start all workers anew, at most K times, when one fails. default: 3",
-        "--stop-grace SECONDS": "time to leave, or to save, for workers that are asked to by SIGTERM, before they are "
+        "--stop-grace --shutdown-timeout SECONDS": "time to leave, or to save, for workers that are asked to by SIGTERM, before they are "
         "killed. default: 30",
         "--preempt-after SECONDS": "a trial: after so long, all save, leave and start again",
         "--use-env --no-local-rank": "do not give --local_rank to a script that takes it",
@@ -106,6 +106,7 @@ _RENAMED = {
     "--main-process-ip": "--master-addr",
     "--main-process-port": "--master-port",
     "--gpu-ids": "--device",
+    "--gpus": "--num-gpus",
     "--min-elastic-nodes": "--nnodes LEAST:MOST",
     "--max-elastic-nodes": "--nnodes LEAST:MOST",
     "--launcher-args": "--ssh",
@@ -114,6 +115,9 @@ _ABSENT = {
     "--run-path": "give the path as the script",
     "--launcher": "--hostfile starts over ssh, --slurm writes a batch script, and mpirun starts workers itself",
     "--signals-to-handle": "SIGINT, SIGTERM and SIGHUP are always handled",
+    "--logs-specs": "--log-dir, --redirects and --tee say where output goes",
+    "--log-line-prefix-template": "lines of ranks but 0 begin with the rank, like [1]",
+    "--print-completion": "`photinus completion bash` prints the script",
     "--event-log-handler": "there are no event logs",
     "--numa-binding": "bind with numactl or the scheduler",
     "--virtual-local-rank": "--device chooses GPUs",
