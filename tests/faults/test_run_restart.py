@@ -119,7 +119,8 @@ photinus:   local rank 1 of host \S+, attempt 0, \d+.\d s after its start
 
     Traceback \(most recent call last\):
       File "{path}", line 9, in <module>
-        load\("x.bin"\)
+        load\("x.bin"\)(?:
+        ~+\^+)?
       File "{path}", line 6, in load
         raise FileNotFoundError\(f"no shard {{name}}"\)
     FileNotFoundError: no shard x.bin

@@ -51,7 +51,7 @@ def test_by_default_sizes_go_from_4_kib_to_64_mib() -> None:
         (["--backends", "mvapich"], "there are photinus, gloo"),
         (["--sizes", "big"], "needs sizes like 512, 4K"),
         (["--sizes", "0"], "at least 1 byte"),
-        (["--nproc-per-node", "1.5"], "a whole number, 1 or more"),
+        (["--nproc-per-node", "1.5"], "a whole number, 2 or more"),
         (["--seconds", "0"], "a number of seconds above 0"),
         (["--dtype"], "--dtype needs a value"),
         (["--hosts", "4x"], "needs hosts x ranks, like 4x8"),

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +17,6 @@ from photinus.errors import DeviceError, NotInitializedError, WorldSizeError
 from photinus.parallel.exchange.agreement import from_rank_0, together
 from photinus.trainer.session.session import Session, choose_backend, choose_device, current_session, require_session
 from photinus.world import World
-from tests.scripts import run_forked
 from tests.small_run import train
 
 _LAUNCHER = (
@@ -251,5 +251,13 @@ photinus.evaluate(torch.nn.Linear(1, 1), [(torch.zeros(1), torch.zeros(1))], lam
 
 
 def _run(tmp_path: Path, text: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    # Not forked: at the end of a process Triton, which other tests may have imported, tells what it leaks.
     (tmp_path / "train.py").write_text(text)
-    return run_forked(tmp_path / "train.py", environ=environ)
+    return subprocess.run(
+        [sys.executable, "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
