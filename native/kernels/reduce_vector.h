@@ -304,24 +304,27 @@ __attribute__((always_inline)) inline typename Format::Lanes combined(const Redu
   __builtin_memcpy(to, from, bytes);
 }
 
-// Less than a vector, through a padded one, so that its arithmetic is the very same. (cold: short code. Not a
-// result: Clang 19 to 22 make a loop of such a recursion, and stumble over it for vectors of 32 bytes.)
+// Clang 19 to 22 make a loop of such a recursion, and stumble over their own code for vectors of 32 bytes.
+#if defined(__clang__)
+#define PHOTINUS_STAYS_RECURSIVE [[clang::disable_tail_calls]]
+#else
+#define PHOTINUS_STAYS_RECURSIVE
+#endif
+
+// Less than a vector, through a padded one, so that its arithmetic is the very same. (cold: short code.)
 template <class Format, class How>
-[[gnu::cold, gnu::noinline]] void combine_tail(const ReduceCall& call, uint64_t at, uint32_t first,
-                                               uint32_t sources, typename Format::Lanes& to) {
+PHOTINUS_STAYS_RECURSIVE [[gnu::cold, gnu::noinline]] typename Format::Lanes combined_tail(
+    const ReduceCall& call, uint64_t at, uint32_t first, uint32_t sources) {
   using Element = typename Format::Element;
   if (sources == 1) {
     Element padded[Format::kLanes] = {};
     copy_bytes(padded, static_cast<const Element*>(call.sources[first]) + at,
                (call.elems - at) * sizeof(Element));
-    to = load_source<Format, How>(call, first, padded);
-    return;
+    return load_source<Format, How>(call, first, padded);
   }
   const uint32_t left = left_of(sources);
-  typename Format::Lanes right;
-  combine_tail<Format, How>(call, at, first, left, to);
-  combine_tail<Format, How>(call, at, first + left, sources - left, right);
-  to = combine<How>(to, right);
+  const auto sum = combined_tail<Format, How>(call, at, first, left);
+  return combine<How>(sum, combined_tail<Format, How>(call, at, first + left, sources - left));
 }
 
 inline constexpr uint64_t kVectors = 4;  // are combined before they are stored
@@ -345,9 +348,8 @@ template <class Format, class How>
   using Element = typename Format::Element;
   if (at == call.elems) return;
   Element padded[Format::kLanes];
-  typename Format::Lanes lanes;
-  combine_tail<Format, How>(call, at, 0, call.source_count, lanes);
-  Format::store(padded, finished<Format, How>(call, lanes));
+  Format::store(padded,
+                finished<Format, How>(call, combined_tail<Format, How>(call, at, 0, call.source_count)));
   for (uint32_t d = 0; d < call.destination_count; ++d)
     copy_bytes(static_cast<Element*>(call.destinations[d]) + at, padded, (call.elems - at) * sizeof(Element));
 }
