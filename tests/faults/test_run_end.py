@@ -146,7 +146,8 @@ def test_a_data_loader_leaves_nothing_in_the_temporary_folder_when_it_is_killed(
     pid, seen = (tmp_path / "pid").read_text().split()
     assert seen == str(temporary)  # the script's own things go where they always went
     assert [each.name[:9] for each in temporary.iterdir()] == ["photinus-"]
-    assert list(temporary.glob("photinus-*/listener-*"))
+    if sys.version_info >= (3, 11, 1):  # multiprocessing's sockets have no file in older ones
+        assert list(temporary.glob("photinus-*/listener-*"))
     os.kill(job.process.pid if victim == "launcher" else int(pid), signal.SIGKILL)
     job.end()
     deadline = time.monotonic() + 10.0
