@@ -286,7 +286,10 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
 
 # --- forks -----------------------------------------------------------------------------------------------------------
 
+# From Python 3.12 on each fork of a process with threads is warned of.
 AFTER_FORK = """
+import warnings
+warnings.simplefilter("ignore", DeprecationWarning)
 shared = np.frombuffer(engine.allocate(8 << 20), np.float32)
 shared[:] = 1
 small = np.frombuffer(engine.allocate(64), np.float32)
