@@ -20,8 +20,8 @@ _SECTIONS = {
         "--ranks-per-gpu N": "so many workers share each GPU; to try a job",
         "--num-gpus --num-accelerators N": "so many workers on a host, each with a GPU",
         "--max-restarts K": "start all workers anew, at most K times, when one fails. default: 3",
-        "--stop-grace --shutdown-timeout SECONDS": "time to leave, or to save, for workers that are asked to by SIGTERM, before they are "
-        "killed. default: 30",
+        "--stop-grace --shutdown-timeout SECONDS": "time to leave, or to save, for workers that are asked to by "
+        "SIGTERM, before they are killed. default: 30",
         "--preempt-after SECONDS": "a trial: after so long, all save, leave and start again",
         "--use-env --no-local-rank": "do not give --local_rank to a script that takes it",
         "--no-python": "what follows is a program, not a Python script",
