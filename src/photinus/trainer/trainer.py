@@ -78,7 +78,8 @@ class Trainer:
         steps: in place of epochs: the run ends after so many batches, and validates then, too.
         batch_size: samples of one step over ALL ranks; a multiple of the world size. Default: the DataLoader's.
         accumulate: the optimizer makes a step after so many batches, on the mean of their gradients: its batch is
-            batch_size * accumulate samples. The count goes on over the ends of epochs.
+            batch_size * accumulate samples. The count goes on over the ends of epochs; a run's last batches, where they
+            are too few for a step, change nothing.
         precision: "float32", or "bfloat16": forward, loss and validation under torch.autocast, parameters and
             optimizer in float32.
         out: folder of the run; None writes nothing.
