@@ -19,6 +19,7 @@
 
 #include "base/cores.h"
 #include "base/error.h"
+#include "base/interrupt.h"
 #include "call_site.h"
 #include "collectives/choose.h"
 #include "device/cuda/cuda_device.h"
@@ -102,7 +103,7 @@ void wait_for(Work& work, double timeout_s) {
       while (exiting.load() && !goes_on_at_exit) pause();
     }
   } stay;
-  work.wait(timeout_s, signal_arrived);
+  work.wait(timeout_s);
 }
 
 nb::object error_of(const Work& work) {
@@ -382,6 +383,7 @@ NB_MODULE(_native, m) {
         return exchange_texts(*Network::of_this_process(), meeting, own);
       },
       "rank"_a, "ranks"_a, "address"_a, "at"_a, "host"_a, "job"_a, "attempt"_a, "timeout_s"_a, "own"_a);
+  set_interrupt_check(signal_arrived);
   m.def("set_thread_check", [](const nb::object& check) {
     thread_check = nb::object(check).release().ptr();
     Progress::set_thread_check(has_other_threads);

@@ -18,7 +18,6 @@ namespace {
 // Copying a gigabyte takes a tenth of this; a rank that takes longer is stopped.
 constexpr double kAwaitPeers_s = 1;
 constexpr uint64_t kBriefBytes = 4 << 10;  // of tensors that are added within a microsecond
-constexpr double kSettle_s = 0.5;          // for its own copies, which a device may have forgotten
 constexpr size_t kPlansKept = 64;
 
 uint32_t hash_of(const std::string& text) {
@@ -344,14 +343,16 @@ void Collective::agree_and_plan() {
   phase_ = Phase::working;
 }
 
-// Called before and after a rank touches others' tensors where they lie. A rank that gives up shows it before
-// its caller gets its tensors back. Afterwards: what was read may have been changed meanwhile. Before: with
-// `await_peers` no rank writes into a tensor that its owner has got back: who gives up shows it and then
-// looks who has posted, who comes posts and then looks who has given up, so at least one of the two sees the
-// other.
+// Called before and after a rank touches others' tensors where they lie. A rank that gives up, or leaves in
+// the middle, shows it before its caller gets its tensors back. Afterwards: what was read may have been
+// changed meanwhile. Before: with `await_peers` no rank writes into a tensor that its owner has got back: who
+// gives up shows it and then looks who has posted, who comes posts and then looks who has given up, so at
+// least one of the two sees the other.
 void Collective::check_peers() const {
-  for (uint32_t rank = 0; rank < group_->ranks(); ++rank)
-    if (rank != group_->rank() && group_->peers->presence(rank) == Presence::failed)
+  const Peers& peers = *group_->peers;
+  for (uint32_t rank = 0; rank < peers.ranks(); ++rank)
+    if (rank != peers.rank() && (peers.presence(rank) == Presence::failed ||
+                                 peers[rank].block->withdrawn.load(std::memory_order_seq_cst) == sequence_))
       throw group_->given_up_by(rank, description());
 }
 
@@ -381,6 +382,7 @@ void Collective::fail() {
   }
   if (host_tensors_) host_tensors_->give_up(group_->is_failed());
   if (phase_ == Phase::queued || !group_->is_failed()) return;
+  group_->peers->own().block->withdrawn.store(sequence_, std::memory_order_seq_cst);
   await_peers();
   // Peers that are stopped may still write into tensors that lie in the arena, for ever: it is not used
   // again.

@@ -6,6 +6,7 @@
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/interrupt.h"
 #include "collectives/choose.h"
 #include "engine/communicator.h"
 #include "engine/measure.h"
@@ -56,6 +57,7 @@ void Communicator::use(const std::vector<uint32_t>& sizes, bool for_all) {
               ErrorKind::timeout,
               text("%s has no link with %s for levels %s after %.1f s", group_->peers->who(rank()).c_str(),
                    group_->peers->who(other).c_str(), print(sizes).c_str(), deadline.elapsed_s()));
+        check_interrupt("links of group " + group_->options.name);
         if (!group_->peers->poll()) usleep(100);
       }
   state_->hosts = std::make_unique<HostTraffic>(*group_->peers, levels, for_all ? levels : *group_->levels,

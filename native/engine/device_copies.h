@@ -12,6 +12,9 @@
 
 namespace photinus {
 
+// How long an operation that has failed waits for its own copies, which a device may have forgotten.
+inline constexpr double kSettle_s = 0.5;
+
 class DeviceCopies {
  public:
   // They begin after all that is in the caller's stream now. Throws as CopyEngines::record does.

@@ -159,7 +159,8 @@ PeerLost Group::given_up_by(uint32_t rank, const std::string& description) const
                                    ". Its own output says more; restart the job to go on from the last "
                                    "checkpoint.");
   }
-  return PeerLost(rank, what + ": " + peers->reason(rank));
+  const std::string reason = peers->reason(rank);
+  return PeerLost(rank, what + ": " + (reason.empty() ? "it has left the group" : reason));
 }
 
 Error Group::of_copy(const Error& error, const std::string& description) const {

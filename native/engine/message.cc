@@ -12,7 +12,6 @@ namespace {
 // drained.
 constexpr uint64_t kRingBytes = 512 << 10;
 constexpr uint64_t kPieceBytes = 128 << 10;
-constexpr double kSettle_s = 0.5;  // how long an operation that has failed waits for its copy
 
 std::string describe(Operation operation, DeviceType device, Dtype dtype, uint64_t elems) {
   return text("%s of %s%s[%llu]", name(operation), device == DeviceType::cuda ? "CUDA " : "", name(dtype),
@@ -346,8 +345,12 @@ Poll Receive::exchange() {
       group_->peers->show(source_, *offer_);
     }
   }
-  // A sender that gave up may have changed its tensor meanwhile; it shows that before its caller has it back.
-  if (group_->peers->presence(source_) == Presence::failed) throw group_->given_up_by(source_, description());
+  // A sender that gave up, or left in the middle, may have changed its tensor meanwhile; it shows that before
+  // its caller has it back.
+  const Presence sender = group_->peers->presence(source_);
+  const bool read_in_place = group_->peers->is_local(source_) && offer_->ring_bytes == 0 && bytes() > 0;
+  if (sender == Presence::failed || (sender == Presence::left && read_in_place))
+    throw group_->given_up_by(source_, description());
   offer_->set({order_, OfferState::done});
   group_->peers->show(source_, *offer_);
   return Poll::done;

@@ -38,7 +38,7 @@ double Watchdog::look(WaitState& wait, const std::function<std::vector<uint32_t>
   if (!look_for_ends(wait, missing_now, "", description)) return 0;
   const std::vector<uint32_t> missing = missing_now();
   if (missing.empty()) return 0;  // somebody has just come
-  look_for_life(missing, description, now);
+  look_for_life(wait, missing, description, now);
   if (!wait.spoke && wait.deadline.elapsed_s() >= group_.options.limits.waiting_s) {
     wait.spoke = true;
     say(text("rank %u of %u has been waiting for %.0f s for ranks %s in %s; it gives up in %.0f s.%s",
@@ -90,6 +90,7 @@ double Watchdog::note_look(WaitState& wait) {
     std::lock_guard lock(mutex_);
     for (Sign& sign : signs_) sign.since_s = now;
   }
+  if (wait.first_look_s == 0) wait.first_look_s = now;
   wait.last_look_s = now;
   return now;
 }
@@ -173,8 +174,8 @@ bool Watchdog::look_for_ends(WaitState& wait, const std::function<std::vector<ui
 
 // --- ranks that show no sign of life
 
-void Watchdog::look_for_life(const std::vector<uint32_t>& missing, const std::string& description,
-                             double now) {
+void Watchdog::look_for_life(const WaitState& wait, const std::vector<uint32_t>& missing,
+                             const std::string& description, double now) {
   const Limits& limits = group_.options.limits;
   std::lock_guard lock(mutex_);
   for (uint32_t rank : missing) {
@@ -188,7 +189,8 @@ void Watchdog::look_for_life(const std::vector<uint32_t>& missing, const std::st
       sign = {heartbeat, now, false};
       continue;
     }
-    const double silent_s = now - sign.since_s;
+    // Between waits nobody looked: this process may have been stopped together with that rank.
+    const double silent_s = now - std::max(sign.since_s, wait.first_look_s);
     if (silent_s < limits.suspect_s) continue;
     const std::string held = group_.peers->what_holds(rank);
     const std::string silence =

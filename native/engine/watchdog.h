@@ -19,7 +19,7 @@ struct WaitState {
   WaitState(double start_s, double timeout_s) : deadline(Deadline::from(start_s, timeout_s)) {}
 
   Deadline deadline;
-  double last_look_s = 0;
+  double first_look_s = 0, last_look_s = 0;
   bool any_will_do = false;             // one of the missing ranks suffices
   bool is_message = false;              // a message has no place in the sequence of collectives
   bool spoke = false;                   // of the ranks that have not come
@@ -59,7 +59,8 @@ class Watchdog {
   std::string what_they_do(const std::vector<uint32_t>& missing) const;
   bool look_for_ends(WaitState& wait, const std::function<std::vector<uint32_t>()>& missing,
                      const std::string& awaited, const std::string& situation);
-  void look_for_life(const std::vector<uint32_t>& missing, const std::string& description, double now);
+  void look_for_life(const WaitState& wait, const std::vector<uint32_t>& missing,
+                     const std::string& description, double now);
   double look_for_deadlock(WaitState& wait, const std::vector<uint32_t>& missing,
                            const std::string& description, uint64_t lane, double now);
   void learn_of_deadlock(const WaitState& wait);

@@ -9,12 +9,13 @@
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/interrupt.h"
 
 namespace photinus {
 namespace {
 
 constexpr const char* kGroup = "meeting ";
-constexpr double kGoodbye_s = 2;
+constexpr double kPartingLimit_s = 2;
 // Channels of control frames.
 constexpr uint32_t kText = 0, kRefusal = 1;
 
@@ -93,6 +94,7 @@ class Ends {
       if (const std::string why = texts_->why(); !why.empty()) throw Error(ErrorKind::timeout, why);
       for (const auto& link : links_) link->check();
       if (deadline_.passed()) give_up(missing);
+      check_interrupt("the other ranks");
       if (!network_.poll()) usleep(100);
     }
   }
@@ -128,7 +130,7 @@ class Ends {
  private:
   void part(Link& link) {
     link.leave();
-    const Deadline goodbye = Deadline::in(kGoodbye_s);
+    const Deadline goodbye = Deadline::in(kPartingLimit_s);
     while (!link.is_finished() && !link.has_failed() && !goodbye.passed())
       if (!network_.poll()) usleep(50);
   }

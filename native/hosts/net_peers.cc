@@ -9,6 +9,7 @@
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/interrupt.h"
 
 namespace photinus {
 namespace {
@@ -140,6 +141,7 @@ void NetPeers::await_links(const std::vector<uint32_t>& wanted, double timeout_s
                "its host (a firewall)? PHOTINUS_INTERFACE names the network cards to use.",
                who(rank_).c_str(), who(missing[0]).c_str(), deadline.elapsed_s(),
                network_->connections().addresses()[0].text().c_str()));
+    check_interrupt("links of group " + name_);
     if (!network_->poll()) usleep(100);
   }
 }

@@ -80,6 +80,8 @@ struct RankBlock {
   alignas(64) std::atomic<Presence> presence{Presence::absent};
   std::atomic<uint32_t> culprit{kOwnFault};  // the rank because of which this one has failed
   std::atomic<bool> in_deadlock{false};      // it failed because ranks wait for each other
+  // The collective that the rank gave up after it had posted: it may change its tensors from now on.
+  std::atomic<uint64_t> withdrawn{0};
   SharedText<1024> reason;
   SharedText<kTextBytes> gpu;  // on which tensors of its calls lay last
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "base/error.h"
+#include "base/interrupt.h"
 #include "base/process.h"
 #include "base/thread.h"
 
@@ -55,8 +56,8 @@ struct SleepScope {
 
 // --- works
 
-void Work::wait(double timeout_s, const std::function<bool()>& interrupted) {
-  if (!is_completed()) progress_->wait(*this, timeout_s, interrupted);
+void Work::wait(double timeout_s) {
+  if (!is_completed()) progress_->wait(*this, timeout_s, Progress::Interrupts::end_the_work);
   if (error_) throw Error(*error_);
 }
 
@@ -170,6 +171,15 @@ double Progress::look_at(Lane& lane, bool caller_waits) {
   }
   end(lane, *work, std::move(error));
   return 0;
+}
+
+// For a caller that is called away and gets its tensors back: nothing may touch them any more.
+void Progress::give_up(Lane& lane, Work& work) {
+  work.abandon("interrupted by a signal while waiting for " + work.description());
+  while (!work.is_completed()) {
+    if (drive(lane, false) == Drive::locked) usleep(100);
+    if (!work.is_completed()) look_at(lane, false);
+  }
 }
 
 // Whether this thread, waiting for a lane, is all that could move the process: all calls come from it, and
@@ -319,7 +329,7 @@ void Progress::run() {
   }
 }
 
-void Progress::wait(Work& work, double timeout_s, const std::function<bool()>& interrupted) {
+void Progress::wait(Work& work, double timeout_s, Interrupts interrupts) {
   if (owner_ != own_pid())
     throw Error(ErrorKind::aborted, work.description() + " belongs to the process that forked this one");
   const std::shared_ptr<Lane>& lane = work.lane_;
@@ -365,14 +375,22 @@ void Progress::wait(Work& work, double timeout_s, const std::function<bool()>& i
   auto look = [&] {
     looked = true;
     if (first_look_s == 0) first_look_s = now_s();
-    double nap_s = look_at(*lane, is_stuck(*lane, now_s() - first_look_s));
+    bool stuck = false;
+    try {
+      // Who waits with a limit goes on after it, and may then do what the others wait for.
+      stuck = timeout_s == 0 && is_stuck(*lane, now_s() - first_look_s);
+    } catch (...) {  // the thread check runs the interpreter, and so a signal's handler, which may raise
+      give_up(*lane, work);
+      throw;
+    }
+    const double nap_s = look_at(*lane, stuck);
     if (work.is_completed()) return 0.0;
     if (timeout_s > 0 && now_s() >= until_s)
       throw Error(ErrorKind::timeout,
                   text("%s is not done after waiting %.3g s for it; it is not ended by this",
                        work.description().c_str(), timeout_s));
-    if (interrupted && interrupted()) {
-      work.abandon("interrupted by a signal while waiting for " + work.description());
+    if (interrupts == Interrupts::end_the_work && is_interrupted()) {
+      give_up(*lane, work);
       throw Error(ErrorKind::interrupted, "interrupted while waiting for " + work.description());
     }
     return timeout_s > 0 ? std::clamp(until_s - now_s(), 0.0, nap_s) : nap_s;
@@ -391,7 +409,7 @@ void Progress::wait(Work& work, double timeout_s, const std::function<bool()>& i
 void Progress::drain(const std::shared_ptr<Lane>& lane) {
   while (std::shared_ptr<Work> work = lane->head()) {
     try {
-      wait(*work, 0, {});
+      wait(*work, 0, Interrupts::are_ignored);
     } catch (const std::exception&) {  // NOLINT: the work holds it for whoever asks
     }
   }

@@ -14,7 +14,6 @@
 #include <atomic>
 #include <condition_variable>
 #include <deque>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -75,11 +74,13 @@ class Progress {
 
  private:
   friend class Work;
-  void wait(Work& work, double timeout_s, const std::function<bool()>& interrupted);
+  enum class Interrupts : uint8_t { end_the_work, are_ignored };
+  void wait(Work& work, double timeout_s, Interrupts interrupts);
   void run();
   enum class Drive : uint8_t { locked, blocked, moved, empty };
   Drive drive(Lane& lane, bool as_progress_thread);
   double look_at(Lane& lane, bool caller_waits);
+  void give_up(Lane& lane, Work& work);
   void note_caller();
   bool is_only_caller(double waited_s) const;
   bool is_stuck(Lane& lane, double waited_s) const;

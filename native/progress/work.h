@@ -22,9 +22,9 @@ class Work {
   virtual ~Work() = default;
 
   // Waits until it is done; 0 means until its own deadline has decided. Throws its error, or Error(timeout)
-  // when `timeout_s` passes first: the operation then goes on. `interrupted` (may be empty) is asked now and
-  // then; when it returns true the operation's group is aborted, for its ranks are no longer in step.
-  void wait(double timeout_s = 0, const std::function<bool()>& interrupted = {});
+  // when `timeout_s` passes first: the operation then goes on. When the thread is interrupted
+  // (base/interrupt.h) it ends the operation and aborts its group, for the ranks are no longer in step.
+  void wait(double timeout_s = 0);
   bool is_completed() const { return done_.load(std::memory_order_acquire); }
   const Error* error() const;  // null while it runs and when it went well
   // From start to end, without the time in the queue; 0 of a brief one that never had to wait.

@@ -14,6 +14,7 @@
 #include <type_traits>
 
 #include "base/error.h"
+#include "base/interrupt.h"
 #include "base/log.h"
 #include "base/process.h"
 #include "shm/unix_socket.h"
@@ -163,6 +164,7 @@ class Host {
       if (poll(entries.data(), entries.size(), static_cast<int>(std::ceil(wait_s * 1000))) < 0 &&
           errno != EINTR)
         throw_errno("waiting for ranks to join");
+      check_interrupt("ranks to join group " + name_);
       for (uint32_t rank = 1; rank < world_size_; ++rank)
         if (entries[come + rank].revents != 0) end_without(rank);
       size_t i = 1;
@@ -356,9 +358,7 @@ LocalGroup join_as_guest(uint32_t rank, uint32_t world_size, const Address& addr
     throw lost("was dropped by rank 0 before it could introduce itself");
 
   const double until_spoken_s = std::min(waiting_s - deadline.elapsed_s(), deadline.left_s());
-  pollfd entry{connection->get(), POLLIN, 0};
-  if (until_spoken_s > 0 && poll(&entry, 1, static_cast<int>(until_spoken_s * 1000)) == 0 &&
-      !deadline.passed())
+  if (until_spoken_s > 0 && !await_message(*connection, Deadline::in(until_spoken_s)) && !deadline.passed())
     say_that_it_waits(", which waits for others");
   std::optional<Message> answer = receive_message(*connection, sizeof(Admission), deadline);
   std::optional<Admission> verdict = answer ? as<Admission>(*answer) : std::nullopt;

@@ -44,7 +44,8 @@ struct Layout {
 
 // Meets the other ranks. All give the same world_size, address and layout. Says after `waiting_s` who has not
 // come. Throws Error(timeout) that names the missing ranks, Error(peer_lost) when one that had come has gone,
-// Error(invalid_argument) when this rank was refused (a duplicate, another world size), with the reason.
+// Error(invalid_argument) when this rank was refused (a duplicate, another world size), with the reason,
+// Error(interrupted) when this thread was interrupted.
 LocalGroup join_local_group(uint32_t rank, uint32_t world_size, const std::string& address,
                             const std::string& name, const Layout& layout,
                             const std::shared_ptr<Arena>& arena, const Deadline& deadline, double waiting_s);

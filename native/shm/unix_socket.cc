@@ -12,6 +12,7 @@
 #include <cstring>
 
 #include "base/error.h"
+#include "base/interrupt.h"
 #include "base/process.h"
 
 #ifndef SO_PEERPIDFD
@@ -22,6 +23,8 @@ namespace photinus {
 namespace {
 
 constexpr size_t kFilesLimit = 8;
+constexpr double kInFlightLimit_s = 10;
+constexpr double kInterruptSlice_s = 0.1;
 
 socklen_t fill(sockaddr_un& address, const std::string& abstract_name) {
   address = {};
@@ -32,8 +35,8 @@ socklen_t fill(sockaddr_un& address, const std::string& abstract_name) {
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + abstract_name.size());
 }
 
-FileDescriptor new_socket() {
-  FileDescriptor made(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+FileDescriptor new_socket(int flags = 0) {
+  FileDescriptor made(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | flags, 0));
   if (!made.valid()) throw_errno("making a Unix socket (are there enough file descriptors, ulimit -n?)");
   return made;
 }
@@ -55,11 +58,15 @@ std::optional<FileDescriptor> connect_to(const std::string& abstract_name, const
   socklen_t length = fill(address, abstract_name);
   useconds_t nap_us = 200;
   while (true) {
-    FileDescriptor connection = new_socket();
-    if (connect(connection.get(), reinterpret_cast<sockaddr*>(&address), length) == 0) return connection;
+    FileDescriptor connection = new_socket(SOCK_NONBLOCK);  // a listener whose queue is full would block it
+    if (connect(connection.get(), reinterpret_cast<sockaddr*>(&address), length) == 0) {
+      fcntl(connection.get(), F_SETFL, 0);
+      return connection;
+    }
     if (errno != ECONNREFUSED && errno != EAGAIN && errno != EINTR)
       throw_errno("connecting to the Unix socket @" + abstract_name);
     if (deadline.passed()) return std::nullopt;
+    check_interrupt("the Unix socket @" + abstract_name);
     usleep(nap_us);
     nap_us = std::min<useconds_t>(nap_us * 2, 20000);
   }
@@ -102,21 +109,34 @@ bool send_message(const FileDescriptor& connection, const void* data, size_t byt
     std::memcpy(CMSG_DATA(entry), files.data(), files.size() * sizeof(int));
   }
   ssize_t sent;
-  do {
-    sent = sendmsg(connection.get(), &header, MSG_NOSIGNAL);
-  } while (sent < 0 && errno == EINTR);
+  // A user may have as many descriptors under way as a process may have open, until they are received.
+  const Deadline room_by = Deadline::in(kInFlightLimit_s);
+  while ((sent = sendmsg(connection.get(), &header, MSG_NOSIGNAL)) < 0) {
+    if (errno == ETOOMANYREFS && !room_by.passed())
+      usleep(1000);
+    else if (errno != EINTR)
+      break;
+  }
   if (sent < 0 && errno != EPIPE && errno != ECONNRESET) throw_errno("sending on a Unix socket");
   return sent == static_cast<ssize_t>(bytes);
+}
+
+bool await_message(const FileDescriptor& connection, const Deadline& deadline) {
+  while (true) {
+    pollfd entry{connection.get(), POLLIN, 0};
+    const double slice_s = std::min(deadline.left_s(), kInterruptSlice_s);
+    const int ready = poll(&entry, 1, static_cast<int>(std::ceil(slice_s * 1000)));
+    if (ready < 0 && errno != EINTR) throw_errno("waiting for a Unix socket");
+    if (ready > 0) return true;
+    if (deadline.passed()) return false;
+    check_interrupt("a Unix socket");
+  }
 }
 
 std::optional<Message> receive_message(const FileDescriptor& connection, size_t limit_bytes,
                                        const Deadline& deadline) {
   while (true) {
-    pollfd entry{connection.get(), POLLIN, 0};
-    int ready = poll(&entry, 1, static_cast<int>(std::ceil(deadline.left_s() * 1000)));
-    if (ready < 0 && errno == EINTR) continue;
-    if (ready < 0) throw_errno("waiting for a Unix socket");
-    if (ready == 0) return std::nullopt;
+    if (!await_message(connection, deadline)) return std::nullopt;
     Message message;
     message.data.resize(limit_bytes);
     iovec part{message.data.data(), limit_bytes};

@@ -1,4 +1,5 @@
 // Unix sockets with abstract names (nothing in the file system) that carry whole messages and descriptors.
+// What waits throws Error(interrupted) when the thread is interrupted.
 #pragma once
 
 #include <cstddef>
@@ -32,6 +33,9 @@ FileDescriptor process_of(const FileDescriptor& connection);
 // Sends one message with descriptors. Returns false when the other end is gone.
 bool send_message(const FileDescriptor& connection, const void* data, size_t bytes,
                   const std::vector<int>& files = {});
+
+// Waits until a message or the other end's end has come; false when the deadline passes first.
+bool await_message(const FileDescriptor& connection, const Deadline& deadline);
 
 struct Message {
   std::vector<std::byte> data;

@@ -1,10 +1,12 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <barrier>
 #include <filesystem>
 #include <list>
 
+#include "base/interrupt.h"
 #include "fake_peers.h"
 #include "processes.h"
 #include "slow_device.h"
@@ -251,6 +253,97 @@ TEST_ANY_PEERS(abort_wakes_the_own_waiter_and_every_peer) {
       usleep(600000);  // never comes; leaves in order
     }
   });
+}
+
+namespace {
+
+std::atomic<bool> is_wanted_back{false};
+
+// A thread that waits is wanted back, by a signal or by an exception that its handler raises, while it lives.
+struct WantedBack {
+  explicit WantedBack(bool by_exception) {
+    if (by_exception)
+      Progress::set_thread_check(
+          []() -> bool { throw Error(ErrorKind::invalid_argument, "raised by a handler"); });
+    else
+      set_interrupt_check([] { return is_wanted_back.load(); });
+    is_wanted_back = true;
+  }
+  ~WantedBack() {
+    Progress::set_thread_check(nullptr);
+    set_interrupt_check(nullptr);
+  }
+};
+
+}  // namespace
+
+TEST_ANY_HOSTS(who_is_interrupted_gets_its_tensor_back_and_the_others_are_told) {
+  for (const bool by_exception : {false, true}) {
+    auto reports = run_processes(2, [&](Communicator& communicator) -> std::string {
+      std::vector<float> x(1 << 18, 1.0f);
+      communicator.submit(sum_of(x.size()), x.data(), x.data())->wait();
+      if (communicator.rank() == 1) {
+        usleep(300000);
+        return error_text([&] { communicator.submit(sum_of(x.size()), x.data(), x.data())->wait(); });
+      }
+      const WantedBack wanted(by_exception);
+      std::shared_ptr<Work> work;
+      const std::string error = error_text([&] {
+        work = communicator.submit(sum_of(x.size()), x.data(), x.data());
+        work->wait();
+      });
+      CHECK(work->is_completed());
+      return error;
+    });
+    CHECK_CONTAINS(reports[0].text,
+                   by_exception ? "raised by a handler" : "interrupted while waiting for all_reduce #2");
+    CHECK_CONTAINS(reports[1].text, text("kind %d after ", static_cast<int>(ErrorKind::peer_lost)));
+    CHECK_CONTAINS(reports[1].text, "interrupted by a signal while waiting for all_reduce #2");
+  }
+}
+
+TEST(what_was_read_of_a_tensor_whose_owner_left_in_the_middle_is_no_result) {
+  for (const bool as_message : {false, true}) {
+    constexpr size_t kElems = 1 << 20;
+    std::atomic<bool> has_posted{false};
+    run_ranks(
+        2,
+        [&](Communicator& communicator) {
+          const std::shared_ptr<Arena>& arena = own_options().progress->arena();
+          auto* x = reinterpret_cast<float*>(arena->allocate(kElems * sizeof(float)));
+          const bool is_root = communicator.rank() == 0;
+          std::fill_n(x, kElems, is_root ? 1.0f : 0.0f);
+          MessageCall message;
+          message.operation = is_root ? Operation::send : Operation::recv;
+          message.elems = kElems;
+          message.buffer = x;
+          message.peer = 1 - communicator.rank();
+          const Call call{Operation::broadcast, Dtype::float32, Reduction::sum, 0, kElems};
+          auto begin = [&] {
+            return as_message ? communicator.submit(message) : communicator.submit(call, x, x);
+          };
+          if (is_root) {
+            const std::shared_ptr<Work> work = begin();
+            has_posted = true;
+            usleep(300000);  // the other one's copy is under way by then
+            communicator.close();
+            std::fill_n(x, kElems, 7.0f);
+            return;
+          }
+          while (!has_posted) usleep(1000);
+          auto [kind, message_text] = error_of([&] { begin()->wait(); });
+          CHECK(kind == ErrorKind::peer_lost);
+          CHECK_CONTAINS(message_text, "rank 0 (pid");
+          CHECK_CONTAINS(message_text, "gave up in the middle of ");
+        },
+        60, {}, {},
+        [](Communicator::Options& options) {
+          options.progress = std::make_shared<Progress>(std::make_shared<Arena>(size_t{64} << 20));
+          if (options.rank == 1)
+            options.device =
+                std::make_shared<SlowDevice>(options.progress->arena()->page().futex, 1, CopyFaults{0, 1});
+        });
+  }
 }
 
 TEST_ANY_HOSTS(a_forked_child_neither_hangs_nor_disturbs_its_parent) {

@@ -5,6 +5,8 @@
 #include <thread>
 
 #include "base/log.h"
+#include "engine/watchdog.h"
+#include "fake_peers.h"
 #include "processes.h"
 
 using namespace photinus;
@@ -272,6 +274,62 @@ TEST_ANY_HOSTS(a_rank_that_is_merely_slow_is_in_no_cycle) {
     return "fine";
   });
   for (const Report& report : reports) CHECK(report.text == "fine");
+}
+
+TEST_ANY_HOSTS(a_rank_that_waits_with_a_limit_and_then_does_its_part_is_in_no_deadlock) {
+  const std::string other = new_address();
+  auto reports = run_processes(2, [&](Communicator& first) -> std::string {
+    auto second = second_group(other, "second");
+    float x = 1, y = 1;
+    first.submit(sum_of(1), &x, &x)->wait();
+    if (first.rank() == 1) {  // stuck until rank 0 comes to the second group
+      second->submit(sum_of(1), &y, &y)->wait();
+      first.submit(sum_of(1), &x, &x)->wait();
+      return "fine";
+    }
+    auto work = first.submit(sum_of(1), &x, &x);
+    CHECK(error_of([&] { work->wait(0.5); }).first == ErrorKind::timeout);
+    second->submit(sum_of(1), &y, &y)->wait();
+    work->wait();
+    return "fine";
+  });
+  for (const Report& report : reports) CHECK_CONTAINS(report.text, "fine");
+}
+
+TEST(silence_counts_from_the_wait_in_which_it_is_heard) {
+  std::vector<std::shared_ptr<Arena>> arenas(2);
+  for (auto& arena : arenas) arena = std::make_shared<Arena>(size_t{1} << 20);
+  auto network = std::make_shared<FakeNetwork>(arenas, 4096, 2);
+  GroupOptions options;
+  options.rank = 0;
+  options.world_size = 2;
+  options.limits.suspect_s = 0.2;
+  options.limits.grace_s = 0.4;
+  options.peers = std::make_shared<FakePeers>(network, 0);
+  options.progress = std::make_shared<Progress>(arenas[0]);
+  Group group(options);
+  Watchdog watchdog(group);
+  // Both processes are stopped from the first wait to the second, and rank 1 for longer: not known as dead.
+  network->kill(1);
+  usleep(100000);
+  network->lost(0, 1).store(false);
+  auto look = [&](WaitState& wait) {
+    watchdog.look(wait, [] { return std::vector<uint32_t>{1}; }, "a call", 1, false);
+  };
+  WaitState first(now_s(), 60);
+  look(first);
+  usleep(600000);
+  WaitState second(now_s(), 60);
+  look(second);
+  const double start = now_s();
+  auto [kind, message] = error_of([&] {
+    while (now_s() - start < 10) {
+      look(second);
+      usleep(10000);
+    }
+  });
+  CHECK(kind == ErrorKind::peer_lost);
+  CHECK_CONTAINS(message, "has shown no sign of life for 0.4 s");
 }
 
 TEST_ANY_HOSTS(overlapping_groups_used_in_different_orders_do_not_lock) {

@@ -1,13 +1,16 @@
 #include <fcntl.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstring>
 #include <mutex>
 
+#include "base/interrupt.h"
 #include "base/log.h"
-#include "check.h"
+#include "processes.h"
 #include "shm/unix_socket.h"
 
 using namespace photinus;
@@ -103,6 +106,47 @@ TEST(who_waits_for_others_to_join_says_for_whom) {
       said, "rank 1 of 3 has been waiting for 0 s for rank 0, which waits for others, to join group club");
   CHECK_CONTAINS(
       said, "rank 1 of 2 has been waiting for 0 s for rank 0, which does not listen yet, to join group club");
+}
+
+namespace {
+
+std::atomic<bool> is_wanted_back{false};
+
+}  // namespace
+
+TEST(an_interrupt_ends_the_wait_for_others_to_join) {
+  set_interrupt_check([] { return is_wanted_back.load(); });
+  const std::string address = new_address();
+  // Rank 0 waits for guests, rank 1 for what rank 0 says, and another group's rank 1 for its rank 0.
+  const std::vector<std::function<void()>> joins{[&] { join(0, 3, address, 60); },
+                                                 [&] { join(1, 3, address, 60); },
+                                                 [] { join(1, 2, new_address(), 60); }};
+  std::vector<std::thread> threads;
+  for (const auto& join_one : joins)
+    threads.emplace_back([&] {
+      const double start = now_s();
+      const ErrorKind kind = error_of(join_one).first;
+      CHECK(kind == ErrorKind::interrupted ||
+            kind == ErrorKind::peer_lost);  // if rank 0 was the first to end
+      CHECK(now_s() - start < 30);
+    });
+  usleep(500000);
+  is_wanted_back = true;
+  for (std::thread& thread : threads) thread.join();
+  set_interrupt_check(nullptr);
+}
+
+TEST(more_ranks_than_a_user_may_have_descriptors_under_way_meet_all_the_same) {
+  constexpr uint32_t kRanks = 24;
+  constexpr uid_t kNobody = 65534;
+  auto reports = run_processes(
+      kRanks, [](Communicator& communicator) { return text("%u met", communicator.world_size()); }, {}, {},
+      [](Communicator::Options&) {
+        const rlimit files{160, 160};
+        CHECK(setrlimit(RLIMIT_NOFILE, &files) == 0);
+        if (geteuid() == 0) CHECK(setuid(kNobody) == 0);  // for the superuser no limit holds
+      });
+  for (const Report& report : reports) CHECK_CONTAINS(report.text, "24 met");
 }
 
 TEST(a_second_claimant_of_a_rank_is_refused_and_the_job_goes_on) {

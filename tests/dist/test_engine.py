@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -148,30 +149,38 @@ def test_a_killed_peer_is_named_with_its_pid_and_signal() -> None:
     assert "was killed by SIGKILL" in results[0].value
 
 
+def _start(script: str, *arguments: str) -> subprocess.Popen[str]:
+    """A process of its own, which has printed "ready"."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import sys; from photinus import engine\n" + script, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def _end(processes: list[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
 def test_ctrl_c_ends_a_wait_of_the_callers_own_thread() -> None:
     script = (
-        "import sys; from photinus import engine\n"
         "c = engine.Communicator(int(sys.argv[1]), 2, sys.argv[2], timeout_s=60)\n"
         "print('ready', flush=True)\n"
         "c.barrier() if sys.argv[1] == '0' else sys.stdin.read()\n"
     )
-    address = engine.new_address()
-    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, str(rank), address],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environ,
-        )
-        for rank in range(2)
-    ]
+    processes: list[subprocess.Popen[str]] = []
     try:
-        for process in processes:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
+        with ThreadPoolExecutor() as threads:
+            processes += threads.map(_start, [script] * 2, "01", [engine.new_address()] * 2)
         time.sleep(0.3)
         processes[0].send_signal(signal.SIGINT)
         _, stderr = processes[0].communicate(timeout=20)
@@ -179,10 +188,51 @@ def test_ctrl_c_ends_a_wait_of_the_callers_own_thread() -> None:
         processes[1].communicate("", timeout=20)
         assert processes[1].returncode == 0
     finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.communicate()
+        _end(processes)
+
+
+@pytest.mark.parametrize("rank", "01")
+def test_ctrl_c_ends_the_wait_for_ranks_that_have_not_come(rank: str) -> None:
+    script = "print('ready', flush=True); engine.Communicator(int(sys.argv[1]), 2, sys.argv[2], timeout_s=60)"
+    process = _start(script, rank, engine.new_address())
+    try:
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=20)
+        assert "KeyboardInterrupt" in stderr
+    finally:
+        _end([process])
+
+
+def interrupted(rank: int, world_size: int, address: str) -> str:
+    with engine.Communicator(rank, world_size, address, timeout_s=60) as communicator:
+        communicator.barrier()
+        if rank == 1:
+            time.sleep(1)
+            try:
+                communicator.all_reduce(np.ones(1 << 18, np.float32))
+            except errors.PeerLostError as error:
+                return str(error)
+            return "none"
+
+        def give_up(*_: object) -> None:
+            raise TimeoutError("too long")
+
+        signal.signal(signal.SIGALRM, give_up)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        work = communicator.all_reduce(np.ones(1 << 18, np.float32), asynchronous=True)
+        try:
+            work.wait()
+        except TimeoutError as error:
+            return f"{error}, completed: {work.is_completed()}"
+    return "none"
+
+
+def test_what_a_signals_handler_raises_ends_the_call_and_is_told_to_the_peers() -> None:
+    results = run_ranks("tests.dist.test_engine:interrupted", world_size=2, arguments={"address": engine.new_address()})
+    own, peers = values(results)
+    assert own == "too long, completed: True"
+    assert "interrupted by a signal while waiting for all_reduce" in peers
 
 
 def test_arguments_that_do_not_fit_are_refused_with_both_numbers() -> None:
