@@ -55,6 +55,8 @@ def test_by_default_sizes_go_from_4_kib_to_64_mib() -> None:
         (["--seconds", "0"], "a number of seconds above 0"),
         (["--dtype"], "--dtype needs a value"),
         (["--hosts", "4x"], "needs hosts x ranks, like 4x8"),
+        (["--hosts", "4x8"], "--hosts 4x8 means something only with --explain."),
+        (["--explain", "--latency-us", "5"], "--latency-us 5 means something only with --hosts."),
         (["--plot", "picture.txt"], "a .png, .svg or .pdf file"),
         (["--plot", "/no/such/folder/x.png"], "there is no folder /no/such/folder"),
     ],

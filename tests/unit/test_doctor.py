@@ -308,6 +308,7 @@ def test_all_well_is_exit_code_0(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         (["--jsn"], "Did you mean --json?"),
         (["--timeout"], "--timeout needs a value: SECONDS."),
         (["--timeout=-1"], "--timeout -1: needs"),
+        (["--ssh-port", "2222"], "--ssh-port 2222 means something only with --hosts or --hostfile."),
     ],
 )
 def test_wrong_use_is_told(capsys: pytest.CaptureFixture[str], words: list[str], told: str) -> None:

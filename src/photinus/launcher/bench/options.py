@@ -92,6 +92,8 @@ def parser() -> Parser:
 def parse_bench(arguments: Sequence[str]) -> Options:
     """Reads the words after `photinus bench`; raises UsageError."""
     read = vars(parser().parse(arguments))
+    Parser.refuse_without(read["given"], ("--hosts",), "--explain")
+    Parser.refuse_without(read["given"], ("--latency-us", "--rate-gbit"), "--hosts")
     return Options(**{name: read[name] for name in Options.__dataclass_fields__ if read[name] is not None})
 
 

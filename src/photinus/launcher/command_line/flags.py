@@ -193,11 +193,6 @@ def _refuse_contradictions(typed: dict[str, Any], given: Mapping[str, tuple[str,
             if first in given and other in given:
                 refuse(first, other)
 
-    def only_with(words: Sequence[str], *needed: str) -> None:
-        for word in words:
-            if word in given and not any(flag in given for flag in needed):
-                raise UsageError(f"{shown(word)} means something only with {' or '.join(needed)}.")
-
     if "rdzv_endpoint" in typed:
         leader, port = typed["rdzv_endpoint"]
         if typed.setdefault("leader", leader) != leader:
@@ -234,10 +229,10 @@ def _refuse_contradictions(typed: dict[str, Any], given: Mapping[str, tuple[str,
     together("--slurm", "--kubernetes", "--hostfile", "--node-rank", "--master-addr", "--rdzv-endpoint")
     together("--kubernetes", "--hostfile", "--node-rank", "--master-addr", "--rdzv-endpoint")
     together("--submit", "--output", "--dry-run")
-    only_with(("--num-nodes", "--ssh", "--ssh-port", "--export"), "--hostfile")
-    only_with(("--time", "--partition", "--sbatch", "--submit"), "--slurm")
-    only_with(("--image", "--namespace"), "--kubernetes")
-    only_with(("--name", "--gpus-per-node", "--output"), "--slurm", "--kubernetes")
+    Parser.refuse_without(given, ("--num-nodes", "--ssh", "--ssh-port", "--export"), "--hostfile")
+    Parser.refuse_without(given, ("--time", "--partition", "--sbatch", "--submit"), "--slurm")
+    Parser.refuse_without(given, ("--image", "--namespace"), "--kubernetes")
+    Parser.refuse_without(given, ("--name", "--gpus-per-node", "--output"), "--slurm", "--kubernetes")
     least, most = typed.get("nnodes", (1, 1))
     if most > 1:
         together("--standalone", "--nnodes")

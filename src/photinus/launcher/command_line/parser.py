@@ -120,6 +120,14 @@ class Parser(argparse.ArgumentParser):
         values.given, values.rest = given, tuple(rest)
         return values
 
+    @staticmethod
+    def refuse_without(given: Mapping[str, tuple[str, str]], words: Sequence[str], *needed: str) -> None:
+        """Raises UsageError for flags of `parse`'s `given` that mean something only with one of the needed ones."""
+        for word in words:
+            if word in given and not any(flag in given for flag in needed):
+                typed = " ".join(filter(None, given[word]))
+                raise UsageError(f"{typed} means something only with {' or '.join(needed)}.")
+
     def error(self, message: str) -> NoReturn:
         """What argparse finds beside wrong values: too few words, or too many."""
         raise UsageError(f"{self.prog}: {message}. See `{self.prog} --help`.")

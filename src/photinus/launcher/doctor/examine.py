@@ -55,6 +55,7 @@ def parser() -> Parser:
 def main(arguments: Sequence[str]) -> int:
     """Examines this machine, or several hosts; returns 0 when all is well, else 1. Raises UsageError."""
     asked = parser().parse(arguments)
+    Parser.refuse_without(asked.given, ("--ssh", "--ssh-port"), "--hosts", "--hostfile")
     if asked.hosts is not None or asked.hostfile is not None:
         return _examine_hosts(asked)
     load = read_load()
