@@ -66,12 +66,14 @@ def size(size_bytes: float) -> str:
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size_bytes >= scale:
             scaled = size_bytes / scale
-            return (
-                f"{scaled:.1f} {unit}"
-                if scaled < 10 or (unit in ("TiB", "GiB") and scaled < 100)
-                else (f"{scaled:.0f} {unit}")
-            )
+            digits = 1 if scaled < 10 or (unit in ("TiB", "GiB") and scaled < 100) else 0
+            return f"{scaled:.{digits}f} {unit}"
     return f"{size_bytes:.0f} B"
+
+
+def bandwidth(bytes_per_s: float) -> str:
+    """Bytes per second as 12.3 GB/s."""
+    return f"{bytes_per_s / 1e9:.1f} GB/s"
 
 
 def percent(share: float) -> str:

@@ -6,6 +6,7 @@ chunks from memory, adding and latency are left out: it is what binds large tens
 
 from __future__ import annotations
 
+from ...runlog.units import bandwidth
 from .result import COPY, HOST_COPY, Result
 
 __all__ = ["explain_gpus", "predict"]
@@ -33,16 +34,12 @@ def explain_gpus(result: Result, gpus: int) -> list[str]:
     here, binds = predict(result.ranks, link, memory)
     each = "link" if result.ranks <= gpus else "rank's share of a link"
     lines = [
-        f"An all_reduce through the host reaches {_gb(here)} here at most, and {binds} binds. "
-        f"(Predicted from counted bytes: each {each} carries the tensor both ways, at {_gb(link)} while all copy; host "
-        f"memory carries it {3 * result.ranks + 1} times, at {_gb(memory)}.)"
+        f"An all_reduce through the host reaches {bandwidth(here)} here at most, and {binds} binds. "
+        f"(Predicted from counted bytes: each {each} carries the tensor both ways, at {bandwidth(link)} while all "
+        f"copy; host memory carries it {3 * result.ranks + 1} times, at {bandwidth(memory)}.)"
     ]
     if result.ranks <= gpus:
         others = {number: predict(number, link, memory) for number in _OTHERS if number != result.ranks}
-        words = ", ".join(f"{number}: {_gb(ceiling)} ({what})" for number, (ceiling, what) in others.items())
+        words = ", ".join(f"{number}: {bandwidth(ceiling)} ({what})" for number, (ceiling, what) in others.items())
         lines.append(f"Predicted for other numbers of such GPUs, if their links stay as fast: {words}.")
     return lines
-
-
-def _gb(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e9:.1f} GB/s"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...runlog.units import bandwidth
 from ..contestants.contestant import Contestant, torch_ranks
 from .finding import Finding
 from .host import LATE, finding_if_busy
@@ -13,11 +14,6 @@ __all__ = ["look_at_backends"]
 _SECTION = "Backends (two processes, all_reduce tried)"
 _PATH = "all_reduce:ordinary"  # the sum is looked at
 _SMALL_BYTES, _LARGE_BYTES = 4 << 10, 16 << 20
-_ABSENT = {
-    "nccl": "this torch is built without it",
-    "mpi": "this torch is built without it (as all released builds are)",
-    "ucc": "this torch is built without it",
-}
 _ADVICE = {
     "photinus": "See `engine` and `memfd` above; the message says what was missing.",
     "gloo": "Often the network: loopback down, or GLOO_SOCKET_IFNAME names an interface that is not there.",
@@ -33,7 +29,8 @@ def look_at_backends(torch: dict[str, Any] | None, timeout_s: float) -> list[Fin
     gpus = len(torch["gpus"])
     for name in ("nccl", "mpi", "ucc"):
         if not torch["available"][name]:
-            found.append(Finding(_SECTION, name, "absent", _ABSENT[name]))
+            usual = " (as all released builds are)" if name == "mpi" else ""
+            found.append(Finding(_SECTION, name, "absent", f"this torch is built without it{usual}"))
         elif name == "nccl" and gpus == 0:
             found.append(Finding(_SECTION, name, "absent", "there is no GPU to try it on"))
         elif name == "mpi":
@@ -56,6 +53,6 @@ def _try(backend: str, timeout_s: float, world_size: int = 2) -> Finding:
     if small_s is None or large_s is None:
         advice = _ADVICE.get(backend, "The message is the backend's own.")
         return Finding(_SECTION, backend, "bad", str(tried.absent), advice)
-    value = f"works: 4 KiB in {small_s * 1e6:.0f} µs, 16 MiB at {_LARGE_BYTES / large_s / 1e9:.1f} GB/s"
+    value = f"works: 4 KiB in {small_s * 1e6:.0f} µs, 16 MiB at {bandwidth(_LARGE_BYTES / large_s)}"
     facts = {"small_s": small_s, "large_s": large_s, "large_bytes": _LARGE_BYTES}
     return Finding(_SECTION, backend, "good", value, facts=facts)

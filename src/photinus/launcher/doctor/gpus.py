@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from ...runlog.units import bandwidth
 from .finding import Finding, assess
 from .software import ask_child, output_of
 
@@ -55,7 +56,7 @@ def _gpu(index: int, gpu: dict[str, Any], link: dict[str, Any]) -> Finding:
         parts.append(f"PCIe {_PCIE.get(transfers, transfers + ' GT/s')} x{width}")
     if link:
         ways = {"to the host": "to_host", "back": "to_gpu", "both at once": "both"}
-        parts.append(", ".join(f"{way} {_gb(link[name])}" for way, name in ways.items()))
+        parts.append(", ".join(f"{way} {bandwidth(link[name])}" for way, name in ways.items()))
     advice = f"The card has {most} lanes, and runs with {width}: another slot, or its riser, may have more."
     narrow = width.isdigit() and most.isdigit() and int(width) < int(most)
     return assess(_SECTION, f"GPU {index}", "; ".join(parts), note=advice if narrow else "", facts={**gpu, **link})
@@ -69,7 +70,7 @@ def _links(links: dict[str, Any]) -> list[Finding]:
     peers, atomics = links["peers"], links["atomics"]
     apart = [f"{i}-{j}" for i, j in pairs if not (peers[i][j] and peers[j][i])]
     nvlink = [f"{i}-{j}" for i, j in pairs if atomics[i][j]]
-    together = f"all GPUs at once, both ways: {_gb(links['all_at_once'])} each way and GPU"
+    together = f"all GPUs at once, both ways: {bandwidth(links['all_at_once'])} each way and GPU"
     found = [Finding(_SECTION, "copies", "good", together, facts={"all_at_once": links["all_at_once"]})]
     facts = {"peers": peers, "atomics": atomics}
     if apart:
@@ -83,7 +84,3 @@ def _links(links: dict[str, Any]) -> list[Finding]:
 
 def _some(pairs: list[str]) -> str:
     return ", ".join(pairs[:8]) + (" ..." if len(pairs) > 8 else "")
-
-
-def _gb(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e9:.1f} GB/s"
