@@ -325,7 +325,7 @@ TEST(what_was_read_of_a_tensor_whose_owner_left_in_the_middle_is_no_result) {
           if (is_root) {
             const std::shared_ptr<Work> work = begin();
             has_posted = true;
-            usleep(300000);  // the other one's copy is under way by then
+            usleep(300000);        // the other one's copy is under way by then
             communicator.close();  // from here on its owner may overwrite the tensor
             return;
           }
