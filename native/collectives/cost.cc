@@ -33,12 +33,12 @@ Cost cost_on_host(const Model& model, const Call& call, double ranks, double byt
 }
 
 // How much of a tensor is under way together: slots hold all slices of a ring of chunks.
-double chunk_bytes(const Levels& levels, const SlotSizes& sizes, const NetSizes& net) {
+double chunk_bytes(double bytes, const Levels& levels, const SlotSizes& sizes, const NetSizes& net) {
   const double ring = 4 + 2 * static_cast<double>(levels.sizes.size());
   const auto slices = static_cast<double>(levels.slices());
-  return std::min({static_cast<double>(sizes.chunks * sizes.chunk_bytes) / ring,
-                   static_cast<double>(net.slice_bytes) * slices,
-                   static_cast<double>(net.landing_bytes) / (2 * ring) * slices});
+  const auto slice = static_cast<double>(longest_slice(net, static_cast<uint64_t>(bytes / slices)));
+  const double chunk = std::min(slice, static_cast<double>(net.landing_bytes) / (2 * ring)) * slices;
+  return slices > 1 ? std::min(chunk, static_cast<double>(sizes.chunks * sizes.chunk_bytes) / ring) : chunk;
 }
 
 Cost cost_between_hosts(const Model& model, const Call& call, const Levels& levels, double bytes, bool flat,
@@ -51,7 +51,7 @@ Cost cost_between_hosts(const Model& model, const Call& call, const Levels& leve
   // Whole tensors to everyone in a level, or each byte once on the way up and once down.
   const double crosses = flat && !parts ? bytes * peers : rounds * bytes * (hosts - 1) / hosts;
   const double per_rank = flat ? crosses : crosses / slices;
-  const double chunks = flat ? 1 : std::max(1.0, std::ceil(bytes / chunk_bytes(levels, sizes, net)));
+  const double chunks = flat ? 1 : std::max(1.0, std::ceil(bytes / chunk_bytes(bytes, levels, sizes, net)));
   const double adds = has_reduction(call.operation) ? per_rank / rounds * model.add_ns * 1e-9 : 0;
   // Of small frames cards carry little but headers.
   const double told = slices * peers * (static_cast<double>(kToldBytes) + (1 + rounds) * model.header_bytes) *

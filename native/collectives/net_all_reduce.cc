@@ -148,7 +148,7 @@ class Pipeline : public StepSource {
         // On all hosts the same, as is what follows from it. Four hosts lost a quarter by it at 1 MiB.
         alone_(direct_ && s_.slices == 1 && levels.hosts.size() == 2),
         ring_(alone_ ? kFirstUp + 1 : stages_ + 1),
-        cut_(levels, {call.elems, s_.slices, 1, s_.slices, size_, wire_, ring_, alone_}, sizes, net),
+        cut_(levels, {call.elems, s_.slices, 1, slot_parts(), size_, wire_, ring_, alone_}, sizes, net),
         up_(s_.depth()),
         down_(s_.depth()),
         marks_(ring_) {
@@ -203,6 +203,7 @@ class Pipeline : public StepSource {
       copy_out(chunk);
     }
   }
+  uint64_t slot_parts() const { return s_.slices > 1 ? s_.slices : 0; }  // alike on all hosts
   // The part of a slice that this rank has when it comes to a level.
   Slice span(uint64_t chunk, uint32_t slice, size_t level) const {
     Slice span = cut_.slice(chunk, slice);

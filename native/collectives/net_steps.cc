@@ -64,10 +64,16 @@ std::vector<Region> NetSteps::of_locals(Place place, uint64_t offset_bytes, Regi
 }
 
 SlotSizes sizes_for(SlotSizes asked, uint32_t ranks, bool over_hosts) {
-  constexpr uint32_t kChunksOverHosts = 16;
+  constexpr uint32_t kChunksOverHosts = 32;
   asked.chunk_bytes = std::max<uint64_t>(asked.chunk_bytes, ranks * kLineBytes);
   if (over_hosts) asked.chunks = std::max(asked.chunks, kChunksOverHosts);
   return asked;
+}
+
+// Cut into more than this, a tensor costs frames that nobody is earlier for.
+uint64_t longest_slice(const NetSizes& net, uint64_t bytes) {
+  constexpr uint64_t kEnoughChunks = 32;
+  return std::max(net.slice_bytes, std::min(bytes / kEnoughChunks, net.most_slice_bytes));
 }
 
 Dtype wire_dtype(const Call& call) {
@@ -124,10 +130,6 @@ Kernels kernels_of(const Call& call) {
           {Reduction::sum, result, call.dtype}};
 }
 
-// By so much larger may slices be that are only added once, and never copied: the fewer frames, the fewer
-// calls and wakings.
-constexpr uint64_t kAlone = 4;
-
 NetCut::NetCut(const Levels& levels, const CutOf& of, const SlotSizes& sizes, const NetSizes& net)
     : of_(of), unit_(kLineBytes / of.elem_bytes) {
   const uint32_t slices = levels.slices();
@@ -146,10 +148,12 @@ NetCut::NetCut(const Levels& levels, const CutOf& of, const SlotSizes& sizes, co
     }
     return at;
   };
-  const uint64_t slot_units = sizes.chunks * sizes.chunk_bytes / of_.ring / kLineBytes / of_.slot_parts;
+  const uint64_t slot_parts = std::max<uint64_t>(of_.slot_parts, 1);
+  const uint64_t slot_units = sizes.chunks * sizes.chunk_bytes / of_.ring / kLineBytes / slot_parts;
   const uint64_t landing_units = net.landing_bytes / (of_.ring * carried_ * unit_ * of_.wire_bytes);
-  part_units_ = of_.alone ? std::min(kAlone * net.slice_bytes / kLineBytes, landing_units)
-                          : std::min({net.slice_bytes / kLineBytes, slot_units, landing_units});
+  const uint64_t slice_bytes = longest_slice(net, of_.elems * of_.elem_bytes / of_.slices);
+  part_units_ = std::min((of_.alone ? net.most_slice_bytes : slice_bytes) / kLineBytes, landing_units);
+  if (of_.slot_parts > 0) part_units_ = std::min(part_units_, slot_units);
   while (part_units_ > 0 && lay_out(part_units_) > landing_units)
     part_units_ -= std::max<uint64_t>(part_units_ / 16, 1);
   if (part_units_ == 0)

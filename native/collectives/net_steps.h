@@ -85,13 +85,13 @@ Kernels kernels_of(const Call& call);
 // A chunk is some elements of a tensor, in as many slices as `slices` says, or (1) the same elements of the
 // part of each rank. Of each chunk the landing has an entry for each slice that a rank carries: `entry_parts`
 // partial results, then for each level a place for what each other member sends; and a slot holds
-// `slot_parts`.
+// `slot_parts` (0: no chunk comes into a slot).
 struct CutOf {
   uint64_t elems = 0, slices = 1, entry_parts = 1, slot_parts = 1;
   uint64_t elem_bytes = 1, wire_bytes = 1;
   uint64_t ring = 1;
   bool alone = false;  // two hosts have one rank each, which sends its tensor as it is: nothing lies in an
-                       // entry but what comes, and chunks, which need no slots, may be larger
+                       // entry but what comes, and chunks may be as large as those of a long tensor
 };
 
 class NetCut {

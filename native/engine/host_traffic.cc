@@ -15,6 +15,11 @@ Error unreadable(const std::string& who) {
                                  "run the same version of Photinus?"};
 }
 
+// Both ends count the same frames, so both know on which stream one goes.
+uint32_t stream_of(const Link& link, uint64_t begun) {
+  return static_cast<uint32_t>(kCollectiveStreams + begun % (link.data_streams() - kCollectiveStreams));
+}
+
 }  // namespace
 
 HostTraffic::HostTraffic(Peers& peers, Levels levels, Levels rounding, const NetSizes& sizes)
@@ -161,8 +166,7 @@ bool HostTraffic::send(uint32_t rank, const std::byte* from, uint64_t bytes) {
   if (!link) return false;
   Frames& frames = sent_[rank];
   Transfer& transfer = next(frames);
-  const auto stream =
-      static_cast<uint32_t>(kCollectiveStreams + frames.begun % (link->data_streams() - kCollectiveStreams));
+  const uint32_t stream = stream_of(*link, frames.begun);
   if (tell(rank, from, bytes, stream)) {
     frames.in_tell = ++frames.begun;
     return true;
@@ -195,7 +199,8 @@ bool HostTraffic::receive(uint32_t rank, std::byte* to, uint64_t bytes) {
   Link* const link = peers_.link(rank, LinkUse::collective);
   if (!link) return false;
   try {
-    link->expect(channel_, mark(sequence_, frames.begun + 1), to, bytes, transfer);
+    link->expect(channel_, mark(sequence_, frames.begun + 1), to, bytes, transfer,
+                 stream_of(*link, frames.begun));
   } catch (const Error&) {
     if (!link->has_failed()) throw;
     return false;

@@ -64,8 +64,7 @@ void Link::send(uint32_t channel, uint64_t sequence, std::span<const iovec> piec
     frame.pieces.push_back(piece);
     frame.header.bytes += piece.iov_len;
   }
-  transfer.bytes_ = frame.header.bytes;
-  transfer.done_.store(false, std::memory_order_relaxed);
+  transfer.begin(frame.header.bytes);
   frame.transfer = &transfer;
   if (stream == kAnyStream) {
     const uint32_t first = turn_.fetch_add(1, std::memory_order_relaxed);
@@ -196,8 +195,7 @@ void Link::advance(Track& track, uint64_t bytes) {
     track.sent_frames.fetch_add(1, std::memory_order_relaxed);
     Transfer* const transfer = frame.transfer;
     track.queue.pop_front();
-    if (transfer) transfer->done_.store(true, std::memory_order_seq_cst);  // its owner may end it now
-    completions_.fetch_add(1, std::memory_order_relaxed);
+    if (!transfer || transfer->end()) completions_.fetch_add(1, std::memory_order_relaxed);
   }
 }
 
@@ -245,6 +243,7 @@ void Link::forget(uint32_t channel) {
     {
       std::lock_guard lock(track->receiving);
       if (track->in_payload && track->header.channel == channel) track->place = {};
+      if (track->stream) lower_water(*track);
     }
     std::lock_guard lock(track->sending);
     auto is_dropped = [&](const Outgoing& frame) {

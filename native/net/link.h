@@ -39,12 +39,26 @@ class Transfer {
   Transfer& operator=(const Transfer&) = delete;
 
   // Sent: the kernel has all bytes. Received: they lie in their place. Never, when the link has failed.
-  bool is_done() const { return done_.load(std::memory_order_seq_cst); }
+  // The link counts the completions of those transfers only of which somebody has asked this in vain: a
+  // thread that waits for one of many frames is not woken by each of the others.
+  bool is_done() const {
+    State now = state_.load(std::memory_order_seq_cst);
+    if (now == State::under_way && state_.compare_exchange_strong(now, State::awaited)) return false;
+    return now == State::done;
+  }
   uint64_t bytes() const { return bytes_; }  // of the frame, once it is done
 
  private:
   friend class Link;
-  std::atomic<bool> done_{false};
+  enum class State : uint8_t { under_way, awaited, done };
+  void begin(uint64_t bytes) {
+    bytes_ = bytes;
+    state_.store(State::under_way, std::memory_order_relaxed);
+  }
+  // Its owner may end it at once. Whether it was awaited.
+  bool end() { return state_.exchange(State::done, std::memory_order_seq_cst) == State::awaited; }
+
+  mutable std::atomic<State> state_{State::under_way};
   uint64_t bytes_ = 0;
 };
 
@@ -90,17 +104,19 @@ class Link {
   void send_control(uint32_t channel, uint64_t sequence, const void* payload, size_t bytes,
                     uint32_t stream = kControlStream, bool more = false);
   // Posts the place for a frame of data: it must have from `least_bytes` to `bytes` bytes, exactly `bytes`
-  // without. What has come already lands at once.
-  void expect(uint32_t channel, uint64_t sequence, void* at, uint64_t bytes, Transfer& transfer);
+  // without. What has come already lands at once. `stream`: on which it will come, if that is known, and if
+  // no control frame is awaited on that stream before it: then the link is not woken for less than the frame.
+  void expect(uint32_t channel, uint64_t sequence, void* at, uint64_t bytes, Transfer& transfer,
+              uint32_t stream = kAnyStream);
   void expect(uint32_t channel, uint64_t sequence, void* at, uint64_t least_bytes, uint64_t bytes,
               Transfer& transfer);
   void check() const;
 
   // Does what can be done now. Whether something moved; if not, poll again when a stream is ready.
   bool poll();
-  // How many sends, receipts and ends there were: what a user of this link may wait for.
+  // How many awaited sends and receipts, control frames and ends there were: what a user may wait for.
   uint64_t completions() const { return completions_.load(std::memory_order_relaxed); }
-  // Nobody polls until a stream is ready: of long frames a stream need not report each packet.
+  // Nobody polls until a stream is ready: of frames whose length is known it need not report each packet.
   void rest();
 
   // An operation was given up: what of the channel was not begun is not sent, what comes is dropped, for
@@ -134,6 +150,7 @@ class Link {
     std::byte* at = nullptr;
     uint64_t least_bytes = 0, bytes = 0;
     Transfer* transfer = nullptr;
+    uint32_t stream = kAnyStream;
   };
   struct Key {
     uint32_t channel;
@@ -174,8 +191,8 @@ class Link {
     Place place;        // of the payload that is coming; without an address it is dropped
     uint64_t left = 0;  // bytes of it
     uint32_t expected_number = 0;
-    std::atomic<bool> waits{false};  // for a place; set under places_mutex_
-    uint64_t low_water = 1;
+    std::atomic<bool> waits{false};      // for a place; set under places_mutex_
+    std::atomic<uint64_t> low_water{1};  // raised under places_mutex_ too
     uint64_t places_seen = 0;
     double waits_since_s = 0;
     double moved_s = 0;
@@ -197,8 +214,11 @@ class Link {
   bool begin_payload(Track& track);
   void end_payload(Track& track);
   void take_control(Track& track, const std::byte* payload);
+  void post(uint32_t channel, uint64_t sequence, const Place& place);
   void place_waiting();
+  uint64_t awaited_bytes(const Track& track) const;
   void set_low_water(Track& track, uint64_t bytes);
+  void lower_water(Track& track);
   bool check_header(Track& track);
   void note_end(Track& track, const std::string& how);
   void look_for_ends();

@@ -10,9 +10,8 @@ namespace photinus {
 namespace {
 
 constexpr uint64_t kTurnBytes = 4 << 20;  // that one stream may receive before others have a turn
-// Of a frame that is coming so much at least is taken at a time. Smaller than what the kernel lets a peer
-// send ahead, so that it comes.
-constexpr uint64_t kLowWaterBytes = 128 << 10;
+// Of a frame that is coming so much at least is taken at a time. The kernel widens its window for it.
+constexpr uint64_t kLowWaterBytes = 512 << 10;
 // A stream ended without a word: for so long the peer's word may still be under way on the control stream.
 constexpr double kWordUnderWay_s = 1;
 
@@ -26,25 +25,37 @@ std::string size_text(uint64_t least, uint64_t most) {
 
 // --- receiving
 
-void Link::expect(uint32_t channel, uint64_t sequence, void* at, uint64_t bytes, Transfer& transfer) {
-  expect(channel, sequence, at, bytes, bytes, transfer);
+void Link::expect(uint32_t channel, uint64_t sequence, void* at, uint64_t bytes, Transfer& transfer,
+                  uint32_t stream) {
+  post(channel, sequence, {static_cast<std::byte*>(at), bytes, bytes, &transfer, stream});
 }
 
 void Link::expect(uint32_t channel, uint64_t sequence, void* at, uint64_t least_bytes, uint64_t bytes,
                   Transfer& transfer) {
+  post(channel, sequence, {static_cast<std::byte*>(at), least_bytes, bytes, &transfer, kAnyStream});
+}
+
+void Link::post(uint32_t channel, uint64_t sequence, const Place& place) {
   check();
-  transfer.done_.store(false, std::memory_order_relaxed);
+  place.transfer->begin(0);
+  bool is_small = false;
   {
     std::lock_guard lock(places_mutex_);
     if (forgotten_.contains(channel))
       throw Error(ErrorKind::invalid_argument,
                   text("a place on channel %u, which %s has forgotten", channel, name().c_str()));
-    const Place place{static_cast<std::byte*>(at), least_bytes, bytes, &transfer};
     if (!places_.emplace(Key{channel, sequence}, place).second)
       throw Error(ErrorKind::invalid_argument,
                   text("channel %u, sequence %llu has a place already at %s", channel,
                        static_cast<unsigned long long>(sequence), name().c_str()));
     places_version_.fetch_add(1, std::memory_order_release);
+    for (const auto& track : tracks_) is_small |= track->low_water > sizeof(FrameHeader) + place.least_bytes;
+  }
+  if (is_small) {
+    for (auto& track : tracks_) {
+      std::lock_guard lock(track->receiving);
+      if (track->stream) lower_water(*track);
+    }
   }
   place_waiting();
 }
@@ -58,6 +69,22 @@ void Link::place_waiting() {
   }
 }
 
+// So many bytes will come at least before there is something to do: the rest of a frame, or the smallest of
+// those that are expected on this stream. One that is smaller has no place yet, and waits until it has.
+// Under track.receiving and places_mutex_.
+uint64_t Link::awaited_bytes(const Track& track) const {
+  if (track.in_payload) return std::clamp<uint64_t>(track.left, 1, kLowWaterBytes);
+  if (track.index == 0 || track.has_header || track.end > track.begin) return 1;
+  bool is_expected = false;
+  uint64_t least = kLowWaterBytes;
+  for (const auto& [key, place] : places_) {
+    const bool here = place.stream == track.index - 1;
+    if (here || place.stream == kAnyStream) least = std::min(least, sizeof(FrameHeader) + place.least_bytes);
+    is_expected |= here;
+  }
+  return is_expected ? least : 1;
+}
+
 // Under track.receiving.
 void Link::set_low_water(Track& track, uint64_t bytes) {
   if (bytes == track.low_water) return;
@@ -65,12 +92,20 @@ void Link::set_low_water(Track& track, uint64_t bytes) {
   track.stream->set_low_water(bytes);
 }
 
+// What is awaited has changed. Under track.receiving.
+void Link::lower_water(Track& track) {
+  if (track.low_water == 1) return;
+  std::lock_guard lock(places_mutex_);
+  set_low_water(track, std::min(track.low_water.load(), awaited_bytes(track)));
+}
+
 void Link::rest() {
   if (options_.stall_limit_s > 0 || owner_ != own_pid()) return;
   for (auto& track : tracks_) {
     std::unique_lock lock(track->receiving, std::try_to_lock);
-    if (lock && track->stream && track->in_payload && track->left > 1)
-      set_low_water(*track, std::min(track->left, kLowWaterBytes));
+    if (!lock || !track->stream || track->waits) continue;
+    std::lock_guard placing(places_mutex_);
+    set_low_water(*track, awaited_bytes(*track));
   }
 }
 
@@ -107,8 +142,7 @@ bool Link::receive(Track& track) {
     if (lands) track.place.at += landed, track.left -= landed;
     track.end += result.bytes - landed;
   }
-  if (track.low_water > 1 && !has_failed() && !(track.in_payload && track.left >= track.low_water))
-    set_low_water(track, 1);
+  if (!has_failed()) lower_water(track);
   if (options_.stall_limit_s > 0 && moved) track.moved_s = now_s();
   return moved;
 }
@@ -220,8 +254,7 @@ void Link::end_payload(Track& track) {
   track.place = {};
   if (!transfer) return;
   transfer->bytes_ = track.header.bytes;
-  transfer->done_.store(true, std::memory_order_seq_cst);  // its owner may end it now
-  completions_.fetch_add(1, std::memory_order_relaxed);
+  if (transfer->end()) completions_.fetch_add(1, std::memory_order_relaxed);
 }
 
 void Link::take_control(Track& track, const std::byte* payload) {

@@ -76,6 +76,8 @@ Stream::Result TcpStream::read(const iovec* pieces, int count) {
 }
 
 Stream::Result TcpStream::write(const iovec* pieces, int count) {
+  size_t asked = 0;
+  for (int i = 0; i < count; ++i) asked += pieces[i].iov_len;
   msghdr message{};
   message.msg_iov = const_cast<iovec*>(pieces);
   message.msg_iovlen = static_cast<size_t>(count);
@@ -85,8 +87,8 @@ Stream::Result TcpStream::write(const iovec* pieces, int count) {
     sent = sendmsg(socket_.get(), &message, MSG_NOSIGNAL);
   } while (sent < 0 && errno == EINTR);
   if (sent < 0) return errno == EAGAIN || errno == EWOULDBLOCK ? Result{} : failed(errno);
-  // Whether there is room for more, only trying tells: an event comes only after the kernel has said no.
-  readiness_->to_write.store(true, std::memory_order_seq_cst);
+  // A short write has filled it: room is a new event (epoll(7)).
+  if (static_cast<size_t>(sent) == asked) readiness_->to_write.store(true, std::memory_order_seq_cst);
   return {Status::moved, static_cast<size_t>(sent)};
 }
 

@@ -125,15 +125,18 @@ class FakeStream final : public Stream {
 
   Result read(const iovec* pieces, int count) override { return in_->read(pieces, count); }
   Result write(const iovec* pieces, int count) override { return out_->write(pieces, count); }
+  void set_low_water(size_t bytes) override { low_water_ = bytes; }
   void finish_writing() override { out_->finish(); }
   std::string fault() const override { return "the made-up connection was reset"; }
   StreamCounts counts() const override { return {}; }
 
   FakeWire& in() { return *in_; }
   FakeWire& out() { return *out_; }
+  size_t low_water() const { return low_water_; }
 
  private:
   const std::shared_ptr<FakeWire> in_, out_;
+  size_t low_water_ = 1;
 };
 
 }  // namespace photinus::test

@@ -273,6 +273,55 @@ TEST(threads_may_send_post_and_poll_at_the_same_time) {
   });
 }
 
+TEST(a_link_at_rest_is_woken_by_no_less_than_the_frame_it_expects) {
+  Ends ends(Carrier::fake, 0, 2);
+  Link& link = *ends.links[1];
+  auto woken_by = [&](size_t stream) { return ends.fakes[1][stream]->low_water(); };
+  std::vector<std::byte> room(100'000);
+  Transfer large, small, anywhere, next;
+  link.expect(1, 1, room.data(), room.size(), large, 0);
+  link.rest();
+  CHECK(woken_by(1) == sizeof(FrameHeader) + room.size());
+  CHECK(woken_by(0) == 1 && woken_by(2) == 1);  // control, and a stream of which nothing is known
+  // What is posted later may come earlier.
+  link.expect(1, 2, room.data(), 500, small, 0);
+  CHECK(woken_by(1) == sizeof(FrameHeader) + 500);
+  link.expect(2, 1, room.data(), 10, anywhere);
+  CHECK(woken_by(1) == sizeof(FrameHeader) + 10);
+  // Ahead of frames of which only the length is known there may be control frames.
+  link.forget(1);
+  CHECK(woken_by(1) == 1);
+  link.rest();
+  CHECK(woken_by(1) == 1 && woken_by(2) == 1);
+  link.expect(3, 1, room.data(), room.size(), next, 0);
+  link.rest();
+  CHECK(woken_by(1) == sizeof(FrameHeader) + 10);
+  auto out = content(1, room.size());
+  const iovec piece = all_of(out);
+  Transfer sent;
+  ends.links[0]->send(3, 1, {&piece, 1}, sent, 0);
+  ends.run([&] { return next.is_done(); });
+  CHECK(room == out);
+  CHECK(woken_by(1) == 1);
+}
+
+TEST(only_transfers_that_somebody_has_asked_about_are_completions) {
+  Ends ends(Carrier::fake);
+  auto out = content(1, 1000);
+  std::vector<std::byte> in(out.size());
+  const iovec piece = all_of(out);
+  for (const bool asks : {false, true}) {
+    Transfer sent, received;
+    const uint64_t before = ends.links[1]->completions(), sequence = asks;
+    ends.links[1]->expect(1, sequence, in.data(), in.size(), received);
+    if (asks) CHECK(!received.is_done());
+    ends.links[0]->send(1, sequence, {&piece, 1}, sent);
+    ends.run([&] { return ends.links[1]->counts().received_frames == sequence + 1; });
+    CHECK(received.is_done());
+    CHECK(ends.links[1]->completions() == before + asks);
+  }
+}
+
 TEST(options_of_tcp_are_set_and_wrong_ones_explained) {
   FileDescriptor one(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   TcpOptions options;

@@ -10,7 +10,7 @@ using namespace photinus::test;
 namespace {
 
 const SlotSizes kTinySlots{512, 1024, 4};  // many chunks with little data
-const NetSizes kTinyNet{64 << 10, 512, 128};
+const NetSizes kTinyNet{64 << 10, 512, 2048, 128};
 
 struct Case {
   std::string name;

@@ -71,7 +71,7 @@ TEST(direct_exchange_takes_two_latencies_and_what_cards_must_carry) {
     const double bytes = 512 * 1024 * hosts;  // smaller ones go flat
     Setup s = setup(hosts, 1, {hosts}, static_cast<uint64_t>(bytes));
     s.slots.chunk_bytes = 64 << 20;  // one chunk
-    s.net = {512 << 20, 16 << 20, 4 << 10};
+    s.net = {512 << 20, 16 << 20, 16 << 20, 4 << 10};
     const double pieces = (hosts - 1.0) * bytes / hosts;
     const double formula = (hosts - 1) * kPost + 2 * (10 * kUs + pieces * kNs);
     // What is told goes to all in one order, so some of it waits at a card.
@@ -83,7 +83,7 @@ TEST(halving_and_doubling_takes_two_latencies_a_level_and_the_same_bytes) {
   const double bytes = 1 << 20;
   Setup s = setup(8, 1, {2, 2, 2}, 1 << 20);
   s.slots.chunk_bytes = 64 << 20;
-  s.net = {512 << 20, 16 << 20, 4 << 10};
+  s.net = {512 << 20, 16 << 20, 16 << 20, 4 << 10};
   CHECK(is_near(run(s).seconds, 3 * kPost + 6 * 10 * kUs + 2 * 7 / 8.0 * bytes * kNs));
   s.levels.sizes = {4, 2};
   CHECK(is_near(run(s).seconds, 4 * kPost + 4 * 10 * kUs + 2 * 7 / 8.0 * bytes * kNs, 0.001));

@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <iostream>
+#include <optional>
 #include <random>
 #include <sstream>
 
@@ -125,6 +126,7 @@ Asked parse(const std::vector<std::string>& words) {
   Setup& s = asked.setup;
   s.call.operation = Operation::all_reduce;
   std::vector<std::string> lists;
+  std::optional<uint64_t> slots_bytes;
   for (size_t i = 0; i < words.size(); ++i) {
     const std::string& word = words[i];
     auto value = [&]() -> const std::string& {
@@ -158,7 +160,7 @@ Asked parse(const std::vector<std::string>& words) {
     } else if (word == "--formulas") {
       asked.formulas = true;
     } else if (word == "--slots-bytes") {
-      s.slots.chunk_bytes = bytes(value()) / s.slots.chunks;
+      slots_bytes = bytes(value());
     } else if (word == "--slice-bytes") {
       s.net.slice_bytes = bytes(value());
     } else if (word == "--landing-bytes") {
@@ -176,6 +178,8 @@ Asked parse(const std::vector<std::string>& words) {
   if (asked.sizes.empty()) wrong("hosts and sizes must be given");
   s.levels.hosts = hosts(asked.hosts);
   const auto count = static_cast<uint32_t>(s.levels.hosts.size());
+  s.slots = sizes_for({}, s.levels.ranks(), count > 1);
+  if (slots_bytes) s.slots.chunk_bytes = *slots_bytes / s.slots.chunks;
   if (lists.empty()) asked.lists = {choose_levels(count)};
   for (const std::string& words_of : lists)
     if (words_of == "all")
