@@ -7,12 +7,13 @@ An explicit argument always beats a variable, and a variable beats the default. 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
+
+from .spelling import closest
 
 T = TypeVar("T")
 
@@ -223,6 +224,6 @@ def misspelt(environ: Mapping[str, str]) -> dict[str, str]:
     meant = {}
     for name in environ:
         rest = name.removeprefix(_OURS)
-        if rest != name and rest not in ours and (near := difflib.get_close_matches(rest, ours, n=1, cutoff=0.7)):
-            meant[name] = ours[near[0]]
+        if rest != name and rest not in ours and (near := closest(rest, ours, cutoff=0.7)):
+            meant[name] = ours[near]
     return meant

@@ -13,12 +13,12 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..spelling import hint
 from ..trainer.session.progress import say
 from ..trainer.session.session import current_session
 from ..world import World
@@ -333,11 +333,8 @@ def _optimizer(section: Mapping[str, Any]) -> tuple[type[torch.optim.Optimizer],
         names = [each for each in dir(torch.optim) if each[:1].isupper() and each not in ("Optimizer", "Muon")]
         found = next((each for each in names if each.lower() == lower), None)
         if found is None:
-            near = get_close_matches(name, names, n=1)
-            raise ValueError(
-                f"optimizer.type {name!r}: torch.optim has no such optimizer."
-                + (f" Did you mean {near[0]!r}?" if near else "")
-            )
+            near = hint(name, names, show=repr)
+            raise ValueError(f"optimizer.type {name!r}: torch.optim has no such optimizer.{near}")
         kind = getattr(torch.optim, found)
     accepted = set(inspect.signature(kind).parameters) - {"params", "model", "closure"}
     check_keys(params, f"optimizer.params.{name}.", accepted)
@@ -349,11 +346,8 @@ def _optimizer(section: Mapping[str, Any]) -> tuple[type[torch.optim.Optimizer],
 def _scheduler(section: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     name, params = _type_and_params(section, "scheduler")
     if name not in SCHEDULES:
-        near = get_close_matches(name, SCHEDULES, n=1)
-        raise ValueError(
-            f"scheduler.type {name!r} is not one of {', '.join(SCHEDULES)}."
-            + (f" Did you mean {near[0]!r}?" if near else " Leave it out, and make a torch scheduler in the script.")
-        )
+        near = hint(name, SCHEDULES, " Leave it out, and make a torch scheduler in the script.", show=repr)
+        raise ValueError(f"scheduler.type {name!r} is not one of {', '.join(SCHEDULES)}.{near}")
     for key in ("cycle_first_stair_count", "cycle_second_stair_count", "last_batch_iteration"):
         if name == "OneCycle" and key in params and params.pop(key) not in (0, None, -1):
             raise ValueError(f"scheduler.params.{key} is not supported: leave it out")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from typing import Any
+
+from ..spelling import hint
 
 READ = frozenset(
     {
@@ -147,6 +148,6 @@ def check_keys(section: Mapping[str, Any], where: str, known: Iterable[str]) -> 
     known = sorted(known)
     for name in section:
         if name not in known:
-            near = get_close_matches(str(name), known, n=1)
-            meant = f" Did you mean {near[0]!r}?" if near else f" Known here: {', '.join(known)}." * (len(known) < 15)
+            those = f" Known here: {', '.join(known)}." * (len(known) < 15)
+            meant = hint(str(name), known, those, show=repr)
             raise ValueError(f"{where}{name}: DeepSpeed's configuration has no such key.{meant}")

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 
 from ..env import STARTED_AS
 from ..errors import LaunchError, MissingLibraryError, PhotinusError
+from ..spelling import hint
 from ..version import __version__
-from .command_line.usage import UsageError, hint
+from .command_line.usage import UsageError
 
 __all__ = ["COMMANDS", "main"]
 

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..spelling import hint
 from .command_line.parser import Parser
-from .command_line.usage import UsageError, hint
+from .command_line.usage import UsageError
 
 __all__ = ["TEMPLATES", "main", "parser"]
 

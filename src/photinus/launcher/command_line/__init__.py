@@ -5,5 +5,5 @@ flag_table   the flags of `photinus run`: what stands behind them, what they do,
 flag_values  what stands behind a flag, read and checked: types for argparse
 flags        what the user asked `photinus run` to do, read from the command line
 program      the user's program: a script by path or a module by name, looked at before anything starts
-usage        wrong use of the command line: the error, and what was probably meant
+usage        the error for wrong use of the command line
 """

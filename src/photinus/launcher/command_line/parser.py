@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from .usage import UsageError, closest, hint
+from ...spelling import closest, hint
+from .usage import UsageError
 
 __all__ = ["Parser"]
 

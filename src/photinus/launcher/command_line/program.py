@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-from .usage import UsageError, closest
+from ...spelling import closest
+from .usage import UsageError
 
 __all__ = ["Program", "add_local_rank", "check_program"]
 

@@ -12,8 +12,9 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ...spelling import hint
 from ..command_line.flags import RunFlags, SelectionFlags
-from ..command_line.usage import UsageError, hint
+from ..command_line.usage import UsageError
 from .hostfile import Host
 
 __all__ = ["Share", "flags_text", "for_this_host", "host_words", "select"]

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from ...runlog.find import DEPTH, newest_run
 from ...runlog.run import FILES, is_run
-from ..command_line.usage import UsageError, closest
+from ...spelling import closest
+from ..command_line.usage import UsageError
 
 __all__ = ["run_folder"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ...spelling import hint
 from ..ddp.sync_batch_norm import convert_sync_batchnorm
 from .ddp import DDPStrategy
 from .dp import DPStrategy
@@ -41,9 +41,8 @@ def find_strategy(name: str) -> type[Strategy]:
     found = STRATEGIES.get(name)
     if found is not None:
         return found
-    close = difflib.get_close_matches(str(name).lower().replace("_", "-"), STRATEGIES, n=1, cutoff=0.5)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise ValueError(f"unknown strategy {name!r}; there are {', '.join(map(repr, STRATEGIES))}.{hint}")
+    near = hint(str(name).lower().replace("_", "-"), STRATEGIES, show=repr, cutoff=0.5)
+    raise ValueError(f"unknown strategy {name!r}; there are {', '.join(map(repr, STRATEGIES))}.{near}")
 
 
 def strategy_of(part: nn.Module | Optimizer) -> Strategy:

@@ -8,7 +8,6 @@ gradients are averaged and over what, is the strategy's own affair, so that it m
 
 from __future__ import annotations
 
-import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ...spelling import hint
 from ..zero.split_states import copy_state, gather_state
 
 
@@ -47,10 +47,10 @@ class Strategy(ABC):
     def __init__(self, **options: Any) -> None:
         for option in options:
             if option not in self.accepted:
-                close = difflib.get_close_matches(option, self.accepted, n=1)
-                hint = f" Did you mean {close[0]!r}?" if close else ""
                 there = f"there are {', '.join(sorted(self.accepted))}" if self.accepted else "there are none"
-                raise TypeError(f"strategy {self.name!r} has no option {option!r}; {there}.{hint}")
+                raise TypeError(
+                    f"strategy {self.name!r} has no option {option!r}; {there}.{hint(option, self.accepted, show=repr)}"
+                )
         self.options = options
 
     # -- setting up --------------------------------------------------------------------------------------------------
