@@ -40,7 +40,7 @@ KNOWN = {
     "add-ns": 0.12,
     "counter-us": 1,
     "switch-us": 5,
-    "spin-us": 60,
+    "spin-us": 100,
     "machines": 1,
 }
 FREE = {"latency-us": 20.0, "send-us": 5.0, "receive-us": 5.0, "call-us": 5.0, "wake-us": 50.0}
