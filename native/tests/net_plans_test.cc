@@ -51,8 +51,8 @@ std::vector<Case> cases() {
 
 const std::vector<double> kFactors = {0.3, 1.7, -0.9, 1e-3, 0.1, 12.3, 1.1, -1.0 / 3};
 
-void run(const Call& call, const Levels& levels, Algorithm algorithm, bool in_place,
-         std::mt19937_64& random) {
+void run(const Call& call, const Levels& levels, Algorithm algorithm, bool in_place, std::mt19937_64& random,
+         const SlotSizes& sizes = kTinySlots, const NetSizes& net = kTinyNet) {
   const uint32_t ranks = levels.ranks();
   const uint64_t elems = call.operation == Operation::reduce_scatter ? call.elems * ranks : call.elems;
   std::vector<Plan> plans;
@@ -60,12 +60,11 @@ void run(const Call& call, const Levels& levels, Algorithm algorithm, bool in_pl
   for (uint32_t r = 0; r < ranks; ++r) {
     // On which way a host shares its work is its own affair.
     const bool other = algorithm != Algorithm::flat && levels.host_of(r) == 1;
-    plans.push_back(net_plan(call, levels, r, other ? Algorithm::arena : algorithm, kTinySlots, kTinyNet));
+    plans.push_back(net_plan(call, levels, r, other ? Algorithm::arena : algorithm, sizes, net));
     inputs.push_back(random_elements(call.dtype, elems, random));
   }
   const auto expected = naive(call, inputs, kFactors, levels);
-  Simulator simulator(call, std::move(plans), in_place, inputs, kTinySlots, levels, kFactors,
-                      kTinyNet.landing_bytes);
+  Simulator simulator(call, std::move(plans), in_place, inputs, sizes, levels, kFactors, net.landing_bytes);
   simulator.run(random);
   for (uint32_t r = 0; r < ranks; ++r)
     CHECK(same(call.dtype, simulator.result(r).data(), expected[r].data(),
@@ -84,6 +83,28 @@ TEST(all_reduce_over_several_hosts_gives_the_naive_result_in_every_interleaving_
           run({Operation::all_reduce, Dtype::float32, Reduction::sum, 0, elems}, levels, algorithm, seed % 2,
               random);
       }
+}
+
+TEST(slices_of_long_tensors_grow_with_them_and_results_stay_right) {
+  CHECK(longest_slice({}, 8 << 20) == 256 << 10);
+  CHECK(longest_slice({}, 16 << 20) == 512 << 10);
+  CHECK(longest_slice({}, uint64_t{1} << 30) == 1 << 20);
+  std::mt19937_64 random(31);
+  const SlotSizes sizes{512, 16 << 10, 4};
+  NetSizes growing = kTinyNet, fixed = kTinyNet;
+  growing.landing_bytes = fixed.landing_bytes = 1 << 20;
+  fixed.most_slice_bytes = fixed.slice_bytes;
+  for (const auto& [name, levels] : cases())
+    for (Algorithm algorithm : {Algorithm::arena, Algorithm::staged}) {
+      const Call call{Operation::all_reduce, Dtype::float32, Reduction::sum, 0, 40'000};
+      run(call, levels, algorithm, random() % 2, random, sizes, growing);
+      auto frames = [&](const NetSizes& net) {
+        const auto steps = net_plan(call, levels, 0, algorithm, sizes, net).after;
+        return std::count_if(steps.begin(), steps.end(),
+                             [](const Step& step) { return step.kind == Step::Kind::send; });
+      };
+      CHECK(4 * frames(growing) < 3 * frames(fixed));
+    }
 }
 
 TEST(all_reduce_gives_the_naive_result_in_whatever_type_it_crosses) {
@@ -125,8 +146,7 @@ void check_bytes(const Call& call, double must(double hosts, double ranks), bool
   for (const auto& [name, levels] : all) {
     const auto hosts = levels.hosts.size();
     if (!uneven && levels.ranks() != hosts * levels.slices()) continue;
-    SlotSizes sizes;
-    sizes.chunks = 16;  // what a group over hosts has at least
+    const SlotSizes sizes = sizes_for({}, levels.ranks(), true);
     std::vector<uint64_t> out(hosts), in(hosts);
     for (uint32_t r = 0; r < levels.ranks(); ++r)
       for (const Step& step : net_plan(call, levels, r, Algorithm::arena, sizes, {}).after) {
