@@ -334,14 +334,16 @@ std::tuple<std::string, std::vector<Row>> explain_hosts(const std::vector<uint32
   const bool over_hosts = counts.size() > 1;
   const SlotSizes slots = sizes_for({}, usual.ranks(), over_hosts);
   const Speeds measured{std::get<0>(speeds), std::get<1>(speeds)};
-  const ListChoice choice = over_hosts ? list_for(usual, wish, measured, slots, {}) : ListChoice{};
+  NetSizes net;
+  net.bytes_per_s = measured.bytes_per_s;
+  const ListChoice choice = over_hosts ? list_for(usual, wish, measured, slots, net) : ListChoice{};
   std::vector<Row> rows;
   for (const uint64_t elems : sizes_elems) {
     const Call call{static_cast<Operation>(operation), static_cast<Dtype>(dtype), Reduction::sum, 0, elems};
     Levels levels = usual;
     if (!is_rounded_in_levels(call) || is_for(wish, usual)) levels.sizes = choice.sizes;
     check(levels);
-    const Explanation how = explain(call, levels, 0, true, model_of(measured), slots, {});
+    const Explanation how = explain(call, levels, 0, true, model_of(measured), slots, net);
     rows.emplace_back(name(how.algorithm), how.levels, how.kernels, how.seconds, how.reason);
   }
   return {over_hosts ? "levels " + print(choice.sizes) + " (" + choice.reason + ")" : "", rows};

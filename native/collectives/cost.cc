@@ -36,8 +36,7 @@ Cost cost_on_host(const Model& model, const Call& call, double ranks, double byt
 double chunk_bytes(double bytes, const Levels& levels, const SlotSizes& sizes, const NetSizes& net) {
   const double ring = 4 + 2 * static_cast<double>(levels.sizes.size());
   const auto slices = static_cast<double>(levels.slices());
-  const auto slice =
-      static_cast<double>(longest_slice(net, levels.slices(), static_cast<uint64_t>(bytes / slices)));
+  const auto slice = static_cast<double>(longest_slice(net, levels, static_cast<uint64_t>(bytes / slices)));
   const double chunk = std::min(slice, static_cast<double>(net.landing_bytes) / (2 * ring)) * slices;
   return slices > 1 ? std::min(chunk, static_cast<double>(sizes.chunks * sizes.chunk_bytes) / ring) : chunk;
 }

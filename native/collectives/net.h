@@ -37,13 +37,13 @@ namespace photinus {
 struct NetSizes {
   uint64_t landing_bytes = 16 << 20;    // place for what comes in and for partial results
   uint64_t slice_bytes = 256 << 10;     // of one slice of one chunk, at most, and
-  uint64_t most_slice_bytes = 1 << 20;  // of a long tensor, where hosts have one rank
+  uint64_t most_slice_bytes = 1 << 20;  // of a long tensor
   uint64_t frame_bytes = 4 << 10;       // flat: smaller slices are not worth a frame of their own
+  double bytes_per_s = 0;               // of payload into a host, as measured; 0: not known
 };
 
-// The bytes that a slice of one chunk may have, where a host has up to so many and each is `bytes` of a
-// tensor.
-uint64_t longest_slice(const NetSizes& net, uint64_t slices, uint64_t bytes);
+// The bytes that a slice of one chunk may have, of a tensor whose slices have so many.
+uint64_t longest_slice(const NetSizes& net, const Levels& levels, uint64_t bytes);
 
 // What a group has of what was asked for: a chunk has a cache line for each rank. Over hosts more chunks are
 // under way at a time: fewer would be cut into frames that are hardly worth a call.

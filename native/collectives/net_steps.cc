@@ -70,14 +70,19 @@ SlotSizes sizes_for(SlotSizes asked, uint32_t ranks, bool over_hosts) {
   return asked;
 }
 
-// Cut into more than this, a tensor costs frames that nobody is earlier for. But ranks that share a card have
-// their slices under way on it together: so much of them that queues overflow, some links halve their rate,
-// and all wait for those (four hosts of two ranks at 100 Mbit/s, 64 MiB: 1.13 of bytes / rate in place
-// of 1.08).
-uint64_t longest_slice(const NetSizes& net, uint64_t slices, uint64_t bytes) {
+// Cut into more than this, a tensor costs frames that nobody is earlier for (three hosts of two ranks, 64
+// MiB: with slices of 256 KiB 1.3 times the processor time). But many links on a slow card have more under
+// way than its queue holds: some then halve their rate, and all wait for those (eight hosts of one rank at
+// 100 Mbit/s, 64 MiB: 1.14 of bytes / rate in place of 1.07). What a slice of each link has is to cross the
+// card in kCrossing_s.
+uint64_t longest_slice(const NetSizes& net, const Levels& levels, uint64_t bytes) {
   constexpr uint64_t kEnoughChunks = 32;
-  if (slices > 1) return net.slice_bytes;
-  return std::max(net.slice_bytes, std::min(bytes / kEnoughChunks, net.most_slice_bytes));
+  constexpr double kCrossing_s = 0.15;
+  uint64_t most = std::min(bytes / kEnoughChunks, net.most_slice_bytes), links = 0;
+  for (const uint32_t size : levels.sizes) links += uint64_t{levels.slices()} * (size - 1);
+  if (net.bytes_per_s > 0 && links > 0)
+    most = std::min(most, static_cast<uint64_t>(net.bytes_per_s * kCrossing_s) / links);
+  return std::max(net.slice_bytes, most);
 }
 
 Dtype wire_dtype(const Call& call) {
@@ -155,7 +160,7 @@ NetCut::NetCut(const Levels& levels, const CutOf& of, const SlotSizes& sizes, co
   const uint64_t slot_parts = std::max<uint64_t>(of_.slot_parts, 1);
   const uint64_t slot_units = sizes.chunks * sizes.chunk_bytes / of_.ring / kLineBytes / slot_parts;
   const uint64_t landing_units = net.landing_bytes / (of_.ring * carried_ * unit_ * of_.wire_bytes);
-  const uint64_t slice_bytes = longest_slice(net, slices, of_.elems * of_.elem_bytes / of_.slices);
+  const uint64_t slice_bytes = longest_slice(net, levels, of_.elems * of_.elem_bytes / of_.slices);
   part_units_ = std::min((of_.alone ? net.most_slice_bytes : slice_bytes) / kLineBytes, landing_units);
   if (of_.slot_parts > 0) part_units_ = std::min(part_units_, slot_units);
   while (part_units_ > 0 && lay_out(part_units_) > landing_units)

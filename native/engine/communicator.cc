@@ -237,7 +237,7 @@ std::string Communicator::explain(const Call& call, bool in_arena) const {
   const Levels all_here{{group_->peers->locals()}, {}};
   const Explanation how =
       photinus::explain(call, state_->hosts ? state_->hosts->levels_of(call) : all_here, rank(), in_arena,
-                        model_of(speeds_), group_->options.sizes, group_->options.net);
+                        model_of(speeds_), group_->options.sizes, net_sizes());
   return text("%s by algorithm %s%s with %s kernels, %.3g µs by the model (%s)", describe(call).c_str(),
               photinus::name(how.algorithm), how.levels.empty() ? "" : (" over levels " + how.levels).c_str(),
               how.kernels, how.seconds * 1e6, how.reason);

@@ -86,6 +86,7 @@ class Communicator {
   explicit Communicator(const Options& options);
   void look_at_hosts();
   void use(const std::vector<uint32_t>& sizes, bool for_all);
+  NetSizes net_sizes() const;
   void check(const Submission& submission) const;
   void check(const MessageCall& call) const;
   void show_gpu(const std::shared_ptr<cuda::CudaDevice>& device);

@@ -38,6 +38,12 @@ std::string text_of_rate(double bytes_per_s) {
 
 }  // namespace
 
+NetSizes Communicator::net_sizes() const {
+  NetSizes sizes = group_->options.net;
+  sizes.bytes_per_s = speeds_.bytes_per_s;
+  return sizes;
+}
+
 // With `for_all`, those calls whose bits depend on the list take it too.
 void Communicator::use(const std::vector<uint32_t>& sizes, bool for_all) {
   state_ = std::make_shared<CollectiveState>(group_, watchdog_);
@@ -60,8 +66,8 @@ void Communicator::use(const std::vector<uint32_t>& sizes, bool for_all) {
         check_interrupt("links of group " + group_->options.name);
         if (!group_->peers->poll()) usleep(100);
       }
-  state_->hosts = std::make_unique<HostTraffic>(*group_->peers, levels, for_all ? levels : *group_->levels,
-                                                group_->options.net);
+  state_->hosts =
+      std::make_unique<HostTraffic>(*group_->peers, levels, for_all ? levels : *group_->levels, net_sizes());
 }
 
 std::vector<std::pair<uint32_t, double>> Communicator::under_way_s() const {
@@ -103,7 +109,7 @@ void Communicator::look_at_hosts() {
     }
     speeds_ = {median(latencies), median(rates)};
   }
-  const ListChoice choice = list_for(usual, wish, speeds_, group_->options.sizes, group_->options.net);
+  const ListChoice choice = list_for(usual, wish, speeds_, group_->options.sizes, net_sizes());
   std::string about = "not measured";
   if (speeds_.known()) {
     about = text("%.3g µs and %s between them", speeds_.latency_s * 1e6,
