@@ -7,7 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from photinus.parallel.reducer.buckets import ALIGNMENT_BYTES, BucketPlan, ParameterSpec, assign_buckets
+from photinus.parallel.reducer.buckets import (
+    ALIGNMENT_BYTES,
+    DEFAULT_BUCKET_CAP_BYTES,
+    FIRST_BUCKET_BYTES,
+    BucketPlan,
+    ParameterSpec,
+    assign_buckets,
+    default_cap_bytes,
+)
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex128]
 
@@ -81,3 +89,10 @@ def test_every_parameter_lies_once_aligned_without_overlap_and_within_the_cap(
         assert bucket.bytes <= cap or len([i for i in bucket.parameters if given_specs[i].elems]) == 1
     completing = [min(b.parameters) for b in buckets]  # walked backwards, so the smallest index comes last
     assert completing == sorted(completing, reverse=True)
+
+
+def test_slow_hosts_have_smaller_buckets_by_default() -> None:
+    assert default_cap_bytes(0.0) == DEFAULT_BUCKET_CAP_BYTES
+    assert default_cap_bytes(1.2e9) == DEFAULT_BUCKET_CAP_BYTES
+    assert default_cap_bytes(120e6) == 3_600_000
+    assert default_cap_bytes(12e6) == FIRST_BUCKET_BYTES

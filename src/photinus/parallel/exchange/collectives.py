@@ -58,6 +58,13 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     return str(dist.get_backend(group)).lower()
 
 
+def rate_between_hosts(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Bytes a second into a host, as the engine measured them while the group formed, equal on all ranks; 0.0 where
+    there is one host, where nothing could be measured, and on other backends."""
+    communicator: Any = getattr(group, "communicator", None) if backend_name(group, device) == "photinus" else None
+    return communicator.speeds[1] if communicator else 0.0
+
+
 def control_device(group: dist.ProcessGroup) -> torch.device:
     """Where small messages between the ranks lie: the CPU, unless the group serves only GPUs (nccl)."""
     config = str(dist.get_backend_config(group)).lower()
