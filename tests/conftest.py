@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -18,6 +19,12 @@ _END_S = 5.0  # what ends by itself has so long
 # torch's cache of compiled code; what its DataLoader leaves when a sample raises, as does every killed process; the
 # folder of a pytest that a test has run.
 _NOT_OURS = ("torchinductor_", "pymp-", "pytest-of-")
+
+
+def pytest_configure() -> None:
+    """Who starts tests in the background of a script (`make test &`) has them ignore Ctrl-C, and so all they start."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(optionalhook=True)  # where pytest-xdist is, as by `make test`
