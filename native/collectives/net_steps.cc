@@ -71,10 +71,9 @@ SlotSizes sizes_for(SlotSizes asked, uint32_t ranks, bool over_hosts) {
 }
 
 // Cut into more than this, a tensor costs frames that nobody is earlier for (three hosts of two ranks, 64
-// MiB: with slices of 256 KiB 1.3 times the processor time). But many links on a slow card have more under
-// way than its queue holds: some then halve their rate, and all wait for those (eight hosts of one rank at
-// 100 Mbit/s, 64 MiB: 1.14 of bytes / rate in place of 1.07). What a slice of each link has is to cross the
-// card in kCrossing_s.
+// MiB: with slices of 256 KiB 1.3 times the processor time). But with much under way over many links of a
+// slow card, its queue drops packets and calls take longer: eight hosts of one rank at 100 Mbit/s, 64 MiB,
+// 1.14 of bytes / rate in place of 1.07. What a slice of each link has is to cross the card in kCrossing_s.
 uint64_t longest_slice(const NetSizes& net, const Levels& levels, uint64_t bytes) {
   constexpr uint64_t kEnoughChunks = 32;
   constexpr double kCrossing_s = 0.15;
