@@ -29,7 +29,7 @@ from ..exchange.gpu_sharing import gpu_identity
 from ..exchange.tensors import map_tensors
 from ..exchange.verify_models import describe, verify_same_model
 from ..reducer.bucket_exchange import AverageExchange
-from ..reducer.buckets import FIRST_BUCKET_BYTES
+from ..reducer.buckets import FIRST_BUCKET_BYTES, default_cap_bytes
 from ..reducer.comm_hooks import CommHook, HookExchange, builtin_hook, check_hook
 from ..reducer.graph import current_task
 from ..reducer.options import ReducerOptions
@@ -184,14 +184,14 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
         named = self._named_parameters()
         refusal: ValueError | None = None
         try:
+            self.bucket_bytes_cap, self.bucket_bytes_cap_list = capacities(bucket_cap_mb, bucket_cap_mb_list)
+            self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
             moved_to = device_to_move_to(device_ids, module, torch.cuda.device_count())
             if moved_to is not None:
                 module.to(moved_to)
             self.device = one_device(named, module)
-            self.bucket_bytes_cap, self.bucket_bytes_cap_list = capacities(
-                bucket_cap_mb, bucket_cap_mb_list, rate_between_hosts(self.process_group, self.device)
-            )
-            self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
+            if self.bucket_bytes_cap_default:
+                self.bucket_bytes_cap = default_cap_bytes(rate_between_hosts(self.process_group, self.device))
             self.device_type = self.device.type
             self.device_ids = check_device_ids(device_ids, output_device, self.device)
             self.output_device = self.device_ids[0] if self.device_ids else None

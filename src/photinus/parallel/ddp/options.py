@@ -11,7 +11,7 @@ from torch import nn
 
 from ...errors import UnsuitableModelError
 from ..exchange.collectives import resolve_group
-from ..reducer.buckets import default_cap_bytes
+from ..reducer.buckets import DEFAULT_BUCKET_CAP_BYTES
 
 _MIB = 1024 * 1024
 
@@ -43,14 +43,8 @@ def group_of(process_group: dist.ProcessGroup | None, device_mesh: Any, module: 
     return cast(dist.ProcessGroup, device_mesh.get_group(mesh_dim=0))
 
 
-def capacities(
-    cap_mb: float | None, cap_mb_list: Sequence[float] | None, bytes_per_s: float = 0.0
-) -> tuple[int, list[int]]:
+def capacities(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> tuple[int, list[int]]:
     """The cap of a bucket in bytes, and the list of caps, empty where there is none.
-
-    Args:
-        cap_mb, cap_mb_list: as given to DistributedDataParallel.
-        bytes_per_s: between hosts, as measured; what is not given follows from it.
 
     Raises:
         UnsuitableModelError: a cap that is not above 0.
@@ -58,7 +52,7 @@ def capacities(
     if cap_mb_list:
         cap_mb = max(cap_mb_list)
     elif cap_mb is None:
-        return default_cap_bytes(bytes_per_s), []
+        return DEFAULT_BUCKET_CAP_BYTES, []
     if not min([cap_mb, *(cap_mb_list or ())]) > 0:
         raise UnsuitableModelError(
             f"bucket_cap_mb={cap_mb}, bucket_cap_mb_list={cap_mb_list}: a bucket needs a size above 0 MiB"

@@ -20,7 +20,7 @@ DEFAULT_BUCKET_CAP_BYTES = 25 * 1024 * 1024
 FIRST_BUCKET_BYTES = 1024 * 1024
 """Cap of the first bucket of each dtype: small, so that the exchange begins as soon as backward has begun."""
 
-CROSSING_S = 0.03
+DEFAULT_BUCKET_S = 0.03
 """What a bucket may take from host to host: a slow card that waits for 25 MiB is idle meanwhile, and busy with them for
 long after backward has ended. At 1 Gbit/s, steps whose exchange is as long as backward take 0.92 of the time."""
 
@@ -73,7 +73,7 @@ def default_cap_bytes(bytes_per_s: float) -> int:
     """Cap of a bucket where hosts exchange at this rate; 0: there is one host, or nobody has measured."""
     if not bytes_per_s:
         return DEFAULT_BUCKET_CAP_BYTES
-    return min(max(int(bytes_per_s * CROSSING_S), FIRST_BUCKET_BYTES), DEFAULT_BUCKET_CAP_BYTES)
+    return min(max(int(bytes_per_s * DEFAULT_BUCKET_S), FIRST_BUCKET_BYTES), DEFAULT_BUCKET_CAP_BYTES)
 
 
 def assign_buckets(
