@@ -3,8 +3,9 @@
     python -m photinus.launcher.workers.store FD LAUNCHER_PID
 
 Importing torch takes seconds and hundreds of MiB, so a launcher does without, and its store lies in a process of its
-own (not in rank 0, which may so die like any other). The launcher binds the port; workers that come before the store is
-there wait in the queue of the listening socket.
+own (not in rank 0, which may so die like any other). That process takes TCPStore from torch's C++ alone, for it starts
+beside the workers, which import torch at the same time on the same cores. The launcher binds the port; workers that
+come before the store is there wait in the queue of the listening socket.
 
 Torch's own rendezvous keeps one store for all attempts; after a restart, workers find the addresses of dead ones in it
 and dial them (failures of that kind were 6 of 8 measured restarts). Here nothing of an attempt outlives it.
@@ -13,12 +14,16 @@ and dial them (failures of that kind were 6 of 8 measured restarts). Here nothin
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Iterable
 from datetime import timedelta
+from types import ModuleType
+from typing import Any
 
 from ...errors import LaunchError
 from ...world.ended import tell_ended
@@ -33,6 +38,7 @@ LOOPBACK = "127.0.0.1"
 _STORE_TIMEOUT = timedelta(seconds=300)
 _ANSWERS_WITHIN_S = 60.0
 _REQUEST_BYTES = 1 << 16
+_WHOLE = "whole"  # the last word of a process that imports all of torch
 
 
 class StoreProcess:
@@ -123,10 +129,37 @@ class StoreProcess:
         return not self._unanswered
 
 
-def _serve(control: socket.socket) -> None:
+def _load_tcp_store() -> Any:
+    """TCPStore without torch's Python, which takes three times as long to import as the C++ to load.
+
+    Raises:
+        AttributeError, ImportError, RuntimeError: not with this torch.
+    """
+    spec = importlib.util.find_spec("torch")
+    # The C++ asks for both by name, and for small modules in the folder of the first.
+    for name in ("torch", "torch.distributed"):
+        sys.modules[name] = ModuleType(name)
+    sys.modules["torch"].__path__ = (spec and spec.submodule_search_locations) or []
+    module = importlib.import_module("torch._C")
+    module._c10d_init()
+    return module._distributed_c10d.TCPStore
+
+
+def _tcp_store() -> Any:
+    if sys.argv[-1] != _WHOLE:
+        try:
+            return _load_tcp_store()
+        except (AttributeError, ImportError, RuntimeError):
+            # Half of torch cannot be taken back, so this process begins again. What is wrong, if it is more than that
+            # this torch does not come apart, shows there.
+            os.execv(sys.executable, [*sys.orig_argv, _WHOLE])
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    store = None
+    return TCPStore
+
+
+def _serve(control: socket.socket) -> None:
+    tcp_store, store = _tcp_store(), None
     while True:
         request, fds, _, _ = socket.recv_fds(control, _REQUEST_BYTES, 1)
         if not request:  # the launcher closed its end
@@ -140,7 +173,7 @@ def _serve(control: socket.socket) -> None:
         for fd in fds:
             with socket.socket(fileno=os.dup(fd)) as listener:
                 port = listener.getsockname()[1]
-            store = TCPStore(
+            store = tcp_store(
                 LOOPBACK,
                 port,
                 is_master=True,
