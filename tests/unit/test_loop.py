@@ -526,6 +526,23 @@ def test_gradients_not_yet_used_delay_the_checkpoint(tmp_path: Path, world: Any)
     assert _checkpoints(tmp_path) == ["step-00000004", "step-00000006"]
 
 
+@pytest.mark.parametrize("second_is_known", [True, False])
+def test_optimizers_that_take_turns_in_a_body_delay_no_checkpoint(
+    tmp_path: Path, world: Any, second_is_known: bool
+) -> None:
+    model = torch.nn.Linear(1, 1)
+    first, second = torch.optim.SGD([model.weight], lr=0.1), torch.optim.SGD([model.bias], lr=0.1)
+    loop = photinus.Loop(
+        model, first, Numbered(12), batch_size=4, epochs=1, out=tmp_path, save_every_steps=1, keep_last=9,
+        state={"second": second} if second_is_known else None, progress=False, curves=False,
+    )  # fmt: skip
+    for _ in loop:
+        for optimizer in (first, second):
+            loop.backward(_loss(loop))
+            optimizer.step()
+    assert _checkpoints(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
+
+
 def test_the_best_checkpoint_stays(tmp_path: Path, world: Any) -> None:
     loop = _loop(epochs=5, out=tmp_path, keep_last=1, best="-error")
     for _ in loop:

@@ -16,14 +16,13 @@ class Backwards:
     """Counts the backwards of a loop, and which of them each optimizer has used.
 
     Args:
-        optimizers: whose steps are looked at while a body runs; of the first one `unstepped` tells.
-
-    Attributes:
-        watched: whether a body of the loop runs.
+        optimizers: whose steps are looked at while a body runs.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self.watched = False
+        self._watched = False  # while a body of the loop runs
+        self._stepped = False  # any optimizer, in this body or after it
+        self._settled = 0  # backwards made up to the end of the last body with a step
         self._made = 0
         self._used = [0] * len(optimizers)
         for place, optimizer in enumerate(optimizers):
@@ -33,8 +32,19 @@ class Backwards:
 
     @property
     def unstepped(self) -> bool:
-        """Whether there are gradients that the first optimizer has not used yet."""
-        return self._made > self._used[0]
+        """Whether gradients add up for a step in a later body. What comes after a body's step, or belongs to another
+        optimizer than the one that made it, does not: as in a GAN, whose two optimizers take turns in each body."""
+        return self._made > self._settled
+
+    def body_began(self) -> None:
+        """The loop hands out a batch."""
+        self._watched, self._stepped = True, False
+
+    def body_ended(self) -> None:
+        """The body came to its end, or was left."""
+        self._watched = False
+        if self._stepped:
+            self._settled = self._made
 
     def add(self) -> None:
         """One more backward is made."""
@@ -49,9 +59,10 @@ class Backwards:
     def _after_step(self, place: int, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._check(place, optimizer)
         self._used[place] = self._made
+        self._stepped = True
 
     def _check(self, place: int, optimizer: torch.optim.Optimizer) -> None:
-        if self.watched and self._made == self._used[place] and _has_gradients(optimizer):
+        if self._watched and self._made == self._used[place] and _has_gradients(optimizer):
             raise PhotinusError(
                 f"{type(optimizer).__name__}.step() found gradients that loop.backward did not make. In the body of a "
                 f"Loop, write loop.backward(loss) in place of loss.backward(), and loop.backward(loss, scaler=scaler) "

@@ -423,10 +423,11 @@ class Loop:
                 while (batch := self._next(batches)) is not None:
                     self._batch = batch
                     self._numbers.begin_step(position.step + 1, self.epoch, batch)
-                    self._backwards.watched = True
+                    self._backwards.body_began()
                     yield batch.data
                     epoch_ended, row_ended = self.epoch_ended, self.validation_due
-                    self._batch, self._backwards.watched = None, False
+                    self._batch = None
+                    self._backwards.body_ended()
                     position.step += 1
                     position.batches_done += 1
                     status.tell(steps=position.step)
@@ -441,7 +442,8 @@ class Loop:
         finally:
             clock.stop()
             if self._batch is not None:  # the body was left early
-                self._batch, self._backwards.watched = None, False
+                self._batch = None
+                self._backwards.body_ended()
                 self._numbers.drop_last()
             self._progress.close()
             watch.close()
