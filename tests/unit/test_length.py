@@ -29,6 +29,11 @@ def _rows(result: dict[str, Any]) -> list[list[float]]:
     return [[row[name] for name in ("epoch", "step", "loss", "right")] for row in result["history"]]
 
 
+def _bodies(loop: photinus.Loop) -> Iterator[photinus.Loop]:
+    for _ in loop:
+        yield loop
+
+
 def test_a_run_of_steps_ends_inside_an_epoch_and_closes_it(tmp_path: Path) -> None:
     found = train(tmp_path, epochs=None, steps=8)
     assert found["step"] == 8
@@ -125,4 +130,20 @@ def test_places_are_told_in_what_the_run_counts() -> None:
     inside = Position(epochs_done=2, batches_done=3, step=15)
     assert Length(5, None).describe(inside) == "epoch 3 of 5, 3 batches done, step 15"
     assert Length(None, 40).describe(inside) == "step 15 of 40, in epoch 3"
-    assert (Length(None, 40).epochs_of(6), Length(None, 40).steps_of(6), Length(5, None).steps_of(6)) == (7, 40, 30)
+    start = Position()
+    assert (Length(None, 40).epochs_of(start, 6), Length(None, 40).steps_of(start, 6)) == (7, 40)
+    assert (Length(5, None).epochs_of(start, 6), Length(5, None).steps_of(start, 6)) == (5, 30)
+    assert (Length(5, None).steps_of(inside, 6), Length(None, 40).epochs_of(inside, 6)) == (30, 7)
+
+
+def test_the_last_step_is_known_after_a_change_of_batch_size(tmp_path: Path, world: Any) -> None:
+    def loop(batch_size: int, epochs: int) -> photinus.Loop:
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options: dict[str, Any] = {"out": tmp_path, "validate_every_steps": 4, "progress": False, "curves": False}
+        return photinus.Loop(model, optimizer, Numbered(24), batch_size=batch_size, epochs=epochs, **options)
+
+    assert [body.validation_due for body in _bodies(loop(8, 1))] == [False, False, True]
+    changed = loop(4, 2)
+    assert [body.validation_due for body in _bodies(changed)] == [True, False, False, False, True, True]
+    assert (changed.step, changed.steps) == (9, 9)

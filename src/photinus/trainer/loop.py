@@ -223,7 +223,6 @@ class Loop:
                 self._saves.check()
         self._least_bytes = sum(each.numel() * each.element_size() for each in model.parameters())  # of a checkpoint
         self.steps_per_epoch = len(self._loader)
-        self.epochs, self.steps = length.epochs_of(self.steps_per_epoch), length.steps_of(self.steps_per_epoch)
         self._validate_every_steps, self._saves_rows = validate_every_steps, best is not None
         self._save_every_steps, self._save_every_epochs = save_every_steps, save_every_epochs
         source = Source(None, goes_on=False)  # what rank 0 found; the other ranks need only the checkpoint
@@ -243,6 +242,8 @@ class Loop:
             self._saved_step = self._position.step
             self.resumed_from = self.checkpoint = checkpoint.path
             status.tell(saved=self._saved_step)
+        self.epochs = length.epochs_of(self._position, self.steps_per_epoch)
+        self.steps = length.steps_of(self._position, self.steps_per_epoch)
         self._progress = Progress(progress and session.is_main, length, self.steps_per_epoch)
         if self.out is not None:
             with_space = explain_no_space(self.out, self._least_bytes)

@@ -49,13 +49,19 @@ class Length:
         """Whether the epoch ends with the next step: with its last batch, or because the run does."""
         return position.batches_done + 1 == steps_per_epoch or position.step + 1 == self.steps
 
-    def epochs_of(self, steps_per_epoch: int) -> int:
-        """How many epochs the run has, the last of them perhaps in part."""
-        return -(-self.wanted // steps_per_epoch) if self.epochs is None else self.epochs
+    def epochs_of(self, position: Position, steps_per_epoch: int) -> int:
+        """How many epochs the run has, the last of them perhaps in part. Those done may have had other batches."""
+        if self.epochs is not None:
+            return self.epochs
+        left = max(0, self.wanted - position.step) + position.batches_done
+        return position.epochs_done + -(-left // steps_per_epoch)
 
-    def steps_of(self, steps_per_epoch: int) -> int:
-        """How many steps the run has."""
-        return self.wanted if self.epochs is None else self.epochs * steps_per_epoch
+    def steps_of(self, position: Position, steps_per_epoch: int) -> int:
+        """How many steps the run has. Those done may have had other batches."""
+        if self.epochs is None:
+            return self.wanted
+        left = (self.epochs - position.epochs_done) * steps_per_epoch - position.batches_done
+        return position.step + max(0, left)
 
     def describe(self, position: Position) -> str:
         """The place in words: `epoch 3 of 15, 12 batches done, step 56`."""

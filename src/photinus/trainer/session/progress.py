@@ -34,11 +34,12 @@ class Progress:
     Args:
         shown: whether this process shows anything (rank 0, and the user wants it).
         length: of the whole run; by steps, the bar is of all its steps.
+        steps: of an epoch.
     """
 
     def __init__(self, shown: bool, length: Length, steps: int) -> None:
         self.shown = shown
-        self._length, self._epochs, self._steps = length, length.epochs_of(steps), steps
+        self._length, self._steps = length, steps
         self._wants_bar = shown and sys.stderr.isatty()
 
     def start_epoch(self, epoch: int, done: int, step: int, samples_per_step: int) -> None:
@@ -83,7 +84,7 @@ class Progress:
             say(f"{place}  {show_metrics(shown)}  {count(row['samples_per_s'])} samples/s  {row['elapsed_s']:.1f} s")
 
     def _place(self, epoch: int, step: int) -> str:
-        wanted = self._epochs if self._length.steps is None else self._length.steps
+        wanted = self._length.wanted
         count, word = (epoch, "epoch") if self._length.steps is None else (step, "step")
         return f"{word} {count:{len(str(wanted))}}/{wanted}"
 
