@@ -10,13 +10,13 @@ import photinus
 from tests.small_run import FEATURES, points
 
 
-def fit(*, batch_size, accumulate, out=None, **options):
+def fit(*, batch_size, accumulate, out=None, epochs=2, **options):
     with photinus.init("gloo", "cpu", seed=3):
         model = torch.nn.Linear(FEATURES, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         trainer = photinus.Trainer(
-            model, optimizer, cross_entropy, epochs=2, batch_size=batch_size, accumulate=accumulate, out=out, seed=1,
-            progress=False, curves=False, **options,
+            model, optimizer, cross_entropy, epochs=epochs, batch_size=batch_size, accumulate=accumulate, out=out,
+            seed=1, progress=False, curves=False, **options,
         )  # fmt: skip
         result = trainer.fit(points(48), points(12))
     return result.model.weight.detach().clone(), result
@@ -29,21 +29,46 @@ def test_four_small_batches_step_like_one_large_one():
     assert parts.metrics["loss"] == pytest.approx(whole.metrics["loss"], rel=1e-5)
 
 
+class Counting:
+    """A scheduler that counts its steps."""
+
+    def __init__(self):
+        self.steps = 0
+
+    def step(self):
+        self.steps += 1
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+
 def test_a_scheduler_by_step_counts_steps_of_the_optimizer():
-    seen = []
+    counting = Counting()
+    fit(batch_size=4, accumulate=4, scheduler=counting, scheduler_every="step")
+    assert counting.steps == 2 * 48 // 16
 
-    class Counting:
-        def step(self):
-            seen.append(1)
 
-        def state_dict(self):
-            return {}
-
-        def load_state_dict(self, state):
-            pass
-
-    fit(batch_size=4, accumulate=4, scheduler=Counting(), scheduler_every="step")
-    assert len(seen) == 2 * 48 // 16
+def test_every_batch_counts_where_a_run_ends_before_a_step_has_all_of_its_own_and_goes_on(tmp_path):
+    large, _ = fit(batch_size=8, accumulate=1, epochs=None, steps=2)
+    parts = []
+    for steps in (2, 4):  # the one step that all four would make becomes two, of two batches each
+        counting = Counting()
+        small, _ = fit(
+            batch_size=4,
+            accumulate=4,
+            out=tmp_path,
+            epochs=None,
+            steps=steps,
+            scheduler=counting,
+            scheduler_every="step",
+        )
+        parts.append((small, counting.steps))
+    torch.testing.assert_close(parts[0][0], fit(batch_size=8, accumulate=1, epochs=None, steps=1)[0])
+    torch.testing.assert_close(parts[1][0], large)
+    assert [steps for _, steps in parts] == [0, 1]
 
 
 def test_bfloat16_computes_otherwise_and_keeps_parameters_in_float32():

@@ -78,8 +78,8 @@ class Trainer:
         steps: in place of epochs: the run ends after so many batches, and validates then, too.
         batch_size: samples of one step over ALL ranks; a multiple of the world size. Default: the DataLoader's.
         accumulate: the optimizer makes a step after so many batches, on the mean of their gradients: its batch is
-            batch_size * accumulate samples. The count goes on over the ends of epochs; a run's last batches, where they
-            are too few for a step, change nothing.
+            batch_size * accumulate samples. The count goes on over the ends of epochs; a run's last batches make a
+            step even where they are fewer, on their mean. (Not where `loop.stop()` ends it, which is not foreseen.)
         precision: "float32", or "bfloat16": forward, loss and validation under torch.autocast, parameters and
             optimizer in float32.
         out: folder of the run; None writes nothing.
@@ -89,8 +89,8 @@ class Trainer:
         strategy: a name of `photinus.parallel.STRATEGIES`; see `photinus.wrap`.
         sync_batch_norm: whether BatchNorm uses the statistics of the global batch.
         scheduler: learning-rate scheduler over the optimizer. ReduceLROnPlateau is given the validation loss.
-        scheduler_every: "epoch" or "step" (of the optimizer): when it makes a step. An epoch that the run's end cuts
-            short counts when the run goes on, and ends it.
+        scheduler_every: "epoch" or "step" (of the optimizer): when it makes a step. An epoch, or `accumulate` batches,
+            that the run's end cuts short count when the run goes on, and ends them.
         clip_norm: gradients are scaled down so that their norm over the whole model is at most this; None leaves them.
         seed: of everything random from `fit` on: default the session's, else 0. To have the model's first weights
             depend on it too, make the model inside `with photinus.init(seed=...):`.
@@ -196,13 +196,14 @@ class Trainer:
             loop = Loop(model, optimizer, train_set, **self._loop_options)
             if not loop.finished:
                 model.train()
-            strategy = strategy_of(model)
+            strategy, began = strategy_of(model), loop.step
             for inputs, targets in loop:
-                last = loop.step % self._accumulate == 0
+                first, end = self._step_of(loop, began)
+                last = loop.step == end
                 with nullcontext() if last else loop.no_sync():
                     with self._autocast():
                         loss = self._loss_fn(model(inputs), targets)
-                    loop.backward(loss, share=1 / self._accumulate)
+                    loop.backward(loss, share=1 / (end - first))
                 if last:
                     self._step(loop, strategy, optimizer)
                 measured: dict[str, float] = {}
@@ -218,12 +219,21 @@ class Trainer:
                         callback(loop)
             return self._result(loop)
 
+    def _step_of(self, loop: Loop, began: int) -> tuple[int, int]:
+        """Which batches make the optimizer's step that this one belongs to: those after the first, up to the second.
+
+        They are fewer than `accumulate` at the run's end, and where it goes on after such an end.
+        """
+        start = (loop.step - 1) // self._accumulate * self._accumulate
+        return max(start, began), min(start + self._accumulate, loop.steps)
+
     def _step(self, loop: Loop, strategy: Strategy, optimizer: torch.optim.Optimizer) -> None:
         if self._clip_norm is not None:
             loop.clip(self._clip_norm)
         strategy.step(optimizer)
         optimizer.zero_grad(set_to_none=True)
-        if self._scheduler is not None and self._scheduler_every == "step":
+        whole = loop.step % self._accumulate == 0
+        if whole and self._scheduler is not None and self._scheduler_every == "step":
             self._scheduler.step()
 
     def _autocast(self) -> AbstractContextManager[Any]:
