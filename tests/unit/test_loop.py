@@ -492,6 +492,22 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, world: Any) ->
         )  # fmt: skip
 
 
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path, world: Any) -> None:
+    model = torch.nn.Linear(1, 1)
+    options: dict[str, Any] = {"batch_size": 4, "out": tmp_path, "progress": False, "curves": False}
+    descent = torch.optim.SGD(model.parameters())
+    for _ in photinus.Loop(model, descent, Numbered(12), epochs=1, **options):
+        pass
+    adam = torch.optim.AdamW(model.parameters())
+    with pytest.raises(CheckpointError, match=r"step-00000003 .* another optimizer: .*momentum.*AdamW needs betas"):
+        photinus.Loop(model, adam, Numbered(12), epochs=2, **options)
+    photinus.save(tmp_path / "state", optimizer=descent)
+    adam = torch.optim.AdamW(model.parameters())
+    with pytest.raises(CheckpointError, match=r"of another optimizer(.|\n)*Nothing was changed"):
+        photinus.load(tmp_path / "state", optimizer=adam)
+    assert adam.defaults.keys() <= adam.param_groups[0].keys()
+
+
 def test_a_missing_scheduler_is_told(tmp_path: Path, world: Any) -> None:
     train(tmp_path, epochs=1)
     plain = Net()

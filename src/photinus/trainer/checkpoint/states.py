@@ -239,8 +239,22 @@ def load_into(target: Any, state: Any) -> None:
         strategy_of(module).load(module, plain_names(state, module.state_dict().keys()))
     elif isinstance(target, torch.optim.Optimizer):
         strategy_of(target).load(target, state)
+        _check_options(target)
     else:
         target.load_state_dict(copy_state(state))
+
+
+def _check_options(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses the state of another optimizer, which torch loads, but which lacks what this one's next step reads."""
+    for group in optimizer.param_groups:
+        lacking = [name for name in optimizer.defaults if name not in group]
+        if lacking:
+            held = [name for name in group if name != "params"]
+            raise ValueError(
+                f"the state is that of another optimizer: its groups have {', '.join(held)}, and "
+                f"{type(optimizer).__name__} needs {', '.join(lacking)}, too. Give the optimizer that was saved, or "
+                f"begin with a new one"
+            )
 
 
 def _check_module(name: str, module: nn.Module, state: Any, source: str) -> None:
