@@ -176,6 +176,32 @@ def test_what_is_unknown_or_not_supported_is_refused_by_name(change, words):
         read({**SMALL, **change})
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"bf16": {"enabled": "false"}}, r"bf16: {'enabled': 'false'}, but {\"enabled\": true} or"),
+        ({"bf16": "true"}, "bf16: 'true', but"),
+        ({"zero_optimization": 2}, r"zero_optimization: 2, but an object {\.\.\.} is needed"),
+        ({"optimizer": "AdamW"}, r"optimizer: 'AdamW', but an object"),
+        ({"optimizer": {"type": "AdamW", "params": [1]}}, r"optimizer\.params: \[1\], but an object"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "1e-4"}}}, r"optimizer\.params\.lr: '1e-4' is text"),
+        ({"optimizer": {"type": "AdamW", "params": {"betas": 0.9}}}, r"betas: 0\.9, but two numbers"),
+        (
+            {"scheduler": {"type": "LRRangeTest", "params": {"lr_range_test_step_size": 0}}},
+            "lr_range_test_step_size: 0, but a number above 0",
+        ),
+    ],
+)
+def test_values_of_the_wrong_kind_are_refused_by_name(change, words):
+    with pytest.raises(ValueError, match=words):
+        read({**SMALL, **change})
+
+
+def test_a_world_without_ranks_is_refused():
+    with pytest.raises(ValueError, match="world_size=0 is too small"):
+        read(SMALL, world_size=0)
+
+
 def test_what_is_switched_off_is_not_refused():
     off = {"amp": {"enabled": False}, "elasticity": {"enabled": False}, "sparse_attention": None}
     zero = {"stage": 2, "offload_param": {"device": "none"}, "zero_hpz_partition_size": 1, "cpu_offload": False}

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ..spelling import hint
+from ..trainer.data.arguments import whole_number
 from ..trainer.session.progress import say
 from ..trainer.session.session import current_session
 from ..world import World
@@ -149,6 +150,7 @@ def deepspeed_config(
     session = current_session()
     if world_size is None:
         world_size = session.world_size if session is not None else World.from_env().world_size
+    whole_number("world_size", world_size, least=1)
     filled = _fill(content, dict(auto or {}))
     notes = sort_out(filled, "", read=READ, noted=NOTED, refused=REFUSED)
     strategy, strategy_options, zero_notes = _zero(filled.get("zero_optimization") or {})
@@ -179,7 +181,7 @@ def _content(source: Any) -> dict[str, Any]:
         raise TypeError(f"deepspeed_config needs a path or a dict, got {type(source).__name__}")
     try:
         content = json.loads(Path(source).read_text())
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{source} is no JSON: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{source} holds a {type(content).__name__}, but an object {{...}} is needed")
@@ -272,6 +274,9 @@ def _zero(section: Any) -> tuple[str, dict[str, Any], list[str]]:
 def _precision(content: Mapping[str, Any]) -> str:
     sections = {name: content.get(name) or {} for name in ("fp16", "bf16", "bfloat16")}
     for name, section in sections.items():
+        enabled = section.get("enabled", False) if isinstance(section, Mapping) else section
+        if enabled and not isinstance(enabled, bool):
+            raise ValueError(f'{name}: {section!r}, but {{"enabled": true}} or {{"enabled": false}} is needed')
         if isinstance(section, Mapping) and in_force(name, section) and "enabled" not in section:
             raise ValueError(f'{name} does not say whether it is on: add "enabled": true or false')
     on = [name for name, section in sections.items() if section is True or dict(section or {}).get("enabled")]
@@ -311,7 +316,22 @@ def _type_and_params(section: Any, where: str) -> tuple[str, dict[str, Any]]:
     name = section.get("type")
     if not isinstance(name, str):
         raise ValueError(f'{where} needs a "type", the name of the {where}')
-    return name, dict(section.get("params") or {})
+    params = section.get("params") or {}
+    check_keys(params, f"{where}.params.", params)
+    for key, value in params.items():
+        if isinstance(value, str) and _is_number(value):  # as "1e-4", which YAML takes for text
+            raise ValueError(
+                f"{where}.params.{key}: {value!r} is text, but a number is needed: write it without quotes"
+            )
+    return name, dict(params)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _optimizer(section: Mapping[str, Any]) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -339,6 +359,8 @@ def _optimizer(section: Mapping[str, Any]) -> tuple[type[torch.optim.Optimizer],
     accepted = set(inspect.signature(kind).parameters) - {"params", "model", "closure"}
     check_keys(params, f"optimizer.params.{name}.", accepted)
     if "betas" in params:
+        if not isinstance(params["betas"], (list, tuple)):
+            raise ValueError(f"optimizer.params.betas: {params['betas']!r}, but two numbers [..., ...] are needed")
         params["betas"] = tuple(params["betas"])
     return kind, params
 
@@ -361,6 +383,8 @@ def _scheduler(section: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     if params.get("warmup_type", "log") not in ("log", "linear"):
         raise ValueError(f'scheduler.params.warmup_type: {params["warmup_type"]!r}, but "log" or "linear" is needed')
     for key, value in params.items():
+        if key in ("cycle_first_step_size", "lr_range_test_step_size") and value == 0:
+            raise ValueError(f"scheduler.params.{key}: 0, but a number above 0 is needed")
         if isinstance(value, (list, tuple)):
             raise ValueError(
                 f"scheduler.params.{key}: {value!r}, but one number for all parameter groups is needed; make a torch "

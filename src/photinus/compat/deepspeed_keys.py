@@ -144,7 +144,9 @@ def sort_out(
 
 
 def check_keys(section: Mapping[str, Any], where: str, known: Iterable[str]) -> None:
-    """Refuses unknown keys."""
+    """Refuses unknown keys, and what is no object with keys."""
+    if not isinstance(section, Mapping):
+        raise ValueError(f"{where.rstrip('.')}: {section!r}, but an object {{...}} is needed")
     known = sorted(known)
     for name in section:
         if name not in known:
