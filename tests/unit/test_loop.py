@@ -309,6 +309,16 @@ def test_an_optimizer_of_another_model_is_refused(world: Any) -> None:
         photinus.wrap(model, optimizer)
 
 
+def test_a_scheduler_of_another_optimizer_is_refused(world: Any) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer, other = torch.optim.SGD(model.parameters()), torch.optim.SGD(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(other, 1)
+    options: dict[str, Any] = {"batch_size": 4, "epochs": 1, "progress": False, "scheduler": scheduler}
+    with pytest.raises(ValueError, match=r"StepLR\) sets the learning rate of another SGD .* make the scheduler anew"):
+        photinus.Loop(model, optimizer, Numbered(8), **options)
+    photinus.Loop(model, optimizer, Numbered(8), state={"other": other}, **options)
+
+
 def test_an_unknown_strategy_is_refused_with_those_there_are(world: Any) -> None:
     with pytest.raises(ValueError, match=r"unknown strategy 'dpp'.*'ddp'"):
         photinus.wrap(torch.nn.Linear(1, 1), strategy="dpp")

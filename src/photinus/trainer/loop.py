@@ -51,7 +51,7 @@ from .session.loss import check_loss
 from .session.progress import Progress, say, show_metrics
 from .session.replicas import Replicas, describe_replicas
 from .session.session import require_session
-from .session.wrapping import check_exchanges_gradients, check_optimizer
+from .session.wrapping import check_exchanges_gradients, check_optimizer, check_scheduler
 
 
 class Loop:
@@ -212,6 +212,8 @@ class Loop:
         others = dict(state or {})
         models = [model, *(each for each in others.values() if isinstance(each, nn.Module))]
         optimizers = [optimizer, *(each for each in others.values() if isinstance(each, torch.optim.Optimizer))]
+        with together("setting up the loop"):
+            check_scheduler(scheduler, optimizers)
         alike: dict[str, JSON] = {**self._options, "scheduler": type(scheduler).__qualname__, "state": [*others]}
         check_alike({**alike, **describe_replicas(models, optimizers)}, "the ranks were given different loops")
         self._replicas = Replicas(session, models, optimizers, compare_parameters=compare_parameters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeVar, overload
 
 import torch
@@ -147,6 +148,24 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"the optimizer ({type(optimizer).__name__}) steps {total} parameters, of which {foreign} are not "
             f"parameters of the model ({type(unwrap(model)).__name__}): they would never be averaged between the "
             f"ranks. Create the optimizer from this model's parameters, after any change of the model."
+        )
+
+
+def check_scheduler(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Refuses a scheduler over another optimizer, such as one made before: no learning rate here would ever change.
+
+    Raises:
+        ValueError: it sets the rates of none of these.
+    """
+    over = getattr(scheduler, "optimizer", None)
+    if not isinstance(over, torch.optim.Optimizer):
+        return  # where it sets rates is not known
+    known = {id(group) for optimizer in optimizers for group in optimizer.param_groups}
+    if not any(id(group) in known for group in over.param_groups):
+        raise ValueError(
+            f"the scheduler ({type(scheduler).__name__}) sets the learning rate of another {type(over).__name__} than "
+            f"the loop's optimizer, whose rate would stay as it is: make the scheduler anew, over this optimizer (or "
+            f"give the other one in state=...)"
         )
 
 
