@@ -73,6 +73,27 @@ def test_clipping_changes_what_is_trained_and_a_wrong_norm_is_refused_before_wor
             _trainer(clip_norm=wrong)
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_targets_may_have_several_parts(named: bool) -> None:
+    class Parts(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 31
+
+        def __getitem__(self, index: int) -> Any:
+            inputs, target = points(31)[index]
+            return inputs, {0: target, 1: 1.0} if named else (target, 1.0)
+
+    torch.manual_seed(2)
+    model = torch.nn.Linear(6, 3)
+    trainer = photinus.Trainer(
+        model, torch.optim.SGD(model.parameters()), lambda scores, parts: cross_entropy(scores, parts[0]),
+        steps=1, batch_size=8, valid_batch_size=7, backend="gloo", device="cpu", progress=False,
+    )  # fmt: skip
+    result = trainer.fit(Parts(), Parts())
+    inputs, targets = points(31).tensors
+    assert result.metrics["valid_loss"] == pytest.approx(cross_entropy(result.model(inputs), targets).item(), rel=1e-5)
+
+
 def test_the_validation_loss_is_that_of_all_samples() -> None:
     result = _trainer(valid_batch_size=7).fit(points(), points(31))
     result.model.eval()

@@ -43,6 +43,20 @@ Metric = Callable[[Tensor, Tensor], Tensor]  # outputs [n, ...], targets [n, ...
 Forward = Callable[[nn.Module, Any], "tuple[Tensor, Tensor]"]
 
 
+class BatchMean:
+    """A loss that gives a batch's mean, as a metric: each sample of the batch counts with the mean.
+
+    How many those are, outputs and targets do not always tell: they may be dicts, or lists of tensors.
+    """
+
+    def __init__(self, loss_fn: Metric) -> None:
+        self._loss_fn = loss_fn
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean, shape []."""
+        return self._loss_fn(outputs, targets).reshape(())
+
+
 @overload
 def evaluate(
     model: nn.Module,
@@ -177,6 +191,8 @@ def _values_of_this_rank(
                 outputs, targets = forward(model, batch.data)
                 for name, function in metrics.items():
                     values = torch.as_tensor(function(outputs, targets))
+                    if isinstance(function, BatchMean):
+                        values = values.expand(batch.samples)
                     if values.shape != (batch.samples,):
                         raise ValueError(
                             f"metric {name!r} gave shape {list(values.shape)} for {batch.samples} samples, but "

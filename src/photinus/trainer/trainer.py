@@ -21,7 +21,7 @@ from ..runlog.tables import Row
 from .checkpoint.states import unwrap
 from .data.arguments import whole_number
 from .data.datasets import check_dataset, taken_apart
-from .evaluation import Metric, evaluate
+from .evaluation import BatchMean, Metric, evaluate
 from .loop import Loop
 from .record.curves import PICTURE
 from .session.length import Length
@@ -150,7 +150,7 @@ class Trainer:
         if "valid_loss" in (metrics or {}):
             raise ValueError("metrics: 'valid_loss' is measured anyway; take another name")
         self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
-        self._metrics = {**(metrics or {}), "valid_loss": _per_sample(loss_fn)}
+        self._metrics: dict[str, Metric] = {**(metrics or {}), "valid_loss": BatchMean(loss_fn)}
         self._wrap_options: dict[str, Any] = {"strategy": strategy, "sync_batch_norm": sync_batch_norm}
         self._strategy_options = dict(strategy_options or {})
         self._clip_norm = clip_norm
@@ -277,13 +277,3 @@ def _check_steps_without_arguments(
             f'scheduler_every="epoch", validate_every_steps=None and mode="min"; got {scheduler_every!r}, '
             f"{validate_every_steps} and {scheduler.mode!r}. To follow another number, keep a Loop of your own."
         )
-
-
-def _per_sample(loss_fn: LossFunction) -> Metric:
-    """A loss that gives a batch's mean, as a metric: each sample of the batch counts with the mean."""
-
-    def valid_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        loss = loss_fn(outputs, targets)
-        return loss.reshape(()).expand(len(targets))
-
-    return valid_loss
