@@ -73,6 +73,48 @@ def test_clipping_changes_what_is_trained_and_a_wrong_norm_is_refused_before_wor
             _trainer(clip_norm=wrong)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"scheduler": "cosine"}, r"scheduler is a str, but an object with a step\(\)"),
+        ({"scheduler": torch.optim.lr_scheduler.StepLR}, "scheduler is the class StepLR, but an object"),
+        ({"metrics": [right]}, "metrics is a list, but a dict"),
+        ({"metrics": {"right": "right"}}, r"metrics\['right'\] is a str, but a function"),
+        ({"callbacks": print}, r"callbacks is a builtin_function_or_method, but a list of functions .*\[\.\.\.\]"),
+        ({"callbacks": [None]}, r"callbacks\[0\] is a NoneType"),
+    ],
+)
+def test_what_could_not_be_called_is_refused_before_any_work(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        _trainer(**options)
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(TypeError, match=r"loss_fn is the class MSELoss; give an object of it: MSELoss\(\)"):
+        photinus.Trainer(model, torch.optim.SGD(model.parameters()), torch.nn.MSELoss, epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("collate_fn", "kind"),
+    [
+        (lambda items: torch.stack([item[0] for item in items]), "a Tensor"),
+        (lambda items: {"x": 1, "y": 2}, "a dict"),
+        (lambda items: (1, 2, 3), "a tuple of 3 parts"),
+    ],
+)
+def test_batches_that_are_no_pairs_are_refused(collate_fn: Any, kind: str) -> None:
+    model = torch.nn.Linear(6, 3)
+    trainer = photinus.Trainer(
+        model, torch.optim.SGD(model.parameters()), cross_entropy, epochs=1, batch_size=2, collate_fn=collate_fn,
+        backend="gloo", device="cpu", progress=False,
+    )  # fmt: skip
+    with pytest.raises(TypeError, match=rf"needs batches \(inputs, targets\), but got {kind}: make them"):
+        trainer.fit(points())
+
+
+def test_an_empty_validation_set_is_refused_before_any_work() -> None:
+    with pytest.raises(ValueError, match=r"valid_set \(TensorDataset\) is empty"):
+        _trainer().fit(points(), points(0))
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_targets_may_have_several_parts(named: bool) -> None:
     class Parts(torch.utils.data.Dataset[Any]):

@@ -134,8 +134,7 @@ class Trainer:
         **loop_options: Any,
     ) -> None:
         Length(epochs, steps)  # refuses what cannot be, before any work
-        if not callable(loss_fn):
-            raise TypeError(f"loss_fn is a {type(loss_fn).__name__}, but a function (outputs, targets) is needed")
+        _check_kinds(loss_fn, metrics, scheduler, callbacks)
         if scheduler_every not in ("epoch", "step"):
             raise ValueError(f'scheduler_every={scheduler_every!r}: needs "epoch" or "step"')
         if precision not in _PRECISIONS:
@@ -145,8 +144,8 @@ class Trainer:
                 f"loop.backward(loss, scaler=scaler))"
             )
         _check_steps_without_arguments(optimizer, scheduler, scheduler_every, validate_every_steps)
-        if clip_norm is not None and not clip_norm > 0:
-            raise ValueError(f"clip_norm={clip_norm}: needs a number above 0, or None")
+        if clip_norm is not None and (isinstance(clip_norm, str) or not clip_norm > 0):
+            raise ValueError(f"clip_norm={clip_norm!r}: needs a number above 0, or None")
         if "valid_loss" in (metrics or {}):
             raise ValueError("metrics: 'valid_loss' is measured anyway; take another name")
         self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
@@ -186,7 +185,10 @@ class Trainer:
         """
         if valid_set is not None:
             # Not only at the end of the first epoch.
-            check_dataset(taken_apart(valid_set)[0] if isinstance(valid_set, DataLoader) else valid_set)
+            to_validate: Any = taken_apart(valid_set)[0] if isinstance(valid_set, DataLoader) else valid_set
+            check_dataset(to_validate)
+            if len(to_validate) == 0:
+                raise ValueError(f"valid_set ({type(to_validate).__name__}) is empty; None leaves validation out")
         elif isinstance(self._scheduler, ReduceLROnPlateau):
             raise ValueError("ReduceLROnPlateau follows the validation loss, so fit needs a valid_set")
         with ExitStack() as stack:
@@ -197,7 +199,8 @@ class Trainer:
             if not loop.finished:
                 model.train()
             strategy, began = strategy_of(model), loop.step
-            for inputs, targets in loop:
+            for batch in loop:
+                inputs, targets = _pair(batch)
                 first, end = self._step_of(loop, began)
                 last = loop.step == end
                 with nullcontext() if last else loop.no_sync():
@@ -257,6 +260,41 @@ class Trainer:
             curves=curves,
             rank=loop.rank,
         )
+
+
+def _check_kinds(loss_fn: Any, metrics: Any, scheduler: Any, callbacks: Any) -> None:
+    """Refuses what would fail where it is first called, at the end of an epoch perhaps."""
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics is a {type(metrics).__name__}, but a dict is needed: functions by name")
+    if not isinstance(callbacks, Sequence):
+        raise TypeError(f"callbacks is a {type(callbacks).__name__}, but a list of functions is needed: [...]")
+    functions = {"loss_fn": loss_fn, **{f"metrics[{name!r}]": each for name, each in (metrics or {}).items()}}
+    for name, function in functions.items():
+        if isinstance(function, type):
+            raise TypeError(f"{name} is the class {function.__name__}; give an object of it: {function.__name__}()")
+        if not callable(function):
+            raise TypeError(f"{name} is a {type(function).__name__}, but a function (outputs, targets) is needed")
+    for place, callback in enumerate(callbacks):
+        if not callable(callback):
+            raise TypeError(f"callbacks[{place}] is a {type(callback).__name__}, but a function (loop) is needed")
+    if isinstance(scheduler, type) or not (scheduler is None or callable(getattr(scheduler, "step", None))):
+        kind = f"the class {scheduler.__name__}" if isinstance(scheduler, type) else f"a {type(scheduler).__name__}"
+        raise TypeError(
+            f"scheduler is {kind}, but an object with a step() is needed, such as "
+            f"torch.optim.lr_scheduler.StepLR(optimizer, 10)"
+        )
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    """Refuses a batch whose parts are no inputs and targets: a tensor of two samples would be taken for them."""
+    if isinstance(batch, (Tensor, Mapping, str)) or (isinstance(batch, Sequence) and len(batch) != 2):
+        parts = f" of {len(batch)} parts" if isinstance(batch, Sequence) else ""
+        raise TypeError(
+            f"the Trainer needs batches (inputs, targets), but got a {type(batch).__name__}{parts}: make them with "
+            f"collate_fn=..., or keep a Loop of your own, whose body takes any"
+        )
+    inputs, targets = batch
+    return inputs, targets
 
 
 def _check_steps_without_arguments(
