@@ -269,6 +269,8 @@ def test_columns_of_the_loop_cannot_be_logged_over(world: Any) -> None:
             loop.log(step=3)
         with pytest.raises(ValueError, match=r"'x' has shape \[2\]"):
             loop.log(x=torch.zeros(2))
+        with pytest.raises(ValueError, match="'x' is None, but one number is needed"):
+            loop.log(x=None)  # type: ignore[arg-type]
 
 
 # -- wrong use, told before work starts -------------------------------------------------------------------------------
@@ -283,6 +285,24 @@ def test_a_batch_size_beyond_the_data_is_refused(world: Any) -> None:
 def test_numbers_below_one_are_refused(world: Any, tmp_path: Path, options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         _loop(**{"out": tmp_path, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"resume": True}, 'resume=True: needs "auto", "never", or the path'),
+        ({"best": 3}, "best=3: needs the name of a metric"),
+        ({"best": "-"}, "best='-': needs the name of a metric"),
+        ({"state": [1]}, "state is a list, but a dict"),
+        ({"config": 5}, "config is a int, but a dict"),
+    ],
+)
+def test_what_is_of_the_wrong_kind_is_refused_before_the_folder_is_touched(
+    world: Any, tmp_path: Path, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(TypeError, match=words):
+        _loop(out=tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_path_instead_of_a_data_set_is_refused(world: Any, tmp_path: Path) -> None:

@@ -175,6 +175,8 @@ class Loop:
             ):
                 if value is not None:
                     whole_number(name, value, least=1)
+            _check_kinds(resume, best, state)
+            user = user_options(config)
             if tensorboard and out is None:
                 raise ValueError("tensorboard=True writes event files into the run's folder: give out=..., too")
             if tensorboard and session.is_main:
@@ -249,7 +251,7 @@ class Loop:
         self._progress = Progress(progress and session.is_main, length, self.steps_per_epoch)
         if self.out is not None:
             with_space = explain_no_space(self.out, self._least_bytes)
-            prepare = with_space(partial(self._prepare_folder, source, config, keep_last, best, tensorboard))
+            prepare = with_space(partial(self._prepare_folder, source, user, keep_last, best, tensorboard))
             from_rank_0(prepare, f"preparing the folder {self.out}")
             if not self.finished:
                 self._ending = Ending(self.out, session.rank, self._position)
@@ -394,7 +396,10 @@ class Loop:
                 raise ValueError(f"loop.log: {name!r} is a column that the loop fills itself; take another name")
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise ValueError(f"loop.log: {name!r} has shape {list(value.shape)}, but one number is needed")
-            self._position.logged[name] = float(value)
+            try:
+                self._position.logged[name] = float(value)
+            except (TypeError, ValueError):
+                raise ValueError(f"loop.log: {name!r} is {value!r}, but one number is needed") from None
 
     def stop(self) -> None:
         """Ends the run early, on all ranks together, even when only one of them asks.
@@ -555,7 +560,9 @@ class Loop:
 
     # -- setting up --------------------------------------------------------------------------------------------------
 
-    def _prepare_folder(self, source: Source, config: Any, keep_last: int, best: str | None, tensorboard: bool) -> None:
+    def _prepare_folder(
+        self, source: Source, user: dict[str, Any], keep_last: int, best: str | None, tensorboard: bool
+    ) -> None:
         assert self.out is not None
         self._folder = RunFolder(self.out, keep_last=keep_last, best=best, tensorboard=tensorboard)
         if self.finished:  # nothing will be added
@@ -567,7 +574,6 @@ class Loop:
         start = describe_start(self._session, resumed_from=resumed_from, resumed_step=self.step, job=job_name())
         length = {"epochs": self.epochs, "steps": self.steps, "steps_per_epoch": self.steps_per_epoch}
         length["batch_size"] = self._loader.batch_size
-        user = user_options(config)
         self._folder.begin(self._position, self._options, user, start, length, goes_on=source.goes_on)
 
     def _tell_start(self, source: Source) -> None:
@@ -583,6 +589,15 @@ class Loop:
             say(self.summary())
         elif self.resumed_from is not None:
             say(f"resumed from {self.resumed_from}: {self._length.describe(self._position)}")
+
+
+def _check_kinds(resume: Any, best: Any, state: Any) -> None:
+    if not (resume is None or isinstance(resume, (str, os.PathLike))):
+        raise TypeError(f'resume={resume!r}: needs "auto", "never", or the path of a checkpoint or of a run\'s folder')
+    if best is not None and not (isinstance(best, str) and best.removeprefix("-")):
+        raise TypeError(f'best={best!r}: needs the name of a metric that is logged, such as "accuracy" or "-loss"')
+    if not (state is None or isinstance(state, Mapping)):
+        raise TypeError(f"state is a {type(state).__name__}, but a dict is needed: objects to save, by name")
 
 
 def _measurements(row: Row) -> Row:

@@ -84,9 +84,14 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def user_options(options: Mapping[str, Any] | argparse.Namespace | None) -> dict[str, Any]:
-    """A script's options as a dict: of an argparse.Namespace, a mapping or nothing."""
+    """A script's options as a dict: of an argparse.Namespace, a mapping or nothing. Raises TypeError for all else."""
     if options is None:
         return {}
+    if not isinstance(options, (argparse.Namespace, Mapping)):
+        raise TypeError(
+            f"config is a {type(options).__name__}, but a dict or an argparse.Namespace is needed (of a dataclass, "
+            f"dataclasses.asdict(config))"
+        )
     return dict(vars(options) if isinstance(options, argparse.Namespace) else options)
 
 
