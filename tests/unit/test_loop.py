@@ -622,18 +622,21 @@ def test_nothing_is_written_without_out(tmp_path: Path, monkeypatch: pytest.Monk
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_ends_the_run_with_its_reason(tmp_path: Path, world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("what", ["append_losses", "make_durable"])
+def test_a_full_disk_ends_the_run_with_its_reason(
+    tmp_path: Path, world: Any, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
     loop = _loop(out=tmp_path)
 
     def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device", str(tmp_path / "losses.csv"))
+        raise OSError(28, "No space left on device")  # as write and fsync raise it
 
     def train_on() -> None:
         for _ in loop:
             loop.backward(_loss(loop))
 
-    monkeypatch.setattr("photinus.runlog.tables.RunFiles.append_losses", full)
-    with pytest.raises(OSError, match=r"No space left on device: .*losses.csv"):
+    monkeypatch.setattr(f"photinus.runlog.tables.RunFiles.{what}", full)
+    with pytest.raises(OSError, match=f"No space left on device: .*{tmp_path.name}"):
         train_on()
 
 

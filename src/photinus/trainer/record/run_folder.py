@@ -113,6 +113,8 @@ class RunFolder:
         try:
             yield
         except OSError as error:
+            if error.filename is None:  # a write or flush on a full disk does not say where
+                error.filename = str(self.path)
             self.error = self.error or error
 
     def save(self, step: int, content: Mapping[str, Any], description: Mapping[str, Any], row: Row | None) -> Path:
@@ -125,12 +127,13 @@ class RunFolder:
             ValueError: `best` names what the row has not; the checkpoint is written all the same.
             CheckpointError: see CheckpointFolder.save.
         """
+        with self._keeping_error():
+            self._files.make_durable()
+            if self._tensorboard is not None:
+                self._tensorboard.flush()
         if self.error is not None:
             raise self.error
         metric = None if self._best is None or row is None else row.get(self._best)
-        self._files.make_durable()
-        if self._tensorboard is not None:
-            self._tensorboard.flush()
         began = time.perf_counter()
         path = self._checkpoints.save(step, content, description=description, metric=metric)
         self.tell("checkpoint", step, name=path.name, seconds=round(time.perf_counter() - began, 6))
