@@ -102,6 +102,14 @@ def test_a_metric_of_the_whole_batch_is_refused(world: Any) -> None:
         photinus.evaluate(Net(), points(16), lambda x, y: right(x, y).float().mean())
 
 
+def test_what_is_no_model_or_no_metric_is_refused(world: Any) -> None:
+    with pytest.raises(TypeError, match="model is a function, but evaluate needs"):
+        photinus.evaluate(right, points(16), right)  # type: ignore[call-overload]
+    for metric, words in (([right], "metric 'metric' is a list"), ({"right": "right"}, "metric 'right' is a str")):
+        with pytest.raises(TypeError, match=words):
+            photinus.evaluate(Net(), points(16), metric)
+
+
 def test_an_empty_data_set_is_refused(world: Any) -> None:
     with pytest.raises(ValueError, match="is empty"):
         photinus.evaluate(Net(), points(0), right)

@@ -113,10 +113,12 @@ def evaluate(
     Raises:
         ValueError: an empty data set, data sets of different length on the ranks, a metric that does not give one
             value per sample.
-        TypeError: the data set has no length.
+        TypeError: the data set has no length, the model is no module, or a metric no function.
         PhotinusError: another rank failed; names it.
     """
     session = require_session("photinus.evaluate")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, but evaluate needs a torch.nn.Module")
     metrics = dict(metric) if isinstance(metric, Mapping) else {"metric": metric}
     started, waited_ns = time.perf_counter(), waiting_time.total_ns
     error: Exception | None = None
@@ -127,6 +129,10 @@ def evaluate(
     try:
         if not metrics:
             raise ValueError("evaluate was given no metric")
+        for name, function in metrics.items():
+            if not callable(function):
+                kind = type(function).__name__
+                raise TypeError(f"metric {name!r} is a {kind}, but a function (outputs, targets) is needed")
         options: dict[str, Any] = {"batch_size": batch_size, "num_workers": num_workers, "collate_fn": collate_fn}
         if isinstance(dataset, DataLoader):
             dataset, found = taken_apart(dataset)
