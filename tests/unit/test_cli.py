@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import subprocess
 import sys
 
@@ -131,6 +132,16 @@ def test_an_error_that_nobody_can_read_keeps_its_exit_code():
 def test_a_dry_run_takes_no_harm_from_closed_streams(closed):
     command = f'exec "$0" -m photinus run --nproc-per-node 2 --dry-run "$1" {closed}'
     ended = subprocess.run(["sh", "-c", command, sys.executable, __file__], capture_output=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def test_who_ignores_the_ends_of_children_may_start_it():
+    ended = subprocess.run(
+        [sys.executable, "-m", "photinus", "run", "--nproc-per-node", "2", "--dry-run", __file__],
+        capture_output=True,
+        timeout=60,
+        preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN),
+    )
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 

@@ -68,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is not None:
         return _run(list(arguments))
     _open_closed_streams()
+    # Who started this may ignore it (daemons do), which exec hands on: the kernel would not tell how workers ended.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     code = _run(sys.argv[1:])
     # All is ended and closed. Unloading torch, or half of it after Ctrl-C, would take the interpreter a second.
     for stream in (sys.stdout, sys.stderr):
