@@ -57,6 +57,8 @@ def test_help_of_run_fits_a_terminal_and_names_every_flag(capsys):
         (["run", "--nproc_node", "2", "x.py"], "Did you mean --nproc-per-node?"),
         (["run", "no_such_script.py"], "script no_such_script.py does not exist"),
         (["run", ""], "the script's name is empty"),
+        (["run", "x" * 300], f"{'x' * 300}: File name too long. Give another path"),
+        (["report", "~nobody-of-that-name/run"], "there is no such folder"),
         (["bench", "--nproc-per-node", "1"], "needs a whole number, 2 or more"),
     ],
 )

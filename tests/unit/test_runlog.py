@@ -420,3 +420,17 @@ def test_the_newest_run_is_found_and_what_lies_in_runs_is_not_looked_at(tmp_path
     os.utime(older / "events.jsonl", (time.time() + 9, time.time() + 9))
     assert newest_run(tmp_path) == older
     assert newest_run(tmp_path / "1" / "2" / "3" / "4" / "5" / "checkpoints") is None
+
+
+def test_a_folder_of_another_user_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path / "mine")
+    (tmp_path / "theirs").mkdir(mode=0)
+    tmp_path.chmod(0o755)
+    monkeypatch.chdir(tmp_path)  # root's folders around it are not for everybody
+    user = os.geteuid()
+    try:
+        if user == 0:
+            os.seteuid(65534)
+        assert list(find_runs(Path())) == [Path("mine")]
+    finally:
+        os.seteuid(user)

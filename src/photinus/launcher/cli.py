@@ -116,6 +116,10 @@ def _run(words: list[str]) -> int:
         return 130
     except BrokenPipeError:  # the reader has gone, as after `| head`
         return 128 + signal.SIGPIPE
+    except OSError as error:  # of a path: another user's, with too long a name, on a file server that was lost
+        if not isinstance(error.filename, str):
+            raise
+        return _tell(f"{_host()}{error.filename}: {error.strerror}. Give another path, or see to it.", _WRONG_USE)
 
 
 def _dispatch(words: list[str]) -> int:

@@ -263,7 +263,8 @@ class Run:
 
 def is_run(folder: Path) -> bool:
     """Whether a folder is that of a run: it holds events, or a config with losses."""
-    return (folder / EVENTS).is_file() or ((folder / CONFIG).is_file() and (folder / LOSSES).is_file())
+    is_file = os.path.isfile  # not Path's, which raises where the folder is another user's
+    return is_file(folder / EVENTS) or (is_file(folder / CONFIG) and is_file(folder / LOSSES))
 
 
 def written_at_s(folder: Path) -> float:

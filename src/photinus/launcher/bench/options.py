@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -133,6 +134,6 @@ def _picture(text: str) -> Path:
     path = Path(text)
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise ArgumentTypeError("the picture is a .png, .svg or .pdf file.")
-    if not path.absolute().parent.is_dir():
-        raise ArgumentTypeError(f"there is no folder {path.absolute().parent}.")
+    if not os.access(folder := path.absolute().parent, os.W_OK):  # seen before minutes of measuring
+        raise ArgumentTypeError(f"there is no folder {folder} that this user can write to.")
     return path

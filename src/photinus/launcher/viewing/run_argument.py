@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from ...runlog.find import DEPTH, newest_run
@@ -17,7 +18,7 @@ def run_folder(command: str, given: str | None) -> Path:
 
     `command` stands in messages: "top" or "report".
     """
-    below = Path("." if given is None else given).expanduser()
+    below = Path(os.path.expanduser("." if given is None else given))
     if given is not None:
         if not below.exists():
             raise UsageError(f"photinus {command} {given}: there is no such folder.{_hint(below)}")
