@@ -48,6 +48,12 @@ def test_each_host_gets_one_launcher_with_the_users_words():
     assert "--gpus-per-node" not in text
 
 
+def test_words_that_are_no_utf_8_stand_in_the_script_as_they_were_typed(capsysbinary):
+    flags = parse_run(["--slurm", "train.py", os.fsdecode(b"f\xfcr")])
+    assert main(flags, flags.program) == 0
+    assert b"train.py 'f\xfcr'" in capsysbinary.readouterr().out
+
+
 def test_workers_as_many_as_devices_need_the_whole_host():
     assert "--exclusive" in options(written("train.py"))
     assert "--exclusive" not in options(written("--gpus-per-node", "8", "train.py"))

@@ -137,6 +137,14 @@ def test_a_dry_run_takes_no_harm_from_closed_streams(closed):
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 
+def test_a_name_that_the_terminals_encoding_lacks_is_written_with_backslashes(tmp_path):
+    folder = tmp_path / os.fsdecode("größe".encode("latin-1"))
+    ended = photinus_command("new", str(folder), PYTHONIOENCODING="ascii")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert r"gr\udcf6\udcdfe: a convolutional network" in ended.stdout
+    assert (folder / "README.md").read_text(encoding="utf-8").startswith(r"# gr\udcf6\udcdfe")
+
+
 def test_who_ignores_the_ends_of_children_may_start_it():
     ended = subprocess.run(
         [sys.executable, "-m", "photinus", "run", "--nproc-per-node", "2", "--dry-run", __file__],

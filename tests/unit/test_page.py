@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Sequence
 from html.parser import HTMLParser
@@ -121,6 +122,12 @@ def test_whatever_a_run_is_called_stays_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.seconds
+def test_a_folder_whose_name_is_no_utf_8_has_a_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path / os.fsdecode(b"f\xfcr"))
+    assert main(["report", str(run), "-o", str(tmp_path / "page.html")]) == 0
+    assert r"f\udcfcr" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
 def test_100_000_steps_and_many_ranks_make_a_small_page_that_keeps_the_extremes(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "long", epochs=1, steps=10, ranks=16)
     losses = [StepLoss(i, 1, 99.0 if i == 54_321 else 1.0 + i % 7 / 10, 64) for i in range(1, 100_001)]

@@ -70,6 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _open_closed_streams()
     # Who started this may ignore it (daemons do), which exec hands on: the kernel would not tell how workers ended.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if sys.stdout.errors == "strict":  # a name that its encoding lacks is no reason to fail, as on stderr
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     code = _run(sys.argv[1:])
     # All is ended and closed. Unloading torch, or half of it after Ctrl-C, would take the interpreter a second.
     for stream in (sys.stdout, sys.stderr):

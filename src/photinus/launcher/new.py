@@ -136,7 +136,7 @@ def _write(folder: Path, template: Template) -> list[str]:
             if name == "README.md":
                 text = text.replace(_TITLE, f"# {folder.resolve().name}", 1)
             written.append(folder / name)
-            written[-1].write_text(text, encoding="utf-8")
+            written[-1].write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         for path in written:
             with contextlib.suppress(OSError):

@@ -92,15 +92,16 @@ def put(text: str, target: str | None, *, start: str, executable: bool = False) 
 
     `start`: the command for the file. UsageError: it exists with other content, or cannot be written.
     """
+    data = text.encode("utf-8", "surrogateescape")  # words as they were typed, whatever the locale
     if target is None:
-        print(text, end="")
+        sys.stdout.buffer.write(data)
         return 0
     path = Path(target)
     try:
-        if not (path.is_file() and path.read_text() == text):
+        if not (path.is_file() and path.read_bytes() == data):
             opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o700 if executable else 0o600)
-            with os.fdopen(opened, "w") as file:
-                file.write(text)
+            with os.fdopen(opened, "wb") as file:
+                file.write(data)
     except FileExistsError:
         raise UsageError(f"--output {target}: the file exists. Remove it, or name another.") from None
     except OSError as error:

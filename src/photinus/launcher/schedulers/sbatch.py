@@ -135,7 +135,7 @@ def _submit(text: str) -> int:
             "script with --output FILE and hand it to sbatch there."
         )
     # The job runs in this folder, with this environment, as it would with a file.
-    ended = subprocess.run(["sbatch"], input=text, text=True, cwd=os.getcwd(), check=False)
+    ended = subprocess.run(["sbatch"], input=text.encode("utf-8", "surrogateescape"), cwd=os.getcwd(), check=False)
     if ended.returncode != 0:
         raise LaunchError(
             f"sbatch refused the script (exit code {ended.returncode}), see above; leave out --submit to read it",

@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
 
     from .page import page
 
-    text = page(runs)
+    text = page(runs).encode(errors="backslashreplace").decode()  # names of folders may be no UTF-8
     if asked.out == "-":
         sys.stdout.flush()
         sys.stdout.buffer.write(text.encode())
