@@ -138,7 +138,10 @@ def test_an_exception_is_recorded_without_our_frames_and_not_printed_twice(folde
     assert error_file.read_text().endswith("}\n")
 
 
-@pytest.mark.parametrize("text", ["def f(:\n", "import no_such_module_at_all\n", "raise Exception\n"])
+WITHOUT_WORDS = "class E(Exception):\n    def __str__(self): return self.absent\nraise E\n"
+
+
+@pytest.mark.parametrize("text", ["def f(:\n", "import no_such_module_at_all\n", "raise Exception\n", WITHOUT_WORDS])
 def test_the_recorded_traceback_is_what_python_prints(folder, text):
     (folder / "script.py").write_text(text)
     error_file = folder / "error.json"

@@ -74,15 +74,22 @@ def describe(error: BaseException, traceback_text: str, exit_code: int, raised_a
     chain: list[list[str]] = []
     link: BaseException | None = error
     while link is not None and len(chain) < _CHAIN_LIMIT:
-        chain.append([type(link).__name__, str(link)[:2000]])
+        chain.append([type(link).__name__, _text(link)[:2000]])
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     return {
         "message": {
-            "message": f"{type(error).__name__}: {error}",
+            "message": f"{type(error).__name__}: {_text(error)}",
             "extraInfo": {"py_callstack": traceback_text, "timestamp": str(int(time.time()))},
         },
         "photinus": {"chain": chain, "place": _place(error), "exit_code": exit_code, "raised_at_s": raised_at_s},
     }
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - the error's own code, which must not take its place
+        return "<exception str() failed>"  # Python's words
 
 
 def _place(error: BaseException) -> str:
