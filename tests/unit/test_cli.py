@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -119,6 +120,13 @@ def test_a_reader_that_goes_away_is_no_error():
     )
     os.close(writing)
     assert (ended.returncode, ended.stderr) == (141, "")
+
+
+def test_a_disk_that_is_full_is_told(monkeypatch, capsys):
+    with contextlib.suppress(OSError), open("/dev/full", "w") as full:  # which it tries once more when it is closed
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["run", "--slurm", "--nproc-per-node", "2", __file__]) == 1
+    assert capsys.readouterr().err == "photinus: No space left on device: the output is not whole.\n"
 
 
 def test_an_error_that_nobody_can_read_keeps_its_exit_code():

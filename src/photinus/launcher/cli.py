@@ -7,6 +7,7 @@ imports torch.
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import os
 import signal
@@ -101,7 +102,9 @@ def _check_folder() -> None:
 
 def _run(words: list[str]) -> int:
     try:
-        return _dispatch(words)
+        code = _dispatch(words)
+        sys.stdout.flush()  # a full disk is told, not left to whoever uses half of the output
+        return code
     except SystemExit as shown:  # --help
         return int(shown.code or 0)
     except UsageError as error:
@@ -119,6 +122,8 @@ def _run(words: list[str]) -> int:
     except BrokenPipeError:  # the reader has gone, as after `| head`
         return 128 + signal.SIGPIPE
     except OSError as error:  # of a path: another user's, with too long a name, on a file server that was lost
+        if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return _tell(f"{error.strerror}: the output is not whole.", 1)
         if not isinstance(error.filename, str):
             raise
         return _tell(f"{_host()}{error.filename}: {error.strerror}. Give another path, or see to it.", _WRONG_USE)
