@@ -33,6 +33,13 @@ def test_version_2_quota_is_the_tightest_of_the_group_and_those_around_it(tmp_pa
     assert cpu_quota_cores(tree(tmp_path, {**V2, **files})) == 2.5
 
 
+def test_a_mount_whose_path_is_no_utf_8_is_passed_over(tmp_path):
+    tree(tmp_path, {**V2, "sys/fs/cgroup/user/job/cpu.max": "150000 100000\n"})
+    mounts = tmp_path / "proc/self/mountinfo"
+    mounts.write_bytes(b"29 23 0:9 / /mnt/gr\xf6\xdfe rw - vfat /dev/sda1 rw\n" + mounts.read_bytes())
+    assert cpu_quota_cores(tmp_path) == 1.5
+
+
 def test_version_1_quota(tmp_path):
     files = {
         "sys/fs/cgroup/cpu,cpuacct/box/a/cpu.cfs_quota_us": "150000\n",

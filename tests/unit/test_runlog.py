@@ -391,6 +391,13 @@ def test_a_process_is_told_from_another_of_the_same_pid() -> None:
     assert is_alive(mine) is True
     assert is_alive({**mine, "began": mine["began"] - 1}) is False
     assert is_alive({**mine, "boot": "another"}) is None
+    name = Path("/proc/self/comm")
+    before = name.read_bytes()
+    name.write_bytes(b"gr\xc3")  # a name is cut to 15 bytes, wherever that is
+    try:
+        assert is_alive(mine) is True
+    finally:
+        name.write_bytes(before)
 
 
 def test_a_run_of_another_host_is_silent_when_nothing_comes(tmp_path: Path) -> None:

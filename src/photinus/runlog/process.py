@@ -40,7 +40,7 @@ def _namespace() -> str:
 def _began(pid: int) -> int | None:
     """In clock ticks since the boot; None when there is no such process, or it is a zombie."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
     fields = text[text.rfind(")") + 2 :].split()  # the name in brackets may hold anything

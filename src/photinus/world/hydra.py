@@ -12,7 +12,7 @@ def hydra_proxy(pid: int | str = "self", root: Path = Path("/proc")) -> int | No
     """The process id of the proxy that started this process, alike for all ranks of its host; None without one."""
     for _ in range(_GENERATIONS):
         try:
-            stat = (root / str(pid) / "stat").read_text()
+            stat = (root / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
         except OSError:  # /proc is not there, or hides other users' processes
             return None
         number, _, rest = stat.partition(" (")

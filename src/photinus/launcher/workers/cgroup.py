@@ -103,6 +103,6 @@ def _field(text: str, name: str) -> int | None:
 def text_of(path: Path) -> str:
     """The text of a file in /proc or /sys; "" where it is absent, on this kernel or at all, or may not be read."""
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8", errors="replace")  # paths of mounts may be in any encoding
     except OSError:
         return ""
