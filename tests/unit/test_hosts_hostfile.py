@@ -56,6 +56,8 @@ def test_a_wrong_line_is_named_by_file_and_number(text, told):
 def test_a_missing_file_is_an_error_and_not_a_run_on_this_host_alone(tmp_path):
     with pytest.raises(UsageError, match=r"nowhere cannot be read: No such file"):
         read_hostfile(str(tmp_path / "nowhere"))
+    with pytest.raises(UsageError, match=r"~nobody-of-that-name/hosts cannot be read: No such file"):
+        read_hostfile("~nobody-of-that-name/hosts")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     with pytest.raises(UsageError, match="is no text file"):
         read_hostfile(str(tmp_path / "binary"))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
@@ -172,6 +173,7 @@ def test_deepspeeds_files_of_variables_are_read(tmp_path):
     assert over == {"NCCL_IB_DISABLE": "1", "A": "here", "B": "x = y", "C": ""}
     assert exported_variables({"A": "shell"}, ("A",), variable_files(home, here))["A"] == "shell"
     assert len(variable_files(here, here)) == 1
+    assert len(variable_files(Path("x" * 300), here)) == 1  # a home folder that cannot be looked into
     (here / ".deepspeed_env").write_text("A=1\nnot a variable\n")
     with pytest.raises(UsageError, match=r"\.deepspeed_env:2: 'not a variable' is not understood"):
         exported_variables({}, (), variable_files(home, here))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def exported_variables(
 def variable_files(home: Path, here: Path) -> tuple[Path, ...]:
     """DeepSpeed's files of variables that exist, the one that wins last: the home folder's, then this folder's."""
     candidates = dict.fromkeys([(home / _FILE).resolve(), (here / _FILE).resolve()])
-    return tuple(file for file in candidates if file.is_file())
+    return tuple(file for file in candidates if os.path.isfile(file))  # HOME may be another user's, after sudo
 
 
 def _read_variables(file: Path) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
     """The hosts of a file, in its order. UsageError: it cannot be read, or as for `parse_hostfile`."""
     like = "has a line for each host, like `node1 slots=4`."
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
+        text = Path(os.path.expanduser(path)).read_text(encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--hostfile {path} cannot be read: {error.strerror}. It {like}") from None
     except UnicodeDecodeError:
