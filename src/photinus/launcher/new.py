@@ -108,11 +108,7 @@ def _check_empty(folder: Path) -> None:
         return
     if not folder.is_dir():
         raise UsageError(f"{folder} is a file; give a folder that is new or empty.")
-    try:
-        there = sorted(set(os.listdir(folder)) - _ALLOWED_THERE)
-    except OSError as error:
-        raise UsageError(f"{folder} cannot be looked into: {error.strerror}.") from error
-    if there:
+    if there := sorted(set(os.listdir(folder)) - _ALLOWED_THERE):
         shown = ", ".join(there[:5]) + (f" and {len(there) - 5} more" if len(there) > 5 else "")
         raise UsageError(
             f"{folder} is not empty: {shown} {'is' if len(there) == 1 else 'are'} in it. Give a new folder."

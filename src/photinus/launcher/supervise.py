@@ -90,8 +90,7 @@ def supervise(flags: RunFlags, program: Program) -> int:
             return _report_interrupt(interrupts, output, "before any worker was started")
         if chosen.reason:
             where = "" if (name := env.STARTED_AS.get()) is None else f"host {name}: "
-            plural = "s" if chosen.count != 1 else ""
-            output.say(f"photinus: {where}{chosen.count} worker{plural} ({chosen.reason})\n")
+            output.say(f"photinus: {where}{chosen.count} worker{'s' * (chosen.count != 1)} ({chosen.reason})\n")
         job = Job(
             program=program,
             job_id=job_id,
@@ -130,7 +129,7 @@ def supervise(flags: RunFlags, program: Program) -> int:
         return 0
     if member is not None and not member.leads and env.STARTED_AS.get() is not None:
         return verdict.exit_code
-    after = f" after {agent.restarts} restart{'s' if agent.restarts > 1 else ''}" if agent.restarts else ""
+    after = f" after {agent.restarts} restart{'s' * (agent.restarts > 1)}" if agent.restarts else ""
     where = f" of host {verdict.host}" if member is not None else ""
     raise LaunchError(
         f"the job failed{after}; the first cause was rank {verdict.rank}{where}, see above "

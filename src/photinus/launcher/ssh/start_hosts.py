@@ -66,9 +66,8 @@ def start_hosts(flags: RunFlags, run_here: Callable[[list[str]], int]) -> int:
         host_words(flags, share)  # finds fault before anything is started
     here = find_here([share.host for share in shares])
     ssh = ssh_command(selection.ssh, selection.ssh_port, needed=not all(here))
-    environ = exported_variables(
-        os.environ, selection.export, variable_files(Path(os.path.expanduser("~")), Path.cwd())
-    )
+    files = variable_files(Path(os.path.expanduser("~")), Path.cwd())
+    environ = exported_variables(os.environ, selection.export, files)
     if len(shares) == 1 and here[0]:
         os.environ.update(environ)
         return run_here([*(["--dry-run"] if flags.dry_run else []), *host_words(flags, shares[0])])

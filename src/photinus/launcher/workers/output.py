@@ -87,12 +87,8 @@ class Output:
 
         With `alarm`, the first line is bold and red where that can be seen (a terminal; NO_COLOR unset).
         """
-        if (
-            alarm
-            and self._is_terminal(self.stderr)
-            and not os.environ.get("NO_COLOR")
-            and os.environ.get("TERM") != "dumb"
-        ):
+        plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+        if alarm and self._is_terminal(self.stderr) and not plain:
             text = re.sub(r"^(\n*)([^\n]+)", "\\1\x1b[1;31m\\2\x1b[0m", text, count=1)
         self._write(self.stderr, text.encode(sys.stderr.encoding or "utf-8", "backslashreplace"))
 
