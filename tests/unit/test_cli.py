@@ -163,6 +163,14 @@ def test_who_ignores_the_ends_of_children_may_start_it():
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 
+def test_the_names_of_thousands_of_files_reach_the_program():
+    files = [
+        f"data/file-{number}" for number in range(9000)
+    ]  # together more than one variable of the environment holds
+    ended = photinus_command("run", "--nproc-per-node", "1", "--no-python", "sh", "-c", 'echo "$#"', "sh", *files)
+    assert (ended.returncode, ended.stdout) == (0, "9000\n")
+
+
 def test_a_working_directory_that_was_removed_is_told_before_anything_starts(tmp_path, monkeypatch, capsys):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")

@@ -23,6 +23,7 @@ __all__ = ["main", "parser"]
 parser = run_parser
 
 _FUNCTION = "photinus.launcher.function"
+_LONGEST_BYTES = 120 << 10
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -79,7 +80,9 @@ def _record(arguments: Sequence[str], program: Program) -> None:
         return  # typed on another host, for all of them
     given = len(arguments) - len(program.arguments)
     launch = Launch(tuple(arguments[:given]), program.arguments, notable(os.environ))
-    os.environ[env.LAUNCH.name] = launch.text()
+    os.environ.pop(env.LAUNCH.name, None)
+    if len(text := launch.text()) < _LONGEST_BYTES:  # the names of thousands of files are more than a variable holds
+        os.environ[env.LAUNCH.name] = text
 
 
 def _start(flags: RunFlags, program: Program) -> int:
