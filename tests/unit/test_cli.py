@@ -163,6 +163,17 @@ def test_who_ignores_the_ends_of_children_may_start_it():
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 
+def test_who_blocks_signals_may_start_it():
+    words = ["run", "--nproc-per-node", "1", "--no-python", "sh", "-c", "kill -TERM $PPID; sleep 3"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "photinus", *words],
+        capture_output=True,
+        timeout=60,
+        preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,)),
+    )
+    assert ended.returncode == 143
+
+
 def test_the_names_of_thousands_of_files_reach_the_program():
     files = [
         f"data/file-{number}" for number in range(9000)

@@ -69,8 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is not None:
         return _run(list(arguments))
     _open_closed_streams()
-    # Who started this may ignore it (daemons do), which exec hands on: the kernel would not tell how workers ended.
+    # Who started this (a daemon) may ignore SIGCHLD, without which nobody learns how workers ended, or block signals,
+    # and exec hands both on. What is ignored otherwise, as under nohup, stays so.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     if sys.stdout.errors == "strict":  # a name that its encoding lacks is no reason to fail, as on stderr
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     code = _run(sys.argv[1:])
