@@ -34,6 +34,7 @@ COMMANDS = {
 }
 
 _WRONG_USE = 2
+_OF_A_PATH = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EROFS, errno.ESTALE)
 
 
 def _help() -> str:
@@ -126,7 +127,7 @@ def _run(words: list[str]) -> int:
     except OSError as error:  # of a path: another user's, with too long a name, on a file server that was lost
         if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return _tell(f"{error.strerror}: the output is not whole.", 1)
-        if not isinstance(error.filename, str):
+        if error.filename is None or error.errno not in _OF_A_PATH:
             raise
         return _tell(f"{_host()}{error.filename}: {error.strerror}. Give another path, or see to it.", _WRONG_USE)
 
