@@ -55,6 +55,14 @@ def test_what_was_saved_is_found_and_loaded(tmp_path: Path) -> None:
         found.load(only=["optimizer"])
 
 
+def test_a_folder_whose_name_is_no_utf_8_serves_as_well(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / os.fsdecode(b"l\xe4uf"))
+    folder.save(7, state(7), description={})
+    found = folder.newest()
+    assert found is not None
+    assert found.load(mapped=["model"])["model"]["weight"][0] == 7
+
+
 def test_the_folder_holds_plain_torch_files_and_a_readable_manifest(tmp_path: Path) -> None:
     path = CheckpointFolder(tmp_path).save(7, state(7), description={"lr": 0.1})
     assert torch.load(path / "model.pt", weights_only=True)["weight"][0] == 7

@@ -125,6 +125,7 @@ def test_whatever_a_run_is_called_stays_text(tmp_path: Path) -> None:
 def test_a_folder_whose_name_is_no_utf_8_has_a_page(tmp_path: Path) -> None:
     run = write_run(tmp_path / os.fsdecode(b"f\xfcr"))
     assert main(["report", str(run), "-o", str(tmp_path / "page.html")]) == 0
+    assert Run(run).name == r"f\udcfcr"  # of which matplotlib draws a title
     assert r"f\udcfcr" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 

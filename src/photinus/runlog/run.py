@@ -151,8 +151,8 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The folder's name."""
-        return self.folder.resolve().name
+        """The folder's name, with backslashes for what is no UTF-8."""
+        return self.folder.resolve().name.encode(errors="backslashreplace").decode()
 
     @property
     def starts(self) -> list[Event]:

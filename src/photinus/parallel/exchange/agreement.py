@@ -116,7 +116,7 @@ def together(doing: str) -> Iterator[None]:
     where = f"host {socket.gethostname()}, pid {os.getpid()}"
     # The class, a line break, and text for people.
     mine = "" if own is None else f"{type(own).__name__}\n{where}: {type(own).__name__}: {own}"
-    told = [data.decode(errors="replace") for data in _all_gather(mine.encode()[:_MOST_TEXT_BYTES])]
+    told = [data.decode(errors="replace") for data in _all_gather(mine.encode(errors="replace")[:_MOST_TEXT_BYTES])]
     if own is not None:
         raise own
     failed = {rank: text.split("\n", 1) for rank, text in enumerate(told) if text}

@@ -104,8 +104,9 @@ class Checkpoint:
         state = {}
         for entry in self.entries if only is None else only:
             path = self.path / file_name(entry)
+            mmap = entry in mapped and str(path).encode(errors="replace") == os.fsencode(path)  # torch maps UTF-8 only
             try:
-                state[entry] = torch.load(path, map_location=map_location, weights_only=True, mmap=entry in mapped)
+                state[entry] = torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
             except Exception as error:
                 raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
         return state
