@@ -54,6 +54,10 @@ def workers(tmp_path, text, count=2):
             output.close()
 
 
+def pids(processes):
+    return {worker.start.local_rank: worker.process.pid for worker in processes._workers}
+
+
 def environ(rank):
     return lambda error_file: {**os.environ, "RANK": str(rank), "TORCHELASTIC_ERROR_FILE": error_file}
 
@@ -86,15 +90,15 @@ def alive(pid):
 
 def test_workers_that_finish_leave_no_death_and_no_process(tmp_path):
     with workers(tmp_path, "sys.exit(0)") as (processes, guard, _):
-        pids = processes.pids()
-        assert guard.groups == set(pids.values())
+        started = pids(processes)
+        assert guard.groups == set(started.values())
         watch(processes, lambda: not processes.any_running())
         assert not processes.any_failed()
         assert processes.finished_ranks() == [0, 1]
         processes.stop(signal.SIGTERM, 5.0)
         assert processes.deaths() == []
         assert guard.groups == set()
-        assert not any(alive(pid) for pid in pids.values())
+        assert not any(alive(pid) for pid in started.values())
 
 
 def test_each_worker_leads_a_session_of_its_own_and_all_but_rank_0_read_nothing(tmp_path):
@@ -103,7 +107,7 @@ def test_each_worker_leads_a_session_of_its_own_and_all_but_rank_0_read_nothing(
     )
     with workers(tmp_path, text) as (processes, _, _):
         watch(processes, lambda: not processes.any_running())
-        for rank, pid in processes.pids().items():
+        for rank, pid in pids(processes).items():
             session, stdin = (tmp_path / str(rank)).read_text().split()
             assert int(session) == pid
             assert (stdin == "/dev/null") == (rank == 1 or os.readlink("/proc/self/fd/0") == "/dev/null")
@@ -118,7 +122,7 @@ def test_a_kill_is_seen_at_once_and_told_from_an_exception_that_follows(tmp_path
         deaths = processes.deaths()
         assert [d.rank for d in deaths] == [0, 1, 2]
         cause = first_cause(deaths)
-        assert (cause.rank, cause.pid, cause.signal_name) == (1, processes.pids()[1], "SIGKILL")
+        assert (cause.rank, cause.pid, cause.signal_name) == (1, pids(processes)[1], "SIGKILL")
         assert [d.consequence for d in deaths] == [True, False, True]
 
 
@@ -166,7 +170,7 @@ def test_a_worker_deaf_to_sigterm_is_killed_after_the_grace_with_its_children(tm
         processes.stop(signal.SIGTERM, 0.3)
         assert 0.3 <= time.monotonic() - begun < DEADLINE_S / 2
         assert [(d.status, d.ended_by_us) for d in processes.deaths()] == [(-signal.SIGKILL, True)] * 2
-        assert not any(alive(pid) for pid in [*kids, *processes.pids().values()])
+        assert not any(alive(pid) for pid in [*kids, *pids(processes).values()])
         # Not even a zombie: this process adopted them and has buried them.
         assert not any(os.path.exists(f"/proc/{pid}") for pid in kids)
 
@@ -191,7 +195,7 @@ def test_children_of_a_worker_that_finished_end_with_it(tmp_path):
 
 def test_a_stopped_worker_leaves_when_asked(tmp_path):
     with workers(tmp_path, "os.kill(os.getpid(), signal.SIGSTOP)\ntime.sleep(100)\n", count=1) as (processes, _, _):
-        pid = processes.pids()[0]
+        pid = pids(processes)[0]
         wait_until(lambda: state(pid) == "T")
         begun = time.monotonic()
         processes.stop(signal.SIGTERM, DEADLINE_S)

@@ -147,10 +147,6 @@ class Processes:
             self.stop(signal.SIGKILL, 0.0)
             raise
 
-    def pids(self) -> dict[int, int]:
-        """Process ids by local rank."""
-        return {worker.start.local_rank: worker.process.pid for worker in self._workers}
-
     def wait(self, timeout_s: float) -> None:
         """Returns when a worker has ended, an interrupt has come, or the time is over."""
         events = self._poll.poll(max(0.0, timeout_s) * 1000)
