@@ -162,6 +162,7 @@ def test_devices_are_numbers(words):
     ("words", "told"),
     [
         (["--device", "cpu"], "--device cpu: needs the numbers of GPUs"),
+        (["--device", "²"], "--device ²: needs the numbers of GPUs"),
         (["--device", "1,1"], "GPU 1 is named twice"),
         (["--device", "0", "--cpu"], "--device 0 and --cpu contradict each other"),
         (["--device", "0", "--nproc-per-node", "cpu"], "--device 0 and --nproc-per-node cpu contradict each other"),
@@ -272,6 +273,7 @@ def test_contradictory_flags_are_refused_with_both_named(words, told):
         ("--nnodes 3:2", "--nnodes 3:2: needs a number of hosts"),
         ("--nnodes 2:", "--nnodes 2:: needs a number of hosts"),
         ("--master-port 70000", "--master-port 70000: needs a port, 1 to 65535"),
+        ("--master-port ²", "--master-port ²: needs a port, 1 to 65535"),
         ("--rdzv-endpoint a:b", "--rdzv-endpoint a:b: needs HOST or HOST:PORT"),
         ("--rdzv-backend etcd", "--rdzv-backend etcd: photinus has a rendezvous of its own"),
         ("--rdzv-conf colour=red", "--rdzv-conf colour=red: the options are heartbeat_timeout, is_host"),

@@ -32,6 +32,7 @@ def test_another_account_is_for_ssh_and_not_part_of_the_name():
     ("text", "told"),
     [
         ("a slots=2\nb slots=two\n", "hosts:2: slots=two needs a whole number"),
+        ("a slots=²", "hosts:1: slots=² needs a whole number"),
         ("a slots=0", "hosts:1: slots=0 needs a whole number, 1 or more"),
         ("a slots=-1", "hosts:1: slots=-1 needs a whole number"),
         ("a slot=2", "hosts:1: 'slot=2' is not understood. After the host stands slots=N"),

@@ -100,7 +100,7 @@ def _host_count(text: str) -> tuple[int, int]:
 
 def port(text: str) -> int:
     """A TCP port; 0 stands for one that is free."""
-    number = int(text) if text.isdigit() else -1
+    number = int(text) if text.isdecimal() else -1
     if not 0 <= number <= 65535:
         raise ArgumentTypeError("needs a port, 1 to 65535, or 0 for one that is free.")
     return number
@@ -171,7 +171,7 @@ def _ranks(text: str) -> frozenset[int]:
 
 def _numbers(text: str, needed: str) -> tuple[int, ...]:
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isdigit() for word in words):
+    if not all(word.isdecimal() for word in words):
         raise ArgumentTypeError(needed)
     return tuple(map(int, words))
 

@@ -77,7 +77,7 @@ def _host(words: list[str], where: str) -> Host:
         key = key.replace("_", "-")
         if not equals or key not in ("slots", *_IGNORED):
             raise UsageError(f"{where}: {word!r} is not understood. After the host stands slots=N, and nothing else.")
-        if not value.isdigit() or (key == "slots" and int(value) < 1):
+        if not value.isdecimal() or (key == "slots" and int(value) < 1):
             raise UsageError(
                 f"{where}: {word} needs a whole number, 1 or more (# in front of the line leaves the host out)."
             )
