@@ -18,8 +18,9 @@ from photinus.launcher.command_line.program import Program
 from photinus.launcher.workers.deaths import first_cause, suspension_words
 from photinus.launcher.workers.guard import Guard
 from photinus.launcher.workers.interrupts import Interrupted, handle_signals
+from photinus.launcher.workers.job import Formation, Job
 from photinus.launcher.workers.output import Output
-from photinus.launcher.workers.processes import Processes, Start, adopt_orphans
+from photinus.launcher.workers.processes import Processes, adopt_orphans
 
 DEADLINE_S = 30.0
 
@@ -44,9 +45,9 @@ def workers(tmp_path, text, count=2):
     script.write_text(f"import os, sys, time, signal\nrank = int(os.environ['RANK'])\n{text}")
     guard, output = NoGuard(), Output()
     with handle_signals() as interrupts, adopt_orphans():
-        processes = Processes(Program("script", str(script)), guard=guard, output=output, interrupts=interrupts)
+        processes = made(Program("script", str(script)), count, guard=guard, output=output, interrupts=interrupts)
         try:
-            processes.start([Start(rank, rank, environ(rank)) for rank in range(count)])
+            processes.start()
             yield processes, guard, interrupts
         finally:
             processes.stop(signal.SIGKILL, 0.0)
@@ -55,11 +56,12 @@ def workers(tmp_path, text, count=2):
 
 
 def pids(processes):
-    return {worker.start.local_rank: worker.process.pid for worker in processes._workers}
+    return {worker.local_rank: worker.process.pid for worker in processes._workers}
 
 
-def environ(rank):
-    return lambda error_file: {**os.environ, "RANK": str(rank), "TORCHELASTIC_ERROR_FILE": error_file}
+def made(program, count, **parts):
+    job = Job(program, "job", count, 0, 30.0, count, False, dict(os.environ))
+    return Processes(job, Formation((count,), 0, 0, "job", 0), **parts)
 
 
 def wait_until(condition):
@@ -305,9 +307,9 @@ def test_before_anything_runs_an_interrupt_strikes_at_once():
 def test_a_worker_that_cannot_be_started_ends_the_others(tmp_path):
     with handle_signals() as interrupts, closing(Output()) as output:
         guard = NoGuard()
-        processes = Processes(Program("script", "x" * 200_000), guard=guard, output=output, interrupts=interrupts)
+        processes = made(Program("script", "x" * 200_000), 1, guard=guard, output=output, interrupts=interrupts)
         with pytest.raises(OSError, match="Argument list too long"):
-            processes.start([Start(0, 0, environ(0))])
+            processes.start()
         assert guard.groups == set()
 
 

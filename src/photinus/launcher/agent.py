@@ -8,7 +8,6 @@ from __future__ import annotations
 import signal
 import socket
 import time
-from functools import partial
 from typing import TYPE_CHECKING
 
 from ..errors import LaunchError
@@ -20,7 +19,7 @@ from .workers.guard import Guard
 from .workers.interrupts import FROM_A_KEYBOARD, Interrupted, Interrupts
 from .workers.job import Formation, Job
 from .workers.output import Output
-from .workers.processes import Processes, Start
+from .workers.processes import Processes
 
 if TYPE_CHECKING:
     from .hosts.member import Member
@@ -113,30 +112,20 @@ class Agent:
         Raises:
             LaunchError: one of them cannot be started.
         """
-        job = self._job
-        starts = [
-            Start(
-                formation.first_rank + local_rank,
-                local_rank,
-                partial(job.environ, formation, local_rank),
-                job.gpus[local_rank] if job.gpus else "",
-            )
-            for local_rank in range(job.local_world_size)
-        ]
         self._output.begin_attempt(formation.attempt, formation.job_id)
         self._processes = processes = Processes(
-            job.program,
+            self._job,
+            formation,
             guard=self._guard,
             output=self._output,
             interrupts=self._interrupts,
             orders=self._peers.fd,
-            temporary=job.temporary,
         )
         try:
-            processes.start(starts)
+            processes.start()
         except OSError as error:
             raise LaunchError(
-                f"{job.local_world_size} workers could not be started on {socket.gethostname()}: {error}. "
+                f"{self._job.local_world_size} workers could not be started on {socket.gethostname()}: {error}. "
                 f"Those that were have been ended."
             ) from error
         return processes

@@ -24,19 +24,19 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from ... import env
 from ...status import HEARD, ONLY_ASKED_BY_SIGTERM, Status, read
-from ..command_line.program import Program
 from .deaths import Death, Raised
 from .guard import Guard
 from .interrupts import Interrupts
+from .job import Formation, Job
 from .output import Output
 
-__all__ = ["Processes", "Start", "adopt_orphans"]
+__all__ = ["Processes", "adopt_orphans"]
 
 _WORKER_FILE = str(Path(__file__).with_name("worker.py"))
 _KILLED_DIES_WITHIN_S = 5.0
@@ -46,22 +46,10 @@ _PR_SET_CHILD_SUBREAPER = 36
 _RECORD_LIMIT_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
-class Start:
-    """How to start one worker. `environ` makes the whole environment, given the path of the worker's error file.
-
-    `gpu` is the name of the GPU that it is meant to use, empty for none.
-    """
-
-    rank: int
-    local_rank: int
-    environ: Callable[[str], Mapping[str, str]]
-    gpu: str = ""
-
-
 @dataclass
 class _Worker:
-    start: Start
+    rank: int
+    local_rank: int
     process: subprocess.Popen[bytes]
     pidfd: int
     error_file: int  # memory files, see the module's docstring
@@ -111,22 +99,21 @@ class _Worker:
 class Processes:
     """The workers of one attempt. Made, started, watched and stopped by one thread.
 
-    `orders` is a file descriptor that also ends a `wait` when it is readable; `temporary` a folder, see
-    `worker.use_folder`.
+    `orders` is a file descriptor that also ends a `wait` when it is readable.
     """
 
     def __init__(
         self,
-        program: Program,
+        job: Job,
+        formation: Formation,
         *,
         guard: Guard,
         output: Output,
         interrupts: Interrupts,
         orders: int | None = None,
-        temporary: str = "",
     ) -> None:
-        self._program = program
-        self._temporary = temporary
+        self._job = job
+        self._formation = formation
         self._guard = guard
         self._output = output
         self._interrupts = interrupts
@@ -138,11 +125,11 @@ class Processes:
         self._asked_at_s: float | None = None  # when `suspend` did
         self._stopped = False
 
-    def start(self, starts: Sequence[Start]) -> None:
-        """Starts one process for each; when one cannot be started, ends the others and raises OSError."""
+    def start(self) -> None:
+        """Starts all workers of this host; when one cannot be started, ends the others and raises OSError."""
         try:
-            for start in starts:
-                self._workers.append(self._start(start))
+            for local_rank in range(self._job.local_world_size):
+                self._workers.append(self._start(local_rank))
         except OSError:
             self.stop(signal.SIGKILL, 0.0)
             raise
@@ -263,11 +250,11 @@ class Processes:
             stack = [line for line in _content(worker.fault_file).splitlines() if _WORKER_FILE not in line]
             deaths.append(
                 Death(
-                    rank=worker.start.rank,
-                    local_rank=worker.start.local_rank,
+                    rank=worker.rank,
+                    local_rank=worker.local_rank,
                     pid=worker.process.pid,
                     host=host,
-                    gpu=worker.start.gpu,
+                    gpu=self._job.gpus[worker.local_rank] if self._job.gpus else "",
                     status=-signal.SIGTERM if outright else worker.status,
                     seen_at_s=worker.seen_at_s,
                     lived_s=worker.seen_at_s - worker.started_at_s,
@@ -275,15 +262,15 @@ class Processes:
                     ended_by_us=worker.asked_to_leave and not struck,
                     fault_stack="\n".join(stack),
                     overdue_s=worker.overdue_s,
-                    last_lines=self._output.last_lines(worker.start.rank),
-                    log=str(self._output.log_of(worker.start.rank) or ""),
+                    last_lines=self._output.last_lines(worker.rank),
+                    log=str(self._output.log_of(worker.rank) or ""),
                 )
             )
         return deaths
 
     def finished_ranks(self) -> list[int]:
         """The ranks that ended with exit code 0."""
-        return [worker.start.rank for worker in self._workers if worker.status == 0]
+        return [worker.rank for worker in self._workers if worker.status == 0]
 
     def steps(self) -> int:
         """How many steps of training the workers have told of."""
@@ -301,18 +288,20 @@ class Processes:
                 os.close(file)
         self._workers.clear()
 
-    def _start(self, start: Start) -> _Worker:
-        files = [os.memfd_create(f"photinus-{what}-{start.rank}") for what in ("error", "fault", "status")]
+    def _start(self, local_rank: int) -> _Worker:
+        job, rank = self._job, self._formation.first_rank + local_rank
+        files = [os.memfd_create(f"photinus-{what}-{rank}") for what in ("error", "fault", "status")]
         error_file, fault_file, status_file = files
         error_path, fault_path, status_path = (f"/proc/{os.getpid()}/fd/{file}" for file in files)
-        command = [sys.executable, _WORKER_FILE, str(os.getpid()), fault_path, self._temporary]
-        command += [self._program.kind, self._program.target, *self._program.arguments_of(start.local_rank)]
-        stdout, stderr = self._output.ends_for(start.rank, start.local_rank)
+        command = [sys.executable, _WORKER_FILE, str(os.getpid()), fault_path, job.temporary]
+        command += [job.program.kind, job.program.target, *job.program.arguments_of(local_rank)]
+        environ = job.environ(self._formation, local_rank, error_path)
+        stdout, stderr = self._output.ends_for(rank, local_rank)
         try:
             process = subprocess.Popen(
                 command,
-                env={**start.environ(error_path), env.STATUS_FILE.name: status_path},
-                stdin=None if start.rank == 0 else subprocess.DEVNULL,
+                env={**environ, env.STATUS_FILE.name: status_path},
+                stdin=None if rank == 0 else subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
                 start_new_session=True,
@@ -328,7 +317,7 @@ class Processes:
         self._guard.protect(process.pid)
         pidfd = os.pidfd_open(process.pid)
         self._poll.register(pidfd, select.POLLIN)
-        return _Worker(start, process, pidfd, error_file, fault_file, status_file, time.monotonic())
+        return _Worker(rank, local_rank, process, pidfd, error_file, fault_file, status_file, time.monotonic())
 
     def _wait_for_ends(self, deadline: float, enough: Callable[[], bool]) -> None:
         """Until all workers have ended, it is enough, or the monotonic clock is at the deadline."""
@@ -360,7 +349,7 @@ class Processes:
         for worker in self._workers:
             if worker.status is None:
                 self._output.say(
-                    f"photinus: rank {worker.start.rank} (pid {worker.process.pid}) does not die: it hangs in the "
+                    f"photinus: rank {worker.rank} (pid {worker.process.pid}) does not die: it hangs in the "
                     f"kernel (a device or network file system), and may hold its device until the host is restarted\n"
                 )
                 continue
