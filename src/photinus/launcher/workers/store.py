@@ -48,7 +48,6 @@ class StoreProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._listener: socket.socket | None = None
-        self._unanswered = 0
 
     def open(self, port: int = 0) -> int:
         """Opens a fresh store in place of the one before, if there was one, and returns its port.
@@ -72,7 +71,6 @@ class StoreProcess:
             self._start()
         assert self._control is not None
         socket.send_fds(self._control, [b"open"], [self._listener.fileno()])
-        self._unanswered += 1
         bound: int = self._listener.getsockname()[1]
         return bound
 
@@ -81,7 +79,6 @@ class StoreProcess:
         if self._control is not None:
             with contextlib.suppress(OSError):  # it ended: `check` says so
                 self._control.send(" ".join(map(str, ("ended", *ranks))).encode())
-                self._unanswered += 1
 
     def check(self) -> None:
         """Raises LaunchError when the process has ended: workers that need the store would wait for it in vain."""
@@ -101,7 +98,6 @@ class StoreProcess:
         if self._listener is not None:
             self._listener.close()
         self._process = self._control = None
-        self._unanswered = 0
 
     def _start(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -123,10 +119,8 @@ class StoreProcess:
             self._listener.close()
         with contextlib.suppress(OSError):  # it ended, or does not answer
             self._control.send(b"close")
-            self._unanswered += 1
-            while self._unanswered and self._control.recv(16):
-                self._unanswered -= 1
-        return not self._unanswered
+            return self._control.recv(16) == b"closed"
+        return False
 
 
 def _load_tcp_store() -> Any:
@@ -165,13 +159,11 @@ def _serve(control: socket.socket) -> None:
         if not request:  # the launcher closed its end
             return
         word, *ranks = request.decode().split()
-        if word == "ended":
-            if store is not None:
-                tell_ended(store, map(int, ranks))
-        else:
-            store = None  # the last attempt's, with its port and all that was written to it
-        for fd in fds:
-            with socket.socket(fileno=os.dup(fd)) as listener:
+        if word == "close":
+            store = None  # with its port and all that was written to it
+            control.send(b"closed")
+        elif word == "open":
+            with socket.socket(fileno=os.dup(fds[0])) as listener:
                 port = listener.getsockname()[1]
             store = tcp_store(
                 LOOPBACK,
@@ -179,9 +171,10 @@ def _serve(control: socket.socket) -> None:
                 is_master=True,
                 wait_for_workers=False,
                 timeout=_STORE_TIMEOUT,
-                master_listen_fd=fd,
+                master_listen_fd=fds[0],
             )
-        control.send(b"done")
+        elif store is not None:
+            tell_ended(store, map(int, ranks))
 
 
 if __name__ == "__main__":
