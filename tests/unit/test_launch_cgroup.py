@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from photinus.launcher.workers.cgroup import OomKills, cpu_quota_cores, oom_kills
+from photinus.launcher.workers.cgroup import OomKills, cpu_quota_cores, oom_kills, oom_since
 
 
 def tree(root, files):
@@ -60,7 +60,11 @@ def test_version_2_out_of_memory_kills_and_limit(tmp_path):
         "sys/fs/cgroup/user/job/memory.events": "low 0\nhigh 0\nmax 12\noom 3\noom_kill 2\noom_group_kill 0\n",
         "sys/fs/cgroup/user/job/memory.max": "734003200\n",
     }
-    assert oom_kills(tree(tmp_path, {**V2, **files})) == OomKills(2, "this control group", 734003200)
+    root = tree(tmp_path, {**V2, **files})
+    limit = 734003200
+    assert oom_kills(root) == OomKills(2, "this control group", limit)
+    assert oom_since(OomKills(1, "", limit), root) == "it struck once in this control group (memory limit 700 MiB)"
+    assert oom_since(OomKills(2, "", limit), root) == ""
 
 
 def test_version_1_out_of_memory_kills_below_a_mount_that_shows_part_of_the_tree(tmp_path):
@@ -73,11 +77,14 @@ def test_version_1_out_of_memory_kills_below_a_mount_that_shows_part_of_the_tree
 
 def test_the_root_group_has_no_counter_so_the_machines_is_read(tmp_path):
     files = {"proc/self/cgroup": "0::/\n", "proc/vmstat": "pgfault 1\noom_kill 7\n"}
-    assert oom_kills(tree(tmp_path, {**V2, **files})) == OomKills(7, "this machine")
+    root = tree(tmp_path, {**V2, **files})
+    assert oom_kills(root) == OomKills(7, "this machine")
+    assert oom_since(OomKills(5, ""), root) == "it struck 2 times in this machine"
 
 
 def test_a_kernel_that_says_nothing(tmp_path):
     assert oom_kills(tmp_path) is None
+    assert oom_since(None, tmp_path) == ""
 
 
 def test_this_kernel_can_be_read():

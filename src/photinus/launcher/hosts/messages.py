@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from ..workers.cgroup import OomKills
 from ..workers.deaths import Death, Raised
 from .restart_policy import Report
 
@@ -119,7 +118,6 @@ def report_from_json(fields: Mapping[str, Any]) -> Report:
                 raised = Raised(**{**raised, "raised_at_s": at_s, "chain": chain})
             own = {"seen_at_s": death["seen_at_s"] + later_s, "raised": raised}
             deaths.append(Death(**{**death, **own, "last_lines": tuple(death["last_lines"])}))
-        kills = {name: report[name] and OomKills(**report[name]) for name in ("oom_before", "oom_after")}
-        return Report(**{**report, **kills, "deaths": tuple(deaths), "finished": tuple(report["finished"])})
+        return Report(**{**report, "deaths": tuple(deaths), "finished": tuple(report["finished"])})
     except (KeyError, TypeError, ValueError) as error:
         raise MessageError(f"no report: {type(error).__name__}: {error}") from None

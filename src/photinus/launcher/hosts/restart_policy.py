@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..workers.cgroup import OomKills
 from ..workers.deaths import (
     Death,
     ended_by_suspension,
@@ -35,15 +34,14 @@ class Report:
         deaths: of those that did not end well; empty when the host's workers only had to be stopped.
         finished: the ranks that ended with exit code 0.
         steps, saved: the most that one of the workers told of (see status.py).
-        oom_before, oom_after: kills for want of memory, counted before and after the attempt.
+        oom: kills for want of memory during the attempt, in words.
     """
 
     deaths: tuple[Death, ...]
     finished: tuple[int, ...]
     steps: int = 0
     saved: int = -1
-    oom_before: OomKills | None = None
-    oom_after: OomKills | None = None
+    oom: str = ""
 
 
 @dataclass(frozen=True)
@@ -154,14 +152,12 @@ class RestartPolicy:
             next_step = "not restarting (--max-restarts 0)"
         else:
             next_step = f"no restart is left of {self._max_restarts}"
-        of_cause = next(report for report in reports if cause in report.deaths)
         text = failure_text(
             deaths,
             finished=sorted(rank for report in reports for rank in report.finished),
             attempt=attempt,
             next_step=next_step,
-            oom_before=of_cause.oom_before,
-            oom_after=of_cause.oom_after,
+            oom=next(report.oom for report in reports if cause in report.deaths),
             seen_before=again and restart != "",
         )
         head = next(line for line in text.splitlines() if line.startswith("photinus: "))

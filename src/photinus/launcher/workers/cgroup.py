@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["OomKills", "cpu_quota_cores", "memory_limit", "oom_kills", "text_of"]
+__all__ = ["OomKills", "cpu_quota_cores", "memory_limit", "oom_kills", "oom_since", "text_of"]
 
 _NO_LIMIT = 2**60  # version 1 writes "no limit" as a number near 2**63
 
@@ -55,6 +55,16 @@ def oom_kills(root: Path = Path("/")) -> OomKills | None:
                 return OomKills(count, "this control group", _limit_bytes(own / limit))
     count = _field(text_of(root / "proc/vmstat"), "oom_kill")
     return None if count is None else OomKills(count, "this machine")
+
+
+def oom_since(before: OomKills | None, root: Path = Path("/")) -> str:
+    """How often the killer has struck since then, and where, in words; "" when it has not, or nobody knows."""
+    now = oom_kills(root)
+    if before is None or now is None or now.count <= before.count:
+        return ""
+    struck = now.count - before.count
+    limit = f" (memory limit {now.limit_bytes / 2**20:.0f} MiB)" if now.limit_bytes else ""
+    return f"it struck {'once' if struck == 1 else f'{struck} times'} in {now.place}{limit}"
 
 
 def _folders(controller: str, root: Path) -> Iterator[Path]:

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...world.ranks import name_ranks
-from .cgroup import OomKills
 
 __all__ = [
     "Death",
@@ -218,8 +217,7 @@ def failure_text(
     finished: Sequence[int],
     attempt: int,
     next_step: str,
-    oom_before: OomKills | None = None,
-    oom_after: OomKills | None = None,
+    oom: str = "",
     seen_before: bool = False,
 ) -> str:
     """The block that the launcher prints when an attempt has failed.
@@ -229,15 +227,14 @@ def failure_text(
         finished: the ranks that had ended with exit code 0.
         attempt: 0 for the first start.
         next_step: last line: what the launcher does now.
-        oom_before: the out-of-memory kills counted when the attempt began.
-        oom_after: those counted now; a rise is the only ground on which memory is mentioned.
+        oom: out-of-memory kills during the attempt, in words; without them memory is not mentioned.
         seen_before: the same failure was shown for the attempt before; leaves out its traceback.
     """
     cause = first_cause(deaths)
     on = f" ({cause.gpu})" if cause.gpu else ""
     where = f"local rank {cause.local_rank}{on} of host {cause.host}, attempt {attempt}"
     lines = [_headline(cause), f"  {where}, {cause.lived_s:.1f} s after its start"]
-    lines += [f"  {line}" for line in _details(cause, oom_before, oom_after)]
+    lines += [f"  {line}" for line in _details(cause, oom)]
     trace = _stack(cause)
     block = ["", *(f"photinus: {line}" for line in lines)]
     if _last_lines_tell(cause):
@@ -291,18 +288,14 @@ def _raised_text(raised: Raised) -> str:
     return f"raised {raised.type_name}: {_one_line(raised.text)}" if raised.text else f"raised {raised.type_name}"
 
 
-def _details(cause: Death, oom_before: OomKills | None, oom_after: OomKills | None) -> list[str]:
+def _details(cause: Death, oom: str) -> list[str]:
     lines = []
     if cause.overdue_s is not None:
         lines.append(f"it had not left {cause.overdue_s:.0f} s after that, and was killed")
     child_killed = cause.raised is not None and cause.raised.lost_a_child
     killed = (cause.status == -signal.SIGKILL and cause.overdue_s is None) or child_killed
-    if killed and oom_before is not None and oom_after is not None:
-        struck = oom_after.count - oom_before.count
-        if struck > 0:
-            limit = f" (memory limit {oom_after.limit_bytes / 2**20:.0f} MiB)" if oom_after.limit_bytes else ""
-            times = "once" if struck == 1 else f"{struck} times"
-            lines.append(f"possibly the kernel's out-of-memory killer: it struck {times} in {oom_after.place}{limit}")
+    if killed and oom:
+        lines.append(f"possibly the kernel's out-of-memory killer: {oom}")
     if cause.status == -signal.SIGTERM and cause.raised is None:
         lines.append("the launcher did not send it")
     if cause.log:
