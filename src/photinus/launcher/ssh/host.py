@@ -19,6 +19,7 @@ from typing import Any
 from ...version import __version__
 from ...world.own_address import reaches_from
 from ..workers.interrupts import Interrupts
+from ..workers.output import write_all
 from .command import CONNECT_S, MARK, remote_command
 from .hostfile import Host
 from .trouble import trouble
@@ -29,7 +30,7 @@ LOST = 255
 """What ssh ends with when it has lost the connection."""
 _READ_BYTES = 64 * 1024
 _SAID_LIMIT_BYTES = 64 * 1024
-_STEP_S = 0.5
+_STEP_S = 0.05
 # For the commands that reach the hosts to end by themselves, when all is over.
 _PATIENCE_S, _HASTE_S = 1.0, 0.1
 # ssh gives up by itself after CONNECT_S; the rest is for a Python that starts from a slow file system.
@@ -53,6 +54,7 @@ class RemoteHost:
         hello: who it says it is; None until it has.
         ended: exit code of its `photinus run`; None until that has ended. LOST: ssh's own, or perhaps the script's.
         trouble: why nothing more is to be expected of it; None as long as all is well.
+        process: the command that reaches it; when its stdin is closed, the host ends what was started there.
     """
 
     def __init__(
@@ -79,10 +81,8 @@ class RemoteHost:
         self._is_running = False  # `photinus run`: what comes from now on is its output
         self._said = {"out": b"", "err": b""}
         self._marked = False
-        self._unsent = bytearray()
         self._started_at_s = time.monotonic()
-        self._status: int | None = None
-        self._process = process = subprocess.Popen(
+        self.process = process = subprocess.Popen(
             remote_command(host, here=here, ssh=ssh, silence_s=silence_s),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -95,11 +95,8 @@ class RemoteHost:
         assert process.stderr is not None
         self._in = process.stdin.fileno()
         self._open = {process.stdout.fileno(): "out", process.stderr.fileno(): "err"}
-        os.set_blocking(self._in, False)
-        self._pidfd = os.pidfd_open(process.pid)
         for descriptor in self._open:
             selector.register(descriptor, selectors.EVENT_READ, partial(self._read, descriptor))
-        selector.register(self._pidfd, selectors.EVENT_READ, self._note_end)
 
     @property
     def on_this_machine(self) -> bool:
@@ -125,65 +122,25 @@ class RemoteHost:
         """Notes that the command has ended, or that nothing answers."""
         if self.done:
             return
-        if self._status is not None and not self._more_to_read():
+        status = self.process.poll()
+        if status is not None and not self._more_to_read():
             out, err = (self._said[name].decode(errors="replace") for name in ("out", "err"))
             if self._is_running:
-                self.ended = 128 - self._status if self._status < 0 else self._status
+                self.ended = 128 - status if status < 0 else status
             elif self._marked:
                 last = [text.strip() for text in err.splitlines() if text.strip()][-1:]
                 self.trouble = f"host {self.name}: the connection to it was lost" + (f" ({last[0]})." if last else ".")
             else:
-                self.trouble = trouble(self.host.destination, self._ssh, self._status, err, out)
+                self.trouble = trouble(self.host.destination, self._ssh, status, err, out)
         elif self.hello is None and time.monotonic() > self._started_at_s + HELLO_S:
             self.trouble = (
                 f"host {self.name}: no answer within {HELLO_S:.0f} s, though ssh did not fail. Try by hand: "
                 f"{self._ssh} {self.host.destination} true"
             )
 
-    def close(self) -> None:
-        """Ends the lifeline, so that the host ends what was started there."""
-        if self._unsent:  # of no use any more
-            self._selector.unregister(self._in)
-        with contextlib.suppress(OSError):
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-
-    def end(self, number: signal.Signals | None = None) -> bool:
-        """Whether the command that reaches it has ended; it is sent the signal, if there is one, unless it has."""
-        if self._process.poll() is not None:
-            return True
-        if number is not None:
-            self._process.send_signal(number)
-        return False
-
-    def forget(self) -> None:
-        """Lets go of everything, once the command has ended."""
-        self._process.wait()
-        os.close(self._pidfd)
-        for stream in (self._process.stdout, self._process.stderr):
-            if stream is not None:
-                stream.close()
-
     def _write(self, data: bytes) -> None:
-        if not self.done:
-            if not self._unsent:
-                self._selector.register(self._in, selectors.EVENT_WRITE, self._flush)
-            self._unsent += data
-            self._flush()
-
-    def _flush(self) -> None:
-        try:
-            while self._unsent:
-                del self._unsent[: os.write(self._in, self._unsent)]
-        except BlockingIOError:
-            return
-        except OSError:  # it is gone; its end is seen apart
-            self._unsent.clear()
-        self._selector.unregister(self._in)
-
-    def _note_end(self) -> None:
-        self._status = self._process.wait()
-        self._selector.unregister(self._pidfd)
+        if not self.done:  # one that is gone takes nothing; its end is seen apart
+            write_all(self._in, data)
 
     def _more_to_read(self) -> bool:
         """Whether some of what the ended command wrote has not been read yet."""
@@ -289,14 +246,17 @@ class Hosts:
     def leave(self) -> None:
         """Ends all lifelines, waits a moment for the commands to end, ends those that do not, and forgets all."""
         for host in self.all:
-            host.close()
+            assert host.process.stdin is not None
+            host.process.stdin.close()
         patience_s = _HASTE_S if self._interrupts.received else _PATIENCE_S
         for number, wait_s in ((None, patience_s), (signal.SIGTERM, 0.3), (signal.SIGKILL, 0.0)):
             deadline = time.monotonic() + wait_s
             for host in self.all:
-                host.end(number)
-            while not all(host.end() for host in self.all) and time.monotonic() < deadline:
+                if number is not None:
+                    host.process.send_signal(number)
+            while any(host.process.poll() is None for host in self.all) and time.monotonic() < deadline:
                 time.sleep(0.005)
         for host in self.all:
-            host.forget()
+            with host.process:  # waits for it, and closes its pipes
+                pass
         self._selector.close()

@@ -71,12 +71,11 @@ class HostLines:
         if ready:
             (self.screen.write if self.first else self.screen.write_lines)(ready)
 
-    def overdue_in_s(self) -> float | None:
-        """After how many seconds `show_rest` shall be called; None: not at all."""
-        if not self.first or not self._pending:
-            return None
+    def show_overdue(self) -> None:
+        """Shows the line of rank 0 that has not ended, when nothing came behind it for a while."""
         quiet_s = _QUIET_TERMINAL_S if self.screen.terminal else _QUIET_FILE_S
-        return max(0.0, self._since_s + quiet_s - time.monotonic())
+        if self.first and self._pending and time.monotonic() > self._since_s + quiet_s:
+            self.show_rest()
 
     def show_rest(self) -> None:
         """Shows the line that has not ended, as far as it has come."""

@@ -39,7 +39,7 @@ from .selection import Share, host_words, select
 
 __all__ = ["start_hosts"]
 
-_STEP_S = 0.5
+_STEP_S = 0.05
 _BEAT_S = 2.0
 # All hosts shall have ended so long after Ctrl-C (the launcher there gives its workers 1.5 s), and after the second.
 _INTERRUPT_S, _IMPATIENT_S = 1.9, 0.7
@@ -188,7 +188,7 @@ class _Job:
 
     def _watch(self) -> None:
         while not all(host.done for host in self._hosts):
-            self._pump(min(_STEP_S, *self._waits()))
+            self._pump()
             now = time.monotonic()
             self._pass_signals_on(now)
             if self._leave_at_s is not None and now > self._leave_at_s:
@@ -200,12 +200,6 @@ class _Job:
         for lines in self._lines:
             for stream in lines.values():
                 stream.show_rest()
-
-    def _waits(self) -> list[float]:
-        waits = [stream.overdue_in_s() for stream in self._lines[0].values()]  # the first host's alone are shown late
-        if self._leave_at_s is not None:
-            waits.append(max(0.0, self._leave_at_s - time.monotonic()))
-        return [wait for wait in waits if wait is not None] or [_STEP_S]
 
     def _pass_signals_on(self, now: float) -> None:
         for number in self._interrupts.received[self._signals_sent :]:
@@ -230,15 +224,14 @@ class _Job:
                 self._reached.pass_signal(signal.SIGTERM)
                 self._leave_at_s = now + self._flags.stop_grace_s + _FOLLOW_S
 
-    def _pump(self, timeout_s: float) -> None:
-        self._reached.pump(timeout_s)
+    def _pump(self) -> None:
+        self._reached.pump(_STEP_S)
         for host, lines in zip(self._hosts, self._lines, strict=True):
             while host.output:
                 name, data = host.output.popleft()
                 lines[name].take(data)
-        for stream in self._lines[0].values():
-            if stream.overdue_in_s() == 0.0:
-                stream.show_rest()
+        for stream in self._lines[0].values():  # of the first host: of others, whole lines alone are shown
+            stream.show_overdue()
 
     def _report_interrupt(self, what: str) -> int:
         number = self._interrupts.received[0]
