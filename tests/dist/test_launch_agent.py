@@ -25,6 +25,7 @@ with start_guard() as guard, handle_signals() as interrupts, closing(StoreProces
     from photinus.launcher.hosts.peer_hosts import OneHost
     from photinus.launcher.hosts.peer_hosts import Order
     from photinus.launcher.workers.job import Job
+    from photinus.launcher.command_line.flags import RunFlags
     from photinus.launcher.command_line.program import Program
 
     class Leader(OneHost):
@@ -39,8 +40,9 @@ with start_guard() as guard, handle_signals() as interrupts, closing(StoreProces
             raise AssertionError("nobody judges what failed before a meeting")
 
     output = Output()
-    job = Job(Program("script", str(folder / "train.py")), "mine", 2, 0, 5.0, 2, True, dict(os.environ))
-    leader = Leader("mine", 2, 0, lambda text, alarm: output.say(text), store=store)
+    program = Program("script", str(folder / "train.py"))
+    job = Job(RunFlags(program, max_restarts=0, cpu=True, stop_grace_s=5.0), "mine", 2, dict(os.environ))
+    leader = Leader(job, lambda text, alarm: output.say(text), store)
     agent = Agent(job, leader, guard=guard, output=output, interrupts=interrupts)
     with adopt_orphans():
         verdict = agent.run()

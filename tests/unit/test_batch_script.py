@@ -16,7 +16,7 @@ from photinus.launcher.schedulers.sbatch import batch_script, main
 
 def written(*words: str) -> str:
     flags = parse_run(["--slurm", *words])
-    return batch_script(flags, flags.program, python="/opt/env/bin/python")
+    return batch_script(flags, python="/opt/env/bin/python")
 
 
 def options(text: str) -> list[str]:
@@ -150,7 +150,7 @@ def test_a_job_that_is_asked_to_leave_is_queued_again_and_no_other(
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     flags = parse_run(["--slurm", "--cpu", "--nproc-per-node", "2", "train.py", "a b"])
-    text = batch_script(flags, flags.program, python=str(tmp_path / "python"))
+    text = batch_script(flags, python=str(tmp_path / "python"))
     script = tmp_path / "job.sh"
     script.write_text(text.replace("set -u\n", "set -u\nexport BATCH=$$\n", 1))
     environ = {
@@ -173,11 +173,11 @@ def test_a_job_that_is_asked_to_leave_is_queued_again_and_no_other(
 def test_the_script_goes_to_a_file_that_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     target = tmp_path / "job.sh"
     flags = parse_run(["--slurm", "--cpu", "--output", str(target), "train.py"])
-    assert main(flags, flags.program) == 0
+    assert main(flags) == 0
     assert f"sbatch {target}" in capsys.readouterr().err
     assert os.access(target, os.X_OK)
-    assert main(flags, flags.program) == 0  # the same again
+    assert main(flags) == 0  # the same again
     target.write_text("mine")
     with pytest.raises(UsageError, match="the file exists"):
-        main(flags, flags.program)
+        main(flags)
     assert target.read_text() == "mine"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from photinus.launcher.command_line.flags import RunFlags
 from photinus.launcher.command_line.program import Program
 from photinus.launcher.workers.deaths import first_cause, suspension_words
 from photinus.launcher.workers.guard import Guard
@@ -60,7 +61,7 @@ def pids(processes):
 
 
 def made(program, count, **parts):
-    job = Job(program, "job", count, 0, 30.0, count, False, dict(os.environ))
+    job = Job(RunFlags(program), "job", count, dict(os.environ))
     return Processes(job, Formation((count,), 0, 0, "job", 0), **parts)
 
 

@@ -25,7 +25,7 @@ KINDS = {"pytorchjob": "PyTorchJob", "jobset": "JobSet"}
 
 def written(kind: str, *words: str) -> list[dict[str, Any]]:
     flags = parse_run([f"--kubernetes={kind}", *words])
-    return list(yaml.safe_load_all(manifest(flags, flags.program)))
+    return list(yaml.safe_load_all(manifest(flags)))
 
 
 def job(kind: str, *words: str) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def test_pods_get_the_jobs_secret_and_nobody_else_reads_it(kind: str, tmp_path: 
         )
     target = tmp_path / "job.yaml"
     flags = parse_run([f"--kubernetes={kind}", *IMAGE, "--output", str(target), "train.py"])
-    assert main(flags, flags.program) == 0
+    assert main(flags) == 0
     assert stat.S_IMODE(target.stat().st_mode) == 0o600
 
 
@@ -200,4 +200,4 @@ def test_what_kubernetes_would_refuse_is_refused_here(words: list[str], complain
 def test_a_kind_written_with_a_blank_is_told_how_to_write_it(tmp_path: Path):
     flags = parse_run(["--kubernetes", *IMAGE, "jobset", "train.py"])
     with pytest.raises(UsageError, match="--kubernetes=jobset"):
-        main(flags, flags.program)
+        main(flags)

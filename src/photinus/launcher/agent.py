@@ -50,6 +50,7 @@ class Agent:
         self, job: Job, peers: OneHost | Member, *, guard: Guard, output: Output, interrupts: Interrupts
     ) -> None:
         self._job = job
+        self._grace_s = job.flags.stop_grace_s
         self._peers = peers
         self._guard = guard
         self._output = output
@@ -88,7 +89,7 @@ class Agent:
                     self._regroup(processes, order, formation.attempt)
                 else:
                     answer = self._report(processes, oom_before)
-                self._end(signal.SIGTERM, self._job.stop_grace_s)
+                self._end(signal.SIGTERM, self._grace_s)
                 self._forget()
                 delay_s = 0.0
                 if isinstance(answer, Verdict):
@@ -98,12 +99,12 @@ class Agent:
                     delay_s = answer.delay_s
         except Interrupted:
             number = self._interrupts.first
-            grace_s = _KEYBOARD_GRACE_S if number in FROM_A_KEYBOARD else self._job.stop_grace_s
+            grace_s = _KEYBOARD_GRACE_S if number in FROM_A_KEYBOARD else self._grace_s
             # Ctrl-C arrives as KeyboardInterrupt; whatever else ends the launcher asks a worker in the usual way.
             self._end(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM, grace_s)
             raise
         finally:
-            self._end(signal.SIGTERM, self._job.stop_grace_s)
+            self._end(signal.SIGTERM, self._grace_s)
             self._forget()
 
     def _start(self, formation: Formation) -> Processes:
@@ -138,7 +139,7 @@ class Agent:
             processes.wait(_LOOK_S)
             self._raise_if_interrupted()
             self._pass_on_suspension(processes)
-            processes.kill_overdue(self._job.stop_grace_s)
+            processes.kill_overdue(self._grace_s)
             if processes.any_running() and (ended := set(processes.finished_ranks()) - told_ended):
                 told_ended |= ended
                 self._peers.report_ended(sorted(ended))
@@ -155,10 +156,10 @@ class Agent:
     def _report(self, processes: Processes, oom_before: OomKills | None) -> Verdict | Order:
         """Ends the workers after a failure and tells the peers how they ended; returns what follows."""
         # Ranks that suspend leave at about the same time, each when it is done with what it has open.
-        quiet_s = self._job.stop_grace_s if processes.suspensions() else 0.0
+        quiet_s = self._grace_s if processes.suspensions() else 0.0
         processes.settle(max(_SETTLE_S, quiet_s), max(_CULPRIT_S, quiet_s))
         self._raise_if_interrupted()
-        self._end(signal.SIGTERM, self._job.stop_grace_s)
+        self._end(signal.SIGTERM, self._grace_s)
         self._raise_if_interrupted()
         deaths, finished = tuple(processes.deaths()), tuple(processes.finished_ranks())
         for death in deaths:
@@ -168,7 +169,7 @@ class Agent:
 
     def _regroup(self, processes: Processes, order: Order, attempt: int) -> None:
         if processes.suspensions():  # another host's ranks asked them to; they leave when all is saved
-            processes.settle(self._job.stop_grace_s, self._job.stop_grace_s)
+            processes.settle(self._grace_s, self._grace_s)
         if processes.any_failed():
             own = [death for death in processes.deaths() if not (death.consequence or death.suspended)]
             if own:
@@ -210,21 +211,21 @@ class Agent:
 
     def _suspend(self, processes: Processes) -> str | None:
         """Lets the workers save and leave; returns words for that, None when they did not."""
-        grace_s, began_s = self._job.stop_grace_s, time.monotonic()
-        processes.suspend(grace_s)
+        began_s = time.monotonic()
+        processes.suspend(self._grace_s)
         if processes.suspensions():
             return suspension_words(processes.suspensions())
-        in_time = time.monotonic() - began_s < grace_s
-        why = "ended before they had saved" if in_time else f"had not saved within {grace_s:g} s (--stop-grace)"
+        in_time = time.monotonic() - began_s < self._grace_s
+        why = "ended before they had saved" if in_time else f"had not saved within {self._grace_s:g} s (--stop-grace)"
         self._output.say(f"photinus: the workers {why}; the last checkpoint is an earlier one\n")
         return None
 
     def _pass_on_suspension(self, processes: Processes) -> None:
         """SIGUSR1 to the launcher is for its workers, as soon as they hear it."""
-        job, interrupts = self._job, self._interrupts
+        preempt_after_s, interrupts = self._job.flags.preempt_after_s, self._interrupts
         self._began_s = self._began_s or time.monotonic()
-        if job.preempt_after_s is not None and not self._tried:
-            self._tried = time.monotonic() - self._began_s >= job.preempt_after_s
+        if preempt_after_s is not None and not self._tried:
+            self._tried = time.monotonic() - self._began_s >= preempt_after_s
             interrupts.suspension_wanted |= self._tried
         if not interrupts.suspension_wanted:
             return

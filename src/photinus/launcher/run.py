@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from .. import env
 from ..errors import DeviceError
@@ -39,13 +40,13 @@ def main(arguments: Sequence[str]) -> int:
     if flags.scheduler.kubernetes:  # the program lies in the image
         from .schedulers import kubernetes
 
-        return kubernetes.main(flags, program)
+        return kubernetes.main(flags)
     check_program(program)
     _check_environment()
     if flags.scheduler.slurm:
         from .schedulers import sbatch
 
-        return sbatch.main(flags, program)
+        return sbatch.main(flags)
     _record(arguments, program)
     if flags.selection.hostfile is not None:
         from .ssh.start_hosts import start_hosts
@@ -55,10 +56,10 @@ def main(arguments: Sequence[str]) -> int:
         from .ssh.selection import flags_text, for_this_host
 
         try:
-            return _start(for_this_host(flags, count_gpus), program)
+            return _start(for_this_host(flags, count_gpus))
         except DeviceError as error:
             raise DeviceError(f"{flags_text(flags.selection)} asks for GPUs: {error}") from None
-    return _start(flags, program)
+    return _start(flags)
 
 
 def _check_environment() -> None:
@@ -85,13 +86,13 @@ def _record(arguments: Sequence[str], program: Program) -> None:
         os.environ[env.LAUNCH.name] = text
 
 
-def _start(flags: RunFlags, program: Program) -> int:
+def _start(flags: RunFlags) -> int:
     """Starts this host's part of the job."""
     if env.STARTED_AS.get() is None:
         from .schedulers.detect_scheduler import place_hosts
 
         flags = place_hosts(flags)
-    program = program if flags.use_env else add_local_rank(program)
+    program = flags.program if flags.use_env else add_local_rank(flags.program)
     # Where several launchers share a terminal, the first host's says it for all.
     says = env.STARTED_AS.get() is None or not flags.hosts.node_rank
     if program.local_rank_flag is not None and says:
@@ -100,4 +101,4 @@ def _start(flags: RunFlags, program: Program) -> int:
 
     from .supervise import supervise
 
-    return supervise(flags, program)
+    return supervise(replace(flags, program=program))

@@ -19,8 +19,7 @@ from .. import env
 from ..errors import LaunchError
 from ..torch_version import check_torch
 from .agent import Agent
-from .command_line.flags import HostFlags, RunFlags
-from .command_line.program import Program
+from .command_line.flags import RunFlags
 from .hosts.peer_hosts import JobEndedError, OneHost
 from .ssh.lifeline import hold_lifeline
 from .workers.devices import (
@@ -54,7 +53,7 @@ _SIGNAL_TO_ALL_S = 0.3
 _LONGEST_FOLDER_BYTES = 107 - len("/listener-12345678")
 
 
-def supervise(flags: RunFlags, program: Program) -> int:
+def supervise(flags: RunFlags) -> int:
     """Runs the job that the flags describe, through all its attempts, and returns the exit code.
 
     Raises:
@@ -90,28 +89,17 @@ def supervise(flags: RunFlags, program: Program) -> int:
             return _report_interrupt(interrupts, output, "before any worker was started")
         if chosen.reason:
             where = "" if (name := env.STARTED_AS.get()) is None else f"host {name}: "
-            output.say(f"photinus: {where}{chosen.count} worker{'s' * (chosen.count != 1)} ({chosen.reason})\n")
-        job = Job(
-            program=program,
-            job_id=job_id,
-            local_world_size=chosen.count,
-            max_restarts=flags.max_restarts,
-            stop_grace_s=flags.stop_grace_s,
-            usable_cores=usable_cores(),
-            cpu_only=flags.cpu,
-            base_environ=environ,
-            preempt_after_s=flags.preempt_after_s,
-            gpus=gpus,
-            temporary=temporary,
-        )
+            plural = "s" if chosen.count != 1 else ""
+            output.say(f"photinus: {where}{chosen.count} worker{plural} ({chosen.reason})\n")
+        job = Job(flags, job_id, chosen.count, environ, gpus, temporary)
         logs = Logs(flags.logs)
         logs.check(job.local_world_size)
         if flags.dry_run:
-            print(dry_run_text(job, flags.hosts, logs))
+            print(dry_run_text(job, logs))
             return 0
         logs.open()
         output.log_to(logs)
-        peers = _peers(flags, job, member, output, store)
+        peers = _peers(job, member, output, store)
         agent = Agent(job, peers, guard=guard, output=output, interrupts=interrupts)
         try:
             with adopt_orphans():
@@ -194,12 +182,12 @@ def _join(
         raise LaunchError(f"ended by {number.name} before any worker was started", exit_code=128 + number) from None
 
 
-def _peers(flags: RunFlags, job: Job, member: Member | None, output: Output, store: StoreProcess) -> OneHost | Member:
+def _peers(job: Job, member: Member | None, output: Output, store: StoreProcess) -> OneHost | Member:
     if member is None:
-        port = flags.hosts.port or 0
-        return OneHost(job.job_id, job.local_world_size, job.max_restarts, output.say, store=store, port=port)
-    assert flags.hosts.nnodes is not None
-    member.introduce(job.local_world_size, flags.hosts.node_rank, flags.hosts.nnodes)
+        return OneHost(job, output.say, store)
+    hosts = job.flags.hosts
+    assert hosts.nnodes is not None
+    member.introduce(job.local_world_size, hosts.node_rank, hosts.nnodes)
     return member
 
 
@@ -231,14 +219,14 @@ def _temporary_folder(guard: Guard) -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def dry_run_text(job: Job, hosts: HostFlags, logs: Logs) -> str:
+def dry_run_text(job: Job, logs: Logs) -> str:
     """The job as text: the command, what all workers share, and what is each one's own.
 
     With several hosts the ranks are known only for the first, unless the hosts run equally many workers.
     """
+    hosts, program, max_restarts = job.flags.hosts, job.flags.program, job.flags.max_restarts
     least, most = hosts.nnodes or (1, 1)
     host_rank = hosts.node_rank or 0
-    program = job.program
     python = {"script": [sys.executable], "module": [sys.executable, "-m"], "program": []}[program.kind]
     command = [*python, program.target, *program.arguments_of("LOCAL_RANK")]
     own = []
@@ -259,7 +247,7 @@ def dry_run_text(job: Job, hosts: HostFlags, logs: Logs) -> str:
     lines += [
         f"{count} on {socket.gethostname()}, in {os.getcwd()}:",
         f"  {shlex.join(command)}",
-        f"restarted at most {job.max_restarts} time{'s' * (job.max_restarts != 1)} when one fails",
+        f"restarted at most {max_restarts} time{'s' * (max_restarts != 1)} when one fails",
         *([logs.describe()] if logs.writes else []),
         "",
         "in the environment of all:",

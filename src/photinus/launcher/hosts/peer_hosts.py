@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..workers.job import Formation
+from ..workers.job import Formation, Job
 from ..workers.store import StoreProcess
 from .restart_policy import Report, RestartPolicy, Verdict
 
@@ -42,21 +42,10 @@ class Order:
 class OneHost:
     """No peers to meet or to hear of: meets at once, decides by itself, and is done when its workers are."""
 
-    def __init__(
-        self,
-        job_id: str,
-        workers: int,
-        max_restarts: int,
-        say: Callable[[str, bool], None],
-        *,
-        store: StoreProcess,
-        port: int = 0,
-    ) -> None:
-        self._job_id = job_id
-        self._workers = workers
-        self._policy = RestartPolicy(max_restarts)
+    def __init__(self, job: Job, say: Callable[[str, bool], None], store: StoreProcess) -> None:
+        self._job = job
+        self._policy = RestartPolicy(job.flags.max_restarts)
         self._say = say
-        self._port = port
         self._store = store
         self._attempt = -1
         self._finished = False
@@ -67,7 +56,8 @@ class OneHost:
         """The next attempt, with a store of its own."""
         check()
         self._attempt += 1
-        return Formation((self._workers,), 0, self._attempt, self._job_id, self._store.open(self._port))
+        port = self._store.open(self._job.flags.hosts.port or 0)
+        return Formation((self._job.local_world_size,), 0, self._attempt, self._job.job_id, port)
 
     def order(self) -> Order | None:
         """Done, once the workers are."""
@@ -84,7 +74,7 @@ class OneHost:
 
     def verdict_on(self, report: Report, check: Callable[[], None]) -> Verdict | Order:
         """The verdict on this host's workers."""
-        verdict = self._policy.decide([report], world_size=self._workers, attempt=self._attempt)
+        verdict = self._policy.decide([report], world_size=self._job.local_world_size, attempt=self._attempt)
         self._say(verdict.text, not verdict.suspended)
         return verdict
 

@@ -28,14 +28,15 @@ _SHARED_GIB_PER_WORKER = 2
 _LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 
 
-def main(flags: RunFlags, program: Program) -> int:
+def main(flags: RunFlags) -> int:
     """Writes the manifest to stdout or to `--output`, and returns the exit code. Raises UsageError."""
-    if program.target in _KINDS and program.kind == "script":
-        raise UsageError(f"--kubernetes {program.target}: write it as --kubernetes={program.target}.")
-    return put(manifest(flags, program), flags.scheduler.output, start="kubectl apply -f")
+    target = flags.program.target
+    if target in _KINDS and flags.program.kind == "script":
+        raise UsageError(f"--kubernetes {target}: write it as --kubernetes={target}.")
+    return put(manifest(flags), flags.scheduler.output, start="kubectl apply -f")
 
 
-def manifest(flags: RunFlags, program: Program) -> str:
+def manifest(flags: RunFlags) -> str:
     """The manifest's text: a Secret, and the job. UsageError: the image is missing, or what Kubernetes would refuse."""
     asked = flags.scheduler
     if not asked.image:
@@ -56,11 +57,11 @@ def manifest(flags: RunFlags, program: Program) -> str:
         raise UsageError("--nproc-per-node gpu: how many GPUs shall each pod get? Give --gpus-per-node N.")
     kind = asked.kubernetes or "pytorchjob"
     operator, host_rank, leader, port_name = _KINDS[kind]
-    name = _name(asked.name, program)
+    name = _name(asked.name, flags.program)
     meeting = ["--nnodes", str(hosts), "--node-rank", host_rank]
     meeting += ["--master-addr", leader.format(name), "--master-port", str(_PORT)]
     # $(X) in a word of the user's is no variable of Kubernetes'.
-    words = [word.replace("$(", "$$(") for word in program_words(program)]
+    words = [word.replace("$(", "$$(") for word in program_words(flags.program)]
     return fill(
         "manifest.yaml.j2",
         kind=kind,

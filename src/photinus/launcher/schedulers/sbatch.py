@@ -14,7 +14,6 @@ from ... import env
 from ...errors import LaunchError
 from ...version import __version__
 from ..command_line.flags import RunFlags
-from ..command_line.program import Program
 from ..command_line.usage import UsageError
 from .inside import fill, gpus_per_host, program_words, put, run_words
 
@@ -25,26 +24,26 @@ _LINE = 100
 _OPTION = re.compile(r"--?[A-Za-z][A-Za-z-]*")
 
 
-def main(flags: RunFlags, program: Program) -> int:
+def main(flags: RunFlags) -> int:
     """Writes the script to stdout, to `--output`, or to sbatch, and returns the exit code.
 
     Raises:
         UsageError: an option cannot be carried out, or the file exists.
         LaunchError: sbatch is not here, or refused the script; carries its exit code.
     """
-    text = batch_script(flags, program)
+    text = batch_script(flags)
     if flags.scheduler.submit:
         return _submit(text)
     return put(text, flags.scheduler.output, start="sbatch", executable=True)
 
 
-def batch_script(flags: RunFlags, program: Program, *, python: str = sys.executable) -> str:
+def batch_script(flags: RunFlags, *, python: str = sys.executable) -> str:
     """The batch script's text; `python`: the interpreter on the hosts of the job. Raises UsageError."""
-    command = [python, "-m", "photinus", "run", *run_words(flags), *program_words(program)]
+    command = [python, "-m", "photinus", "run", *run_words(flags), *program_words(flags.program)]
     return fill(
         "batch.sh.j2",
         version=__version__,
-        options=_options(flags, program),
+        options=_options(flags),
         secret_name=env.JOB_SECRET.name,
         python=shlex.quote(python),
         command=_break_lines(command),
@@ -52,14 +51,14 @@ def batch_script(flags: RunFlags, program: Program, *, python: str = sys.executa
     )
 
 
-def _options(flags: RunFlags, program: Program) -> list[str]:
+def _options(flags: RunFlags) -> list[str]:
     asked = flags.scheduler
     own = {_own_option(text) for text in asked.sbatch}
     least, most = flags.hosts.nnodes or (1, 1)
     gpus = gpus_per_host(flags)
     workers = flags.nproc_per_node if isinstance(flags.nproc_per_node, int) else gpus
     options = {
-        "--job-name": asked.name or Path(program.target).stem or "photinus",
+        "--job-name": asked.name or Path(flags.program.target).stem or "photinus",
         "--nodes": str(least) if least == most else f"{least}-{most}",
         "--ntasks-per-node": "1",
         "--time": asked.time,

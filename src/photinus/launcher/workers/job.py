@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ... import env
-from ..command_line.program import Program
+from ..command_line.flags import RunFlags
+from .devices import usable_cores
 from .store import LOOPBACK
 
 __all__ = ["Formation", "Job", "worker_environ"]
@@ -46,26 +47,19 @@ class Formation:
 
 @dataclass(frozen=True)
 class Job:
-    """What to run and how.
+    """What to run and how: as the user asked (`flags`), and what was found out since.
 
     Attributes:
         local_world_size: workers on this host.
-        stop_grace_s: seconds between SIGTERM and SIGKILL for workers that are asked to leave.
-        usable_cores: for the default of OMP_NUM_THREADS.
         base_environ: the launcher's environment, which the workers inherit.
         gpus: the name of each worker's GPU, by local rank; empty where there are none.
         temporary: folder of the job, see `worker.use_folder`; empty where there is none.
     """
 
-    program: Program
+    flags: RunFlags
     job_id: str
     local_world_size: int
-    max_restarts: int
-    stop_grace_s: float
-    usable_cores: int
-    cpu_only: bool
     base_environ: Mapping[str, str]
-    preempt_after_s: float | None = None
     gpus: tuple[str, ...] = ()
     temporary: str = ""
 
@@ -75,9 +69,9 @@ class Job:
             formation,
             local_rank,
             self.base_environ,
-            max_restarts=self.max_restarts,
-            usable_cores=self.usable_cores,
-            cpu_only=self.cpu_only,
+            max_restarts=self.flags.max_restarts,
+            usable_cores=usable_cores(),
+            cpu_only=self.flags.cpu,
             error_file=error_file,
         )
 

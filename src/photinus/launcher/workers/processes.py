@@ -289,13 +289,13 @@ class Processes:
         self._workers.clear()
 
     def _start(self, local_rank: int) -> _Worker:
-        job, rank = self._job, self._formation.first_rank + local_rank
+        program, rank = self._job.flags.program, self._formation.first_rank + local_rank
         files = [os.memfd_create(f"photinus-{what}-{rank}") for what in ("error", "fault", "status")]
         error_file, fault_file, status_file = files
         error_path, fault_path, status_path = (f"/proc/{os.getpid()}/fd/{file}" for file in files)
-        command = [sys.executable, _WORKER_FILE, str(os.getpid()), fault_path, job.temporary]
-        command += [job.program.kind, job.program.target, *job.program.arguments_of(local_rank)]
-        environ = job.environ(self._formation, local_rank, error_path)
+        command = [sys.executable, _WORKER_FILE, str(os.getpid()), fault_path, self._job.temporary]
+        command += [program.kind, program.target, *program.arguments_of(local_rank)]
+        environ = self._job.environ(self._formation, local_rank, error_path)
         stdout, stderr = self._output.ends_for(rank, local_rank)
         try:
             process = subprocess.Popen(
