@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from photinus.launcher.bench import measure
 from photinus.launcher.bench.gpu_model import explain_gpus, predict
 from photinus.launcher.bench.measure import keep_choice
-from photinus.launcher.bench.options import Options
+from photinus.launcher.bench.options import parse_bench
 from photinus.launcher.bench.result import COPY, HOST_COPY, Result, limits
 from photinus.launcher.cli import main
 from photinus.launcher.contestants.rank import through_host
@@ -24,7 +25,7 @@ FACTS: dict[str, Any] = {
     "gpus": [{"name": "A10", "uuid": "one"}, {"name": "A10", "uuid": "two"}],
     "available": {"nccl": True, "ucc": False},
 }
-CUDA = Options(device="cuda")
+CUDA = parse_bench(["--device", "cuda"])
 ALL = ("photinus", "gloo", "nccl")
 
 
@@ -117,15 +118,15 @@ def test_the_choice_is_kept_for_these_gpus_and_ranks() -> None:
 @pytest.mark.parametrize(
     ("options", "results", "facts", "told"),
     [
-        (Options(), [result()], FACTS, ""),
-        (Options(device="cuda", backends=("gloo", "photinus")), [result()], FACTS, "nccl was left out"),
+        (parse_bench([]), [result()], FACTS, ""),
+        (parse_bench(["--device", "cuda", "--backends", "gloo,photinus"]), [result()], FACTS, "nccl was left out"),
         (CUDA, [result(operation="broadcast")], FACTS, "an all_reduce of 1 MiB or more"),
         (CUDA, [result(4096)], FACTS, "an all_reduce of 1 MiB or more"),
         (CUDA, [result()], {**FACTS, "gpus": [{"uuid": ""}, {"uuid": ""}]}, "does not tell these GPUs apart"),
     ],
 )
 def test_what_does_not_tell_is_not_kept_and_says_why(
-    cache: Path, options: Options, results: list[Result], facts: dict[str, Any], told: str
+    cache: Path, options: Namespace, results: list[Result], facts: dict[str, Any], told: str
 ) -> None:
     line = keep_choice(options, ALL, results, facts, "gloo", "faster")
     assert told in line

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from typing import Any
 
 from ...errors import LaunchError
 from ..doctor.software import ask_engine
-from .options import DTYPES, Options, size_name
+from .options import DTYPES, size_name
 
 __all__ = ["print_explanation"]
 
@@ -16,7 +17,7 @@ _BY_PARTS = "small: through flat slots; from arenas where a sender's tensors lie
 _WHOLE = ("reduce_scatter", "all_gather")
 
 
-def print_explanation(options: Options, ranks: int) -> None:
+def print_explanation(options: Namespace, ranks: int) -> None:
     """Prints a table, or JSON; `ranks`: on this host, where no hosts are given. LaunchError: no engine works here."""
     hosts = options.hosts or (ranks,)
     explained = [_explain(options, hosts, operation) for operation in options.operations]
@@ -35,7 +36,7 @@ def print_explanation(options: Options, ranks: int) -> None:
             print(f"{size:>9}  {each['operation']:<14} {time:>12}  {what:<16} {call['kernels']}  {call['reason']}")
 
 
-def _explain(options: Options, hosts: tuple[int, ...], operation: str) -> dict[str, Any]:
+def _explain(options: Namespace, hosts: tuple[int, ...], operation: str) -> dict[str, Any]:
     item = DTYPES[options.dtype]
     parts = sum(hosts) if operation in _WHOLE else 1
     sizes = [max(1, size // item // parts) for size in sorted(options.sizes_bytes)]

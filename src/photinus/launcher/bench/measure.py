@@ -10,6 +10,7 @@ import shutil
 import statistics
 import sys
 import textwrap
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from ..doctor.software import ask_torch
 from ..workers.devices import usable_cores
 from .explain import print_explanation
 from .gpu_model import explain_gpus
-from .options import DTYPES, Options, parse_bench, parser
+from .options import DTYPES, parse_bench, parser
 from .result import COPIES, COPY, HOST_COPY, Result, choose, limits
 
 __all__ = ["keep_choice", "main", "parser"]
@@ -83,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
     return int(bool(options.backends and absent))
 
 
-def _measure(options: Options, backends: Sequence[str], ranks: int) -> tuple[list[Result], dict[str, str]]:
+def _measure(options: Namespace, backends: Sequence[str], ranks: int) -> tuple[list[Result], dict[str, str]]:
     """All results, and why some backends have none."""
     from rich.console import Console
 
@@ -121,7 +122,7 @@ def _take_turns(everybody: Sequence[Contestant], operation: str, seconds: float)
 
 
 def keep_choice(
-    options: Options, usable: Sequence[str], results: Sequence[Result], torch: dict[str, Any], best: str, why: str
+    options: Namespace, usable: Sequence[str], results: Sequence[Result], torch: dict[str, Any], best: str, why: str
 ) -> str:
     """Keeps the choice on GPUs for backend "auto"; a line that says so, or why not. "" where no GPU was measured.
 

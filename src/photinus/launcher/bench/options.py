@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-from argparse import ArgumentTypeError
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..command_line.flag_values import positive_seconds, whole_number
 from ..command_line.parser import Parser
 
-__all__ = ["DTYPES", "Options", "parse_bench", "parser", "size_name"]
+__all__ = ["DTYPES", "parse_bench", "parser", "size_name"]
 
 _OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 _BACKENDS = ("photinus", "gloo", "nccl", "ucc")
 DTYPES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8}
+_SIZES = tuple(4 ** (power + 1) * 1024 for power in range(8))
 _UNITS = {"B": 1, "K": 1 << 10, "KiB": 1 << 10, "M": 1 << 20, "MiB": 1 << 20, "G": 1 << 30, "GiB": 1 << 30}
 
 _ABOUT = """\
@@ -38,64 +38,46 @@ to reduce_scatter, or get from all_gather, is divided among them.
 exit code: 0; 1 when a backend that was asked for failed; 2 for wrong use."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """What the flags say, which `parser` describes. None: to be found out here; no `hosts`: this one."""
-
-    ranks: int | None = None
-    device: str = "cpu"
-    operations: tuple[str, ...] = ("all_reduce",)
-    sizes_bytes: tuple[int, ...] = tuple(4 ** (power + 1) * 1024 for power in range(8))
-    dtype: str = "float32"
-    backends: tuple[str, ...] | None = None
-    seconds: float = 0.3
-    timeout_s: float = 120.0
-    as_json: bool = False
-    plot: Path | None = None
-    explain: bool = False
-    hosts: tuple[int, ...] = ()
-    latency_us: float = 3.0
-    rate_gbit: float = 200.0
-
-
 def parser() -> Parser:
-    """The command line."""
+    """The command line. A value that is None is to be found out here."""
     made = Parser("bench", "[flags]", about=_ABOUT, more=_MORE)
     ranks = "ranks. default: one per GPU, or per usable core (2 to 8); at least 2"
     made.add("--nproc-per-node", metavar="N", dest="ranks", type=whole_number(2), help=ranks)
     where = "where the tensors lie. cuda: what is fastest is kept, and taken by backend auto from then on; ranks share "
     where += "GPUs where there are fewer, and nccl does not take part then. default: cpu, but nccl's on GPUs"
-    made.add("--device", metavar="cpu|cuda", one_of=("cpu", "cuda"), help=where)
+    made.add("--device", metavar="cpu|cuda", one_of=("cpu", "cuda"), default="cpu", help=where)
     operations = f"of {', '.join(_OPERATIONS)}. default: all_reduce"
-    made.add("--ops", metavar="LIST", dest="operations", some_of=_OPERATIONS, help=operations)
+    usual = ("all_reduce",)
+    made.add("--ops", metavar="LIST", dest="operations", some_of=_OPERATIONS, default=usual, help=operations)
     sizes = "like 4K,1M,64M. default: 4K to 64M in steps of 4"
-    made.add("--sizes", metavar="LIST", dest="sizes_bytes", type=_sizes, help=sizes)
-    made.add("--dtype", metavar="TYPE", one_of=tuple(DTYPES), help=f"{', '.join(DTYPES)}. default: float32")
+    made.add("--sizes", metavar="LIST", dest="sizes_bytes", type=_sizes, default=_SIZES, help=sizes)
+    types = f"{', '.join(DTYPES)}. default: float32"
+    made.add("--dtype", metavar="TYPE", one_of=tuple(DTYPES), default="float32", help=types)
     backends = f"of {', '.join(_BACKENDS)}. default: all that work here"
     made.add("--backends", metavar="LIST", some_of=_BACKENDS, help=backends)
     lasts = "that each measurement lasts, about. default: 0.3"
-    made.add("--seconds", metavar="S", type=positive_seconds, help=lasts)
+    made.add("--seconds", metavar="S", type=positive_seconds, default=0.3, help=lasts)
     made.add("--json", action="store_true", dest="as_json", help="the figures as JSON, for programs")
     made.add("--plot", metavar="FILE.png", type=_picture, help="draw bandwidth over size")
     how = "measure nothing: print how the engine runs each call, why, and for how long by its model (docs/scale.md)"
     made.add("--explain", action="store_true", help=how)
     where = "to explain: like 4x8 or 3+1, the ranks of each host. default: all on this one"
-    made.add("--hosts", metavar="LIST", type=_hosts, help=where)
+    made.add("--hosts", metavar="LIST", type=_hosts, default=(), help=where)
     lasts = "to explain: one way between hosts, as the line at a job's start says. default: 3"
-    made.add("--latency-us", metavar="US", type=positive_seconds, help=lasts)
+    made.add("--latency-us", metavar="US", type=positive_seconds, default=3.0, help=lasts)
     rate = "to explain: of a host's card. default: 200"
-    made.add("--rate-gbit", metavar="GBIT", type=positive_seconds, help=rate)
+    made.add("--rate-gbit", metavar="GBIT", type=positive_seconds, default=200.0, help=rate)
     each = "for each measurement. default: 120"
-    made.add("--timeout", metavar="SECONDS", dest="timeout_s", type=positive_seconds, help=each)
+    made.add("--timeout", metavar="SECONDS", dest="timeout_s", type=positive_seconds, default=120.0, help=each)
     return made
 
 
-def parse_bench(arguments: Sequence[str]) -> Options:
+def parse_bench(arguments: Sequence[str]) -> Namespace:
     """Reads the words after `photinus bench`; raises UsageError."""
-    read = vars(parser().parse(arguments))
-    Parser.refuse_without(read["given"], ("--hosts",), "--explain")
-    Parser.refuse_without(read["given"], ("--latency-us", "--rate-gbit"), "--hosts")
-    return Options(**{name: read[name] for name in Options.__dataclass_fields__ if read[name] is not None})
+    options = parser().parse(arguments)
+    Parser.refuse_without(options.given, ("--hosts",), "--explain")
+    Parser.refuse_without(options.given, ("--latency-us", "--rate-gbit"), "--hosts")
+    return options
 
 
 def size_name(size_bytes: int) -> str:
