@@ -19,8 +19,9 @@ from ..command_line.flags import HostFlags
 from ..command_line.usage import UsageError
 from ..workers.ports import PortTakenError, listen, local_addresses_of
 from .handshake import key_of, look
-from .leader import start_leader
+from .leader import Leader, start_leader
 from .member import Member
+from .membership import Membership
 
 __all__ = ["DEFAULT_PORT", "join_job"]
 
@@ -69,10 +70,9 @@ def join_job(
                 )
             if address in _ANY:
                 address = "127.0.0.1" if address == "0.0.0.0" else "::1"
-            least, most = flags.nnodes
-            waits = {name: getattr(flags, name) for name in ("join_timeout_s", "last_call_s", "heartbeat_timeout_s")}
-            rules = {"least": least, "most": most, **waits}
-            stack.enter_context(start_leader(listener, key, rules, max_restarts=max_restarts, job_id=job_id))
+            rules = Membership(*flags.nnodes, flags.join_timeout_s, flags.last_call_s, flags.heartbeat_timeout_s)
+            leader = Leader(key, rules, max_restarts=max_restarts, job_id=job_id)
+            stack.enter_context(start_leader(leader, listener))
         member = Member(
             address,
             port,

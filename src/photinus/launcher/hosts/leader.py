@@ -1,13 +1,8 @@
 """The leading host's end of a job on several hosts: one port, behind which the hosts meet and the store is found.
 
-Carries out what `membership` decides. Runs in a small process of its own beside the leading launcher, so that hosts are
-answered whatever the leading launcher is busy with:
-
-    python -m photinus.launcher.hosts.leader job ID of pid LAUNCHER
-
-It inherits the listening socket, reads one line of JSON from its standard input, with the key of the job's proofs among
-it, and ends when its standard input does, however the launcher ends. The leader's own workers take part through a
-`Member` like those of every other host; that one also hosts the store, and prints what the leader has to say.
+Carries out what `membership` decides, in a thread of the leading launcher, so that hosts are answered whatever that
+waits for. The leader's own workers take part through a `Member` like those of every other host; that one also hosts the
+store, and prints what the leader has to say.
 """
 
 from __future__ import annotations
@@ -15,19 +10,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
-import os
 import secrets
 import socket
-import subprocess
-import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
 
 from ...version import __version__
-from ..workers.interrupts import block_signals
 from . import membership, messages
 from .handshake import Caller, answer
 from .relay import splice
@@ -291,54 +283,22 @@ def _nnodes_text(hosts: Sequence[int]) -> str:
 
 
 @contextlib.contextmanager
-def start_leader(
-    listener: socket.socket, key: bytes, rules: Mapping[str, Any], *, max_restarts: int, job_id: str
-) -> Iterator[None]:
-    """Runs the leader's process for the duration of the block. Closes the socket here: it is that process's.
+def start_leader(leader: Leader, listener: socket.socket) -> Iterator[None]:
+    """Leads in a thread for the duration of the block."""
+    began: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
-    `rules` are the arguments of `Membership`.
-    """
-    own = {"key": key.hex(), "max_restarts": max_restarts, "job_id": job_id}
-    words = {"fd": listener.fileno(), "rules": rules, **own}
-    # The rest is for who meets the process in a list, or holding a port.
-    command = [sys.executable, "-m", "photinus.launcher.hosts.leader", "job", job_id, "of", "pid", str(os.getpid())]
-    with block_signals():
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            pass_fds=[listener.fileno()],
-            start_new_session=True,
-        )
-    assert process.stdin is not None
+    async def lead() -> None:
+        over = asyncio.Event()
+        await leader.open(listener)
+        began.set_result((asyncio.get_running_loop(), over))
+        await over.wait()
+        await leader.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(lead()), name="photinus-leader", daemon=True)
+    thread.start()
+    loop, over = began.result()
     try:
-        listener.close()
-        process.stdin.write(json.dumps(words).encode() + b"\n")
-        process.stdin.flush()
         yield
     finally:
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
-        try:
-            process.wait(_ENDS_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-async def _lead() -> None:
-    line = sys.stdin.readline()
-    if not line.endswith("\n"):
-        return  # the launcher ended before it had said what to do
-    words = json.loads(line)
-    rules = membership.Membership(**words["rules"])
-    leader = Leader(bytes.fromhex(words["key"]), rules, max_restarts=words["max_restarts"], job_id=words["job_id"])
-    await leader.open(socket.socket(fileno=words["fd"]))
-    await asyncio.to_thread(sys.stdin.read)  # to its end
-    await leader.close()
-
-
-if __name__ == "__main__":
-    asyncio.run(_lead())
-    sys.stdout.flush()
-    os._exit(0)
+        loop.call_soon_threadsafe(over.set)
+        thread.join(_ENDS_S)

@@ -338,7 +338,7 @@ class Member:
         return await self._relay.open()
 
     def _tell(self, text: str) -> None:
-        if not self.leads:  # there the leader's process does
+        if not self.leads:  # there the leader does
             self._say(f"photinus: {text}\n", False)
 
     def _enqueue(self, message: Mapping[str, Any]) -> None:
