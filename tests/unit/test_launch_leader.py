@@ -45,12 +45,13 @@ async def host(port: int, name: str, *, leads: bool = False, **more: Any) -> Hos
     return made
 
 
-def with_leader(test: Callable[[int], Coroutine[Any, Any, None]], *, max_restarts: int = 1) -> None:
+def with_leader(test: Callable[[int], Coroutine[Any, Any, None]], said: list[str] | None = None) -> None:
     async def run() -> None:
         listener = listen("127.0.0.1", 0)
         port: int = listener.getsockname()[1]
         rules = Membership(2, 2, join_timeout_s=60.0, last_call_s=1.0)
-        leader = Leader(KEY, rules, max_restarts=max_restarts, job_id="job")
+        said_by_leader = [] if said is None else said
+        leader = Leader(KEY, rules, max_restarts=1, job_id="job", say=lambda text, _: said_by_leader.append(text))
         await leader.open(listener)
         try:
             await test(port)
@@ -89,6 +90,8 @@ def failure() -> dict[str, Any]:
 
 
 def test_workers_reach_the_store_of_their_attempt_and_those_of_an_earlier_one_are_refused():
+    said: list[str] = []
+
     async def test(port: int) -> None:
         first, second = await host(port, "a", leads=True), await host(port, "b")
         server = await store()
@@ -108,10 +111,7 @@ def test_workers_reach_the_store_of_their_attempt_and_those_of_an_earlier_one_ar
         first.say("report", report=messages.report_to_json(Report((), ())))
         verdict = await second.hear("verdict")
         assert (verdict["restart"], verdict["rank"], verdict["host"]) == (True, 2, "b")
-        said = ""
-        while "raised OSError: disk" not in said:
-            said = (await first.hear("say"))["text"]
-        assert "rank 2 (pid 7) raised OSError: disk" in said
+        assert "rank 2 (pid 7) raised OSError: disk" in said[-1]
         for each in (first, second):
             each.say("ready")
         await first.hear("form")
@@ -130,7 +130,7 @@ def test_workers_reach_the_store_of_their_attempt_and_those_of_an_earlier_one_ar
         for each in (first, second):
             each.writer.close()
 
-    with_leader(test)
+    with_leader(test, said)
 
 
 def test_a_host_of_another_version_is_refused_with_both():

@@ -71,7 +71,7 @@ def join_job(
             if address in _ANY:
                 address = "127.0.0.1" if address == "0.0.0.0" else "::1"
             rules = Membership(*flags.nnodes, flags.join_timeout_s, flags.last_call_s, flags.heartbeat_timeout_s)
-            leader = Leader(key, rules, max_restarts=max_restarts, job_id=job_id)
+            leader = Leader(key, rules, max_restarts=max_restarts, job_id=job_id, say=say)
             stack.enter_context(start_leader(leader, listener))
         member = Member(
             address,

@@ -2,7 +2,7 @@
 
 Carries out what `membership` decides, in a thread of the leading launcher, so that hosts are answered whatever that
 waits for. The leader's own workers take part through a `Member` like those of every other host; that one also hosts the
-store, and prints what the leader has to say.
+store.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
@@ -36,12 +36,21 @@ _ENDS_S = 5.0
 class Leader:
     """Leads until `close`. All its methods run in one asyncio loop."""
 
-    def __init__(self, key: bytes, rules: membership.Membership, *, max_restarts: int, job_id: str) -> None:
+    def __init__(
+        self,
+        key: bytes,
+        rules: membership.Membership,
+        *,
+        max_restarts: int,
+        job_id: str,
+        say: Callable[[str, bool], None],
+    ) -> None:
         self._key = key
         self._rules = rules
         self._policy = RestartPolicy(max_restarts)
         rules.spend_restart = self._policy.spend_restart
         self._job_id = job_id
+        self._say = say
         self._keys = itertools.count()
         self._connected: set[asyncio.StreamWriter] = set()  # proved themselves; introduced or not yet
         self._writers: dict[int, asyncio.StreamWriter] = {}
@@ -262,7 +271,7 @@ class Leader:
 
     def _decide(self, act: membership.Decide) -> list[membership.Act]:
         verdict = self._policy.decide(act.reports, world_size=act.world_size, attempt=act.attempt)
-        self._tell(verdict.text, alarm=not verdict.suspended)
+        self._say(verdict.text, not verdict.suspended)
         self._send(act.keys, {"type": "verdict", **asdict(verdict)})
         return self._rules.go_on(verdict.restart, time.monotonic())
 
@@ -271,11 +280,8 @@ class Leader:
             if key in self._writers:
                 messages.write(self._writers[key], message)
 
-    def _tell(self, text: str, *, alarm: bool = False) -> None:
-        """Prints words on the terminal of the leading launcher, if it is there."""
-        if self._own is not None:
-            words = text if text.endswith("\n") else f"photinus: {text}\n"  # a verdict is a whole block
-            self._send((self._own,), {"type": "say", "text": words, "alarm": alarm})
+    def _tell(self, text: str) -> None:
+        self._say(f"photinus: {text}\n", False)
 
 
 def _nnodes_text(hosts: Sequence[int]) -> str:

@@ -197,9 +197,7 @@ class Member:
         while not self._came.empty():
             message = self._came.get_nowait()
             kind = message["type"]
-            if kind == "say":
-                self._say(str(message["text"]), bool(message["alarm"]))
-            elif kind == "ended":
+            if kind == "ended":
                 self._store.tell_ended(map(int, message["ranks"]))
             elif kind == "end":
                 self._over = JobEndedError(str(message["reason"]), int(message["exit_code"]))
