@@ -79,11 +79,11 @@ def supervise(flags: RunFlags) -> int:
         output = stack.enter_context(closing(Output()))
         temporary = stack.enter_context(_temporary_folder(guard))
         store = stack.enter_context(closing(StoreProcess()))
-        # A port that is taken is told at once, and other hosts find this one while torch counts GPUs.
-        member = _join(stack, flags, job_id, environ, output, interrupts)
         environ[env.RANKS_PER_GPU.name] = str(flags.ranks_per_gpu)
         try:
             with interrupts.raise_at_once():
+                # A port that is taken is told at once, and other hosts find this one while torch counts GPUs.
+                member = _join(stack, flags, job_id, environ, output)
                 chosen, gpus = _choose_workers(flags, environ)
         except Interrupted:
             return _report_interrupt(interrupts, output, "before any worker was started")
@@ -108,11 +108,11 @@ def supervise(flags: RunFlags) -> int:
             if agent.suspension is not None:
                 output.say(f"photinus: {agent.suspension}; the same command goes on from there\n")
             return _report_interrupt(interrupts, output, _end_text(chosen.count))
-        except JobEndedError as ended:
+        except JobEndedError:
             # A signal to all hosts: another's end is no news then, if it arrives first.
             if interrupts.comes_within(_SIGNAL_TO_ALL_S if env.STARTED_AS.get() is not None else 0.0):
                 return _report_interrupt(interrupts, output, _end_text(chosen.count))
-            raise LaunchError(f"the job ended: {ended}", exit_code=ended.exit_code) from None
+            raise
     if verdict is None:
         return 0
     if member is not None and not member.leads and env.STARTED_AS.get() is not None:
@@ -159,9 +159,7 @@ def _has_torch() -> bool:
         return False
 
 
-def _join(
-    stack: ExitStack, flags: RunFlags, job_id: str, environ: Mapping[str, str], output: Output, interrupts: Interrupts
-) -> Member | None:
+def _join(stack: ExitStack, flags: RunFlags, job_id: str, environ: Mapping[str, str], output: Output) -> Member | None:
     """The other hosts of the job, None when there are none; a port that the user named is looked at first."""
     hosts = flags.hosts
     several = hosts.nnodes is not None and hosts.nnodes[1] > 1
@@ -171,15 +169,9 @@ def _join(
         return None
     from .hosts.join import join_job  # with asyncio, which one host does without
 
-    try:
-        with interrupts.raise_at_once():
-            return stack.enter_context(
-                join_job(hosts, job_id=job_id, max_restarts=flags.max_restarts, environ=environ, say=output.say)
-            )
-    except Interrupted:
-        number = interrupts.first
-        assert number is not None
-        raise LaunchError(f"ended by {number.name} before any worker was started", exit_code=128 + number) from None
+    return stack.enter_context(
+        join_job(hosts, job_id=job_id, max_restarts=flags.max_restarts, environ=environ, say=output.say)
+    )
 
 
 def _peers(job: Job, member: Member | None, output: Output, store: StoreProcess) -> OneHost | Member:

@@ -200,7 +200,8 @@ class Member:
             if kind == "ended":
                 self._store.tell_ended(map(int, message["ranks"]))
             elif kind == "end":
-                self._over = JobEndedError(str(message["reason"]), int(message["exit_code"]))
+                told = f"the job ended: {message['reason']}"
+                self._over = JobEndedError(told, exit_code=int(message["exit_code"]))
             else:
                 return message
         return None

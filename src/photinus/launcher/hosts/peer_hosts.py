@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ...errors import LaunchError
 from ..workers.job import Formation, Job
 from ..workers.store import StoreProcess
 from .restart_policy import Report, RestartPolicy, Verdict
@@ -15,12 +16,8 @@ from .restart_policy import Report, RestartPolicy, Verdict
 __all__ = ["JobEndedError", "OneHost", "Order"]
 
 
-class JobEndedError(Exception):
+class JobEndedError(LaunchError):
     """The job is over for a reason that lies outside this host's workers."""
-
-    def __init__(self, reason: str, exit_code: int) -> None:
-        super().__init__(reason)
-        self.exit_code = exit_code
 
 
 @dataclass(frozen=True)
