@@ -52,7 +52,6 @@ class Leader:
         self._job_id = job_id
         self._say = say
         self._keys = itertools.count()
-        self._connected: set[asyncio.StreamWriter] = set()  # proved themselves; introduced or not yet
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._own: int | None = None  # key of the leader's own host
         self._launchers: dict[str, int] = {}  # keys by the name that each launcher gave itself
@@ -81,10 +80,10 @@ class Leader:
         beat_s = 0.0
         while True:
             now_s = time.monotonic()
-            await self._carry_out(self._rules.tick(now_s))
+            self._carry_out(self._rules.tick(now_s))
             if now_s - beat_s >= messages.BEAT_S:
                 beat_s = now_s
-                for writer in self._connected:
+                for writer in self._writers.values():
                     messages.write(writer, {"type": "beat"})
             await asyncio.sleep(_TICK_S)
 
@@ -98,7 +97,6 @@ class Leader:
                 await self._serve_store(caller, reader, writer, token)
             elif kind == "host":
                 caller.accept()
-                self._connected.add(writer)
                 messages.retry_soon(writer, self._rules.heartbeat_timeout_s)
                 await self._host(reader, writer)
             elif kind == "look":
@@ -110,7 +108,6 @@ class Leader:
         except asyncio.CancelledError:
             pass  # by `close` or a new attempt; Python 3.10 and 3.11 would print a traceback for a server's task
         finally:
-            self._connected.discard(writer)
             writer.close()
 
     async def _serve_store(
@@ -129,19 +126,17 @@ class Leader:
             self._carried.discard(task)
 
     async def _host(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        hello: dict[str, Any] = {"type": "beat"}
-        while hello["type"] == "beat":
-            hello = await asyncio.wait_for(messages.read(reader), self._rules.heartbeat_timeout_s)
+        hello = await asyncio.wait_for(messages.read(reader), self._rules.heartbeat_timeout_s)
         key = next(self._keys)
         before = self._launchers.get(str(hello["launcher"]))
         self._launchers[str(hello["launcher"])] = key
         if before is not None and before in self._writers:  # lost to that host, and not yet to us
             self._writers.pop(before).close()
             why = "was lost, and comes back"
-            await self._carry_out(self._rules.remove_host(before, why, time.monotonic(), lost=True))
+            self._carry_out(self._rules.remove_host(before, why, time.monotonic(), lost=True))
         try:
             peer = self._peer(key, hello, writer)
-            acts = self._rules.add(peer, time.monotonic())
+            self._rules.add(peer, time.monotonic())
         except membership.RefusedHostError as error:
             messages.write(writer, {"type": "end", "reason": f"this host cannot take part: {error}", "exit_code": 2})
             with contextlib.suppress(OSError, asyncio.TimeoutError):  # it reads that and closes; or it does not
@@ -153,15 +148,14 @@ class Leader:
         grace_s = self._rules.heartbeat_timeout_s
         why, lost = "was lost: its launcher ended without a word", True
         try:
-            await self._carry_out(acts)
             while True:
                 message = await messages.hear(reader, f"host {peer.name}", grace_s, self._tell)
                 if message["type"] == "leave":
                     why, lost = str(message["reason"]), False
                     if peer.leads:
-                        await self._carry_out(self._rules.end(f"host {peer.name} {why}", int(message["exit_code"])))
+                        self._carry_out(self._rules.end(f"host {peer.name} {why}", int(message["exit_code"])))
                     return
-                await self._handle(key, message)
+                self._handle(key, message)
         except asyncio.TimeoutError:
             why = f"was lost: nothing was heard of it for {grace_s:g} s"
         except OSError as error:
@@ -173,8 +167,8 @@ class Leader:
         finally:
             self._writers.pop(key, None)
             if peer.leads:  # it has the store, and its launcher ends this process
-                await self._carry_out(self._rules.end(f"host {peer.name}, which leads, {why}", 1))
-            await self._carry_out(self._rules.remove_host(key, why, time.monotonic(), lost=lost))
+                self._carry_out(self._rules.end(f"host {peer.name}, which leads, {why}", 1))
+            self._carry_out(self._rules.remove_host(key, why, time.monotonic(), lost=lost))
 
     def _peer(self, key: int, hello: dict[str, Any], writer: asyncio.StreamWriter) -> membership.PeerHost:
         version, hosts, torch = str(hello["version"]), tuple(hello["nnodes"]), str(hello["torch"])
@@ -202,14 +196,14 @@ class Leader:
             leads=bool(hello["leads"]),
         )
 
-    async def _handle(self, key: int, message: dict[str, Any]) -> None:
+    def _handle(self, key: int, message: dict[str, Any]) -> None:
         now_s, kind = time.monotonic(), message["type"]
         if kind == "ready":
-            await self._carry_out(self._rules.ready(key, now_s))
+            self._carry_out(self._rules.ready(key, now_s))
         elif kind == "finished":
-            await self._carry_out(self._rules.finish(key, now_s))
+            self._carry_out(self._rules.finish(key, now_s))
         elif kind == "report":
-            await self._carry_out(self._rules.fail(key, messages.report_from_json(message["report"]), now_s))
+            self._carry_out(self._rules.fail(key, messages.report_from_json(message["report"]), now_s))
         elif kind == "store" and key == self._own:
             self._store_port = int(message["port"])
             for other, form in self._waiting_forms:
@@ -221,7 +215,7 @@ class Leader:
         elif kind != "beat":
             raise messages.MessageError(f"unknown type {kind!r}")
 
-    async def _carry_out(self, acts: Sequence[membership.Act]) -> None:
+    def _carry_out(self, acts: Sequence[membership.Act]) -> None:
         for act in acts:
             if isinstance(act, membership.Say):
                 self._tell(act.text)
@@ -233,7 +227,7 @@ class Leader:
                 self._tell(f"{act.reason}: the other hosts stop their workers and meet anew")
                 self._send(act.keys, {"type": "regroup", "reason": act.reason, "unharmed": act.unharmed})
             elif isinstance(act, membership.Decide):
-                await self._carry_out(self._decide(act))
+                self._decide(act)
             elif isinstance(act, membership.End):
                 self._send(tuple(self._writers), {"type": "end", **asdict(act)})
 
@@ -269,11 +263,11 @@ class Leader:
             else:
                 self._waiting_forms.append((peer.key, form))
 
-    def _decide(self, act: membership.Decide) -> list[membership.Act]:
+    def _decide(self, act: membership.Decide) -> None:
         verdict = self._policy.decide(act.reports, world_size=act.world_size, attempt=act.attempt)
         self._say(verdict.text, not verdict.suspended)
         self._send(act.keys, {"type": "verdict", **asdict(verdict)})
-        return self._rules.go_on(verdict.restart, time.monotonic())
+        self._rules.go_on(verdict.restart, time.monotonic())
 
     def _send(self, keys: Sequence[int], message: dict[str, Any]) -> None:
         for key in keys:

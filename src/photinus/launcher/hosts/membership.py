@@ -138,7 +138,7 @@ class Membership:
         """Whether hosts may neither come nor go."""
         return self.least == self.most
 
-    def add(self, peer: PeerHost, now_s: float) -> list[Act]:
+    def add(self, peer: PeerHost, now_s: float) -> None:
         """A host wants to take part.
 
         Raises:
@@ -163,7 +163,6 @@ class Membership:
             self._since_s = now_s
         self._peers[peer.key] = peer
         self._order.append(peer.key)
-        return []
 
     def ready(self, key: int, now_s: float) -> list[Act]:
         """A host has no workers running (any more), and waits for the next attempt."""
@@ -222,12 +221,12 @@ class Membership:
         """The leader itself wants the job to be over."""
         return [] if self.state == "ended" else self._end(reason, exit_code)
 
-    def go_on(self, restart: bool, now_s: float) -> list[Act]:
+    def go_on(self, restart: bool, now_s: float) -> None:
         """The verdict that was asked for has been told."""
         if not restart:
             self.state = "ended"
-            return []
-        return self._gather(now_s)
+        else:
+            self._gather(now_s)
 
     def tick(self, now_s: float) -> list[Act]:
         """What follows from the time alone; to be called a few times a second."""
@@ -261,13 +260,12 @@ class Membership:
         self._left = False
         return [Form(self._running, self.attempt)]
 
-    def _gather(self, now_s: float) -> list[Act]:
+    def _gather(self, now_s: float) -> None:
         self.state = "gathering"
         self._since_s = now_s
         self._enough_since_s = None
         self._said_s = None
         self._running = ()
-        return []
 
     def _regroup(self, reason: str, now_s: float, *, unharmed: bool = False) -> list[Act]:
         keys = tuple(peer.key for peer in self._running if peer.key in self._peers)
