@@ -23,7 +23,6 @@ folder = Path(sys.argv[1])
 with start_guard() as guard, handle_signals() as interrupts, closing(StoreProcess()) as store:
     from photinus.launcher.agent import Agent
     from photinus.launcher.hosts.peer_hosts import OneHost
-    from photinus.launcher.hosts.peer_hosts import Order
     from photinus.launcher.workers.job import Job
     from photinus.launcher.command_line.flags import RunFlags
     from photinus.launcher.command_line.program import Program
@@ -34,7 +33,7 @@ with start_guard() as guard, handle_signals() as interrupts, closing(StoreProces
         def order(self):
             if not self.ordered and agent._processes.any_failed():
                 self.ordered = True
-                return Order("regroup", "host b was lost")
+                return "regroup"
             return super().order()
         def verdict_on(self, report, check):
             raise AssertionError("nobody judges what failed before a meeting")

@@ -159,11 +159,14 @@ def test_a_host_that_sends_nonsense_is_lost_and_the_other_is_told():
 
 
 def test_a_host_that_comes_back_before_it_was_missed_takes_its_own_place_and_costs_a_restart():
+    said: list[str] = []
+
     async def test(port: int) -> None:
         first, second = await host(port, "a", leads=True), await host(port, "b")
         await first.hear("form")
         back = await host(port, "b")
-        assert (await first.hear("regroup"))["reason"] == "host b (127.0.0.1) was lost, and comes back (restart 1 of 1)"
+        await first.hear("regroup")
+        assert "photinus: host b (127.0.0.1) was lost, and comes back (restart 1 of 1): the other hosts" in said[-1]
         first.say("ready")
         assert (await first.hear("form"))["attempt"] == 1
         third = await host(port, "b")
@@ -173,7 +176,7 @@ def test_a_host_that_comes_back_before_it_was_missed_takes_its_own_place_and_cos
         for each in (first, second, back, third):
             each.writer.close()
 
-    with_leader(test)
+    with_leader(test, said)
 
 
 def test_a_leader_that_goes_is_named_to_the_others():

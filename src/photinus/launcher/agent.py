@@ -81,14 +81,14 @@ class Agent:
                 oom_before = oom_kills()
                 processes = self._start(formation)
                 order = self._watch(processes)
-                if order.kind == "done":
+                if order == "done":
                     self._end(signal.SIGTERM, 0.0)
                     return None
                 answer: Order | Verdict = order
-                if order.kind == "regroup":
-                    self._regroup(processes, order, formation.attempt)
-                else:
+                if order == "stop":
                     answer = self._report(processes, oom_before)
+                else:
+                    self._regroup(processes, order, formation.attempt)
                 self._end(signal.SIGTERM, self._grace_s)
                 self._forget()
                 delay_s = 0.0
@@ -151,7 +151,7 @@ class Agent:
             if order is not None:
                 return order  # before failures: nobody judges those any more that come with an order to meet anew
             if processes.any_failed():
-                return Order("stop")
+                return "stop"
 
     def _report(self, processes: Processes, oom_before: OomKills | None) -> Verdict | Order:
         """Ends the workers after a failure and tells the peers how they ended; returns what follows."""
@@ -180,7 +180,7 @@ class Agent:
                     next_step="hosts come and go just then: starting all workers again",
                 )
                 self._output.say(told, alarm=True)
-        elif order.unharmed and processes.can_suspend():
+        elif order == "save" and processes.can_suspend():
             words = self._suspend(processes)
             if words is not None:
                 self._output.say(f"photinus: {words}; all go on from there\n")

@@ -222,10 +222,10 @@ class Leader:
             elif isinstance(act, membership.Form):
                 self._form(act)
             elif isinstance(act, membership.Stop):
-                self._send(act.keys, {"type": "stop", "reason": act.reason})
+                self._send(act.keys, {"type": "stop"})
             elif isinstance(act, membership.Regroup):
                 self._tell(f"{act.reason}: the other hosts stop their workers and meet anew")
-                self._send(act.keys, {"type": "regroup", "reason": act.reason, "unharmed": act.unharmed})
+                self._send(act.keys, {"type": "save" if act.unharmed else "regroup"})
             elif isinstance(act, membership.Decide):
                 self._decide(act)
             elif isinstance(act, membership.End):

@@ -38,6 +38,7 @@ _SAY_AFTER_S = 3.0
 _GOODBYE_S, _ENDS_S = 2.0, 5.0
 _CHECK_S = 0.1
 _RELAY_S = 30.0
+_MEET_ANEW = ("regroup", "save")
 
 
 class Member:
@@ -104,7 +105,7 @@ class Member:
             message = self._next(check)
             if message["type"] == "form":
                 return self._formation(message)
-            if message["type"] == "regroup":  # the leader was lost, and did not hear that this host is ready
+            if message["type"] in _MEET_ANEW:  # the leader was lost, and did not hear that this host is ready
                 self._send({"type": "ready"})
 
     def order(self) -> Order | None:
@@ -115,11 +116,12 @@ class Member:
         """
         self._store.check()
         while (message := self._take()) is not None:
-            if message["type"] in ("stop", "regroup"):
-                return _order(message)
+            if message["type"] in ("stop", *_MEET_ANEW):
+                order: Order = message["type"]
+                return order
         if self._over is not None and self._over.exit_code != 0:
             raise self._over
-        return None if self._over is None else Order("done")
+        return None if self._over is None else "done"
 
     def report_ended(self, ranks: Sequence[int]) -> None:
         """Says that these of this host's workers ended well while others run: they may be waited for in vain.
@@ -148,8 +150,8 @@ class Member:
                 if not self.leads and env.STARTED_AS.get() is None:  # the leader has said all of it, elsewhere
                     self._say(verdict.short, not verdict.suspended)
                 return verdict
-            if message["type"] == "regroup":
-                return _order(message)
+            if message["type"] in _MEET_ANEW:
+                return "regroup"
 
     def leave(self, reason: str, exit_code: int) -> None:
         """Tells the leader that this host goes, and with which exit code the job ends if this is the leader's."""
@@ -277,7 +279,7 @@ class Member:
         while not self._outgoing.empty():
             self._outgoing.get_nowait()
         self._tell(f"{lost}; this host's workers end, and it comes back")
-        self._enqueue({"type": "regroup", "reason": lost})
+        self._enqueue({"type": "regroup"})
 
     async def _speak(self, writer: asyncio.StreamWriter) -> None:
         """Sends what is to be sent, and a sign of life when there is nothing."""
@@ -343,7 +345,3 @@ class Member:
     def _enqueue(self, message: Mapping[str, Any]) -> None:
         self._came.put(message)
         os.eventfd_write(self.fd, 1)
-
-
-def _order(message: Mapping[str, Any]) -> Order:
-    return Order(message["type"], str(message["reason"]), unharmed=bool(message.get("unharmed")))

@@ -58,10 +58,9 @@ class Form:
 
 @dataclass(frozen=True)
 class Stop:
-    """These hosts end their workers and report."""
+    """These hosts end their workers and report, since a worker of another one failed."""
 
     keys: tuple[int, ...]
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -183,8 +182,7 @@ class Membership:
         self.state = "settling"
         self._reports[key] = report
         others = tuple(peer.key for peer in self._running if peer.key != key and peer.key in self._peers)
-        stop = [Stop(others, f"a worker of host {self._peers[key].host} failed")] if first and others else []
-        return [*stop, *self._settle(now_s)]
+        return [*([Stop(others)] if first and others else []), *self._settle(now_s)]
 
     def finish(self, key: int, now_s: float) -> list[Act]:
         """All workers of this host ended well."""

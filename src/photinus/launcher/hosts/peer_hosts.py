@@ -6,7 +6,7 @@ An agent meets its peers before each attempt, asks for their orders while its wo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import Literal
 
 from ...errors import LaunchError
 from ..workers.job import Formation, Job
@@ -20,20 +20,14 @@ class JobEndedError(LaunchError):
     """The job is over for a reason that lies outside this host's workers."""
 
 
-@dataclass(frozen=True)
-class Order:
-    """What the peers want this host to do while its workers run.
+Order = Literal["stop", "regroup", "save", "done"]
+"""What the peers want this host to do while its workers run.
 
-    Attributes:
-        kind: "stop": a worker of another host failed; end the workers, report, and wait for the verdict. "regroup":
-            hosts came or went; end the workers and meet again. "done": all hosts finished well.
-        reason: words for the user; may be empty.
-        unharmed: no worker has ended yet, so those that can may save before they are ended.
-    """
-
-    kind: str
-    reason: str = ""
-    unharmed: bool = False
+    stop     a worker of another host failed: end the workers, report, and wait for the verdict
+    regroup  hosts came or went: end the workers and meet again
+    save     the same, but no worker has ended yet, so those that can may save before
+    done     all hosts finished well
+"""
 
 
 class OneHost:
@@ -59,7 +53,7 @@ class OneHost:
     def order(self) -> Order | None:
         """Done, once the workers are."""
         self._store.check()
-        return Order("done") if self._finished else None
+        return "done" if self._finished else None
 
     def report_ended(self, ranks: Sequence[int]) -> None:
         """The other workers find it in their store."""
