@@ -58,9 +58,6 @@ def main(arguments: Sequence[str]) -> int:
     """Starts the run that the words after `photinus again` name, in the place of this process: it does not return.
 
     Only help and a dry run return, with 0.
-
-    Raises:
-        UsageError: there is no such run, or it cannot be started again as it was; says why.
     """
     values = parser().parse(arguments)
     words = values.rest

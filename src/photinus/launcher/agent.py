@@ -108,11 +108,7 @@ class Agent:
             self._forget()
 
     def _start(self, formation: Formation) -> Processes:
-        """Starts this host's workers.
-
-        Raises:
-            LaunchError: one of them cannot be started.
-        """
+        """Starts this host's workers. LaunchError: one of them cannot be started."""
         self._output.begin_attempt(formation.attempt, formation.job_id)
         self._processes = processes = Processes(
             self._job,

@@ -1,7 +1,7 @@
 """The `photinus` command: finds the subcommand, shows help, and turns errors into readable lines and exit codes.
 
-Each subcommand is a module with `main(arguments) -> exit code` and `parser()`, imported when it is used. Nothing here
-imports torch.
+Each subcommand is a module with `main(arguments) -> exit code` and `parser()`, imported when it is used. `main` raises
+UsageError for words that cannot be carried out, and another PhotinusError for what failed. Nothing here imports torch.
 """
 
 from __future__ import annotations

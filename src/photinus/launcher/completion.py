@@ -30,11 +30,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints the script for a shell.
-
-    Raises:
-        UsageError: no shell is named, or one that is not known.
-    """
+    """Prints the script for a shell."""
     shell = parser().parse(arguments).shell
     root = argparse.ArgumentParser("photinus")
     root.add_argument("--version", action="version", version="")

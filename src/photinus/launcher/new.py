@@ -82,11 +82,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Makes the project that the words after `photinus new` describe, says what to do next, and returns 0.
-
-    Raises:
-        UsageError: no folder is named, it holds something or cannot be written, or there is no such template.
-    """
+    """Makes the project that the words after `photinus new` describe, says what to do next, and returns 0."""
     values = parser().parse(arguments)
     folders, name = values.folders, values.template
     if not folders or not folders[0]:

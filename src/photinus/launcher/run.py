@@ -28,13 +28,7 @@ _LONGEST_BYTES = 120 << 10
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the job that the words after `photinus run` describe, and returns the exit code.
-
-    Raises:
-        UsageError: the words cannot be carried out as they are.
-        DeviceError: fewer GPUs than asked for.
-        LaunchError: workers could not be started, or one failed for good; carries the exit code.
-    """
+    """Runs the job that the words after `photinus run` describe, and returns the exit code."""
     flags = parse_run(arguments)
     program = flags.program
     if flags.scheduler.kubernetes:  # the program lies in the image

@@ -32,12 +32,7 @@ _LEAST_BYTES = 1 << 20  # below, it is latency that is compared
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measures; returns 1 when a backend that was asked for failed, else 0.
-
-    Raises:
-        UsageError: words that cannot be carried out.
-        LaunchError: there is no torch, no backend works, or a picture is asked for that cannot be drawn.
-    """
+    """Measures; returns 1 when a backend that was asked for failed, else 0."""
     options = parse_bench(arguments)
     if options.explain:
         print_explanation(options, options.ranks or max(2, min(8, usable_cores())))

@@ -162,11 +162,7 @@ async def dial(address: str, port: int, key: bytes, purpose: str) -> tuple[async
 
 
 async def look(address: str, port: int, key: bytes) -> None:
-    """Looks once who is behind the port: nobody yet, or the leader, is well.
-
-    Raises:
-        LaunchError: something else is.
-    """
+    """Looks once who is behind the port: nobody yet, or the leader, is well. LaunchError: something else is."""
     with contextlib.suppress(OSError, asyncio.TimeoutError):
         _, writer = await dial(address, port, key, "look")
         writer.close()

@@ -109,11 +109,7 @@ class Member:
                 self._send({"type": "ready"})
 
     def order(self) -> Order | None:
-        """The leader's next order, None when none has come.
-
-        Raises:
-            JobEndedError: the job is over.
-        """
+        """The leader's next order, None when none has come. JobEndedError: the job is over."""
         self._store.check()
         while (message := self._take()) is not None:
             if message["type"] in ("stop", *_MEET_ANEW):

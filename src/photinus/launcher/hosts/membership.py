@@ -138,11 +138,7 @@ class Membership:
         return self.least == self.most
 
     def add(self, peer: PeerHost, now_s: float) -> None:
-        """A host wants to take part.
-
-        Raises:
-            RefusedHostError: it may not.
-        """
+        """A host wants to take part. RefusedHostError: it may not."""
         here = ", ".join(self._peers[key].name for key in self._order)
         if self.state == "ended":
             raise RefusedHostError("the job has just ended")

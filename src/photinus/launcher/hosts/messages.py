@@ -101,11 +101,7 @@ def report_to_json(report: Report) -> dict[str, Any]:
 
 
 def report_from_json(fields: Mapping[str, Any]) -> Report:
-    """The report in the times of this host.
-
-    Raises:
-        MessageError: fields are missing or of other types.
-    """
+    """The report in the times of this host. MessageError: fields are missing or of other types."""
     try:
         report = dict(fields)
         later_s = time.monotonic() - report.pop("now_s")

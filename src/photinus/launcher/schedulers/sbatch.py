@@ -25,12 +25,7 @@ _OPTION = re.compile(r"--?[A-Za-z][A-Za-z-]*")
 
 
 def main(flags: RunFlags) -> int:
-    """Writes the script to stdout, to `--output`, or to sbatch, and returns the exit code.
-
-    Raises:
-        UsageError: an option cannot be carried out, or the file exists.
-        LaunchError: sbatch is not here, or refused the script; carries its exit code.
-    """
+    """Writes the script to stdout, to `--output`, or to sbatch, and returns the exit code."""
     text = batch_script(flags)
     if flags.scheduler.submit:
         return _submit(text)

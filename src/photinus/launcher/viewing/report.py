@@ -48,12 +48,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Writes the page, and says where it is; returns the exit code.
-
-    Raises:
-        UsageError: wrong words, or a run is not there.
-        LaunchError: the page could not be written.
-    """
+    """Writes the page, and says where it is; returns the exit code."""
     asked = parser().parse(arguments)
     for word in asked.runs:
         if word.endswith((".html", ".htm")) and not os.path.isdir(word):

@@ -54,11 +54,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Shows a run until the user leaves; returns the exit code.
-
-    Raises:
-        UsageError: wrong words, or no run is there.
-    """
+    """Shows a run until the user leaves; returns the exit code."""
     asked = parser().parse(arguments)
     if len(asked.runs) > 1:
         raise UsageError(f"photinus top shows one run, but was given {' and '.join(asked.runs)}.")
