@@ -7,9 +7,8 @@ import shlex
 import shutil
 import socket
 import sys
-import threading
-import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from ..command_line.usage import UsageError
 from ..workers.ports import local_addresses_of
@@ -77,21 +76,14 @@ def is_here(host: Host) -> bool:
         return True
     try:
         return bool(local_addresses_of(host.name))
-    except OSError:  # a name that only ssh knows
+    except (OSError, UnicodeError):  # a name that only ssh knows, or nobody
         return False
 
 
 def find_here(hosts: Sequence[Host]) -> list[bool]:
     """Which of the hosts are this one. Names are looked up side by side, for name servers may be slow."""
-    found = [False] * len(hosts)
-
-    def look(index: int) -> None:
-        found[index] = is_here(hosts[index])
-
-    threads = [threading.Thread(target=look, args=(index,), daemon=True) for index in range(len(hosts))]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + _RESOLVE_S
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    return list(found)
+    pool = ThreadPoolExecutor(len(hosts))
+    looks = [pool.submit(is_here, host) for host in hosts]
+    found, _ = wait(looks, _RESOLVE_S)
+    pool.shutdown(wait=False)  # a look that takes longer is left alone
+    return [look in found and look.result() for look in looks]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import os
 import select
@@ -17,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from ...version import __version__
-from ...world.own_address import reaches_from
+from ...world.own_address import is_loopback, reaches_from
 from ..workers.interrupts import Interrupts
 from ..workers.output import write_all
 from .command import CONNECT_S, MARK, remote_command
@@ -102,7 +101,7 @@ class RemoteHost:
     def on_this_machine(self) -> bool:
         """Whether it is this machine, with or without ssh in between."""
         address = None if self.hello is None else self.hello["address"]
-        return self.here or (address is not None and ipaddress.ip_address(address.partition("%")[0]).is_loopback)
+        return self.here or (address is not None and is_loopback(address))
 
     @property
     def done(self) -> bool:

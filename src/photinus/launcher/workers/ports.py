@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import ipaddress
 import os
 import socket
 from pathlib import Path
 
 from ...errors import LaunchError
+from ...world.own_address import is_loopback
 from .cgroup import text_of
 
 __all__ = ["PortTakenError", "holder_of", "listen", "listen_as", "local_addresses_of"]
@@ -123,7 +123,7 @@ def listen_as(name: str, port: int, *, or_another: bool, otherwise: str | None, 
     for each in (name, otherwise):
         with contextlib.suppress(OSError):  # means nothing here
             own += local_addresses_of(each) if each is not None else []
-    usable = [address for address in own if alone or not ipaddress.ip_address(address.partition("%")[0]).is_loopback]
+    usable = [address for address in own if alone or not is_loopback(address)]
     if not usable:
         means = f"which only means {own[0]} there, and others" if own else "which is no address of it: the others"
         raise LaunchError(
