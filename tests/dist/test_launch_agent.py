@@ -46,7 +46,7 @@ with start_guard() as guard, handle_signals() as interrupts, closing(StoreProces
     with adopt_orphans():
         verdict = agent.run()
     output.close()
-    print("failed" if verdict is not None else f"attempts {agent.attempts}")
+    print("failed" if verdict is not None else f"attempts {leader._attempt + 1}")
 """
 TRAIN = """
 import os, time

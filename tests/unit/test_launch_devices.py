@@ -64,11 +64,6 @@ def test_more_workers_than_gpus_is_refused_with_both_numbers():
         choose(4, gpus=2)
 
 
-def test_an_unknown_word_is_a_mistake_of_the_caller():
-    with pytest.raises(ValueError, match="'many'"):
-        choose("many", gpus=0)
-
-
 def test_usable_cores_follow_the_affinity():
     everywhere = os.sched_getaffinity(0)
     assert 1 <= usable_cores() <= len(everywhere)

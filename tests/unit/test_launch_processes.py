@@ -65,6 +65,11 @@ def made(program, count, **parts):
     return Processes(job, Formation((count,), 0, 0, "job", 0), **parts)
 
 
+def pids(processes):
+    """Process ids by rank."""
+    return {worker.rank: worker.process.pid for worker in processes._workers}
+
+
 def wait_until(condition):
     deadline = time.monotonic() + DEADLINE_S
     while not condition():

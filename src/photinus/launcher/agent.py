@@ -41,7 +41,6 @@ class Agent:
         guard, output, interrupts: see their modules.
 
     Attributes:
-        attempts: how many have begun.
         restarts: how often all workers were started anew because one had failed.
         suspension: words for it, when the workers saved and left because the launcher was asked to end.
     """
@@ -59,7 +58,6 @@ class Agent:
         self._began_s: float | None = None
         self._tried = False  # --preempt-after
         self._told_waiting = False
-        self.attempts = 0
         self.restarts = 0
         self.suspension: str | None = None
 
@@ -77,7 +75,6 @@ class Agent:
                 formation = self._peers.meet(self._raise_if_interrupted)
                 self._interrupts.comes_within(delay_s)
                 self._raise_if_interrupted()
-                self.attempts += 1
                 oom_before = oom_kills()
                 processes = self._start(formation)
                 order = self._watch(processes)

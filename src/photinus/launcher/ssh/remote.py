@@ -16,7 +16,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import platform
 import signal
 import socket
 import sys
@@ -106,9 +105,6 @@ def _who_is_here() -> dict[str, Any]:
     connection = os.environ.get("SSH_CONNECTION", "").split()
     return {
         "photinus": __version__,
-        "python": platform.python_version(),
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
         "address": connection[2] if len(connection) == 4 else None,
         "seen": connection[0] if len(connection) == 4 else None,
     }

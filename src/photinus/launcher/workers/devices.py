@@ -136,8 +136,6 @@ def choose_worker_count(
                 f"({_MOST_PER_CORE * cores()} here) only take turns: if they are meant, add --oversubscribe."
             )
         return WorkerCount(wanted)
-    if wanted not in ("auto", "gpu", "cpu"):
-        raise ValueError(f"wanted={wanted!r} is neither a number nor auto, gpu or cpu")
     asked = wanted == "gpu" or (wanted == "auto" and not cpu_only)
     present = gpus() if asked else 0
     if present > 0:

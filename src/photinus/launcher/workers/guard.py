@@ -28,7 +28,7 @@ class Guard:
 
     def __init__(self, pid: int, pipe: int) -> None:
         self.pid = pid
-        self._pipe: int | None = pipe
+        self._pipe = pipe
 
     def protect(self, process_group: int) -> None:
         """From now on the group ends with the launcher, however that ends."""
@@ -44,11 +44,8 @@ class Guard:
 
     def close(self) -> None:
         """The launcher leaves in good order: the guard has nothing to do and ends."""
-        if self._pipe is None:
-            return
         self._write(_GOODBYE)
         os.close(self._pipe)
-        self._pipe = None
         deadline = time.monotonic() + _LEAVE_S
         while os.waitpid(self.pid, os.WNOHANG)[0] == 0:
             if time.monotonic() > deadline:  # stopped by someone: it is ours, and not needed any more
@@ -58,8 +55,6 @@ class Guard:
             time.sleep(0.002)
 
     def _write(self, line: bytes) -> None:
-        if self._pipe is None:
-            return
         # Somebody killed the guard. The workers still die with the launcher; only their children lose protection.
         with contextlib.suppress(BrokenPipeError):
             os.write(self._pipe, line)
