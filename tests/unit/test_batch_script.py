@@ -54,6 +54,13 @@ def test_words_that_are_no_utf_8_stand_in_the_script_as_they_were_typed(capsysbi
     assert b"train.py 'f\xfcr'" in capsysbinary.readouterr().out
 
 
+def test_waits_are_handed_over_as_typed_but_nobody_says_who_leads():
+    text = written("--rdzv-conf", "join_timeout=60,heartbeat_timeout=9", "train.py")
+    assert "photinus run --rdzv-conf join_timeout=60,heartbeat_timeout=9" in text
+    with pytest.raises(UsageError, match="and --slurm contradict each other: the first host of the job leads"):
+        written("--rdzv-conf", "is_host=1", "train.py")
+
+
 def test_workers_as_many_as_devices_need_the_whole_host():
     assert "--exclusive" in options(written("train.py"))
     assert "--exclusive" not in options(written("--gpus-per-node", "8", "train.py"))

@@ -224,8 +224,9 @@ def _refuse_contradictions(typed: dict[str, Any], given: Mapping[str, tuple[str,
     if "--hostfile" in given and "--local-addr" in given:
         why = "each host has an address of its own. Name the hosts by theirs in the file, or the first by"
         refuse("--local-addr", "--hostfile", f"{why} --master-addr.")
-    if "--hostfile" in given and "leads" in typed:
-        refuse("--rdzv-conf", "--hostfile", "the first host of the file leads, whatever is_host says.")
+    for flag, of in {"--hostfile": "the file", "--slurm": "the job", "--kubernetes": "the job"}.items():
+        if flag in given and "leads" in typed:
+            refuse("--rdzv-conf", flag, f"the first host of {of} leads, whatever is_host says.")
     together("--slurm", "--kubernetes", "--hostfile", "--node-rank", "--master-addr", "--rdzv-endpoint")
     together("--kubernetes", "--hostfile", "--node-rank", "--master-addr", "--rdzv-endpoint")
     together("--submit", "--output", "--dry-run")

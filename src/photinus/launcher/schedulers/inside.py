@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jinja2
 
-from ..command_line.flags import HostFlags, RunFlags
+from ..command_line.flags import RunFlags
 from ..command_line.program import Program
 from ..command_line.usage import UsageError
 
@@ -22,7 +22,7 @@ _INVISIBLE = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]"
 
 _OF_WORKERS = (
     *("--nproc-per-node", "--cpu", "--device", "--oversubscribe", "--num-gpus"),
-    *("--max-restarts", "--stop-grace", "--preempt-after", "--use-env"),
+    *("--max-restarts", "--stop-grace", "--preempt-after", "--use-env", "--rdzv-conf"),
     *("--log-dir", "--redirects", "--tee", "--local-ranks-filter"),
 )
 
@@ -39,12 +39,7 @@ def run_words(flags: RunFlags) -> list[str]:
     words = [word for flag in _OF_WORKERS if flag in flags.given for word in (flag, flags.given[flag][1]) if word]
     if flags.ranks_per_gpu != RunFlags.ranks_per_gpu:  # which may come from the environment here
         words += ["--ranks-per-gpu", str(flags.ranks_per_gpu)]
-    changed = []
-    if flags.hosts.join_timeout_s != HostFlags.join_timeout_s:
-        changed.append(f"join_timeout={flags.hosts.join_timeout_s:g}")
-    if flags.hosts.last_call_s != HostFlags.last_call_s:
-        changed.append(f"last_call_timeout={flags.hosts.last_call_s:g}")
-    return [*words, "--rdzv-conf", ",".join(changed)] if changed else words
+    return words
 
 
 def program_words(program: Program) -> list[str]:
