@@ -50,7 +50,7 @@ def test_each_host_gets_one_launcher_with_the_users_words():
 
 def test_words_that_are_no_utf_8_stand_in_the_script_as_they_were_typed(capsysbinary):
     flags = parse_run(["--slurm", "train.py", os.fsdecode(b"f\xfcr")])
-    assert main(flags, flags.program) == 0
+    assert main(flags) == 0
     assert b"train.py 'f\xfcr'" in capsysbinary.readouterr().out
 
 

@@ -56,10 +56,6 @@ def workers(tmp_path, text, count=2):
             output.close()
 
 
-def pids(processes):
-    return {worker.local_rank: worker.process.pid for worker in processes._workers}
-
-
 def made(program, count, **parts):
     job = Job(RunFlags(program), "job", count, dict(os.environ))
     return Processes(job, Formation((count,), 0, 0, "job", 0), **parts)

@@ -119,7 +119,7 @@ def evaluate(
     session = require_session("photinus.evaluate")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, but evaluate needs a torch.nn.Module")
-    metrics = dict(metric) if isinstance(metric, Mapping) else {"metric": metric}
+    metrics: dict[str, Any] = dict(metric) if isinstance(metric, Mapping) else {"metric": metric}
     started, waited_ns = time.perf_counter(), waiting_time.total_ns
     error: Exception | None = None
     parts: list[float] = [0.0] * (2 * len(metrics))

@@ -144,7 +144,8 @@ class Trainer:
                 f"loop.backward(loss, scaler=scaler))"
             )
         _check_steps_without_arguments(optimizer, scheduler, scheduler_every, validate_every_steps)
-        if clip_norm is not None and (isinstance(clip_norm, str) or not clip_norm > 0):
+        limit: Any = clip_norm
+        if limit is not None and (isinstance(limit, str) or not limit > 0):
             raise ValueError(f"clip_norm={clip_norm!r}: needs a number above 0, or None")
         if "valid_loss" in (metrics or {}):
             raise ValueError("metrics: 'valid_loss' is measured anyway; take another name")
