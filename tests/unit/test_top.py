@@ -241,11 +241,11 @@ def test_it_starts_without_torch(tmp_path: Path) -> None:
 class Watched:
     """`photinus top` on a terminal of its own."""
 
-    def __init__(self, folder: Path, *, columns: int = 80, lines: int = 24) -> None:
+    def __init__(self, folder: Path, *, columns: int = 80, lines: int = 24, **own: str) -> None:
         self.master, self._slave = pty.openpty()
         fcntl.ioctl(self._slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
         self.before = termios.tcgetattr(self._slave)
-        environ = {**os.environ, "TERM": "xterm-256color", "NO_COLOR": "1"}
+        environ = {**os.environ, "TERM": "xterm-256color", "NO_COLOR": "1", **own}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "photinus", "top", str(folder), "--interval", "0.05"],
             stdin=self._slave,
@@ -283,6 +283,17 @@ class Watched:
             self.process.wait()
         os.close(self.master)
         os.close(self._slave)
+
+
+def test_where_there_is_only_ascii_it_draws_with_question_marks(tmp_path: Path) -> None:
+    top = Watched(write_run(tmp_path / "run"), PYTHONIOENCODING="ascii")
+    try:
+        assert "??????" in top.read_until("finished at step")
+        os.write(top.master, b"q")
+        assert top.end() == 0
+        assert "\\u" not in top.shown
+    finally:
+        top.close()
 
 
 @pytest.mark.parametrize(

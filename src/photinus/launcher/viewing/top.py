@@ -72,14 +72,13 @@ def _show(run: Run, *, once: bool, interval_s: float) -> None:
     """Shows the run; where standard input and output are no terminals, once and in plain text."""
     from rich.console import Console
 
+    # In a locale of ASCII a picture with question marks, each as wide as what it stands for, is better than none.
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     console = Console(highlight=False, markup=False, emoji=False)
     if once or not (console.is_terminal and sys.stdin.isatty()) or console.is_dumb_terminal:
         with console.capture() as printed:
             console.print(_picture(run, console, None))
-        text = "\n".join(line.rstrip() for line in printed.get().splitlines())
-        # In a locale of ASCII a picture with question marks is better than none.
-        encoding = sys.stdout.encoding or "utf-8"
-        print(text.encode(encoding, "replace").decode(encoding))
+        print("\n".join(line.rstrip() for line in printed.get().splitlines()))
         return
     with contextlib.suppress(KeyboardInterrupt):  # a way to leave like any other
         _watch(run, console, interval_s)
