@@ -90,7 +90,10 @@ NetPeers::NetPeers(const Options& options)
     for (const uint32_t rank : options.counterparts)
       if (rank > rank_) open(rank, up);
     await_links(options.counterparts, timeout_s_);
-  } catch (...) {
+  } catch (const std::exception& error) {  // others may have all their links, and wait in a call already
+    end_openings();
+    set_reason(error.what());
+    end(Presence::failed, kOwnFault, false);
     close();
     throw;
   }
@@ -130,10 +133,13 @@ void NetPeers::await_links(const std::vector<uint32_t>& wanted, double timeout_s
   while (true) {
     std::erase_if(missing, [&](uint32_t rank) { return adopt(way(rank, up)) != nullptr; });
     if (missing.empty()) return;
-    for (const uint32_t rank : locals_)
-      if (rank != rank_ && is_lost(rank))
-        throw Error(ErrorKind::peer_lost,
-                    who(rank) + " " + how_it_went(rank) + " while group " + name_ + " was being made");
+    for (uint32_t rank = 0; rank < ranks(); ++rank) {
+      const bool lost = is_lost(rank);
+      if (rank == rank_ || !(lost || presence(rank) == Presence::failed)) continue;
+      throw Error(ErrorKind::peer_lost, who(rank) + " " +
+                                            (lost ? how_it_went(rank) : "gave up: " + reason(rank)) +
+                                            " while group " + name_ + " was being made");
+    }
     if (deadline.passed())
       throw Error(
           ErrorKind::timeout,
@@ -289,25 +295,26 @@ void NetPeers::say_end(uint32_t rank) {
   say_to_all(kEnded, payload);
 }
 
+// All links that stand are known from then on, and no other one is made.
+void NetPeers::end_openings() {
+  for (const Direction direction : {up, down}) network_->connections().leave(job_, group(direction));
+  for (uint32_t i = 0; i < 2 * ranks(); ++i) {
+    try {
+      adopt(ways_[i]);
+    } catch (const Error&) {  // NOLINT: there is none, and none is needed any more
+    }
+  }
+}
+
 void NetPeers::close() {
   if (closed_.exchange(true)) return;
   network_->remove(this);
-  // Before links are gathered, so that none is made afterwards.
-  for (const Direction direction : {up, down}) network_->connections().leave(job_, group(direction));
+  end_openings();
+  // Whose group was no use to it has said nothing yet; a goodbye alone would look like a rank that is late.
+  if (own().block->presence.load() == Presence::active) end(Presence::left, kOwnFault, false);
   std::vector<std::shared_ptr<Link>> links;
-  {
-    std::lock_guard lock(mutex_);
-    for (uint32_t i = 0; i < 2 * ranks(); ++i) {
-      Way& way = ways_[i];
-      if (!way.opening || way.kept) continue;
-      try {
-        way.kept = way.opening->link();
-      } catch (const Error&) {  // NOLINT: there is none, and none is needed any more
-      }
-    }
-    for (uint32_t i = 0; i < 2 * ranks(); ++i)
-      if (ways_[i].kept) links.push_back(ways_[i].kept);
-  }
+  for (uint32_t i = 0; i < 2 * ranks(); ++i)
+    if (ways_[i].kept) links.push_back(ways_[i].kept);
   for (const auto& link : links) link->leave();
   const Deadline deadline = Deadline::in(kGoodbye_s);
   auto is_over = [](const auto& link) { return link->is_finished() || link->has_failed(); };

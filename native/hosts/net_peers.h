@@ -105,6 +105,7 @@ class NetPeers final : public Peers, private Network::Member {
   void open(uint32_t rank, Direction direction);
   Link* adopt(Way& way);
   void await_links(const std::vector<uint32_t>& ranks, double timeout_s);
+  void end_openings();
   // net_peers_hear.cc
   void hear(uint32_t from, uint32_t channel, uint64_t sequence, const std::byte* payload, size_t bytes);
   void note_posted(uint32_t rank, uint64_t sequence);

@@ -386,6 +386,33 @@ TEST_ANY_HOSTS(a_forked_child_that_outlives_its_rank_hides_nothing) {
   }
 }
 
+TEST(a_rank_that_cannot_make_its_links_tells_those_who_have_theirs) {
+  layout() = "apart";
+  const std::string address = new_address();
+  const Listeners made = listeners_of(3);
+  std::vector<std::thread> threads;
+  for (uint32_t rank = 0; rank < 3; ++rank)
+    threads.emplace_back([&, rank] {
+      Communicator::Options options;
+      options.rank = rank;
+      options.world_size = 3;
+      options.address = address;
+      options.limits.timeout_s = rank == 1 ? 0.5 : 30;
+      options.progress = std::make_shared<Progress>(std::make_shared<Arena>(size_t{64} << 20));
+      options.network = made.networks[rank];
+      options.places = made.places;
+      if (rank == 1) options.places[2].addresses = {numeric_address("127.0.0.1", 1)};
+      const double start = now_s();
+      auto [kind, message] = error_of([&] { Communicator::create(options); });
+      CHECK(now_s() - start < 10);
+      CHECK(kind == (rank == 1 ? ErrorKind::timeout : ErrorKind::peer_lost));
+      CHECK_CONTAINS(message, "on host-1) has no link with rank 2");
+      if (rank != 1) CHECK_CONTAINS(message, "on host-1) gave up");
+    });
+  for (std::thread& thread : threads) thread.join();
+  layout().reset();
+}
+
 TEST_ANY_HOSTS(a_rank_that_leaves_early_ends_nothing_of_the_others) {
   run_ranks(3, [](Communicator& communicator) {
     float x = 1;
