@@ -134,18 +134,21 @@ void NetPeers::await_links(const std::vector<uint32_t>& wanted, double timeout_s
     std::erase_if(missing, [&](uint32_t rank) { return adopt(way(rank, up)) != nullptr; });
     if (missing.empty()) return;
     for (uint32_t rank = 0; rank < ranks(); ++rank) {
-      const bool lost = is_lost(rank);
-      if (rank == rank_ || !(lost || presence(rank) == Presence::failed)) continue;
-      throw Error(ErrorKind::peer_lost, who(rank) + " " +
-                                            (lost ? how_it_went(rank) : "gave up: " + reason(rank)) +
-                                            " while group " + name_ + " was being made");
+      const bool gave_up = presence(rank) == Presence::failed;
+      if (rank == rank_ || !(gave_up || is_lost(rank))) continue;
+      throw Error(ErrorKind::peer_lost, who(rank) + " " + (gave_up ? "gave up" : how_it_went(rank)) +
+                                            " while group " + name_ + " was being made" +
+                                            (gave_up ? ": " + reason(rank) : ""));
     }
-    if (deadline.passed())
+    // Who is dialled has a deadline of its own, whose error says what was met at its address.
+    const auto late =
+        std::find_if(missing.begin(), missing.end(), [&](uint32_t rank) { return rank < rank_; });
+    if (late != missing.end() && deadline.passed())
       throw Error(
           ErrorKind::timeout,
           text("%s has no link with %s after %.1f s: it has not come to %s. Is that address reached from "
                "its host (a firewall)? PHOTINUS_INTERFACE names the network cards to use.",
-               who(rank_).c_str(), who(missing[0]).c_str(), deadline.elapsed_s(),
+               who(rank_).c_str(), who(*late).c_str(), deadline.elapsed_s(),
                network_->connections().addresses()[0].text().c_str()));
     check_interrupt("links of group " + name_);
     if (!network_->poll()) usleep(100);
