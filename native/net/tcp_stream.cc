@@ -4,6 +4,7 @@
 #include <netinet/in.h>
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -16,6 +17,16 @@
 
 namespace photinus {
 namespace {
+
+// The kernel moves no more than 2 GiB less a page (of at most 64 KiB) in one call: a call that moved so much
+// is no sign that there was no more to move.
+constexpr size_t kSureBytes = 0x7fff0000;
+
+bool is_short(ssize_t moved, const iovec* pieces, int count) {
+  size_t asked = 0;
+  for (int i = 0; i < count; ++i) asked += pieces[i].iov_len;
+  return static_cast<size_t>(moved) < std::min(asked, kSureBytes);
+}
 
 std::string congestion_controls() {
   char line[512] = "";
@@ -56,8 +67,6 @@ Stream::Result TcpStream::failed(int error) {
 }
 
 Stream::Result TcpStream::read(const iovec* pieces, int count) {
-  size_t asked = 0;
-  for (int i = 0; i < count; ++i) asked += pieces[i].iov_len;
   msghdr message{};
   message.msg_iov = const_cast<iovec*>(pieces);
   message.msg_iovlen = static_cast<size_t>(count);
@@ -70,14 +79,12 @@ Stream::Result TcpStream::read(const iovec* pieces, int count) {
   if (got == 0) return {Status::ended, 0};
   // A short read has emptied it: what comes later is a new event (epoll(7)), but for an end that came with
   // it.
-  if (static_cast<size_t>(got) == asked || readiness_->ending.load(std::memory_order_seq_cst))
+  if (!is_short(got, pieces, count) || readiness_->ending.load(std::memory_order_seq_cst))
     readiness_->to_read.store(true, std::memory_order_seq_cst);
   return {Status::moved, static_cast<size_t>(got)};
 }
 
 Stream::Result TcpStream::write(const iovec* pieces, int count) {
-  size_t asked = 0;
-  for (int i = 0; i < count; ++i) asked += pieces[i].iov_len;
   msghdr message{};
   message.msg_iov = const_cast<iovec*>(pieces);
   message.msg_iovlen = static_cast<size_t>(count);
@@ -88,7 +95,7 @@ Stream::Result TcpStream::write(const iovec* pieces, int count) {
   } while (sent < 0 && errno == EINTR);
   if (sent < 0) return errno == EAGAIN || errno == EWOULDBLOCK ? Result{} : failed(errno);
   // A short write has filled it: room is a new event (epoll(7)).
-  if (static_cast<size_t>(sent) == asked) readiness_->to_write.store(true, std::memory_order_seq_cst);
+  if (!is_short(sent, pieces, count)) readiness_->to_write.store(true, std::memory_order_seq_cst);
   return {Status::moved, static_cast<size_t>(sent)};
 }
 
