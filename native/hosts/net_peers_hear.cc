@@ -61,6 +61,7 @@ void NetPeers::hear_beat(uint32_t from, Reader& reader) {
 void NetPeers::hear_end(Reader& reader) {
   const auto ended = reader.take<Ended>();
   if (!ended || ended->rank >= ranks() || is_local(ended->rank)) return;
+  if (ended->culprit >= ranks() && ended->culprit != kOwnFault) return;
   const std::string words = reader.take_text(kControlBytes);
   note_posted(ended->rank, ended->posted);
   if (ended->how == Presence::active) return note_loss(ended->rank, words);

@@ -166,6 +166,44 @@ TEST(streams_of_two_claimants_are_never_joined) {
   run({&a}, [&] { return at_a->link() != nullptr; });
 }
 
+// Not strangers: ranks of the group, whose words are damaged all the same.
+TEST(words_about_ranks_that_there_are_not_are_passed_over) {
+  Listeners made;
+  for (const std::string host : {"here", "there"}) {
+    made.networks.push_back(std::make_shared<Network>(std::vector{numeric_address("127.0.0.1", 0)}));
+    made.places.push_back({host, host, getpid(), made.networks.back()->connections().addresses()});
+  }
+  const std::string address = new_address();
+  std::unique_ptr<NetPeers> peers[2];
+  std::vector<std::thread> threads;
+  for (uint32_t rank : {0u, 1u})
+    threads.emplace_back([&, rank] {
+      const ShmPeers::Options ranks{
+          rank, 2, address, "world", 4096, 0, 10, 10, std::make_shared<Arena>(size_t{1} << 20)};
+      peers[rank] = std::make_unique<NetPeers>(
+          NetPeers::Options{ranks, made.places, {1 - rank}, "", 0, made.networks[rank], nullptr});
+    });
+  for (std::thread& thread : threads) thread.join();
+  Link& link = *peers[1]->link(0, LinkUse::collective);
+  auto say = [&](const auto& words, Channel channel) { link.send_control(channel, 0, &words, sizeof words); };
+  say(Ended{7, kOwnFault, Presence::failed}, kEnded);
+  say(Ended{1, 7, Presence::failed}, kEnded);
+  say(Beat{5, 3}, kBeat);
+  say(Waits{.process = 1, .rank = 7}, kWaits);
+  say(OfferShown{kOffers, 1}, kOffer);
+  say("heard", kReason);
+  for (const Deadline deadline = Deadline::in(10); peers[0]->reason(1) != "heard";) {
+    CHECK(!deadline.passed());
+    peers[0]->poll();
+  }
+  CHECK(peers[0]->presence(1) == Presence::active && !peers[0]->is_lost(1));
+  say(Ended{1, 0, Presence::failed}, kEnded);
+  for (const Deadline deadline = Deadline::in(10); peers[0]->presence(1) != Presence::failed;) {
+    CHECK(!deadline.passed());
+    peers[0]->poll();
+  }
+}
+
 TEST(of_too_many_strangers_the_oldest_is_closed) {
   Lines lines;
   Connections::Options given = options();
