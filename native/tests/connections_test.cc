@@ -12,6 +12,7 @@
 
 #include "check.h"
 #include "connected.h"
+#include "hosts/meeting.h"
 
 using namespace photinus;
 using namespace photinus::test;
@@ -145,6 +146,19 @@ TEST(an_address_without_a_peer_is_explained) {
   }();
   CHECK(missing.first == ErrorKind::timeout);
   CHECK_CONTAINS(missing.second, "has no link with rank 1 of group world of job job after 0.");
+}
+
+TEST(who_does_not_reach_rank_0_at_its_address_is_told_what_is_there) {
+  Network network({numeric_address("127.0.0.1", 0)});
+  Meeting meeting;
+  meeting.rank = 1;
+  meeting.ranks = 2;
+  meeting.address = new_address();
+  meeting.at = {numeric_address("127.0.0.1", 1)};
+  meeting.timeout_s = 0.2;
+  auto [kind, message] = error_of([&] { exchange_texts(network, meeting, "here"); });
+  CHECK(kind == ErrorKind::timeout);
+  CHECK_CONTAINS(message, "127.0.0.1:1: nobody listens there (connection refused)");
 }
 
 TEST(an_address_that_cannot_be_listened_on_is_explained) {
