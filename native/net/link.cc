@@ -11,6 +11,8 @@ namespace {
 
 constexpr uint64_t kCopiedLimit = 1 << 20;  // of control frames that the kernel has not taken
 constexpr int kPieces = 64;                 // of one write
+// Of a frame that is given up in the middle so much at most is copied for its rest.
+constexpr uint64_t kRestLimit = 16 << 20;
 
 }  // namespace
 
@@ -249,21 +251,36 @@ void Link::forget(uint32_t channel) {
     auto is_dropped = [&](const Outgoing& frame) {
       return frame.transfer && frame.header.channel == channel && frame.sent == 0;
     };
+    bool is_cut = false;
     for (Outgoing& frame : track->queue) {
       if (!frame.transfer || frame.header.channel != channel) continue;
       if (is_dropped(frame)) {
         track->queued_bytes.fetch_sub(sizeof(FrameHeader) + frame.header.bytes, std::memory_order_relaxed);
         continue;
       }
+      uint64_t gone = frame.sent - std::min(frame.sent, uint64_t{sizeof(FrameHeader)}), at = 0;
+      const uint64_t left = frame.header.bytes - gone;
+      is_cut = left > kRestLimit;
+      if (is_cut) break;
       // The peer waits for the rest of it, so it is copied out of its owner's memory.
-      frame.copied = std::make_unique<std::byte[]>(frame.header.bytes);
-      uint64_t at = 0;
+      frame.copied = std::make_unique<std::byte[]>(left);
+      const iovec sent{nullptr, gone};
       for (const iovec& piece : frame.pieces) {
-        std::memcpy(frame.copied.get() + at, piece.iov_base, piece.iov_len);
-        at += piece.iov_len;
+        const uint64_t skip = std::min<uint64_t>(gone, piece.iov_len), bytes = piece.iov_len - skip;
+        std::memcpy(frame.copied.get() + at, static_cast<std::byte*>(piece.iov_base) + skip, bytes);
+        gone -= skip;
+        at += bytes;
       }
-      frame.pieces = {{frame.copied.get(), frame.header.bytes}};
+      frame.pieces = {sent, {frame.copied.get(), left}};
       frame.transfer = nullptr;
+    }
+    if (is_cut) {
+      track->queue.clear();
+      track->queued_bytes.store(0, std::memory_order_relaxed);
+      track->copied_bytes = 0;
+      track->finishing = true;
+      if (track->stream && !has_failed()) write(*track);
+      continue;
     }
     std::erase_if(track->queue, is_dropped);
   }

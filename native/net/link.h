@@ -120,7 +120,9 @@ class Link {
   void rest();
 
   // An operation was given up: what of the channel was not begun is not sent, what comes is dropped, for
-  // ever. Afterwards the link does not touch the memory and the transfers of this channel.
+  // ever. Afterwards the link does not touch the memory and the transfers of this channel. A frame that was
+  // begun is completed from a copy; one of which more than 16 MiB are left ends its stream, and so the link:
+  // only who gives up all that goes over it has frames as long.
   void forget(uint32_t channel);
   // Nothing more will be sent: says goodbye behind what is on its way. Let poll() run until is_finished(), or
   // for as long as there is time; then close().

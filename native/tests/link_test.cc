@@ -1,6 +1,7 @@
 #include "net/link.h"
 
 #include <netinet/in.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -235,6 +236,22 @@ TEST(a_forgotten_channel_leaves_the_others_alone) {
             ErrorKind::invalid_argument);
     }
   });
+}
+
+TEST(a_long_frame_that_is_given_up_is_not_copied_and_its_peer_is_told) {
+  Ends ends(Carrier::tcp);
+  constexpr size_t kBytes = size_t{1} << 40;  // address space, of which a page is there
+  void* const long_one = mmap(nullptr, kBytes, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  CHECK(long_one != MAP_FAILED);
+  const iovec piece{long_one, kBytes};
+  Transfer sent;
+  ends.links[0]->send(5, 1, {&piece, 1}, sent);
+  ends.links[0]->forget(5);
+  CHECK(munmap(long_one, kBytes) == 0);
+  ends.links[0]->send_control(9, 1, "over", 4);
+  ends.links[1]->forget(5);
+  ends.run([&] { return ends.heard[1].size() == 1; });
+  CHECK_CONTAINS(ends.error(1), "the connection was closed with ");
 }
 
 TEST(threads_may_send_post_and_poll_at_the_same_time) {
