@@ -78,7 +78,7 @@ check: setup
 
 native: setup
 	MAKEFLAGS= nice $(BIN)/ninja -C $(BUILD_DIR) --quiet native/tests/all native/bench/all
-	$(BIN)/ctest --test-dir $(BUILD_DIR)/native --parallel 3 --output-on-failure --no-tests=error
+	$(BIN)/ctest --test-dir $(BUILD_DIR)/native --parallel 4 --output-on-failure --no-tests=error
 
 # Each file of the engine by itself: it includes what it uses.
 apart: $(VENV)/.tools
@@ -92,7 +92,7 @@ thread: | $(if $(filter thread,$(MAKECMDGOALS)),,address)
 address thread: $(VENV)/.tools
 	$(CMAKE) -S native -B build/$@ -DPHOTINUS_SANITIZE=$@ > /dev/null
 	MAKEFLAGS= nice $(BIN)/ninja -C build/$@ --quiet tests/all
-	$(BIN)/ctest --test-dir build/$@ --parallel 3 --output-on-failure --no-tests=error
+	$(BIN)/ctest --test-dir build/$@ --parallel 4 --output-on-failure --no-tests=error
 
 # A thousand schedules of made-up peers, each call of CUDA's driver failing once, each wait of CUDA tensors left out once,
 # 64 hosts, the tests of several hosts over UCX, and half an hour of random use: SOAK_S seconds each as processes, as

@@ -240,7 +240,7 @@ TEST(a_forgotten_channel_leaves_the_others_alone) {
 
 TEST(a_long_frame_that_is_given_up_is_not_copied_and_its_peer_is_told) {
   Ends ends(Carrier::tcp);
-  constexpr size_t kBytes = size_t{1} << 40;  // address space, of which a page is there
+  constexpr size_t kBytes = size_t{1} << 36;  // address space, of which a page is there
   void* const long_one = mmap(nullptr, kBytes, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   CHECK(long_one != MAP_FAILED);
   const iovec piece{long_one, kBytes};
