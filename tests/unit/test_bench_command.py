@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from photinus.launcher.cli import main
 from photinus.launcher.command_line.usage import UsageError
 from photinus.launcher.contestants import contestant
 from photinus.launcher.contestants.contestant import Contestant, torch_ranks
+from photinus.launcher.contestants.rank import serve
 
 MIB = 1 << 20
 Capture = pytest.CaptureFixture[str]
@@ -231,3 +233,11 @@ def test_levels_that_are_asked_for_are_explained(capsys: Capture, monkeypatch: p
     monkeypatch.setenv("PHOTINUS_LEVELS", "2,2")
     assert main(["bench", "--explain", "--hosts", "4x1", "--sizes", "1M"]) == 0
     assert "levels 2,2 (as asked for)" in capsys.readouterr().out
+
+
+@pytest.mark.timeout(20)
+def test_a_rank_whose_bench_was_killed_while_it_started_ends(tmp_path: Path) -> None:
+    for end in ("in", "out"):
+        os.mkfifo(tmp_path / f"0.{end}")
+    with pytest.raises(OSError, match="No such device or address"):
+        serve(0, str(tmp_path), "1.0", lambda *_: None, lambda _: lambda: None, lambda: None)

@@ -30,6 +30,13 @@ def pin(rank: int) -> None:
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
 
 
+def _open(pipe: str, flags: int) -> int:
+    """Opens a pipe whose other end is open: to wait for that would be for ever, if who asks was killed meanwhile."""
+    opened = os.open(pipe, flags | os.O_NONBLOCK)
+    os.set_blocking(opened, True)
+    return opened
+
+
 def serve(
     rank: int,
     folder: str,
@@ -48,7 +55,8 @@ def serve(
         barrier: returns when all ranks have called it.
         settle: returns when what was called is done.
     """
-    with open(f"{folder}/{rank}.out", "w") as answers, open(f"{folder}/{rank}.in") as commands:
+    out, commands_in = _open(f"{folder}/{rank}.out", os.O_WRONLY), _open(f"{folder}/{rank}.in", os.O_RDONLY)
+    with open(out, "w") as answers, open(commands_in) as commands:
 
         def answer(**facts: object) -> None:
             print(json.dumps(facts), file=answers, flush=True)
