@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -246,6 +247,21 @@ def test_answers_are_read_behind_what_a_shell_prints_and_output_behind_the_last_
     assert hosts.wait(lambda: host.done, 20)
     assert sorted(host.output) == [("err", b"words"), ("out", b'{"x": 1}')]
     assert (host.ended, host.trouble) == (0, None)
+
+
+@pytest.mark.timeout(60)
+def test_a_host_that_takes_nothing_holds_up_nobody_and_gets_all_of_it_later(hosts, monkeypatch):
+    program = (
+        "import os, sys\nfrom photinus.launcher.ssh.command import MARK\n"
+        f"os.write(1, {HELLO})\nos.kill(os.getpid(), 19)\n"
+        "os.write(1, b'{\"read\": %d}\\n' % len(sys.stdin.readline())); sys.stdin.read()"
+    )
+    host = remote_host(hosts, monkeypatch, program)
+    assert hosts.wait(lambda: host.hello is not None, 20)
+    host.send({"do": "prepare", "words": "x" * 500_000})  # more than a pipe holds
+    host.process.send_signal(signal.SIGCONT)
+    assert hosts.wait(lambda: bool(host.answers), 20)
+    assert host.answers[0]["read"] > 500_000
 
 
 def test_what_is_printed_in_place_of_a_hello_is_told(hosts, monkeypatch):

@@ -18,7 +18,6 @@ from typing import Any
 from ...version import __version__
 from ...world.own_address import is_loopback, reaches_from
 from ..workers.interrupts import Interrupts
-from ..workers.output import write_all
 from .command import CONNECT_S, MARK, remote_command
 from .hostfile import Host
 from .trouble import trouble
@@ -80,6 +79,7 @@ class RemoteHost:
         self._is_running = False  # `photinus run`: what comes from now on is its output
         self._said = {"out": b"", "err": b""}
         self._marked = False
+        self._unsent = bytearray()
         self._started_at_s = time.monotonic()
         self.process = process = subprocess.Popen(
             remote_command(host, here=here, ssh=ssh, silence_s=silence_s),
@@ -93,6 +93,7 @@ class RemoteHost:
         assert process.stdout is not None
         assert process.stderr is not None
         self._in = process.stdin.fileno()
+        os.set_blocking(self._in, False)  # one host that takes nothing must not hold up the others, nor Ctrl-C
         self._open = {process.stdout.fileno(): "out", process.stderr.fileno(): "err"}
         for descriptor in self._open:
             selector.register(descriptor, selectors.EVENT_READ, partial(self._read, descriptor))
@@ -121,6 +122,7 @@ class RemoteHost:
         """Notes that the command has ended, or that nothing answers."""
         if self.done:
             return
+        self._flush()
         status = self.process.poll()
         if status is not None and not self._more_to_read():
             out, err = (self._said[name].decode(errors="replace") for name in ("out", "err"))
@@ -138,8 +140,14 @@ class RemoteHost:
             )
 
     def _write(self, data: bytes) -> None:
-        if not self.done:  # one that is gone takes nothing; its end is seen apart
-            write_all(self._in, data)
+        if not self.done:
+            self._unsent += data
+            self._flush()
+
+    def _flush(self) -> None:
+        with contextlib.suppress(OSError):  # it takes no more now; or it is gone, and its end is seen apart
+            while self._unsent:
+                del self._unsent[: os.write(self._in, self._unsent)]
 
     def _more_to_read(self) -> bool:
         """Whether some of what the ended command wrote has not been read yet."""
