@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
+
+import pytest
 
 from photinus import __version__
 from photinus.launcher.hosts import messages
 from photinus.launcher.hosts.handshake import dial, key_of
-from photinus.launcher.hosts.leader import Leader
+from photinus.launcher.hosts.leader import Leader, start_leader
 from photinus.launcher.hosts.membership import Membership
 from photinus.launcher.hosts.relay import Relay
 from photinus.launcher.hosts.restart_policy import Report
@@ -190,3 +193,12 @@ def test_a_leader_that_goes_is_named_to_the_others():
             each.writer.close()
 
     with_leader(test)
+
+
+@pytest.mark.timeout(20)
+def test_a_leader_that_cannot_begin_says_so_where_it_is_started() -> None:
+    rules = Membership(2, 2, join_timeout_s=60.0, last_call_s=1.0)
+    leader = Leader(KEY, rules, max_restarts=1, job_id="job", say=lambda *_: None)
+    with socket.socket(type=socket.SOCK_DGRAM) as wrong:  # any error of asyncio's will do
+        with pytest.raises(ValueError, match="Stream Socket"), start_leader(leader, wrong):
+            pass

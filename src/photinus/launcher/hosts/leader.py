@@ -166,7 +166,7 @@ class Leader:
             pass
         finally:
             self._writers.pop(key, None)
-            if peer.leads:  # it has the store, and its launcher ends this process
+            if peer.leads:  # it has the store
                 self._carry_out(self._rules.end(f"host {peer.name}, which leads, {why}", 1))
             self._carry_out(self._rules.remove_host(key, why, time.monotonic(), lost=lost))
 
@@ -294,7 +294,15 @@ def start_leader(leader: Leader, listener: socket.socket) -> Iterator[None]:
         await over.wait()
         await leader.close()
 
-    thread = threading.Thread(target=lambda: asyncio.run(lead()), name="photinus-leader", daemon=True)
+    def run() -> None:
+        try:
+            asyncio.run(lead())
+        except Exception as error:
+            if began.done():
+                raise
+            began.set_exception(error)  # as with too few descriptors: nobody would lead
+
+    thread = threading.Thread(target=run, name="photinus-leader", daemon=True)
     thread.start()
     loop, over = began.result()
     try:
