@@ -258,6 +258,7 @@ def test_a_host_that_takes_nothing_holds_up_nobody_and_gets_all_of_it_later(host
     )
     host = remote_host(hosts, monkeypatch, program)
     assert hosts.wait(lambda: host.hello is not None, 20)
+    os.waitid(os.P_PID, host.process.pid, os.WSTOPPED | os.WNOWAIT)
     host.send({"do": "prepare", "words": "x" * 500_000})  # more than a pipe holds
     host.process.send_signal(signal.SIGCONT)
     assert hosts.wait(lambda: bool(host.answers), 20)
