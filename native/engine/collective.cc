@@ -416,20 +416,20 @@ std::vector<uint32_t> Collective::needed() {
 }
 
 double Collective::look(bool caller_waits) {
+  const auto describe = [this] { return description(); };
   if (!wait_)
     wait_.emplace(begun_s(), given_.timeout_s > 0 ? given_.timeout_s : group_->options.limits.timeout_s);
   const Step* const step = has_device_plan() && phase_ == Phase::working ? &(*steps_)[next_] : nullptr;
   if (step && step->kind == Step::Kind::wait_room && step->rank == group_->rank())
-    return state_->watchdog->look_at_copy(*wait_, state_->rings->nap_s(), {}, description());
+    return state_->watchdog->look_at_copy(*wait_, state_->rings->nap_s(), {}, describe);
   const bool copies = phase_ == Phase::bringing || phase_ == Phase::returning ||
                       (step && step->kind == Step::Kind::wait_copied);
   if (copies)
-    return state_->watchdog->look_at_copy(
-        *wait_, copies_->nap_s(), [this] { return needed(); }, description());
+    return state_->watchdog->look_at_copy(*wait_, copies_->nap_s(), [this] { return needed(); }, describe);
   if (executor_.copy().is_running())
-    return state_->watchdog->look_at_copy(*wait_, executor_.copy().nap_s(), {}, description());
+    return state_->watchdog->look_at_copy(*wait_, executor_.copy().nap_s(), {}, describe);
   const double nap_s =
-      state_->watchdog->look(*wait_, [this] { return missing(); }, description(), group_->id, caller_waits);
+      state_->watchdog->look(*wait_, [this] { return missing(); }, describe, group_->id, caller_waits);
   return has_device_plan() ? std::min(nap_s, state_->rings->nap_s()) : nap_s;
 }
 

@@ -116,12 +116,13 @@ void MessageWork::fail() {
 }
 
 double MessageWork::look(bool caller_waits) {
+  const auto describe = [this] { return description(); };
   if (host_tensors_ && phase_ != Phase::exchanging) {
     std::function<std::vector<uint32_t>()> receiver;
     if (phase_ == Phase::bringing) receiver = [this] { return std::vector{call_.peer}; };
-    return watchdog_->look_at_copy(*wait_, copies_->nap_s(), receiver, description());
+    return watchdog_->look_at_copy(*wait_, copies_->nap_s(), receiver, describe);
   }
-  if (copy_.is_running()) return watchdog_->look_at_copy(*wait_, copy_.nap_s(), {}, description());
+  if (copy_.is_running()) return watchdog_->look_at_copy(*wait_, copy_.nap_s(), {}, describe);
   auto missing = [this] {
     std::vector<uint32_t> ranks;
     if (can_go_on()) return ranks;
@@ -133,7 +134,7 @@ double MessageWork::look(bool caller_waits) {
                         (call_.operation == Operation::send ? group_->rank() : call_.peer) * 1000003 +
                         static_cast<uint64_t>(call_.tag) * 2 + 1;  // the sender's: both ends agree on it
   // Any rank may still answer a receive from any rank, so no cycle of waits goes through it.
-  return watchdog_->look(*wait_, missing, description(), lane, caller_waits && call_.peer != kAnyRank);
+  return watchdog_->look(*wait_, missing, describe, lane, caller_waits && call_.peer != kAnyRank);
 }
 
 // --- sending

@@ -23,7 +23,7 @@ void OutsideWait::look(const std::vector<uint32_t>& missing, const std::string& 
     throw Error(ErrorKind::invalid_argument, "a rank to wait for is none of group " + group_->options.name);
   try {
     watchdog_->look(
-        wait_, [&] { return missing; }, description, lane_,
+        wait_, [&] { return missing; }, [&] { return description; }, lane_,
         group_->options.progress->is_idle_but_for_this_thread(wait_.deadline.elapsed_s()));
   } catch (const PeerLost&) {
     group_->keep_error();

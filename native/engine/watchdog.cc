@@ -32,9 +32,9 @@ std::string list_of(const std::vector<uint32_t>& ranks) {
 }  // namespace
 
 double Watchdog::look(WaitState& wait, const std::function<std::vector<uint32_t>()>& missing_now,
-                      const std::string& description, uint64_t lane, bool caller_waits) {
+                      const Describe& description, uint64_t lane, bool caller_waits) {
   const double now = note_look(wait);
-  group_.check(description);
+  if (group_.is_over()) group_.check(description());
   if (!look_for_ends(wait, missing_now, "", description)) return 0;
   const std::vector<uint32_t> missing = missing_now();
   if (missing.empty()) return 0;  // somebody has just come
@@ -43,14 +43,14 @@ double Watchdog::look(WaitState& wait, const std::function<std::vector<uint32_t>
     wait.spoke = true;
     say(text("rank %u of %u has been waiting for %.0f s for ranks %s in %s; it gives up in %.0f s.%s",
              group_.rank(), group_.ranks(), wait.deadline.elapsed_s(), brackets(missing).c_str(),
-             description.c_str(), wait.deadline.left_s(), what_they_do(missing).c_str()));
+             description().c_str(), wait.deadline.left_s(), what_they_do(missing).c_str()));
   }
   double nap_s = std::min(kSleepSlice_s, std::max(wait.deadline.left_s(), 0.001));
   if (wait.consequence_since_s > 0) nap_s = std::min(nap_s, 0.01);
   if (caller_waits) nap_s = std::min(nap_s, look_for_deadlock(wait, missing, description, lane, now));
   if (wait.deadline.passed()) {
     std::string message =
-        text("%s: rank %u of %u waited %.1f s for %s, which ", description.c_str(), group_.rank(),
+        text("%s: rank %u of %u waited %.1f s for %s, which ", description().c_str(), group_.rank(),
              group_.ranks(), wait.deadline.elapsed_s(), list_of(missing).c_str());
     message += missing.size() == 1 ? "is alive but has not come:" : "are alive but have not come:";
     for (uint32_t rank : missing)
@@ -70,16 +70,16 @@ double Watchdog::look(WaitState& wait, const std::function<std::vector<uint32_t>
 
 double Watchdog::look_at_copy(WaitState& wait, double nap_s,
                               const std::function<std::vector<uint32_t>()>& needed,
-                              const std::string& description) {
+                              const Describe& description) {
   note_look(wait);
-  group_.check(description);
+  if (group_.is_over()) group_.check(description());
   if (needed) look_for_ends(wait, needed, "a copy of its own tensor", description);
   if (wait.deadline.passed())
     throw Error(
         ErrorKind::timeout,
         text("%s: rank %u of %u waited until the deadline of %.1f s for a copy of its own tensor, which "
              "has not ended: the device hangs or is very slow.",
-             description.c_str(), group_.rank(), group_.ranks(), wait.deadline.limit_s()));
+             description().c_str(), group_.rank(), group_.ranks(), wait.deadline.limit_s()));
   return std::min({kSleepSlice_s, nap_s, std::max(wait.deadline.left_s(), 0.001)});
 }
 
@@ -129,7 +129,7 @@ std::string Watchdog::what_became_of(uint32_t rank) const {
 
 // False when the operation can go on at once. `awaited`: instead of the missing ranks.
 bool Watchdog::look_for_ends(WaitState& wait, const std::function<std::vector<uint32_t>()>& missing_now,
-                             const std::string& awaited, const std::string& situation) {
+                             const std::string& awaited, const Describe& situation) {
   auto presence = [&](uint32_t rank) { return group_.peers->presence(rank); };
   // Whoever is missing may never come; and a rank that has failed ends the operation for all, missing or not.
   uint32_t gone = UINT32_MAX;
@@ -163,19 +163,20 @@ bool Watchdog::look_for_ends(WaitState& wait, const std::function<std::vector<ui
   if (presence(gone) != Presence::failed && missing_now() != missing) return false;
   if ((*group_.peers)[gone].block->in_deadlock.load(std::memory_order_acquire))
     throw Deadlock(group_.peers->reason(gone) + " " + group_.peers->who(group_.rank()) +
-                   " waited for them in " + situation + ".");
+                   " waited for them in " + situation() + ".");
   learn_of_deadlock(wait);
+  const std::string whom = !awaited.empty() ? awaited : missing.empty() ? "nobody else" : list_of(missing);
   throw PeerLost(
       gone, text("%s. Rank %u of %u waited %.2f s for %s in %s. Its own output says more; restart the job "
                  "to go on from the last checkpoint.",
                  what_became_of(gone).c_str(), group_.rank(), group_.ranks(), wait.deadline.elapsed_s(),
-                 (awaited.empty() ? list_of(missing) : awaited).c_str(), situation.c_str()));
+                 whom.c_str(), situation().c_str()));
 }
 
 // --- ranks that show no sign of life
 
 void Watchdog::look_for_life(const WaitState& wait, const std::vector<uint32_t>& missing,
-                             const std::string& description, double now) {
+                             const Describe& description, double now) {
   const Limits& limits = group_.options.limits;
   std::lock_guard lock(mutex_);
   for (uint32_t rank : missing) {
@@ -185,7 +186,7 @@ void Watchdog::look_for_life(const WaitState& wait, const std::vector<uint32_t>&
     if (heartbeat != sign.heartbeat || sign.since_s == 0) {
       if (sign.suspected)
         say(text("%s shows signs of life again after %.1f s; rank %u waits on in %s",
-                 group_.peers->who(rank).c_str(), now - sign.since_s, group_.rank(), description.c_str()));
+                 group_.peers->who(rank).c_str(), now - sign.since_s, group_.rank(), description().c_str()));
       sign = {heartbeat, now, false};
       continue;
     }
@@ -200,10 +201,10 @@ void Watchdog::look_for_life(const WaitState& wait, const std::vector<uint32_t>&
       throw PeerLost(
           rank, text("%s, longer than the grace of %.3g s. Rank %u of %u waited for it in %s. Continue the "
                      "process in time (kill -CONT), or raise PHOTINUS_GRACE_S.",
-                     silence.c_str(), limits.grace_s, group_.rank(), group_.ranks(), description.c_str()));
+                     silence.c_str(), limits.grace_s, group_.rank(), group_.ranks(), description().c_str()));
     if (!sign.suspected)
       say(text("rank %u suspects that a rank hangs: %s; it is given up in %.0f s. Waiting in %s",
-               group_.rank(), silence.c_str(), limits.grace_s - silent_s, description.c_str()));
+               group_.rank(), silence.c_str(), limits.grace_s - silent_s, description().c_str()));
     sign.suspected = true;
   }
 }
@@ -216,14 +217,14 @@ void Watchdog::look_for_life(const WaitState& wait, const std::vector<uint32_t>&
 // could go on but was not given a core yet; so a cycle counts only when each process in it has looked again
 // since it was seen, and found itself still stuck: those that are stuck cannot free each other.
 double Watchdog::look_for_deadlock(WaitState& wait, const std::vector<uint32_t>& missing,
-                                   const std::string& description, uint64_t lane, double now) {
+                                   const Describe& description, uint64_t lane, double now) {
   ProcessPage& mine = *group_.peers->own().page;
   mine.wait_record.affirm();
   std::vector<uint64_t> waits_for;
   for (uint32_t rank : missing) waits_for.push_back((*group_.peers)[rank].page->id.load());
   if (wait.published != missing || wait.published_for != waits_for ||
       wait.published_version != mine.wait_record.version()) {
-    wait.published_version = mine.wait_record.write({lane, waits_for, description});
+    wait.published_version = mine.wait_record.write({lane, waits_for, description()});
     wait.published_for = waits_for;
     wait.published = missing;
     for (uint32_t rank : missing) group_.peers->wake(rank);  // so that both sides see the cycle
@@ -290,7 +291,7 @@ double Watchdog::look_for_deadlock(WaitState& wait, const std::vector<uint32_t>&
     return process ? process->name : group_.peers->who(group_.rank());
   };
   std::string message =
-      "deadlock: ranks wait for each other and can never go on: " + named(own_id) + " in " + description;
+      "deadlock: ranks wait for each other and can never go on: " + named(own_id) + " in " + description();
   for (auto stop = cycle.rbegin(); stop != cycle.rend(); ++stop)
     message += "; " + stop->process.name + " in " + stop->facts.text;
   message += ". Every rank must make its groups, and call their operations, in the same order.";

@@ -34,6 +34,9 @@ struct WaitState {
 
 class Watchdog {
  public:
+  // The text of an operation, made where somebody is to read it.
+  using Describe = std::function<std::string()>;
+
   explicit Watchdog(Group& group) : group_(group), signs_(group.ranks()) {}
 
   // `missing`: gives the ranks for which the operation waits now; none if it need not wait. `lane`: of the
@@ -41,11 +44,11 @@ class Watchdog {
   // nothing else will be called by this process meanwhile, and nothing else is in flight. Throws to end the
   // wait; returns for how long it need not be called again.
   double look(WaitState& wait, const std::function<std::vector<uint32_t>()>& missing,
-              const std::string& description, uint64_t lane, bool caller_waits);
+              const Describe& description, uint64_t lane, bool caller_waits);
   // The same for an operation that waits for a copy of its own, after which it may look again in `nap_s`.
   // `needed`: the ranks without which it cannot end then; may be empty.
   double look_at_copy(WaitState& wait, double nap_s, const std::function<std::vector<uint32_t>()>& needed,
-                      const std::string& description);
+                      const Describe& description);
 
  private:
   struct Sign {  // of life
@@ -58,11 +61,11 @@ class Watchdog {
   std::string what_became_of(uint32_t rank) const;
   std::string what_they_do(const std::vector<uint32_t>& missing) const;
   bool look_for_ends(WaitState& wait, const std::function<std::vector<uint32_t>()>& missing,
-                     const std::string& awaited, const std::string& situation);
-  void look_for_life(const WaitState& wait, const std::vector<uint32_t>& missing,
-                     const std::string& description, double now);
-  double look_for_deadlock(WaitState& wait, const std::vector<uint32_t>& missing,
-                           const std::string& description, uint64_t lane, double now);
+                     const std::string& awaited, const Describe& situation);
+  void look_for_life(const WaitState& wait, const std::vector<uint32_t>& missing, const Describe& description,
+                     double now);
+  double look_for_deadlock(WaitState& wait, const std::vector<uint32_t>& missing, const Describe& description,
+                           uint64_t lane, double now);
   void learn_of_deadlock(const WaitState& wait);
   [[noreturn]] void end_deadlock(const std::vector<WaitRecord::Wait>& waits, const std::string& message);
 

@@ -14,6 +14,9 @@ namespace {
 
 // So long after somebody began to wait, a thread that has called nothing is taken for one that never will.
 constexpr double kFirstCall_s = 10;
+// From when a wait may be for ever. Before, it would cost more than it tells to ask the interpreter, and to
+// show peers what this one waits for.
+constexpr double kStuck_s = kSleepSlice_s;
 
 std::atomic<bool (*)()> has_other_threads{nullptr};
 
@@ -350,8 +353,7 @@ void Progress::wait(Work& work, double timeout_s, Interrupts interrupts) {
     }
   } waiting(*this, lane);
   SleepNotice* asleep = nullptr;
-  bool looked = false;
-  double first_look_s = 0;
+  double first_look_s = 0, blocked_since_s = 0;  // the latter: the first look since something moved, or 0
   auto poll = [&] {
     auto done = [&] { return work.done_.load(std::memory_order_seq_cst); };
     if (done()) return Poll::done;
@@ -368,23 +370,26 @@ void Progress::wait(Work& work, double timeout_s, Interrupts interrupts) {
     }
     if (done()) return Poll::done;
     if (now != Drive::moved) return Poll::blocked;
-    if (looked) work.end_wait();
-    looked = false;
+    if (blocked_since_s > 0) work.end_wait();
+    blocked_since_s = 0;
     return Poll::moved;
   };
   auto look = [&] {
-    looked = true;
-    if (first_look_s == 0) first_look_s = now_s();
+    const double now = now_s();
+    if (first_look_s == 0) first_look_s = now;
+    if (blocked_since_s == 0) blocked_since_s = now;
+    const double rest_s = blocked_since_s + kStuck_s - now;
     bool stuck = false;
     try {
       // Who waits with a limit goes on after it, and may then do what the others wait for.
-      stuck = timeout_s == 0 && is_stuck(*lane, now_s() - first_look_s);
+      stuck = timeout_s == 0 && rest_s <= 0 && is_stuck(*lane, now - first_look_s);
     } catch (...) {  // the thread check runs the interpreter, and so a signal's handler, which may raise
       give_up(*lane, work);
       throw;
     }
-    const double nap_s = look_at(*lane, stuck);
+    double nap_s = look_at(*lane, stuck);
     if (work.is_completed()) return 0.0;
+    if (timeout_s == 0 && rest_s > 0) nap_s = std::min(nap_s, rest_s);
     if (timeout_s > 0 && now_s() >= until_s)
       throw Error(ErrorKind::timeout,
                   text("%s is not done after waiting %.3g s for it; it is not ended by this",
@@ -397,11 +402,11 @@ void Progress::wait(Work& work, double timeout_s, Interrupts interrupts) {
   };
   struct WaitEnd {
     Work& work;
-    const bool& looked;
+    const double& blocked_since_s;
     ~WaitEnd() {
-      if (looked) work.end_wait();
+      if (blocked_since_s > 0) work.end_wait();
     }
-  } wait_end{work, looked};
+  } wait_end{work, blocked_since_s};
   Futex& futex = arena_->page().futex;
   wait_on(futex, lane->spin_, poll, [&] { return SleepScope(futex, asleep); }, look);
 }

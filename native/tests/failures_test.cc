@@ -277,6 +277,25 @@ struct WantedBack {
 
 }  // namespace
 
+TEST_ANY_HOSTS(who_waits_for_a_moment_does_not_ask_the_interpreter_whether_it_waits_for_ever) {
+  run_processes(2, [](Communicator& communicator) -> std::string {
+    static std::atomic<int> asked{0};
+    Progress::set_thread_check([] {
+      ++asked;
+      return false;
+    });
+    float x = 1;
+    const double start = now_s();
+    for (int i = 0; i < 20; ++i) {
+      if (communicator.rank() == 1) usleep(20000);
+      communicator.submit(sum_of(1), &x, &x)->wait();
+    }
+    CHECK(asked <= (now_s() - start) / 0.05);
+    Progress::set_thread_check(nullptr);
+    return "";
+  });
+}
+
 TEST_ANY_HOSTS(who_is_interrupted_gets_its_tensor_back_and_the_others_are_told) {
   for (const bool by_exception : {false, true}) {
     auto reports = run_processes(2, [&](Communicator& communicator) -> std::string {

@@ -314,7 +314,7 @@ TEST(silence_counts_from_the_wait_in_which_it_is_heard) {
   usleep(100000);
   network->lost(0, 1).store(false);
   auto look = [&](WaitState& wait) {
-    watchdog.look(wait, [] { return std::vector<uint32_t>{1}; }, "a call", 1, false);
+    watchdog.look(wait, [] { return std::vector<uint32_t>{1}; }, [] { return "a call"; }, 1, false);
   };
   WaitState first(now_s(), 60);
   look(first);
