@@ -506,6 +506,32 @@ def test_a_change_that_matters_is_refused_inside_an_epoch_and_told_between(
     assert message.split(" .* ")[0] in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_settings_of_the_optimizer_that_the_checkpoint_overrules_are_told(
+    tmp_path: Path, world: Any, capsys: pytest.CaptureFixture[str], scheduled: bool
+) -> None:
+    def run(epochs: int, lr: float, **settings: float) -> torch.optim.Optimizer:
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr, **settings)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) if scheduled else None
+        options: dict[str, Any] = {"batch_size": 4, "out": tmp_path, "progress": False, "curves": False}
+        for _ in photinus.Loop(model, optimizer, Numbered(12), epochs=epochs, scheduler=scheduler, **options):
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+        return optimizer
+
+    run(1, 0.1)
+    capsys.readouterr()
+    run(2, 0.1)
+    assert "goes on with" not in capsys.readouterr().out  # what a scheduler made of it is nobody's mistake
+    optimizer = run(3, 0.2, momentum=0.9)
+    told = capsys.readouterr().out
+    assert "note: the optimizer goes on with the checkpoint's lr=0.1, not 0.2\n" in told
+    assert scheduled or "momentum=0, not 0.9" in told
+    assert optimizer.param_groups[0]["lr"] < 0.11
+
+
 def test_a_batch_size_that_divides_what_is_done_goes_on_without_repeating(tmp_path: Path) -> None:
     with pytest.raises(CutOffError):
         train(tmp_path, save_every_steps=4, cut_at_step=5)

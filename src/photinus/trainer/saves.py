@@ -15,7 +15,7 @@ from .checkpoint.folder import Checkpoint
 from .checkpoint.position import Position
 from .checkpoint.states import PlainState, load_into, state_of
 from .data import rng
-from .record.resume import check_fits
+from .record.resume import check_fits, compare_settings, settings_of
 from .record.run_folder import RunFolder
 from .session.length import Length
 from .session.progress import say
@@ -122,7 +122,9 @@ class Saves:
                     f"no batch of batch_size={options['batch_size']} is left; it was "
                     f"{content['run']['batch_size']} when the checkpoint was saved"
                 )
+            given = settings_of(self._optimizer.param_groups)
             self._put_back(content, path)
+            notes += compare_settings(settings_of(self._optimizer.param_groups), given)
             position.start += 1
             if position.stopped_of < self._length.wanted:  # stopped early, and now more is asked for
                 position.stopped_of = 0
