@@ -39,8 +39,9 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"photinus {photinus.__version__}\n"
 
 
-def test_help_of_run_fits_a_terminal_and_names_every_flag(capsys):
-    assert main(["run", "--help"]) == 0
+@pytest.mark.parametrize("words", [["run", "--help"], ["help", "run"]])
+def test_help_of_run_fits_a_terminal_and_names_every_flag(capsys, words):
+    assert main(words) == 0
     shown = capsys.readouterr().out
     for flag in ("--nproc-per-node", "--max-restarts", "--cpu", "--stop-grace", "-m MODULE"):
         assert flag in shown
@@ -52,6 +53,7 @@ def test_help_of_run_fits_a_terminal_and_names_every_flag(capsys):
     [
         (["rnu"], "unknown command rnu. Did you mean run?"),
         (["xyz"], "unknown command xyz. See `photinus --help`."),
+        (["help", "rnu"], "unknown command rnu. Did you mean run?"),
         (["train.py", "--lr", "1"], "To start it: photinus run train.py"),
         (["--nproc-per-node", "2", "x.py"], "Flags stand after the command"),
         (["run"], "which script?"),

@@ -123,6 +123,8 @@ def test_capacities_and_buffer_options() -> None:
     assert capacities(None, [1, 0.5]) == (2**20, [2**20, 2**19])
     with pytest.raises(UnsuitableModelError, match="bucket_cap_mb_list"):
         capacities(None, [1, 0])
+    with pytest.raises(UnsuitableModelError, match=r"bucket_cap_mb='25'.*needs a size in MiB"):
+        capacities("25", None)  # type: ignore[arg-type]
     assert buffer_sync_options(None, None) == (True, True)
     assert buffer_sync_options(None, False) == (False, True)
     with pytest.warns(FutureWarning, match="forward_sync_buffers"):

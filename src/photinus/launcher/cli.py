@@ -133,6 +133,8 @@ def _run(words: list[str]) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
+    if words[:1] == ["help"] and len(words) > 1:
+        words = [words[1], "--help"]
     if not words or words[0] in ("--help", "-h", "help"):
         print(_help())
         return 0

@@ -57,14 +57,14 @@ def examine_hosts(hosts: Sequence[Host], *, ssh: str, ssh_port: int | None, time
     here = find_here(hosts)
     command = ssh_command(ssh, ssh_port, needed=not all(here))
     with handle_signals() as interrupts:
-        fars = Hosts(interrupts)
+        remotes = Hosts(interrupts)
         try:
             for host, is_this in zip(hosts, here, strict=True):
-                fars.add(host, here=is_this, ssh=command, any_version=True)
-            fars.reach()
-            findings, pairs = _examine(fars, timeout_s)
+                remotes.add(host, here=is_this, ssh=command, any_version=True)
+            remotes.reach()
+            findings, pairs = _examine(remotes, timeout_s)
         finally:
-            fars.leave()
+            remotes.leave()
         if interrupts.received:
             return 128 + interrupts.received[0]
     if json_only:
@@ -72,46 +72,52 @@ def examine_hosts(hosts: Sequence[Host], *, ssh: str, ssh_port: int | None, time
         return exit_code(findings)
     console = terminal()
     if pairs:
-        matrix([far.name for far in fars.all], pairs, console)
+        matrix([remote.name for remote in remotes.all], pairs, console)
     print_findings(findings, console)
     return exit_code(findings)
 
 
-def _examine(fars: Hosts, timeout_s: float) -> tuple[list[Finding], list[Pair]]:
+def _examine(remotes: Hosts, timeout_s: float) -> tuple[list[Finding], list[Pair]]:
     facts: dict[RemoteHost, dict[str, Any]] = {}
     clocks: dict[str, float] = {}
-    for far in (far for far in fars.all if far.hello is not None):  # one after the other, for the clocks
+    for remote in (remote for remote in remotes.all if remote.hello is not None):  # one after the other, for the clocks
         asked_s = time.time()
-        for answer in _ask(fars, {far: {"do": "facts"}}, timeout_s).values():
-            facts[far] = answer["facts"]
-            clocks[far.name] = answer["facts"]["clock_s"] - (asked_s + time.time()) / 2
+        for answer in _ask(remotes, {remote: {"do": "facts"}}, timeout_s).values():
+            facts[remote] = answer["facts"]
+            clocks[remote.name] = answer["facts"]["clock_s"] - (asked_s + time.time()) / 2
     secret = secrets.token_hex(32)
-    orders = {far: {"do": "serve", "secret": secret, "name": far.name, **fars.meeting_place(far)} for far in facts}
-    serving = {far: answer["serving"] for far, answer in _ask(fars, orders, timeout_s).items()}
+    orders = {
+        remote: {"do": "serve", "secret": secret, "name": remote.name, **remotes.meeting_place(remote)}
+        for remote in facts
+    }
+    serving = {remote: answer["serving"] for remote, answer in _ask(remotes, orders, timeout_s).items()}
     reached, pairs = list(serving), []
     probe = {"do": "probe", "secret": secret, "bytes": _TRANSFER_BYTES, "seconds": _TRANSFER_S}
     for matches in rounds(len(reached)):
         orders = {reached[source]: {**probe, **serving[reached[target]]} for source, target in matches}
-        answers = _ask(fars, orders, timeout_s)
+        answers = _ask(remotes, orders, timeout_s)
         for source, target in matches:
             probed = answers.get(reached[source], {"probed": {"error": "did not answer"}})["probed"]
             measured = {name: probed[name] for name in ("rtt_s", "bytes_per_s", "error") if name in probed}
             pairs.append(Pair(reached[source].name, reached[target].name, **measured))
-    troubles = {far.name: far.trouble or "it did not answer" for far in fars.all if far not in serving}
-    known = {far.name: {**facts[far], "address": serving[far]["address"]} for far in serving}
+    troubles = {remote.name: remote.trouble or "it did not answer" for remote in remotes.all if remote not in serving}
+    known = {remote.name: {**facts[remote], "address": serving[remote]["address"]} for remote in serving}
     return judge(known, clocks, troubles, pairs), pairs
 
 
-def _ask(fars: Hosts, orders: dict[RemoteHost, dict[str, Any]], timeout_s: float) -> dict[RemoteHost, dict[str, Any]]:
+_Words = dict[RemoteHost, dict[str, Any]]
+
+
+def _ask(remotes: Hosts, orders: _Words, timeout_s: float) -> _Words:
     """The answers of those hosts that answer in time."""
-    for far, order in orders.items():
-        far.send(order)
-    waiting = [far for far in orders if not far.done]
-    if not fars.wait(lambda: all(far.answers or far.done for far in waiting), timeout_s):
-        for far in waiting:
-            if not far.answers and not far.done:
-                far.trouble = f"host {far.name}: no answer within {timeout_s:g} s."
-    return {far: far.answers.popleft() for far in waiting if far.answers}
+    for remote, order in orders.items():
+        remote.send(order)
+    waiting = [remote for remote in orders if not remote.done]
+    if not remotes.wait(lambda: all(remote.answers or remote.done for remote in waiting), timeout_s):
+        for remote in waiting:
+            if not remote.answers and not remote.done:
+                remote.trouble = f"host {remote.name}: no answer within {timeout_s:g} s."
+    return {remote: remote.answers.popleft() for remote in waiting if remote.answers}
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:

@@ -49,14 +49,15 @@ def capacities(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> tup
     Raises:
         UnsuitableModelError: a cap that is not above 0.
     """
+    caps = [*(cap_mb_list or ()), *(() if cap_mb is None else (cap_mb,))]
+    if not all(isinstance(cap, (int, float)) and cap > 0 for cap in caps):
+        raise UnsuitableModelError(
+            f"bucket_cap_mb={cap_mb!r}, bucket_cap_mb_list={cap_mb_list}: a bucket needs a size in MiB, above 0"
+        )
     if cap_mb_list:
         cap_mb = max(cap_mb_list)
     elif cap_mb is None:
         return DEFAULT_BUCKET_CAP_BYTES, []
-    if not min([cap_mb, *(cap_mb_list or ())]) > 0:
-        raise UnsuitableModelError(
-            f"bucket_cap_mb={cap_mb}, bucket_cap_mb_list={cap_mb_list}: a bucket needs a size above 0 MiB"
-        )
     return max(1, int(cap_mb * _MIB)), [max(1, int(cap * _MIB)) for cap in cap_mb_list or ()]
 
 
