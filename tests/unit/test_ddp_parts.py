@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -121,6 +122,7 @@ def test_missing_gradients_are_told_with_module_names_and_advice() -> None:
 def test_capacities_and_buffer_options() -> None:
     assert capacities(None, None) == (25 * 2**20, [])
     assert capacities(None, [1, 0.5]) == (2**20, [2**20, 2**19])
+    assert capacities(np.float32(0.5), None) == (2**19, [])  # type: ignore[arg-type]
     with pytest.raises(UnsuitableModelError, match="bucket_cap_mb_list"):
         capacities(None, [1, 0])
     with pytest.raises(UnsuitableModelError, match=r"bucket_cap_mb='25'.*needs a size in MiB"):

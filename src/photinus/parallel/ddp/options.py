@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import warnings
 from collections.abc import Sequence
 from typing import Any, cast
@@ -49,16 +50,15 @@ def capacities(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> tup
     Raises:
         UnsuitableModelError: a cap that is not above 0.
     """
-    caps = [*(cap_mb_list or ()), *(() if cap_mb is None else (cap_mb,))]
-    if not all(isinstance(cap, (int, float)) and cap > 0 for cap in caps):
+    if cap_mb is None and not cap_mb_list:
+        return DEFAULT_BUCKET_CAP_BYTES, []
+    caps: Sequence[Any] = cap_mb_list or (cap_mb,)
+    if not all(isinstance(cap, numbers.Real) and float(cap) > 0 for cap in caps):  # numpy's numbers are real, too
         raise UnsuitableModelError(
             f"bucket_cap_mb={cap_mb!r}, bucket_cap_mb_list={cap_mb_list}: a bucket needs a size in MiB, above 0"
         )
-    if cap_mb_list:
-        cap_mb = max(cap_mb_list)
-    elif cap_mb is None:
-        return DEFAULT_BUCKET_CAP_BYTES, []
-    return max(1, int(cap_mb * _MIB)), [max(1, int(cap * _MIB)) for cap in cap_mb_list or ()]
+    sizes = [max(1, int(cap * _MIB)) for cap in caps]
+    return max(sizes), sizes if cap_mb_list else []
 
 
 def buffer_sync_options(broadcast: bool | None, forward_sync: bool | None) -> tuple[bool, bool]:
