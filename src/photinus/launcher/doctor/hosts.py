@@ -25,6 +25,7 @@ from .finding import Finding, as_json, exit_code, print_findings, terminal
 
 __all__ = ["Pair", "examine_hosts", "judge", "matrix", "rounds"]
 
+_ByHost = dict[RemoteHost, dict[str, Any]]
 _SECTION = "Hosts"
 _PAIRS = "Between hosts"
 _TRANSFER_BYTES = 64 << 20
@@ -78,7 +79,7 @@ def examine_hosts(hosts: Sequence[Host], *, ssh: str, ssh_port: int | None, time
 
 
 def _examine(remotes: Hosts, timeout_s: float) -> tuple[list[Finding], list[Pair]]:
-    facts: dict[RemoteHost, dict[str, Any]] = {}
+    facts: _ByHost = {}
     clocks: dict[str, float] = {}
     for remote in (remote for remote in remotes.all if remote.hello is not None):  # one after the other, for the clocks
         asked_s = time.time()
@@ -105,10 +106,7 @@ def _examine(remotes: Hosts, timeout_s: float) -> tuple[list[Finding], list[Pair
     return judge(known, clocks, troubles, pairs), pairs
 
 
-_Words = dict[RemoteHost, dict[str, Any]]
-
-
-def _ask(remotes: Hosts, orders: _Words, timeout_s: float) -> _Words:
+def _ask(remotes: Hosts, orders: _ByHost, timeout_s: float) -> _ByHost:
     """The answers of those hosts that answer in time."""
     for remote, order in orders.items():
         remote.send(order)
