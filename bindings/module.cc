@@ -335,6 +335,7 @@ std::tuple<std::string, std::vector<Row>> explain_hosts(const std::vector<uint32
   const SlotSizes slots = sizes_for({}, usual.ranks(), over_hosts);
   const Speeds measured{std::get<0>(speeds), std::get<1>(speeds)};
   NetSizes net;
+  net.latency_s = measured.latency_s;
   net.bytes_per_s = measured.bytes_per_s;
   const ListChoice choice = over_hosts ? list_for(usual, wish, measured, slots, net) : ListChoice{};
   std::vector<Row> rows;

@@ -84,6 +84,19 @@ uint64_t longest_slice(const NetSizes& net, const Levels& levels, uint64_t bytes
   return std::max(net.slice_bytes, most);
 }
 
+// Each host can be ahead of the other by the chunks that are under way, and what it has sent ahead lies in
+// the queue of its card, where the acknowledgements of what comes wait behind it. TCP that has lost a packet,
+// or takes one that was overtaken for lost, has a small window for seconds, and would stand still meanwhile
+// (1 Gbit/s, 4 MiB in chunks of 1 MiB: 1.4 of bytes / rate). So a chunk of a short tensor crosses a slow card
+// within some milliseconds; but what a round trip takes has to be under way.
+uint64_t exchanged_chunk(const NetSizes& net, uint64_t bytes) {
+  constexpr uint64_t kFewChunks = 64, kLeast = 128 << 10, kMost = 512 << 10;
+  constexpr double kCrossing_s = 1e-3, kLatencies = 4;
+  if (net.bytes_per_s <= 0) return net.most_slice_bytes;
+  const auto filled = static_cast<uint64_t>(net.bytes_per_s * (kCrossing_s + kLatencies * net.latency_s));
+  return std::min(std::max(filled, std::clamp(bytes / kFewChunks, kLeast, kMost)), net.most_slice_bytes);
+}
+
 Dtype wire_dtype(const Call& call) {
   if (call.wire) return *call.wire;
   if (call.reduction != Reduction::avg) return call.dtype;
@@ -159,8 +172,10 @@ NetCut::NetCut(const Levels& levels, const CutOf& of, const SlotSizes& sizes, co
   const uint64_t slot_parts = std::max<uint64_t>(of_.slot_parts, 1);
   const uint64_t slot_units = sizes.chunks * sizes.chunk_bytes / of_.ring / kLineBytes / slot_parts;
   const uint64_t landing_units = net.landing_bytes / (of_.ring * carried_ * unit_ * of_.wire_bytes);
-  const uint64_t slice_bytes = longest_slice(net, levels, of_.elems * of_.elem_bytes / of_.slices);
-  part_units_ = std::min((of_.alone ? net.most_slice_bytes : slice_bytes) / kLineBytes, landing_units);
+  const uint64_t bytes = of_.elems * of_.elem_bytes;
+  const uint64_t most =
+      of_.alone ? exchanged_chunk(net, bytes) : longest_slice(net, levels, bytes / of_.slices);
+  part_units_ = std::min(most / kLineBytes, landing_units);
   if (of_.slot_parts > 0) part_units_ = std::min(part_units_, slot_units);
   while (part_units_ > 0 && lay_out(part_units_) > landing_units)
     part_units_ -= std::max<uint64_t>(part_units_ / 16, 1);

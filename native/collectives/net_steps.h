@@ -91,7 +91,7 @@ struct CutOf {
   uint64_t elem_bytes = 1, wire_bytes = 1;
   uint64_t ring = 1;
   bool alone = false;  // two hosts have one rank each, which sends its tensor as it is: nothing lies in an
-                       // entry but what comes, and chunks may be as large as those of a long tensor
+                       // entry but what comes, and chunks are as long as exchanged_chunk() says
 };
 
 class NetCut {

@@ -40,6 +40,7 @@ std::string text_of_rate(double bytes_per_s) {
 
 NetSizes Communicator::net_sizes() const {
   NetSizes sizes = group_->options.net;
+  sizes.latency_s = speeds_.latency_s;
   sizes.bytes_per_s = speeds_.bytes_per_s;
   return sizes;
 }

@@ -113,6 +113,16 @@ TEST(slices_of_long_tensors_grow_with_them_and_results_stay_right) {
     }
 }
 
+TEST(two_hosts_that_exchange_a_tensor_are_less_ahead_of_each_other_on_a_slow_card) {
+  NetSizes unknown, slow, far, fast;
+  slow.bytes_per_s = far.bytes_per_s = 118e6, fast.bytes_per_s = 5e9;
+  slow.latency_s = fast.latency_s = 10e-6, far.latency_s = 10e-3;
+  CHECK(exchanged_chunk(slow, 1 << 20) == 128 << 10);
+  CHECK(exchanged_chunk(slow, 16 << 20) == 256 << 10);
+  CHECK(exchanged_chunk(slow, uint64_t{1} << 30) == 512 << 10);
+  for (const NetSizes& net : {unknown, far, fast}) CHECK(exchanged_chunk(net, 1 << 20) == 1 << 20);
+}
+
 TEST(all_reduce_gives_the_naive_result_in_whatever_type_it_crosses) {
   std::mt19937_64 random(23);
   for (const auto& [name, levels] : cases())

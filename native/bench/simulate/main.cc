@@ -232,7 +232,8 @@ void print_line(const Setup& s, uint64_t size, const Outcome& o) {
 
 void run_all(Asked asked) {
   Setup& s = asked.setup;
-  s.net.bytes_per_s = 1 / least_s(s.model, 2, 1);  // as a group of two hosts would measure it
+  s.net.latency_s = s.model.latency_us * 1e-6;  // both as a group of two hosts would measure them
+  s.net.bytes_per_s = 1 / least_s(s.model, 2, 1);
   for (const uint64_t size : asked.sizes) {
     const uint64_t parts =
         s.call.operation == Operation::reduce_scatter || s.call.operation == Operation::all_gather
