@@ -72,16 +72,18 @@ SlotSizes sizes_for(SlotSizes asked, uint32_t ranks, bool over_hosts) {
 
 // Cut into more than this, a tensor costs frames that nobody is earlier for (three hosts of two ranks, 64
 // MiB: with slices of 256 KiB 1.3 times the processor time). But with much under way over many links of a
-// slow card, its queue drops packets and calls take longer: eight hosts of one rank at 100 Mbit/s, 64 MiB,
-// 1.14 of bytes / rate in place of 1.07. What a slice of each link has is to cross the card in kCrossing_s.
+// slow card, its queue drops packets and calls take longer (four hosts of two ranks at 100 Mbit/s, 64 MiB:
+// with slices of 256 KiB 1.15 of bytes / rate, of 128 KiB 1.06). So what a slice of each link has is to cross
+// the card in kCrossing_s; but what a round trip takes has to be under way.
 uint64_t longest_slice(const NetSizes& net, const Levels& levels, uint64_t bytes) {
-  constexpr uint64_t kEnoughChunks = 32;
-  constexpr double kCrossing_s = 0.15;
-  uint64_t most = std::min(bytes / kEnoughChunks, net.most_slice_bytes), links = 0;
+  constexpr uint64_t kEnoughChunks = 32, kLeast = 128 << 10;
+  constexpr double kCrossing_s = 0.075, kLatencies = 4;
+  const uint64_t of_length = std::clamp(bytes / kEnoughChunks, net.slice_bytes, net.most_slice_bytes);
+  uint64_t links = 0;
   for (const uint32_t size : levels.sizes) links += uint64_t{levels.slices()} * (size - 1);
-  if (net.bytes_per_s > 0 && links > 0)
-    most = std::min(most, static_cast<uint64_t>(net.bytes_per_s * kCrossing_s) / links);
-  return std::max(net.slice_bytes, most);
+  if (net.bytes_per_s <= 0 || links == 0) return of_length;
+  const double crosses = net.bytes_per_s * (kCrossing_s + kLatencies * net.latency_s);
+  return std::min(of_length, std::max(static_cast<uint64_t>(crosses) / links, kLeast));
 }
 
 // Each host can be ahead of the other by the chunks that are under way, and what it has sent ahead lies in

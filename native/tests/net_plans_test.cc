@@ -92,8 +92,8 @@ TEST(slices_of_long_tensors_grow_with_them_and_results_stay_right) {
   for (const NetSizes& net : {NetSizes{}, slow, fast}) {
     CHECK(longest_slice(net, two, 8 << 20) == 256 << 10);
     CHECK(longest_slice(net, two, 16 << 20) == 512 << 10);
-    CHECK(longest_slice(net, two, uint64_t{1} << 30) == 1 << 20);
-    CHECK(longest_slice(net, eight, uint64_t{1} << 30) == (net.bytes_per_s == 10e6 ? 256 << 10 : 1 << 20));
+    CHECK(longest_slice(net, two, uint64_t{1} << 30) == (net.bytes_per_s == 10e6 ? 750'000 : 1 << 20));
+    CHECK(longest_slice(net, eight, uint64_t{1} << 30) == (net.bytes_per_s == 10e6 ? 128 << 10 : 1 << 20));
   }
   std::mt19937_64 random(31);
   const SlotSizes sizes{512, 16 << 10, 4};
