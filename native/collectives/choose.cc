@@ -14,14 +14,23 @@ namespace {
 // algorithm costs less than the reading.
 constexpr uint64_t kFlatReadBytes = 128 << 10;
 constexpr uint64_t kAlwaysFlatBytes = 4 << 10;
-// What a line carries while a frame is on its way: some 2 KiB at 1 Gbit/s, 25 KiB at 10.
-constexpr uint64_t kRoundBytes = 8 << 10;
+// What a round of frames costs beside the latency: calls and wakings on both ends.
+constexpr double kRound_s = 40e-6;
+// What a rank moves through its sockets, at most.
+constexpr double kRankBytes_s = 2e9;
+constexpr uint64_t kLeastRoundBytes = 8 << 10;
 // Larger ones are better added while they come, chunk by chunk.
 constexpr uint64_t kAloneBytes = 256 << 10;
 
 uint64_t input_bytes(const Call& call, uint32_t ranks) {
   const uint64_t bytes = call.elems * size_bytes(call.dtype);
   return call.operation == Operation::reduce_scatter ? bytes * ranks : bytes;
+}
+
+// What a host could send while a round lasts.
+uint64_t round_bytes(const NetSizes& net, uint32_t slices) {
+  const double bytes_per_s = std::min(net.bytes_per_s, kRankBytes_s * slices);
+  return std::max(kLeastRoundBytes, static_cast<uint64_t>(bytes_per_s * (kRound_s + net.latency_s)));
 }
 
 }  // namespace
@@ -75,7 +84,7 @@ bool is_flat(const Call& call, const Levels& levels, const SlotSizes& sizes, con
   // Where each host has one rank, nothing passes through the flat slot.
   const uint64_t most = levels.slices() == 1 ? kAloneBytes : sizes.flat_bytes;
   return bytes <= std::min(most, sizes.chunks * sizes.chunk_bytes) &&
-         more <= kRoundBytes * levels.sizes.size() && fits_flat(call, levels, net);
+         more <= round_bytes(net, levels.slices()) * levels.sizes.size() && fits_flat(call, levels, net);
 }
 
 Choice choose(const Call& call, const Levels& levels, uint32_t rank,

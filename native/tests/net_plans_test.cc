@@ -11,6 +11,7 @@ namespace {
 
 const SlotSizes kTinySlots{512, 1024, 4};  // many chunks with little data
 const NetSizes kTinyNet{64 << 10, 512, 2048, 128};
+const NetSizes kFastNet{.latency_s = 10e-6, .bytes_per_s = 5e9};
 
 struct Case {
   std::string name;
@@ -324,23 +325,34 @@ TEST(what_is_chosen_for_several_hosts_can_be_planned_and_is_flat_on_all_or_none)
                                 Operation::reduce, Operation::broadcast, Operation::barrier})
       for (Dtype dtype : {Dtype::float32, Dtype::int8})
         for (uint64_t elems : {1, 1000, 5000}) {
+          const NetSizes net = random() % 2 ? kFastNet : NetSizes{};
           const Call call{operation, dtype, Reduction::avg, 0, elems};
           std::vector<CallDescriptor> descriptors(ranks);
           for (auto& d : descriptors) {
             d.send_offset = random() % 8 ? 0 : kNowhere;
             d.recv_offset = random() % 8 ? 0 : kNowhere;
           }
-          const bool flat = is_flat(call, levels, {}, {});
+          const bool flat = is_flat(call, levels, {}, net);
           for (uint32_t rank = 0; rank < ranks; rank += std::max(ranks / 3, 1u)) {
-            const Algorithm algorithm = choose(call, levels, rank, descriptors, {}, {}).algorithm;
+            const Algorithm algorithm = choose(call, levels, rank, descriptors, {}, net).algorithm;
             CHECK((algorithm == Algorithm::flat) == flat);
-            const Plan plan = net_plan(call, levels, rank, algorithm, {}, {});
+            const Plan plan = net_plan(call, levels, rank, algorithm, {}, net);
             CHECK(operation == Operation::barrier || plan.algorithm == algorithm);
             for (const Step& step : plan.before)
               CHECK(step.to.place == Place::flat && step.bytes <= SlotSizes{}.flat_bytes);
           }
         }
   }
+}
+
+TEST(a_small_tensor_goes_whole_if_a_round_takes_as_long_as_the_bytes_that_it_saves) {
+  const Levels four = in_blocks({1, 1, 1, 1}, {4});
+  const NetSizes slow{.latency_s = 10e-6, .bytes_per_s = 118e6};
+  auto flat = [&](uint64_t bytes, const NetSizes& net) {
+    return is_flat({Operation::all_reduce, Dtype::float32, Reduction::sum, 0, bytes / 4}, four, {}, net);
+  };
+  for (const NetSizes& net : {NetSizes{}, slow}) CHECK(flat(4 << 10, net) && !flat(8 << 10, net));
+  CHECK(flat(32 << 10, kFastNet) && !flat(64 << 10, kFastNet));
 }
 
 TEST(the_choice_for_several_hosts_says_why) {
