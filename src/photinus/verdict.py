@@ -75,8 +75,8 @@ def keep_verdict(setting: Setting, backend: str, why: str, environ: Mapping[str,
 
 def look_up_verdict(setting: Setting, environ: Mapping[str, str] | None = None) -> Verdict:
     """The verdict that was kept for this setting. One that is stale, or cannot be read, does not count."""
-    path = _path(setting, environ)
     try:
+        path = _path(setting, environ)
         read = json.loads(path.read_text(encoding="utf-8"))
         versions = {name: str(read[name]) for name in ("driver", "torch", "photinus")}
         found = Verdict(str(read["backend"]), str(read["why"]))
@@ -94,6 +94,8 @@ def look_up_verdict(setting: Setting, environ: Mapping[str, str] | None = None) 
 
 def _path(setting: Setting, environ: Mapping[str, str] | None) -> Path:
     environ = os.environ if environ is None else environ
-    cache = environ.get("XDG_CACHE_HOME") or str(Path(environ.get("HOME") or Path.home(), ".cache"))
+    cache = environ.get("XDG_CACHE_HOME") or os.path.expanduser(f"{environ.get('HOME') or '~'}/.cache")
+    if cache.startswith("~"):  # as in a container whose user has a number and no name
+        raise FileNotFoundError("this user has no home folder; set HOME or XDG_CACHE_HOME to keep a verdict")
     digest = hashlib.sha256("\n".join(sorted(setting.gpus)).encode()).hexdigest()[:16]
     return Path(cache, "photinus", f"backend-{digest}.json")

@@ -129,6 +129,17 @@ def test_a_damaged_verdict_is_said_and_not_used(tmp_path: Path, text: str) -> No
     assert f"{path} cannot be read" in found.why
 
 
+def test_a_user_without_a_home_folder_keeps_and_finds_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    assert look_up_verdict(SETTING, {}) == Verdict("", "")
+    with pytest.raises(OSError, match="set HOME or XDG_CACHE_HOME"):
+        keep_verdict(SETTING, "photinus", "faster", {})
+
+
 def test_the_drivers_version_is_the_kernels(tmp_path: Path) -> None:
     assert driver_version(tmp_path) == ""
     (tmp_path / "sys/module/nvidia").mkdir(parents=True)

@@ -16,6 +16,7 @@ _OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_t
 _BACKENDS = ("photinus", "gloo", "nccl", "ucc")
 DTYPES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8}
 _SIZES = tuple(4 ** (power + 1) * 1024 for power in range(8))
+_MOST_RANKS = 1024
 _UNITS = {"B": 1, "K": 1 << 10, "KiB": 1 << 10, "M": 1 << 20, "MiB": 1 << 20, "G": 1 << 30, "GiB": 1 << 30}
 
 _ABOUT = """\
@@ -42,7 +43,7 @@ def parser() -> Parser:
     """The command line. A value that is None is to be found out here."""
     made = Parser("bench", "[flags]", about=_ABOUT, more=_MORE)
     ranks = "ranks. default: one per GPU, or per usable core (2 to 8); at least 2"
-    made.add("--nproc-per-node", metavar="N", dest="ranks", type=whole_number(2), help=ranks)
+    made.add("--nproc-per-node", metavar="N", dest="ranks", type=whole_number(2, _MOST_RANKS), help=ranks)
     where = "where the tensors lie. cuda: what is fastest is kept, and taken by backend auto from then on; ranks share "
     where += "GPUs where there are fewer, and nccl does not take part then. default: cpu, but nccl's on GPUs"
     made.add("--device", metavar="cpu|cuda", one_of=("cpu", "cuda"), default="cpu", help=where)
@@ -107,7 +108,7 @@ def _hosts(text: str) -> tuple[int, ...]:
         found = (int(ranks),) * int(hosts) if x else tuple(map(int, text.split("+")))
     except ValueError:
         found = ()
-    if not found or min(found) < 1 or not 2 <= sum(found) <= 1024:
+    if not found or min(found) < 1 or not 2 <= sum(found) <= _MOST_RANKS:
         raise ArgumentTypeError("needs hosts x ranks, like 4x8, or the ranks of each, like 3+1; 2 to 1024 ranks.")
     return found
 

@@ -46,16 +46,16 @@ def _worker_count(text: str) -> int | str:
     return count
 
 
-def whole_number(least: int) -> Callable[[str], int]:
-    """A reader of whole numbers, `least` or more."""
+def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
+    """A reader of whole numbers, `least` or more, and up to `most`."""
 
     def read(text: str) -> int:
         try:
             number = int(text)
         except ValueError:
             number = least - 1
-        if number < least:
-            raise ArgumentTypeError(f"needs a whole number, {least} or more.")
+        if number < least or (most is not None and number > most):
+            raise ArgumentTypeError(f"needs a whole number, {least} {'or more' if most is None else f'to {most}'}.")
         return number
 
     return read
