@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
 import photinus
@@ -184,6 +185,24 @@ class Cases:
         told = training.run(range(steps), **options)
         assert isinstance(training.optimizer, training.made_as)
         return {"steps": told, **numbers(training.states())}
+
+    def average(self, strategy: str) -> Any:
+        """The moving average of a training's weights, and what it makes of a batch."""
+        torch.manual_seed(7)
+        net = Net()
+        average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        optimizer = OPTIMIZERS["adamw"](net.parameters())
+        model, optimizer = photinus.wrap(net, optimizer, strategy=strategy)
+        if strategy in SHARDED:
+            average.module = photinus.wrap(average.module, strategy=strategy)
+        for number in range(4):
+            tokens, targets = (values.chunk(self.world_size)[self.rank] for values in batch(number))
+            strategy_of(model).backward(model, cross_entropy(model(tokens), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(model)
+        with torch.no_grad():
+            return {"state": numbers(state_of(average)), "output": numbers(average.eval()(batch(9)[0]))}
 
     def save(self, strategy: str, path: str, steps: int = 3) -> Any:
         """Trains, saves, and tells the losses of two further steps."""

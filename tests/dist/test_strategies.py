@@ -70,6 +70,13 @@ def test_every_strategy_trains_the_very_bits_of_ddp_and_the_model_of_one_process
         assert two.ask({**command, "strategy": strategy})[0] == ddp, strategy
 
 
+def test_a_moving_average_of_the_weights_is_that_of_ddp(two: RankPool) -> None:
+    ddp = two.ask({"do": "average", "strategy": "ddp"})[0]
+    assert ddp["state"]["n_averaged"] == [4.0]
+    for strategy in ZERO:
+        assert two.ask({"do": "average", "strategy": strategy})[0] == ddp, strategy
+
+
 def test_gradients_add_up_inside_no_sync_and_are_averaged_once(two: RankPool) -> None:
     command = {"do": "train", "optimizer": "sgd", "parts": 3}
     ddp = two.ask({**command, "strategy": "ddp"})[0]

@@ -64,7 +64,12 @@ def wrap(
     All train the same model, and their checkpoints load in each other. Use what is returned, and only `forward` of it:
     under "zero2" and "zero3" that is the model itself, whose parameters are now others (this rank's parts), and all
     ranks have to call it equally often. Optimizers stay the objects that they were, so schedulers and hooks made over
-    them stay right; but other references to the old parameters, and optimizers not given here, do not.
+    them stay right; but other references to the old parameters, and optimizers not given here, do not. A moving average
+    of the weights (torch's AveragedModel) is made before, and under "zero2" and "zero3" what it holds is wrapped, too:
+
+        average = AveragedModel(model)
+        model, optimizer = photinus.wrap(model, optimizer, strategy="zero3")
+        average.module = photinus.wrap(average.module, strategy="zero3")
 
     Args:
         model: a plain module; every rank's starts with rank 0's parameters and buffers.
