@@ -70,33 +70,51 @@ SlotSizes sizes_for(SlotSizes asked, uint32_t ranks, bool over_hosts) {
   return asked;
 }
 
+namespace {
+
+constexpr uint64_t kLeastChunkBytes = 128 << 10;  // of a slice; shorter ones cost more than they save
+
+// What crosses the card in a time and some latencies: what a round trip takes has to be under way.
+double crossing_bytes(const NetSizes& net, double time_s) {
+  constexpr double kLatencies = 4;
+  return net.bytes_per_s * (time_s + kLatencies * net.latency_s);
+}
+
+// From `least` to `most`.
+uint64_t bounded(double bytes, uint64_t least, uint64_t most) {
+  return static_cast<uint64_t>(std::clamp(bytes, static_cast<double>(least), static_cast<double>(most)));
+}
+
+}  // namespace
+
 // Cut into more than this, a tensor costs frames that nobody is earlier for (three hosts of two ranks, 64
 // MiB: with slices of 256 KiB 1.3 times the processor time). But with much under way over many links of a
 // slow card, its queue drops packets and calls take longer (four hosts of two ranks at 100 Mbit/s, 64 MiB:
-// with slices of 256 KiB 1.15 of bytes / rate, of 128 KiB 1.06). So what a slice of each link has is to cross
-// the card in kCrossing_s; but what a round trip takes has to be under way.
+// with slices of 256 KiB 1.15 of bytes / rate, of some 140 KiB 1.08 and 1.10). So what a slice of each link
+// has is to cross the card in kCrossing_s.
 uint64_t longest_slice(const NetSizes& net, const Levels& levels, uint64_t bytes) {
-  constexpr uint64_t kEnoughChunks = 32, kLeast = 128 << 10;
-  constexpr double kCrossing_s = 0.075, kLatencies = 4;
+  constexpr uint64_t kEnoughChunks = 32;
+  constexpr double kCrossing_s = 0.075;
   const uint64_t of_length = std::clamp(bytes / kEnoughChunks, net.slice_bytes, net.most_slice_bytes);
   uint64_t links = 0;
   for (const uint32_t size : levels.sizes) links += uint64_t{levels.slices()} * (size - 1);
   if (net.bytes_per_s <= 0 || links == 0) return of_length;
-  const double crosses = net.bytes_per_s * (kCrossing_s + kLatencies * net.latency_s);
-  return std::min(of_length, std::max(static_cast<uint64_t>(crosses) / links, kLeast));
+  const double of_link = crossing_bytes(net, kCrossing_s) / static_cast<double>(links);
+  return bounded(of_link, std::min(kLeastChunkBytes, of_length), of_length);
 }
 
 // Each host can be ahead of the other by the chunks that are under way, and what it has sent ahead lies in
 // the queue of its card, where the acknowledgements of what comes wait behind it. TCP that has lost a packet,
 // or takes one that was overtaken for lost, has a small window for seconds, and would stand still meanwhile
 // (1 Gbit/s, 4 MiB in chunks of 1 MiB: 1.4 of bytes / rate). So a chunk of a short tensor crosses a slow card
-// within some milliseconds; but what a round trip takes has to be under way.
+// within some milliseconds.
 uint64_t exchanged_chunk(const NetSizes& net, uint64_t bytes) {
-  constexpr uint64_t kFewChunks = 64, kLeast = 128 << 10, kMost = 512 << 10;
-  constexpr double kCrossing_s = 1e-3, kLatencies = 4;
+  constexpr uint64_t kFewChunks = 64, kLongBytes = 512 << 10;
+  constexpr double kCrossing_s = 1e-3;
   if (net.bytes_per_s <= 0) return net.most_slice_bytes;
-  const auto filled = static_cast<uint64_t>(net.bytes_per_s * (kCrossing_s + kLatencies * net.latency_s));
-  return std::min(std::max(filled, std::clamp(bytes / kFewChunks, kLeast, kMost)), net.most_slice_bytes);
+  const uint64_t of_length = std::clamp(bytes / kFewChunks, kLeastChunkBytes, kLongBytes);
+  return bounded(crossing_bytes(net, kCrossing_s), std::min(of_length, net.most_slice_bytes),
+                 net.most_slice_bytes);
 }
 
 Dtype wire_dtype(const Call& call) {

@@ -109,7 +109,9 @@ def _hosts(text: str) -> tuple[int, ...]:
     except ValueError:
         found = ()
     if not found or min(found) < 1 or not 2 <= sum(found) <= _MOST_RANKS:
-        raise ArgumentTypeError("needs hosts x ranks, like 4x8, or the ranks of each, like 3+1; 2 to 1024 ranks.")
+        raise ArgumentTypeError(
+            f"needs hosts x ranks, like 4x8, or the ranks of each, like 3+1; 2 to {_MOST_RANKS} ranks."
+        )
     return found
 
 
