@@ -62,7 +62,7 @@ def test_help_of_run_fits_a_terminal_and_names_every_flag(capsys, words):
         (["run", ""], "the script's name is empty"),
         (["run", "x" * 300], f"{'x' * 300}: File name too long. Give another path"),
         (["report", "~nobody-of-that-name/run"], "there is no such folder"),
-        (["bench", "--nproc-per-node", "1"], "needs a whole number, 2 or more"),
+        (["bench", "--nproc-per-node", "1"], "needs a whole number, 2 to 1024"),
     ],
 )
 def test_wrong_use_is_one_line_on_stderr_and_exit_code_2(capsys, words, told):
