@@ -84,7 +84,9 @@ class BucketLauncher:
     def _launch_next(self) -> None:
         bucket = self.buckets[self._launched]
         self._launched += 1
-        bucket.skipped = self._options.skip_unused and all(slot.absent for slot in bucket.slots)
+        # A gradient from `no_sync` waits for its average, whether this backward has added to it or not.
+        waiting = any(slot.touched or not slot.absent for slot in bucket.slots)
+        bucket.skipped = self._options.skip_unused and not waiting
         if bucket.skipped:
             return
         if bucket.arriving:
