@@ -82,9 +82,11 @@ def test_futures_callbacks_and_timeouts_of_works() -> None:
         assert value["many"] == [2.0] * 300
         assert value["dropped_half"] == 2.0
         assert value["memory_kept"] <= 1
+        assert value["sparse_kept"] <= 1, "with the values that the ranks have gathered"
         assert value["limits"] == [7.0, 9.0]
         if torch.__version__ >= (2, 13):  # others leave out what ends on another thread
             assert value["profiled"] == ["photinus:all_reduce", "photinus:barrier", "photinus:broadcast"]
+        assert value["inside"] is None, "a call that was refused has ended"
         assert value["done"] == [[None, None], [2.0, 1.0, 2.0, 1.0]]  # no work for what ended in the call
         assert "AbortedError" in value["future_error"]
         assert value["waits"] == ["AbortedError", "AbortedError"]
@@ -99,6 +101,7 @@ def _works(rank: int, world_size: int) -> dict[str, Any]:
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
+    from photinus.backend.tensors import Memory
     from photinus.errors import CollectiveError
 
     group = dist.group.WORLD
@@ -130,6 +133,19 @@ def _works(rank: int, world_size: int) -> dict[str, Any]:
         del large
     gc.collect()
     memory_kept = sum(reference() is not None for reference in alive)
+    gc.disable()
+    alive.clear()
+    before = sum(isinstance(each, Memory) for each in gc.get_objects())
+    for turn in range(6):
+        sparse = torch.ones(1000, 8).to_sparse(1)
+        work = dist.all_reduce(sparse, async_op=turn % 2 == 0)
+        if work is not None:
+            work.wait()
+        alive.append(weakref.ref(sparse))
+        del work, sparse
+    sparse_kept = sum(reference() is not None for reference in alive)
+    sparse_kept += sum(isinstance(each, Memory) for each in gc.get_objects()) - before
+    gc.enable()
 
     limits = []
     group.set_timeout(timedelta(seconds=7))
@@ -141,6 +157,12 @@ def _works(rank: int, world_size: int) -> dict[str, Any]:
         dist.all_reduce(torch.ones(3))
         dist.broadcast(torch.ones(3), 0, async_op=True).wait()
         dist.barrier()
+        try:
+            dist.all_reduce(torch.ones(3, dtype=torch.bool), dist.ReduceOp.AVG, async_op=True)
+        except ValueError:  # averages of booleans are refused
+            with torch.profiler.record_function("after"):
+                torch.ones(3)
+    (after,) = (event for event in profile.events() if event.name == "after")
     profiled = sorted({event.name for event in profile.events() if event.name.startswith("photinus:")})
 
     waited = dist.AllreduceOptions()
@@ -174,8 +196,10 @@ def _works(rank: int, world_size: int) -> dict[str, Any]:
         "many": many,
         "dropped_half": tensor.item(),
         "memory_kept": memory_kept,
+        "sparse_kept": sparse_kept,
         "limits": limits,
         "profiled": profiled,
+        "inside": after.cpu_parent and after.cpu_parent.name,
         "done": [done, every_second.tolist()],
         "waits": waits,
         "future_error": future_error,

@@ -122,18 +122,22 @@ class EngineGroup(ProcessGroup):
             try:
                 self._do(call)
             finally:
-                if event is not None:
-                    event.__exit__(None, None, None)
+                profiling.end(event)
             if began:
                 waiting_time.end(began)
             if finish:
                 finish()
             return None
-        handle = self._submit(call, keep)
+        try:
+            handle = self._submit(call, keep)
+        except BaseException:
+            profiling.end(event)
+            raise
         work = kind(handle, outputs, self._completer.submit, finish)
         if event is not None:
             profiling.end_with(event, handle, self._completer.submit)
-        if sum(t.nbytes for t in outputs if t.layout is torch.strided) <= _RECENT_BYTES:
+        # A sparse tensor's size is not known before it has ended.
+        if all(t.layout is torch.strided for t in outputs) and sum(t.nbytes for t in outputs) <= _RECENT_BYTES:
             self._recent.append(work)
         return work
 
@@ -143,10 +147,14 @@ class EngineGroup(ProcessGroup):
     ) -> EngineWork:  # fmt: skip
         """Starts a send or recv. torch waits on the works, or, with isend and irecv, its user does."""
         event = profiling.begin(event_name)
-        handle = self._message(
-            operation, values.data_ptr(), values.numel(), code, peer, tag, self._limit.timeout_s, True, memory,
-            **self._place(memory),
-        )  # fmt: skip
+        try:
+            handle = self._message(
+                operation, values.data_ptr(), values.numel(), code, peer, tag, self._limit.timeout_s, True, memory,
+                **self._place(memory),
+            )  # fmt: skip
+        except BaseException:
+            profiling.end(event)
+            raise
         # Messages end in any order, so none may stand in line behind another, nor a collective behind it.
         apart = self._completer.submit_apart
         kind = EngineWork if memory.device is None else CudaWork

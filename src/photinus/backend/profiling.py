@@ -28,9 +28,15 @@ def begin_call(call: engine.Call) -> Any:
     return begin(_OPERATION_NAMES[call.operation]) if is_on() else None
 
 
+def end(event: Any) -> None:
+    """Ends what `begin` returned."""
+    if event is not None:
+        event.__exit__(None, None, None)
+
+
 def end_with(event: Any, handle: Handle, submit: Submit) -> None:
     """Ends the event with the operation, on another thread: that is what makes it asynchronous in the timeline.
 
     torch 2.11 leaves such events out.
     """
-    submit(handle.wait, lambda _: event.__exit__(None, None, None))
+    submit(handle.wait, lambda _: end(event))

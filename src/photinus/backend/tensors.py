@@ -161,8 +161,9 @@ class Memory:
             for tensor, stand_in in self._copies:
                 tensor.copy_(stand_in)
         self._copies.clear()
-        if self.finally_ is not None:
-            self.finally_()
+        act, self.finally_ = self.finally_, None  # which holds this object in turn
+        if act is not None:
+            act()
 
     def add(self, *tensors: Tensor) -> None:
         """Takes more tensors that whoever waits for the call is going to read."""
