@@ -235,6 +235,25 @@ def check_buckets_that_nobody_uses_can_be_left_out(group: dist.ProcessGroup) -> 
     assert started
 
 
+def check_gradients_from_no_sync_are_exchanged_although_this_backward_left_them_out(group: dist.ProcessGroup) -> None:
+    ddp = DistributedDataParallel(
+        TwoHeads(),
+        process_group=group,
+        find_unused_parameters=True,
+        skip_all_reduce_unused_params=True,
+        bucket_cap_mb=KIB_IN_MIB / 8,
+    )
+    twin = naive_twin(ddp.module, group)
+    for _ in range(2):
+        for net in (ddp, twin):
+            net.zero_grad()
+            with ddp.no_sync():
+                net(batch(group), 0)["out"][0].square().mean().backward()
+            net(batch(group), 1)["out"][0].square().mean().backward()
+        average_gradients(twin, group)
+        assert_same_gradients(ddp.module, twin, group)
+
+
 def check_late_errors_come_with_the_next_forward_as_in_torchs_class(group: dist.ProcessGroup) -> None:
     class Late(DistributedDataParallel):
         late_gradient_errors = True
@@ -295,6 +314,17 @@ def check_the_nan_guard_names_rank_and_parameter_everywhere(group: dist.ProcessG
             ddp(x).square().mean().backward()
         ddp.zero_grad()
         assert_averages_in_each_step(ddp, group)
+
+
+def check_the_nan_guard_looks_at_sparse_gradients(group: dist.ProcessGroup) -> None:
+    model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 2))
+    ddp = DistributedDataParallel(model, process_group=group, nan_guard=True)
+    words, last = torch.tensor([group.rank(), 3]), group.size() - 1
+    ddp(words).sum().backward()
+    if group.rank() == last:  # the embedding's gradient alone: the layer above has made its own before
+        model[0].register_full_backward_pre_hook(lambda _, gradients: tuple(g * float("nan") for g in gradients))
+    with expect(NonFiniteGradientError, f"rank {last} made", "parameter 0.weight"):
+        ddp(words).sum().backward()
 
 
 def check_the_nan_guard_tells_large_sums_from_infinity(group: dist.ProcessGroup) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from photinus.errors import NotInitializedError
+from photinus.errors import NonFiniteGradientError, NotInitializedError
 from photinus.parallel import DistributedDataParallel
 from photinus.parallel.ddp.checks import device_to_move_to
 from photinus.parallel.exchange.collectives import allocate
@@ -231,3 +231,11 @@ def test_groups_without_memory_to_offer_and_other_devices_get_ordinary_memory() 
     assert allocate(group, 3, torch.float32, torch.device("meta")).device.type == "meta"  # type: ignore[arg-type]
     assert allocate(object(), 3, torch.float32, torch.device("cpu")).tolist() == [0, 0, 0]  # type: ignore[arg-type]
     assert group.asked == []
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_process_has_the_nan_guard_as_well() -> None:
+    ddp = DistributedDataParallel(nn.Linear(2, 2), nan_guard=True)
+    ddp(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(NonFiniteGradientError, match=r"rank 0 made .* parameter (weight|bias)"):
+        (ddp(torch.ones(1, 2)).sum() * float("nan")).backward()

@@ -40,12 +40,21 @@ class NanGuard:
         if self._found is not None and status is not None and status[self._average.group.rank()] == 0:
             status[self._average.group.rank()] = FOUND
 
+    def watch_sparse(self, slots: Sequence[Slot]) -> None:
+        """Looks at this rank's own sparse gradients, which travel when all buckets have left."""
+        for slot in slots:
+            gradient = slot.parameter.grad
+            if self._found is None and gradient is not None:
+                values = gradient._values() if gradient.is_sparse else gradient
+                if not bool(torch.isfinite(values).all()):
+                    self._found = slot
+
     def check(self, slots: Sequence[Slot], status: torch.Tensor | None) -> None:
         """Ends a round. Every rank calls it, ranks without input too.
 
         Args:
             slots: all parameters.
-            status: the ranks' elements after the exchange; None where they did not travel.
+            status: the ranks' elements after the exchange; None where they did not travel, or do not tell all.
 
         Raises:
             NonFiniteGradientError: on every rank, when one rank found something.

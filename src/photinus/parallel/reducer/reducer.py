@@ -130,7 +130,7 @@ class Reducer:
         self._task = _NO_TASK  # the graph task that the last hook ran in
         self._left_open = False  # a nested backward ended with the round incomplete
 
-        if self.world_size > 1:
+        if self.world_size > 1 or options.nan_guard:
             self._start()
 
     # ---- what others may call
@@ -240,8 +240,7 @@ class Reducer:
             if not used_somewhere or used_somewhere[slot.index]:
                 slot.parameter.grad = slot.view
         self.facts.check(facts)
-        if self._guard is not None:
-            self._guard.check(self.slots, status_of(tail))
+        self._check_finite(status_of(tail))
 
     def stop(self) -> None:
         """Ends the exchange for good: later backwards leave local gradients. Not needed before exit. Idempotent."""
@@ -482,6 +481,8 @@ class Reducer:
             # Also where this rank has failed: its peers wait for every bucket, and would reach their deadline.
             self._launcher.launch_all()
             used = self.used.start([s.touched for s in self.slots]) if self.used.due else None
+            if self._guard is not None:
+                self._guard.watch_sparse(self._sparse_slots)
             sparse = average_sparse(
                 [slot.parameter for slot in self._sparse_slots],
                 [slot.parameter.grad for slot in self._sparse_slots],
@@ -509,12 +510,17 @@ class Reducer:
                     self.static_graph.learn(self.slots)
                 self._errors.check_others(status)
                 self.facts.check(facts)
-            if self._guard is not None:
-                self._guard.check(self.slots, status)
+            self._check_finite(status)
         finally:
             self.used.note_unused(slot.index for slot in self.slots if slot.absent)
             self.rounds += 1
             self._reset()
+
+    def _check_finite(self, status: torch.Tensor | None) -> None:
+        """Raises on all ranks where one has found a gradient that is not finite; see `NanGuard.check`."""
+        if self._guard is not None:
+            # The last bucket has left before the word on sparse gradients is there.
+            self._guard.check(self.slots, None if self._sparse_slots else status)
 
     def _run_after_exchange(self, index: int | None = None) -> None:
         for act in self.after_exchange:
