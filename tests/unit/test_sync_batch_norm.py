@@ -143,6 +143,15 @@ def test_torchs_own_sync_batch_norm_becomes_ours() -> None:
     assert converted(torch.randn(4, 3)).shape == (4, 3)  # torch's refuses the CPU
 
 
+def test_a_group_that_is_given_holds_for_layers_that_are_ours_already() -> None:
+    first, second = object(), object()
+    layer = SyncBatchNorm(3)
+    for group in (first, second, None):
+        converted = convert_sync_batchnorm(nn.Sequential(layer), group)  # type: ignore[arg-type]
+        assert converted[0] is layer
+    assert layer.process_group is second
+
+
 def test_a_lazy_layer_is_refused() -> None:
     with pytest.raises(ValueError, match="LazyBatchNorm1d is not initialised yet"):
         convert_sync_batchnorm(nn.Sequential(nn.LazyBatchNorm1d()))

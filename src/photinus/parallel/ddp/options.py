@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 import warnings
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -18,30 +18,17 @@ _MIB = 1024 * 1024
 
 
 def group_of(process_group: dist.ProcessGroup | None, device_mesh: Any, module: nn.Module) -> dist.ProcessGroup:
-    """The group given, that of a mesh of one dimension, or the default group.
+    """See `resolve_group`, which says what it raises.
 
     A mesh that is cut out of a larger one means that `module` is sharded along the others: torch's DTensor parameters
     are then replaced by their local parts, as torch's class does.
-
-    Raises:
-        NotInitializedError: there is no default group.
-        UnsuitableModelError: both are given, or a mesh of several dimensions.
-        ValueError: this process is not a member of the group.
     """
-    if device_mesh is None:
-        return resolve_group(process_group)
-    if process_group is not None:
-        raise UnsuitableModelError("Cannot specify both process_group and device_mesh arguments. Leave one out.")
-    if device_mesh.ndim != 1:
-        raise UnsuitableModelError(
-            f"Only 1D device mesh is supported, but got {device_mesh}. Pass the dimension along which the model is "
-            f"replicated: device_mesh[name]."
-        )
-    if device_mesh._get_root_mesh() != device_mesh:
+    group = resolve_group(process_group, device_mesh)
+    if device_mesh is not None and device_mesh._get_root_mesh() != device_mesh:
         from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 
         _pre_dp_module_transform(module)
-    return cast(dist.ProcessGroup, device_mesh.get_group(mesh_dim=0))
+    return group
 
 
 def capacities(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> tuple[int, list[int]]:

@@ -139,7 +139,8 @@ def convert_sync_batchnorm(module: nn.Module, process_group: dist.ProcessGroup |
     """Turns every BatchNorm in `module` (torch's SyncBatchNorm too) into ours; returns the module.
 
     The new layers hold the same parameter and buffer objects, hooks and settings, so that optimizers and tied layers
-    stay as they are. `module` itself is changed, unless it is a batch norm: then the new layer is returned.
+    stay as they are. `module` itself is changed, unless it is a batch norm: then the new layer is returned. A group
+    that is given holds for layers that are ours already, too.
 
     Raises:
         ValueError: a lazy batch norm that is not initialised yet.
@@ -165,6 +166,8 @@ def _convert(module: nn.Module, process_group: dist.ProcessGroup | None, done: d
 
 def _to_sync(layer: nn.Module, process_group: dist.ProcessGroup | None) -> nn.Module:
     """A layer with everything that this one carries: parameters, buffers, hooks, settings; no batch norm: itself."""
+    if isinstance(layer, SyncBatchNorm) and process_group is not None:
+        layer.process_group = process_group
     if isinstance(layer, SyncBatchNorm) or not isinstance(layer, _BatchNorm):
         return layer
     if any(is_lazy(p) for p in [*layer.parameters(), *layer.buffers()]):

@@ -8,7 +8,7 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 
-from ...errors import NotInitializedError
+from ...errors import NotInitializedError, UnsuitableModelError
 
 _AVERAGING_BACKENDS = frozenset({"photinus", "nccl"})
 """Backends whose ReduceOp.AVG we use. Gloo has it too, but it sums before it divides: 60000 + 60000 in float16 is
@@ -25,15 +25,25 @@ class Pending(Protocol):
         """Whether waiting would return or raise at once."""
 
 
-def resolve_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group itself, or the default group for None.
+def resolve_group(process_group: dist.ProcessGroup | None, device_mesh: Any = None) -> dist.ProcessGroup:
+    """The group itself, that of a mesh of one dimension, or the default group where neither is given.
 
     Raises:
         NotInitializedError: there is no default group.
+        UnsuitableModelError: both are given, or a mesh of several dimensions.
         ValueError: this process is not a member of the group.
     """
     if not dist.is_available():
         raise NotInitializedError("this build of torch has no torch.distributed, which exchanging gradients needs")
+    if device_mesh is not None:
+        if process_group is not None:
+            raise UnsuitableModelError("Cannot specify both process_group and device_mesh arguments. Leave one out.")
+        if getattr(device_mesh, "ndim", None) != 1:
+            raise UnsuitableModelError(
+                f"Only 1D device mesh is supported, but got {device_mesh}. Pass the dimension along which the model is "
+                f"replicated: device_mesh[name]."
+            )
+        return cast(dist.ProcessGroup, device_mesh.get_group(mesh_dim=0))
     if process_group is None:
         if not dist.is_initialized():
             raise NotInitializedError(

@@ -86,5 +86,5 @@ def wrap_model(
     chosen.check(model, optimizers)
     model = model.to(device)
     if sync_batch_norm:
-        model = convert_sync_batchnorm(model, options.get("process_group"))
+        model = convert_sync_batchnorm(model, chosen.group if chosen.has_group else None)
     return chosen.wrap(model, device, optimizers)

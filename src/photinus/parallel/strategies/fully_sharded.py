@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from ..ddp.checks import one_device
 from ..exchange.broadcast import broadcast_tensors
-from ..exchange.collectives import resolve_group
 from ..exchange.verify_models import describe, verify_same_model
 from ..zero.shard_units import shard_units
 from ..zero.split_states import copy_state, is_split, split_as
@@ -101,7 +100,7 @@ class FullyShardedStrategy(Strategy):
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import fully_shard
 
-        group = resolve_group(self.options.get("process_group"))
+        group = self.group
         self._start_as_rank_0(model, group, device)
         before = dict(model.named_parameters())
         settings: dict[str, Any] = {

@@ -14,10 +14,12 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from ...spelling import hint
+from ..exchange.collectives import resolve_group
 from ..zero.split_states import copy_state, gather_state
 
 
@@ -52,6 +54,16 @@ class Strategy(ABC):
                     f"strategy {self.name!r} has no option {option!r}; {there}.{hint(option, self.accepted, show=repr)}"
                 )
         self.options = options
+
+    @property
+    def has_group(self) -> bool:
+        """Whether the options name the ranks that train together, as a process group or a mesh of one dimension."""
+        return any(self.options.get(name) is not None for name in ("process_group", "device_mesh"))
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Those ranks; the default group where no option names any. Raises as `resolve_group` does."""
+        return resolve_group(self.options.get("process_group"), self.options.get("device_mesh"))
 
     # -- setting up --------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..exchange.collectives import resolve_group
 from .ddp import options_of
 from .strategy import Strategy
 
@@ -24,7 +23,7 @@ class TorchDDPStrategy(Strategy):
 
     def wrap(self, model: nn.Module, device: torch.device, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
         """Wraps in torch's class; optimizers stay as they are."""
-        resolve_group(self.options.get("process_group"))
+        _ = self.group  # where there is none, the error says what to do, as torch's would not
         device_ids = None if device.type == "cpu" else [device]
         return nn.parallel.DistributedDataParallel(model, device_ids=device_ids, **self.options)
 

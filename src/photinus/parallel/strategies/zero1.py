@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..exchange.collectives import resolve_group
 from ..zero.sharded_optimizer import check_shardable, consolidated_state, is_sharded, shard_optimizer
 from ..zero.swap_parameters import check_repointable
 from .ddp import DDPStrategy
@@ -38,7 +37,7 @@ class Zero1Strategy(DDPStrategy):
         """Wraps in `photinus.DistributedDataParallel`, and splits the optimizers in place."""
         wrapped = super().wrap(model, device)
         for optimizer in optimizers:
-            shard_optimizer(optimizer, resolve_group(self.options.get("process_group")))
+            shard_optimizer(optimizer, self.group)
         return wrapped
 
     def save(self, part: nn.Module | Optimizer) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def wrap(
     for each in optimizers:
         check_optimizer(model, each)
     session = require_session("photinus.wrap")
-    group = resolve_group(options.get("process_group"))
+    group = resolve_group(options.get("process_group"), options.get("device_mesh"))
     given = {"strategy": strategy, "sync_batch_norm": sync_batch_norm, **{n: plain(v) for n, v in options.items()}}
     alike = {**given, **describe_replicas([model], optimizers)}
     check_alike(alike, "the ranks were given different things to wrap", group)
