@@ -282,3 +282,29 @@ def test_ddp_is_ours_and_torch_ddp_is_torchs() -> None:
     assert type(wrap_model(nn.Linear(1, 1), strategy="ddp", device=CPU)) is DistributedDataParallel
     theirs = wrap_model(nn.Linear(1, 1), strategy="torch-ddp", device=CPU)
     assert type(theirs) is nn.parallel.DistributedDataParallel
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_mesh_gives_the_group_of_batch_norms_and_of_the_split_optimizer_too() -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    group = dist.new_group([0])
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.Adam(model.parameters())
+    mesh = DeviceMesh.from_group(group, "cpu")
+    wrapped = wrap_model(model, [optimizer], strategy="zero1", device=CPU, device_mesh=mesh)
+    assert wrapped.process_group is group
+    assert wrapped.module[1].process_group is group
+    assert optimizer._zero.process_group is group
+
+
+@pytest.mark.parametrize("device_ids", [[1], [1, 2], ["cuda:1", "cuda:0"]])
+def test_dp_refuses_devices_of_which_the_first_is_not_the_models(device_ids: list[Any]) -> None:
+    with pytest.raises(ValueError, match=r"device_ids=\[.*\], but the model goes to cuda:0"):
+        find_strategy("dp")(device_ids=device_ids).wrap(nn.Linear(1, 1), torch.device("cuda", 0))
+
+
+def test_dp_with_the_models_own_device_is_the_plain_model() -> None:
+    model = nn.Linear(1, 1)
+    for device_ids in ([1], ["cuda:1"]):
+        assert find_strategy("dp")(device_ids=device_ids).wrap(model, torch.device("cuda", 1)) is model

@@ -46,9 +46,15 @@ class DPStrategy(Strategy):
             if device_ids:
                 raise ValueError(f"strategy 'dp': device_ids={list(device_ids)}, but the device is {device}")
             return model
+        own = device.index or 0
         if device_ids is None:
-            first = device.index or 0
-            device_ids = [first, *(i for i in range(torch.cuda.device_count()) if i != first)]
+            device_ids = [own, *(i for i in range(torch.cuda.device_count()) if i != own)]
+        first = device_ids[0] if len(device_ids) else own
+        if (first if isinstance(first, int) else torch.device(first).index or 0) != own:
+            raise ValueError(
+                f"strategy 'dp': device_ids={list(device_ids)}, but the model goes to {device}, which has to be the "
+                f"first; leave device_ids out, or name another device to photinus.init"
+            )
         if len(device_ids) < 2:
             return model
         return nn.DataParallel(model, **{**self.options, "device_ids": device_ids})
