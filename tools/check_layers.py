@@ -30,6 +30,7 @@ FLOORS = {
     "_native": 2,
     "tracebacks": 2,
     "waiting_time": 2,
+    "optimizer_steps": 1,
     "runlog": 3,
     "arrays": 3,
     "group": 4,

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import dataclass, replace
-from typing import Any
 
 from . import env
 
@@ -59,13 +58,14 @@ def count_optimizer_steps() -> None:
     if env.STATUS_FILE.get() is None:
         return
     import torch
-    from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    def count(*_: Any) -> None:
+    from .optimizer_steps import OptimizerSteps
+
+    def count(_: object) -> None:
         if _counts and not torch.compiler.is_compiling():
             _write(replace(_told, steps=_told.steps + 1))
 
-    register_optimizer_step_post_hook(count)
+    OptimizerSteps(ended=count)
 
 
 def read(text: str) -> Status:

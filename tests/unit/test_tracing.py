@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import photinus
+from photinus.optimizer_steps import OptimizerSteps
 from photinus.parallel.tracing.recording import EXCHANGE, MAIN, Recording, Span, current_recording, recorded_span
 from photinus.parallel.tracing.trace import RankTrace, chrome_events, enumerate_rows
 
@@ -125,6 +126,30 @@ def test_a_wrong_number_of_steps_is_refused(tmp_path: Path, wrong: dict[str, int
 def test_a_folder_that_does_not_exist_is_named_before_any_step_is_made(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no folder"):
         photinus.trace(tmp_path / "absent" / "trace.json")
+
+
+def test_an_optimizer_that_calls_another_makes_one_step_and_one_that_raised_none(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+
+    class Outer(torch.optim.SGD):
+        fails = True
+
+        def step(self, closure: Any = None) -> None:
+            torch.optim.SGD([parameter], lr=0.1).step()
+            if self.fails:
+                raise ZeroDivisionError
+
+    outer, ended = Outer([parameter], lr=0.1), []
+    steps = OptimizerSteps(ended=ended.append)
+    with pytest.raises(ZeroDivisionError):
+        outer.step()
+    outer.fails = False
+    for _ in range(2):
+        outer.step()
+    steps.remove()
+    outer.step()
+    assert ended == [outer, outer]
 
 
 def test_an_optimizer_outside_of_any_step_is_not_recorded(tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ...optimizer_steps import OptimizerSteps
 from ...runlog.process import boot_id
 from ..exchange.agreement import gather_per_rank
 from .device_clock import Moment
@@ -123,24 +123,21 @@ class Trace(AbstractContextManager["Trace"]):
         self.ranks: list[RankTrace] = []
         self._recording = recording
         self._optimizer_began: int | Moment = 0
-        self._hooks: list[Any] = []
+        self._steps: OptimizerSteps | None = None
 
     def __enter__(self) -> Trace:
         if current_recording(any_step=True) is not None:
             raise RuntimeError("a trace is on in this process; end it before the next one begins")
         set_current_recording(self._recording)
-        self._hooks = [
-            register_optimizer_step_pre_hook(self._before_optimizer),
-            register_optimizer_step_post_hook(self._after_optimizer),
-        ]
+        self._steps = OptimizerSteps(began=self._before_optimizer, ended=self._after_optimizer)
         return self
 
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         set_current_recording(None)
-        for hook in self._hooks:
-            hook.remove()
+        if self._steps is not None:
+            self._steps.remove()
         grouped = dist.is_available() and dist.is_initialized()
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
         together = world_size > 1 and error is None
@@ -170,10 +167,10 @@ class Trace(AbstractContextManager["Trace"]):
     def __str__(self) -> str:
         return "\n".join([*map(str, self.shares()), f"The picture is in {self.path}: open it in ui.perfetto.dev."])
 
-    def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer_began = self._recording.now()
 
-    def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         recording = current_recording()
         if recording is not None:
             name = f"{type(optimizer).__name__}.step"
