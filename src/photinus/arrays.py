@@ -31,10 +31,14 @@ def facts(array: Any, *, writable: bool) -> tuple[int, int, int]:
     if str(getattr(array, "dtype", "")) == "bfloat16":  # ml_dtypes' arrays call themselves void
         name = "bfloat16"
     if name is None or interface["typestr"][0] == ">":
-        raise TypeError(f"element type {array.dtype} is not one of {', '.join(DTYPES)}")
+        given = getattr(array, "dtype", interface["typestr"])
+        raise TypeError(f"element type {given} is not one of {', '.join(DTYPES)}")
     if interface.get("strides") is not None:
         raise ValueError("needs a C-contiguous array; make one with numpy.ascontiguousarray")
-    address, read_only = interface["data"]
+    place = interface.get("data")  # the protocol also has arrays that tell it by a buffer
+    if not isinstance(place, tuple):
+        raise TypeError(f"a {type(array).__name__} does not tell its address; make an array with numpy.asarray")
+    address, read_only = place
     if writable and read_only:
         raise ValueError("the array is read-only, but the result goes into it")
     elems = 1

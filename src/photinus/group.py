@@ -224,10 +224,11 @@ class Group:
             return
         self._native.close()
         with self._in_flight_lock:
-            left = [*_landing, *self._in_flight, *self._messages]
+            left = [*self._in_flight, *self._messages]
             self._in_flight.clear()
             self._messages.clear()
-        _landing[:] = [entry for entry in left if not entry[0].has_landed()]
+        with _landing_lock:
+            _landing[:] = [entry for entry in [*_landing, *left] if not entry[0].has_landed()]
         _open.discard(self)
 
     def __enter__(self: _G) -> _G:
@@ -244,6 +245,7 @@ class Group:
 
 # Of closed groups: a GPU may write to these tensors still.
 _landing: list[tuple[Work, object]] = []
+_landing_lock = threading.Lock()
 
 # Left in order even when the user closes nothing: threads end before the interpreter does.
 _open: weakref.WeakSet[Group] = weakref.WeakSet()
