@@ -36,14 +36,14 @@ namespace photinus {
 // What a rank has for frames, the same on all ranks.
 struct NetSizes {
   uint64_t landing_bytes = 16 << 20;    // place for what comes in and for partial results
-  uint64_t slice_bytes = 256 << 10;     // of one slice of one chunk, at most, and
+  uint64_t slice_bytes = 256 << 10;     // of one slice of one chunk as it crosses, at most, and
   uint64_t most_slice_bytes = 1 << 20;  // of a long tensor
   uint64_t frame_bytes = 4 << 10;       // flat: smaller slices are not worth a frame of their own
   double latency_s = 0;                 // to another host, as measured; 0: not known
   double bytes_per_s = 0;               // of payload into a host, as measured; 0: not known
 };
 
-// The bytes that a slice of one chunk may have, of a tensor whose slices have so many.
+// The bytes that a slice of one chunk may have as it crosses, of a tensor whose slices have so many there.
 uint64_t longest_slice(const NetSizes& net, const Levels& levels, uint64_t bytes);
 // The bytes of a chunk of a tensor of so many that two hosts of one rank each exchange as it is.
 uint64_t exchanged_chunk(const NetSizes& net, uint64_t bytes);

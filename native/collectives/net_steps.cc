@@ -191,11 +191,12 @@ NetCut::NetCut(const Levels& levels, const CutOf& of, const SlotSizes& sizes, co
   };
   const uint64_t slot_parts = std::max<uint64_t>(of_.slot_parts, 1);
   const uint64_t slot_units = sizes.chunks * sizes.chunk_bytes / of_.ring / kLineBytes / slot_parts;
-  const uint64_t landing_units = net.landing_bytes / (of_.ring * carried_ * unit_ * of_.wire_bytes);
-  const uint64_t bytes = of_.elems * of_.elem_bytes;
+  // As what crosses: a frame's header and the network do not know how wide the tensor is here.
+  const uint64_t unit_bytes = unit_ * of_.wire_bytes, bytes = of_.elems * of_.wire_bytes;
+  const uint64_t landing_units = net.landing_bytes / (of_.ring * carried_ * unit_bytes);
   const uint64_t most =
       of_.alone ? exchanged_chunk(net, bytes) : longest_slice(net, levels, bytes / of_.slices);
-  part_units_ = std::min(most / kLineBytes, landing_units);
+  part_units_ = std::min(most / unit_bytes, landing_units);
   if (of_.slot_parts > 0) part_units_ = std::min(part_units_, slot_units);
   while (part_units_ > 0 && lay_out(part_units_) > landing_units)
     part_units_ -= std::max<uint64_t>(part_units_ / 16, 1);

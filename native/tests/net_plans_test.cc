@@ -114,6 +114,24 @@ TEST(slices_of_long_tensors_grow_with_them_and_results_stay_right) {
     }
 }
 
+TEST(frames_on_a_slow_card_are_as_long_in_fewer_bits) {
+  NetSizes slow;
+  slow.bytes_per_s = 12e6;
+  for (const Levels& levels : {in_blocks({1, 1}, {2}), in_blocks({2, 2, 2, 2}, {4})}) {
+    Call call{Operation::all_reduce, Dtype::float32, Reduction::sum, 0, 16 << 20};
+    auto mean_bytes = [&] {
+      double bytes = 0, frames = 0;
+      for (const Step& step :
+           net_plan(call, levels, 0, Algorithm::staged, sizes_for({}, 8, true), slow).after)
+        if (step.kind == Step::Kind::send) bytes += static_cast<double>(step.bytes), ++frames;
+      return bytes / frames;
+    };
+    const double wide = mean_bytes();
+    call.wire = Dtype::bfloat16;
+    CHECK(mean_bytes() > 0.95 * wide);
+  }
+}
+
 TEST(two_hosts_that_exchange_a_tensor_are_less_ahead_of_each_other_on_a_slow_card) {
   NetSizes unknown, slow, far, fast;
   slow.bytes_per_s = far.bytes_per_s = 118e6, fast.bytes_per_s = 5e9;
