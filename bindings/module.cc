@@ -266,7 +266,10 @@ Parts parts_of(const std::vector<Part>& given) {
 // The call with what is known only where it is made.
 Submission made_here(const Submission& call) {
   Submission given = call;
-  if (given.label.empty()) given.label = thread_label;
+  if (given.label.empty())
+    given.label = thread_label;
+  else if (!thread_label.empty())
+    given.label += ", " + thread_label;
   given.site = call_site();
   return given;
 }

@@ -207,6 +207,11 @@ def test_calls_of_different_sizes_are_refused_everywhere_with_the_places_of_both
 def other_mismatches(rank: int, world_size: int, address: str) -> list[str]:
     with joined(rank, world_size, address) as communicator:
         array, whole = np.full(6, rank, np.float32), np.full(6, rank, np.int32)
+
+        def labelled(name: str) -> None:
+            with engine.label(name):
+                communicator.all_reduce(array, label="complex64")
+
         pairs: list[tuple[Any, Any]] = [
             (lambda: communicator.all_reduce(array), lambda: communicator.broadcast(array)),
             (lambda: communicator.all_reduce(array), lambda: communicator.barrier()),
@@ -219,6 +224,8 @@ def other_mismatches(rank: int, world_size: int, address: str) -> list[str]:
                 lambda: communicator.all_reduce(array, label="layers.1.weight"),
             ),
             (lambda: communicator.all_reduce(array, label="loss"), lambda: communicator.all_reduce(array)),
+            # A backend's own label says what it sends; the user's around it still counts.
+            (lambda: labelled("first"), lambda: labelled("second")),
         ]
         found = []
         for one, other in pairs:
@@ -241,6 +248,8 @@ def test_every_kind_of_disagreement_is_refused_and_the_group_stays_usable() -> N
     assert "labelled 'layers.0.weight' at" in first[6]
     assert "labelled 'layers.1.weight' at" in first[6]
     assert "labelled 'loss'" in first[7]
+    assert "labelled 'complex64, first'" in first[8]
+    assert "labelled 'complex64, second'" in first[8]
 
 
 def swapped_lines(rank: int, world_size: int, address: str) -> list[str]:
