@@ -81,9 +81,9 @@ std::shared_ptr<Peers> meet(const GroupOptions& options, const std::optional<Lev
   std::vector<uint32_t> counterparts;
   for (size_t level = 0; level < levels->sizes.size(); ++level)
     for (const uint32_t rank : levels->counterparts(options.rank, level)) counterparts.push_back(rank);
-  return std::make_shared<NetPeers>(NetPeers::Options{ranks, options.places, counterparts, options.job,
-                                                      options.attempt, options.network,
-                                                      &options.progress->processes()});
+  return std::make_shared<NetPeers>(
+      NetPeers::Options{ranks, options.places, counterparts, options.job, options.attempt, options.network,
+                        &options.progress->processes(), options.limits.grace_s});
 }
 
 }  // namespace

@@ -175,7 +175,7 @@ bool HostTraffic::send(uint32_t rank, const std::byte* from, uint64_t bytes) {
   try {
     link->send(channel_, mark(sequence_, frames.begun + 1), {&piece, 1}, transfer, stream);
   } catch (const Error&) {
-    if (!link->has_failed()) throw;
+    if (!link->has_failed() && !link->has_peer_left()) throw;
     return false;
   }
   ++frames.begun;

@@ -205,7 +205,7 @@ bool Send::send_frame() {
   try {
     link->send(kMessages, order_, {&piece, 1}, transfer_, kMessageStream);
   } catch (const Error&) {
-    if (!link->has_failed()) throw;  // the receiver is about to be known as lost
+    if (!link->has_failed() && !link->has_peer_left()) throw;  // how it ended is about to be known
   }
   return true;
 }
@@ -301,7 +301,8 @@ bool Receive::receive_frame() {
     try {
       link->expect(kMessages, order_, call_.buffer, bytes(), transfer_);
     } catch (const Error&) {
-      if (!link->has_failed()) throw;  // the sender is about to be known as lost
+      if (group_->is_over()) group_->check(description());  // a receipt beside this one has found out
+      if (!link->has_failed()) throw;                       // how it ended is about to be known
     }
     group_->peers->show(source_, *offer_);
   }

@@ -85,7 +85,11 @@ class Ends {
       for (auto& opening : openings_)
         if (opening)
           if (auto link = opening->link()) {
-            if (meeting_.rank != 0) send(*link);
+            if (meeting_.rank != 0) {
+              send(*link);
+              // Rank 0 may have begun to wait just now, and tells who is missing when its own time is over.
+              deadline_ = Deadline::in(meeting_.timeout_s + kPartingLimit_s);
+            }
             links_.push_back(std::move(link));
             opening.reset();
           }
@@ -146,7 +150,7 @@ class Ends {
 
   Network& network_;
   const Meeting& meeting_;
-  const Deadline deadline_ = Deadline::in(meeting_.timeout_s);
+  Deadline deadline_ = Deadline::in(meeting_.timeout_s);
   const std::shared_ptr<Texts> texts_;
   std::string group_;
   std::vector<std::shared_ptr<Opening>> openings_;

@@ -45,6 +45,7 @@ NetPeers::NetPeers(const Options& options)
       local_index_(ranks(), UINT32_MAX),
       processes_(options.processes),
       timeout_s_(options.ranks.timeout_s),
+      grace_s_(options.grace_s),
       ways_(std::make_unique<Way[]>(2 * ranks())),
       ends_(std::make_unique<End[]>(ranks())),
       heard_of_(ranks()) {
@@ -123,7 +124,9 @@ Link* NetPeers::adopt(Way& way) {
   std::lock_guard lock(mutex_);
   if (!way.opening || way.link.load()) return way.link.load();
   way.kept = way.opening->link();
-  if (way.kept) way.link.store(way.kept.get(), std::memory_order_release);
+  if (!way.kept) return nullptr;
+  way.kept->endure(grace_s_);
+  way.link.store(way.kept.get(), std::memory_order_release);
   return way.kept.get();
 }
 
@@ -233,6 +236,19 @@ void NetPeers::say_to_all(uint32_t channel, std::span<const std::byte> payload) 
     if (Link* const link = ways_[i].link.load(std::memory_order_acquire)) say(link, channel, 0, payload);
 }
 
+bool NetPeers::say_newest(uint32_t channel, std::span<const std::byte> payload) {
+  bool all = true;
+  for (uint32_t i = 0; i < 2 * ranks(); ++i) {
+    Link* const link = ways_[i].link.load(std::memory_order_acquire);
+    if (!link) continue;
+    if (link->is_behind())
+      all = false;
+    else
+      say(link, channel, 0, payload);
+  }
+  return all;
+}
+
 // --- what is told
 
 void NetPeers::tell(uint32_t rank, uint64_t sequence, std::span<const std::byte> what, uint32_t stream) {
@@ -275,7 +291,7 @@ void NetPeers::end(Presence how, uint32_t culprit, bool in_deadlock) {
   if (first) {  // the cause before its consequence
     say_ends_here();
     for (const uint32_t local : locals_)
-      if (!views_[local].page->wait_record.deadlocked().empty()) say_wait(local);
+      if (!views_[local].page->wait_record.deadlocked().empty()) say_to_all(kWaits, wait_of(local));
   }
   shm_->end(how, culprit, in_deadlock);
   if (first) say_end(rank_);

@@ -41,6 +41,7 @@ class NetPeers final : public Peers, private Network::Member {
     uint32_t attempt = 0;
     std::shared_ptr<Network> network;
     Processes* processes = nullptr;  // those of this process's progress; lives as long
+    double grace_s = 120;            // for which a host may be silent
   };
   // Meets the ranks of this host and makes the first links. Throws as join_local_group and Opening::link do.
   explicit NetPeers(const Options& options);
@@ -118,6 +119,9 @@ class NetPeers final : public Peers, private Network::Member {
   void say(Link* link, uint32_t channel, uint64_t sequence, std::span<const std::byte> payload,
            uint32_t stream = kAtOnce);
   void say_to_all(uint32_t channel, std::span<const std::byte> payload);
+  // What newer words will take the place of: not where older ones lie still, else a host that is silent for
+  // minutes would fill the link. Whether all got it.
+  bool say_newest(uint32_t channel, std::span<const std::byte> payload);
   void say_end(uint32_t rank);
   // net_peers_tend.cc
   bool tend(double now_s) override;
@@ -127,7 +131,7 @@ class NetPeers final : public Peers, private Network::Member {
   bool suspect(uint32_t rank, double now_s);
   void beat();
   void tell_waits();
-  void say_wait(uint32_t rank);
+  std::vector<std::byte> wait_of(uint32_t rank) const;
 
   const std::vector<HostPlace> places_;
   const std::string job_, name_;
@@ -137,7 +141,7 @@ class NetPeers final : public Peers, private Network::Member {
   std::shared_ptr<Known> known_memory_;  // by rank
   Known* known_ = nullptr;
   Processes* const processes_;
-  const double timeout_s_;
+  const double timeout_s_, grace_s_;
   std::unique_ptr<Way[]> ways_;              // two for each rank
   std::unique_ptr<End[]> ends_;              // by rank
   mutable std::mutex mutex_;                 // guards the openings, and the ends but for `lost`

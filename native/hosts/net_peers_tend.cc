@@ -1,6 +1,8 @@
 // What a group on several hosts does now and then, on the network's thread: it notices ends, and tells the
 // other hosts that its ranks live, what they wait for and how they ended.
 #include <algorithm>
+#include <set>
+#include <string_view>
 
 #include "base/error.h"
 #include "hosts/net_peers.h"
@@ -11,16 +13,6 @@ namespace {
 constexpr double kBeatEvery_s = 0.25, kTellWaitsEvery_s = 0.05;
 // What a rank's host has to say of its end, before it is given up without.
 constexpr double kWordFromHost_s = 0.12;
-
-// Why a link has failed whose peer may well live; else empty.
-std::string fault_of_carrier(const Link& link) {
-  try {
-    link.check();
-  } catch (const Error& error) {
-    if (error.kind() == ErrorKind::system) return error.what();
-  }
-  return "";
-}
 
 }  // namespace
 
@@ -71,10 +63,10 @@ bool NetPeers::look_for_ends(double now) {
         here.has_ended = true;
       } else if (link->has_failed()) {
         here.has_ended = true;
-        const std::string carrier = fault_of_carrier(*link);
+        const std::string fault = link->fault();
         std::lock_guard lock(mutex_);
         if (ends_[rank].suspected_s == 0) ends_[rank].suspected_s = now;
-        if (!carrier.empty()) ends_[rank].how = "cannot be reached any more: " + carrier;
+        if (!fault.empty()) ends_[rank].how = "cannot be reached any more: " + fault;
       } else {
         all_came = false;
       }
@@ -127,10 +119,18 @@ void NetPeers::beat() {
     for (uint32_t i = first; i < first + count; ++i)
       put(payload, Sign{views_[locals_[i]].page->heartbeat.load(std::memory_order_relaxed),
                         value(locals_[i], Counter::posted)});
-    say_to_all(kBeat, payload);
+    say_newest(kBeat, payload);
   }
+  // Of whom no rank of its host tells, or none any more, nobody can say that it is silent.
+  std::set<std::string_view> linked;
   for (uint32_t rank = 0; rank < ranks(); ++rank)
-    if (!is_local(rank) && !heard_of_[rank].load(std::memory_order_relaxed))
+    for (const Direction direction : {up, down})
+      if (const Way& here = way(rank, direction);
+          here.link.load(std::memory_order_acquire) && !here.has_ended)
+        linked.insert(places_[rank].host_key);
+  for (uint32_t rank = 0; rank < ranks(); ++rank)
+    if (!is_local(rank) &&
+        !(heard_of_[rank].load(std::memory_order_relaxed) && linked.contains(places_[rank].host_key)))
       known_[rank].page.heartbeat.fetch_add(1, std::memory_order_relaxed);
 }
 
@@ -142,12 +142,12 @@ void NetPeers::tell_waits() {
   seen_wait_ = version;
   const auto facts = record.read();
   if (!stands || (version == said_wait_ && (!facts || facts->affirmed == said_affirmed_))) return;
+  if (!say_newest(kWaits, wait_of(rank_))) return;  // once more the next time
   said_wait_ = version;
   said_affirmed_ = facts ? facts->affirmed : 0;
-  say_wait(rank_);
 }
 
-void NetPeers::say_wait(uint32_t rank) {
+std::vector<std::byte> NetPeers::wait_of(uint32_t rank) const {
   const ProcessPage& page = *views_[rank].page;
   const WaitRecord& record = page.wait_record;
   const auto facts = record.read();
@@ -173,7 +173,7 @@ void NetPeers::say_wait(uint32_t rank) {
   put(payload, waits);
   put_text(payload, call, call.size());
   put_text(payload, page.end_reason.read(), kControlBytes - payload.size());
-  say_to_all(kWaits, payload);
+  return payload;
 }
 
 }  // namespace photinus

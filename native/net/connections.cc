@@ -13,10 +13,6 @@ namespace {
 
 constexpr size_t kLeastPending = 64, kSpareDescriptors = 64;
 
-std::string group_text(const Membership& member) {
-  return "group " + member.group + " of job " + member.job;
-}
-
 // Where few descriptors are allowed, fewer strangers may be in their handshake at a time.
 Incoming::Limits affordable(const Connections::Options& options) {
   Incoming::Limits limits = options.incoming;
@@ -43,9 +39,7 @@ Connections::Connections(const Options& options)
       owner_(own_pid()),
       incoming_(
           events_, affordable(options), options.dialect,
-          [this](const Claim& claim, const Challenge& said, const SocketAddress&) {
-            return decide(claim, said);
-          },
+          [this](const Claim& claim, const Challenge& said) { return decide(claim, said); },
           [this](PrivateDescriptor socket, const Claim& claim) { take(std::move(socket), claim); },
           [this](const Claim& claim) { drop(claim); }) {
   if (options.streams < 1 || options.streams > 16)
@@ -86,7 +80,7 @@ void Connections::join(const Membership& member) {
   if (options_.ucx && !has_tried_ucx_) open_ucx();
   group.own.ucx = ucx_ ? ucx_->library().interface : 0;
   if (!groups_.emplace(GroupName{member.job, member.group}, std::move(group)).second)
-    throw Error(ErrorKind::invalid_argument, "this process has joined " + group_text(member) + " already");
+    throw Error(ErrorKind::invalid_argument, "this process has joined " + member.of_group() + " already");
 }
 
 void Connections::leave(const std::string& job, const std::string& group) {
@@ -96,7 +90,7 @@ void Connections::leave(const std::string& job, const std::string& group) {
   for (auto& [peer, opening] : found->second.openings)
     if (opening->is_under_way())
       fail(*opening, ErrorKind::aborted,
-           found->second.own.who() + " has left " + group_text(found->second.own));
+           found->second.own.who() + " has left " + found->second.own.of_group());
   groups_.erase(found);
 }
 
@@ -251,7 +245,7 @@ void Connections::complete(Opening& opening) {
 
 void Connections::finish(Opening& opening, std::vector<std::unique_ptr<Stream>> streams) {
   opening.link_ = std::make_shared<Link>(std::move(streams), opening.own_.who(), opening.other_.who(),
-                                         std::move(opening.handler_), options_.link);
+                                         std::move(opening.handler_));
   auto links = std::make_shared<Links>();
   for (const auto& link : *links_)
     if (!link.expired()) links->push_back(link);
@@ -274,7 +268,7 @@ void Connections::fail(Opening& opening, ErrorKind kind, const std::string& what
 }
 
 void Connections::work_on(Opening& opening, double now) {
-  const std::string whom = text("rank %u of ", opening.peer_) + group_text(opening.own_);
+  const std::string whom = text("rank %u of ", opening.peer_) + opening.own_.of_group();
   std::string why;
   for (size_t i = 0; i < opening.dials_.size(); ++i) {
     if (opening.sockets_[i].valid()) continue;

@@ -66,7 +66,6 @@ class Connections {
     std::vector<SocketAddress> listen;  // addresses of this host and their ports, 0 for any; none: only dials
     uint8_t streams = 1;                // for data, of each link
     TcpOptions tcp;
-    LinkOptions link;
     Incoming::Limits incoming;
     // So long may something else sit at a peer's address: what is left of the job before, for instance.
     double stranger_s = 1.5;
@@ -84,8 +83,6 @@ class Connections {
 
   // Where others reach this process.
   const std::vector<SocketAddress>& addresses() const { return addresses_; }
-  // Readable when poll() has something to do: for an epoll set of the caller's.
-  int number() const { return events_.number(); }
   // Accepts, dials, greets, and polls all links. Whether something is done that somebody may wait for: a
   // frame, a link, an end; false too when another thread is at it. If nothing is to be done at first, it
   // sleeps for at most `limit_s`, until something is, or ring().

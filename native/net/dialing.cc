@@ -25,6 +25,8 @@ std::string meaning(int error) {
   switch (error) {
     case ECONNREFUSED:
       return "nobody listens there (connection refused)";
+    case EAFNOSUPPORT:
+      return "this host knows no addresses of this kind (IPv6 switched off?)";
     case ENETUNREACH:
       return "there is no route to it from this host (network unreachable)";
     case EHOSTUNREACH:
@@ -44,6 +46,16 @@ void Dialing::retry(double now, const std::string& why) {
   pause_s_ = pause_s_ == 0 ? kFirstPause_s : std::min(2 * pause_s_, kLongestPause_s);
   due_s_ = now + pause_s_;
   why_ = where_ + ": " + why;
+}
+
+// One of several addresses may be of a network that this host is not on; if all are, waiting does not help.
+void Dialing::fail_to_connect(double now, int error) {
+  const bool is_lasting = error == ENETUNREACH || error == EAFNOSUPPORT;
+  unreachable_ = is_lasting ? unreachable_ + 1 : 0;
+  if (unreachable_ >= order_.addresses.size())
+    retry_stranger(now, meaning(error), true);
+  else
+    retry(now, meaning(error));
 }
 
 // Something that is not the peer is there, or the peer does not know this process.
@@ -66,12 +78,10 @@ Dialing::State Dialing::work(Events& events, double now) {
     socklen_t peer_bytes = sizeof peer;
     if (getsockopt(socket_.get(), SOL_SOCKET, SO_ERROR, &error, &bytes) != 0) error = errno;
     if (error != 0) {
-      if (error == ENETUNREACH)
-        retry_stranger(now, meaning(error), true);
-      else
-        retry(now, meaning(error));
+      fail_to_connect(now, error);
     } else if (getpeername(socket_.get(), reinterpret_cast<sockaddr*>(&peer), &peer_bytes) == 0) {
       phase_ = Phase::talking;
+      unreachable_ = 0;
       due_s_ = now + order_.handshake_s;
     } else if (now >= due_s_) {
       retry(now, meaning(ETIMEDOUT));
@@ -88,6 +98,7 @@ void Dialing::start(Events& events, double now) {
       [&] { return socket(address.family(), SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0); });
   if (!socket_.valid()) {
     const int error = errno;
+    if (error == EAFNOSUPPORT) return fail_to_connect(now, error);
     state_ = State::failed;
     why_ = "making a socket: " + meaning(error);
     if (error == EMFILE) try {
@@ -109,10 +120,7 @@ void Dialing::start(Events& events, double now) {
     return;
   }
   if (connect(socket_.get(), address.get(), address.bytes()) != 0 && errno != EINPROGRESS && errno != EINTR) {
-    if (errno == ENETUNREACH)
-      retry_stranger(now, meaning(errno), true);
-    else
-      retry(now, meaning(errno));
+    fail_to_connect(now, errno);
     return;
   }
   phase_ = Phase::connecting;
@@ -165,6 +173,7 @@ void Dialing::hear(double now) {
     why_.clear();
     state_ = State::done;
   } else if (heard.answer == Answer::not_yet) {
+    stranger_since_s_ = 0, strangers_ = 0;  // it is the peer
     retry(now, heard.reason);
   } else if (heard.is_proved) {
     state_ = State::failed;

@@ -54,6 +54,7 @@ class Dialing {
   void talk(double now);
   void hear(double now);
   void retry(double now, const std::string& why);
+  void fail_to_connect(double now, int error);
   void retry_stranger(double now, const std::string& why, bool is_sure);
 
   const Order& order_;
@@ -69,6 +70,7 @@ class Dialing {
   double pause_s_ = 0;
   double stranger_since_s_ = 0;
   int strangers_ = 0;
+  size_t unreachable_ = 0;  // addresses in a row
   Challenge challenge_{};
   Claim claim_{};
   Verdict verdict_{};

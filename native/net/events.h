@@ -14,8 +14,6 @@ class Events {
  public:
   Events();
 
-  // Readable while there is something to collect.
-  int number() const { return epoll_.get(); }
   // Reports each change of a socket (edge-triggered) under `id`, from now on or instead of another id. It
   // ends with the socket. Throws Error(system).
   void watch(int socket, uint64_t id);

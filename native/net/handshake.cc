@@ -36,11 +36,12 @@ uint32_t number(const uint8_t* at) {
 void put(uint8_t* at, const std::string& words, size_t bytes) {
   std::memcpy(at, words.data(), std::min(words.size(), bytes - 1));
 }
-// Printable, whatever lies there.
+std::string raw(const uint8_t* at, size_t bytes) {
+  const auto* const text = reinterpret_cast<const char*>(at);
+  return {text, strnlen(text, bytes)};
+}
 std::string words(const uint8_t* at, size_t bytes) {
-  std::string read(reinterpret_cast<const char*>(at), strnlen(reinterpret_cast<const char*>(at), bytes));
-  std::replace_if(read.begin(), read.end(), [](char c) { return c < ' ' || c > '~'; }, '?');
-  return read;
+  return printable(raw(at, bytes));
 }
 
 template <size_t kBytes>
@@ -85,10 +86,15 @@ Digest proof_of(const Verdict& verdict, const Claim& claim, const Challenge& sai
 }
 
 std::string group_text(const Membership& member) {
-  return text("group %s of job %s, attempt %u", member.group.c_str(), member.job.c_str(), member.attempt);
+  return member.of_group() + text(", attempt %u", member.attempt);
 }
 
 }  // namespace
+
+std::string printable(std::string text) {
+  std::replace_if(text.begin(), text.end(), [](char c) { return c < ' ' || c > '~'; }, '?');
+  return text;
+}
 
 char Dialect::own_byte_order() {
   return std::endian::native == std::endian::little ? 'l' : 'b';
@@ -103,6 +109,10 @@ std::string Dialect::text() const {
 
 std::string Membership::who() const {
   return text("rank %u (pid %d on %s)", rank, pid, host.c_str());
+}
+
+std::string Membership::of_group() const {
+  return "group " + printable(group) + " of job " + printable(job);
 }
 
 Digest key_of(const std::string& secret, const std::string& job) {
@@ -169,8 +179,8 @@ Claimed read(const Claim& claim) {
   said.from.pid = static_cast<int>(number(at + At::pid));
   said.from.ucx = number(at + At::ucx);
   std::memcpy(said.token.data(), at + At::token, said.token.size());
-  said.from.job = words(at + At::job, kNameBytes);
-  said.from.group = words(at + At::group, kNameBytes);
+  said.from.job = raw(at + At::job, kNameBytes);
+  said.from.group = raw(at + At::group, kNameBytes);
   said.from.host = words(at + At::host, kNameBytes);
   return said;
 }
@@ -209,8 +219,10 @@ Judgement judge(const Claim& claim, const Challenge& said, const Membership* own
     judgement.reason =
         text("it says that it is rank %u of %u, and here is rank %u", from.rank, from.ranks, own->rank);
   else if (claimed.streams != streams || claimed.stream > streams)
-    judgement.reason =
-        text("it makes links of %u streams for data, and here they have %u", claimed.streams, streams);
+    judgement.reason = text(
+        "it makes links of %u streams for data, and here they have %u: all ranks must listen on as many "
+        "addresses (PHOTINUS_INTERFACE, engine.listen)",
+        claimed.streams, streams);
   else
     judgement.answer = Answer::accepted;
   return judgement;

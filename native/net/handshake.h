@@ -43,7 +43,8 @@ struct Membership {
   uint32_t ucx = 0;  // major << 16 | minor of the UCX that it wants to use; 0: none
   Digest key{};
 
-  std::string who() const;  // "rank 1 (pid 71 on host-b)"
+  std::string who() const;       // "rank 1 (pid 71 on host-b)"
+  std::string of_group() const;  // "group 0 of job 7c2f", printable
 };
 
 // The key of a group: of its secret and the job's name, so that each keeps jobs apart.
@@ -58,7 +59,10 @@ Challenge make_challenge(const Dialect& dialect = {});
 // Why this is not the challenge of a listener that this end can talk to; empty if it is.
 std::string fault_of(const Challenge& challenge, const Dialect& own = {});
 
-// What a claim says. Texts hold printable characters only.
+// Other characters are question marks.
+std::string printable(std::string text);
+
+// What a claim says. The host is printable; job and group are as they were sent, to be looked up.
 struct Claimed {
   bool is_photinus = false;  // if not, nothing else is set
   Dialect dialect;           // if another one, nothing else is set

@@ -11,6 +11,7 @@
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/file_descriptor.h"
 #include "base/process.h"
 
 namespace photinus {
@@ -46,6 +47,16 @@ bool send_rest(int socket, const std::array<uint8_t, kBytes>& message, size_t& s
     sent += static_cast<size_t>(taken);
   }
   return true;
+}
+
+// Whether the limit of this process has been raised for them.
+bool may_have_more_descriptors() {
+  try {
+    need_descriptors(kAccepts, "taking connections");
+    return true;
+  } catch (const Error&) {  // NOLINT: what that leads to is told
+    return false;
+  }
 }
 
 }  // namespace
@@ -97,12 +108,6 @@ SocketAddress Incoming::listen(const SocketAddress& address, const TcpOptions& t
   return SocketAddress(reinterpret_cast<sockaddr*>(&bound), bytes);
 }
 
-void Incoming::close() {
-  listeners_.clear();
-  pending_.clear();
-  moved_.clear();
-}
-
 void Incoming::note_listener(uint64_t id) {
   for (Listener& listener : listeners_)
     if (listener.id == id) listener.may_accept = true;
@@ -151,6 +156,7 @@ void Incoming::accept(Listener& listener, uint64_t& next_id, double now) {
       }
       if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
         const int error = errno;
+        if (error == EMFILE && may_have_more_descriptors()) continue;
         if (evict()) continue;
         listener.retry_s = now + kNoDescriptors_s;
         complaints_.add({}, text("%s: are there enough file descriptors, ulimit -n?", std::strerror(error)));
@@ -211,7 +217,7 @@ Incoming::Step Incoming::advance(Pending& one) {
 
 void Incoming::decide(Pending& one) {
   one.is_judged = true;
-  const Decision decision = decide_(one.claim, one.challenge, one.from);
+  const Decision decision = decide_(one.claim, one.challenge);
   one.verdict = make_verdict(decision.judgement, decision.own, one.claim, one.challenge, dialect_);
   one.is_accepted = decision.judgement.answer == Answer::accepted;
   if (decision.judgement.answer != Answer::refused) return;

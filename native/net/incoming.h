@@ -36,7 +36,7 @@ class Incoming {
     Judgement judgement;
     const Membership* own = nullptr;  // lives until the call returns; null: of no group here
   };
-  using Decide = std::function<Decision(const Claim&, const Challenge&, const SocketAddress&)>;
+  using Decide = std::function<Decision(const Claim&, const Challenge&)>;
   using Take = std::function<void(PrivateDescriptor, const Claim&)>;
   // An accepted one went away before it was taken.
   using Drop = std::function<void(const Claim&)>;
@@ -57,7 +57,6 @@ class Incoming {
   // Listens on one address of this host; port 0: any free one. Gives the address with its port. Throws
   // Error(invalid_argument) when it is no address of this host, Error(system) when the port is taken.
   SocketAddress listen(const SocketAddress& address, const TcpOptions& tcp, uint64_t id);
-  void close();
 
   void note_listener(uint64_t id);  // one of them may have connections
   void note_pending(uint64_t id);   // one of those, or
@@ -66,7 +65,6 @@ class Incoming {
   void work(uint64_t& next_id, double now);
   // When work() must be called again at the latest; 0: no such time.
   double due_s() const;
-  size_t pending() const { return pending_.size(); }
   Complaints& complaints() { return complaints_; }
 
  private:

@@ -16,13 +16,8 @@ constexpr uint64_t kRestLimit = 16 << 20;
 
 }  // namespace
 
-Link::Link(std::vector<std::unique_ptr<Stream>> streams, std::string own, std::string peer, Handler handler,
-           LinkOptions options)
-    : own_(std::move(own)),
-      peer_(std::move(peer)),
-      handler_(std::move(handler)),
-      options_(options),
-      owner_(own_pid()) {
+Link::Link(std::vector<std::unique_ptr<Stream>> streams, std::string own, std::string peer, Handler handler)
+    : own_(std::move(own)), peer_(std::move(peer)), handler_(std::move(handler)), owner_(own_pid()) {
   if (streams.size() < 2)
     throw Error(ErrorKind::invalid_argument, "a link needs a stream for control and at least one for data");
   for (auto& stream : streams) {
@@ -204,12 +199,25 @@ void Link::advance(Track& track, uint64_t bytes) {
 // --- ends
 
 // Only the first failure counts. The peer is told where that is possible without waiting.
-void Link::fail(ErrorKind kind, const std::string& what, bool tell) {
+void Link::endure(double silence_s) {
+  for (auto& track : tracks_) {
+    std::lock_guard lock(track->sending);
+    if (track->stream) track->stream->endure(silence_s);
+  }
+}
+
+std::string Link::fault() const {
+  std::lock_guard lock(state_mutex_);
+  return is_end_of_peer_ ? "" : error_;
+}
+
+void Link::fail(ErrorKind kind, const std::string& what, bool tell, bool is_end_of_peer) {
   {
     std::lock_guard lock(state_mutex_);
     if (has_failed()) return;
     error_kind_ = kind;
     error_ = what;
+    is_end_of_peer_ = is_end_of_peer;
     failed_.store(true, std::memory_order_release);
   }
   completions_.fetch_add(1, std::memory_order_relaxed);

@@ -73,12 +73,6 @@ struct LinkCounts {
   double under_way_s = 0;  // of bytes of data, added over streams; see StreamCounts
 };
 
-struct LinkOptions {
-  // For how long bytes that are to be sent may lie here, or a frame that has begun to come may stand still,
-  // before the link fails; 0: for ever, its user has other means to tell.
-  double stall_limit_s = 0;
-};
-
 class Link {
  public:
   // A control frame: its payload lives until the handler returns. It runs within poll(), expect() or
@@ -87,8 +81,9 @@ class Link {
       std::function<void(uint32_t channel, uint64_t sequence, const std::byte* payload, size_t bytes)>;
 
   // `streams`: for control, then at least one for data. `own` and `peer`: who is at the ends, in errors.
-  Link(std::vector<std::unique_ptr<Stream>> streams, std::string own, std::string peer, Handler handler,
-       LinkOptions options = {});
+  // Bytes may lie here, and a frame that has begun to come may stand still, for ever: its user has other
+  // means to tell.
+  Link(std::vector<std::unique_ptr<Stream>> streams, std::string own, std::string peer, Handler handler);
   ~Link();
 
   static constexpr uint32_t kAnyStream = UINT32_MAX;  // the data stream with least to send
@@ -103,13 +98,11 @@ class Link {
   // Sends a control frame; the payload is copied. Throws Error(invalid_argument) when it is too long.
   void send_control(uint32_t channel, uint64_t sequence, const void* payload, size_t bytes,
                     uint32_t stream = kControlStream, bool more = false);
-  // Posts the place for a frame of data: it must have from `least_bytes` to `bytes` bytes, exactly `bytes`
-  // without. What has come already lands at once. `stream`: on which it will come, if that is known, and if
-  // no control frame is awaited on that stream before it: then the link is not woken for less than the frame.
+  // Posts the place for a frame of data, which must have `bytes` bytes. What has come already lands at once.
+  // `stream`: on which it will come, if that is known, and if no control frame is awaited on that stream
+  // before it: then the link is not woken for less than the frame.
   void expect(uint32_t channel, uint64_t sequence, void* at, uint64_t bytes, Transfer& transfer,
               uint32_t stream = kAnyStream);
-  void expect(uint32_t channel, uint64_t sequence, void* at, uint64_t least_bytes, uint64_t bytes,
-              Transfer& transfer);
   void check() const;
 
   // Does what can be done now. Whether something moved; if not, poll again when a stream is ready.
@@ -118,6 +111,9 @@ class Link {
   uint64_t completions() const { return completions_.load(std::memory_order_relaxed); }
   // Nobody polls until a stream is ready: of frames whose length is known it need not report each packet.
   void rest();
+
+  // The network may be silent for so long, without an end of the link.
+  void endure(double silence_s);
 
   // An operation was given up: what of the channel was not begun is not sent, what comes is dropped, for
   // ever. Afterwards the link does not touch the memory and the transfers of this channel. A frame that was
@@ -132,6 +128,11 @@ class Link {
   // The peer has left, and all that it sent has come.
   bool has_peer_left() const { return peer_left_.load(std::memory_order_acquire); }
   bool has_failed() const { return failed_.load(std::memory_order_acquire); }
+  // Why it has failed; empty where it has not, and where the peer just ended, of which the link knows no
+  // more.
+  std::string fault() const;
+  // Control frames lie here that the kernel has not taken.
+  bool is_behind() const { return tracks_[0]->queued_bytes.load(std::memory_order_relaxed) > 0; }
   // Ends it at once. Afterwards it touches no memory and no transfer of its users.
   void close();
 
@@ -150,7 +151,7 @@ class Link {
   };
   struct Place {
     std::byte* at = nullptr;
-    uint64_t least_bytes = 0, bytes = 0;
+    uint64_t bytes = 0;
     Transfer* transfer = nullptr;
     uint32_t stream = kAnyStream;
   };
@@ -197,7 +198,6 @@ class Link {
     std::atomic<uint64_t> low_water{1};  // raised under places_mutex_ too
     uint64_t places_seen = 0;
     double waits_since_s = 0;
-    double moved_s = 0;
     std::atomic<bool> ended{false};
     bool torn = false;     // it ended in the middle of a frame (state_mutex_, like the text)
     std::string end_text;  // how
@@ -216,7 +216,6 @@ class Link {
   bool begin_payload(Track& track);
   void end_payload(Track& track);
   void take_control(Track& track, const std::byte* payload);
-  void post(uint32_t channel, uint64_t sequence, const Place& place);
   void place_waiting();
   uint64_t awaited_bytes(const Track& track) const;
   void set_low_water(Track& track, uint64_t bytes);
@@ -224,13 +223,11 @@ class Link {
   bool check_header(Track& track);
   void note_end(Track& track, const std::string& how);
   void look_for_ends();
-  void look_for_stalls();
-  void fail(ErrorKind kind, const std::string& what, bool tell = true);
+  void fail(ErrorKind kind, const std::string& what, bool tell = true, bool is_end_of_peer = false);
   std::string name() const;
 
   const std::string own_, peer_;
   const Handler handler_;
-  const LinkOptions options_;
   const int owner_;  // the process: a forked child's copy does nothing
   std::vector<std::unique_ptr<Track>> tracks_;
   std::atomic<uint32_t> turn_{0};
@@ -245,6 +242,7 @@ class Link {
   mutable std::mutex state_mutex_;  // guards
   ErrorKind error_kind_ = ErrorKind::peer_lost;
   std::string error_;
+  bool is_end_of_peer_ = false;
   double first_end_s_ = 0;  // when the first stream ended; 0: none has
 };
 

@@ -15,41 +15,27 @@ constexpr uint64_t kLowWaterBytes = 512 << 10;
 // A stream ended without a word: for so long the peer's word may still be under way on the control stream.
 constexpr double kWordUnderWay_s = 1;
 
-std::string size_text(uint64_t least, uint64_t most) {
-  return least == most ? text("%llu", static_cast<unsigned long long>(most))
-                       : text("%llu to %llu", static_cast<unsigned long long>(least),
-                              static_cast<unsigned long long>(most));
-}
-
 }  // namespace
 
 // --- receiving
 
 void Link::expect(uint32_t channel, uint64_t sequence, void* at, uint64_t bytes, Transfer& transfer,
                   uint32_t stream) {
-  post(channel, sequence, {static_cast<std::byte*>(at), bytes, bytes, &transfer, stream});
-}
-
-void Link::expect(uint32_t channel, uint64_t sequence, void* at, uint64_t least_bytes, uint64_t bytes,
-                  Transfer& transfer) {
-  post(channel, sequence, {static_cast<std::byte*>(at), least_bytes, bytes, &transfer, kAnyStream});
-}
-
-void Link::post(uint32_t channel, uint64_t sequence, const Place& place) {
   check();
-  place.transfer->begin(0);
+  transfer.begin(0);
   bool is_small = false;
   {
     std::lock_guard lock(places_mutex_);
     if (forgotten_.contains(channel))
       throw Error(ErrorKind::invalid_argument,
                   text("a place on channel %u, which %s has forgotten", channel, name().c_str()));
+    const Place place{static_cast<std::byte*>(at), bytes, &transfer, stream};
     if (!places_.emplace(Key{channel, sequence}, place).second)
       throw Error(ErrorKind::invalid_argument,
                   text("channel %u, sequence %llu has a place already at %s", channel,
                        static_cast<unsigned long long>(sequence), name().c_str()));
     places_version_.fetch_add(1, std::memory_order_release);
-    for (const auto& track : tracks_) is_small |= track->low_water > sizeof(FrameHeader) + place.least_bytes;
+    for (const auto& track : tracks_) is_small |= track->low_water > sizeof(FrameHeader) + bytes;
   }
   if (is_small) {
     for (auto& track : tracks_) {
@@ -79,7 +65,7 @@ uint64_t Link::awaited_bytes(const Track& track) const {
   uint64_t least = kLowWaterBytes;
   for (const auto& [key, place] : places_) {
     const bool here = place.stream == track.index - 1;
-    if (here || place.stream == kAnyStream) least = std::min(least, sizeof(FrameHeader) + place.least_bytes);
+    if (here || place.stream == kAnyStream) least = std::min(least, sizeof(FrameHeader) + place.bytes);
     is_expected |= here;
   }
   return is_expected ? least : 1;
@@ -100,7 +86,7 @@ void Link::lower_water(Track& track) {
 }
 
 void Link::rest() {
-  if (options_.stall_limit_s > 0 || owner_ != own_pid()) return;
+  if (owner_ != own_pid()) return;
   for (auto& track : tracks_) {
     std::unique_lock lock(track->receiving, std::try_to_lock);
     if (!lock || !track->stream || track->waits) continue;
@@ -143,7 +129,6 @@ bool Link::receive(Track& track) {
     track.end += result.bytes - landed;
   }
   if (!has_failed()) lower_water(track);
-  if (options_.stall_limit_s > 0 && moved) track.moved_s = now_s();
   return moved;
 }
 
@@ -233,12 +218,12 @@ bool Link::begin_payload(Track& track) {
     }
   }
   if (track.waits) return false;
-  if (track.place.transfer && (header.bytes < track.place.least_bytes || header.bytes > track.place.bytes)) {
+  if (track.place.transfer && header.bytes != track.place.bytes) {
     fail(ErrorKind::peer_lost,
-         text("%s: %s sent %llu bytes for channel %u, sequence %llu, where %s were expected", name().c_str(),
-              peer_.c_str(), static_cast<unsigned long long>(header.bytes), header.channel,
+         text("%s: %s sent %llu bytes for channel %u, sequence %llu, where %llu were expected",
+              name().c_str(), peer_.c_str(), static_cast<unsigned long long>(header.bytes), header.channel,
               static_cast<unsigned long long>(header.sequence),
-              size_text(track.place.least_bytes, track.place.bytes).c_str()));
+              static_cast<unsigned long long>(track.place.bytes)));
     return false;
   }
   track.left = header.bytes;
@@ -288,7 +273,6 @@ bool Link::poll() {
     if (has_failed()) return true;
   }
   look_for_ends();
-  if (options_.stall_limit_s > 0) look_for_stalls();
   return moved || has_failed();
 }
 
@@ -345,25 +329,7 @@ void Link::look_for_ends() {
     since_s = first_end_s_;
   }
   if (control_ended || now_s() - since_s > kWordUnderWay_s)
-    fail(of_peer ? ErrorKind::peer_lost : ErrorKind::system, name() + ": " + symptom, false);
-}
-
-void Link::look_for_stalls() {
-  const double now = now_s();
-  for (auto& track : tracks_) {
-    const double since_s = track->stalled_since_s.load(std::memory_order_relaxed);
-    if (since_s > 0 && now - since_s > options_.stall_limit_s)
-      return fail(ErrorKind::timeout,
-                  text("%s: it has taken none of the %llu bytes that wait here for %.1f s", name().c_str(),
-                       static_cast<unsigned long long>(track->queued_bytes.load()), now - since_s));
-    std::unique_lock lock(track->receiving, std::try_to_lock);
-    if (lock && track->in_payload && track->moved_s > 0 && now - track->moved_s > options_.stall_limit_s)
-      return fail(
-          ErrorKind::timeout,
-          text("%s: %llu bytes of channel %u, sequence %llu are still to come, and none came for %.1f s",
-               name().c_str(), static_cast<unsigned long long>(track->left), track->header.channel,
-               static_cast<unsigned long long>(track->header.sequence), now - track->moved_s));
-  }
+    fail(of_peer ? ErrorKind::peer_lost : ErrorKind::system, name() + ": " + symptom, false, of_peer);
 }
 
 }  // namespace photinus

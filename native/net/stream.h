@@ -57,6 +57,8 @@ class Stream {
   virtual Result write(const iovec* pieces, int count) = 0;
   // So many bytes are needed at least: with fewer, may_read() need not say so. They are sure to come.
   virtual void set_low_water(size_t) {}
+  // The network may be silent for so long without an end of the stream, as far as that can be had.
+  virtual void endure(double) {}
   // Nothing more will be written; what was is delivered.
   virtual void finish_writing() = 0;
   // How it broke; only after a read or write said so, by the thread that heard it.

@@ -22,6 +22,16 @@ namespace {
 // is no sign that there was no more to move.
 constexpr size_t kSureBytes = 0x7fff0000;
 
+// The kernel would give a connection up after 15 retransmissions (tcp_retries2), which with bounded pauses is
+// after 27 s in place of a quarter of an hour. How long a host may be silent is its group's to say. A day,
+// for a peer that takes nothing for so long is given up, too; times 1000 it is less than 2^31 modulo 2^32,
+// since kernels that count microseconds let it overflow.
+constexpr int kUserTimeout_ms = 24 * 3600 * 1000;
+// Where nothing is under way, as when a peer took no more or the own card is down, nothing changes the number
+// of attempts. With pauses of an eighth of the time they last for it.
+constexpr double kAttempts = 8;
+constexpr double kLeastPause_s = 2, kMostPause_s = 120;  // the kernel's own
+
 bool is_short(ssize_t moved, const iovec* pieces, int count) {
   size_t asked = 0;
   for (int i = 0; i < count; ++i) asked += pieces[i].iov_len;
@@ -53,6 +63,7 @@ void set_options(int socket, const TcpOptions& options) {
   if (options.longest_retransmission_ms > 0)
     setsockopt(socket, IPPROTO_TCP, TCP_RTO_MAX_MS, &options.longest_retransmission_ms,
                sizeof options.longest_retransmission_ms);
+  set_number(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, kUserTimeout_ms, "TCP_USER_TIMEOUT");
   const std::string& control = options.congestion_control;
   if (!control.empty() &&
       setsockopt(socket, IPPROTO_TCP, TCP_CONGESTION, control.data(), static_cast<socklen_t>(control.size())))
@@ -105,6 +116,11 @@ void TcpStream::set_low_water(size_t bytes) {
   setsockopt(socket_.get(), SOL_SOCKET, SO_RCVLOWAT, &least, sizeof least);
 }
 
+void TcpStream::endure(double silence_s) {
+  const int pause_ms = static_cast<int>(1e3 * std::clamp(silence_s / kAttempts, kLeastPause_s, kMostPause_s));
+  setsockopt(socket_.get(), IPPROTO_TCP, TCP_RTO_MAX_MS, &pause_ms, sizeof pause_ms);
+}
+
 void TcpStream::finish_writing() {
   shutdown(socket_.get(), SHUT_WR);
 }
@@ -115,6 +131,11 @@ std::string TcpStream::fault() const {
     return "the connection was reset: the process at its other end has ended or closed it";
   if (error == ETIMEDOUT) return "the connection timed out: the network is cut, or the other host is gone";
   return text("the connection broke: %s (errno %d)", std::strerror(error), error);
+}
+
+bool TcpStream::is_fault_of_peer() const {
+  const int error = error_.load();
+  return error == ECONNRESET || error == EPIPE;
 }
 
 StreamCounts TcpStream::counts() const {

@@ -14,7 +14,7 @@ struct TcpOptions {
   int send_buffer_bytes = 0;       // SO_SNDBUF; 0: the kernel sizes it
   int receive_buffer_bytes = 0;    // SO_RCVBUF; 0: the kernel sizes it
   // The longest pause between retransmissions (Linux 6.15; without effect before): it bounds how long a link
-  // stays silent after the network has come back. 0: the system's, two minutes.
+  // stays silent after the network has come back. 0: the system's, two minutes. endure() makes it longer.
   int longest_retransmission_ms = 2000;
 };
 
@@ -30,8 +30,10 @@ class TcpStream final : public Stream {
   Result read(const iovec* pieces, int count) override;
   Result write(const iovec* pieces, int count) override;
   void set_low_water(size_t bytes) override;
+  void endure(double silence_s) override;
   void finish_writing() override;
   std::string fault() const override;
+  bool is_fault_of_peer() const override;
   StreamCounts counts() const override;
 
   int number() const { return socket_.get(); }

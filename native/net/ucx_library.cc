@@ -88,7 +88,6 @@ std::unique_ptr<Library> load(std::string& why) {
   find(made->ep_close_nbx, "ucp_ep_close_nbx");
   find(made->ep_flush_nbx, "ucp_ep_flush_nbx");
   find(made->am_send_nbx, "ucp_am_send_nbx");
-  find(made->request_check_status, "ucp_request_check_status");
   find(made->request_free, "ucp_request_free");
   find(made->status_string, "ucs_status_string");
   if (!why.empty()) return nullptr;

@@ -118,7 +118,6 @@ struct Library {
   StatusPointer (*ep_flush_nbx)(Endpoint* endpoint, const RequestParams* params) = nullptr;
   StatusPointer (*am_send_nbx)(Endpoint* endpoint, unsigned id, const void* header, size_t header_bytes,
                                const void* data, size_t bytes, const RequestParams* params) = nullptr;
-  Status (*request_check_status)(void* request) = nullptr;
   void (*request_free)(void* request) = nullptr;
   const char* (*status_string)(Status status) = nullptr;
 };

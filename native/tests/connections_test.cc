@@ -49,6 +49,36 @@ TEST(links_are_made_over_both_protocols_and_carry_frames) {
   }
 }
 
+TEST(names_of_jobs_and_groups_may_have_any_characters) {
+  Connections a(options()), b(options());
+  Membership one = member(0), other = member(1);
+  one.job = other.job =
+      "gr\xc3\xb6\xc3\x9f"
+      "e",
+  one.group = other.group = "\xff\x01";
+  a.join(one);
+  b.join(other);
+  auto at_a = a.await(one.job, one.group, 1, soon(), kDeaf);
+  auto at_b = b.dial(one.job, one.group, 0, a.addresses(), soon(), kDeaf);
+  run({&a, &b}, [&] { return at_a->link() && at_b->link(); });
+  CHECK_CONTAINS(error_of([&] { a.join(one); }).second, "joined group ?? of job gr????e already");
+}
+
+TEST(an_address_of_another_network_does_not_hide_that_the_peer_is_about_to_come) {
+  Connections::Options given = options();
+  given.stranger_s = 0.1;
+  Connections a(given), b(given);
+  b.join(member(1));
+  auto addresses = a.addresses();
+  addresses.push_back(numeric_address("2001:db8::1", 1));  // for examples: no host has a route to it
+  auto at_b = b.dial("job", "world", 0, addresses, soon(), kDeaf);
+  for (Deadline deadline = Deadline::in(0.5); !deadline.passed();) poll_all({&a, &b});
+  CHECK(!at_b->link());
+  a.join(member(0));
+  auto at_a = a.await("job", "world", 1, soon(), kDeaf);
+  run({&a, &b}, [&] { return at_a->link() && at_b->link(); });
+}
+
 TEST(threads_that_sleep_on_their_connections_are_woken) {
   Pair pair;
   std::atomic<bool> over{false};

@@ -72,8 +72,7 @@ struct Ends {
   std::vector<TcpStream*> tcps;
   std::vector<UcxStream*> ucxs[2];
 
-  explicit Ends(Carrier carrier, uint64_t seed = 0, size_t data_streams = 1, LinkOptions options = {},
-                const TcpOptions& tcp = {}) {
+  explicit Ends(Carrier carrier, uint64_t seed = 0, size_t data_streams = 1, const TcpOptions& tcp = {}) {
     Streams streams[2];
     for (size_t i = 0; i <= data_streams; ++i) {
       if (carrier == Carrier::fake) {
@@ -110,8 +109,7 @@ struct Ends {
           std::move(streams[side]), side ? "rank 1" : "rank 0", side ? "rank 0" : "rank 1",
           [this, side](uint32_t channel, uint64_t sequence, const std::byte* payload, size_t bytes) {
             heard[side].push_back({channel, sequence, {reinterpret_cast<const char*>(payload), bytes}});
-          },
-          options);
+          });
   }
   ~Ends() {
     for (auto& link : links)

@@ -34,7 +34,7 @@ void exchange(Carrier carrier, uint64_t seed, size_t frames, size_t largest) {
   const auto channels = static_cast<uint32_t>(1 + random() % 8);
   TcpOptions tcp;
   if (random() % 2) tcp.send_buffer_bytes = tcp.receive_buffer_bytes = 8192;
-  Ends ends(carrier, seed, streams, {}, tcp);
+  Ends ends(carrier, seed, streams, tcp);
   std::list<Frame> all[2];  // by sender
   std::vector<Control> said[2];
   uint64_t bytes = 0;
@@ -176,7 +176,7 @@ TEST(control_ahead_of_data_is_heard_before_they_have_a_place) {
         ends.links[0]->send(3, 5 + i, {&piece, 1}, sent[i], 1);
         ends.run([&] { return ends.heard[1].size() == i + 1; });
         CHECK(!received[i].is_done());
-        ends.links[1]->expect(3, 5 + i, slot.data(), 0, slot.size(), received[i]);
+        ends.links[1]->expect(3, 5 + i, slot.data(), bytes, received[i]);
         ends.run([&] { return received[i].is_done() && sent[i].is_done(); });
         CHECK(received[i].bytes() == bytes && std::equal(out.begin(), out.end(), slot.begin()));
       }

@@ -12,6 +12,7 @@ import pytest
 
 RANK = """
 import sys
+import time
 import numpy
 from photinus import engine
 assert "torch" not in sys.modules
@@ -19,6 +20,7 @@ rank, world_size, timeout_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv
 if rank == 0:
     address = engine.new_address(engine.listen(["127.0.0.1"]))
     print(address, flush=True)
+    time.sleep(float(sys.argv[4]) if len(sys.argv) > 4 else 0)
 else:
     address = sys.argv[4]
 with engine.Communicator(rank, world_size, address, timeout_s=timeout_s) as group:
@@ -67,9 +69,10 @@ def test_ranks_of_several_hosts_meet_by_an_address_alone(hosts: str) -> None:
         assert told == ("levels" in out) == (len(set(hosts)) > 1)
 
 
-def test_a_rank_that_does_not_come_is_named() -> None:
-    first = start(0, 3, "a", "1.5")
-    other = start(1, 3, "b", "20", address_of(first))
+@pytest.mark.parametrize("late_s", ["0", "1.5"])
+def test_a_rank_that_does_not_come_is_named_on_all_that_have_whoever_came_first(late_s: str) -> None:
+    first = start(0, 3, "a", "1.5", late_s)
+    other = start(1, 3, "b", "1.5", address_of(first))
     for code, _, err in outcomes([first, other]):
         assert code == 1
         assert re.search(r"CollectiveTimeoutError: of 3 ranks, 1 have not come to rank 0 in 1\.\d s: 2\n", err), err

@@ -75,6 +75,8 @@ def training(hosts: tuple[NetworkHost, ...], folder: Path, grace_s: float) -> It
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[tuple[NetworkHost, ...]]:
     with network_hosts(2) as made:
+        for host in made:  # the kernel would give connections up within such a fault; how long is the group's to say
+            host.run(["sysctl", "-qw", "net.ipv4.tcp_retries2=6"])
         yield made
 
 
