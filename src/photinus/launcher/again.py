@@ -21,8 +21,6 @@ from ..relaunch import Launch, ask_git
 from .command_line.parser import Parser
 from .command_line.usage import UsageError
 
-__all__ = ["Again", "main", "parser", "plan"]
-
 _CONFIG = "config.json"
 _OF_A_LAUNCHER = ("--local_rank", "--local-rank")
 _ABOUT = """\

@@ -24,8 +24,6 @@ from .workers.processes import Processes
 if TYPE_CHECKING:
     from .hosts.member import Member
 
-__all__ = ["Agent"]
-
 _LOOK_S = 0.5
 _SETTLE_S = 0.3
 _CULPRIT_S = 3.0

@@ -20,8 +20,6 @@ from ..spelling import hint
 from ..version import __version__
 from .command_line.usage import UsageError
 
-__all__ = ["COMMANDS", "main"]
-
 COMMANDS = {
     "run": ("photinus.launcher.run", "start a script on all devices of this host, and restart it when a rank dies"),
     "new": ("photinus.launcher.new", "make a project that trains as it is, to be changed file by file"),

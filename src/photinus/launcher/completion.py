@@ -11,8 +11,6 @@ import shtab
 from .cli import COMMANDS
 from .command_line.parser import Parser
 
-__all__ = ["main", "parser"]
-
 _SHELLS = ("bash", "zsh", "fish")
 _FILES = ("FILE", "FILE.html", "FILE.png", "DIR", "RUN")
 _MORE = """\

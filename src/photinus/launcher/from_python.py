@@ -26,8 +26,6 @@ from ..world.launchers import read_scheduler
 from .function import read_answers
 from .workers.deaths import Raised
 
-__all__ = ["launch"]
-
 T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1
 _END_S = 10.0

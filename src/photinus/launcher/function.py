@@ -19,8 +19,6 @@ import cloudpickle
 
 from .workers.worker import describe
 
-__all__ = ["read_answers"]
-
 _END_BYTES = 8  # where the last whole answer ends stands first: of a rank that is killed, no half is read
 
 

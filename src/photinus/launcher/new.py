@@ -17,8 +17,6 @@ from ..spelling import hint
 from .command_line.parser import Parser
 from .command_line.usage import UsageError
 
-__all__ = ["TEMPLATES", "main", "parser"]
-
 _HOME = Path(__file__).resolve().parent.parent / "templates"
 _OTHER_NAMES = {"gitignore": ".gitignore"}  # as a .gitignore it would have its say in the source tree
 _ALLOWED_THERE = frozenset({".git"})

@@ -19,8 +19,6 @@ from .command_line.program import Program, add_local_rank, check_program
 from .command_line.usage import UsageError
 from .workers.devices import count_gpus
 
-__all__ = ["main", "parser"]
-
 parser = run_parser
 
 _FUNCTION = "photinus.launcher.function"

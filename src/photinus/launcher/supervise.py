@@ -44,8 +44,6 @@ from .workers.store import LOOPBACK, StoreProcess
 if TYPE_CHECKING:
     from .hosts.member import Member
 
-__all__ = ["dry_run_text", "supervise"]
-
 _SHOWN = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")  # whoever has set them
 _CHOSEN_LATER = "chosen when it starts"
 

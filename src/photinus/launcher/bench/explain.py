@@ -10,8 +10,6 @@ from ...errors import LaunchError
 from ..doctor.software import ask_engine
 from .options import DTYPES, size_name
 
-__all__ = ["print_explanation"]
-
 _PARTS = "all_to_all"
 _BY_PARTS = "small: through flat slots; from arenas where a sender's tensors lie there; chunk by chunk else"
 _WHOLE = ("reduce_scatter", "all_gather")

@@ -9,8 +9,6 @@ from __future__ import annotations
 from ...runlog.units import bandwidth
 from .result import COPY, HOST_COPY, Result
 
-__all__ = ["explain_gpus", "predict"]
-
 _OTHERS = (2, 4, 8)
 
 

@@ -22,10 +22,9 @@ from ..doctor.software import ask_torch
 from ..workers.devices import usable_cores
 from .explain import print_explanation
 from .gpu_model import explain_gpus
-from .options import DTYPES, parse_bench, parser
+from .options import DTYPES, parse_bench
+from .options import parser as parser  # each command has its own, in the module of its main
 from .result import COPIES, COPY, HOST_COPY, Result, choose, limits
-
-__all__ = ["keep_choice", "main", "parser"]
 
 _ROUNDS = 3
 _LEAST_BYTES = 1 << 20  # below, it is latency that is compared

@@ -10,8 +10,6 @@ from pathlib import Path
 from ..command_line.flag_values import positive_seconds, whole_number
 from ..command_line.parser import Parser
 
-__all__ = ["DTYPES", "parse_bench", "parser", "size_name"]
-
 _OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 _BACKENDS = ("photinus", "gloo", "nccl", "ucc")
 DTYPES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8}

@@ -9,8 +9,6 @@ from typing import Any
 
 from .options import size_name
 
-__all__ = ["COPIES", "COPY", "HOST_COPY", "Result", "bus_factor", "choose", "limits"]
-
 COPY, HOST_COPY = COPIES = ("copy", "copy in host memory")
 """No backends: what all ranks take to copy their tensor at once (those on GPUs: to the host and back); and to copy as
 much in the host's memory, where tensors lie on GPUs."""

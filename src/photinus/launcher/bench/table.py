@@ -12,8 +12,6 @@ from rich.table import Table
 from .options import size_name
 from .result import COPY, Result
 
-__all__ = ["plot", "print_table"]
-
 
 def print_table(results: Sequence[Result], backends: Sequence[str]) -> None:
     """Prints three columns for each backend: two fit 80 columns, and more go beyond rather than lose figures."""

@@ -7,8 +7,6 @@ from typing import Any
 from .flag_values import TYPES, rendezvous, whole_number
 from .parser import Parser
 
-__all__ = ["run_parser"]
-
 # Section -> a flag, other spellings of it, what stands for its value in help (nothing: a switch) -> what it does.
 _SECTIONS = {
     "workers": {

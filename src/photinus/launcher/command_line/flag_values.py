@@ -11,8 +11,6 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["TYPES", "VARIABLE_NAME", "port", "positive_seconds", "rendezvous", "seconds", "whole_number"]
-
 # [address]:port, host:port, or a bare IPv6 address
 _ENDPOINT = re.compile(
     r"\[([0-9a-fA-F:.%\w]+)\](?::(\d+))?|([^:\s]+)(?::(\d+))?|([0-9a-fA-F]*:[0-9a-fA-F:]*:[0-9a-fA-F]*)"

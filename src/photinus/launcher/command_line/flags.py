@@ -13,8 +13,6 @@ from .parser import Parser
 from .program import Program
 from .usage import UsageError
 
-__all__ = ["HostFlags", "LogFlags", "RunFlags", "SchedulerFlags", "SelectionFlags", "parse_run"]
-
 _Part = TypeVar("_Part", "HostFlags", "SelectionFlags", "LogFlags", "SchedulerFlags")
 
 

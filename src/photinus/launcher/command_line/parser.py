@@ -9,8 +9,6 @@ from typing import Any, NoReturn
 from ...spelling import closest, hint
 from .usage import UsageError
 
-__all__ = ["Parser"]
-
 
 class Parser(argparse.ArgumentParser):
     """The parser of one command. In flags, dashes and underscores are the same.

@@ -19,8 +19,6 @@ from pathlib import Path
 from ...spelling import closest
 from .usage import UsageError
 
-__all__ = ["Program", "add_local_rank", "check_program"]
-
 _LOCAL_RANK = ("--local_rank", "--local-rank")
 
 

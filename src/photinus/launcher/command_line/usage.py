@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["UsageError"]
-
 
 class UsageError(ValueError):
     """The command line cannot be carried out as typed; the message says why and what to type instead."""

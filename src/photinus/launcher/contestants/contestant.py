@@ -15,8 +15,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Commands", "Contestant", "torch_ranks"]
-
 _RANK = Path(__file__).with_name("rank.py")
 
 Commands = Callable[[str], Sequence[tuple[Sequence[str], dict[str, str]]]]

@@ -9,8 +9,6 @@ from ..contestants.contestant import Contestant, torch_ranks
 from .finding import Finding
 from .host import LATE, finding_if_busy
 
-__all__ = ["look_at_backends"]
-
 _SECTION = "Backends (two processes, all_reduce tried)"
 _PATH = "all_reduce:ordinary"  # the sum is looked at
 _SMALL_BYTES, _LARGE_BYTES = 4 << 10, 16 << 20

@@ -17,8 +17,6 @@ from .host import look_at_host, look_at_load, read_load
 from .network import look_at_network
 from .software import ask_engine, ask_torch, look_at_software
 
-__all__ = ["main", "parser"]
-
 _TIMEOUT_S = 60.0
 
 _ABOUT = """\

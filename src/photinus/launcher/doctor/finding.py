@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Finding", "as_json", "assess", "exit_code", "print_findings", "terminal"]
-
 _MARKS = {
     "good": ("✓", "green"),
     "note": ("!", "yellow"),

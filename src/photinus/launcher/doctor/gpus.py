@@ -10,8 +10,6 @@ from ...runlog.units import bandwidth
 from .finding import Finding, assess
 from .software import ask_child, output_of
 
-__all__ = ["look_at_gpus"]
-
 _SECTION = "GPUs"
 _PROGRAM = Path(__file__).with_name("gpu_links.py")
 _PCIE = {"2.5": "1.0", "5.0": "2.0", "8.0": "3.0", "16.0": "4.0", "32.0": "5.0", "64.0": "6.0"}

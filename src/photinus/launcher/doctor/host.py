@@ -12,8 +12,6 @@ from ..workers.cgroup import cpu_quota_cores, memory_limit, text_of
 from ..workers.devices import usable_cores
 from .finding import Finding, assess
 
-__all__ = ["LATE", "Load", "finding_if_busy", "look_at_host", "look_at_load", "read_load"]
-
 LATE = "no answer within {:g} s"
 
 _BUSY = 1.5

@@ -23,8 +23,6 @@ from ..ssh.hostfile import Host
 from ..workers.interrupts import handle_signals
 from .finding import Finding, as_json, exit_code, print_findings, terminal
 
-__all__ = ["Pair", "examine_hosts", "judge", "matrix", "rounds"]
-
 _ByHost = dict[RemoteHost, dict[str, Any]]
 _SECTION = "Hosts"
 _PAIRS = "Between hosts"

@@ -9,8 +9,6 @@ from ...world.own_address import interfaces
 from ..workers.cgroup import text_of
 from .finding import Finding, assess
 
-__all__ = ["look_at_network"]
-
 _SECTION = "Network"
 _VIRTUAL = ("lo", "docker", "veth", "br-", "virbr", "ifb", "dummy", "tun", "tap", "cni", "flannel", "cali")
 

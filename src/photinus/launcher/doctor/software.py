@@ -15,8 +15,6 @@ from ...version import __version__
 from .finding import Finding, assess
 from .host import LATE, finding_if_busy
 
-__all__ = ["Answer", "ask_child", "ask_engine", "ask_torch", "look_at_software", "output_of"]
-
 _SECTION = "Software"
 
 _ASK_TORCH = """

@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from ...errors import LaunchError
 from ..workers.ports import holder_of, local_addresses_of
 
-__all__ = ["BANNER", "Caller", "HandshakeError", "RefusedError", "answer", "dial", "key_of", "look", "prove"]
-
 BANNER = b"PHOTINUS-JOB/1\n"
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32

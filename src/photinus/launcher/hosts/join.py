@@ -23,8 +23,6 @@ from .leader import Leader, start_leader
 from .member import Member
 from .membership import Membership
 
-__all__ = ["DEFAULT_PORT", "join_job"]
-
 DEFAULT_PORT = 29500
 _ANY = ("0.0.0.0", "::")
 _NAME_S, _NAME_STEP_S = 60.0, 0.5

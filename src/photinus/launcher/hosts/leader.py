@@ -25,8 +25,6 @@ from .handshake import Caller, answer
 from .relay import splice
 from .restart_policy import RestartPolicy
 
-__all__ = ["Leader", "start_leader"]
-
 _TICK_S = 0.1
 _HANDSHAKE_S = 5.0
 _GOODBYE_S = 2.0

@@ -32,8 +32,6 @@ from .peer_hosts import JobEndedError, Order
 from .relay import Relay
 from .restart_policy import Report, Verdict
 
-__all__ = ["Member"]
-
 _SAY_AFTER_S = 3.0
 _GOODBYE_S, _ENDS_S = 2.0, 5.0
 _CHECK_S = 0.1

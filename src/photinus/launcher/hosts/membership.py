@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 
 from .restart_policy import Report
 
-__all__ = ["Act", "Decide", "End", "Form", "Membership", "PeerHost", "RefusedHostError", "Regroup", "Say", "Stop"]
-
 _SAY_AFTER_S = 3.0
 _SAY_EVERY_S = 60.0
 _LAST_CALL_AGAIN_S = 1.0

@@ -18,20 +18,10 @@ from typing import Any
 from ..workers.deaths import Death, Raised
 from .restart_policy import Report
 
-__all__ = [
-    "BEAT_S",
-    "MessageError",
-    "hear",
-    "read",
-    "report_from_json",
-    "report_to_json",
-    "retry_soon",
-    "write",
-]
-
 BEAT_S = 1.0
 _SAY_AFTER_S = 3.0
 _RTO_MAX_MS, _SOON_MS = 44, 1000  # TCP_RTO_MAX_MS, since Linux 6.15; Python has no name for it yet
+_ATTEMPTS = 8
 
 _LENGTH_BYTES = 4
 _LIMIT_BYTES = 16 << 20  # the tracebacks of a host's ranks
@@ -88,11 +78,14 @@ async def hear(reader: asyncio.StreamReader, who: str, grace_s: float, say: Call
 
 
 def retry_soon(writer: asyncio.StreamWriter, grace_s: float) -> None:
-    """Lets TCP try a cut link each second, beyond `grace_s`: its own pauses grow to as long as the cut."""
+    """Lets TCP try a cut link soon again, beyond `grace_s`: its own pauses grow to as long as the cut.
+
+    Some attempts are counted (tcp_retries2, 15 by default), so that shorter pauses would give up before.
+    """
     connection = writer.get_extra_info("socket")
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * grace_s))
     with contextlib.suppress(OSError):  # an older kernel
-        connection.setsockopt(socket.IPPROTO_TCP, _RTO_MAX_MS, _SOON_MS)
+        connection.setsockopt(socket.IPPROTO_TCP, _RTO_MAX_MS, max(_SOON_MS, int(grace_s * 1000 / _ATTEMPTS)))
 
 
 def report_to_json(report: Report) -> dict[str, Any]:

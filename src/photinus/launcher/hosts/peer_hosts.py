@@ -13,8 +13,6 @@ from ..workers.job import Formation, Job
 from ..workers.store import StoreProcess
 from .restart_policy import Report, RestartPolicy, Verdict
 
-__all__ = ["JobEndedError", "OneHost", "Order"]
-
 
 class JobEndedError(LaunchError):
     """The job is over for a reason that lies outside this host's workers."""

@@ -12,8 +12,6 @@ import contextlib
 
 from .handshake import HandshakeError, prove
 
-__all__ = ["Relay", "splice"]
-
 _READ_BYTES = 64 * 1024
 _DIAL_S = 10.0
 

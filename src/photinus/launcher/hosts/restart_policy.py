@@ -15,8 +15,6 @@ from ..workers.deaths import (
     suspension_text,
 )
 
-__all__ = ["Attempt", "Report", "RestartPolicy", "Verdict", "backoff_s", "reason_to_stop"]
-
 _QUICK_S = 10.0
 _BACKOFF_LIMIT_S = 5.0
 

@@ -15,8 +15,6 @@ from ...world.slurm import reachable_address, slurm_job
 from ..command_line.flags import RunFlags
 from ..command_line.usage import UsageError
 
-__all__ = ["place_hosts"]
-
 
 def place_hosts(
     flags: RunFlags,

@@ -15,8 +15,6 @@ from ..command_line.flags import RunFlags
 from ..command_line.program import Program
 from ..command_line.usage import UsageError
 
-__all__ = ["fill", "gpus_per_host", "program_words", "put", "run_words"]
-
 # What YAML does not take as it is, or may take as a line's end.
 _INVISIBLE = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
 

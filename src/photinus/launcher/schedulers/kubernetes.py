@@ -13,8 +13,6 @@ from ..command_line.program import Program
 from ..command_line.usage import UsageError
 from .inside import fill, gpus_per_host, program_words, put, run_words
 
-__all__ = ["main", "manifest"]
-
 # kind -> the operator that it needs, each pod's number, the address of the first, the name of the port
 _KINDS = {
     "pytorchjob": ("Kubeflow's training operator", "$(RANK)", "{}-master-0", "pytorchjob-port"),

@@ -17,8 +17,6 @@ from ..command_line.flags import RunFlags
 from ..command_line.usage import UsageError
 from .inside import fill, gpus_per_host, program_words, put, run_words
 
-__all__ = ["batch_script", "main"]
-
 _LEAVE_S = 60  # before the end of the time limit, or a preemption
 _LINE = 100
 _OPTION = re.compile(r"--?[A-Za-z][A-Za-z-]*")

@@ -14,8 +14,6 @@ from ..command_line.usage import UsageError
 from ..workers.ports import local_addresses_of
 from .hostfile import Host
 
-__all__ = ["CONNECT_S", "MARK", "find_here", "is_here", "remote_command", "safe_path", "ssh_command"]
-
 CONNECT_S = 8
 MARK = b"\x00photinus here\x00"
 """What comes from a host before all else, behind what a shell's start-up files may have printed."""

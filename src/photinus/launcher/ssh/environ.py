@@ -10,8 +10,6 @@ from ... import env
 from ..command_line.flag_values import VARIABLE_NAME
 from ..command_line.usage import UsageError
 
-__all__ = ["exported_variables", "variable_files"]
-
 _FAMILIES = (
     *("NCCL_", "GLOO_", "OMP_", "MKL_", "KMP_", "TORCH", "PYTORCH_", "PHOTINUS_", "PYTHON", "HF_", "TRANSFORMERS_"),
     *("WANDB_", "CUDA_", "UCX_", "MLFLOW_"),

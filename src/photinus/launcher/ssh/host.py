@@ -22,8 +22,6 @@ from .command import CONNECT_S, MARK, remote_command
 from .hostfile import Host
 from .trouble import trouble
 
-__all__ = ["LOST", "Hosts", "RemoteHost"]
-
 LOST = 255
 """What ssh ends with when it has lost the connection."""
 _READ_BYTES = 64 * 1024

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from ..command_line.usage import UsageError
 
-__all__ = ["Host", "parse_hostfile", "read_hostfile"]
-
 _NAME = re.compile(r"(?:(?P<user>[^\s@:=]+)@)?(?P<name>[^\s@=]+)")
 _MPICH = re.compile(r"([^:\s]+):(\d+)")
 _IGNORED = ("max-slots",)  # Open MPI's: how many it may be at most, were more asked for than there are slots

@@ -14,8 +14,6 @@ import time
 
 from ..workers.interrupts import FROM_A_KEYBOARD
 
-__all__ = ["hold_lifeline"]
-
 # A machine that loses its power says no good-bye. (Ctrl-Z at the other end stops the lines too, so not too short.)
 _SILENCE_S = 300.0
 # After it was asked to end: the launcher gives its workers 1.5 s, and some moments are its own.

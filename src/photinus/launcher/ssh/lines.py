@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from ..workers.output import write_all
 
-__all__ = ["HostLines", "Screen"]
-
 _LINE_LIMIT_BYTES = 64 * 1024
 # How long an unfinished line of rank 0 is waited for, before what there is of it is shown.
 _QUIET_TERMINAL_S = 0.05

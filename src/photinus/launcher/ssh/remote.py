@@ -29,8 +29,6 @@ from ..command_line.usage import UsageError
 from ..workers.ports import listen_as
 from .command import MARK, safe_path
 
-__all__ = ["main"]
-
 _SILENCE_S = 300
 _OUT, _ERR = 1, 2
 

@@ -21,8 +21,6 @@ from typing import Any
 from ...version import __version__
 from ..workers.ports import listen_as
 
-__all__ = ["answer"]
-
 _CONNECT_S = 3.0
 _PROOF_S = 2.0
 _TRANSFER_S = 10.0

@@ -17,8 +17,6 @@ from ..command_line.flags import RunFlags, SelectionFlags
 from ..command_line.usage import UsageError
 from .hostfile import Host
 
-__all__ = ["Share", "flags_text", "for_this_host", "host_words", "select"]
-
 # What chose the hosts and their devices, or is said anew for each host.
 _LEFT_OUT = {
     *("--hostfile", "--include", "--exclude", "--num-nodes", "--num-gpus", "--nproc-per-node", "--master-addr"),

@@ -37,8 +37,6 @@ from .hostfile import read_hostfile
 from .lines import HostLines, Screen
 from .selection import Share, host_words, select
 
-__all__ = ["start_hosts"]
-
 _STEP_S = 0.05
 _BEAT_S = 2.0
 # All hosts shall have ended so long after Ctrl-C (the launcher there gives its workers 1.5 s), and after the second.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import sys
 
-__all__ = ["trouble"]
-
 _SSH_FAILED = 255
 # What ssh says -> what it means, what to do. {host} is the destination, {ssh} the user's command for it.
 _SSH_WORDS = {

@@ -11,8 +11,6 @@ from ...runlog.run import Run, State
 from ...runlog.units import count, duration, plural
 from ...runlog.windows import Window
 
-__all__ = ["describe_event", "describe_state", "hosts_in_words", "mood", "printable", "ranks_in_words", "speed"]
-
 _STATES = {
     "running": "running",
     "finished": "finished",

@@ -17,20 +17,6 @@ from ...runlog.units import count, duration, number, percent, plural, size, step
 from ...runlog.windows import PHASES, Window
 from .event_text import hosts_in_words, speed
 
-__all__ = [
-    "bars",
-    "comparison",
-    "differences",
-    "epochs",
-    "events",
-    "notes",
-    "options",
-    "phases_in_words",
-    "starts",
-    "tiles",
-    "wall_clock",
-]
-
 _ROWS = 200
 _ALL_EVENTS = 50
 _BARS = 64

@@ -17,8 +17,6 @@ from ...version import __version__
 from . import facts
 from .event_text import describe_event, describe_state, mood, ranks_in_words
 
-__all__ = ["labels_of", "page"]
-
 
 def page(runs: Sequence[Run]) -> str:
     """A whole HTML document that needs no other file, of runs that have been read, at least one."""

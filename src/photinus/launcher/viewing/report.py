@@ -16,8 +16,6 @@ from ..command_line.parser import Parser
 from ..command_line.usage import UsageError
 from .run_argument import run_folder
 
-__all__ = ["main", "parser"]
-
 _POINTS = 300
 
 _ABOUT = """\

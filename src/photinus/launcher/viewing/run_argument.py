@@ -10,8 +10,6 @@ from ...runlog.run import FILES, is_run
 from ...spelling import closest
 from ..command_line.usage import UsageError
 
-__all__ = ["run_folder"]
-
 
 def run_folder(command: str, given: str | None) -> Path:
     """The folder of the run that is meant; `given` None: the newest below the working directory. Raises UsageError.

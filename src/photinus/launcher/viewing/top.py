@@ -23,8 +23,6 @@ from .run_argument import run_folder
 if TYPE_CHECKING:
     from rich.console import Console, Group
 
-__all__ = ["main", "parser"]
-
 _ABOUT = """\
 Shows a run while it trains: how far it is, loss and metrics, where the time of
 a step goes, each rank's own time, waiting and memory, which rank holds the

@@ -23,8 +23,6 @@ from ...runlog.units import clock_time, count, duration, number, percent, plural
 from ...runlog.windows import PHASES, Window
 from .event_text import describe_event, describe_state, mood, printable, ranks_in_words, speed
 
-__all__ = ["parts", "recent_windows", "sparkline", "view"]
-
 _ALARM = "bold yellow"
 _COLOURS = dict(zip(PHASES, ("yellow", "cyan", "blue", "red", "green", "bright_black"), strict=True))
 _LETTERS = dict(zip(PHASES, "dfbwo·", strict=True))

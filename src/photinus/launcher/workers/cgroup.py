@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["OomKills", "cpu_quota_cores", "memory_limit", "oom_kills", "oom_since", "text_of"]
-
 _NO_LIMIT = 2**60  # version 1 writes "no limit" as a number near 2**63
 
 

@@ -20,19 +20,6 @@ from typing import Any
 
 from ...world.ranks import name_ranks
 
-__all__ = [
-    "Death",
-    "Raised",
-    "ended_by_suspension",
-    "exit_code_of",
-    "failure_text",
-    "first_cause",
-    "last_words",
-    "signature",
-    "suspension_text",
-    "suspension_words",
-]
-
 _TRACEBACK_LINES = 120
 _LINE_CHARACTERS = 200
 

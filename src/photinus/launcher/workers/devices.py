@@ -12,17 +12,6 @@ from ...errors import DeviceError
 from ..command_line.usage import UsageError
 from .cgroup import cpu_quota_cores
 
-__all__ = [
-    "VISIBLE",
-    "WorkerCount",
-    "check_devices",
-    "choose_worker_count",
-    "count_gpus",
-    "gpu_names",
-    "usable_cores",
-    "visible_devices",
-]
-
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _MOST_PER_CORE = 4
 # NVIDIA's driver, the same under Windows' Linux, AMD's: what torch counts as CUDA devices needs one of them.

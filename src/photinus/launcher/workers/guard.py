@@ -16,8 +16,6 @@ import signal
 import time
 from collections.abc import Iterator
 
-__all__ = ["Guard", "start_guard"]
-
 _GOODBYE = b"goodbye\n"
 _LEAVE_S = 2.0
 _DYING_S = 5.0

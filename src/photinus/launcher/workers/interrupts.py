@@ -15,8 +15,6 @@ import time
 import types
 from collections.abc import Iterator
 
-__all__ = ["FROM_A_KEYBOARD", "SIGNALS", "Interrupted", "Interrupts", "block_signals", "handle_signals"]
-
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 FROM_A_KEYBOARD = (signal.SIGINT, signal.SIGQUIT)
 _ONE_REQUEST_S = 0.1

@@ -10,8 +10,6 @@ from ..command_line.flags import RunFlags
 from .devices import usable_cores
 from .store import LOOPBACK
 
-__all__ = ["Formation", "Job", "worker_environ"]
-
 
 @dataclass(frozen=True)
 class Formation:

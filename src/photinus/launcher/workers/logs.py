@@ -18,8 +18,6 @@ from pathlib import Path
 from ..command_line.flags import LogFlags
 from ..command_line.usage import UsageError
 
-__all__ = ["BOTH", "LogFile", "Logs"]
-
 Streams = frozenset[str]
 BOTH: Streams = frozenset({"out", "err"})
 _FILE_NAMES = {"out": "stdout.log", "err": "stderr.log"}

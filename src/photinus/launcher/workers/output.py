@@ -34,8 +34,6 @@ from pathlib import Path
 from ... import env
 from .logs import BOTH, LogFile, Logs
 
-__all__ = ["Output", "write_all"]
-
 _LINE_LIMIT_BYTES = 64 * 1024
 _READ_BYTES = 64 * 1024
 _LEFT_LIMIT_BYTES = 1 << 20  # what a pipe can hold by default, for those that are still open at the end

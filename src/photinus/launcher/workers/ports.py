@@ -12,8 +12,6 @@ from ...errors import LaunchError
 from ...world.own_address import is_loopback
 from .cgroup import text_of
 
-__all__ = ["PortTakenError", "holder_of", "listen", "listen_as", "local_addresses_of"]
-
 _BACKLOG = 4096
 _LISTENS = "0A"  # TCP_LISTEN, as /proc/net/tcp writes it
 

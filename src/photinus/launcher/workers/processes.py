@@ -36,8 +36,6 @@ from .interrupts import Interrupts
 from .job import Formation, Job
 from .output import Output
 
-__all__ = ["Processes", "adopt_orphans"]
-
 _WORKER_FILE = str(Path(__file__).with_name("worker.py"))
 _KILLED_DIES_WITHIN_S = 5.0
 _GROUP_DIES_WITHIN_S = 0.5

@@ -32,8 +32,6 @@ from .interrupts import block_signals
 from .ports import listen
 from .worker import die_with_launcher
 
-__all__ = ["LOOPBACK", "StoreProcess"]
-
 LOOPBACK = "127.0.0.1"
 _STORE_TIMEOUT = timedelta(seconds=300)
 _ANSWERS_WITHIN_S = 60.0
