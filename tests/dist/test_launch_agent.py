@@ -16,7 +16,7 @@ from pathlib import Path
 from photinus.launcher.workers.guard import start_guard
 from photinus.launcher.workers.interrupts import handle_signals
 from photinus.launcher.workers.output import Output
-from photinus.launcher.workers.processes import adopt_orphans
+from photinus.launcher.workers.processes import as_subreaper
 from photinus.launcher.workers.store import StoreProcess
 
 folder = Path(sys.argv[1])
@@ -43,7 +43,7 @@ with start_guard() as guard, handle_signals() as interrupts, closing(StoreProces
     job = Job(RunFlags(program, max_restarts=0, cpu=True, stop_grace_s=5.0), "mine", 2, dict(os.environ))
     leader = Leader(job, lambda text, alarm: output.say(text), store)
     agent = Agent(job, leader, guard=guard, output=output, interrupts=interrupts)
-    with adopt_orphans():
+    with as_subreaper():
         verdict = agent.run()
     output.close()
     print("failed" if verdict is not None else f"attempts {leader._attempt + 1}")

@@ -16,12 +16,12 @@ import pytest
 
 from photinus.launcher.command_line.flags import RunFlags
 from photinus.launcher.command_line.program import Program
-from photinus.launcher.workers.deaths import first_cause, suspension_words
+from photinus.launcher.workers.deaths import root_cause, suspension_words
 from photinus.launcher.workers.guard import Guard
 from photinus.launcher.workers.interrupts import Interrupted, handle_signals
 from photinus.launcher.workers.job import Formation, Job
 from photinus.launcher.workers.output import Output
-from photinus.launcher.workers.processes import Processes, adopt_orphans
+from photinus.launcher.workers.processes import Processes, as_subreaper
 
 DEADLINE_S = 30.0
 
@@ -45,7 +45,7 @@ def workers(tmp_path, text, count=2):
     script = tmp_path / "script.py"
     script.write_text(f"import os, sys, time, signal\nrank = int(os.environ['RANK'])\n{text}")
     guard, output = NoGuard(), Output()
-    with handle_signals() as interrupts, adopt_orphans():
+    with handle_signals() as interrupts, as_subreaper():
         processes = made(Program("script", str(script)), count, guard=guard, output=output, interrupts=interrupts)
         try:
             processes.start()
@@ -125,7 +125,7 @@ def test_a_kill_is_seen_at_once_and_told_from_an_exception_that_follows(tmp_path
         processes.stop(signal.SIGTERM, 5.0)
         deaths = processes.deaths()
         assert [d.rank for d in deaths] == [0, 1, 2]
-        cause = first_cause(deaths)
+        cause = root_cause(deaths)
         assert (cause.rank, cause.pid, cause.signal_name) == (1, pids(processes)[1], "SIGKILL")
         assert [d.consequence for d in deaths] == [True, False, True]
 
@@ -138,7 +138,7 @@ def test_settling_waits_for_the_culprit_while_only_consequences_are_known(tmp_pa
         watch(processes, processes.any_failed)
         processes.settle(0.05, DEADLINE_S)
         processes.stop(signal.SIGTERM, 5.0)
-        assert first_cause(processes.deaths()).raised.text == "culprit"
+        assert root_cause(processes.deaths()).raised.text == "culprit"
 
 
 def test_settling_does_not_wait_for_ranks_that_are_busy(tmp_path):
@@ -240,7 +240,7 @@ def test_a_second_interrupt_cuts_the_grace_short(tmp_path):
         processes.stop(signal.SIGTERM, DEADLINE_S)
         assert time.monotonic() - begun < DEADLINE_S / 2
         assert interrupts.received == [signal.SIGTERM, signal.SIGTERM]
-        assert interrupts.impatient
+        assert interrupts.forced
 
 
 def test_a_worker_is_asked_once_and_has_one_grace(tmp_path):
@@ -273,7 +273,7 @@ def test_waiting_ends_when_an_interrupt_comes(tmp_path):
         timer.join()
         assert time.monotonic() - begun < DEADLINE_S / 2
         assert interrupts.first == signal.SIGINT
-        assert not interrupts.impatient
+        assert not interrupts.forced
 
 
 def test_an_ignored_signal_stays_ignored():

@@ -11,9 +11,9 @@ from photinus.launcher.workers.deaths import (
     Death,
     Raised,
     exit_code_of,
+    exit_message,
     failure_text,
-    first_cause,
-    last_words,
+    root_cause,
     signature,
 )
 
@@ -43,48 +43,48 @@ class TestFirstCause:
     def test_a_killed_rank_beats_ranks_that_missed_it_even_when_seen_later(self):
         killed = death(1, KILLED, seen=10.2)
         missed = [death(r, 1, seen=10.1, raised=raised("PeerLostError", "rank 1", at=10.0)) for r in (0, 2)]
-        assert first_cause([missed[0], killed, missed[1]]) is killed
+        assert root_cause([missed[0], killed, missed[1]]) is killed
 
     def test_a_killed_rank_beats_an_exception_of_unknown_kind_raised_just_before_the_kill_was_seen(self):
         killed = death(1, KILLED, seen=10.2)
         wrapped = death(0, 1, seen=10.3, raised=raised("TrainingFailed", "step 3", at=10.1))
-        assert first_cause([wrapped, killed]) is killed
+        assert root_cause([wrapped, killed]) is killed
 
     def test_an_exception_long_before_a_kill_is_the_cause(self):
         early = death(0, 1, seen=8.2, raised=raised("ValueError", "bad batch", at=8.0))
-        assert first_cause([death(1, KILLED, seen=10.0), early]) is early
+        assert root_cause([death(1, KILLED, seen=10.0), early]) is early
 
     def test_among_exceptions_the_earliest_raised_counts_not_the_earliest_exit(self):
         first = death(1, 1, seen=11.0, raised=raised("ValueError", "x", at=9.0))
         second = death(0, 1, seen=10.0, raised=raised("KeyError", "y", at=9.5))
-        assert first_cause([second, first]) is first
+        assert root_cause([second, first]) is first
 
     def test_an_error_raised_from_a_lost_peer_is_a_consequence(self):
         wrapped = death(
             0, 1, seen=9.0, raised=raised("MyError", "step failed", behind=[("PeerLostError", "rank 1")], at=9.0)
         )
         culprit = death(1, 1, seen=10.0, raised=raised("ValueError", "bad", at=9.9))
-        assert first_cause([wrapped, culprit]) is culprit
+        assert root_cause([wrapped, culprit]) is culprit
 
     def test_an_error_that_was_handed_on_from_another_rank_is_a_consequence(self):
         told = "choosing failed on rank 0 (host a): CheckpointError: x. This rank (1) had no error of its own."
         handed_on = death(1, 1, seen=9.0, raised=raised("CheckpointError", told, at=9.0))
-        assert first_cause([handed_on, death(0, 1, seen=9.1, raised=raised("CheckpointError", "x", at=9.1))]).rank == 0
+        assert root_cause([handed_on, death(0, 1, seen=9.1, raised=raised("CheckpointError", "x", at=9.1))]).rank == 0
 
     def test_leaving_with_a_code_after_catching_a_lost_peer_is_a_consequence(self):
         leaves = death(0, 7, raised=raised("SystemExit", "7", behind=[("PeerLostError", "rank 1")], code=7, at=9.0))
-        assert first_cause([leaves, death(1, -signal.SIGSEGV, seen=10.0)]).rank == 1
+        assert root_cause([leaves, death(1, -signal.SIGSEGV, seen=10.0)]).rank == 1
 
     def test_an_abort_at_the_same_moment_is_gloos_last_word_not_the_cause(self):
-        assert first_cause([death(0, -signal.SIGABRT), death(1, -signal.SIGSEGV)]).rank == 1
+        assert root_cause([death(0, -signal.SIGABRT), death(1, -signal.SIGSEGV)]).rank == 1
         alone = death(0, -signal.SIGABRT)
         missed = death(1, 1, seen=9.0, raised=raised("RuntimeError", GLOO_LOSS, at=9.0))
-        assert first_cause([missed, alone]) is alone
+        assert root_cause([missed, alone]) is alone
 
     def test_workers_that_the_launcher_ended_are_never_the_cause(self):
         ended = death(0, -signal.SIGTERM, seen=1.0, ended_by_us=True)
         missed = death(1, 1, seen=10.0, raised=raised("PeerLostError", "?", at=10.0))
-        assert first_cause([ended, missed]) is missed
+        assert root_cause([ended, missed]) is missed
 
     @pytest.mark.parametrize(
         "text",
@@ -263,11 +263,11 @@ class TestWhatAWorkerSaidLast:
 
     def test_a_log_file_ends_with_the_traceback_or_with_how_the_worker_ended(self):
         failed = death(1, 1, raised=raised("ValueError", "x", at=9.0, traceback="Traceback\nValueError: x\n"))
-        assert last_words(failed) == "Traceback\nValueError: x\n"
-        assert last_words(death(1, KILLED)) == "photinus: rank 1 (pid 4001) was killed by SIGKILL\n"
-        fatal = last_words(death(1, -signal.SIGSEGV, fault_stack="Current thread\n"))
+        assert exit_message(failed) == "Traceback\nValueError: x\n"
+        assert exit_message(death(1, KILLED)) == "photinus: rank 1 (pid 4001) was killed by SIGKILL\n"
+        fatal = exit_message(death(1, -signal.SIGSEGV, fault_stack="Current thread\n"))
         assert fatal == "Current thread\nphotinus: rank 1 (pid 4001) was killed by SIGSEGV\n"
-        ended = last_words(death(0, -signal.SIGTERM, ended_by_us=True))
+        ended = exit_message(death(0, -signal.SIGTERM, ended_by_us=True))
         assert ended == "photinus: rank 0 (pid 4000) was ended by the launcher, because another rank had failed\n"
 
 

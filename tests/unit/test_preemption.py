@@ -184,10 +184,10 @@ def test_a_request_that_comes_twice_at_once_is_one_and_ctrl_c_twice_is_impatienc
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
         assert interrupts.first == signal.SIGTERM
-        assert not interrupts.impatient
+        assert not interrupts.forced
         os.kill(os.getpid(), signal.SIGINT)
-        assert interrupts.impatient
+        assert interrupts.forced
     with handle_signals() as interrupts:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
-        assert interrupts.impatient
+        assert interrupts.forced

@@ -14,7 +14,7 @@ from ..errors import LaunchError
 from .hosts.peer_hosts import OneHost, Order
 from .hosts.restart_policy import Report, Verdict
 from .workers.cgroup import OomKills, oom_kills, oom_since
-from .workers.deaths import failure_text, last_words, suspension_words
+from .workers.deaths import exit_message, failure_text, suspension_words
 from .workers.guard import Guard
 from .workers.interrupts import FROM_A_KEYBOARD, Interrupted, Interrupts
 from .workers.job import Formation, Job
@@ -154,7 +154,7 @@ class Agent:
         self._raise_if_interrupted()
         deaths, finished = tuple(processes.deaths()), tuple(processes.finished_ranks())
         for death in deaths:
-            self._output.add_to_log(death.rank, last_words(death))
+            self._output.add_to_log(death.rank, exit_message(death))
         report = Report(deaths, finished, processes.steps(), processes.saved_step(), oom_since(oom_before))
         return self._peers.verdict_on(report, self._raise_if_interrupted)
 

@@ -38,7 +38,7 @@ from .workers.job import Formation, Job
 from .workers.logs import Logs
 from .workers.output import Output
 from .workers.ports import listen
-from .workers.processes import adopt_orphans
+from .workers.processes import as_subreaper
 from .workers.store import LOOPBACK, StoreProcess
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def supervise(flags: RunFlags) -> int:
         peers = _peers(job, member, output, store)
         agent = Agent(job, peers, guard=guard, output=output, interrupts=interrupts)
         try:
-            with adopt_orphans():
+            with as_subreaper():
                 verdict = agent.run()
         except Interrupted:
             if agent.suspension is not None:

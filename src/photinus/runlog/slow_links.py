@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from .windows import Window
 
 _RATIO = 3.0
-_EXCESS_S = 1e-3  # a step; less is the moods of a network
+_EXCESS_S = 1e-3  # a step; less is the noise of a network
 _WAITED = 0.5  # of the excess: what computation hides holds nobody up
 _LASTING = 0.6  # of the windows
 

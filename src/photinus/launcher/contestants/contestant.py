@@ -150,7 +150,7 @@ class Contestant:
                 answers[file] += os.read(file, 1 << 16)
                 waiting = []
             if waiting and any(process.poll() is not None for process in self._processes):
-                self._leave(self._last_words())
+                self._leave(self._exit_message())
                 return None
             if waiting and time.monotonic() > deadline:
                 self.is_late = True
@@ -167,7 +167,7 @@ class Contestant:
         self.absent = why
         self.stop()  # a rank whose peer is gone may spin
 
-    def _last_words(self) -> str:
+    def _exit_message(self) -> str:
         assert self._folder is not None
         index, ended = next((i, each) for i, each in enumerate(self._processes) if each.poll() is not None)
         log = Path(self._folder.name, f"{index}.log").read_text(errors="replace").splitlines()

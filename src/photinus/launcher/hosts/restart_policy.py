@@ -10,7 +10,7 @@ from ..workers.deaths import (
     ended_by_suspension,
     exit_code_of,
     failure_text,
-    first_cause,
+    root_cause,
     signature,
     suspension_text,
 )
@@ -127,7 +127,7 @@ class RestartPolicy:
     def decide(self, reports: Sequence[Report], *, world_size: int, attempt: int) -> Verdict:
         """Finds the first cause among the deaths that all hosts report (at least one) and decides."""
         deaths = [death for report in reports for death in report.deaths]
-        cause = first_cause(deaths)
+        cause = root_cause(deaths)
         now, earlier = Attempt(cause, max(report.steps for report in reports)), tuple(self._attempts)
         self._attempts.append(now)
         if ended_by_suspension(deaths):

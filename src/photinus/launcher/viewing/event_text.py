@@ -23,7 +23,7 @@ _STATES = {
 }
 
 
-def mood(state: State) -> str:
+def severity(state: State) -> str:
     """ "bad" where somebody should look after the run, "good", or "warn"."""
     if state.word in ("failed", "died", "silent"):
         return "bad"

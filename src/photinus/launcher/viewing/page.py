@@ -15,7 +15,7 @@ from ...runlog.units import clock_time, count, plural, step_time
 from ...runlog.windows import PHASES
 from ...version import __version__
 from . import facts
-from .event_text import describe_event, describe_state, mood, ranks_in_words
+from .event_text import describe_event, describe_state, ranks_in_words, severity
 
 
 def page(runs: Sequence[Run]) -> str:
@@ -56,7 +56,7 @@ def _facts(run: Run, now_s: float) -> dict[str, Any]:
     return {
         "name": run.name,
         "state": describe_state(run, state, now_s),
-        "kind": mood(state),
+        "kind": severity(state),
         "summary": _summary(run),
         "tiles": facts.tiles(run),
         "notes": facts.notes(run),

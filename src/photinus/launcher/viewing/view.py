@@ -21,7 +21,7 @@ from ...runlog.slow_links import slow_links
 from ...runlog.stragglers import RankShare, shares, stragglers
 from ...runlog.units import clock_time, count, duration, number, percent, plural, size, step_time
 from ...runlog.windows import PHASES, Window
-from .event_text import describe_event, describe_state, mood, printable, ranks_in_words, speed
+from .event_text import describe_event, describe_state, printable, ranks_in_words, severity, speed
 
 _ALARM = "bold yellow"
 _COLOURS = dict(zip(PHASES, ("yellow", "cyan", "blue", "red", "green", "bright_black"), strict=True))
@@ -99,7 +99,7 @@ def _wrap(facts: Sequence[Text], width: int, gap: str) -> list[Text]:
 
 def _head(run: Run, width: int, now_s: float) -> list[RenderableType]:
     state = run.state(now_s)
-    style = {"bad": "red", "good": "green", "warn": "bold"}[mood(state)]
+    style = {"bad": "red", "good": "green", "warn": "bold"}[severity(state)]
     name = _line((printable(run.name), "bold"), "  ", (describe_state(run, state, now_s), style))
     where = printable(ranks_in_words(run.world_size, run.hosts))
     clock = clock_time(now_s)

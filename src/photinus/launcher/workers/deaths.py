@@ -174,7 +174,7 @@ class Death:
         return self.seen_at_s - (_KILL_IS_SEEN_LATE_S if self.status == -signal.SIGKILL else 0.0)
 
 
-def first_cause(deaths: Sequence[Death]) -> Death:
+def root_cause(deaths: Sequence[Death]) -> Death:
     """The death that the others follow from; `deaths` must not be empty."""
     return min(deaths, key=lambda d: (d.ended_by_us, d.consequence, d._since_s, d.status == -signal.SIGABRT, d.rank))
 
@@ -217,7 +217,7 @@ def failure_text(
         oom: out-of-memory kills during the attempt, in words; without them memory is not mentioned.
         seen_before: the same failure was shown for the attempt before; leaves out its traceback.
     """
-    cause = first_cause(deaths)
+    cause = root_cause(deaths)
     on = f" ({cause.gpu})" if cause.gpu else ""
     where = f"local rank {cause.local_rank}{on} of host {cause.host}, attempt {attempt}"
     lines = [_headline(cause), f"  {where}, {cause.lived_s:.1f} s after its start"]
@@ -236,7 +236,7 @@ def failure_text(
     return "\n".join(block) + "\n"
 
 
-def last_words(death: Death) -> str:
+def exit_message(death: Death) -> str:
     """What ends the log file of a worker: its traceback, which it did not print itself, or how it ended."""
     stack = _stack(death).rstrip()
     end = f"photinus: rank {death.rank} (pid {death.pid}) was ended by the launcher, because another rank had failed"

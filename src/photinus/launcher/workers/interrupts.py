@@ -40,7 +40,7 @@ class Interrupts:
         return self.received[0] if self.received else None
 
     @property
-    def impatient(self) -> bool:
+    def forced(self) -> bool:
         """Whether the user has asked a second time: no more grace."""
         return len(self.received) > 1
 

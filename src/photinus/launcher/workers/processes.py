@@ -165,7 +165,7 @@ class Processes:
     def suspend(self, grace_s: float) -> None:
         """Sends SIGTERM to all workers and waits until they have saved and left; `stop` has to follow, with this grace.
 
-        Returns earlier when one ends otherwise, without which the rest cannot save, or the user is impatient.
+        Returns earlier when one ends otherwise, without which the rest cannot save, or the user has asked twice.
         """
         self._asked_at_s = time.monotonic()
         deadline = self._asked_at_s + grace_s
@@ -173,7 +173,7 @@ class Processes:
             if worker.status is None:
                 worker.asked_to_leave = True
                 worker.ask(signal.SIGTERM)
-        self._wait_for_ends(deadline, lambda: self._interrupts.impatient or self._any_ended_unsaved())
+        self._wait_for_ends(deadline, lambda: self._interrupts.forced or self._any_ended_unsaved())
 
     def kill_overdue(self, grace_s: float) -> None:
         """Kills workers that raised an exception but have not left: the others wait for them in vain.
@@ -195,7 +195,7 @@ class Processes:
         """After the first failure, gives the other ranks a moment to fail by themselves and say why.
 
         Ends early when each has ended or recorded an exception. While all that is known are consequences of a loss
-        (the kernel may take long to bury a process with much memory or a GPU), waits up to `culprit_timeout_s`.
+        (the kernel may take long to end a process with much memory or a GPU), waits up to `culprit_timeout_s`.
         """
         begun_at_s = time.monotonic()
         while not self._interrupts.received:
@@ -231,7 +231,7 @@ class Processes:
                 elif asked:
                     continue
                 worker.ask(ask_it)
-        self._wait_for_ends(deadline, lambda: self._interrupts.impatient)
+        self._wait_for_ends(deadline, lambda: self._interrupts.forced)
         self._kill_groups()
 
     def deaths(self) -> list[Death]:
@@ -353,16 +353,16 @@ class Processes:
                 continue
             worker.process.wait()
             os.close(worker.pidfd)
-        # What the workers had started was killed too, and may be this process's to bury (see adopt_orphans).
+        # What the workers had started was killed too, and may be this process's to reap (see as_subreaper).
         deadline = time.monotonic() + _GROUP_DIES_WITHIN_S
         for worker in self._workers:
-            while _bury_group(worker.process.pid) and time.monotonic() < deadline:
+            while _reap_group(worker.process.pid) and time.monotonic() < deadline:
                 time.sleep(0.002)
             self._guard.release(worker.process.pid)
 
 
 @contextlib.contextmanager
-def adopt_orphans() -> Iterator[None]:
+def as_subreaper() -> Iterator[None]:
     """During the block, orphans among this process's descendants become its children.
 
     So the children of a killed worker can be waited for, instead of being left to process 1 (in a container often
@@ -376,7 +376,7 @@ def adopt_orphans() -> Iterator[None]:
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
-def _bury_group(process_group: int) -> bool:
+def _reap_group(process_group: int) -> bool:
     """Takes the dead of a group from the process table; whether some of it still lives as this process's child."""
     try:
         while os.waitpid(-process_group, os.WNOHANG)[0] != 0:
