@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 import photinus
-from photinus.trainer.evaluation import _blocks_of, _exact_sum
+from photinus.trainer.evaluation import _batches, _blocks_of, _exact_sum
 from tests.small_run import Net, points, right
 
 
@@ -139,3 +139,62 @@ def test_a_mean_that_is_not_finite_is_given_as_it_is(world: Any) -> None:
     assert photinus.evaluate(torch.nn.Identity(), data, lambda x, _: x) == math.inf
     nan = TensorDataset(torch.tensor([1.0, math.nan]), torch.zeros(2))
     assert math.isnan(photinus.evaluate(torch.nn.Identity(), nan, lambda x, _: x))
+
+
+class Drawn(Dataset[Any]):
+    """Samples that are random numbers."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.rand(())
+
+
+def test_what_is_drawn_for_a_sample_does_not_depend_on_the_rank_that_loads_it(world: Any) -> None:
+    def drawn(world_size: int) -> dict[int, float]:
+        found = {}
+        for rank in range(world_size):
+            mine = _blocks_of(rank, world_size, 8, 2)
+            values = torch.cat([batch.data for batch in _batches(Drawn(), mine, {"batch_size": 2})])
+            found |= dict(zip(mine, values.tolist(), strict=True))
+        return found
+
+    assert drawn(1) == drawn(2) == drawn(3)
+    assert len(set(drawn(1).values())) == 8
+
+
+def test_a_loaders_batch_size_is_that_of_one_forward_under_a_distributed_sampler_too(world: Any) -> None:
+    data = TensorDataset(torch.arange(32.0), torch.zeros(32))
+    sampler: Any = DistributedSampler(data, num_replicas=8, rank=0)
+    seen = []
+
+    def forward(model: Any, batch: Any) -> Any:
+        seen.append(len(batch[0]))
+        return batch
+
+    photinus.evaluate(torch.nn.Identity(), DataLoader(data, 4, sampler=sampler), lambda x, _: x, forward=forward)
+    assert seen == [4] * 8
+
+
+_opened: list[int] = []
+
+
+class NeedsWorker(Dataset[Any]):
+    """As one that opens its file where it is read."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.tensor(float(_opened[0])), torch.zeros(())
+
+
+def test_a_loaders_workers_begin_as_it_says(world: Any) -> None:
+    data: Any = DataLoader(NeedsWorker(), 2, num_workers=1, worker_init_fn=lambda _: _opened.append(3))
+    assert photinus.evaluate(torch.nn.Identity(), data, lambda x, _: x) == 3.0
+
+
+def test_infinities_of_both_signs_have_no_mean_and_end_nothing(world: Any) -> None:
+    data = TensorDataset(torch.tensor([math.inf, -math.inf]), torch.zeros(2))
+    assert math.isnan(photinus.evaluate(torch.nn.Identity(), data, lambda x, _: x))

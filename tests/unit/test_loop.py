@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -613,6 +614,94 @@ def test_optimizers_that_take_turns_in_a_body_delay_no_checkpoint(
             loop.backward(_loss(loop))
             optimizer.step()
     assert _checkpoints(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
+
+
+class TwoSteps(torch.optim.Optimizer):
+    """As sharpness-aware minimization is usually written: what steps is an optimizer inside, and no hook runs."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.1)
+        self.param_groups = self.base_optimizer.param_groups
+
+    def second_step(self) -> None:
+        self.base_optimizer.step()
+
+
+def test_steps_of_an_optimizer_inside_another_let_checkpoints_be_saved(tmp_path: Path, world: Any) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = TwoSteps(model.parameters())
+    options: dict[str, Any] = {"save_every_steps": 2, "keep_last": 9, "progress": False, "curves": False}
+    loop = photinus.Loop(model, optimizer, Numbered(16), batch_size=4, epochs=1, out=tmp_path, **options)
+    for _ in loop:
+        loop.backward(_loss(loop))
+        optimizer.second_step()
+    assert _checkpoints(tmp_path) == ["step-00000002", "step-00000004"]
+
+
+def test_a_run_whose_optimizer_is_never_seen_to_step_is_saved_and_told(
+    tmp_path: Path, world: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop = _loop(Numbered(120), batch_size=1, epochs=2, out=tmp_path, save_every_steps=100, keep_last=9)
+    for _ in loop:
+        loop.backward(_loss(loop))  # whose gradients are used in a way of its own
+        loop.model.zero_grad()
+    assert _checkpoints(tmp_path) == ["step-00000120", "step-00000200", "step-00000240"]
+    assert capsys.readouterr().err.count("no step of the optimizer was seen") == 1
+
+
+def test_the_best_checkpoint_stays_where_not_every_epoch_would_be_saved(tmp_path: Path, world: Any) -> None:
+    loop = _loop(epochs=6, out=tmp_path, keep_last=1, best="right", save_every_epochs=3)
+    for _ in loop:
+        if loop.epoch_ended:
+            loop.log(right=float(loop.epoch == 2))
+    assert _checkpoints(tmp_path) == ["step-00000006", "step-00000018"]
+
+
+def test_the_best_checkpoint_stays_where_it_had_to_wait_for_a_step(tmp_path: Path, world: Any) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {"keep_last": 1, "best": "right", "progress": False, "curves": False}
+    loop = photinus.Loop(model, optimizer, Numbered(12), batch_size=4, epochs=4, out=tmp_path, **options)
+    for _ in loop:
+        loop.backward(_loss(loop))
+        if loop.step % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        if loop.epoch_ended:  # after 3, 6, 9 and 12 batches
+            loop.log(right=float(loop.epoch == 1))
+    assert _checkpoints(tmp_path) == ["step-00000004", "step-00000012"]
+
+
+def test_a_best_of_another_name_is_not_compared_with(tmp_path: Path, world: Any) -> None:
+    for epochs, best in ((2, "right"), (4, "-error")):
+        loop = _loop(epochs=epochs, out=tmp_path, keep_last=1, best=best)
+        for _ in loop:
+            if loop.epoch_ended:
+                loop.log(right=0.5, error=9.0 - loop.epoch if loop.epoch < 4 else 9.0)
+    assert _checkpoints(tmp_path) == ["step-00000009", "step-00000012"]
+
+
+def test_the_time_of_a_row_that_was_cut_off_counts(tmp_path: Path, world: Any) -> None:
+    for stop_at in (2, None):
+        loop = _loop(epochs=1, out=tmp_path, save_every_steps=2)
+        for _ in loop:
+            if loop.step == 3 and stop_at:
+                break
+            time.sleep(0.2 if stop_at else 0.0)
+    assert loop.history[-1]["elapsed_s"] > 0.4
+
+
+def test_an_extra_state_that_cannot_be_saved_is_refused_before_any_work(tmp_path: Path, world: Any) -> None:
+    class Odd(torch.nn.Linear):
+        def get_extra_state(self) -> Any:
+            return object()
+
+    model = Odd(1, 1)
+    with pytest.raises(TypeError, match=r"model: the extra state of Odd"):
+        photinus.Loop(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), Numbered(4), batch_size=2, epochs=1, out=tmp_path
+        )
 
 
 def test_the_best_checkpoint_stays(tmp_path: Path, world: Any) -> None:

@@ -260,3 +260,17 @@ def test_a_validation_set_that_is_none_is_refused_before_any_work(tmp_path: Path
     with pytest.raises(FileNotFoundError, match="there is no dataset at 'absent'"):
         _trainer(tmp_path).fit(points(), "absent")  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_seed_counts_inside_an_open_session_too() -> None:
+    losses = []
+    for seed in (1, 2, 1):
+        with photinus.init("gloo", "cpu", seed=7):
+            torch.manual_seed(2)
+            model = Net(dropout=0.5)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            trainer = photinus.Trainer(
+                model, optimizer, cross_entropy, epochs=1, batch_size=8, seed=seed, shuffle=False, progress=False
+            )
+            losses.append(trainer.fit(points()).metrics["loss"])
+    assert losses[0] == losses[2] != losses[1]

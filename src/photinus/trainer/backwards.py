@@ -9,7 +9,10 @@ from typing import Any
 import torch
 
 from ..errors import PhotinusError
+from ..optimizer_steps import OptimizerSteps
 from ..parallel.zero.split_states import is_split
+
+_SURE_BODIES = 100
 
 
 class Backwards:
@@ -20,6 +23,9 @@ class Backwards:
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._steps: OptimizerSteps | None = None
+        self._bodies = 0  # without a step; -1 once one was seen
         self._watched = False  # while a body of the loop runs
         self._stepped = False  # any optimizer, in this body or after it
         self._settled = 0  # backwards made up to the end of the last body with a step
@@ -36,6 +42,22 @@ class Backwards:
         optimizer than the one that made it, does not: as in a GAN, whose two optimizers take turns in each body."""
         return self._made > self._settled
 
+    def begin(self) -> None:
+        """Bodies begin. From now on steps count that are made for one of the optimizers, too: of wrappers that have
+        one inside, as SAM and Lookahead do, no hook runs."""
+        if self._steps is None:
+            self._steps = OptimizerSteps(ended=self._note_inner_step)
+
+    def end(self) -> None:
+        """Bodies are over. May be called again."""
+        if self._steps is not None:
+            self._steps.remove()
+            self._steps = None
+
+    def unseen(self, bodies: int) -> bool:
+        """Whether so many bodies, and at least 100, have ended and no step was ever seen. Then none will be."""
+        return self._bodies >= max(bodies, _SURE_BODIES)
+
     def body_began(self) -> None:
         """The loop hands out a batch."""
         self._watched, self._stepped = True, False
@@ -45,6 +67,9 @@ class Backwards:
         self._watched = False
         if self._stepped:
             self._settled = self._made
+            self._bodies = -1
+        elif self._bodies >= 0:
+            self._bodies += 1
 
     def add(self) -> None:
         """One more backward is made."""
@@ -60,6 +85,16 @@ class Backwards:
         self._check(place, optimizer)
         self._used[place] = self._made
         self._stepped = True
+
+    def _note_inner_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if not any(optimizer is each for each in self._optimizers):
+            stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            self._stepped |= any(
+                id(parameter) in stepped
+                for each in self._optimizers
+                for group in each.param_groups
+                for parameter in group["params"]
+            )
 
     def _check(self, place: int, optimizer: torch.optim.Optimizer) -> None:
         if self._watched and self._made == self._used[place] and _has_gradients(optimizer):

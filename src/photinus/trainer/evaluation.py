@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset
 
 from ..errors import CollectiveError, PhotinusError
 from ..parallel import strategy_of
@@ -36,8 +37,11 @@ from .checkpoint.states import unwrap
 from .data.arguments import whole_number
 from .data.datasets import check_dataset, taken_apart
 from .data.loader import Batch, loader
+from .data.sampler import LocalBatch, ShardedOnce
 from .session.session import Session, require_session
 from .session.wrapping import exchanges_gradients
+
+_OF_TRAINING = frozenset({"shuffle", "drop_last", "persistent_workers"})
 
 Metric = Callable[[Tensor, Tensor], Tensor]  # outputs [n, ...], targets [n, ...] -> values [n]
 Forward = Callable[[nn.Module, Any], "tuple[Tensor, Tensor]"]
@@ -133,11 +137,15 @@ def evaluate(
             if not callable(function):
                 kind = type(function).__name__
                 raise TypeError(f"metric {name!r} is a {kind}, but a function (outputs, targets) is needed")
-        options: dict[str, Any] = {"batch_size": batch_size, "num_workers": num_workers, "collate_fn": collate_fn}
+        given = {"batch_size": batch_size, "num_workers": num_workers, "collate_fn": collate_fn}
+        options: dict[str, Any] = {}
         if isinstance(dataset, DataLoader):
-            dataset, found = taken_apart(dataset)
-            options = {name: found.get(name) if value is None else value for name, value in options.items()}
-        size = 64 if options["batch_size"] is None else whole_number("batch_size", options["batch_size"], least=1)
+            own_size = dataset.batch_size  # of one forward, which a DistributedSampler does not change
+            dataset, options = taken_apart(dataset)
+            options = {name: value for name, value in options.items() if name not in _OF_TRAINING}
+            options["batch_size"] = own_size
+        options |= {name: value for name, value in given.items() if value is not None}
+        size = whole_number("batch_size", options.get("batch_size", 64), least=1)
         check_dataset(dataset)
         total = len(dataset)  # type: ignore[arg-type]
         if total == 0:
@@ -217,7 +225,22 @@ def _values_of_this_rank(
 def _batches(dataset: Dataset[Any], samples: list[int], options: Mapping[str, Any]) -> Iterator[Batch]:
     if not samples:
         return iter(())
-    return loader(Subset(dataset, samples), train=False, rank=0, world_size=1, **options).epoch(0)
+    batches = loader(dataset, train=False, rank=0, world_size=1, **options)
+    batches.shares = _Chosen(samples, options["batch_size"])
+    return batches.epoch(0)
+
+
+class _Chosen(ShardedOnce):
+    """Some samples, under their own numbers: what is drawn while one is loaded depends on the sample, not on the rank
+    that loads it."""
+
+    def __init__(self, samples: Sequence[int], batch_size: int) -> None:
+        super().__init__(len(samples), batch_size)
+        self._chosen = samples
+
+    def batch(self, epoch: int, index: int) -> LocalBatch:
+        place = super().batch(epoch, index)
+        return replace(place, indices=[self._chosen[each] for each in place.indices])
 
 
 def _forward_pair(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
@@ -233,8 +256,16 @@ def _forward_pair(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
 
 def _exact_sum(values: Sequence[float]) -> tuple[float, float]:
     """The sum of the values as two float64 numbers, the second the rounding error of the first."""
-    high = math.fsum(values)
+    high = _sum(values)
     return (high, math.fsum([*values, -high])) if math.isfinite(high) else (high, 0.0)
+
+
+def _sum(values: Iterable[float]) -> float:
+    """Exactly rounded; NaN where infinities of both signs meet, or sums leave float64's range."""
+    try:
+        return math.fsum(values)
+    except (ValueError, OverflowError):
+        return math.nan
 
 
 def _means(mine: list[float], session: Session, error: Exception | None) -> list[float]:
@@ -257,7 +288,7 @@ def _means(mine: list[float], session: Session, error: Exception | None) -> list
     counted = int(sum(row[1] for row in gathered))
     assert counted == totals[0], f"{counted} of {totals[0]} samples were evaluated"
     width = len(mine) - 3
-    return [math.fsum(row[3 + i + j] for row in gathered for j in (0, 1)) / counted for i in range(0, width, 2)]
+    return [_sum(row[3 + i + j] for row in gathered for j in (0, 1)) / counted for i in range(0, width, 2)]
 
 
 def _take_buffers_of_main(model: nn.Module, session: Session) -> None:

@@ -79,7 +79,7 @@ class Loop:
         save_every_epochs: save at every so-manieth end of an epoch; the last one is always saved.
         keep_last: how many of the newest checkpoints stay.
         best: name of a logged metric; the checkpoint of the row where it was highest (with "-" before the name:
-            lowest) stays too. With validate_every_steps, each row gets a checkpoint then.
+            lowest) stays too. Each row gets a checkpoint then (where gradients add up, after the next step).
         num_workers: processes that load data, per rank; default none.
         drop_last: leave the last, short batch of each epoch out (default); False splits it, rightly weighted.
         shuffle: a new order each epoch (default); False takes the data set's.
@@ -220,7 +220,7 @@ class Loop:
         check_alike({**alike, **describe_replicas(models, optimizers)}, "the ranks were given different loops")
         self._replicas = Replicas(session, models, optimizers, compare_parameters=compare_parameters)
         self._numbers = RunNumbers(session, self._clock, self._replicas)
-        self._backwards = Backwards(optimizers)
+        self._backwards, self._told_unseen = Backwards(optimizers), False
         self._saves = Saves(session, model, optimizer, scheduler, others, self._options, length)
         if out is not None:
             with together("looking at what to save"):
@@ -422,6 +422,7 @@ class Loop:
         self._restore_random_numbers()
         position, clock = self._position, self._clock
         clock.start()
+        self._backwards.begin()
         position.begin(time.perf_counter() - self._session.aside_s)
         watch = preemption.Watch(self._takes_signals)
         try:
@@ -449,6 +450,7 @@ class Loop:
             self._finish()
         finally:
             clock.stop()
+            self._backwards.end()
             if self._batch is not None:  # the body was left early
                 self._batch = None
                 self._backwards.body_ended()
@@ -480,7 +482,7 @@ class Loop:
         position.samples_in_part += batch.global_samples
         every = self._save_every_steps
         self._save_wanted |= every is not None and position.step % every == 0
-        self._save_wanted |= row_ended and self._saves_rows and self._validate_every_steps is not None
+        self._save_wanted |= row_ended and self._saves_rows
         if row_ended or epoch_ended or self._save_wanted or self._numbers.due:
             self._exchange(epoch_ended)
         self._progress.step(batch.global_samples, position.newest)
@@ -491,12 +493,24 @@ class Loop:
                 position.end_epoch()
             self._save_wanted |= self.finished or position.epochs_done % self._save_every_epochs == 0
         # Gradients that were accumulated and not yet used are no part of a checkpoint: it waits for the next step.
-        if self._save_wanted and (not self._backwards.unstepped or self.finished):
+        if self._save_wanted and (not self._waits_for_step() or self.finished):
             self._clock.other_ended()
             began = time.perf_counter()
             self._save()
             position.leave_out(time.perf_counter() - began)
             self._clock.skip()
+
+    def _waits_for_step(self) -> bool:
+        """Whether gradients add up for a step that is to come."""
+        if self._backwards.unstepped and self._backwards.unseen(self.steps_per_epoch):
+            if not self._told_unseen and self._session.is_main:
+                say(
+                    "note: no step of the optimizer was seen so far; checkpoints are saved all the same, without "
+                    "gradients that add up over several batches"
+                )
+            self._told_unseen = True
+            return False
+        return self._backwards.unstepped
 
     def _exchange(self, epoch_ended: bool) -> None:
         """Brings the numbers of all ranks together, and agrees on stopping."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -45,15 +46,20 @@ class Saves:
         self._model, self._optimizer, self._scheduler, self._others = model, optimizer, scheduler, others
         self._options = options
         self._length = length
+        self._rows_saved = 0
 
     def check(self) -> None:
-        """Refuses a scheduler or other object that could not be saved or put back, before there is work to lose.
+        """Refuses what could not be saved or put back, before there is work to lose. All ranks call it together.
 
-        The states of models and optimizers are known to be tensors and numbers. All ranks call it together.
+        Of models, what `get_extra_state` gives is looked at, too; their tensors need not be.
 
         Raises:
             TypeError: says what, and what to do.
         """
+        for name, item in {"model": self._model, **self._others}.items():
+            for path, module in item.named_modules() if isinstance(item, nn.Module) else ():
+                if type(module).get_extra_state is not nn.Module.get_extra_state:
+                    PlainState(module.get_extra_state(), f"{name}: the extra state of {path or type(module).__name__}")
         for name, item in {"scheduler": self._scheduler, **self._others}.items():
             if isinstance(item, (nn.Module, torch.optim.Optimizer)) or (name == "scheduler" and item is None):
                 continue
@@ -86,13 +92,16 @@ class Saves:
             assert folder is not None
             content = {
                 **trained,
-                "position": position.to_dict(),
+                "position": position.to_dict(time.perf_counter() - self._session.aside_s),
                 "run": {name: self._options[name] for name in _DECIDES_THE_ORDER},
                 "rng": states,
             }
-            ends_epoch = bool(position.history) and position.history[-1]["step"] == step
+            # A row's checkpoint may have had to wait for the next step of the optimizer.
+            rows = position.history
+            is_rows = bool(rows) and (rows[-1]["step"] == step or len(rows) > self._rows_saved)
+            self._rows_saved = len(rows)
             description = position.description(self._length.describe(position))
-            return str(folder.save(step, content, description, position.history[-1] if ends_epoch else None))
+            return str(folder.save(step, content, description, rows[-1] if is_rows else None))
 
         return Path(from_rank_0(write, f"saving the checkpoint of step {step} in {out}"))
 
@@ -130,6 +139,7 @@ class Saves:
                 position.stopped_of = 0
             if not self._length.reached(position):
                 position.go_on()
+            self._rows_saved = len(position.history)
             random_numbers = self._random_numbers(content["rng"], position.step, notes)
         if self._session.is_main:
             for note in notes:

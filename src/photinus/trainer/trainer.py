@@ -21,6 +21,7 @@ from ..runlog.tables import Row
 from .checkpoint.states import unwrap
 from .data.arguments import whole_number
 from .data.datasets import check_dataset, taken_apart
+from .data.rng import seed_everything
 from .evaluation import BatchMean, Metric, evaluate
 from .loop import Loop
 from .record.curves import PICTURE
@@ -92,8 +93,9 @@ class Trainer:
         scheduler_every: "epoch" or "step" (of the optimizer): when it makes a step. An epoch, or `accumulate` batches,
             that the run's end cuts short count when the run goes on, and ends them.
         clip_norm: gradients are scaled down so that their norm over the whole model is at most this; None leaves them.
-        seed: of everything random from `fit` on: default the session's, else 0. To have the model's first weights
-            depend on it too, make the model inside `with photinus.init(seed=...):`.
+        seed: of everything random from `fit` on; default: the session's. Without both, the order of the samples is that
+            of seed 0, and dropout differs from run to run. To have the model's first weights depend on it too, make the
+            model inside `with photinus.init(seed=...):`.
         device, backend: as for `photinus.init`; used when no session is open.
         validate_every_steps: validate after every so many batches and at the run's end, in place of at ends of epochs.
         valid_batch_size: samples of one validation forward on one rank; default 64, or a DataLoader's.
@@ -193,8 +195,11 @@ class Trainer:
         elif isinstance(self._scheduler, ReduceLROnPlateau):
             raise ValueError("ReduceLROnPlateau follows the validation loss, so fit needs a valid_set")
         with ExitStack() as stack:
-            if current_session() is None:
+            session = current_session()
+            if session is None:
                 stack.enter_context(init(self._backend, self._device, seed=self._seed))
+            elif self._seed is not None:
+                seed_everything(self._seed, rank=session.rank)
             model, optimizer = wrap(self._model, self._optimizer, **self._wrap_options, **self._strategy_options)
             loop = Loop(model, optimizer, train_set, **self._loop_options)
             if not loop.finished:

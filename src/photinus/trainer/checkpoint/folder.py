@@ -45,6 +45,7 @@ from .manifest import ENTRY, NAME, FileRecord, Manifest, check_files, file_name,
 from .states import PlainState, require_whole, state_of
 
 _STEP = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # the second number: saved again at the same step
+_METRIC_NAME = "metric_name"  # in the description
 _MANIFEST_BYTES = 64 << 10  # allowance for it and the folder, when space is looked for
 
 
@@ -131,6 +132,7 @@ class CheckpointFolder:
         keep_last: how many of those written last are kept, at least 1.
         keep_best: how many of those with the best metric are kept besides.
         best_is: whether a "highest" or "lowest" metric is best.
+        metric_name: what the metrics are of; those saved under another name are not compared with them.
 
     Raises:
         TypeError, ValueError: an argument is not such a number.
@@ -144,6 +146,7 @@ class CheckpointFolder:
         keep_last: int = 2,
         keep_best: int = 1,
         best_is: Literal["highest", "lowest"] = "highest",
+        metric_name: str | None = None,
     ) -> None:
         self.folder = Path(folder)
         self.keep_last = whole_number("keep_last", keep_last, least=1)
@@ -151,6 +154,7 @@ class CheckpointFolder:
         if best_is not in ("highest", "lowest"):
             raise ValueError(f"best_is={best_is!r}: it needs to be 'highest' or 'lowest'")
         self.best_is = best_is
+        self.metric_name = metric_name
         if self.folder.exists() and not self.folder.is_dir():
             raise CheckpointError(f"{self.folder} is a file; checkpoints need a folder")
 
@@ -180,6 +184,8 @@ class CheckpointFolder:
         step = whole_number("step", step)
         metric = None if metric is None or math.isnan(metric) else float(metric)
         described = json.loads(json.dumps(dict(description)))  # raises before anything is written
+        if metric is not None and self.metric_name is not None:
+            described[_METRIC_NAME] = self.metric_name
         wrong = [entry for entry in state if not ENTRY.fullmatch(entry)]
         if wrong or not state:
             told = (
@@ -322,6 +328,7 @@ class CheckpointFolder:
             (sign * manifest.metric, manifest.serial, path, manifest)
             for path, manifest in (self._readable() if found is None else found)
             if manifest.metric is not None
+            and manifest.description.get(_METRIC_NAME, self.metric_name) == self.metric_name
         ]
         return [(path, manifest) for *_, path, manifest in sorted(measured, key=lambda one: one[:2], reverse=True)]
 

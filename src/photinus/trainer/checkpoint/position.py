@@ -46,9 +46,11 @@ class Position:
     newest: Row = field(default_factory=dict)  # for the progress bar
     told_not_finite: bool = False
 
-    def to_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as plain numbers, lists and dicts."""
+    def to_dict(self, clock_s: float) -> dict[str, Any]:
+        """What a checkpoint keeps, as plain numbers, lists and dicts; the running row's time so far is in it."""
         saved = {name: getattr(self, name) for name in _saved_names()}
+        if self.samples_in_part:
+            saved["elapsed_s"] += clock_s - self.part_began
         return {**saved, "logged": dict(self.logged), "history": [dict(row) for row in self.history]}
 
     @classmethod

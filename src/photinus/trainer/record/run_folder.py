@@ -42,6 +42,7 @@ class RunFolder:
             keep_last=keep_last,
             keep_best=1 if best else 0,
             best_is="lowest" if best and best.startswith("-") else "highest",
+            metric_name=self._best,
         )
 
     def begin(
