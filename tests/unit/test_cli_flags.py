@@ -69,6 +69,11 @@ def test_torchruns_variables_do_not_contradict_what_was_typed_about_the_hosts(ty
     assert parse_run(["--num-gpus", "2", "x.py"], {"PET_NPROC_PER_NODE": "auto"}).selection.num_gpus == 2
 
 
+def test_variables_of_that_prefix_that_torchrun_does_not_read_are_anythings():
+    scans = {"PET_IMAGE": "/data/pet.nii", "PET_NAME": "scan", "PET_EXPORT": "1", "PET_HELP": "1", "PET_DEVICE": "0"}
+    assert parse_run(["x.py"], scans) == parse_run(["x.py"], {})
+
+
 def test_a_wrong_value_in_torchruns_variable_is_told_with_its_name():
     with pytest.raises(UsageError, match=r"^PET_NNODES two: needs "):
         parse_run(["x.py"], {"PET_NNODES": "two"})

@@ -125,6 +125,15 @@ def test_what_the_user_says_of_hosts_wins_over_the_scheduler(words: list[str]):
     assert place_hosts(flags, {"SLURM_JOB_ID": "12", "SLURM_JOB_NUM_NODES": "2"}) is flags
 
 
+@pytest.mark.parametrize("words", [["--master-addr", "a", "--master-port", "29400"], ["--rdzv-endpoint", "a:29400"]])
+def test_a_leader_alone_that_was_typed_is_filled_in_by_the_scheduler(words: list[str]):
+    flags = parse_run([*words, "--local-addr", "here", "train.py"])
+    places = [place_hosts(flags, srun(rank, "1(x2)", "node[1-2]", 2)).hosts for rank in range(2)]
+    assert [(p.nnodes, p.node_rank, p.leader, p.port) for p in places] == [((2, 2), i, "a", 29400) for i in range(2)]
+    with pytest.raises(UsageError, match="holds 2 hosts, but photinus run was started on this one only"):
+        place_hosts(flags, {"SLURM_JOB_ID": "12", "SLURM_JOB_NUM_NODES": "2"})
+
+
 def test_an_environment_that_contradicts_itself_is_a_launch_error():
     with pytest.raises(LaunchError, match=r"SLURM_STEP_NUM_TASKS='many' \(from Slurm\) is not a whole number"):
         seen(srun(0, "1", "node1", 1, SLURM_STEP_NUM_TASKS="many"))

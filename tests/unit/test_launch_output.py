@@ -80,6 +80,16 @@ def test_a_progress_bar_is_shown_in_its_last_state_only(apart):
     assert apart.finish()[1] == "[1] 100%\n[1] next\n[1] bar that was cut\n"
 
 
+@pytest.mark.parametrize("states", [1, 2, 3, 4])
+def test_a_bar_that_ends_each_state_with_a_return_keeps_its_last_one(apart, states):
+    out, err = apart.output.ends_for(1, 1)
+    os.close(out)
+    bar = "".join(f"{state}%\r" for state in range(states))
+    write_and_close(err, bar, bar)
+    apart.output.drain(10)
+    assert apart.finish()[1] == f"[1] {states - 1}%\n"
+
+
 def test_an_endless_line_is_given_out_in_parts(apart):
     received = []
     reader = threading.Thread(target=lambda: received.append(os.fdopen(apart.read_out, "rb").read()))

@@ -100,6 +100,10 @@ class TestFirstCause:
         assert raised("RuntimeError", text).lost_a_peer
         assert not raised("RuntimeError", "shape mismatch").lost_a_peer
 
+    def test_a_socket_or_pipe_of_the_scripts_own_is_none(self):
+        assert not raised("ConnectionRefusedError", "[Errno 111] Connection refused").lost_a_peer
+        assert not raised("BrokenPipeError", "[Errno 32] Broken pipe").lost_a_peer
+
 
 class TestExitCode:
     def test_is_the_causes_own(self):

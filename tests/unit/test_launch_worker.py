@@ -138,6 +138,17 @@ def test_an_exception_is_recorded_without_our_frames_and_not_printed_twice(folde
     assert error_file.read_text().endswith("}\n")
 
 
+def test_a_child_that_the_script_forked_fails_for_itself(folder):
+    (folder / "script.py").write_text(
+        "import os\nif os.fork() == 0:\n    raise ValueError('child')\nprint(os.wait()[1] >> 8)\n"
+    )
+    error_file = folder / "error.json"
+    ended = bootstrap("script", "script.py", cwd=folder, TORCHELASTIC_ERROR_FILE=str(error_file))
+    assert (ended.returncode, ended.stdout) == (0, "1\n")
+    assert "ValueError: child" in ended.stderr
+    assert not error_file.exists()
+
+
 WITHOUT_WORDS = "class E(Exception):\n    def __str__(self): return self.absent\nraise E\n"
 
 

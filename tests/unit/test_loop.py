@@ -647,7 +647,7 @@ def test_a_run_whose_optimizer_is_never_seen_to_step_is_saved_and_told(
         loop.backward(_loss(loop))  # whose gradients are used in a way of its own
         loop.model.zero_grad()
     assert _checkpoints(tmp_path) == ["step-00000120", "step-00000200", "step-00000240"]
-    assert capsys.readouterr().err.count("no step of the optimizer was seen") == 1
+    assert capsys.readouterr().out.count("no step of the optimizer was seen") == 1
 
 
 def test_the_best_checkpoint_stays_where_not_every_epoch_would_be_saved(tmp_path: Path, world: Any) -> None:

@@ -146,6 +146,8 @@ def _run(command: list[str]) -> int:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE if carried else None,
         stderr=subprocess.STDOUT if carried else None,
+        # Ctrl-C in a terminal would reach it beside ours, and two of them leave the ranks no time.
+        start_new_session=True,
         # The launcher ends in order, with all its ranks, when this process is killed.
         preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),
     )
@@ -158,7 +160,6 @@ def _run(command: list[str]) -> int:
         code = process.wait()
         return 128 - code if code < 0 else code
     except BaseException:
-        # Ctrl-C in a terminal reaches the launcher too; a notebook's interrupt only this process.
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGINT)

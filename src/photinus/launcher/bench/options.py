@@ -93,7 +93,7 @@ def _sizes(text: str) -> tuple[int, ...]:
         number = word.rstrip("BKMGi")
         try:
             found.append(int(float(number) * _UNITS[word[len(number) :] or "B"]))
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, OverflowError):
             raise ArgumentTypeError("needs sizes like 512, 4K, 16M or 1GiB.") from None
     if not found or min(found) < 1:
         raise ArgumentTypeError("needs at least 1 byte.")

@@ -35,7 +35,7 @@ def place_hosts(
     """
     environ = os.environ if environ is None else environ
     hosts = flags.hosts
-    if hosts.nnodes is not None or hosts.leader is not None or flags.selection.hostfile is not None:
+    if hosts.nnodes is not None or flags.selection.hostfile is not None:
         return flags
     if read_torchrun(environ) is not None and "TORCHELASTIC_RUN_ID" in environ:
         return flags  # a worker of a launcher, which starts processes of its own
@@ -48,18 +48,18 @@ def place_hosts(
         _refuse_several_on_one_host(world, told)
         if world.world_size == 1:
             return flags
-        # MASTER_ADDR and MASTER_PORT win, as for ranks that have no launcher of ours.
-        place = find_rendezvous(world, environ)
+        # A typed leader wins, and then MASTER_ADDR and MASTER_PORT, as for ranks that have no launcher of ours.
+        place = None if hosts.leader is not None else find_rendezvous(world, environ)
     except NotInitializedError as error:
         raise LaunchError(str(error)) from error
     except UsageError:
         raise
     except ValueError as error:
         raise LaunchError(f"the environment cannot be read: {error}") from error
-    leader, listen_on = resolve(place.address), hosts.local_address
+    leader, listen_on = hosts.leader or resolve(place.address if place else ""), hosts.local_address
     if listen_on is None and world.rank == 0:
         try:
-            listen_on = own_address(leader, place.hosts[1:2])
+            listen_on = own_address(leader, place.hosts[1:2] if place else ())
         except OSError as error:
             raise LaunchError(
                 f"this host, the first of {world.world_size} that {told.launcher} chose, does not know its own name "
@@ -74,10 +74,11 @@ def place_hosts(
         nnodes=(world.world_size, world.world_size),
         node_rank=world.rank,
         leader=leader,
-        port=place.port if hosts.port is None else hosts.port,
-        job_id=hosts.job_id or (place.job or f"{place.address}:{place.port}").replace(" ", "-"),
         local_address=listen_on,
     )
+    if place is not None:
+        job_id = hosts.job_id or (place.job or f"{place.address}:{place.port}").replace(" ", "-")
+        found = replace(found, port=place.port if hosts.port is None else hosts.port, job_id=job_id)
     return replace(flags, hosts=found)
 
 

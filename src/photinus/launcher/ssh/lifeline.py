@@ -46,6 +46,9 @@ def _obey(line: int, grace_s: float) -> None:
         if not data:
             is_open, numbers = False, [signal.SIGTERM]
         for number in numbers:
+            if number == signal.SIGUSR1:  # a request to suspend ends nothing
+                os.kill(os.getpid(), number)
+                continue
             at_once = number in FROM_A_KEYBOARD or kill_at_s != float("inf")
             kill_at_s = time.monotonic() + _LEAVE_S + (0.0 if at_once else grace_s)
             os.kill(os.getpid(), number)

@@ -205,6 +205,9 @@ class _Job:
             within_s = _INTERRUPT_S if number in FROM_A_KEYBOARD else self._flags.stop_grace_s + _FOLLOW_S
             self._leave_at_s = now + (within_s if self._signals_sent == 1 else _IMPATIENT_S)
             self._reached.pass_signal(number)
+        if self._interrupts.suspension_wanted:
+            self._interrupts.suspension_wanted = False
+            self._reached.pass_signal(signal.SIGUSR1)
 
     def _note_failure(self, now: float) -> None:
         """The first host that fails ends the job; the others may notice by themselves for a while."""

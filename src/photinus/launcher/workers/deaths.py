@@ -108,9 +108,13 @@ class Raised:
 
     @property
     def lost_a_peer(self) -> bool:
-        """Whether the exception, or one behind it, says that another rank was lost."""
+        """Whether the exception, or one behind it, says that another rank was lost.
+
+        Python's own errors of sockets and pipes are about what the script had opened itself; torch's are others.
+        """
         return any(
-            name in _LOST_PEER_TYPES or any(sign in text.lower() for sign in _LOST_PEER_TEXTS)
+            name in _LOST_PEER_TYPES
+            or (not text.startswith("[Errno ") and any(sign in text.lower() for sign in _LOST_PEER_TEXTS))
             for name, text in self.chain
         )
 

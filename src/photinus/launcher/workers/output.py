@@ -218,7 +218,9 @@ class Output:
             self._write(stream.target, piece, clear=False)
         *lines, rest = (stream.pending + piece).split(b"\n")
         # Of a progress bar keep the last state; of an endless line, give out what there is.
-        stream.pending = rest.rpartition(b"\r")[2] if b"\r" in rest[:-1] else rest
+        if b"\r" in rest[:-1]:
+            rest = _last_state(rest) + b"\r" * rest.endswith(b"\r")
+        stream.pending = rest
         if len(stream.pending) > _LINE_LIMIT_BYTES:
             lines.append(stream.pending)
             stream.pending = b""

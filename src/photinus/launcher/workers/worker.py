@@ -100,10 +100,14 @@ def _place(error: BaseException) -> str:
     return "" if frame is None else f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
 
 
+_worker_pid = os.getpid()  # imported in the worker itself
+
+
 def _write(text: str, mode: str) -> bool:
-    """Writes or appends to the error file; False when there is none or it cannot be written."""
+    """Writes or appends to the error file; False when there is none, it cannot be written, or it is the parent's: a
+    child that the script forked may fail or leave as it likes."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
+    if not path or os.getpid() != _worker_pid:
         return False
     try:
         with open(path, mode, encoding="utf-8", errors="backslashreplace") as file:
