@@ -17,8 +17,8 @@ namespace {
 
 // Copying a gigabyte takes a tenth of this; a rank that takes longer is stopped.
 constexpr double kAwaitPeers_s = 1;
-constexpr uint64_t kBriefBytes = 4 << 10;  // of tensors that are added within a microsecond
-constexpr size_t kPlansKept = 64;
+constexpr uint64_t kBriefBytes = 4 << 10;                // of tensors that are added within a microsecond
+constexpr size_t kPlansKept = 64, kStepsKept = 1 << 17;  // of some 128 bytes
 
 uint32_t hash_of(const std::string& text) {
   uint32_t hash = 0x811c9dc5;
@@ -43,13 +43,14 @@ const Plan& CollectiveState::plan(const Call& call, Seat seat, Algorithm algorit
   const Key key{call.operation, call.dtype, call.reduction, call.root, call.elems, call.wire, algorithm};
   auto found = plans_.find(key);
   if (found == plans_.end()) {
-    if (plans_.size() >= kPlansKept) plans_.clear();
-    found = plans_
-                .emplace(key, algorithm == Algorithm::device ? device_plan(call, seat, memory.device_sizes)
-                              : hosts ? net_plan(call, hosts->levels_of(call), seat.rank, algorithm,
-                                                 memory.sizes, hosts->sizes())
-                                      : shm_plan(call, seat, algorithm, memory.sizes))
-                .first;
+    Plan made =
+        algorithm == Algorithm::device ? device_plan(call, seat, memory.device_sizes)
+        : hosts ? net_plan(call, hosts->levels_of(call), seat.rank, algorithm, memory.sizes, hosts->sizes())
+                : shm_plan(call, seat, algorithm, memory.sizes);
+    const size_t steps = made.before.size() + made.after.size();
+    if (plans_.size() >= kPlansKept || steps_kept_ + steps > kStepsKept) plans_.clear(), steps_kept_ = 0;
+    steps_kept_ += steps;
+    found = plans_.emplace(key, std::move(made)).first;
   }
   last_ = &found->second;
   last_call_ = call;
@@ -357,14 +358,15 @@ void Collective::check_peers() const {
 }
 
 // Waits a little for those who may be at work on this rank's tensors: all have posted, so they have begun.
+// That a rank has given up does not say so: another of its threads may have.
 void Collective::await_peers() const {
   const Peers& peers = *group_->peers;
   for (const uint32_t rank : peers.locals())
     if (peers.value(rank, Counter::posted) < sequence_) return;  // nobody has begun, and nobody will
   auto is_through = [&](uint32_t rank) {
     return rank == peers.rank() || peers.value(rank, Counter::finished) >= mark(sequence_, 1) ||
-           peers.value(rank, Counter::posted) > sequence_ || peers.presence(rank) != Presence::active ||
-           peers.is_lost(rank);
+           peers.value(rank, Counter::posted) > sequence_ || peers.presence(rank) == Presence::left ||
+           peers[rank].block->withdrawn.load(std::memory_order_seq_cst) == sequence_ || peers.is_lost(rank);
   };
   const Deadline deadline = Deadline::in(kAwaitPeers_s);
   for (const uint32_t rank : peers.locals())

@@ -72,6 +72,7 @@ struct CollectiveState {
  private:
   using Key = std::tuple<Operation, Dtype, Reduction, uint32_t, uint64_t, std::optional<Dtype>, Algorithm>;
   std::map<Key, Plan> plans_;
+  size_t steps_kept_ = 0;
   const Plan* last_ = nullptr;  // most calls are like the one before
   Call last_call_;
 };

@@ -45,6 +45,7 @@ Communicator::~Communicator() {
   // A forked child has copies of everything but the threads; the parent's group is none of its business, and
   // is leaked here, since its destructors would touch what peers see.
   new std::shared_ptr<Group>(group_);
+  new std::shared_ptr<CollectiveState>(state_);
 }
 
 void Communicator::close() {
@@ -225,6 +226,7 @@ void Communicator::show_gpu(const std::shared_ptr<cuda::CudaDevice>& device) {
 }
 
 std::unique_ptr<OutsideWait> Communicator::wait_outside(const std::string& key, double timeout_s) {
+  std::lock_guard lock(mutex_);
   check_open([&] { return "waiting for " + key; });
   return std::make_unique<OutsideWait>(group_, watchdog_, key, timeout_s);
 }

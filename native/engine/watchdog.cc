@@ -218,6 +218,8 @@ void Watchdog::look_for_life(const WaitState& wait, const std::vector<uint32_t>&
 // since it was seen, and found itself still stuck: those that are stuck cannot free each other.
 double Watchdog::look_for_deadlock(WaitState& wait, const std::vector<uint32_t>& missing,
                                    const Describe& description, uint64_t lane, double now) {
+  // Who waits for this rank may be about to go on by what it has sent: it does not affirm that it is stuck.
+  if (group_.peers->has_data_under_way()) return kSleepSlice_s;
   ProcessPage& mine = *group_.peers->own().page;
   mine.wait_record.affirm();
   std::vector<uint64_t> waits_for;

@@ -52,6 +52,7 @@ class NetPeers final : public Peers, private Network::Member {
   std::string how_it_went(uint32_t rank) const override;
   std::string what_holds(uint32_t rank) const override;
   double transit_s() const override { return 0.3; }  // a heartbeat comes every quarter of a second
+  bool has_data_under_way() const override { return network_->connections().have_data_under_way(); }
   uint64_t place(const void* buffer, uint64_t bytes) const override { return shm_->place(buffer, bytes); }
   void advance(Counter counter, uint64_t to) override { shm_->advance(counter, to); }
   void show(uint32_t peer, Offer& offer) override;

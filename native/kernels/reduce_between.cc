@@ -4,11 +4,13 @@
 #include <vector>
 
 #include "kernels/reduce.h"
+#include "kernels/subnormals.h"
 
 namespace photinus {
 
 // Strip by strip, through copies in the wider type that stay in the first-level cache.
 void reduce_between(Dtype from, Dtype to, Reduction reduction, InstructionSet set, const ReduceCall& call) {
+  const KeepSubnormals keep;
   if (from == to) return find_reduce(from, reduction, set)(call);
   constexpr uint64_t kStrip = 512;
   const ConvertFunction convert = find_converter(from, to, set);

@@ -370,6 +370,14 @@ void Connections::dispatch(std::span<const epoll_event> events) {
   for (const std::string& line : lines) say(line);
 }
 
+bool Connections::have_data_under_way() {
+  const std::shared_ptr<const Links> all = links();
+  return std::any_of(all->begin(), all->end(), [](const std::weak_ptr<Link>& entry) {
+    const std::shared_ptr<Link> link = entry.lock();
+    return link && link->has_data_under_way();
+  });
+}
+
 std::shared_ptr<const Connections::Links> Connections::links() {
   std::lock_guard lock(mutex_);
   return links_;

@@ -81,6 +81,8 @@ class Connections {
 
   // All methods may be called from any thread.
 
+  // Whether bytes of data have left this process, on whichever link, that nobody has acknowledged.
+  bool have_data_under_way();
   // Where others reach this process.
   const std::vector<SocketAddress>& addresses() const { return addresses_; }
   // Accepts, dials, greets, and polls all links. Whether something is done that somebody may wait for: a

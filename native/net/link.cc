@@ -206,6 +206,13 @@ void Link::endure(double silence_s) {
   }
 }
 
+bool Link::has_data_under_way() const {
+  return std::any_of(tracks_.begin() + 1, tracks_.end(), [](const std::unique_ptr<Track>& track) {
+    std::lock_guard lock(track->sending);
+    return track->stream && track->stream->has_bytes_under_way();
+  });
+}
+
 std::string Link::fault() const {
   std::lock_guard lock(state_mutex_);
   return is_end_of_peer_ ? "" : error_;

@@ -136,6 +136,9 @@ class Link {
   // Ends it at once. Afterwards it touches no memory and no transfer of its users.
   void close();
 
+  // Bytes of data that were sent are not acknowledged yet, as far as the streams know.
+  bool has_data_under_way() const;
+
   LinkCounts counts() const;
   const std::string& own() const { return own_; }
   const std::string& peer() const { return peer_; }

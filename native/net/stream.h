@@ -66,6 +66,8 @@ class Stream {
   // Whether that tells that the process at the other end is gone; else what carries the stream has failed.
   virtual bool is_fault_of_peer() const { return true; }
   virtual StreamCounts counts() const = 0;
+  // Whether bytes have been sent and not been acknowledged yet; false where that is not known.
+  virtual bool has_bytes_under_way() const { return false; }
 
   bool may_read() const { return readiness_->to_read.load(std::memory_order_seq_cst); }
   bool may_write() const { return readiness_->to_write.load(std::memory_order_seq_cst); }

@@ -1,7 +1,9 @@
 #include "net/tcp_stream.h"
 
+#include <linux/sockios.h>
 #include <linux/tcp.h>  // which has more of tcp_info than netinet/tcp.h
 #include <netinet/in.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -136,6 +138,12 @@ std::string TcpStream::fault() const {
 bool TcpStream::is_fault_of_peer() const {
   const int error = error_.load();
   return error == ECONNRESET || error == EPIPE;
+}
+
+bool TcpStream::has_bytes_under_way() const {
+  int queued = 0, unsent = 0;  // what the peer has no room for is not sent
+  return ioctl(socket_.get(), SIOCOUTQ, &queued) == 0 && ioctl(socket_.get(), SIOCOUTQNSD, &unsent) == 0 &&
+         queued > unsent;
 }
 
 StreamCounts TcpStream::counts() const {

@@ -35,6 +35,7 @@ class TcpStream final : public Stream {
   std::string fault() const override;
   bool is_fault_of_peer() const override;
   StreamCounts counts() const override;
+  bool has_bytes_under_way() const override;
 
   int number() const { return socket_.get(); }
 

@@ -71,6 +71,8 @@ class Peers {
   virtual std::string what_holds(uint32_t rank) const = 0;
   // For how long what a rank has said may be under way.
   virtual double transit_s() const = 0;
+  // Data have left this rank that may be under way for longer.
+  virtual bool has_data_under_way() const { return false; }
   // Where an own buffer lies for peers; kNowhere: they cannot reach it.
   virtual uint64_t place(const void* buffer, uint64_t bytes) const = 0;
 

@@ -113,7 +113,11 @@ void Arena::free(std::byte* address) {
   size_t bytes = block->second;
   blocks_.erase(block);
   used_bytes_ -= bytes;
-  if (bytes >= kGiveBackBytes) madvise(address, bytes, MADV_REMOVE);
+  if (bytes >= kGiveBackBytes) {  // whole pages, of which some kernels have larger ones: the rest is others'
+    const auto page_bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    const size_t first = round_up(start, page_bytes), end = (start + bytes) / page_bytes * page_bytes;
+    if (first < end) madvise(segment_->base() + first, end - first, MADV_REMOVE);
+  }
   auto next = gaps_.lower_bound(start);
   if (next != gaps_.end() && next->first == start + bytes) {
     bytes += next->second;

@@ -27,7 +27,8 @@ std::shared_ptr<Segment> Segment::create(const std::string& name, size_t bytes) 
   FileDescriptor file(memfd_create(name.c_str(), MFD_CLOEXEC));
   if (!file.valid()) throw_errno("memfd_create for " + name);
   if (ftruncate(file.get(), static_cast<off_t>(bytes)) != 0)
-    throw_errno(text("giving shared memory %s a size of %zu bytes", name.c_str(), bytes));
+    throw_errno(text("giving shared memory %s a size of %zu bytes%s", name.c_str(), bytes,
+                     errno == EFBIG ? " (is the size of files limited, ulimit -f?)" : ""));
   return shared(std::move(file), bytes);
 }
 

@@ -5,6 +5,7 @@
 #include "data.h"
 #include "kernels/reduce.h"
 #include "kernels/reduce_threads.h"
+#include "kernels/subnormals.h"
 
 using namespace photinus;
 using namespace photinus::test;
@@ -287,3 +288,23 @@ TEST(integer_averages_are_exact_sums_truncated_towards_zero) {
     check_average<int8_t>(signs, 126);
   }
 }
+
+#if defined(__x86_64__)
+TEST(subnormal_numbers_are_added_also_by_a_thread_that_takes_them_for_zero) {
+  constexpr unsigned kFlush = 1 << 15 | 1 << 6;
+  const uint32_t bits[] = {1000, 234};  // of two subnormal floats, whose sum has the sum of these
+  uint32_t out = 0;
+  const void* sources[] = {&bits[0], &bits[1]};
+  void* destinations[] = {&out};
+  const unsigned before = _mm_getcsr();
+  for (InstructionSet set : kAllInstructionSets) {
+    if (!has(set)) continue;
+    _mm_setcsr(before | kFlush);
+    reduce_between(Dtype::float32, Dtype::float32, Reduction::sum, set, {sources, 2, destinations, 1, 1, 2});
+    const bool as_before = (_mm_getcsr() & kFlush) == kFlush;
+    _mm_setcsr(before);
+    CHECK(as_before);
+    CHECK(out == 1234);
+  }
+}
+#endif
