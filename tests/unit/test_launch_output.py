@@ -72,6 +72,24 @@ def test_both_streams_keep_their_order_when_they_go_to_the_same_place(together):
     assert together.finish()[0] == "".join(f"[1] line {number}\n" for number in range(50))
 
 
+def test_a_reader_that_does_not_go_on_holds_up_neither_messages_nor_who_wants_to_leave(apart):
+    out, err = apart.output.ends_for(1, 1)
+    os.close(err)
+    writer = threading.Thread(target=lambda: write_and_close(out, *["a line of some length\n"] * 20_000), daemon=True)
+    writer.start()
+    writer.join(1)
+    assert writer.is_alive()  # nobody reads
+    apart.output.say("photinus: still here\n")
+    assert os.read(apart.read_err, 100) == b"photinus: still here\n"
+    apart.output.gives_up = lambda: True
+    closing = threading.Thread(target=apart.output.close)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive()
+    for end in (apart.out, apart.err, apart.read_out, apart.read_err):
+        os.close(end)
+
+
 def test_a_progress_bar_is_shown_in_its_last_state_only(apart):
     out, err = apart.output.ends_for(1, 1)
     os.close(out)

@@ -75,6 +75,7 @@ def supervise(flags: RunFlags) -> int:
         if env.STARTED_AS.get() is not None:
             hold_lifeline(flags.stop_grace_s)
         output = stack.enter_context(closing(Output()))
+        output.gives_up = lambda: interrupts.forced
         temporary = stack.enter_context(_temporary_folder(guard))
         store = stack.enter_context(closing(StoreProcess()))
         environ[env.RANKS_PER_GPU.name] = str(flags.ranks_per_gpu)

@@ -28,12 +28,14 @@ import threading
 import time
 import tty
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ... import env
 from .logs import BOTH, LogFile, Logs
 
+_LOOK_MS = 200
 _LINE_LIMIT_BYTES = 64 * 1024
 _READ_BYTES = 64 * 1024
 _LEFT_LIMIT_BYTES = 1 << 20  # what a pipe can hold by default, for those that are still open at the end
@@ -68,13 +70,19 @@ class Output:
     _files: dict[int, dict[str, Path]] = field(default_factory=dict)
     _last: dict[int, deque[str]] = field(default_factory=dict)
     _warned: bool = False
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    # Whether nobody waits any longer for a reader of this output that does not go on (`| less`).
+    gives_up: Callable[[], bool] = lambda: False
+    _locks: dict[int, threading.Lock] = field(default_factory=dict)
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _open: int = 0
     _remote_terminal: tuple[int, ...] = field(default_factory=lambda: env.TERMINALS.get() or ())
     _quiet: threading.Condition = field(default_factory=threading.Condition)
 
     def __post_init__(self) -> None:
+        self._locks = dict.fromkeys((self.stdout, self.stderr), threading.Lock())
+        with contextlib.suppress(OSError):  # one of them is closed
+            if not os.path.sameopenfile(self.stdout, self.stderr):
+                self._locks[self.stderr] = threading.Lock()
         reading, self._wake = os.pipe()
         self._selector.register(reading, selectors.EVENT_READ, None)
         self._thread = threading.Thread(target=self._carry, name="photinus-output", daemon=True)
@@ -158,7 +166,10 @@ class Output:
     def close(self) -> None:
         """Ends the thread; what is still in the pipes, and lines that were not complete, are written as they are."""
         os.close(self._wake)
-        self._thread.join()
+        while self._thread.is_alive():
+            if self.gives_up():
+                return
+            self._thread.join(0.1)
         for key in list(self._selector.get_map().values()):
             self._finish(key.fd, key.data)
         self._selector.close()
@@ -270,25 +281,30 @@ class Output:
                 fcntl.ioctl(pty, termios.TIOCSWINSZ, size)
 
     def _write(self, target: int, data: bytes, *, clear: bool = True) -> None:
-        with self._lock:
+        with self._locks[target]:
             if clear and self._is_terminal(target):
                 # Rank 0's progress bar may stand on this line: take its place, it draws itself again below.
                 data = b"\r\x1b[K" + data
-            write_all(target, data)
+            write_all(target, data, self.gives_up)
 
 
-def write_all(target: int, data: bytes) -> None:
+def write_all(target: int, data: bytes, gives_up: Callable[[], bool] = lambda: False) -> None:
     """Writes to stdout or stderr. What cannot be written is dropped and the job goes on.
 
     The reader may have gone (`| head`), the terminal been closed (EIO), the disk be full: whoever carries the workers'
-    lines must go on reading them, or each worker waits for ever in its next print.
+    lines must go on reading them, or each worker waits for ever in its next print. A reader that does not go on is
+    waited for, until `gives_up`.
     """
+    poll, left = select.poll(), memoryview(data)
     with contextlib.suppress(OSError):
-        while data:
-            try:
-                data = data[os.write(target, data) :]
-            except BlockingIOError:  # somebody made the terminal non-blocking and it is full
-                select.select([], [target], [], 1.0)
+        poll.register(target, select.POLLOUT)
+        while left:
+            if not poll.poll(_LOOK_MS):
+                if gives_up():
+                    return
+                continue
+            with contextlib.suppress(BlockingIOError):  # somebody made the terminal non-blocking
+                left = left[os.write(target, left[: select.PIPE_BUF]) :]  # for so much there is room
 
 
 def _read(reading: int) -> bytes:
