@@ -260,6 +260,8 @@ def test_flags_for_schedulers():
         ("--num_gpus 2 --nproc-per-node 3", "--num_gpus 2 and --nproc-per-node 3 contradict each other"),
         ("--hostfile h --nnodes 2", "--hostfile h and --nnodes 2 contradict each other"),
         ("--slurm --kubernetes", "--slurm and --kubernetes contradict each other"),
+        ("--slurm --local-addr a", "--slurm and --local-addr a contradict each other"),
+        ("--kubernetes --image i --master-port 1", "--kubernetes and --master-port 1 contradict each other"),
         ("--num-nodes 2", "--num-nodes 2 means something only with --hostfile"),
         ("--partition p", "--partition p means something only with --slurm"),
         ("--image i", "--image i means something only with --kubernetes"),
@@ -280,6 +282,8 @@ def test_contradictory_flags_are_refused_with_both_named(words, told):
         ("--master-port 70000", "--master-port 70000: needs a port, 1 to 65535"),
         ("--master-port ²", "--master-port ²: needs a port, 1 to 65535"),
         ("--rdzv-endpoint a:b", "--rdzv-endpoint a:b: needs HOST or HOST:PORT"),
+        ("--master-addr a:29500 --nnodes 2", "--master-addr a:29500: needs the name or address of a host alone"),
+        ("--master-addr a..b --nnodes 2", "--master-addr a..b: needs the name or address of a host"),
         ("--rdzv-backend etcd", "--rdzv-backend etcd: photinus has a rendezvous of its own"),
         ("--rdzv-conf colour=red", "--rdzv-conf colour=red: the options are heartbeat_timeout, is_host"),
         ("--rdzv-conf timeout=long", "--rdzv-conf timeout=long: timeout needs a number of seconds"),
@@ -292,6 +296,11 @@ def test_contradictory_flags_are_refused_with_both_named(words, told):
 def test_values_that_make_no_sense_are_named_with_what_is_needed(words, told):
     with pytest.raises(UsageError, match=re.escape(told)):
         parse_run([*words.split(), "x.py"])
+
+
+def test_an_address_of_ipv6_may_stand_in_brackets():
+    for address in ("fd00::1", "[fd00::1]"):
+        assert parse_run(["--nnodes", "2", "--master-addr", address, "x.py"]).hosts.leader == "fd00::1"
 
 
 def test_flags_of_older_launchers_that_change_nothing_are_taken():

@@ -6,6 +6,7 @@ These are types for argparse: each takes the text, and raises ArgumentTypeError 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping
@@ -105,10 +106,22 @@ def port(text: str) -> int:
 
 
 def _host(text: str) -> str:
-    """A host's name or address."""
-    if not re.fullmatch(r"[^\s/@]+", text):
+    """A host's name or address; one of IPv6 may stand in brackets."""
+    name = text[1:-1] if re.fullmatch(r"\[[^\s/@]+\]", text) else text
+    if ":" in name:
+        try:
+            ipaddress.IPv6Address(name)
+        except ValueError:
+            raise ArgumentTypeError(
+                "needs the name or address of a host alone; its port is --master-port, or both are --rdzv-endpoint."
+            ) from None
+    try:
+        name.encode("idna")  # as whoever looks it up does
+    except UnicodeError:
+        name = ""
+    if not re.fullmatch(r"[^\s/@]+", name):
         raise ArgumentTypeError("needs the name or address of a host.")
-    return text
+    return name
 
 
 def _endpoint(text: str) -> tuple[str, int | None]:

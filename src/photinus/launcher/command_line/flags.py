@@ -237,6 +237,8 @@ def _refuse_contradictions(typed: dict[str, Any], given: Mapping[str, tuple[str,
             refuse("--rdzv-conf", flag, f"the first host of {of} leads, whatever is_host says.")
     together("--slurm", "--kubernetes", "--hostfile", "--node-rank", "--master-addr", "--rdzv-endpoint")
     together("--kubernetes", "--hostfile", "--node-rank", "--master-addr", "--rdzv-endpoint")
+    together("--kubernetes", "--master-port", "--rdzv-id", "--local-addr")  # the manifest says these
+    together("--slurm", "--local-addr")
     together("--submit", "--output", "--dry-run")
     Parser.refuse_without(given, ("--num-nodes", "--ssh", "--ssh-port", "--export"), "--hostfile")
     Parser.refuse_without(given, ("--time", "--partition", "--sbatch", "--submit"), "--slurm")

@@ -18,9 +18,9 @@ from ..command_line.usage import UsageError
 # What YAML does not take as it is, or may take as a line's end.
 _INVISIBLE = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
 
-_OF_WORKERS = (
+_SAID_ON_EACH_HOST = (
     *("--nproc-per-node", "--cpu", "--device", "--oversubscribe", "--num-gpus"),
-    *("--max-restarts", "--stop-grace", "--preempt-after", "--use-env", "--rdzv-conf"),
+    *("--max-restarts", "--stop-grace", "--preempt-after", "--use-env", "--rdzv-conf", "--master-port", "--rdzv-id"),
     *("--log-dir", "--redirects", "--tee", "--local-ranks-filter"),
 )
 
@@ -34,7 +34,9 @@ def run_words(flags: RunFlags) -> list[str]:
     for flag in ("--include", "--exclude"):
         if flag in flags.given:
             raise UsageError(f"{flag} {flags.given[flag][1]}: the scheduler gives out hosts and devices. Leave it out.")
-    words = [word for flag in _OF_WORKERS if flag in flags.given for word in (flag, flags.given[flag][1]) if word]
+    words = [
+        word for flag in _SAID_ON_EACH_HOST if flag in flags.given for word in (flag, flags.given[flag][1]) if word
+    ]
     if flags.ranks_per_gpu != RunFlags.ranks_per_gpu:  # which may come from the environment here
         words += ["--ranks-per-gpu", str(flags.ranks_per_gpu)]
     return words
