@@ -303,6 +303,14 @@ def test_lines_of_hosts_are_never_mixed():
     assert pipe.text() == "one\n[2] alpha\n[3] beta\nhalf a line\n[2] ga\n"
 
 
+def test_while_a_reader_does_not_go_on_hosts_and_signals_are_looked_after():
+    pipe, looks = Pipe(), []
+    screen = Screen(pipe.writing, gives_up=lambda: bool(looks.append(1)) or len(looks) > 2)
+    screen.write(b"x" * (1 << 20))  # more than a pipe holds
+    assert len(looks) == 3
+    assert 0 < len(pipe.text()) < 1 << 20
+
+
 def test_the_first_hosts_bytes_pass_as_they_are():
     pipe = Pipe()
     first = HostLines(Screen(pipe.writing), first=True)

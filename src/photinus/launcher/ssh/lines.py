@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..workers.output import write_all
@@ -20,10 +21,16 @@ _QUIET_FILE_S = 1.0
 
 @dataclass
 class Screen:
-    """Where stdout or stderr goes. `open_line`: what was written last is a line that has not ended yet."""
+    """Where stdout or stderr goes.
+
+    Attributes:
+        open_line: what was written last is a line that has not ended yet.
+        gives_up: asked now and then while its reader takes nothing; see `write_all`.
+    """
 
     target: int
     open_line: bool = False
+    gives_up: Callable[[], bool] = lambda: False
 
     @property
     def terminal(self) -> bool:
@@ -34,7 +41,7 @@ class Screen:
         """Writes as it is."""
         if data:
             self.open_line = data[-1:] not in (b"\n", b"\r")
-            write_all(self.target, data)
+            write_all(self.target, data, self.gives_up)
 
     def write_lines(self, data: bytes) -> None:
         """Writes whole lines, on a line of their own."""

@@ -101,8 +101,8 @@ class _Job:
         sys.stdout.flush()
         sys.stderr.flush()
         self._is_merged = os.path.sameopenfile(1, 2)
-        out = Screen(1)
-        self._screens = {"out": out, "err": out if self._is_merged else Screen(2)}
+        out, err = (Screen(target, gives_up=self._hear_while_blocked) for target in (1, 2))
+        self._screens = {"out": out, "err": out if self._is_merged else err}
         self._lines = [
             {name: HostLines(screen, first=number == 0) for name, screen in self._screens.items()}
             for number in range(len(shares))
@@ -191,13 +191,26 @@ class _Job:
             self._pass_signals_on(now)
             if self._leave_at_s is not None and now > self._leave_at_s:
                 break
-            if now > self._beat_at_s:
-                self._beat_at_s = now + _BEAT_S
-                self._reached.pass_signal(None)
+            self._beat(now)
             self._note_failure(now)
         for lines in self._lines:
             for stream in lines.values():
                 stream.show_rest()
+
+    def _beat(self, now: float) -> None:
+        if now > self._beat_at_s:
+            self._beat_at_s = now + _BEAT_S
+            self._reached.pass_signal(None)
+
+    def _hear_while_blocked(self) -> bool:
+        """A reader of the output does not go on (`| less`): the hosts hear of us, and of signals, all the same.
+
+        Returns whether to wait for it no longer.
+        """
+        now = time.monotonic()
+        self._beat(now)
+        self._pass_signals_on(now)
+        return self._leave_at_s is not None and now > self._leave_at_s
 
     def _pass_signals_on(self, now: float) -> None:
         for number in self._interrupts.received[self._signals_sent :]:
