@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import py_compile
 import subprocess
 import sys
+import zipapp
 from pathlib import Path
 
 import pytest
@@ -147,6 +149,18 @@ def test_a_child_that_the_script_forked_fails_for_itself(folder):
     assert (ended.returncode, ended.stdout) == (0, "1\n")
     assert "ValueError: child" in ended.stderr
     assert not error_file.exists()
+
+
+@pytest.mark.parametrize("target", ["made.pyc", "made.pyz"])
+def test_compiled_files_and_archives_run_as_python_runs_them(folder, target):
+    (folder / "app").mkdir()
+    (folder / "app" / "__main__.py").write_text("import sys\nprint(__name__, sys.argv, sys.path[0])\n")
+    py_compile.compile(str(folder / "app" / "__main__.py"), cfile=str(folder / "made.pyc"))
+    zipapp.create_archive(folder / "app", folder / "made.pyz")
+    expected = python(target, "a", cwd=folder)
+    found = bootstrap("script", target, "a", cwd=folder)
+    assert (found.returncode, found.stderr) == (0, "")
+    assert found.stdout == expected.stdout
 
 
 WITHOUT_WORDS = "class E(Exception):\n    def __str__(self): return self.absent\nraise E\n"

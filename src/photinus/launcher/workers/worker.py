@@ -162,20 +162,35 @@ def _leave(leaving: SystemExit) -> None:
     _write("\n", "a")
 
 
+def _is_archive(path: str) -> bool:
+    if path.endswith(".py"):
+        return False
+    import zipimport
+
+    try:
+        zipimport.zipimporter(path)
+    except zipimport.ZipImportError:
+        return False
+    return True
+
+
 def _load(kind: str, target: str) -> tuple[types.CodeType, types.ModuleType]:
     """The program's code and its empty __main__, with sys.path and sys.argv[0] as Python sets them for it."""
     module = types.ModuleType("__main__")
     safe_path = getattr(sys.flags, "safe_path", False)
-    if kind == "script" and not os.path.isdir(target):
-        path = os.path.join(os.getcwd(), target)
+    path = os.path.join(os.getcwd(), target)
+    if kind == "script" and not os.path.isdir(target) and not _is_archive(path):
         if not safe_path:
             sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
-        loader = importlib.machinery.SourceFileLoader("__main__", path)
-        vars(module).update(__file__=path, __loader__=loader, __package__=None, __cached__=None)
+        source = importlib.machinery.SourceFileLoader("__main__", path)
+        compiled = importlib.machinery.SourcelessFileLoader("__main__", path) if path.endswith(".pyc") else None
+        vars(module).update(__file__=path, __loader__=compiled or source, __package__=None, __cached__=None)
         sys.modules["__main__"] = module
-        return loader.source_to_code(loader.get_data(path), path), module
-    if kind == "script":  # a folder with __main__.py
-        sys.path.insert(0, os.path.join(os.getcwd(), target))
+        code = source.source_to_code(source.get_data(path), path) if compiled is None else compiled.get_code("__main__")
+        assert code is not None, "a file has code"
+        return code, module
+    if kind == "script":  # a folder, or an archive of one, with __main__.py
+        sys.path.insert(0, path)
         spec = importlib.machinery.PathFinder.find_spec("__main__", sys.path[:1])
     else:
         if not safe_path:
