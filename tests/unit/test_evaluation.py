@@ -198,3 +198,11 @@ def test_a_loaders_workers_begin_as_it_says(world: Any) -> None:
 def test_infinities_of_both_signs_have_no_mean_and_end_nothing(world: Any) -> None:
     data = TensorDataset(torch.tensor([math.inf, -math.inf]), torch.zeros(2))
     assert math.isnan(photinus.evaluate(torch.nn.Identity(), data, lambda x, _: x))
+
+
+def test_an_iterable_data_set_without_batches_is_refused_for_what_it_is(world: Any) -> None:
+    class Endless(IterableDataset[Any]):
+        pass
+
+    with pytest.raises(TypeError, match="Endless"):
+        photinus.evaluate(torch.nn.Identity(), DataLoader(Endless(), batch_size=None), lambda x, _: x)

@@ -143,7 +143,8 @@ def evaluate(
             own_size = dataset.batch_size  # of one forward, which a DistributedSampler does not change
             dataset, options = taken_apart(dataset)
             options = {name: value for name, value in options.items() if name not in _OF_TRAINING}
-            options["batch_size"] = own_size
+            if own_size is not None:
+                options["batch_size"] = own_size
         options |= {name: value for name, value in given.items() if value is not None}
         size = whole_number("batch_size", options.get("batch_size", 64), least=1)
         check_dataset(dataset)
