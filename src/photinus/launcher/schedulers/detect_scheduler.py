@@ -56,10 +56,12 @@ def place_hosts(
         raise
     except ValueError as error:
         raise LaunchError(f"the environment cannot be read: {error}") from error
-    leader, listen_on = hosts.leader or resolve(place.address if place else ""), hosts.local_address
+    leader = hosts.leader if place is None else resolve(place.address)
+    assert leader is not None
+    listen_on = hosts.local_address
     if listen_on is None and world.rank == 0:
         try:
-            listen_on = own_address(leader, place.hosts[1:2] if place else ())
+            listen_on = own_address(leader, () if place is None else place.hosts[1:2])
         except OSError as error:
             raise LaunchError(
                 f"this host, the first of {world.world_size} that {told.launcher} chose, does not know its own name "
