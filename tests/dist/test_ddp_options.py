@@ -221,14 +221,13 @@ def check_a_static_graph_allows_reentrant_checkpoints_that_share_a_layer(group: 
         other._set_static_graph()
 
 
+def skipping_ddp(group: dist.ProcessGroup) -> DistributedDataParallel:
+    options: dict[str, Any] = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+    return DistributedDataParallel(TwoHeads(), process_group=group, bucket_cap_mb=KIB_IN_MIB / 8, **options)
+
+
 def check_buckets_that_nobody_uses_can_be_left_out(group: dist.ProcessGroup) -> None:
-    ddp = DistributedDataParallel(
-        TwoHeads(),
-        process_group=group,
-        find_unused_parameters=True,
-        skip_all_reduce_unused_params=True,
-        bucket_cap_mb=KIB_IN_MIB / 8,
-    )
+    ddp = skipping_ddp(group)
     with launches() as started:
         assert_averages_in_each_step(ddp, group, 1, steps=1)
         assert ddp._get_ddp_logging_data()["num_buckets_reduced"] < len(ddp.reducer.plans)
@@ -236,13 +235,7 @@ def check_buckets_that_nobody_uses_can_be_left_out(group: dist.ProcessGroup) -> 
 
 
 def check_gradients_from_no_sync_are_exchanged_although_this_backward_left_them_out(group: dist.ProcessGroup) -> None:
-    ddp = DistributedDataParallel(
-        TwoHeads(),
-        process_group=group,
-        find_unused_parameters=True,
-        skip_all_reduce_unused_params=True,
-        bucket_cap_mb=KIB_IN_MIB / 8,
-    )
+    ddp = skipping_ddp(group)
     twin = naive_twin(ddp.module, group)
     for _ in range(2):
         for net in (ddp, twin):
