@@ -198,7 +198,6 @@ void Link::advance(Track& track, uint64_t bytes) {
 
 // --- ends
 
-// Only the first failure counts. The peer is told where that is possible without waiting.
 void Link::endure(double silence_s) {
   for (auto& track : tracks_) {
     std::lock_guard lock(track->sending);
@@ -218,6 +217,7 @@ std::string Link::fault() const {
   return is_end_of_peer_ ? "" : error_;
 }
 
+// Only the first failure counts. The peer is told where that is possible without waiting.
 void Link::fail(ErrorKind kind, const std::string& what, bool tell, bool is_end_of_peer) {
   {
     std::lock_guard lock(state_mutex_);

@@ -25,7 +25,8 @@ class Position:
         start: which start of the run this is, from 1.
         stopped_of: when the run was stopped early, the number of epochs (or steps) it was to have; else 0.
         loss_sum, loss_samples: since the last row, for its mean.
-        elapsed_s: seconds of training (validation and checkpoints left out) of all starts, up to the last row.
+        elapsed_s: seconds of training (validation and checkpoints left out) of all starts, up to the last row, or to
+            the checkpoint that was loaded since.
         logged: what the body logged since the last row.
         history: the rows of metrics.csv: one per epoch, or per validation.
     """
