@@ -36,6 +36,7 @@ from ... import env
 from .logs import BOTH, LogFile, Logs
 
 _LOOK_MS = 200
+_LAST_WRITE_S = 1.0  # for a reader that goes on, also where nobody wants to wait for one that does not
 _LINE_LIMIT_BYTES = 64 * 1024
 _READ_BYTES = 64 * 1024
 _LEFT_LIMIT_BYTES = 1 << 20  # what a pipe can hold by default, for those that are still open at the end
@@ -166,6 +167,7 @@ class Output:
     def close(self) -> None:
         """Ends the thread; what is still in the pipes, and lines that were not complete, are written as they are."""
         os.close(self._wake)
+        self._thread.join(_LAST_WRITE_S)
         while self._thread.is_alive():
             if self.gives_up():
                 return
