@@ -20,6 +20,7 @@ import pytest
 
 from tests.dist.test_run import DEADLINE_S, ONE_STEP, Ended, RunningJob, script
 from tests.faults.test_run_end import descendants
+from tests.faults.test_run_restart import store_of
 
 NOTE = """
 import json, os, sys, time
@@ -169,6 +170,21 @@ def test_a_killed_leader_ends_the_others_with_its_address(tmp_path):
     assert time.monotonic() - begun < 10
     assert (one.code, two.code) == (-signal.SIGKILL, 1)
     assert f"the host that leads the job (127.0.0.1 port {port}) was lost: its launcher ended without a word" in two.err
+
+
+@pytest.mark.parametrize("restarts", [1, 0])
+def test_a_killed_store_of_the_leading_host_costs_all_hosts_a_restart(tmp_path, restarts):
+    text = NOTE + "\nwhile os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': time.sleep(0.01)"
+    path, port = script(tmp_path, text), free_port()
+    jobs = [launch(port, "--node-rank", rank, "--max-restarts", restarts, path, tmp_path) for rank in (0, 1)]
+    jobs[0].wait_for(tmp_path / "0-0.json", tmp_path / "1-0.json")
+    pid = store_of(jobs[0])
+    os.kill(pid, signal.SIGKILL)
+    one, two = ended(*jobs)
+    assert (one.code, two.code) == ((0, 0) if restarts else (1, 1)), one.err
+    told = f"the process that holds the workers' store (pid {pid}) was killed by SIGKILL"
+    assert told + " (restart 1 of 1): the hosts that are there" * restarts in one.err
+    assert len(notes(tmp_path, attempt=1)) == 2 * restarts
 
 
 @contextmanager

@@ -6,11 +6,14 @@ import json
 import os
 import re
 import signal
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.dist.test_run import ONE_STEP, RunningJob, run_job, script
+from tests.dist.test_run import DEADLINE_S, ONE_STEP, RunningJob, run_job, script
+from tests.faults.test_run_end import descendants
 
 # Adds up all_reduce results; rank 0 saves each 5 steps. Interrupted or not, the end is the same number.
 RESUMING = """
@@ -197,3 +200,84 @@ def test_a_run_that_gets_further_each_time_is_tried_again_from_its_checkpoint(tm
     assert "restarting the worker from the checkpoint of step 10 (restart 1 of 3)\n" in ended.err
     assert "restarting the worker from the checkpoint of step 20 (restart 2 of 3)" in ended.err
     assert "OSError came again at" in ended.err
+
+
+# The last attempt ends well, the earlier ones wait to be ended.
+WAITS = """
+import os, sys, time
+from pathlib import Path
+folder, last, rank = Path(sys.argv[1]), int(sys.argv[2]), os.environ["RANK"]
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+(folder / f"began-{attempt}-{rank}").write_text("yes")
+while attempt < last:
+    time.sleep(0.01)
+"""
+MEETS = WAITS.replace(
+    "while",
+    """
+import torch, torch.distributed as dist
+dist.init_process_group("photinus")
+total = torch.ones(1)
+dist.all_reduce(total)
+assert total.item() == dist.get_world_size()
+(folder / f"met-{attempt}-{rank}").write_text("yes")
+dist.barrier()
+while""",
+)
+
+
+def store_of(job: RunningJob) -> int:
+    """The pid of the process that holds the store of a job's workers."""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        for pid in descendants(job.process.pid):
+            with suppress(OSError):
+                if b"photinus.launcher.workers.store" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                    return pid
+        time.sleep(0.005)
+    raise AssertionError("no process holds a store")
+
+
+def kill_stores(job: RunningJob, folder: Path, *moments: str) -> list[int]:
+    """Kills the store at each moment, which both ranks write down; returns its pids."""
+    pids = []
+    for moment in moments:
+        job.wait_for(folder / f"{moment}-0", folder / f"{moment}-1")
+        pids.append(store_of(job))
+        os.kill(pids[-1], signal.SIGKILL)
+    return pids
+
+
+@pytest.mark.parametrize(
+    ("text", "moments"),
+    [(WAITS, ("began-0", "began-1")), pytest.param(MEETS, ("met-0", "began-1"), marks=pytest.mark.slow)],
+    ids=["without torch", "training, then starting"],
+)
+def test_a_killed_store_costs_a_restart_each_time_and_is_told(tmp_path, text, moments):
+    job = RunningJob(["--nproc-per-node", "2", "--max-restarts", "2", script(tmp_path, text), tmp_path, "2"])
+    pids = kill_stores(job, tmp_path, *moments)
+    ended = job.end()
+    assert ended.code == 0, ended.err
+    holds = "photinus: the process that holds the workers' store"
+    assert [line for line in ended.err.splitlines() if line.startswith("photinus: ")] == [
+        f"{holds} (pid {pid}) was killed by SIGKILL: starting all workers again (restart {number} of 2)"
+        for number, pid in enumerate(pids, 1)
+    ]
+
+
+def test_a_killed_store_ends_a_job_without_restarts(tmp_path):
+    job = RunningJob(["--nproc-per-node", "2", "--max-restarts", "0", script(tmp_path, WAITS), tmp_path, "1"])
+    (pid,) = kill_stores(job, tmp_path, "began-0")
+    ended = job.end()
+    assert ended.code == 1
+    assert ended.err == (
+        f"photinus: LaunchError: the process that holds the workers' store (pid {pid}) was killed by SIGKILL, and no "
+        f"restart is left of 0\n"
+    )
+
+
+def test_a_restart_that_a_lost_store_cost_counts_among_those_of_the_last_line(tmp_path):
+    path = script(tmp_path, WAITS + "sys.exit(7)\n")
+    job = RunningJob(["--nproc-per-node", "2", "--max-restarts", "1", path, tmp_path, "1"])
+    kill_stores(job, tmp_path, "began-0")
+    assert "photinus: LaunchError: the job failed after 1 restart; the first cause was rank " in job.end().err

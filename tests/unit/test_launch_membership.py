@@ -170,6 +170,22 @@ def test_a_lost_host_costs_a_job_of_a_fixed_number_a_restart_and_is_waited_for()
     ]
 
 
+@pytest.mark.parametrize("most", [2, 3])
+@pytest.mark.parametrize("settling", [False, True])
+def test_a_lost_store_costs_a_restart_on_all_hosts_whether_they_may_go_or_not(most, settling):
+    rules = meeting(2, most, restarts=("restart 1 of 1",))
+    come(rules, 0, 1)
+    rules.tick(9.0)
+    if settling:  # the workers of another host noticed it first
+        rules.fail(1, report("connection closed by peer"), 10.0)
+    assert rules.lose_store("the store was killed", 10.0) == [Regroup((0, 1), "the store was killed (restart 1 of 1)")]
+    assert rules.lose_store("the store was killed", 10.1) == []
+    assert rules.fail(0, report(), 10.2) == []  # said before it heard of that
+    rules.ready(0, 11.0)
+    assert rules.ready(1, 11.0) or rules.tick(20.0)
+    assert rules.lose_store("the store was killed", 21.0) == [End("the store was killed", 1)]
+
+
 def test_a_lost_host_that_does_not_come_back_ends_the_job_when_the_time_is_over():
     rules = meeting(2, restarts=("restart 1 of 3",), join_timeout_s=30.0)
     come(rules, 0, 1)

@@ -39,7 +39,6 @@ class Agent:
         guard, output, interrupts: see their modules.
 
     Attributes:
-        restarts: how often all workers were started anew because one had failed.
         suspension: words for it, when the workers saved and left because the launcher was asked to end.
     """
 
@@ -56,7 +55,6 @@ class Agent:
         self._began_s: float | None = None
         self._tried = False  # --preempt-after
         self._told_waiting = False
-        self.restarts = 0
         self.suspension: str | None = None
 
     def run(self) -> Verdict | None:
@@ -90,7 +88,6 @@ class Agent:
                 if isinstance(answer, Verdict):
                     if not answer.restart:
                         return answer
-                    self.restarts += not answer.suspended
                     delay_s = answer.delay_s
         except Interrupted:
             number = self._interrupts.first
@@ -168,7 +165,7 @@ class Agent:
                     own,
                     finished=processes.finished_ranks(),
                     attempt=attempt,
-                    next_step="hosts come and go just then: starting all workers again",
+                    next_step="starting all workers again",
                 )
                 self._output.say(told, alarm=True)
         elif order == "save" and processes.can_suspend():

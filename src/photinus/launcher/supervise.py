@@ -116,7 +116,7 @@ def supervise(flags: RunFlags) -> int:
         return 0
     if member is not None and not member.leads and env.STARTED_AS.get() is not None:
         return verdict.exit_code
-    after = f" after {agent.restarts} restart{'s' * (agent.restarts > 1)}" if agent.restarts else ""
+    after = f" after {verdict.restarts} restart{'s' * (verdict.restarts > 1)}" if verdict.restarts else ""
     where = f" of host {verdict.host}" if member is not None else ""
     raise LaunchError(
         f"the job failed{after}; the first cause was rank {verdict.rank}{where}, see above "

@@ -207,6 +207,8 @@ class Leader:
             for other, form in self._waiting_forms:
                 self._send((other,), form)
             self._waiting_forms.clear()
+        elif kind == "store lost" and key == self._own:
+            self._carry_out(self._rules.lose_store(str(message["reason"]), now_s))
         elif kind == "ended":
             if self._own is not None:  # the store is there
                 self._send((self._own,), message)
@@ -222,7 +224,7 @@ class Leader:
             elif isinstance(act, membership.Stop):
                 self._send(act.keys, {"type": "stop"})
             elif isinstance(act, membership.Regroup):
-                self._tell(f"{act.reason}: the other hosts stop their workers and meet anew")
+                self._tell(f"{act.reason}: the hosts that are there stop their workers and meet again")
                 self._send(act.keys, {"type": "save" if act.unharmed else "regroup"})
             elif isinstance(act, membership.Decide):
                 self._decide(act)

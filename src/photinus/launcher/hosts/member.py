@@ -108,7 +108,8 @@ class Member:
 
     def order(self) -> Order | None:
         """The leader's next order, None when none has come. JobEndedError: the job is over."""
-        self._store.check()
+        if lost := self._store.loss():
+            self._send({"type": "store lost", "reason": lost})
         while (message := self._take()) is not None:
             if message["type"] in ("stop", *_MEET_ANEW):
                 order: Order = message["type"]

@@ -209,6 +209,10 @@ class Membership:
         self._said_s = None
         return [Say(f"host {peer.name} {why}"), *self.tick(now_s)]
 
+    def lose_store(self, why: str, now_s: float) -> list[Act]:
+        """The process that holds the attempt's store is gone, which costs a restart."""
+        return self._start_again(why, now_s) if self.state in ("running", "settling") else []
+
     def end(self, reason: str, exit_code: int) -> list[Act]:
         """The leader itself wants the job to be over."""
         return [] if self.state == "ended" else self._end(reason, exit_code)
@@ -269,7 +273,10 @@ class Membership:
         """Hosts went while they were needed: hosts that may come and go meet anew, others if a restart is left."""
         if not self.is_fixed:
             return self._regroup(reason, now_s)
-        restart = "" if left else self.spend_restart()
+        return self._end(reason, _FAILED) if left else self._start_again(reason, now_s)
+
+    def _start_again(self, reason: str, now_s: float) -> list[Act]:
+        restart = self.spend_restart()
         return self._regroup(f"{reason} ({restart})", now_s) if restart else self._end(reason, _FAILED)
 
     def _settle(self, now_s: float) -> list[Act]:

@@ -49,9 +49,15 @@ class OneHost:
         return Formation((self._job.local_world_size,), 0, self._attempt, self._job.job_id, port)
 
     def order(self) -> Order | None:
-        """Done, once the workers are."""
-        self._store.check()
-        return "done" if self._finished else None
+        """Done, once the workers are; to meet again, when the store is lost and a restart is left."""
+        lost = self._store.loss()
+        if not lost:
+            return "done" if self._finished else None
+        restart = self._policy.spend_restart()
+        if not restart:
+            raise JobEndedError(f"{lost}, and no restart is left of {self._job.flags.max_restarts}")
+        self._say(f"photinus: {lost}: starting all workers again ({restart})\n", True)
+        return "regroup"
 
     def report_ended(self, ranks: Sequence[int]) -> None:
         """The other workers find it in their store."""

@@ -95,6 +95,7 @@ class Verdict:
         text: the whole block for the terminal.
         short: the same in two lines, for the other hosts' terminals.
         suspended: nothing failed: the workers saved and left, and are started again.
+        restarts: how many have been spent: on failed workers, lost hosts and a lost store.
     """
 
     restart: bool
@@ -105,6 +106,7 @@ class Verdict:
     text: str
     short: str
     suspended: bool = False
+    restarts: int = 0
 
 
 class RestartPolicy:
@@ -160,7 +162,8 @@ class RestartPolicy:
         )
         head = next(line for line in text.splitlines() if line.startswith("photinus: "))
         short = f"{head} (host {cause.host})\nphotinus: {next_step}\n"
-        return Verdict(restart != "", delay_s, cause.rank, cause.host, exit_code_of(cause), text, short)
+        where = cause.rank, cause.host, exit_code_of(cause)
+        return Verdict(restart != "", delay_s, *where, text, short, restarts=self.restarts)
 
     def _after_suspension(self, cause: Death, deaths: Sequence[Death], world_size: int) -> Verdict:
         """Another attempt, which costs none of the restarts; but workers that suspend at once again are slowed down."""

@@ -164,18 +164,21 @@ class Death:
     @property
     def signal_name(self) -> str | None:
         """SIGKILL and the like, None for a process that left by itself."""
-        if self.status >= 0:
-            return None
-        try:
-            return signal.Signals(-self.status).name
-        except ValueError:  # real-time signals have no names
-            return f"signal {-self.status}"
+        return name_signal(-self.status) if self.status < 0 else None
 
     @property
     def _since_s(self) -> float:
         if self.raised is not None and self.raised.raised_at_s is not None:
             return min(self.seen_at_s, self.raised.raised_at_s)
         return self.seen_at_s - (_KILL_IS_SEEN_LATE_S if self.status == -signal.SIGKILL else 0.0)
+
+
+def name_signal(number: int) -> str:
+    """SIGKILL and the like."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # real-time signals have no names
+        return f"signal {number}"
 
 
 def root_cause(deaths: Sequence[Death]) -> Death:

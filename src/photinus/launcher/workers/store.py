@@ -28,6 +28,7 @@ from typing import Any
 from ...errors import LaunchError
 from ...world.ended import tell_ended
 from ...world.own_address import reaches_from
+from .deaths import name_signal
 from .interrupts import block_signals
 from .ports import listen
 from .worker import die_with_launcher
@@ -68,23 +69,33 @@ class StoreProcess:
         if self._process is None:
             self._start()
         assert self._control is not None
-        socket.send_fds(self._control, [b"open"], [self._listener.fileno()])
+        with contextlib.suppress(OSError):  # it ended: `loss` says so
+            socket.send_fds(self._control, [b"open"], [self._listener.fileno()])
         bound: int = self._listener.getsockname()[1]
         return bound
 
     def tell_ended(self, ranks: Iterable[int]) -> None:
         """Lets workers know which others have ended well: they may wait for them to join a group."""
         if self._control is not None:
-            with contextlib.suppress(OSError):  # it ended: `check` says so
+            with contextlib.suppress(OSError):  # it ended: `loss` says so
                 self._control.send(" ".join(map(str, ("ended", *ranks))).encode())
 
-    def check(self) -> None:
-        """Raises LaunchError when the process has ended: workers that need the store would wait for it in vain."""
-        if self._process is not None and self._process.poll() is not None:
+    def loss(self) -> str:
+        """Says once that the process was killed, without which workers do not find each other; empty while it runs.
+
+        Raises:
+            LaunchError: it ended by itself, as it would again.
+        """
+        process = self._process
+        if process is None or process.poll() is None:
+            return ""
+        self.close()
+        name = f"the process that holds the workers' store (pid {process.pid})"
+        if process.returncode >= 0:
             raise LaunchError(
-                f"the process that holds the workers' store (pid {self._process.pid}) ended with exit code "
-                f"{self._process.returncode}: was it killed, or does `import torch` fail in {sys.executable}?",
+                f"{name} exited with code {process.returncode}: does `import torch` fail in {sys.executable}?"
             )
+        return f"{name} was killed by {name_signal(-process.returncode)}"
 
     def close(self) -> None:
         """Ends the process; the store has nothing that is worth keeping."""
