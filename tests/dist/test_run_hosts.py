@@ -169,7 +169,28 @@ def test_a_killed_leader_ends_the_others_with_its_address(tmp_path):
     one, two = ended(first, second)
     assert time.monotonic() - begun < 10
     assert (one.code, two.code) == (-signal.SIGKILL, 1)
-    assert f"the host that leads the job (127.0.0.1 port {port}) was lost: its launcher ended without a word" in two.err
+    assert (
+        f"the host that leads the job (127.0.0.1 port {port}) was lost: its launcher closed the connection" in two.err
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", ["leader", "other"])
+def test_a_launcher_that_was_stopped_for_longer_than_the_heartbeat_costs_a_restart(tmp_path, stopped):
+    text = NOTE + "\nwhile os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': time.sleep(0.01)"
+    path, port = script(tmp_path, text), free_port()
+    words = ["--rdzv-conf", "heartbeat_timeout=2", "--max-restarts", 1, path, tmp_path]
+    jobs = [launch(port, "--node-rank", rank, *words) for rank in (0, 1)]
+    jobs[0].wait_for(tmp_path / "0-0.json", tmp_path / "1-0.json")
+    index = ["leader", "other"].index(stopped)
+    jobs[index].send(signal.SIGSTOP)
+    time.sleep(9)  # the other host has dialled, and was not answered for longer than an unknown leader may take
+    jobs[index].send(signal.SIGCONT)
+    one, two = ended(*jobs)
+    assert (one.code, two.code) == (0, 0), one.err + two.err
+    assert len(notes(tmp_path, attempt=1)) == 2
+    assert "(restart 1 of 1)" in one.err
+    assert ("the launcher that leads the job did not run for 9 s" in one.err) == (stopped == "leader")
 
 
 @pytest.mark.parametrize("restarts", [1, 0])

@@ -15,7 +15,7 @@ import pytest
 
 from photinus.errors import LaunchError
 from photinus.launcher.command_line.usage import UsageError
-from photinus.launcher.hosts import join, messages
+from photinus.launcher.hosts import handshake, join, messages
 from photinus.launcher.hosts.handshake import HandshakeError, RefusedError, answer, key_of, prove
 from photinus.launcher.hosts.restart_policy import Report
 from photinus.launcher.workers.deaths import Death, Raised
@@ -129,6 +129,17 @@ def test_strangers_behind_the_port_are_told_apart():
     assert "is not Photinus" in dial_a_stranger(lambda connection: connection.sendall(os.urandom(4096)))
     impostor = b"PHOTINUS-JOB/1\n" + bytes(32)
     assert "cannot prove it" in dial_a_stranger(lambda connection: connection.sendall(impostor + b"+" + bytes(32)))
+
+
+def test_silence_at_the_port_is_a_leader_that_is_stopped_where_it_was_known_and_a_stranger_elsewhere(monkeypatch):
+    monkeypatch.setattr(handshake, "_HANDSHAKE_S", 0.1)
+    monkeypatch.setattr(handshake, "_STRANGER_S", 0.2)
+    with listen("127.0.0.1", 0) as silent:
+        where = silent.getsockname()
+        with pytest.raises(asyncio.TimeoutError):
+            asyncio.run(handshake.dial(*where, b"key", "host", known=True))
+        with pytest.raises(LaunchError, match="is not where this job is led: it accepts the connection and says noth"):
+            asyncio.run(handshake.dial(*where, b"key", "host"))
 
 
 class Marker:

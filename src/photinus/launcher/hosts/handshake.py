@@ -35,6 +35,10 @@ class HandshakeError(Exception):
     """The other end is no Photinus leader, or went away; the message says what it did instead."""
 
 
+class SilentError(HandshakeError):
+    """The other end accepts connections and says nothing."""
+
+
 class RefusedError(HandshakeError):
     """The other end is a Photinus leader that does not want this caller: another job, or an earlier attempt."""
 
@@ -54,7 +58,8 @@ async def prove(
     """The caller's side; `purpose` (255 bytes at most) says what it wants.
 
     Raises:
-        HandshakeError: the other end speaks otherwise, says nothing for `timeout_s` seconds, or closes.
+        HandshakeError: the other end speaks otherwise, or closes.
+        SilentError: it says nothing for `timeout_s` seconds.
         RefusedError: it knows another secret, or refuses the purpose; the message is its own.
     """
     heard = bytearray()
@@ -62,7 +67,7 @@ async def prove(
         await asyncio.wait_for(_prove(reader, writer, key, purpose.encode(), heard), timeout_s)
     except asyncio.TimeoutError:
         more = f" after {_excerpt(heard)}" if heard else ""
-        raise HandshakeError(f"it accepts the connection and says nothing{more} for {timeout_s:g} s") from None
+        raise SilentError(f"it accepts the connection and says nothing{more} for {timeout_s:g} s") from None
     except asyncio.IncompleteReadError:
         raise HandshakeError("it closed the connection in the middle of the handshake") from None
     except OSError as error:
@@ -139,12 +144,14 @@ def _excerpt(heard: bytes | bytearray) -> str:
     return repr(heard[:40].decode("ascii", "backslashreplace")) + (" ..." if len(heard) > 40 else "")
 
 
-async def dial(address: str, port: int, key: bytes, purpose: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection to the leader, proved on both sides.
+async def dial(
+    address: str, port: int, key: bytes, purpose: str, *, known: bool = False
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection to the leader, proved on both sides; `known`: it has proved itself there before.
 
     Raises:
         LaunchError: something else is behind that port; says what it does, and who holds it where that can be known.
-        OSError, asyncio.TimeoutError: nobody is there (yet).
+        OSError, asyncio.TimeoutError: nobody is there (yet), or the known leader is silent (stopped, or its host is).
     """
     begun_s = time.monotonic()
     while True:
@@ -154,6 +161,8 @@ async def dial(address: str, port: int, key: bytes, purpose: str) -> tuple[async
             return reader, writer
         except HandshakeError as error:
             writer.close()
+            if known and isinstance(error, SilentError):
+                raise asyncio.TimeoutError from None
             if time.monotonic() - begun_s > _STRANGER_S:
                 raise LaunchError(_stranger(address, port, error)) from None
         await asyncio.sleep(_PAUSE_S)

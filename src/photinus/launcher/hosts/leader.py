@@ -75,9 +75,11 @@ class Leader:
             writer.close()
 
     async def _tick(self) -> None:
-        beat_s = 0.0
+        beat_s, now_s = 0.0, time.monotonic()
         while True:
-            now_s = time.monotonic()
+            before_s, now_s = now_s, time.monotonic()
+            if now_s - before_s > messages.SAY_AFTER_S:
+                self._tell(f"the launcher that leads the job did not run for {now_s - before_s:.0f} s: it was stopped")
             self._carry_out(self._rules.tick(now_s))
             if now_s - beat_s >= messages.BEAT_S:
                 beat_s = now_s
@@ -144,7 +146,7 @@ class Leader:
         if peer.leads:
             self._own = key
         grace_s = self._rules.heartbeat_timeout_s
-        why, lost = "was lost: its launcher ended without a word", True
+        why, lost = "was lost: its launcher closed the connection", True
         try:
             while True:
                 message = await messages.hear(reader, f"host {peer.name}", grace_s, self._tell)

@@ -243,7 +243,7 @@ class Member:
         except asyncio.TimeoutError:
             return f"nothing was heard of it for {grace_s:g} s", True
         except asyncio.IncompleteReadError:
-            return "its launcher ended without a word", False
+            return "its launcher closed the connection", False
         except (OSError, messages.MessageError) as error:
             return str(error), False
         finally:
@@ -300,7 +300,7 @@ class Member:
         while True:
             dialled_s = time.monotonic()
             try:
-                return await dial(self._address, self._port, self._key, "host")
+                return await dial(self._address, self._port, self._key, "host", known=again)
             except asyncio.TimeoutError:
                 why = "no answer"
             except OSError as error:  # refused, unreachable, or a name that does not resolve (yet)
@@ -308,6 +308,10 @@ class Member:
                 if again and isinstance(error, ConnectionRefusedError):
                     raise LaunchError(f"the host that leads the job has ended it: {where}: {why}") from None
             waited_s = time.monotonic() - begun_s
+            if waited_s > self._join_timeout_s and again:
+                raise LaunchError(
+                    f"the host that leads the job did not come back within {self._join_timeout_s:g} s: {where}: {why}"
+                )
             if waited_s > self._join_timeout_s:
                 raise LaunchError(
                     f"the host that leads the job was not there within {self._join_timeout_s:g} s: {where}: {why}. Is "

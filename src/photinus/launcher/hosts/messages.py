@@ -19,7 +19,7 @@ from ..workers.deaths import Death, Raised
 from .restart_policy import Report
 
 BEAT_S = 1.0
-_SAY_AFTER_S = 3.0
+SAY_AFTER_S, _STEP_S = 3.0, 0.5
 _RTO_MAX_MS, _SOON_MS = 44, 1000  # TCP_RTO_MAX_MS, since Linux 6.15; Python has no name for it yet
 _ATTEMPTS = 8
 
@@ -63,16 +63,20 @@ async def hear(reader: asyncio.StreamReader, who: str, grace_s: float, say: Call
         asyncio.TimeoutError: nothing came for `grace_s` seconds.
         asyncio.IncompleteReadError, MessageError: see `read`.
     """
-    begun_s, say_after_s = time.monotonic(), min(_SAY_AFTER_S, grace_s)
-    coming = asyncio.ensure_future(read(reader))
+    begun_s, say_after_s, step_s = time.monotonic(), min(SAY_AFTER_S, grace_s), min(_STEP_S, grace_s)
+    coming, silent_s, told = asyncio.ensure_future(read(reader)), 0.0, False
     try:
-        if not (await asyncio.wait({coming}, timeout=say_after_s))[0]:
-            say(f"nothing was heard of {who} for {say_after_s:g} s; it counts as lost after {grace_s:g} s")
-            if not (await asyncio.wait({coming}, timeout=grace_s - say_after_s))[0]:
+        while not (await asyncio.wait({coming}, timeout=step_s))[0]:
+            silent_s += step_s  # a time in which this process itself was stopped counts as one step
+            if silent_s >= grace_s:
                 raise asyncio.TimeoutError
-            await coming
+            if silent_s >= say_after_s and not told:
+                told = True
+                say(f"nothing was heard of {who} for {say_after_s:g} s; it counts as lost after {grace_s:g} s")
+        message = await coming
+        if told:
             say(f"{who} is back after {time.monotonic() - begun_s:.0f} s")
-        return await coming
+        return message
     finally:
         coming.cancel()
 
