@@ -79,7 +79,7 @@ class Leader:
         while True:
             before_s, now_s = now_s, time.monotonic()
             if now_s - before_s > messages.SAY_AFTER_S:
-                self._tell(f"the launcher that leads the job did not run for {now_s - before_s:.0f} s: it was stopped")
+                self._tell(f"the launcher that leads the job did not run for {now_s - before_s:.0f} s (stopped?)")
             self._carry_out(self._rules.tick(now_s))
             if now_s - beat_s >= messages.BEAT_S:
                 beat_s = now_s
