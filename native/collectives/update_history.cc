@@ -53,10 +53,9 @@ std::string out_of_step(const std::string& group, uint64_t sequence, const Poste
   return text("the ranks of group %s are out of step: all called %s as #%llu, but since the call before it ",
               group.c_str(), describe(call).c_str(), static_cast<unsigned long long>(sequence)) +
          updates +
-         ". A rank left out an exchange of gradients that others made, or made one more (no_sync(), or a "
-         "forward "
-         "and backward, on some ranks only): gradients of different steps would be averaged. No output was "
-         "written.";
+         ". A rank left out an exchange of gradients or an optimizer step that others made, or made one more "
+         "(no_sync(), or a forward and backward, on some ranks only): gradients of different steps would be "
+         "averaged. No output was written. Let all ranks do the same.";
 }
 
 }  // namespace

@@ -6,7 +6,7 @@ import contextlib
 import os
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -75,6 +75,10 @@ class EngineGroup(ProcessGroup):
     def communicator(self) -> engine.Communicator | None:
         """The engine's; None for one rank alone."""
         return self._communicator if isinstance(self._communicator, engine.Communicator) else None
+
+    def watch_updates(self, parameters: Iterable[Tensor]) -> None:
+        """Compares from now on how often the ranks update these parameters, at the calls of FSDP."""
+        self._updates.watch(parameters)
 
     def under_way_s(self) -> dict[int, float]:
         """By rank of another host with which this one has a link: for how many seconds bytes were under way on it."""

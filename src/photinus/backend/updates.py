@@ -1,15 +1,16 @@
-"""How often the parameters that torch's DDP reduces over a group were updated: what tells ranks that are out of step.
+"""How often parameters that train over a group were updated (torch's DDP, FSDP2): what tells ranks out of step.
 
 A rank that leaves out one exchange of gradients (`no_sync` on this rank only), or makes one more, averages gradients of
 different steps from then on, and each of its calls looks like the others'. But it has made another number of optimizer
 steps since the call before. So every call of the group carries that number, and the engine compares it where DDP calls.
 
 An alarm in a script that is right would be worse than none. Therefore:
-- counted are steps of optimizers that hold a parameter of a DDP of this group: rank 0 may train a network of its own;
+- counted are steps of optimizers that hold a parameter of a DDP of this group, or one that strategies "zero2" and
+  "zero3" have split over it: rank 0 may train a network of its own;
 - on the thread that made the DDP, outside of backward: what callbacks update meanwhile is ordered by nobody;
 - with a learning rate: torch.distributed.checkpoint makes steps with none to fill an optimizer's state;
-- compared are DDP's own calls, with the call before them. Between a rank's other calls it may update as often as it
-  likes: local SGD, `Join`, a rank that updates for all.
+- compared are DDP's and FSDP's own calls, with the call before them. Between a rank's other calls it may update as
+  often as it likes: local SGD, `Join`, a rank that updates for all.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 _graph_task = torch._C._current_graph_task_id  # -1 outside of backward
 _thread = threading.get_ident
 _torch_ddp_file = torch_ddp.__file__
+_fsdp_file = "_fsdp_collectives.py"
+_FRAMES_TO_FSDP = 3  # torch.distributed's call, and what logs it
 _own_folder = __file__.rpartition("/")[0]
 
 _all: weakref.WeakSet[Updates] = weakref.WeakSet()
@@ -51,8 +54,18 @@ def _caller() -> FrameType:
     return frame
 
 
+def _is_of_training(frame: FrameType | None) -> bool:
+    if frame is not None and frame.f_code.co_filename == _torch_ddp_file:
+        return True
+    for _ in range(_FRAMES_TO_FSDP):
+        frame = frame and frame.f_back
+        if frame is not None and frame.f_code.co_filename.endswith(_fsdp_file):
+            return True
+    return False
+
+
 class Updates:
-    """The count of one group. It begins with the first DDP that is made over the group."""
+    """The count of one group. It begins with the first DDP or split model that is made over the group."""
 
     def __init__(self) -> None:
         self._parameters: dict[int, weakref.ref[Tensor]] = {}  # by id: a tensor's == is elementwise
@@ -77,7 +90,7 @@ class Updates:
         made = self._made + 1
         if _graph_task() != -1:
             return made
-        return made if _caller().f_code.co_filename == _torch_ddp_file else -made
+        return made if _is_of_training(_caller()) else -made
 
     def count_step(self, optimizer: Optimizer) -> None:
         """Counts a step of an optimizer."""

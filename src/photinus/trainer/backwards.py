@@ -1,4 +1,9 @@
-"""Which gradients a loop made: a step on others is an error, for they lack their weight, and the log their loss."""
+"""Which gradients a loop made: a step on others is an error, for they lack their weight, and the log their loss.
+
+Each step is also noted for the comparison of the ranks: its options, whether gradients of the last step were kept, and
+which parts of parameters something else has changed since (torch counts changes in place): no other rank has a copy of
+these to compare with.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,7 @@ import torch
 from ..errors import PhotinusError
 from ..optimizer_steps import OptimizerSteps
 from ..parallel.zero.split_states import is_split
+from .session.replicas import Replicas
 
 _SURE_BODIES = 100
 
@@ -20,10 +26,18 @@ class Backwards:
 
     Args:
         optimizers: whose steps are looked at while a body runs.
+        replicas: takes what is noted of each step.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], replicas: Replicas) -> None:
         self._optimizers = optimizers
+        self._replicas = replicas
+        self._step = 0  # of the loop
+        # By optimizer, from its last step: a parameter whose gradient it used; whether this gradient was still there at
+        # the next backward; and its split parameters, with the changes that they had seen.
+        self._witnesses: dict[int, torch.Tensor] = {}
+        self._kept: dict[int, bool] = {}
+        self._versions: dict[int, list[tuple[torch.Tensor, int]]] = {}
         self._steps: OptimizerSteps | None = None
         self._bodies = 0  # without a step; -1 once one was seen
         self._watched = False  # while a body of the loop runs
@@ -58,9 +72,9 @@ class Backwards:
         """Whether so many bodies, and at least 100, have ended and no step was ever seen. Then none will be."""
         return self._bodies >= max(bodies, _SURE_BODIES)
 
-    def body_began(self) -> None:
-        """The loop hands out a batch."""
-        self._watched, self._stepped = True, False
+    def body_began(self, step: int) -> None:
+        """The loop hands out the batch of a step."""
+        self._watched, self._stepped, self._step = True, False, step
 
     def body_ended(self) -> None:
         """The body came to its end, or was left."""
@@ -74,17 +88,35 @@ class Backwards:
     def add(self) -> None:
         """One more backward is made."""
         self._made += 1
+        for place, parameter in self._witnesses.items():
+            self._kept.setdefault(place, parameter.grad is not None)
 
     def _before_step(
         self, place: int, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         if len(args) < 2 and kwargs.get("closure") is None:  # a closure has its backward inside the step
             self._check(place, optimizer)
+        if self._watched and place in self._versions:
+            changed = [each for each, version in self._versions[place] if each._version != version]
+            between = {
+                "gradients of the step before kept": self._kept.pop(place, False),
+                "parameters changed since": self._replicas.names_of(changed),
+            }
+            self._replicas.note(f"before {self._call(place)}", between)
 
     def _after_step(self, place: int, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._check(place, optimizer)
         self._used[place] = self._made
         self._stepped = True
+        if self._watched:
+            groups = [{n: v for n, v in group.items() if n != "params"} for group in optimizer.param_groups]
+            self._replicas.note(self._call(place), *groups)
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            self._versions[place] = [(each, each._version) for each in parameters if is_split(each)]
+            self._witnesses[place] = next((each for each in parameters if each.grad is not None), parameters[0])
+
+    def _call(self, place: int) -> str:
+        return f"optimizer{f' {place + 1}' * (place > 0)}.step() in step {self._step}"
 
     def _note_inner_step(self, optimizer: torch.optim.Optimizer) -> None:
         if not any(optimizer is each for each in self._optimizers):

@@ -220,7 +220,7 @@ class Loop:
         check_alike({**alike, **describe_replicas(models, optimizers)}, "the ranks were given different loops")
         self._replicas = Replicas(session, models, optimizers, compare_parameters=compare_parameters)
         self._numbers = RunNumbers(session, self._clock, self._replicas)
-        self._backwards, self._told_unseen = Backwards(optimizers), False
+        self._backwards, self._told_unseen = Backwards(optimizers, self._replicas), False
         self._saves = Saves(session, model, optimizer, scheduler, others, self._options, length)
         if out is not None:
             with together("looking at what to save"):
@@ -378,6 +378,7 @@ class Loop:
         """
         if not max_norm > 0:
             raise ValueError(f"loop.clip: max_norm={max_norm}, but a number above 0 is needed")
+        self._replicas.note(f"loop.clip in step {self.step}", {"max_norm": max_norm, "norm_type": norm_type})
         self._clock.optimizing_began()
         norm = self._strategy.clip(self._wrapped, max_norm, norm_type)
         self._clock.optimizing_ended()
@@ -432,7 +433,7 @@ class Loop:
                 while (batch := self._next(batches)) is not None:
                     self._batch = batch
                     self._numbers.begin_step(position.step + 1, self.epoch, batch)
-                    self._backwards.body_began()
+                    self._backwards.body_began(position.step + 1)
                     yield batch.data
                     epoch_ended, row_ended = self.epoch_ended, self.validation_due
                     self._batch = None

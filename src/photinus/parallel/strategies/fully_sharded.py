@@ -116,6 +116,9 @@ class FullyShardedStrategy(Strategy):
                 use_group_memory(True)
         if self.options.get("find_unused_parameters"):
             cast(Any, model).set_reduce_scatter_unused_params(True)
+        watch_updates = getattr(group, "watch_updates", None)
+        if watch_updates is not None:  # backend photinus then says which ranks are a step apart
+            watch_updates(model.parameters())
         model.register_forward_hook(_drop_without_backward)
         after = dict(model.named_parameters())
         new_of: dict[torch.Tensor, torch.Tensor] = {old: after[name] for name, old in before.items()}
