@@ -46,6 +46,7 @@ CHECKED_MODULES = (
     "tests.dist.test_ddp",
     "tests.dist.test_ddp_construction",
     "tests.dist.test_ddp_errors",
+    "tests.dist.test_ddp_held_parameters",
     "tests.dist.test_ddp_hooks",
     "tests.dist.test_ddp_join",
     "tests.dist.test_ddp_options",

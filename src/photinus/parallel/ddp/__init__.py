@@ -4,6 +4,7 @@ buffer_sync      the wrapped module's buffers (BatchNorm's running statistics, â
 checks           what can be wrapped, and on which device
 ddp              DistributedDataParallel: one model, a copy on every rank, gradients averaged while backward runs
 fused_optimizer  optimizers that step during the end of backward, bucket by bucket
+held_parameters  the parameters that a wrapper averages: no other wrapper does, and none comes or goes later
 join             uneven inputs: ranks that have run out of batches take part in the others' exchanges with zeros
 logging_data     what `_get_ddp_logging_data` answers: how the wrapper was made, and where its time goes
 mixed_precision  forward and backward in low precision, parameters and gradients in full

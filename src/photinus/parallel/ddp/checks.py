@@ -19,6 +19,12 @@ def one_device(named: Sequence[tuple[str, nn.Parameter]], module: nn.Module) -> 
         raise UnsuitableModelError(
             f"{_few(lazy)} not initialised yet (lazy modules). Run one forward on sample data before wrapping."
         )
+    split = [n for n, t in everything if hasattr(t, "full_tensor")]
+    if split:
+        raise UnsuitableModelError(
+            f"{_few(split)} split over the ranks already, as fully_shard and strategies zero2 and zero3 do. Wrap the "
+            f"whole model once, by one of them."
+        )
     if not any(p.requires_grad for _, p in named):
         raise UnsuitableModelError(
             f"{type(module).__name__} has no parameter that requires grad ({len(named)} parameters), so there is "

@@ -44,6 +44,7 @@ from .checks import (
     sparse_parameters,
 )
 from .fused_optimizer import OptimizersInBackward
+from .held_parameters import HeldParameters, take_over_parameters
 from .join import UnevenInputs, common_rank, tell_ranks
 from .logging_data import logging_data
 from .mixed_precision import MixedPrecision, MixedPrecisionConfig
@@ -117,7 +118,8 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
         MismatchError: (by backward, on every rank) the ranks are out of step, see check_ranks. Weights that differ are
             a ModelMismatchError, too.
         DeviceError: two ranks have their models on one GPU, and PHOTINUS_RANKS_PER_GPU does not allow it.
-        UnsuitableModelError: (a ValueError) the model or the arguments do not fit; the message says why.
+        UnsuitableModelError: (a ValueError) the model or the arguments do not fit; the message says why. Also by a
+            forward, when parameters came or went after wrapping.
     """
 
     late_gradient_errors: ClassVar[bool] = False
@@ -239,6 +241,8 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
         """Makes what belongs to this process and is never saved: the reducer, and the synchroniser of buffers."""
         check_wire_dtype(self.wire_dtype, backend_name(self.process_group, self.device))
         named = self._named_parameters()
+        self._held = HeldParameters(self.module, self.parameters_to_ignore)
+        take_over_parameters(self, self._held.names)
         self._frozen = [(n, p) for n, p in named if not p.requires_grad]
         # With SyncBatchNorm, ranks that use different parameters would launch buckets and statistics in different
         # orders over one group. Launching at the end of backward keeps them apart.
@@ -302,7 +306,11 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
 
     @_disable_dynamo
     def _before_forward(self) -> None:
+        self._held.check(self.reducer.rank)
         if not self._optimizers_taken_over:
+            take_over_parameters(
+                self, self._held.names
+            )  # torch's class may have been put around this one, or beside it
             self._take_over_optimizers()
         for name, parameter in self._frozen:
             if parameter.requires_grad:
@@ -531,7 +539,7 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
                 "group cannot be named elsewhere. Pickle or copy `.module`, or save its state_dict()."
             )
         state = self.__dict__.copy()
-        for key in ("process_group", "reducer", "_ending", "_buffers_in_sync", "_frozen"):
+        for key in ("process_group", "reducer", "_ending", "_held", "_buffers_in_sync", "_frozen"):
             del state[key]
         state["_comm_hook"] = None  # its state belongs to this process, as with torch's class
         return state

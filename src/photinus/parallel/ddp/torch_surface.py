@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..reducer.reducer import Reducer
     from .buffer_sync import BufferSync
 
-_TorchDDP = nn.parallel.DistributedDataParallel
+TorchDDP = nn.parallel.DistributedDataParallel
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class TorchSurface:
     @contextmanager
     def _inside_ddp_forward(self) -> Iterator[None]:
         # The compiler asks torch's class, whatever the name is bound to; nested wrappers restore the outer one.
-        owners: tuple[Any, ...] = (_TorchDDP, nn.parallel.DistributedDataParallel, TorchSurface)
+        owners: tuple[Any, ...] = (TorchDDP, nn.parallel.DistributedDataParallel, TorchSurface)
         before = [owner._active_ddp_module for owner in owners]
         for owner in owners:
             owner._active_ddp_module = _CompilerHints(max(self.bucket_bytes_cap, FIRST_BUCKET_BYTES))

@@ -28,12 +28,13 @@ lies, so that changes no result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ...errors import PhotinusError
 from ...malloc import PER_GRADIENTS, keep_freed_memory
 from ...waiting_time import waiting_time
 from ..exchange.collectives import Average, Pending, wait_all
@@ -129,6 +130,7 @@ class Reducer:
         self._tasks: list[int] = []  # the graph tasks (backwards, nested ones too) of the open round
         self._task = _NO_TASK  # the graph task that the last hook ran in
         self._left_open = False  # a nested backward ended with the round incomplete
+        self._given_up = ""
 
         if self.world_size > 1 or options.nan_guard:
             self._start()
@@ -199,6 +201,7 @@ class Reducer:
             MissingGradientError: the previous backward ended without an error being possible (reentrant
                 checkpointing around all layers) and some gradients never came.
         """
+        self._check_not_given_up()
         if self._open:
             missing = self._missing() if self._left_open or self.options.late_errors else []
             self._close(self._missing(), interrupted=True)
@@ -251,6 +254,17 @@ class Reducer:
         self.buckets.clear()  # first: a wrapper may go while a compiler traces, when tensors may not be touched
         self._sparse_slots.clear()
         self._reset()
+
+    def give_up(self, parameters: Collection[torch.nn.Parameter], reason: str) -> None:
+        """Another reducer takes these parameters over. From now on a forward, or a backward to the rest, raises."""
+        self._given_up = reason
+        for slot, handle in zip(self.slots, self._handles, strict=False):
+            if slot.parameter in parameters:
+                handle.remove()
+
+    def _check_not_given_up(self) -> None:
+        if self._given_up:
+            raise PhotinusError(f"rank {self.rank}: {self._given_up}")
 
     def rebuild_buckets(self) -> bool:
         """Once, after the first round: cuts the buckets anew, in rank 0's order of gradients. Every rank calls it.
@@ -380,6 +394,7 @@ class Reducer:
 
     def _enter_task(self) -> None:
         """The first hook of a backward, or the first after a nested one: opens a round unless one is open."""
+        self._check_not_given_up()
         task = current_task()
         # Autograd numbers its tasks upwards, and says nothing when a backward ends by an exception.
         if self._open and task not in self._tasks and task > self._tasks[0] and not inside_custom_function():

@@ -8,7 +8,7 @@ reduce_scatter. The buffers of these exchanges lie in the group's own memory whe
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, cast
 
@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..ddp.checks import one_device
+from ..ddp.held_parameters import take_over_parameters
 from ..exchange.broadcast import broadcast_tensors
 from ..exchange.verify_models import describe, verify_same_model
 from ..zero.shard_units import shard_units
@@ -32,6 +34,9 @@ _NEED_WHOLE = {
     "SparseAdam": "wants sparse gradients",
 }
 """Optimizers of torch.optim that do not step parts of parameters as they step whole ones, and why (all were tried)."""
+
+_split_once: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
+"""Whole parameters whose parts are trained now, and the model that has the parts."""
 
 
 class FullyShardedStrategy(Strategy):
@@ -62,6 +67,11 @@ class FullyShardedStrategy(Strategy):
                 raise ValueError(
                     f"strategy {self.name!r} cuts parameters along their first dimension, but {name} has none (its "
                     f"shape is []). Give it the shape [1]."
+                )
+            if parameter in _split_once:
+                raise ValueError(
+                    f"strategy {self.name!r}: {name} of {type(model).__name__} was split with {_split_once[parameter]} "
+                    f"before, so each of the two would train a copy of its own. Wrap one module that holds both."
                 )
         if self.options.get("find_unused_parameters") and not _can_miss_parameters():
             raise ValueError(
@@ -101,8 +111,9 @@ class FullyShardedStrategy(Strategy):
         from torch.distributed.fsdp import fully_shard
 
         group = self.group
-        self._start_as_rank_0(model, group, device)
         before = dict(model.named_parameters())
+        take_over_parameters(model, {parameter: name for name, parameter in before.items()})
+        self._start_as_rank_0(model, group, device)
         settings: dict[str, Any] = {
             "mesh": DeviceMesh.from_group(group, device.type),
             "reshard_after_forward": self.drops_after_forward,
@@ -122,6 +133,7 @@ class FullyShardedStrategy(Strategy):
         model.register_forward_hook(_drop_without_backward)
         after = dict(model.named_parameters())
         new_of: dict[torch.Tensor, torch.Tensor] = {old: after[name] for name, old in before.items()}
+        _split_once.update(dict.fromkeys(before.values(), type(model).__name__))
         for optimizer in optimizers:
             repoint(optimizer, new_of, split_as)
             optimizer.register_step_pre_hook(lambda *_: _drop_gathered(model))
