@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
+import photinus
 from photinus.runlog.events import read_events
 from photinus.trainer.session import preemption
 from tests.dist.test_run import RunningJob
@@ -74,6 +81,69 @@ def test_ranks_that_never_meet_agree_on_a_step_and_a_call_costs_no_exchange(aske
     assert len({one["step"] for one in found}) == 1, found
     assert found[0]["step"] >= 40
     assert all(one["cost_s"] < 0.5e-3 for one in found), found
+
+
+class Slow(Dataset[Any]):
+    def __len__(self) -> int:
+        return 4000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.002)
+        return torch.full((2,), float(index))
+
+
+def run_with_loader_workers(rank: int, world_size: int, out: str, context: str, signal_number: int) -> None:
+    os.setpgrp()
+    torch.manual_seed(0)
+    model, optimizer = photinus.wrap(model := nn.Linear(2, 1), torch.optim.SGD(model.parameters(), lr=1e-6))
+    theirs: Any = DataLoader(Slow(), 4, num_workers=2, multiprocessing_context=context, worker_init_fn=_draw)
+    loop = photinus.Loop(model, optimizer, theirs, epochs=1, out=out, progress=False)
+    for batch in loop:
+        if loop.step == 3:  # to every process of the group, from outside
+            subprocess.run(["kill", f"-{signal_number}", "--", f"-{os.getpgrp()}"], check=False)
+        loop.backward(model(batch).mean())
+        optimizer.step()
+
+
+def _draw(worker: int) -> None:
+    torch.rand(worker)
+
+
+@pytest.mark.parametrize(
+    ("context", "number"),
+    [
+        ("fork", signal.SIGTERM),
+        ("fork", signal.SIGUSR1),
+        pytest.param("forkserver", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("forkserver", signal.SIGUSR1, marks=pytest.mark.slow),
+        pytest.param("spawn", signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_to_the_whole_process_group_leaves_loader_workers_to_their_rank(
+    tmp_path: Path, context: str, number: signal.Signals
+) -> None:
+    (rank,) = run_ranks(
+        "tests.faults.test_preemption:run_with_loader_workers",
+        world_size=1,
+        backend="gloo",
+        expect={0: preemption.EXIT_CODE},
+        arguments={"out": str(tmp_path), "context": context, "signal_number": int(number)},
+    )
+    assert re.search(r"suspended at step [34], saved in ", rank.output)
+    assert "Traceback" not in rank.output
+    _, left = psutil.wait_procs(
+        _in_group(rank.pid), timeout=10
+    )  # a fork server goes once it sees that the rank is gone
+    assert not [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def _in_group(group: int) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getpgid(process.pid) == group:
+                found.append(process)
+    return found
 
 
 # -- under the launcher ----------------------------------------------------------------------------------------------

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import re
+import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections import namedtuple
@@ -296,6 +299,19 @@ def test_a_stuck_worker_is_told_after_the_deadline() -> None:
     with pytest.raises(TimeoutError, match=r"no batch came from the 1 loader workers within 1\.5 s.*epoch 4, batch 0"):
         list(loader(Slow(), batch_size=4, num_workers=1, timeout_s=1.5, prefetch_factor=1).epoch(4))
     assert time.monotonic() - began < 25
+
+
+@pytest.mark.seconds
+def test_a_full_shared_memory_names_it_and_num_workers() -> None:
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("a small /dev/shm of its own needs root and unshare")
+    code = "import torch, photinus; list(photinus.loader([torch.ones(10**6)] * 8, batch_size=4, num_workers=2))"
+    small = 'mount -t tmpfs -o size=1M tmpfs /dev/shm && exec "$@"'
+    words = ["unshare", "--mount", "sh", "-c", small, "sh", sys.executable, "-c", code]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert re.search(
+        r"PhotinusError: /dev/shm of host \S+ has no room .*num_workers=2 loader workers pass", ended.stderr
+    )
 
 
 class Killed(Augmented):

@@ -13,9 +13,12 @@ random seeds and from which batch on is decided here and in sampler.py.
 
 from __future__ import annotations
 
-import threading
+import errno
+import shutil
+import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +28,16 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data import default_collate as torch_collate
 
 from ... import env
+from ...errors import PhotinusError
 from ...world import World
 from .arguments import place, whole_number
 from .datasets import check_dataset, indexable, taken_apart
 from .devices import pin_memory, to_device
 from .rng import check_seed
 from .sampler import GlobalBatches, LocalBatch, ShardedOnce
-from .workers import Fetch, Request, WorkerStart, identity
+from .workers import Fetch, Request, WorkerStart, identity, start_workers
+
+_SHARED_MEMORY = "/dev/shm"
 
 
 @dataclass(frozen=True)
@@ -279,34 +285,47 @@ class Loader:
         self._passes += 1
         this_pass = self._passes
         self._requests.plan = requests()
-        fetched = iter(self._data_loader())  # takes the plan
+        with self._explaining(epoch, start):
+            fetched = start_workers(self._data_loader())  # takes the plan
         for index in range(start, len(self)):
             if self._workers is not None and this_pass != self._passes:
                 raise RuntimeError(
                     "another pass over this loader began before this one ended: persistent workers serve one pass at a "
                     "time. Make two loaders, or use persistent_workers=False."
                 )
-            try:
+            with self._explaining(epoch, index):
                 data = next(fetched)
-            except RuntimeError as error:
-                if "timed out" in str(error) and self._num_workers:
-                    raise TimeoutError(
-                        f"no batch came from the {self._num_workers} loader workers within "
-                        f"{self._options['timeout']} s (rank {self.shares.rank}, epoch {epoch}, batch {index}): a "
-                        f"sample takes too long or a worker is stuck. Give loader(timeout_s=...) more time, or "
-                        f"num_workers=0 to see where it waits."
-                    ) from error
-                raise
             yield self._batch(data, asked.popleft(), index)
+
+    @contextmanager
+    def _explaining(self, epoch: int, index: int) -> Iterator[None]:
+        """A block that waits for workers: says what to do where one is late, or has no shared memory."""
+        try:
+            yield
+        except (RuntimeError, OSError) as error:
+            where = f"rank {self.shares.rank}, epoch {epoch}, batch {index}"
+            if self._num_workers and "timed out" in str(error):
+                raise TimeoutError(
+                    f"no batch came from the {self._num_workers} loader workers within {self._options['timeout']} s "
+                    f"({where}): a sample takes too long or a worker is stuck. Give loader(timeout_s=...) more time, "
+                    f"or num_workers=0 to see where it waits."
+                ) from error
+            if self._num_workers and ("shared memory" in str(error) or getattr(error, "errno", None) == errno.ENOSPC):
+                disk = shutil.disk_usage(_SHARED_MEMORY)
+                raise PhotinusError(
+                    f"{_SHARED_MEMORY} of host {socket.gethostname()} has no room ({disk.free >> 20} MiB of "
+                    f"{disk.total >> 20} are free), and num_workers={self._num_workers} loader workers pass batches "
+                    f"through it ({where}). Enlarge it (docker run --shm-size=8g), or lower num_workers, "
+                    f"prefetch_factor or batch_size."
+                ) from error
+            raise
 
     def _data_loader(self) -> DataLoader[Any]:
         if self._workers is not None:
             return self._workers
         options = dict(self._options)
         if self._num_workers:
-            # The kernel watches the thread that starts the workers, not the process: only the main one lasts.
-            in_main_thread = threading.current_thread() is threading.main_thread()
-            options["worker_init_fn"] = WorkerStart(in_main_thread, options["worker_init_fn"])
+            options["worker_init_fn"] = WorkerStart(options["worker_init_fn"])
         data_loader: DataLoader[Any] = DataLoader(
             self._fetch,  # type: ignore[arg-type]
             batch_size=None,  # a request is already a batch

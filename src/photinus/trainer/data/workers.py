@@ -8,18 +8,24 @@ are put back afterwards, so that loading does not shift dropout.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import multiprocessing
 import os
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from torch.utils.data import Subset, get_worker_info
+from torch._C import _remove_worker_pids
+from torch.utils.data import DataLoader, Subset, get_worker_info
 
 from .rng import derive_seed, preserve, seed_host_streams
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_FOR_THE_RANK = (signal.SIGTERM, signal.SIGUSR1)  # by which it is asked to suspend
 
 
 @dataclass(frozen=True)
@@ -72,26 +78,58 @@ class Fetch:
 
 
 class WorkerStart:
-    """Runs first in each worker process: lets it die with its rank, then calls the user's own function.
+    """Runs first in each worker process: leaves signals to its rank, dies with it, then calls the user's own function.
+
+    SIGTERM and SIGUSR1 may come to a whole process group. The rank saves then, for which it needs its workers' batches.
+    A handler that does nothing, and not SIG_IGN, which programs that a worker starts would inherit.
 
     A rank that is killed (-9) cannot end its workers, and torch's workers look only every few seconds whether their
-    parent lives; until then they hold its sockets and memory open. The kernel does it at once: PR_SET_PDEATHSIG.
+    parent lives; until then they hold its sockets and memory open. The kernel does it at once: PR_SET_PDEATHSIG. (It
+    watches the thread that started the worker, so only a main thread will do: the rank's, or a fork server's.)
     """
 
-    def __init__(self, die_with_parent: bool, user: Callable[[int], None] | None) -> None:
-        self.parent = os.getpid() if die_with_parent else None
-        self.user = user
+    def __init__(self, user: Callable[[int], None] | None) -> None:
+        self.parent, self.user = os.getpid(), user
+        self.in_main_thread = threading.current_thread() is threading.main_thread()
 
     def __call__(self, worker: int) -> None:
         """Torch's DataLoader calls this in each worker with the worker's number."""
-        if self.parent is not None and os.getppid() == self.parent:  # not so under a fork server
-            prctl = getattr(ctypes.CDLL(None), "prctl", None)
-            if prctl is not None:
-                prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-                if os.getppid() != self.parent:  # it died in between
-                    os.kill(os.getpid(), signal.SIGKILL)
+        for number in _FOR_THE_RANK:
+            signal.signal(number, _ignore)
+            signal.siginterrupt(number, False)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_THE_RANK)
+        prctl = getattr(ctypes.CDLL(None), "prctl", None)
+        has_server = os.getppid() != self.parent
+        if prctl is not None and (self.in_main_thread or has_server):
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            rank = multiprocessing.parent_process()
+            if rank is None or not rank.is_alive() or has_server != (os.getppid() != self.parent):
+                os.kill(os.getpid(), signal.SIGKILL)  # the rank died in between
         if self.user is not None:
             self.user(worker)
+
+
+def start_workers(data_loader: DataLoader[Any]) -> Iterator[Any]:
+    """A pass over a DataLoader, whose workers (and a fork server) SIGTERM and SIGUSR1 do not end, from the start on."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_RANK)  # inherited, until WorkerStart
+    try:
+        fetched = iter(data_loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    for worker in getattr(fetched, "_workers", ()):  # torch and multiprocessing end one that is not done by SIGTERM
+        worker._popen.terminate = partial(_end, worker.pid, id(fetched))
+    return fetched
+
+
+def _end(pid: int, owner: int) -> None:
+    with contextlib.suppress(ValueError):  # torch knows it no more
+        _remove_worker_pids(owner)  # or it would report this death as an error
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _ignore(number: int, frame: object) -> None:
+    pass
 
 
 def identity(batch: Any) -> Any:
