@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from photinus.errors import CheckpointError
+from photinus.errors import CheckpointError, PhotinusError
 from photinus.parallel.exchange.agreement import from_rank_0, gather_per_rank, together
+from photinus.trainer.checkpoint import statefile
 from photinus.trainer.checkpoint.folder import CheckpointFolder, on_all_ranks
 from photinus.trainer.checkpoint.statefile import load, save
 from photinus.trainer.data import rng
@@ -150,6 +154,62 @@ def chooses(rank: int, world_size: int, folder: str) -> list[str]:
     dist.barrier()
     told.append(shown(lambda: own.open(hidden)))
     return told
+
+
+def saves_and_loads_slowly(rank: int, world_size: int, folder: str, killed: bool) -> Any:
+    """Rank 0 writes, and rank 1 verifies, for longer than the deadline of the group."""
+    model, _ = ddp_model(0)
+    if not killed:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
+    write, verify = statefile.write_state_file, statefile._verify
+
+    def write_slowly(path: Path, states: Any) -> None:
+        time.sleep(1.0 if killed else 2.5)
+        if killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(path, states)
+
+    def verify_slowly(path: Path) -> str:
+        time.sleep(2.5 * rank)
+        return verify(path)
+
+    statefile.write_state_file, statefile._verify = write_slowly, verify_slowly
+    began = time.monotonic()
+    try:
+        save(Path(folder, "slow.pt"), model=model)
+        load(Path(folder, "slow.pt"), model=model)
+    except PhotinusError as error:
+        return [f"{type(error).__name__}: {error}", time.monotonic() - began]
+    return numbers(model)
+
+
+@pytest.mark.parametrize("backend", ["photinus", "gloo"])
+def test_a_save_and_a_load_that_take_longer_than_the_deadline_are_waited_for(tmp_path: Path, backend: str) -> None:
+    found = values(
+        run_ranks(
+            "tests.dist.test_checkpoint:saves_and_loads_slowly",
+            world_size=2,
+            backend=backend,
+            environ={"PHOTINUS_TIMEOUT_S": "1"},
+            arguments={"folder": str(tmp_path), "killed": False},
+        )
+    )
+    assert found[0] == found[1]
+    assert isinstance(found[0][0], list), found
+
+
+def test_a_rank_that_is_killed_while_it_saves_is_named_by_those_that_wait(tmp_path: Path) -> None:
+    found = run_ranks(
+        "tests.dist.test_checkpoint:saves_and_loads_slowly",
+        world_size=2,
+        backend="photinus",
+        expect={0: -9},
+        arguments={"folder": str(tmp_path), "killed": True},
+    )
+    message, seconds = found[1].value
+    assert message.startswith("PeerLostError: rank 0 (pid")
+    assert "was killed by SIGKILL" in message
+    assert seconds < 3.0
 
 
 def exchanges(rank: int, world_size: int, folder: str) -> Any:

@@ -103,7 +103,7 @@ class Saves:
             description = position.description(self._length.describe(position))
             return str(folder.save(step, content, description, rows[-1] if is_rows else None))
 
-        return Path(from_rank_0(write, f"saving the checkpoint of step {step} in {out}"))
+        return Path(from_rank_0(write, f"saving the checkpoint of step {step} in {out}", is_long=True))
 
     def load(self, checkpoint: Checkpoint, steps_per_epoch: int) -> tuple[Position, Mapping[str, Any]]:
         """Puts everything back to what the checkpoint holds. Every rank reads the files itself.
@@ -116,7 +116,7 @@ class Saves:
             ValueError: it lies inside an epoch, whose rest could not be the same.
         """
         path, options = checkpoint.path, self._options
-        with together(f"loading {path}"):
+        with together(f"loading {path}", is_long=True):
             content = checkpoint.load("cpu", mapped=("model", "optimizer"))
             missing = _NEEDED - set(content)
             if missing:

@@ -4,6 +4,7 @@ agreement         small things that all ranks have to know alike, over plain tor
 broadcast         tensors of one rank of a group, copied to all ranks in few large pieces
 collectives       the few things that this floor asks of a process group, the same for gloo, nccl, photinus and others
 gpu_sharing       which GPU a rank computes on, and whether others may, too
+long_work         saving and loading may take longer than the deadline of the group: whoever works says so
 parameter_digest  do all ranks hold the same weights? Digests, compared by one exchange
 state_exchange    what each rank remembers, brought to rank 0 without pickle
 tensors           tensors inside nested values, and how a tensor lies in memory

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from ... import errors
 from ...errors import CollectiveError, PhotinusError
 from .collectives import all_gather_bytes
+from .long_work import LongWork
 
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
 T = TypeVar("T")
@@ -53,11 +54,11 @@ def gather_per_rank(value: T) -> list[T]:
     ]
 
 
-def from_rank_0(call: Callable[[], JSON], doing: str) -> Any:
+def from_rank_0(call: Callable[[], JSON], doing: str, *, is_long: bool = False) -> Any:
     """Calls `call` on rank 0; every rank gets what it returns, or an error when it raises one (see `together`)."""
     rank, _ = place_in_group()
     value: JSON = None
-    with together(doing):
+    with together(doing, is_long=is_long):
         if rank == 0:
             value = call()
     return json.loads(_all_gather(json.dumps(value).encode() if rank == 0 else b"")[0])
@@ -96,7 +97,7 @@ def _show(options: Mapping[str, JSON], name: str) -> str:
 
 
 @contextmanager
-def together(doing: str) -> Iterator[None]:
+def together(doing: str, *, is_long: bool = False) -> Iterator[None]:
     """A block that succeeds on all ranks or raises on all of them. All ranks must enter it; it ends with an exchange.
 
     A rank whose own block failed raises its own error. The others raise one of the first failing rank's class (one of
@@ -105,14 +106,24 @@ def together(doing: str) -> Iterator[None]:
 
     Args:
         doing: for the message, such as "saving runs/x/last.pt".
+        is_long: it may take longer than the deadline of the group, and is waited for as long as it does.
     """
     own: Exception | None = None
+    work = None
+    if is_long and place_in_group()[1] > 1:
+        _all_gather(b"")  # from here on, who is not done works
+        work = LongWork(doing)
     try:
         yield
     except CollectiveError:  # the group is broken: nothing more can be told over it
         raise
     except Exception as error:  # noqa: BLE001 - raised again below, once the other ranks know
         own = error
+    finally:
+        if work is not None:
+            work.end()
+    if work is not None:
+        work.wait()
     where = f"host {socket.gethostname()}, pid {os.getpid()}"
     # The class, a line break, and text for people.
     mine = "" if own is None else f"{type(own).__name__}\n{where}: {type(own).__name__}: {own}"

@@ -369,10 +369,10 @@ def on_all_ranks(choose: Callable[[], Checkpoint | None]) -> Checkpoint | None:
         chosen.append(choose())
         return str(chosen[0].path.absolute()) if chosen[0] is not None else None
 
-    path = from_rank_0(path_on_rank_0, "choosing a checkpoint")
+    path = from_rank_0(path_on_rank_0, "choosing a checkpoint", is_long=True)
     if path is None:
         return None
-    with together(f"opening {path}"):
+    with together(f"opening {path}", is_long=True):
         checkpoint = chosen[0] if chosen and chosen[0] is not None else Checkpoint(Path(path))
     told = [one["digests"] for one in gather_per_rank({"digests": _digests(checkpoint)})]
     differing = [rank for rank, digests in enumerate(told) if digests != told[0]]

@@ -47,7 +47,7 @@ def save(path: str | os.PathLike[str], **state: Any) -> None:
         CheckpointError: the file could not be written (disk full: path, needed and free bytes).
     """
     path = Path(path)
-    with together(f"saving {path}"):
+    with together(f"saving {path}", is_long=True):
         if not state:
             raise ValueError(f"nothing to save in {path}: give it by name, as in save(path, model=model, epoch=3)")
         states = {name: state_of(value) for name, value in state.items()}  # on all ranks: some exchange for theirs
@@ -74,7 +74,7 @@ def load(path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
         TypeError: an object has no load_state_dict.
     """
     path = Path(path)
-    with together(f"loading {path}"):
+    with together(f"loading {path}", is_long=True):
         # Ranks of a host share what they map, so there are not as many whole copies as ranks.
         states, digest = read_state_file(path, mapped=place_in_group()[1] > 1)
         check_states(objects, states, str(path))
@@ -83,7 +83,7 @@ def load(path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
         raise CheckpointError(f"the ranks find different files at {path}: digests by rank {digests}. Share the folder.")
     undo = None
     try:
-        with together(f"loading {path}"):
+        with together(f"loading {path}", is_long=True):
             undo = apply_states(objects, states, str(path))
     except Exception as error:
         if undo is None:
