@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,20 @@ from photinus.runlog.windows import PHASES, RANKS, Window
 BEGAN_S = 1_790_000_000.0  # Unix time of the first start
 
 USUAL = {"data": 0.0001, "forward": 0.001, "backward": 0.002, "waiting": 0.0004, "optimizer": 0.0003, "other": 0.0002}
+
+
+def put_in_the_way(path: Path, kind: str) -> None:
+    """What is not a plain file of a run, in place of one: a "folder", "FIFO", "device" or "bytes" (too many)."""
+    path.unlink(missing_ok=True)
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "FIFO":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.touch()
+        os.truncate(path, 3 << 30)
 
 
 def window(

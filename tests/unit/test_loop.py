@@ -16,8 +16,10 @@ from torch.utils.data import TensorDataset
 import photinus
 from photinus.errors import CheckpointError, PhotinusError
 from photinus.runlog.events import read_events
-from photinus.runlog.tables import read_rows
+from photinus.runlog.run import FILES
+from photinus.runlog.tables import METRICS, read_rows
 from photinus.runlog.windows import read_window
+from tests.made_run import put_in_the_way
 from tests.small_run import CutOffError, Net, Numbered, points, train
 
 STEPS_PER_EPOCH = 6  # 48 samples, 8 at a time
@@ -48,6 +50,32 @@ def _rows(result: dict[str, Any]) -> list[list[float]]:
 def _loss(loop: photinus.Loop, value: float = 1.0) -> torch.Tensor:
     weight: torch.Tensor = next(loop.model.parameters())
     return (weight * 0).sum() + value
+
+
+def _train_on(out: Path, epochs: int) -> None:
+    for _ in (loop := _loop(epochs=epochs, out=out)):
+        loop.record(_loss(loop))
+
+
+@pytest.mark.parametrize("name", [*FILES, ".run.lock", "checkpoints/.writer.lock"])
+@pytest.mark.parametrize("kind", ["folder", "FIFO", "device"])
+def test_a_file_of_the_run_that_is_not_plain_is_named(tmp_path: Path, world: Any, name: str, kind: str) -> None:
+    _train_on(tmp_path, epochs=1)
+    put_in_the_way(tmp_path / name, kind)
+    if name == METRICS and kind != "folder":  # replaced, not written to
+        assert _loop(epochs=2, out=tmp_path).step == 3
+        return
+    with pytest.raises(PhotinusError, match=rf"{tmp_path / name} is a (link|{kind}), but a run's folder"):
+        _train_on(tmp_path, epochs=2)
+
+
+def test_a_lock_that_is_a_link_leaves_its_target_alone(tmp_path: Path, world: Any) -> None:
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".run.lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(PhotinusError, match=r"\.run\.lock is a link"):
+        _loop(out=tmp_path / "run")
+    assert (tmp_path / "precious").read_text() == "mine"
 
 
 # -- accumulating, clipping, loading ----------------------------------------------------------------------------------

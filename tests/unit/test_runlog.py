@@ -16,24 +16,51 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
+from photinus.launcher.cli import main
 from photinus.launcher.viewing.event_text import describe_event
 from photinus.runlog.curve import Curve
 from photinus.runlog.events import EVENTS, append_event, read_event, read_events
 from photinus.runlog.find import find_runs, newest_run
 from photinus.runlog.process import is_alive, this_process
-from photinus.runlog.run import Run
+from photinus.runlog.run import FILES, Run
 from photinus.runlog.slow_links import slow_links
 from photinus.runlog.stragglers import shares, stragglers
+from photinus.runlog.tables import LOSSES, METRICS
 from photinus.runlog.tail import Tail
 from photinus.runlog.units import step_time
 from photinus.runlog.windows import PHASES, RANKS, Window, drop_windows_after, read_window
-from tests.made_run import BEGAN_S, window, write_run
+from tests.made_run import BEGAN_S, put_in_the_way, window, write_run
 
 
 def read(folder: Path) -> Run:
     run = Run(folder)
     run.refresh()
     return run
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("kind", ["folder", "FIFO", "device", "bytes"])
+def test_a_file_that_is_not_plain_is_named_and_neither_waited_for_nor_read(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, kind: str
+) -> None:
+    folder = write_run(tmp_path / "run")
+    put_in_the_way(folder / name, kind)
+    for words in (["top", "--once", str(folder)], ["report", str(folder)]):
+        assert main(words) == 2
+        assert re.search(rf"PhotinusError: {folder / name} (is|has) .*{kind}.*: move it away", capfd.readouterr().err)
+
+
+@pytest.mark.parametrize("value", ["1e308", "-1e308", "1e-320", "9" * 400, "inf", "nan"])
+def test_numbers_that_no_axis_can_have_are_shown_all_the_same(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], value: str
+) -> None:
+    folder = write_run(tmp_path / "run", epochs=2, steps=4)
+    for name in (LOSSES, METRICS):
+        head, *rows = (folder / name).read_text().splitlines()
+        changed = [",".join(value if i == k % 4 else c for i, c in enumerate(r.split(","))) for k, r in enumerate(rows)]
+        (folder / name).write_text("\n".join([head, *changed, *rows]) + "\n")
+    assert main(["report", str(folder)]) == main(["top", "--once", str(folder)]) == 0
+    assert "Traceback" not in capfd.readouterr().err
 
 
 # -- files that grow --------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ curve       A curve of any number of points in a bounded number of buckets, that
 events      `events.jsonl`: what happened in a run, a line each, only ever added to
 figures     the charts of one run or several, for a picture or a page: what is drawn
 find        finds the run that somebody means: the folder they name, or the newest one below where they stand
+plain_file  opens a file of a run's folder: a plain one, never a link to write through
 process     rank 0's process as a start describes it, and whether it still runs
 run         A run as its folder shows it, looked at once or again and again while it is written
 slow_links  which link between two hosts holds all ranks up

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .plain_file import plain_file
 from .tail import Tail
 
 EVENTS = "events.jsonl"
@@ -70,7 +71,7 @@ def append_event(folder: Path, kind: str, step: int, **facts: Any) -> None:
     line = json.dumps({"time": round(time.time(), 3), "event": kind, "step": step, **short}) + "\n"
     data = line.encode()
     # One write to a file open for appending: whole, also when two ranks of a host write at the same time.
-    descriptor = os.open(folder / EVENTS, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    descriptor = plain_file(folder / EVENTS, os.O_RDWR | os.O_APPEND | os.O_CREAT)
     try:
         size = os.fstat(descriptor).st_size
         if size and os.pread(descriptor, 1, size - 1) != b"\n":  # what a killed process wrote half of

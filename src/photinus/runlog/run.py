@@ -16,6 +16,7 @@ from typing import Any
 
 from .curve import Curve
 from .events import EVENTS, Event, cause_of, read_event
+from .plain_file import plain_file
 from .process import is_alive
 from .tables import LOSSES, METRICS, OWN_COLUMNS, Row
 from .tail import Tail
@@ -24,6 +25,7 @@ from .windows import RANKS, Window, read_window
 CONFIG = "config.json"
 FILES = (CONFIG, LOSSES, METRICS, RANKS, EVENTS)
 
+_MOST = 2**53  # steps and epochs; what is larger was never counted
 _QUIET_S = 60.0  # a run of another host that writes nothing for so long is told to be silent
 
 
@@ -110,8 +112,10 @@ class Run:
                 continue
             try:
                 row = dict(zip(self._columns, cells, strict=True))
-                step, epoch, loss = int(row["step"]), int(row["epoch"]), float(row["loss"])
+                step, epoch, loss = int(row["step"]), int(row["epoch"]), _drawable(row["loss"])
             except (ValueError, KeyError):
+                step = epoch = -1
+            if not (0 <= step < _MOST and 0 <= epoch < _MOST):
                 self.damaged += 1
                 continue
             self.losses.add(step, loss)
@@ -135,15 +139,16 @@ class Run:
         for line in lines[1:]:
             try:
                 cells = zip(lines[0].split(","), line.split(","), strict=True)
-                rows.append({name: float(cell) for name, cell in cells if cell})
+                rows.append({name: _drawable(cell) for name, cell in cells if cell})
             except ValueError:
                 self.damaged += 1
-        return [row for row in rows if all(0 <= row.get(name, math.nan) < 2**53 for name in ("epoch", "step"))]
+        return [row for row in rows if all(0 <= row.get(name, math.nan) < _MOST for name in ("epoch", "step"))]
 
     def _read_config(self) -> dict[str, Any]:
         try:
-            found = json.loads((self.folder / CONFIG).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            with open(self.folder / CONFIG, encoding="utf-8", opener=plain_file) as file:
+                found = json.load(file)
+        except (OSError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
 
@@ -263,8 +268,8 @@ class Run:
 
 def is_run(folder: Path) -> bool:
     """Whether a folder is that of a run: it holds events, or a config with losses."""
-    is_file = os.path.isfile  # not Path's, which raises where the folder is another user's
-    return is_file(folder / EVENTS) or (is_file(folder / CONFIG) and is_file(folder / LOSSES))
+    is_there = os.path.lexists  # not Path's, which raises where the folder is another user's
+    return is_there(folder / EVENTS) or (is_there(folder / CONFIG) and is_there(folder / LOSSES))
 
 
 def written_at_s(folder: Path) -> float:
@@ -277,4 +282,10 @@ def written_at_s(folder: Path) -> float:
 
 
 def _whole(value: object) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < _MOST else 0
+
+
+def _drawable(text: str) -> float:
+    """The number, or infinity or 0 where it is so large or small that no axis can have it."""
+    value = float(text)
+    return value * math.inf if abs(value) > 1e100 else value if abs(value) > 1e-100 else 0.0 * value

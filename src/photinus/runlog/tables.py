@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .plain_file import plain_file
+
 LOSSES, METRICS = "losses.csv", "metrics.csv"
 OWN_COLUMNS = frozenset({"epoch", "step", "loss", "learning_rate", "samples_per_s", "elapsed_s", "start"})
 """Columns of metrics.csv that a loop fills itself; all others are what the user logged."""
@@ -52,14 +54,14 @@ class RunFiles:
     def append_losses(self, losses: Iterable[StepLoss], start: int) -> None:
         """Appends rows to losses.csv."""
         rows = [{"step": x.step, "epoch": x.epoch, "loss": x.loss, "start": start} for x in losses]
-        with open(self.losses, "a", newline="", encoding="utf-8") as file:
+        with open(self.losses, "a", newline="", encoding="utf-8", opener=plain_file) as file:
             if file.tell() == 0:
                 file.write(_table(self.LOSS_COLUMNS, []))
             file.write(_table(self.LOSS_COLUMNS, rows, header=False))
 
     def make_durable(self) -> None:
         """Makes the rows of losses.csv outlive a power cut; a checkpoint relies on those before it."""
-        with open(self.losses, "a", encoding="utf-8") as file:
+        with open(self.losses, "a", encoding="utf-8", opener=plain_file) as file:
             os.fsync(file.fileno())
 
     def write_metrics(self, history: Sequence[Row]) -> None:
@@ -79,9 +81,11 @@ def read_rows(path: Path) -> list[Row]:
     Raises:
         ValueError: a line holds something else than numbers.
     """
-    if not path.exists():
+    try:
+        with open(path, encoding="utf-8", opener=plain_file) as file:
+            text = file.read()
+    except FileNotFoundError:
         return []
-    text = path.read_text(encoding="utf-8")
     complete = text[: text.rfind("\n") + 1]
     rows = []
     for row in csv.DictReader(io.StringIO(complete)):
@@ -101,6 +105,8 @@ def write_atomically(path: Path, text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
+        if path.is_dir():
+            plain_file(path)  # raises
         os.replace(new, path)
     finally:
         new.unlink(missing_ok=True)

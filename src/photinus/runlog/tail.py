@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from .plain_file import plain_file
+
 _REMEMBERED_BYTES = 64
 
 
@@ -21,9 +23,12 @@ class Tail:
         """Whether the file was begun anew (forget what came before), and the complete lines that came since.
 
         An absent or unreadable file has no lines. A last line without its end comes when its end has come.
+
+        Raises:
+            PhotinusError: it is not a plain file.
         """
         try:
-            with open(self.path, "rb") as file:
+            with open(self.path, "rb", opener=plain_file) as file:
                 status = os.fstat(file.fileno())
                 anew = self._offset > 0 and not self._is_the_same(file, status)
                 if anew:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .plain_file import plain_file
 from .tables import write_atomically
 
 RANKS = "ranks.jsonl"
@@ -127,7 +128,8 @@ def drop_windows_after(folder: Path, step: int) -> None:
     path = folder / RANKS
     if not path.exists():
         return
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    with open(path, encoding="utf-8", errors="replace", opener=plain_file) as file:
+        lines = file.read().splitlines()
     kept = [line for line in lines if (window := read_window(line)) is not None and window.step <= step]
     if kept != lines:
         write_atomically(path, "".join(line + "\n" for line in kept))

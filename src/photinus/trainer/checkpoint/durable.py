@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ...errors import CheckpointError
+from ...runlog.plain_file import plain_file
 from .digest import BlockDigest
 
 _TEMPORARY = ".tmp-"
@@ -176,7 +177,7 @@ def lock_folder(folder: Path, timeout_s: float = 60.0) -> Iterator[bool]:
         CheckpointError: another process has held it for `timeout_s` seconds.
     """
     path = folder / _LOCK
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    descriptor = plain_file(path, os.O_RDWR | os.O_CREAT)
     try:
         deadline = time.monotonic() + timeout_s
         while True:

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, PhotinusError
 from ...parallel.exchange.agreement import JSON
+from ...runlog.plain_file import plain_file
 from ...version import __version__
 from .digest import file_digest
 from .durable import DurableFile
@@ -29,7 +30,6 @@ NAME = "manifest.json"
 ENTRY = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,99}")
 """Names that an entry may have: none of them leads out of the folder."""
 _FORMAT = 1
-_MOST_BYTES = 64 << 20  # a manifest has some kilobytes; what is larger is something else
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,11 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / NAME
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise CheckpointError(f"{path} is not a manifest: it has {path.stat().st_size} bytes")
-        raw = path.read_bytes()
+        with open(path, "rb", opener=plain_file) as file:
+            raw = file.read()
     except FileNotFoundError:
         raise CheckpointError(f"{folder} has no {NAME}: not a checkpoint, or one that was never completed") from None
-    except OSError as error:
+    except (OSError, PhotinusError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     length = len(_seal(b""))
     head, seal = raw[:-length], raw[-length:]

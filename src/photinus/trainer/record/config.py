@@ -20,6 +20,7 @@ import torch
 
 from ... import env
 from ...relaunch import Launch, ask_git, notable
+from ...runlog.plain_file import plain_file
 from ...runlog.run import CONFIG
 from ...runlog.tables import write_atomically
 from ..session.session import Session
@@ -72,11 +73,12 @@ def read_config(folder: Path) -> dict[str, Any]:
         ValueError: the file is no JSON object.
     """
     path = folder / CONFIG
-    if not path.exists():
-        return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+        with open(path, encoding="utf-8", opener=plain_file) as file:
+            content = json.load(file)
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}); mend it or move it away") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}, but a run's config is an object")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from ...errors import CollectiveError
+from ...errors import CollectiveError, PhotinusError
 from ...runlog.events import EVENTS, append_event
 from ..checkpoint.position import Position
 from ..session.preemption import Suspended
@@ -26,7 +26,7 @@ class Ending:
         """The session ends, by this error or well. A disk that takes no more is no reason to hide the error."""
         if self.told:
             return
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, PhotinusError):
             if error is None or (isinstance(error, SystemExit) and not error.code):
                 self.end("left")
             elif isinstance(error, Suspended):

@@ -21,6 +21,7 @@ from typing import Any
 
 from ...env import ATTEMPT, JOB_ID
 from ...errors import CheckpointError
+from ...runlog.plain_file import plain_file
 from ...runlog.run import FILES
 from ..checkpoint.folder import Checkpoint, CheckpointFolder
 from .config import read_config
@@ -147,7 +148,10 @@ def _start_from_elsewhere(out: Path, checkpoint: Checkpoint) -> Source:
     folder = (out / CHECKPOINTS).resolve()
     inside = folder in checkpoint.path.resolve().parents
     losses = checkpoint.path.parent.parent / "losses.csv"
-    text = losses.read_bytes() if losses.exists() else None
+    text = None
+    if losses.exists():
+        with open(losses, "rb", opener=plain_file) as file:
+            text = file.read()
     note = _set_aside(out, f"resume={str(checkpoint.path)!r}")
     if inside:
         name = checkpoint.path.name

@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ...errors import PhotinusError
 from ...runlog.events import append_event, read_events
+from ...runlog.plain_file import plain_file
 from ...runlog.process import this_process
 from ...runlog.run import CONFIG
 from ...runlog.tables import Row, RunFiles, StepLoss
@@ -32,7 +34,7 @@ class RunFolder:
     def __init__(self, path: Path, *, keep_last: int, best: str | None, tensorboard: bool) -> None:
         path.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self.error: OSError | None = None  # the first in writing numbers, for all ranks to raise together
+        self.error: Exception | None = None  # the first in writing numbers, for all ranks to raise together
         self._best = None if best is None else best.removeprefix("-")
         self._wants_tensorboard = tensorboard
         self._tensorboard: TensorBoard | None = None
@@ -90,7 +92,7 @@ class RunFolder:
     def append_window(self, window: Window) -> None:
         """Adds a line to ranks.jsonl. An error is kept in `error`."""
         with self._keeping_error():
-            with open(self.path / RANKS, "a", encoding="utf-8") as file:
+            with open(self.path / RANKS, "a", encoding="utf-8", opener=plain_file) as file:
                 file.write(window.to_line())
             if self._tensorboard is not None:
                 self._tensorboard.add_window(window)
@@ -113,8 +115,8 @@ class RunFolder:
     def _keeping_error(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
-            if error.filename is None:  # a write or flush on a full disk does not say where
+        except (OSError, PhotinusError) as error:
+            if isinstance(error, OSError) and error.filename is None:  # a write on a full disk does not say where
                 error.filename = str(self.path)
             self.error = self.error or error
 

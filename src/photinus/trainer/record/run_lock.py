@@ -19,6 +19,7 @@ from pathlib import Path
 
 from ... import env
 from ...errors import PhotinusError
+from ...runlog.plain_file import plain_file
 from ..checkpoint.durable import NO_LOCKS
 
 _NAME = ".run.lock"
@@ -41,7 +42,7 @@ class RunLock:
         self._path = folder.resolve() / _NAME
         self._descriptor = self._taken_over()
         if self._descriptor is None:
-            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._descriptor = plain_file(self._path, os.O_RDWR | os.O_CREAT)
             try:
                 self._lock(self._descriptor)
             except BaseException:
