@@ -383,6 +383,28 @@ class Cases:
                 told = str(error)
         return told
 
+    def start(self, strategy: str, differing: str) -> Any:
+        """Wraps a model of which something differs between the ranks: the error, or its buffers."""
+        model = nn.Sequential(nn.Linear(2, 2 + self.rank * (differing == "shape")), nn.BatchNorm1d(2))
+        if differing == "buffers":
+            model[1].running_mean.fill_(3.0 + self.rank)
+        try:
+            photinus.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy=strategy)
+        except photinus.errors.ModelMismatchError as error:
+            return str(error)
+        return numbers(model[1].running_mean)
+
+    def change_after_evaluation(self, strategy: str) -> Any:
+        """The weights after a forward without gradients and a change by hand, as of a moving average."""
+        torch.manual_seed(7)
+        net = nn.Linear(2, 1, bias=False)
+        model, _ = photinus.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1), strategy=strategy)
+        with torch.no_grad():
+            model(torch.ones(1, 2))
+            for parameter in model.parameters():
+                parameter.fill_(5.0)
+            return [model(torch.ones(1, 2)).item(), numbers(state_of(model))]
+
     def refuse(self, strategy: str, what: str) -> Any:
         """The error that wrapping something unsuited raises, and whether the model is as it was."""
         model, options = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), {}

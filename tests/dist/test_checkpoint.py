@@ -153,6 +153,8 @@ def chooses(rank: int, world_size: int, folder: str) -> list[str]:
     hidden = Path(folder, "rank-0", "step-00000003")
     dist.barrier()
     told.append(shown(lambda: own.open(hidden)))
+    os.chdir(own.folder)  # one path, and on each rank another folder behind it
+    told.append(shown(CheckpointFolder("/proc/self/cwd").newest))
     return told
 
 
@@ -253,3 +255,4 @@ def test_small_state_errors_and_the_choice_of_a_checkpoint_travel_between_ranks(
         assert "damaged: digest expected" in told[2]
         assert ("failed on rank 0" in told[2]) == (rank > 0)
         assert told[3] == "step 3 weight [0]"
+        assert "ranks [1, 2] find another checkpoint at /proc/self/cwd/step-00000003 than rank 0" in told[4]

@@ -165,6 +165,12 @@ def check_shared_frozen_and_mixed_parameters(group: dist.ProcessGroup) -> None:
     assert model.frozen.weight.grad is None
 
 
+def check_large_gradients_in_half_precision_are_averaged_without_overflow(group: dist.ProcessGroup) -> None:
+    model = nn.Linear(1, 1, bias=False).half()
+    DistributedDataParallel(model, process_group=group)(torch.full((1, 1), 60000.0).half()).sum().backward()
+    torch.testing.assert_close(model.weight.grad.float(), torch.full((1, 1), 60000.0), rtol=2e-3, atol=0.0)
+
+
 def check_sparse_gradients_are_averaged(group: dist.ProcessGroup) -> None:
     torch.manual_seed(7)
     model = nn.ModuleDict({"rows": nn.Embedding(20, 4, sparse=True), "out": nn.Linear(4, 2)})

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parallel.distributed import _MixedPrecision
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from photinus.errors import DeviceError, MissingGradientError, ModelMismatchError, PhotinusError, UnsuitableModelError
@@ -98,8 +99,18 @@ def check_different_models_are_refused_on_every_rank_within_a_second(group: dist
         lambda m: m.__setattr__("extra", nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last)),
         "parameter extra.weight",
     )
-    different = {} if group.rank() == last else {"find_unused_parameters": True}
-    refused(lambda m: None, "find_unused_parameters=True", "find_unused_parameters=False", **different)
+    for option, value, words in (
+        ("bucket_cap_mb", 1, "bucket_cap_bytes=1048576"),
+        ("broadcast_buffers", False, "forward_sync_buffers=False"),
+        ("find_unused_parameters", True, "find_unused_parameters=True"),
+        ("static_graph", True, "static_graph=True"),
+        ("skip_all_reduce_unused_params", True, "skip_all_reduce_unused_params=True"),
+        ("mixed_precision", _MixedPrecision(param_dtype=torch.bfloat16), "param_dtype=torch.bfloat16"),
+        ("nan_guard", True, "nan_guard=True"),
+        ("check_ranks", False, "check_ranks=False"),
+        ("wire_dtype", torch.bfloat16, "wire_dtype=torch.bfloat16"),
+    ):
+        refused(lambda m: None, words, **({option: value} if group.rank() == last else {}))
 
 
 def check_what_one_rank_refuses_is_its_own_error_there_and_named_on_others(group: dist.ProcessGroup) -> None:
@@ -136,9 +147,10 @@ def check_two_ranks_on_one_gpu_are_refused_with_both_named(group: dist.ProcessGr
 def check_without_init_sync_nothing_is_exchanged_at_construction(group: dist.ProcessGroup) -> None:
     model = small_net(seed=group.rank())
     before = copy.deepcopy(model)
-    if group.rank() == 0:
-        time.sleep(0.2)
-    DistributedDataParallel(model, process_group=group, init_sync=False)
+    for rank in range(2):  # one after the other: who needed an answer would wait for it until the deadline
+        if rank == group.rank():
+            DistributedDataParallel(model, process_group=group, init_sync=False)
+        dist.barrier(group)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before.parameters(), strict=True))
 
 

@@ -73,22 +73,22 @@ def check_an_exception_in_backward_leaves_the_reducer_usable(group: dist.Process
 
 
 def check_an_exception_on_one_rank_fails_the_others_and_all_can_go_on(group: dist.ProcessGroup) -> None:
-    ddp = small_ddp(group)
-
     def explode(gradient: torch.Tensor) -> None:
         raise ZeroDivisionError("on rank 0 only")
 
-    if group.rank() == 0:
-        hook = ddp.module[2].weight.register_hook(explode)
-        with expect(ZeroDivisionError):
-            ddp(batch(group)).sum().backward()
-        hook.remove()
-    else:
-        with expect(MissingGradientError, "the backward of rank 0 went wrong"):
-            ddp(batch(group)).sum().backward()
-    ddp.zero_grad()
-    ddp(batch(group)).sum().backward()
-    assert_equal_on_all_ranks(ddp.module[0].weight.grad, group)
+    for options in ({}, {"find_unused_parameters": True}):
+        ddp = small_ddp(group, **options)
+        if group.rank() == 0:
+            hook = ddp.module[2].weight.register_hook(explode)
+            with expect(ZeroDivisionError):
+                ddp(batch(group)).sum().backward()
+            hook.remove()
+        else:
+            with expect(MissingGradientError, "the backward of rank 0 went wrong"):
+                ddp(batch(group)).sum().backward()
+        ddp.zero_grad()
+        ddp(batch(group)).sum().backward()
+        assert_equal_on_all_ranks(ddp.module[0].weight.grad, group)
 
 
 def check_find_unused_parameters_averages_what_some_rank_used(group: dist.ProcessGroup) -> None:

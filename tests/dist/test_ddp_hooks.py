@@ -256,21 +256,24 @@ def check_builtin_hooks(group: dist.ProcessGroup) -> None:
 def check_an_optimizer_inside_backward_steps_as_one_after_it(group: dist.ProcessGroup) -> None:
     after = small_ddp(group)
     optimizer = torch.optim.SGD(after.parameters(), lr=0.1, momentum=0.9)
-    inside = small_ddp(group)
+    inside, unused = small_ddp(group), small_ddp(group, find_unused_parameters=True)
+    unused._register_fused_optim(torch.optim.SGD, 0.1, momentum=0.9)
     inside._register_fused_optim(torch.optim.SGD, 0.1, momentum=0.9)
     hanging_model = small_net()
     _apply_optimizer_in_backward(torch.optim.SGD, hanging_model.parameters(), {"lr": 0.1, "momentum": 0.9})
     hanging = DistributedDataParallel(hanging_model, process_group=group, bucket_cap_mb=KIB_IN_MIB)
     for step in range(4):
         optimizer.zero_grad()
-        inside.zero_grad()
-        for net in (after, inside, hanging):
+        for net in (inside, unused):
+            net.zero_grad()
+        for net in (after, inside, unused, hanging):
             net(batch(group, step)).square().mean().backward()
         optimizer.step()
         assert all(p.grad is None for p in hanging.parameters())
-        for p, q, r in zip(after.parameters(), inside.parameters(), hanging.parameters(), strict=True):
+        for p, q, r, s in zip(*(net.parameters() for net in (after, inside, unused, hanging)), strict=True):
             torch.testing.assert_close(q, p, rtol=1e-6, atol=1e-7)
-            assert torch.equal(r, p)
+            torch.testing.assert_close(r, p, rtol=1e-6, atol=1e-7)
+            assert torch.equal(s, p)
 
 
 def check_the_hook_that_steps_an_optimizer_of_ones_own(group: dist.ProcessGroup) -> None:

@@ -72,18 +72,19 @@ def check_a_rank_without_any_batch(group: dist.ProcessGroup) -> None:
 
 
 def check_buffers_and_no_sync_inside_join(group: dist.ProcessGroup) -> None:
-    model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 2))
-    ddp = DistributedDataParallel(model, process_group=group)
-    with ddp.join():
-        for step in range(2 * steps_of(group.rank())):
-            if step % 2 == 0:
-                with ddp.no_sync():
-                    ddp(batch_of(group.rank(), step)).sum().backward()
-            else:
-                ddp(batch_of(group.rank(), step)).sum().backward()
-    for tensor in [*model.parameters(), *model.buffers()]:
-        assert_equal_on_all_ranks(tensor, group)
-    assert model[0].num_batches_tracked == 2 * steps_of(group.size() - 1)
+    for order in (group.rank(), group.size() - 1 - group.rank()):  # rank 0 runs out first, then the last rank does
+        model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 2))
+        ddp = DistributedDataParallel(model, process_group=group)
+        with ddp.join():
+            for step in range(2 * steps_of(order)):
+                if step % 2 == 0:
+                    with ddp.no_sync():
+                        ddp(batch_of(order, step)).sum().backward()
+                else:
+                    ddp(batch_of(order, step)).sum().backward()
+        for tensor in [*model.parameters(), *model.buffers()]:
+            assert_equal_on_all_ranks(tensor, group)
+        assert model[0].num_batches_tracked == 2 * steps_of(group.size() - 1)
 
 
 def check_zero_redundancy_optimizer_in_the_same_join(group: dist.ProcessGroup) -> None:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from photinus.errors import MismatchError, ModelMismatchError
 from photinus.parallel import DistributedDataParallel
-from photinus.parallel.exchange.parameter_digest import compare_parameters
+from photinus.parallel.exchange.parameter_digest import ParameterPieces, compare_parameters
 from tests.dist.ddp_checks import (
     KIB_IN_MIB,
     SharedFrozenMixed,
@@ -160,6 +161,17 @@ def check_one_element_that_was_changed_once_is_found(group: dist.ProcessGroup) -
             train(ddp, group, torch.optim.SGD(ddp.parameters(), lr=1e-3), LAST_STEP, change)
 
 
+def check_digests_that_differ_in_one_of_their_three_words_are_different(group: dist.ProcessGroup) -> None:
+    for word in range(3):
+        ddp = small_ddp(group)
+        if group.rank() == 1:
+            ddp.module[0].weight.data[0] += 1
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ParameterPieces, "digest", lambda *_, word=word: 61**word * group.rank())
+            with expect(ModelMismatchError, "parameter 0.weight"):
+                train(ddp, group, torch.optim.SGD(ddp.parameters(), lr=0.01), 3)
+
+
 def check_all_parameters_can_be_compared_at_any_time(group: dist.ProcessGroup) -> None:
     model = SharedFrozenMixed()
     named = list(model.named_parameters())
@@ -181,6 +193,9 @@ def check_other_numbers_of_micro_batches_are_fine(group: dist.ProcessGroup) -> N
         for _ in range((group.rank() + step) % 3):
             with ddp.no_sync():
                 ddp(batch(group, step)).mean().backward()
+            probe = nn.Linear(2, 2)  # another model, of this rank alone, trained between two of them
+            probe(torch.ones(2)).sum().backward()
+            torch.optim.SGD(probe.parameters(), lr=1.0).step()
         ddp(batch(group, step)).mean().backward()
         optimizer.step()
     assert_equal_on_all_ranks(ddp.module[0].weight, group)
@@ -209,10 +224,6 @@ def check_two_models_with_optimizers_of_their_own_are_fine(group: dist.ProcessGr
         optimizers[1].step()
         for optimizer in optimizers:
             optimizer.zero_grad()
-        if group.rank() == 0:  # a third of one rank's own
-            probe = nn.Linear(2, 2)
-            probe(torch.ones(2)).sum().backward()
-            torch.optim.SGD(probe.parameters(), lr=1.0).step()
 
 
 def check_weights_changed_for_a_while_are_fine(group: dist.ProcessGroup) -> None:
@@ -249,7 +260,11 @@ def check_optimizers_of_parts_zero_and_checkpointing_are_fine(group: dist.Proces
     def zero(parameters: list[nn.Parameter]) -> list[Any]:
         return [ZeroRedundancyOptimizer(parameters, torch.optim.Adam, process_group=group, lr=0.01)]
 
-    makers: list[Callable[[list[nn.Parameter]], list[Any]]] = [parts, zero]
+    def parts_on_one_rank(parameters: list[nn.Parameter]) -> list[Any]:
+        cuts = [parameters[:2], parameters[2:]] if group.rank() == 0 else [parameters]
+        return [torch.optim.SGD(part, lr=0.1) for part in cuts]
+
+    makers: list[Callable[[list[nn.Parameter]], list[Any]]] = [parts, parts_on_one_rank, zero]
     for make in makers:
         ddp = DistributedDataParallel(Checkpointed(), process_group=group, bucket_cap_mb=KIB_IN_MIB)
         optimizers = make(list(ddp.parameters()))

@@ -131,6 +131,21 @@ def test_an_overflow_in_one_ranks_part_makes_all_ranks_skip_the_step(
     assert ranks[0]["finite"]
 
 
+@pytest.mark.parametrize("strategy", ZERO)
+def test_all_ranks_start_with_rank_0s_model_and_another_model_is_refused(two: RankPool, strategy: str) -> None:
+    for told in two.ask({"do": "start", "strategy": strategy, "differing": "shape"}):
+        assert "0.weight" in told
+        assert "[2, 2]" in told
+        assert "[3, 2]" in told
+    assert two.ask({"do": "start", "strategy": strategy, "differing": "buffers"}) == [[3.0, 3.0]] * 2
+
+
+@pytest.mark.parametrize("strategy", ZERO)
+def test_weights_changed_after_a_forward_without_gradients_are_the_models(two: RankPool, strategy: str) -> None:
+    told = two.ask({"do": "change_after_evaluation", "strategy": strategy})
+    assert told == [[10.0, {"weight": [5.0, 5.0]}]] * 2
+
+
 def test_each_rank_holds_its_part_only(two: RankPool) -> None:
     net = Net()
     parameters = sum(p.numel() for p in net.parameters())

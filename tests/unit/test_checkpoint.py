@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -100,6 +101,57 @@ def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
         assert same(folder.newest(), step)
     assert steps(tmp_path) == [f"step-{step:08d}" for step in (1, 4, 6, 7)]
     assert same(folder.best(), 1)
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_all_is_on_disk_before_it_has_its_name_and_the_name_before_what_is_older_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The order of the calls: what a power cut keeps no other test can see, since a kill leaves the page cache."""
+    folder, calls = CheckpointFolder(tmp_path, keep_last=1, keep_best=0), []
+
+    def note(what: str, path: Any) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else path)
+        name = re.sub(r"\.tmp-([a-z.0-9-]+)-[0-9a-f]{8}", r"new \1", str(path.relative_to(tmp_path.parent)))
+        call = f"{what} {name.removeprefix(tmp_path.name).lstrip('/') or 'parent'}"
+        if call not in calls[-1:]:  # many writes are one
+            calls.append(call)
+
+    def watched(name: str, target: int) -> Any:
+        real = getattr(os, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            note(name, arguments[target])
+            return real(*arguments, **options)
+
+        return call
+
+    if kind == "folder":
+        folder.save(1, state(1), description={})
+    for name, target in (("write", 0), ("fsync", 0), ("rename", 1), ("replace", 1)):
+        monkeypatch.setattr(os, name, watched(name, target))
+    if kind == "folder":
+        folder.save(2, state(2), description={})
+        inside = [f"new step-00000002/{name}" for name in ("model.pt", "position.pt", "manifest.json")]
+        written = [f"{what} {name}" for name in inside for what in ("write", "fsync")]
+        named = ["fsync new step-00000002", "rename step-00000002", "fsync parent", "rename new step-00000001"]
+        assert calls == written + named
+    else:
+        photinus.save(tmp_path / "last.pt", **state(1))
+        assert calls == ["write new last.pt", "fsync new last.pt", "replace last.pt", "fsync parent"]
+
+
+def test_a_checkpoint_for_which_there_is_no_space_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = CheckpointFolder(tmp_path)
+    folder.save(1, state(1), description={})
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 1000))  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch, "save", None)  # not reached
+    for save in (lambda: folder.save(2, state(2), description={}), lambda: photinus.save(tmp_path / "f", **state(2))):
+        with pytest.raises(CheckpointError, match=r"needs \d+ bytes .* and 1000 .* are free"):
+            save()
+    assert steps(tmp_path) == ["step-00000001"]
 
 
 def test_a_low_metric_can_be_the_best_and_of_equals_the_newest(tmp_path: Path) -> None:

@@ -130,6 +130,51 @@ def test_strangers_behind_the_port_are_told_apart():
     impostor = b"PHOTINUS-JOB/1\n" + bytes(32)
     assert "cannot prove it" in dial_a_stranger(lambda connection: connection.sendall(impostor + b"+" + bytes(32)))
 
+    def reflect(connection: socket.socket) -> None:
+        connection.sendall(impostor)
+        claim = connection.recv(1000)
+        connection.sendall(b"+" + claim[32:64])
+
+    assert "cannot prove it" in dial_a_stranger(reflect)
+
+
+def test_a_proof_that_was_heard_serves_no_other_purpose_and_no_second_time():
+    """A thief passes the leader's nonce on to a caller, and the caller's claim, changed, to the leader."""
+
+    async def steal(change: Callable[[bytes], bytes]) -> str | None:
+        key = key_of("s", "j")
+        claims: list[bytes] = []
+
+        async def play_leader(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(banner)
+            claims.append(await reader.readexactly(32 + 32 + 1 + len("store 1")))
+            writer.close()
+
+        heard: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+
+        async def lead(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            caller = await answer(reader, writer, key, timeout_s=5)
+            heard.set_result(None if caller is None else caller.purpose)
+            writer.close()
+
+        leader = await asyncio.start_server(lead, "127.0.0.1", 0)
+        thief = await asyncio.start_server(play_leader, "127.0.0.1", 0)
+        async with leader, thief:
+            from_leader, to_leader = await asyncio.open_connection(*leader.sockets[0].getsockname())
+            banner = await from_leader.readexactly(len(b"PHOTINUS-JOB/1\n") + 32)
+            from_thief, to_thief = await asyncio.open_connection(*thief.sockets[0].getsockname())
+            with pytest.raises(HandshakeError):
+                await prove(from_thief, to_thief, key, "store 1", timeout_s=5)
+            to_leader.write(change(claims[0]))
+            told = await heard
+            for writer in (to_leader, to_thief):
+                writer.close()
+        return told
+
+    assert asyncio.run(steal(lambda claim: claim)) == "store 1"
+    assert asyncio.run(steal(lambda claim: claim[:-1] + b"2")) is None  # another purpose
+    assert asyncio.run(steal(lambda claim: bytes(32) + claim[32:])) is None  # another caller
+
 
 def test_silence_at_the_port_is_a_leader_that_is_stopped_where_it_was_known_and_a_stranger_elsewhere(monkeypatch):
     monkeypatch.setattr(handshake, "_HANDSHAKE_S", 0.1)
