@@ -92,7 +92,13 @@ PARTS = ([0, 1], [2, 3], [0, 3], [3, 0, 2], [1])
 
 def test_parts_of_a_group_over_two_hosts_lie_on_one_of_them_or_both_and_one_line_says_who_is_where() -> None:
     results = run_ranks(f"{__name__}:_parts", world_size=4, backend="photinus", timeout_s=60, hosts="aabb")
-    for rank, sums in enumerate(values(results)):
+    for rank, (sums, told) in enumerate(values(results)):
+        assert (
+            told
+            == ["split_group needs different ranks below 3, got [1, 1]", 7.0, " (ranks 2, 3 of the world)"][
+                : 0 if rank == 1 else 1 if rank == 0 else 3
+            ]
+        )
         parts = [*(ranks for ranks in PARTS if rank in ranks), [rank % 2, 2 + rank % 2]]
         assert sums == [[str(ranks), sum(10.0**member for member in ranks)] for ranks in parts]
     said = [line for result in results for line in result.output.splitlines() if "hosts" in line]
@@ -105,7 +111,9 @@ def test_parts_of_a_group_over_two_hosts_lie_on_one_of_them_or_both_and_one_line
     assert re.fullmatch(there + measured, said[0])
 
 
-def _parts(rank: int, world_size: int) -> list[tuple[str, float]]:
+def _parts(rank: int, world_size: int) -> tuple[list[tuple[str, float]], list[Any]]:
+    from datetime import timedelta
+
     import torch
     import torch.distributed as dist
 
@@ -116,4 +124,18 @@ def _parts(rank: int, world_size: int) -> list[tuple[str, float]]:
         if rank in ranks:
             group.allreduce([total := torch.tensor([10.0**rank])]).wait()
             sums.append((str(ranks), total.item()))
-    return sums
+
+    told: list[Any] = []
+    of_three = groups[3][1]
+    if rank != 1:
+        with pytest.raises(ValueError, match="needs different ranks") as refused:
+            of_three.split_group([1, 1])
+        told.append(str(refused.value))
+        part = of_three.split_group([1, 2], timeout=timedelta(seconds=7))
+        if part is not None:
+            part.allreduce([torch.ones(3)]).wait()
+            part.shutdown()
+            with pytest.raises(RuntimeError, match="was destroyed") as ended:
+                part.allreduce([torch.ones(3)])
+            told += [part.timeout_s, re.search(r" \(ranks .* of the world\)", str(ended.value))[0]]
+    return sums, told

@@ -81,6 +81,7 @@ def test_futures_callbacks_and_timeouts_of_works() -> None:
         assert value["nested"] == [2.0, 4.0, 8.0, 16.0, 32.0]
         assert value["many"] == [2.0] * 300
         assert value["dropped_half"] == 2.0
+        assert value["after_wait"] == [2.0, True]
         assert value["memory_kept"] <= 1
         assert value["sparse_kept"] <= 1, "with the values that the ranks have gathered"
         assert value["limits"] == [7.0, 9.0]
@@ -94,6 +95,7 @@ def test_futures_callbacks_and_timeouts_of_works() -> None:
 
 def _works(rank: int, world_size: int) -> dict[str, Any]:
     import gc
+    import time
     import weakref
     from datetime import timedelta
 
@@ -118,13 +120,30 @@ def _works(rank: int, world_size: int) -> dict[str, Any]:
     works = [dist.all_reduce(torch.ones(10), async_op=True) for _ in range(300)]
     many = [future.wait()[0][0].item() for future in [work.get_future() for work in works]]
 
+    # A callback may wait for what was queued behind it; and who has waited for a work finds its future done.
+    if rank == 1:
+        time.sleep(0.2)
+    first, second = (dist.all_reduce(torch.ones(1), async_op=True) for _ in range(2))
+    before, behind = first.get_future(), second.get_future()
+    after_wait = [before.then(lambda _: behind.wait()[0].item()).wait()]
+    ended = []
+    for _ in range(50):
+        work = dist.all_reduce(torch.ones(1000), async_op=True)
+        future = work.get_future()
+        work.wait()
+        ended.append(future.done())
+    after_wait.append(all(ended))
+
     # C++ keeps only its half of a work (DDP's join does): the Python half must survive.
     tensor = torch.ones(1)
     boxed = dist.all_reduce(tensor, async_op=True).boxed()
     gc.collect()
     dist.Work.unbox(boxed).wait()
 
-    # But what was large is not kept for that.
+    # But what was large is not kept for that, nor for a work of several that was made before.
+    group._start_coalescing()
+    dist.all_reduce(torch.ones(1), async_op=True)
+    group._end_coalescing().wait()
     alive = []
     for _ in range(5):
         large = torch.ones(100_000)
@@ -195,6 +214,7 @@ def _works(rank: int, world_size: int) -> dict[str, Any]:
         "nested": nested,
         "many": many,
         "dropped_half": tensor.item(),
+        "after_wait": after_wait,
         "memory_kept": memory_kept,
         "sparse_kept": sparse_kept,
         "limits": limits,

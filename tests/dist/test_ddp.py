@@ -167,7 +167,8 @@ def check_shared_frozen_and_mixed_parameters(group: dist.ProcessGroup) -> None:
 
 def check_large_gradients_in_half_precision_are_averaged_without_overflow(group: dist.ProcessGroup) -> None:
     model = nn.Linear(1, 1, bias=False).half()
-    DistributedDataParallel(model, process_group=group)(torch.full((1, 1), 60000.0).half()).sum().backward()
+    ddp = DistributedDataParallel(model, process_group=group)
+    ddp(torch.full((1, 1), 60000.0).half()).sum().backward()
     torch.testing.assert_close(model.weight.grad.float(), torch.full((1, 1), 60000.0), rtol=2e-3, atol=0.0)
 
 

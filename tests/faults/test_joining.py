@@ -46,6 +46,27 @@ def _ended_before_new_group(rank: int, world_size: int) -> dict[str, Any]:
     return _attempt(lambda: dist.new_group([0, 1, 2]))
 
 
+def test_a_rank_that_ended_before_a_group_within_another_backends_is_known_by_its_number_in_the_world() -> None:
+    results = run_ranks(f"{__name__}:_ended_in_a_gloo_world", world_size=3, backend="gloo")
+    found = results[1].value
+    assert found["error"].startswith("PeerLostError"), found
+    assert "ended with exit code 0 before joining the group" in found["error"], found
+    assert found["seconds"] < LIMIT_S, found
+
+
+def _ended_in_a_gloo_world(rank: int, world_size: int) -> dict[str, Any] | None:
+    import torch.distributed as dist
+
+    if rank == 2:
+        store = dist.distributed_c10d._get_default_store()
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        store.set("photinus/ended", "2 ")  # as the launcher writes it
+    if rank != 1:
+        return None
+    return _attempt(lambda: dist.new_group([1, 2], backend="photinus", timeout=timedelta(seconds=20)))
+
+
 def _attempt(call: Callable[[], object]) -> dict[str, Any]:
     began, error = time.monotonic(), "no error"
     try:

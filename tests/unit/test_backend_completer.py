@@ -79,13 +79,14 @@ def test_close_runs_what_was_submitted_and_leaves_no_thread() -> None:
     assert not [thread for thread in threading.enumerate() if "closing" in thread.name]
 
 
-def test_an_idle_thread_holds_nothing_of_the_last_operation() -> None:
+def test_an_idle_thread_holds_nothing_of_the_last_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     import gc
     import weakref
 
     class Memory:
         pass
 
+    monkeypatch.setattr("photinus.backend.completer._IDLE_S", 60.0)  # a thread that ends lets go of all
     completer, done = Completer("test"), threading.Event()
     memory = Memory()
     gone = weakref.ref(memory)

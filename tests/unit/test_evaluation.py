@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 import photinus
 from photinus.trainer.evaluation import _batches, _blocks_of, _exact_sum
+from photinus.waiting_time import waiting_time
 from tests.small_run import Net, points, right
 
 
@@ -43,6 +45,22 @@ def test_the_sum_does_not_depend_on_how_values_are_spread(values: list[float], d
     owners = data.draw(st.lists(st.integers(0, 3), min_size=len(values), max_size=len(values)))
     parts = [_exact_sum([v for v, owner in zip(values, owners, strict=True) if owner == rank]) for rank in range(4)]
     assert math.fsum(part for pair in parts for part in pair) == math.fsum(values)
+
+
+def test_waits_of_an_evaluation_are_no_part_of_a_training_step(world: Any) -> None:
+    def metric(x: Tensor, _: Tensor) -> Tensor:
+        began = waiting_time.begin()
+        time.sleep(0.01)
+        waiting_time.end(began)
+        return x
+
+    waiting_time.start()
+    try:
+        before = waiting_time.total_ns
+        photinus.evaluate(torch.nn.Identity(), TensorDataset(torch.ones(4), torch.ones(4)), metric, batch_size=4)
+        assert waiting_time.total_ns == before
+    finally:
+        waiting_time.stop()
 
 
 def test_the_mean_is_over_all_samples_and_not_over_batches(world: Any) -> None:

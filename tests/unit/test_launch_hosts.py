@@ -18,6 +18,7 @@ from photinus.launcher.command_line.usage import UsageError
 from photinus.launcher.hosts import handshake, join, messages
 from photinus.launcher.hosts.handshake import HandshakeError, RefusedError, answer, key_of, prove
 from photinus.launcher.hosts.restart_policy import Report
+from photinus.launcher.workers import ports
 from photinus.launcher.workers.deaths import Death, Raised
 from photinus.launcher.workers.ports import PortTakenError, holder_of, listen, local_addresses_of
 
@@ -51,6 +52,21 @@ def test_own_addresses_are_told_from_others():
     assert local_addresses_of("127.0.0.1") == ["127.0.0.1"]
     assert "127.0.0.1" in local_addresses_of("localhost")
     assert local_addresses_of("192.0.2.1") == []
+
+
+def test_a_host_is_met_where_others_reach_it_by_ipv4_first_and_on_loopback_when_it_is_alone(monkeypatch):
+    names = {"node1": ["127.0.1.1", "fd00::7", "10.0.0.7"], "gpu": ["127.0.1.1"], "10.0.0.7": ["10.0.0.7"]}
+    monkeypatch.setattr(ports, "local_addresses_of", names.__getitem__)
+    monkeypatch.setattr(ports, "listen", lambda address, port: address)
+
+    def met(name, otherwise=None, alone=False):
+        return ports.listen_as(name, 1, or_another=False, otherwise=otherwise, alone=alone)
+
+    assert met("node1") == "10.0.0.7"
+    assert met("gpu", otherwise="10.0.0.7") == "10.0.0.7"
+    assert met("gpu", otherwise="10.0.0.7", alone=True) == "127.0.1.1"
+    with pytest.raises(LaunchError, match=r"cannot be met as gpu, which only means 127\.0\.1\.1 there"):
+        met("gpu")
 
 
 def meet(server_key: bytes, client_key: bytes, purpose: str = "host", *, refuse: str | None = None) -> str:

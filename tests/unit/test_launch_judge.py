@@ -85,6 +85,12 @@ class TestVerdict:
         alone = self.decide(RestartPolicy(3), Report((death(status=KILLED),), ()), world_size=1)
         assert "photinus: restarting the worker (restart 1 of 3)\n" in alone.text
 
+    def test_only_failures_that_follow_one_another_quickly_are_slowed_down(self):
+        judge = RestartPolicy(9)
+        lived = [2.0, 2.0, 60.0, 2.0, 2.0]
+        reports = [Report((Death(0, 0, 4000, "vm", KILLED, 10.0, lived_s),), ()) for lived_s in lived]
+        assert [self.decide(judge, each).delay_s for each in reports] == [0.0, 1.0, 0.0, 0.0, 1.0]
+
     def test_what_went_before_hosts_came_or_went_is_not_known(self):
         assert self.decide(RestartPolicy(3), Report((death(raised()),), ()), attempt=2).restart
 

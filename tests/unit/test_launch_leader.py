@@ -147,6 +147,31 @@ def test_a_host_of_another_version_is_refused_with_both():
     with_leader(test)
 
 
+def test_another_torch_is_let_in_with_a_warning():
+    said: list[str] = []
+
+    async def test(port: int) -> None:
+        first, second = await host(port, "a", leads=True), await host(port, "b", torch="3")
+        await first.hear("form")
+        assert said[0] == "photinus: host b has torch 3, another has 2: results may differ, or fail\n"
+        for each in (first, second):
+            each.writer.close()
+
+    with_leader(test, said)
+
+
+def test_only_the_host_that_leads_says_where_the_store_is():
+    async def test(port: int) -> None:
+        first, second = await host(port, "a", leads=True), await host(port, "b")
+        await first.hear("form")
+        second.say("store", port=1)
+        assert "host b (127.0.0.1) sent what is no message" in (await first.hear("end"))["reason"]
+        for each in (first, second):
+            each.writer.close()
+
+    with_leader(test)
+
+
 def test_a_host_that_sends_nonsense_is_lost_and_the_other_is_told():
     async def test(port: int) -> None:
         first, second = await host(port, "a", leads=True), await host(port, "b")

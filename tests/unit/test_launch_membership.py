@@ -77,6 +77,16 @@ def test_node_ranks_are_kept_and_the_rest_fills_the_gaps():
     assert [each.key for each in form.peers] == [2, 1, 0]
 
 
+def test_a_node_rank_beyond_the_hosts_that_came_takes_the_next_place():
+    rules = meeting(1, 3)
+    rules.add(peer(0, leads=True), 0.0)
+    rules.add(peer(1, node_rank=2), 0.0)
+    rules.ready(0, 0.0)
+    rules.ready(1, 0.0)
+    (form,) = rules.tick(5.0)
+    assert [each.key for each in form.peers] == [0, 1]
+
+
 def test_a_node_rank_that_is_taken_is_refused_with_its_holder_named():
     rules = meeting(2)
     rules.add(peer(0, node_rank=0), 0.0)
@@ -89,6 +99,14 @@ def test_one_host_too_many_is_refused_with_those_that_are_there():
     come(rules, 0, 1)
     with pytest.raises(RefusedHostError, match=r"has its 2 hosts already: a \(10\.0\.0\.1\), b \(10\.0\.0\.2\)"):
         rules.add(peer(2), 1.0)
+
+
+def test_one_host_too_many_is_refused_before_the_start_too():
+    rules = meeting(1, 2)
+    come(rules, 0)
+    rules.add(peer(1), 1.0)
+    with pytest.raises(RefusedHostError, match="has its 2 hosts already"):
+        rules.add(peer(2), 2.0)
 
 
 def test_the_waiting_is_told_once_and_ends_in_time_with_the_number_that_came():
@@ -116,6 +134,16 @@ def test_the_last_call_ends_when_all_that_may_come_are_there():
     rules = meeting(1, 2)
     (form,) = come(rules, 0, 1, at_s=1.0)
     assert len(form.peers) == 2
+
+
+def test_the_last_call_begins_again_when_fewer_than_the_least_were_there():
+    rules = meeting(2, 3)
+    come(rules, 0, 1)
+    rules.remove_host(1, "was lost", 4.0, lost=True)
+    assert come(rules, 2, at_s=6.0) == []
+    assert rules.tick(10.9) == []
+    (form,) = rules.tick(11.0)
+    assert [each.key for each in form.peers] == [0, 2]
 
 
 def test_a_host_that_is_importing_is_waited_for_before_the_start():
@@ -197,6 +225,13 @@ def test_a_lost_host_that_does_not_come_back_ends_the_job_when_the_time_is_over(
 def test_a_host_that_leaves_ends_a_job_of_a_fixed_number_whatever_restarts_are_left():
     rules = meeting(2, restarts=("restart 1 of 3",))
     come(rules, 0, 1)
+    assert rules.remove_host(1, "left, ended by SIGINT", 9.0) == [End("host b (10.0.0.2) left, ended by SIGINT", 1)]
+
+
+def test_a_host_that_leaves_while_the_others_settle_ends_the_job_too():
+    rules = meeting(2, restarts=("restart 1 of 3",))
+    come(rules, 0, 1)
+    rules.fail(0, report("peer lost"), 8.0)
     assert rules.remove_host(1, "left, ended by SIGINT", 9.0) == [End("host b (10.0.0.2) left, ended by SIGINT", 1)]
 
 

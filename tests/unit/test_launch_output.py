@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import threading
@@ -169,13 +170,27 @@ def test_a_reader_that_has_gone_does_not_stop_the_workers():
     os.close(writing)
 
 
-def test_draining_ends_in_time_when_somebody_keeps_a_pipe_open(apart):
-    out, err = apart.output.ends_for(1, 1)
-    apart.output.drain(0.05)
-    os.close(out)
-    os.close(err)
-    apart.output.drain(10)
-    assert apart.finish() == ("", "")
+def test_of_a_pipe_that_somebody_keeps_open_all_is_shown_that_was_written_before_the_end(tmp_path):
+    with open(tmp_path / "shown", "ab") as target:
+        output = Output(stdout=target.fileno(), stderr=target.fileno())
+        out, err = output.ends_for(1, 1)
+        fcntl.fcntl(out, fcntl.F_SETPIPE_SZ, 1 << 20)
+        lock = output._locks[target.fileno()]
+        lock.acquire()  # so the thread that carries lines comes to them when the end was announced
+        os.write(out, b"line\n" * 60_000 + b"end")
+        threading.Timer(0.1, lock.release).start()
+        output.close()
+        os.close(out)
+        os.close(err)
+    assert (tmp_path / "shown").read_text() == "[1] line\n" * 60_000 + "[1] end\n"
+
+
+def test_two_streams_to_one_file_are_written_in_turn(tmp_path):
+    for same in (True, False):
+        with open(tmp_path / "out", "ab") as out, open(tmp_path / ("out" if same else "err"), "ab") as err:
+            output = Output(stdout=out.fileno(), stderr=err.fileno())
+            assert (output._locks[out.fileno()] is output._locks[err.fileno()]) == same
+            output.close()
 
 
 @pytest.mark.parametrize("why", ["the disk is full", "the terminal was closed"])

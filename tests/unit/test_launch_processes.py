@@ -243,6 +243,27 @@ def test_a_second_interrupt_cuts_the_grace_short(tmp_path):
         assert interrupts.forced
 
 
+def test_a_worker_that_is_killed_from_outside_while_it_is_stopped_is_told_from_those_that_left(tmp_path):
+    text = f"rank or signal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen({str(tmp_path)!r} + f'/{{rank}}', 'w')\n"
+    with workers(tmp_path, text + "time.sleep(100)\n") as (processes, _, _):
+        wait_until(lambda: all((tmp_path / str(rank)).exists() for rank in range(2)))
+        killer = threading.Timer(0.2, os.kill, (pids(processes)[0], signal.SIGKILL))
+        killer.start()
+        processes.stop(signal.SIGTERM, DEADLINE_S)
+        found = [(death.status, death.ended_by_us) for death in processes.deaths()]
+        assert found == [(-signal.SIGKILL, False), (-signal.SIGTERM, True)]
+
+
+def test_a_worker_that_sigterm_only_asks_to_suspend_is_ended_at_once_as_sigterm_would(tmp_path):
+    text = "from photinus import status\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nstatus.tell(letter='r')\n"
+    with workers(tmp_path, f"{text}open({str(tmp_path / 'ready')!r}, 'w')\ntime.sleep(100)\n", 1) as (processes, _, _):
+        wait_until((tmp_path / "ready").exists)
+        begun = time.monotonic()
+        processes.stop(signal.SIGTERM, DEADLINE_S)
+        assert time.monotonic() - begun < DEADLINE_S / 2
+        assert [(d.status, d.ended_by_us) for d in processes.deaths()] == [(-signal.SIGTERM, True)]
+
+
 def test_a_worker_is_asked_once_and_has_one_grace(tmp_path):
     note = f"open({str(tmp_path / 'asked')!r}, 'a').write('.')"
     text = f"signal.signal(signal.SIGTERM, lambda *_: {note})\nopen({str(tmp_path / 'ready')!r}, 'w')\n"
@@ -337,7 +358,9 @@ def test_the_guard_kills_protected_groups_only_when_the_launcher_did_not_take_le
     guard, kid, gone = map(int, re.findall(r"\d+", launcher.stdout.readline()))
     try:
         if end == "kill":
-            assert alive(guard)
+            assert os.getsid(guard) == guard  # what ends the launcher's terminal or group does not reach it
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+                os.kill(guard, number)
             os.kill(launcher.pid, signal.SIGKILL)
         launcher.wait(DEADLINE_S)
         wait_until(lambda: not alive(guard))
