@@ -124,13 +124,63 @@ def test_epoch_and_step_count_from_one(world: Any) -> None:
     assert (loop.epoch, loop.step, loop.epoch_ended, loop.finished) == (2, 6, False, True)
 
 
-def test_a_body_that_was_left_is_not_done(world: Any) -> None:
-    loop = _loop(epochs=1)
+def test_a_body_that_was_left_is_not_done_and_its_loss_is_forgotten(world: Any, tmp_path: Path) -> None:
+    loop = _loop(epochs=1, out=tmp_path)
     for _ in loop:
+        loop.record(_loss(loop, loop.step))
         if loop.step == 2:
+            loop.record(_loss(loop, 100.0))
             break
     assert loop.step == 1
-    assert len(list(loop)) == 2
+    for _ in loop:
+        loop.record(_loss(loop, loop.step))
+    assert [(row["step"], row["loss"]) for row in read_rows(tmp_path / "losses.csv")] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+
+
+def test_stop_ends_the_run_within_sixteen_steps_and_its_last_step_is_saved(world: Any, tmp_path: Path) -> None:
+    loop = _loop(Numbered(400), epochs=1, out=tmp_path)
+    for _ in loop:
+        if loop.step == 3:
+            loop.stop()
+    assert 3 < loop.step <= 19
+    assert _checkpoints(tmp_path) == [f"step-{loop.step:08d}"]
+
+
+def test_checkpoints_are_as_many_epochs_apart_as_was_asked(world: Any, tmp_path: Path) -> None:
+    for _ in _loop(epochs=5, out=tmp_path, save_every_epochs=2, keep_last=9):
+        pass
+    assert _checkpoints(tmp_path) == ["step-00000006", "step-00000012", "step-00000015"]
+
+
+def test_the_time_that_saving_takes_is_no_part_of_the_rows(world: Any, tmp_path: Path) -> None:
+    class Slow:
+        def state_dict(self) -> dict[str, int]:
+            time.sleep(0.3)
+            return {}
+
+        def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+    loop = _loop(epochs=1, out=tmp_path, save_every_steps=1, state={"slow": Slow()})
+    began = time.monotonic()
+    for _ in loop:
+        pass
+    assert loop.history[-1]["elapsed_s"] < time.monotonic() - began - 0.6  # all but the last of three
+
+
+def test_after_an_exception_the_run_goes_on_in_the_same_process(tmp_path: Path) -> None:
+    left = []  # as in a notebook, which keeps what failed
+
+    def fail_after(step: int) -> None:
+        with photinus.init("gloo", "cpu", seed=0):
+            left.append(loop := _loop(out=tmp_path, save_every_steps=1))
+            assert loop.step == step
+            for _ in loop:
+                if loop.step == step + 3:
+                    raise CutOffError
+
+    for step in (0, 2):
+        with pytest.raises(CutOffError):
+            fail_after(step)
 
 
 def test_stop_ends_the_run_after_the_epochs_last_body(world: Any, tmp_path: Path) -> None:
