@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from photinus.launcher.workers.cgroup import OomKills, cpu_quota_cores, oom_kills, oom_since
@@ -88,7 +90,6 @@ def test_a_kernel_that_says_nothing(tmp_path):
 
 
 def test_this_kernel_can_be_read():
-    kills = oom_kills()
-    assert kills is None or kills.count >= 0
+    assert oom_kills() is not None or "oom_kill" not in Path("/proc/vmstat").read_text()
     quota = cpu_quota_cores()
     assert quota is None or quota > 0

@@ -1,19 +1,26 @@
-"""The leader of several hosts over real sockets, with hosts that the test plays: forms, stores, verdicts, strangers."""
+"""The leader of several hosts over real sockets, with hosts that the test plays: forms, stores, verdicts, strangers.
+
+And a host whose leader the test plays.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import socket
-from collections.abc import Callable, Coroutine
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import pytest
 
 from photinus import __version__
-from photinus.launcher.hosts import messages
-from photinus.launcher.hosts.handshake import dial, key_of
+from photinus.launcher.hosts import member, messages
+from photinus.launcher.hosts.handshake import answer, dial, key_of
 from photinus.launcher.hosts.leader import Leader, start_leader
 from photinus.launcher.hosts.membership import Membership
+from photinus.launcher.hosts.peer_hosts import JobEndedError
 from photinus.launcher.hosts.relay import Relay
 from photinus.launcher.hosts.restart_policy import Report
 from photinus.launcher.workers.deaths import Death, Raised
@@ -230,3 +237,86 @@ def test_a_leader_that_cannot_begin_says_so_where_it_is_started() -> None:
     with socket.socket(type=socket.SOCK_DGRAM) as wrong:  # any error of asyncio's will do
         with pytest.raises(ValueError, match="Stream Socket"), start_leader(leader, wrong):
             pass
+
+
+class PlayedLeader:
+    """Lets a host in each time it comes; `dials` are its attempts, of which `delays` says what holds one up."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, delays: dict[int, Callable[[], None]]) -> None:
+        self.dials = 0
+        self.came: asyncio.Queue[Host] = asyncio.Queue()
+
+        async def watched(*given: Any, **named: Any) -> Any:
+            self.dials += 1
+            await asyncio.to_thread(delays.get(self.dials, lambda: None))
+            return await dial(*given, **named)
+
+        monkeypatch.setattr(member, "dial", watched)
+
+    @contextlib.asynccontextmanager
+    async def host(self, heartbeat_timeout_s: float) -> AsyncIterator[member.Member]:
+        """A host that has said hello to the first."""
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            caller = await answer(reader, writer, KEY, timeout_s=DEADLINE_S)
+            assert caller is not None
+            caller.accept()
+            self.came.put_nowait(Host(reader, writer))
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        where = "127.0.0.1", server.sockets[0].getsockname()[1], KEY
+        limits = {"join_timeout_s": DEADLINE_S, "heartbeat_timeout_s": heartbeat_timeout_s}
+        made = member.Member(*where, leads=False, comes_back=True, say=lambda *_: None, **limits)
+        await asyncio.to_thread(made.introduce, 2, None, (2, 2))
+        try:
+            yield made
+        finally:
+            await asyncio.to_thread(made.close)
+            while not self.came.empty():
+                self.came.get_nowait().writer.close()
+            server.close()
+
+
+def test_a_host_dials_a_silent_leader_again_until_it_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable() -> None:
+        raise OSError(errno.EHOSTUNREACH, "No route to host")
+
+    async def test() -> None:
+        leader = PlayedLeader(monkeypatch, {2: unreachable})
+        async with leader.host(heartbeat_timeout_s=0.5) as coming:
+            silent = await leader.came.get()
+            meeting = asyncio.ensure_future(asyncio.to_thread(coming.meet, lambda: None))
+            again = await leader.came.get()
+            again.say("beat")
+            await again.hear("ready")
+            assert leader.dials == 3
+            again.say("end", reason="enough", exit_code=0)
+            with pytest.raises(JobEndedError, match="enough"):
+                await meeting
+            for each in (silent, again):
+                each.writer.close()
+
+    asyncio.run(asyncio.wait_for(test(), DEADLINE_S))
+
+
+def test_what_a_host_had_to_say_to_a_lost_leader_is_not_told_to_the_one_it_finds_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test() -> None:
+        lost, has_said = threading.Event(), threading.Event()
+        leader = PlayedLeader(monkeypatch, {2: lambda: (lost.set(), has_said.wait(DEADLINE_S))})
+        async with leader.host(heartbeat_timeout_s=DEADLINE_S) as coming:
+            (await leader.came.get()).writer.close()
+            assert await asyncio.to_thread(lost.wait, DEADLINE_S)
+            coming.report_finished()
+            has_said.set()
+            again = await leader.came.get()
+            meeting = asyncio.ensure_future(asyncio.to_thread(coming.meet, lambda: None))
+            heard = [(await messages.read(again.reader))["type"] for _ in range(2)]
+            assert heard == ["hello", "ready"]
+            again.say("end", reason="enough", exit_code=0)
+            with pytest.raises(JobEndedError, match="enough"):
+                await meeting
+            again.writer.close()
+
+    asyncio.run(asyncio.wait_for(test(), DEADLINE_S))

@@ -61,12 +61,14 @@ def test_metrics_of_other_size_get_a_panel_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("loss", [math.nan, math.inf, 0.0, -1.0])
 def test_odd_numbers_are_drawn_too(tmp_path: Path, loss: float) -> None:
     _write_run(tmp_path, loss_of_step=loss, valid_loss=loss)
-    assert draw_curves(tmp_path) is not None
+    width, height = _size(draw_curves(tmp_path) or tmp_path)
+    assert width // height == (3 if math.isfinite(loss) else 2)  # panels; of what is no number there is none
 
 
 def test_one_epoch_is_enough(tmp_path: Path) -> None:
     _write_run(tmp_path, epochs=1, steps=1)
-    assert draw_curves(tmp_path) is not None
+    width, height = _size(draw_curves(tmp_path) or tmp_path)
+    assert width > 3 * height
 
 
 def test_without_a_finished_epoch_there_is_a_warning_and_no_picture(tmp_path: Path) -> None:
