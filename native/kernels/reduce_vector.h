@@ -271,11 +271,28 @@ inline typename Format::Lanes load_source(const ReduceCall& call, uint32_t sourc
   return lanes;
 }
 
+// Which operand's NaN a sum keeps depends on the order in which a compiler puts the operands, which differs
+// between instruction sets; ranks that add for themselves would get other bits. So all results that are NaN
+// are the same NaN.
+inline Vector<float> with_one_nan(Vector<float> lanes) {
+  return lanes == lanes ? lanes : Vector<float>{} + __builtin_nanf("");
+}
+inline Vector<double> with_one_nan(Vector<double> lanes) {
+  return lanes == lanes ? lanes : Vector<double>{} + __builtin_nan("");
+}
+inline Bfloat16::Lanes with_one_nan(Bfloat16::Lanes lanes) {
+  return {with_one_nan(lanes.low), with_one_nan(lanes.high)};
+}
+template <class Lanes>
+inline Lanes with_one_nan(Lanes integers) {
+  return integers;
+}
+
 template <class Format, class How>
 inline typename Format::Lanes finished(const ReduceCall& call, typename Format::Lanes lanes) {
   // In the type of accumulation, which holds the divisor, a number of ranks, exactly.
   if constexpr (How::kDivides) lanes = lanes / static_cast<typename Format::Accumulated>(call.divisor);
-  return lanes;
+  return with_one_nan(lanes);
 }
 
 // How many of `sources` are in the left part of their tree (see reduce.h).
