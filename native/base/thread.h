@@ -5,20 +5,36 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 
+#include "base/error.h"
+
 namespace photinus {
 
+// Throws Error(system) where the system gives no further thread.
 template <class Body>
 std::thread start_thread(const char* name, Body&& body) {
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  std::thread thread(std::forward<Body>(body));
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  pthread_setname_np(thread.native_handle(), name);  // at most 15 characters
-  return thread;
+  struct AllBlocked {
+    sigset_t before;
+    AllBlocked() {
+      sigset_t all;
+      sigfillset(&all);
+      pthread_sigmask(SIG_SETMASK, &all, &before);
+    }
+    ~AllBlocked() { pthread_sigmask(SIG_SETMASK, &before, nullptr); }
+  } masked;
+  try {
+    std::thread thread(std::forward<Body>(body));
+    pthread_setname_np(thread.native_handle(), name);  // at most 15 characters
+    return thread;
+  } catch (const std::system_error& error) {
+    throw Error(ErrorKind::system, std::string("cannot start the thread ") + name + ": " + error.what() +
+                                       ". Raise the limit on processes (ulimit -u, pids.max of the control "
+                                       "group) or on memory (ulimit -v).");
+  }
 }
 
 }  // namespace photinus

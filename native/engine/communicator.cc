@@ -179,8 +179,8 @@ std::shared_ptr<Work> Communicator::submit(Submission given) {
   } catch (const Error& error) {  // of the caller's stream
     end_if_broken(error, describe(call, sequence_ + 1));
   }
-  sequence_ += 1;
   group_->options.progress->submit(collectives_, work, asynchronous);
+  sequence_ += 1;
   return work;
 }
 

@@ -79,9 +79,10 @@ std::shared_ptr<Work> Lane::head() {
   return queue_.empty() ? nullptr : queue_.front();
 }
 
-void Lane::push(const std::shared_ptr<Work>& work) {
+void Lane::push(const std::shared_ptr<Work>& work, std::atomic<size_t>& in_flight) {
   std::lock_guard lock(mutex_);
   queue_.push_back(work);
+  in_flight.fetch_add(1);
   if (queue_.size() == 1) first_.store(work.get(), std::memory_order_seq_cst);
 }
 
@@ -249,20 +250,24 @@ void Progress::submit(const std::shared_ptr<Lane>& lane, const std::shared_ptr<W
   note_caller();
   work->progress_ = this;
   work->lane_ = lane;
-  in_flight_.fetch_add(1);
-  lane->push(work);
+  std::unique_lock lock(mutex_, std::defer_lock);
+  if (asynchronous) {
+    // What can fail comes before the work is queued: after an exception the tensors are the caller's again.
+    lock.lock();
+    if (!thread_.joinable()) thread_ = start_thread("photinus-run", [this] { run(); });
+    lanes_.reserve(lanes_.size() + 1);
+  }
+  lane->push(work, in_flight_);
   if (asynchronous) call_thread(lane);
 }
 
-// Has the progress thread drive a lane.
+// Has the progress thread drive a lane; mutex_ is held, the thread runs, and lanes_ has room.
 void Progress::call_thread(const std::shared_ptr<Lane>& lane) {
-  std::lock_guard lock(mutex_);
   if (!lane->listed_.exchange(true)) {
     lanes_.push_back(lane);
     lanes_version_.fetch_add(1);
   }
   work_to_do_ = true;
-  if (!thread_.joinable()) thread_ = start_thread("photinus-run", [this] { run(); });
   called_.notify_one();
   wake_own_threads();  // it may sleep on the futex for other lanes
 }
@@ -346,10 +351,12 @@ void Progress::wait(Work& work, double timeout_s, Interrupts interrupts) {
     ~Waiting() {
       // What is left in the lane goes on without this thread.
       const bool last = lane->waiters_.fetch_sub(1, std::memory_order_seq_cst) == 1;
-      if (last && lane->listed_.load() && !lane->is_empty())
+      if (last && lane->listed_.load() && !lane->is_empty()) {
+        std::lock_guard lock(progress.mutex_);
         progress.call_thread(lane);
-      else if (!last)
+      } else if (!last) {
         progress.wake_own_threads();
+      }
     }
   } waiting(*this, lane);
   SleepNotice* asleep = nullptr;

@@ -36,7 +36,7 @@ class Lane {
  private:
   friend class Progress;
   std::shared_ptr<Work> head();
-  void push(const std::shared_ptr<Work>& work);
+  void push(const std::shared_ptr<Work>& work, std::atomic<size_t>& in_flight);
   std::shared_ptr<Work> pop();
 
   const std::shared_ptr<Peers> peers_;
