@@ -1,5 +1,5 @@
 // Shared memory without a name: a memfd that peers map through a passed descriptor. Nothing can be left
-// behind, and the size of /dev/shm does not matter.
+// behind, and the size of /dev/shm does not matter. In a forked child it is private.
 #pragma once
 
 #include <cstddef>
@@ -30,6 +30,7 @@ class Segment {
  private:
   Segment(FileDescriptor file, size_t bytes);
   static std::shared_ptr<Segment> shared(FileDescriptor file, size_t bytes);
+  static void make_all_private();
 
   FileDescriptor file_;
   size_t bytes_;
