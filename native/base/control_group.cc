@@ -90,10 +90,10 @@ std::optional<double> cpu_limit_cores() {
 
 std::optional<MemoryLimit> memory_limit() {
   struct Names {
-    const char *limit, *usage, *inactive;
+    const char *limit, *usage, *prefix;
   };
-  constexpr Names versions[] = {{"memory.max", "memory.current", "inactive_file"},
-                                {"memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"}};
+  constexpr Names versions[] = {{"memory.max", "memory.current", ""},
+                                {"memory.limit_in_bytes", "memory.usage_in_bytes", "total_"}};
   std::optional<MemoryLimit> tightest;
   auto left = [](const MemoryLimit& limit) { return limit.bytes - std::min(limit.bytes, limit.used_bytes); };
   for (const std::string& folder : folders_of("memory")) {
@@ -101,7 +101,9 @@ std::optional<MemoryLimit> memory_limit() {
       const std::string file = folder + "/" + names.limit;
       const auto limit = number_in(file), usage = number_in(folder + "/" + names.usage);
       if (!limit || !usage || *limit >= kNoLimit) continue;
-      const uint64_t cache = statistic(folder + "/memory.stat", names.inactive);
+      uint64_t cache = 0;  // pages of files, which the kernel drops when somebody needs the memory
+      for (const char* list : {"inactive_file", "active_file"})
+        cache += statistic(folder + "/memory.stat", std::string(names.prefix) + list);
       const MemoryLimit found{*limit, *usage - std::min(cache, *usage), file};
       if (!tightest || left(found) < left(*tightest)) tightest = found;
     }
