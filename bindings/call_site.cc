@@ -6,8 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <map>
-#include <tuple>
-#include <unordered_map>
+#include <string>
 #include <utility>
 
 namespace photinus {
@@ -19,8 +18,7 @@ std::vector<std::string>& folders() {
   return *all;
 }
 
-struct Code {
-  std::string file;
+struct Facts {
   bool is_library = false;
   bool is_neutral = false;  // ranks come through it from different lines of the program by design
 };
@@ -32,23 +30,43 @@ bool ends_with(const std::string& text, const std::string& end) {
   return text.size() >= end.size() && text.compare(text.size() - end.size(), end.size(), end) == 0;
 }
 
-// A code object that was looked at is kept, so that its address stays its own.
-const Code& facts_of(PyCodeObject* code) {
-  static auto* known = new std::unordered_map<PyCodeObject*, Code>;
-  auto found = known->find(code);
-  if (found != known->end()) return found->second;
-  Code facts;
+// The last code objects, which are kept so that their addresses stay their own; and no more of them, since
+// notebooks make new ones in each cell.
+constexpr size_t kKept = 256;
+void keep(PyCodeObject*& slot, PyCodeObject* code) {
+  Py_INCREF(code);
+  PyCodeObject* const before = std::exchange(slot, code);
+  Py_XDECREF(before);
+}
+size_t slot_of(PyCodeObject* code, int instruction = 0) {
+  return (reinterpret_cast<uintptr_t>(code) / 64 + static_cast<unsigned>(instruction)) % kKept;
+}
+
+std::string file_of(PyCodeObject* code) {
+  std::string file;
   if (PyObject* name = PyObject_GetAttrString(reinterpret_cast<PyObject*>(code), "co_filename")) {
-    if (const char* text = PyUnicode_AsUTF8(name)) facts.file = text;
+    if (const char* text = PyUnicode_AsUTF8(name)) file = text;
     Py_DECREF(name);
   }
   PyErr_Clear();
-  facts.is_library = std::any_of(folders().begin(), folders().end(), [&](const std::string& folder) {
-    return facts.file.compare(0, folder.size(), folder) == 0;
-  });
-  facts.is_neutral = ends_with(facts.file, kNeutralFile);
-  Py_INCREF(code);
-  return known->emplace(code, std::move(facts)).first->second;
+  return file;
+}
+
+Facts facts_of(PyCodeObject* code) {
+  struct Known {
+    PyCodeObject* code = nullptr;
+    Facts facts;
+  };
+  static auto* known = new std::array<Known, kKept>;
+  Known& slot = (*known)[slot_of(code)];
+  if (slot.code == code) return slot.facts;
+  const std::string file = file_of(code);
+  const Facts facts{std::any_of(folders().begin(), folders().end(),
+                                [&](const std::string& folder) { return file.rfind(folder, 0) == 0; }),
+                    ends_with(file, kNeutralFile)};
+  slot.facts = facts;
+  keep(slot.code, code);
+  return facts;
 }
 
 // The file's name with its folder, which is the same on hosts where the project lies in different places.
@@ -59,13 +77,15 @@ std::string short_name(const std::string& file) {
   return before == std::string::npos ? file : file.substr(before + 1);
 }
 
+// Lives as long as the process: calls in flight point to it.
 const CallSite* site_at(PyCodeObject* code, int line, bool votes) {
-  static auto* known = new std::map<std::tuple<PyCodeObject*, int, bool>, CallSite>;
-  auto found = known->find({code, line, votes});
+  static auto* known = new std::map<std::pair<std::string, bool>, CallSite>;
+  std::pair key{short_name(file_of(code)) + ":" + std::to_string(line), votes};
+  auto found = known->find(key);
   if (found == known->end()) {
-    CallSite site = CallSite::of(short_name(facts_of(code).file) + ":" + std::to_string(line));
+    CallSite site = CallSite::of(key.first);
     site.votes = votes;
-    found = known->emplace(std::tuple{code, line, votes}, std::move(site)).first;
+    found = known->emplace(std::move(key), std::move(site)).first;
   }
   return &found->second;
 }
@@ -81,13 +101,16 @@ const CallSite* site_of(PyFrameObject* frame, PyCodeObject* code, bool votes) {
     bool votes = false;
     const CallSite* site = nullptr;
   };
-  static auto* places = new std::array<Place, 256>;
+  static auto* places = new std::array<Place, kKept>;
   const int instruction = PyFrame_GetLasti(frame);
-  Place& place =
-      (*places)[(reinterpret_cast<uintptr_t>(code) / 64 + static_cast<unsigned>(instruction)) % 256];
-  if (place.code != code || place.instruction != instruction || place.votes != votes)
-    place = {code, instruction, votes, site_at(code, PyFrame_GetLineNumber(frame), votes)};
-  return place.site;
+  Place& place = (*places)[slot_of(code, instruction)];
+  if (place.code == code && place.instruction == instruction && place.votes == votes) return place.site;
+  const CallSite* site = site_at(code, PyFrame_GetLineNumber(frame), votes);
+  place.instruction = instruction;
+  place.votes = votes;
+  place.site = site;
+  keep(place.code, code);
+  return site;
 #else
   return site_at(code, PyFrame_GetLineNumber(frame), votes);
 #endif
@@ -109,7 +132,7 @@ const CallSite* call_site() {
   bool votes = true;
   while (frame) {
     PyCodeObject* code = PyFrame_GetCode(frame);
-    const Code& facts = facts_of(code);
+    const Facts facts = facts_of(code);
     votes &= !facts.is_neutral;
     if (!facts.is_library) site = site_of(frame, code, votes);
     Py_DECREF(code);
