@@ -130,9 +130,14 @@ double MessageWork::look(bool caller_waits) {
       if (call_.peer == kAnyRank ? rank != group_->rank() : rank == call_.peer) ranks.push_back(rank);
     return ranks;
   };
-  const uint64_t lane = group_->id * 31 +
-                        (call_.operation == Operation::send ? group_->rank() : call_.peer) * 1000003 +
-                        static_cast<uint64_t>(call_.tag) * 2 + 1;  // the sender's: both ends agree on it
+  // The sender's: both ends agree on it. Mixed after each part, so that no tag makes up for another sender.
+  uint64_t lane = group_->id;
+  for (const uint64_t part : {uint64_t{call_.operation == Operation::send ? group_->rank() : call_.peer},
+                              static_cast<uint64_t>(call_.tag)}) {
+    lane = (lane ^ part) * 0x9e3779b97f4a7c15;
+    lane ^= lane >> 32;
+  }
+  lane |= 1;  // 0 is a thread that waits for nothing
   // Any rank may still answer a receive from any rank, so no cycle of waits goes through it.
   return watchdog_->look(*wait_, missing, describe, lane, caller_waits && call_.peer != kAnyRank);
 }

@@ -121,7 +121,7 @@ void NetPeers::hear_waits(Reader& reader) {
 
 void NetPeers::hear_offer(uint32_t from, Reader& reader) {
   const auto shown = reader.take<OfferShown>();
-  if (!shown || shown->index >= kOffers) return;
+  if (!shown || shown->index >= kOffers || static_cast<size_t>(shown->dtype) >= kDtypeCount) return;
   const OfferWord word = OfferWord::of(shown->word);
   if (shown->by_receiver) {
     Offer& offer = views_[from].sent[shown->index];

@@ -343,6 +343,13 @@ LocalGroup join_as_guest(uint32_t rank, uint32_t world_size, const Address& addr
     connection = connect_to(address.socket_name, deadline);
   }
   if (!connection) throw lost("could not reach rank 0, which did not begin to listen");
+  // Before the secret goes there: any user of this host may listen on a name that is free.
+  if (const unsigned user = credentials_of(*connection).user; user != geteuid())
+    throw Error(
+        ErrorKind::system,
+        text("group %s: the process that listens at rank 0's address belongs to user %u, and rank %u runs as "
+             "user %u; nothing was sent to it. Run all ranks of a host as one user.",
+             name.c_str(), user, rank, geteuid()));
   Hello hello{};
   hello.magic = kMagic;
   hello.protocol = kProtocol;
