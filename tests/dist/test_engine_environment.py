@@ -164,6 +164,63 @@ def test_the_engine_works_where_address_space_is_limited() -> None:
 
 
 @pytest.mark.timeout(60)
+def test_files_that_the_group_keeps_cached_count_as_free_memory(tmp_path: Path) -> None:
+    """Also those that were read twice, which the kernel keeps on its list of active pages."""
+    with open(tmp_path / "data", "wb") as file:
+        file.write(bytes(200 << 20))
+        os.fsync(file.fileno())  # only clean pages leave the cache, to be read into it by the group
+    with memory_limit(300) as wrap:
+        run_programs(
+            f"descriptor = os.open({str(tmp_path / 'data')!r}, os.O_RDONLY)\n"
+            "os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)\n"
+            "for at in [*range(0, 200 << 20, 1 << 20)] * 3: os.pread(descriptor, 1 << 20, at)\n"
+            "engine.allocate(150 << 20)\n",
+            world_size=1,
+            wrap=wrap,
+        )
+
+
+@pytest.mark.timeout(60)
+def test_a_thread_that_cannot_start_leaves_the_tensors_to_their_caller() -> None:
+    program = JOIN + (
+        "import resource, signal\n"
+        "with open('/proc/self/statm') as file: used = int(file.read().split()[0]) * 4096\n"
+        "array = np.full(1000, rank + 1, np.float32)\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), -1))\n"
+        "try: communicator.all_reduce(array, asynchronous=True)\n"
+        "except OSError as error: text = str(error)\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (-1, -1))\n"
+        "assert 'cannot start the thread photinus-run' in text and 'ulimit -v' in text, text\n"
+        "assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()\n"
+        "communicator.barrier()\n"
+        "assert array[0] == array[-1] == rank + 1\n"
+        "work = communicator.all_reduce(array, asynchronous=True)\n"
+        "work.wait()\n"
+        "assert array[0] == array[-1] == 3\n"
+    )
+    run_programs(program, world_size=2)
+
+
+@pytest.mark.timeout(90)
+def test_code_of_a_notebooks_cells_is_let_go() -> None:
+    """Call sites are looked up by code objects, of which each cell makes a new one."""
+    program = JOIN + (
+        "import weakref\n"
+        "array, alive = np.ones(1, np.float32), []\n"
+        "for cell in range(2000):\n"
+        "    code = compile('communicator.all_reduce(array)', f'<cell {cell}>', 'exec')\n"
+        "    exec(code)\n"
+        "    alive.append(weakref.ref(code))\n"
+        "    del code\n"
+        "assert sum(each() is not None for each in alive) <= 520, 'kept'\n"
+        "try: exec(compile('communicator.all_reduce(array, label=str(rank))', '<cell last>', 'exec'))\n"
+        "except errors.MismatchError as error: assert '<cell last>:1' in str(error), error\n"
+        "else: raise AssertionError\n"
+    )
+    run_programs(program, world_size=2)
+
+
+@pytest.mark.timeout(60)
 def test_a_handful_of_ranks_needs_few_file_descriptors() -> None:
     run_programs(JOIN + USE, world_size=6, wrap=limited("-n", 64), timeout_s=50)
 
@@ -320,6 +377,22 @@ def test_a_forked_child_ends_without_harm_to_the_group(end: str) -> None:
 def test_a_forked_child_that_drops_an_array_leaves_the_parents_memory_as_it_is() -> None:
     fork = "pid = os.fork()\nif pid == 0: del shared, small; os._exit(0)\nassert os.waitpid(pid, 0)[1] == 0"
     run_programs(JOIN + AFTER_FORK.format(fork=fork), world_size=2)
+
+
+@pytest.mark.timeout(60)
+def test_what_a_forked_child_writes_to_shared_arrays_stays_its_own() -> None:
+    program = JOIN + (
+        "import warnings\n"
+        "warnings.simplefilter('ignore', DeprecationWarning)\n"
+        "array = np.frombuffer(engine.allocate(4 << 20), np.float32)\n"
+        "array[:] = rank + 1\n"
+        "pid = os.fork()\n"
+        "if pid == 0: array[:] = 0; os._exit(0 if array[5] == 0 else 1)\n"
+        "assert os.waitpid(pid, 0)[1] == 0\n"
+        "communicator.all_reduce(array)\n"
+        "assert array[0] == array[-1] == 3\n"
+    )
+    run_programs(program, world_size=2)
 
 
 @pytest.mark.timeout(90)
