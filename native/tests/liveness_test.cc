@@ -1,9 +1,13 @@
 // Ranks that do not come although nobody has failed: late, stopped, or waiting for each other.
+#include <fcntl.h>
+
 #include <algorithm>
 #include <atomic>
 #include <mutex>
 #include <thread>
 
+#include "base/clock.h"
+#include "base/file_descriptor.h"
 #include "base/log.h"
 #include "engine/watchdog.h"
 #include "fake_peers.h"
@@ -350,4 +354,29 @@ TEST_ANY_HOSTS(overlapping_groups_used_in_different_orders_do_not_lock) {
     }
     second->close();
   });
+}
+
+TEST(a_line_that_nobody_reads_holds_up_nobody_and_is_written_once_somebody_reads) {
+  int ends[2];
+  CHECK(pipe2(ends, O_CLOEXEC | O_NONBLOCK) == 0);
+  const FileDescriptor reads(ends[0]), writes(ends[1]), before(dup(STDERR_FILENO));
+  const std::vector<char> filling(4096, '.');
+  while (write(writes.get(), filling.data(), filling.size()) > 0) {
+  }
+  fcntl(writes.get(), F_SETFL, 0);
+  fcntl(reads.get(), F_SETFL, 0);
+  dup2(writes.get(), STDERR_FILENO);
+  const double begun_s = now_s();
+  say("first");
+  say("second");
+  const double took_s = now_s() - begun_s;
+  std::string seen;
+  while (seen.find("second\n") == std::string::npos && now_s() - begun_s < 20) {
+    char some[4096];
+    const ssize_t got = read(reads.get(), some, sizeof some);
+    if (got > 0) seen.append(some, static_cast<size_t>(got));
+  }
+  dup2(before.get(), STDERR_FILENO);
+  CHECK(took_s < 2);
+  CHECK_CONTAINS(seen, "photinus: first\nphotinus: second\n");
 }
