@@ -17,6 +17,7 @@ LAUNCHERS = {
     "torchrun": ["-m", "torch.distributed.run", "--standalone"],
     "photinus run": ["-m", "photinus", "run", "--max-restarts", "0"],
     "photinus run --cpu": ["-m", "photinus", "run", "--max-restarts", "0", "--cpu"],
+    "ray": [],  # the script starts its workers itself
 }
 
 Numbers = list[tuple[str, float]]
@@ -34,11 +35,14 @@ def run_script(
     Raises:
         ScriptFailedError: another exit code than 0, no numbers, or the deadline has passed.
     """
-    command = [sys.executable, *LAUNCHERS[launcher], "--nproc-per-node", str(processes)]
+    command = [sys.executable, *LAUNCHERS[launcher]]
+    command += ["--nproc-per-node", str(processes)] if LAUNCHERS[launcher] else []
     command += [str(SCRIPTS / script), *arguments, "--backend", backend]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryDirectory(prefix="photinus-test-") as folder:
-        env["TMPDIR"] = folder
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryDirectory(prefix="photinus-", dir="/tmp") as folder:
+        # In /tmp itself: names of sockets, which Ray has there, have at most 107 bytes.
+        env["TMPDIR"] = env["RAY_TMPDIR"] = folder
+        env["RAY_AUTH_MODE"] = "disabled"  # a token would be left in the home folder
         # A session of its own: at the deadline the workers end with their launcher.
         process = subprocess.Popen(command, stdout=output, stderr=output, env=env, cwd=folder, start_new_session=True)
         try:

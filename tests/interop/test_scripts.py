@@ -44,6 +44,13 @@ def test_a_librarys_script_has_the_same_losses_as_over_gloo(script: str, launche
     assert_same(numbers, cached_reference(script))
 
 
+def test_ray_train_has_the_losses_of_photinus_run() -> None:
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("ray_train.py needs ray: pip install -c constraints.txt '.[demo,ray]'")
+    numbers = run_script("ray_train.py", "--folder", "ray", backend="photinus", launcher="ray", timeout_s=400)
+    assert_same(numbers, run_script("torch_ddp.py", backend="photinus", launcher="photinus run"))
+
+
 PLAIN = """
 import os
 import torch, torch.distributed as dist

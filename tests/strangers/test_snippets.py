@@ -55,7 +55,7 @@ LEAVES = {"docs/launching.md: for step, batch in enumerate(batches, start=1):": 
 LEFT = ["runs/one/metrics.csv", "last.pt", "runs/x/tensorboard"]
 
 ELSEWHERE = {  # Python blocks and commands that do not run here, and why
-    "docs/launching.md: import photinus.compat.ray": "needs a Ray cluster: tests/schedulers/test_ray.py",
+    "docs/launching.md: trainer = TorchTrainer(": "a part of examples/interop/ray_train.py: tests/interop",
     'examples/interop/README.md: torch.distributed.init_process_group("photinus")': (
         "needs the extra interop: tests/interop/test_scripts.py"
     ),

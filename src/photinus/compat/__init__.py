@@ -1,7 +1,6 @@
-"""What other tools bring along: DeepSpeed's configuration, and a Ray cluster to start on.
+"""Configurations of other tools: DeepSpeed's.
 
 deepspeed            DeepSpeed's JSON configuration as what `wrap`, `Loop` and `Trainer` take
 deepspeed_keys       its keys: which are read, which have no effect here and why, which are refused and why
 deepspeed_schedules  its learning-rate schedules, as torch schedulers
-ray                  `photinus.compat.ray.launch`: one function on several workers of a Ray cluster
 """
