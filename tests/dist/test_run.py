@@ -39,12 +39,14 @@ class RunningJob:
 
     started: ClassVar[list[RunningJob]] = []
 
-    def __init__(self, words: Sequence[str | Path], *, cwd: Path | None = None, **environ: str) -> None:
+    def __init__(
+        self, words: Sequence[str | Path], *, cwd: Path | None = None, stderr: int = subprocess.PIPE, **environ: str
+    ) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "photinus", "run", *map(str, words)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=stderr,
             text=True,
             cwd=cwd,
             env={**os.environ, "OMP_NUM_THREADS": "1", **environ},

@@ -40,9 +40,11 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def launch(port: int, *words: object, nnodes: str = "2", workers: int = 1, **environ: str) -> RunningJob:
+def launch(
+    port: int, *words: object, nnodes: str = "2", workers: int = 1, stderr: int = subprocess.PIPE, **environ: str
+) -> RunningJob:
     flags = ["--nnodes", nnodes, "--master-addr", "127.0.0.1", "--master-port", port, "--nproc-per-node", workers]
-    return RunningJob([str(word) for word in (*flags, "--cpu", *words)], **environ)
+    return RunningJob([str(word) for word in (*flags, "--cpu", *words)], stderr=stderr, **environ)
 
 
 def notes(folder: Path, attempt: int = 0) -> list[dict[str, object]]:
@@ -191,6 +193,26 @@ def test_a_launcher_that_was_stopped_for_longer_than_the_heartbeat_costs_a_resta
     assert len(notes(tmp_path, attempt=1)) == 2
     assert "(restart 1 of 1)" in one.err
     assert ("the launcher that leads the job did not run for 9 s" in one.err) == (stopped == "leader")
+
+
+@pytest.mark.slow
+def test_a_paused_reader_of_the_leader_holds_up_no_sign_of_life(tmp_path):
+    path, port = script(tmp_path, NOTE + "\ntime.sleep(5)"), free_port()
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"\n" * 4096)
+    os.set_blocking(writing, True)
+    words = ["--rdzv-conf", "heartbeat_timeout=2", "--max-restarts", 0, path, tmp_path]
+    first = launch(port, "--node-rank", 0, *words, stderr=writing)
+    os.close(writing)
+    two = launch(port, "--node-rank", 1, *words).end()
+    assert two.code == 0, two.err
+    with os.fdopen(reading, "rb") as reader:
+        told = reader.read()
+    assert first.process.wait(DEADLINE_S) == 0
+    assert b"2 hosts, 2 workers" in told
 
 
 @pytest.mark.parametrize("restarts", [1, 0])
