@@ -55,6 +55,7 @@ class Agent:
         self._began_s: float | None = None
         self._tried = False  # --preempt-after
         self._told_waiting = False
+        self._checkpoint = ""
         self.suspension: str | None = None
 
     def run(self) -> Verdict | None:
@@ -109,6 +110,7 @@ class Agent:
             output=self._output,
             interrupts=self._interrupts,
             orders=self._peers.fd,
+            checkpoint=self._checkpoint,
         )
         try:
             processes.start()
@@ -152,7 +154,7 @@ class Agent:
         deaths, finished = tuple(processes.deaths()), tuple(processes.finished_ranks())
         for death in deaths:
             self._output.add_to_log(death.rank, exit_message(death))
-        report = Report(deaths, finished, processes.steps(), processes.saved_step(), oom_since(oom_before))
+        report = Report(deaths, finished, processes.steps(), *processes.saved(), oom_since(oom_before))
         return self._peers.verdict_on(report, self._raise_if_interrupted)
 
     def _regroup(self, processes: Processes, order: Order, attempt: int) -> None:
@@ -180,6 +182,7 @@ class Agent:
 
     def _forget(self) -> None:
         if self._processes is not None:
+            self._checkpoint = self._processes.saved()[1] or self._checkpoint
             self._processes.close()
             self._processes = None
 
