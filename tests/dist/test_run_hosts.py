@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -129,7 +130,9 @@ def test_hosts_that_disagree_on_their_number_are_told_so(tmp_path):
     assert other.code == 2
     assert "was started with --nnodes 3, the host that leads with 2" in other.err
     first.send(signal.SIGINT)
-    assert first.end().code == 130
+    one = first.end()
+    assert one.code == 130
+    assert one.err.endswith("photinus: ended by SIGINT: no worker was running\n")
 
 
 @pytest.mark.slow
@@ -228,6 +231,17 @@ def test_a_killed_store_of_the_leading_host_costs_all_hosts_a_restart(tmp_path, 
     told = f"the process that holds the workers' store (pid {pid}) was killed by SIGKILL"
     assert told + " (restart 1 of 1): the hosts that are there" * restarts in one.err
     assert len(notes(tmp_path, attempt=1)) == 2 * restarts
+
+
+def test_a_leader_that_fails_tells_the_others_why(tmp_path):
+    path, port = script(tmp_path, NOTE + "\ntime.sleep(60)"), free_port()
+    (tmp_path / "torch.py").write_text("raise ImportError('half installed')")
+    first = launch(port, "--node-rank", 0, path, tmp_path, PYTHONPATH=str(tmp_path))
+    one, two = ended(first, launch(port, "--node-rank", 1, path, tmp_path))
+    assert (one.code, two.code) == (1, 1)
+    told = r"the process that holds the workers' store \(pid \d+\) exited with code 1: does `import torch` fail in "
+    assert re.search("LaunchError: " + told, one.err), one.err
+    assert re.search(r"LaunchError: the job ended: host \S+ \(127.0.0.1\) left: " + told, two.err), two.err
 
 
 @contextmanager

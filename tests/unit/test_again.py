@@ -88,7 +88,7 @@ def test_it_goes_on_although_the_run_began_anew(tmp_path: Path, arguments: list[
         ({"resume": "never"}, r"the script itself says resume='never'"),
         ({"folder": "/nowhere/at/all"}, r"was started in /nowhere/at/all, which is not there any more"),
         ({"out": "runs/y"}, r"was written to .*/runs/y, and has been moved or copied since"),
-        ({"launcher": "Slurm", "world_size": 8}, r"Slurm started the 8 processes of this run, and only it knows how"),
+        ({"launcher": "Slurm", "world_size": 8}, r"this run had 8 processes, by Slurm: start it the same way"),
         (
             {"hosts": ["a", "b"], **launched("train.py")},
             r"had 2 hosts \(a, b\).* on a, in .* run train.py$",

@@ -189,8 +189,11 @@ def test_a_working_directory_that_was_removed_is_told_before_anything_starts(tmp
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     assert main(["run", "--dry-run", __file__]) == 2
+    assert f"({tmp_path}/gone) was removed. Change to another: cd to one that exists.\n" in capsys.readouterr().err
+    (tmp_path / "gone").mkdir()
+    assert main(["run", "--dry-run", __file__]) == 2
     told = capsys.readouterr().err
-    assert "was removed. Change to one that exists: cd " in told
+    assert f"was removed. Change to another: cd {tmp_path}/gone, which was made again.\n" in told
     assert told.count("\n") == 1
 
 

@@ -230,6 +230,24 @@ def test_a_leader_that_goes_is_named_to_the_others():
     with_leader(test)
 
 
+def test_a_leader_that_ends_before_it_has_workers_says_so():
+    heard: list[str] = []
+
+    async def test(port: int) -> None:
+        other = await host(port, "b")
+
+        async def hear() -> None:
+            heard.append((await other.hear("end"))["reason"])
+            other.writer.close()
+
+        hearing.append(asyncio.ensure_future(hear()))
+        await asyncio.sleep(0.1)  # the leader knows the host now
+
+    hearing: list[asyncio.Future[None]] = []
+    with_leader(test)
+    assert heard == ["the host that leads ended before it had started workers"]
+
+
 @pytest.mark.timeout(20)
 def test_a_leader_that_cannot_begin_says_so_where_it_is_started() -> None:
     rules = Membership(2, 2, join_timeout_s=60.0, last_call_s=1.0)

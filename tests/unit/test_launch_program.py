@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import zipfile
 
 import pytest
 
@@ -48,6 +50,36 @@ def test_a_module_of_the_working_directory_or_installed_is_accepted_without_impo
 def test_what_cannot_be_started_is_told_with_what_was_probably_meant(kind, target, told):
     with pytest.raises(UsageError, match=told):
         check_program(Program(kind, target))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "mode", "told"),
+    [
+        ("go.sh", b"#!/bin/bash\nif true; then\n  ls\nfi\n", 0o755, "photinus run --no-python ./go.sh"),
+        ("go.sh", b"ls\n", 0o644, "photinus run --no-python bash go.sh"),
+        ("go", b"#!/usr/bin/env perl\nuse strict;\n", 0o644, "photinus run --no-python /usr/bin/env perl go"),
+        ("package/train", b"\x7fELF\2\1\1\0\0", 0o755, "photinus run --no-python package/train"),
+        ("job.yaml", b"a: [1\n", 0o644, "job.yaml is not a Python script."),
+        ("n.ipynb", b"{}", 0o644, "make a script of it: `jupyter nbconvert --to script n.ipynb`."),
+    ],
+)
+def test_what_is_not_python_is_refused_with_the_way_to_start_it(folder, name, content, mode, told):
+    (folder / name).write_bytes(content)
+    (folder / name).chmod(mode)
+    with pytest.raises(UsageError, match=re.escape(told) + "$"):
+        check_program(Program("script", name))
+
+
+def test_python_of_any_name_is_a_script(folder):
+    # As pip writes them where the path of Python is long.
+    (folder / "train").write_bytes(b"#!/bin/sh\n'''exec' python \"$0\"\n' '''\nimport os\n")
+    (folder / "train.txt").write_bytes(b"# -*- coding: latin-1 -*-\nx = '\xe4'\n")
+    with zipfile.ZipFile(folder / "train.app", "w") as archive:
+        archive.writestr("__main__.py", "")
+    (folder / "broken.py").write_text("if")  # the worker shows where
+    os.mkfifo(folder / "pipe")  # bash's <(...) is read once, by the worker
+    for name in ("train", "train.txt", "train.app", "broken.py", "pipe"):
+        check_program(Program("script", name))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

@@ -23,12 +23,12 @@ def test_rank_minus_one_of_the_old_templates_means_not_distributed(world_size):
 
 def test_torchruns_variables_are_read():
     environ = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
-    assert World.from_env(environ) == World(5, 8, 1, 4, 1, "torchrun")
+    assert World.from_env({**environ, "TORCHELASTIC_RUN_ID": "x"}) == World(5, 8, 1, 4, 1, "torchrun")
     assert not World.from_env(environ).is_main
 
 
 def test_rank_and_world_size_alone_are_enough_and_are_taken_as_one_host():
-    assert World.from_env({"RANK": "1", "WORLD_SIZE": "2"}) == World(1, 2, 1, 2, 0, "torchrun")
+    assert World.from_env({"RANK": "1", "WORLD_SIZE": "2"}) == World(1, 2, 1, 2, 0, "the environment")
 
 
 def test_open_mpis_variables_are_read():
@@ -180,7 +180,7 @@ def test_a_local_rank_outside_its_host_is_refused():
 
 
 def test_a_variable_that_is_no_number_is_named():
-    with pytest.raises(ValueError, match=r"WORLD_SIZE='two' \(from torchrun\) is not a whole number"):
+    with pytest.raises(ValueError, match=r"WORLD_SIZE='two' \(from the environment\) is not a whole number"):
         World.from_env({"RANK": "0", "WORLD_SIZE": "two"})
 
 

@@ -115,9 +115,8 @@ def _plan(run: Path, config: Mapping[str, Any], added: list[str]) -> Again:
         command = [python, *(script[:2] if script[0] == "-m" else script[:1]), *arguments]
     else:
         raise UsageError(
-            f"{start['launcher']} started the {start['world_size']} processes of this run, and only it knows how: "
-            f"start it the same way once more, and it goes on from its newest checkpoint. (What `photinus run` starts "
-            f"can be started again from here.)"
+            f"this run had {start['world_size']} processes, by {start['launcher']}: start it the same way once more, "
+            f"and it goes on from its newest checkpoint. (What `photinus run` starts can be started again from here.)"
         )
     # With a host file the words, typed in one place, start the workers of all hosts over ssh.
     over_ssh = launch is not None and any(word.partition("=")[0] in ("--hostfile", "-H") for word in launch.words)

@@ -40,6 +40,7 @@ class Agent:
 
     Attributes:
         suspension: words for it, when the workers saved and left because the launcher was asked to end.
+        ended_workers: whether there were workers to be ended when `run` left.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Agent:
         self._told_waiting = False
         self._checkpoint = ""
         self.suspension: str | None = None
+        self.ended_workers = False
 
     def run(self) -> Verdict | None:
         """Returns None when the workers of all hosts have ended well, or the verdict on a failure for good.
@@ -97,6 +99,7 @@ class Agent:
             self._end(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM, grace_s)
             raise
         finally:
+            self.ended_workers = self._processes is not None
             self._end(signal.SIGTERM, self._grace_s)
             self._forget()
 

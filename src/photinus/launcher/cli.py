@@ -97,8 +97,9 @@ def _check_folder() -> None:
     try:
         os.getcwd()
     except FileNotFoundError:
-        was = os.environ.get("PWD", "this shell's folder")
-        raise UsageError(f"the working directory ({was}) was removed. Change to one that exists: cd {was}") from None
+        was = os.readlink("/proc/self/cwd").removesuffix(" (deleted)")
+        advice = f"cd {was}, which was made again" if os.path.isdir(was) else "cd to one that exists"
+        raise UsageError(f"the working directory ({was}) was removed. Change to another: {advice}.") from None
 
 
 def _run(words: list[str]) -> int:

@@ -85,7 +85,7 @@ def supervise(flags: RunFlags) -> int:
                 member = _join(stack, flags, job_id, environ, output)
                 chosen, gpus = _choose_workers(flags, environ)
         except Interrupted:
-            return _report_interrupt(interrupts, output, "before any worker was started")
+            return _report_interrupt(interrupts, output, 0)
         if chosen.reason:
             where = "" if (name := env.STARTED_AS.get()) is None else f"host {name}: "
             plural = "s" if chosen.count != 1 else ""
@@ -106,11 +106,11 @@ def supervise(flags: RunFlags) -> int:
         except Interrupted:
             if agent.suspension is not None:
                 output.say(f"photinus: {agent.suspension}; the same command goes on from there\n")
-            return _report_interrupt(interrupts, output, _end_text(chosen.count))
+            return _report_interrupt(interrupts, output, chosen.count * agent.ended_workers)
         except JobEndedError:
             # A signal to all hosts: another's end is no news then, if it arrives first.
             if interrupts.comes_within(_SIGNAL_TO_ALL_S if env.STARTED_AS.get() is not None else 0.0):
-                return _report_interrupt(interrupts, output, _end_text(chosen.count))
+                return _report_interrupt(interrupts, output, chosen.count * agent.ended_workers)
             raise
     if verdict is None:
         return 0
@@ -182,14 +182,12 @@ def _peers(job: Job, member: Member | None, output: Output, store: StoreProcess)
     return member
 
 
-def _end_text(workers: int) -> str:
-    return f"{workers} workers were ended" if workers != 1 else "its worker was ended"
-
-
-def _report_interrupt(interrupts: Interrupts, output: Output, what: str) -> int:
+def _report_interrupt(interrupts: Interrupts, output: Output, workers: int) -> int:
     number = interrupts.first
     assert number is not None
     if env.STARTED_AS.get() is None:
+        few = {0: "no worker was running", 1: "its worker was ended"}
+        what = few.get(workers, f"{workers} workers were ended")
         output.say(f"photinus: ended by {number.name}: {what}\n")
     return 128 + number
 

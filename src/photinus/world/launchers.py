@@ -68,10 +68,9 @@ def read_torchrun(environ: Mapping[str, str]) -> Told | None:
     Raises:
         ValueError: a variable is not a whole number.
     """
-    told = _read(_TORCHRUN, environ)
-    if told is not None and env.EXPECTED_WORLD_SIZE.name in environ:  # which only ours sets
-        return replace(told, launcher="photinus run")
-    return told
+    names = {env.EXPECTED_WORLD_SIZE.name: "photinus run", env.JOB_ID.name: "torchrun"}  # what only that one sets
+    launcher = next((launcher for name, launcher in names.items() if name in environ), "the environment")
+    return _read(replace(_TORCHRUN, launcher=launcher), environ)
 
 
 def read_scheduler(environ: Mapping[str, str]) -> Told | None:

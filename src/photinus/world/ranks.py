@@ -22,7 +22,8 @@ class World:
         local_rank: index of this process on its host.
         local_world_size: number of processes of the job on this host (world_size when the launcher does not say).
         host_rank: index of this host in the job.
-        launcher: which launcher's variables were found, "none" for a plain `python script.py`.
+        launcher: which launcher's variables were found; "the environment" for RANK and WORLD_SIZE of neither torchrun
+            nor `photinus run`, "none" for a plain `python script.py`.
     """
 
     rank: int = 0

@@ -66,7 +66,7 @@ def find_rendezvous(world: World, environ: Mapping[str, str]) -> Rendezvous:
     if told is None or told.launcher != world.launcher:
         missing = [name for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if value is None]
         raise NotInitializedError(
-            f"{world.launcher} started {world.world_size} processes, but {' and '.join(missing)} "
+            f"{world.launcher} says that this job has {world.world_size} processes, but {' and '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} not set, so the ranks do not know where to meet. Start with "
             f"`photinus run` or torchrun, or export the address of rank 0's host and a free port."
         )

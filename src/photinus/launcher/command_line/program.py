@@ -7,11 +7,13 @@ its text, which is not run: an option is a string constant, spelled out.
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.machinery
 import importlib.util
 import os
 import shutil
 import sys
+import zipfile
 from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -19,6 +21,8 @@ from pathlib import Path
 from ...spelling import closest
 from .usage import UsageError
 
+_PYTHON = (".py", ".pyw", ".pyc", ".pyz")
+_HEAD_BYTES = 1024
 _LOCAL_RANK = ("--local_rank", "--local-rank")
 
 
@@ -73,6 +77,27 @@ def _check_script(target: str) -> None:
         raise UsageError(f"script {target} does not exist (looked in {os.getcwd()}).{hint}")
     if not os.access(path, os.R_OK):
         raise UsageError(f"script {target} exists but may not be read by this user.")
+    if path.is_file() and path.suffix not in _PYTHON:
+        _check_is_python(target, path)
+
+
+def _check_is_python(target: str, path: Path) -> None:
+    """Raises UsageError for programs, shell scripts and notebooks: Python would show a SyntaxError for each worker."""
+    if path.suffix == ".ipynb":
+        raise UsageError(
+            f"{target} is a notebook. Call photinus.launch in it, or make a script of it: `jupyter nbconvert --to "
+            f"script {target}`."
+        )
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError):
+        if path.suffix != ".sh" and (zipfile.is_zipfile(path) or (b"\0" not in head and ast.parse(path.read_bytes()))):
+            return
+    shell = "bash" if path.suffix == ".sh" else ""
+    by = head.partition(b"\n")[0][2:].decode("utf-8", "replace").strip() if head.startswith(b"#!") else shell
+    start = (target if "/" in target else f"./{target}") if os.access(path, os.X_OK) else f"{by} {target}" if by else ""
+    advice = f" To run it as a program: photinus run --no-python {start}" if start else ""
+    raise UsageError(f"{target} is not a Python script.{advice}")
 
 
 def _check_executable(target: str) -> None:

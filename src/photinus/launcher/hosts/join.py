@@ -82,7 +82,11 @@ def join_job(
             say=say,
         )
         stack.callback(member.close)
-        yield member
+        try:
+            yield member
+        except LaunchError as error:
+            member.leave(f"left: {error}", error.exit_code)
+            raise
 
 
 def _listener(

@@ -66,6 +66,7 @@ class Leader:
 
     async def close(self) -> None:
         """Lets the last words reach the others, and closes the port."""
+        self._carry_out(self._rules.end("the host that leads ended before it had started workers", 1))
         self._ticking.cancel()
         self._server.close()
         deadline = time.monotonic() + _GOODBYE_S

@@ -234,8 +234,8 @@ def require_session(what: str) -> Session:
         place = World.from_env()
         if place.world_size > 1:
             raise NotInitializedError(
-                f"{what} was used before photinus.init(): {place.launcher} started {place.world_size} processes "
-                f"(this is rank {place.rank}) and they have not met yet. Put the work inside "
+                f"{what} was used before photinus.init(): {place.launcher} says that this is rank {place.rank} of "
+                f"{place.world_size} processes, which have not met yet. Put the work inside "
                 f"`with photinus.init() as world:`."
             )
     session = init()
