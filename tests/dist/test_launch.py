@@ -10,6 +10,7 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -67,6 +68,35 @@ def test_a_script_needs_no_main_guard_and_its_functions_train_together(tmp_path:
     assert "rank 0 done\n" in ended.stdout
     assert "[1] rank 1 done\n" in ended.stdout
     assert ended.stdout.endswith("[[3.0, 3.0]]\n")
+
+
+CELL = """
+import multiprocessing, pickle
+from dataclasses import dataclass
+
+@dataclass
+class Config:
+    lr: float
+
+def halve(config):
+    return Config(config.lr / 2)
+
+def by_spawn(config):
+    pickle.dumps(halve)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.map(halve, [pickle.loads(pickle.dumps(config))])
+
+def of_an_argument(config):
+    return pickle.loads(pickle.dumps(config))
+"""
+
+
+@pytest.mark.parametrize("name", ["by_spawn", "of_an_argument"])
+def test_classes_and_functions_of_a_notebooks_cell_are_pickled_by_name_in_the_ranks(name: str) -> None:
+    cell: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(CELL, "<ipython-input-1>", "exec"), cell)
+    (got,) = photinus.launch(cell[name], nprocs=1, args=(cell["Config"](1.0),))
+    assert got == ([cell["Config"](0.5)] if name == "by_spawn" else cell["Config"](1.0))
 
 
 def test_output_reaches_a_notebooks_stand_in_for_stdout(tmp_path: Path) -> None:

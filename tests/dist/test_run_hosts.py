@@ -198,16 +198,15 @@ def test_a_launcher_that_was_stopped_for_longer_than_the_heartbeat_costs_a_resta
     assert ("the launcher that leads the job did not run for 9 s" in one.err) == (stopped == "leader")
 
 
-@pytest.mark.slow
 def test_a_paused_reader_of_the_leader_holds_up_no_sign_of_life(tmp_path):
-    path, port = script(tmp_path, NOTE + "\ntime.sleep(5)"), free_port()
+    path, port = script(tmp_path, NOTE + "\ntime.sleep(3)"), free_port()
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     with suppress(BlockingIOError):
         while True:
             os.write(writing, b"\n" * 4096)
     os.set_blocking(writing, True)
-    words = ["--rdzv-conf", "heartbeat_timeout=2", "--max-restarts", 0, path, tmp_path]
+    words = ["--rdzv-conf", "heartbeat_timeout=1.5", "--max-restarts", 0, path, tmp_path]
     first = launch(port, "--node-rank", 0, *words, stderr=writing)
     os.close(writing)
     two = launch(port, "--node-rank", 1, *words).end()

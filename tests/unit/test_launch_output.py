@@ -91,22 +91,6 @@ def test_a_reader_that_does_not_go_on_holds_up_neither_messages_nor_who_wants_to
         os.close(end)
 
 
-def test_who_says_something_does_not_wait_for_a_reader_that_is_paused(apart):
-    saying = threading.Thread(target=lambda: [apart.output.say(f"{n:05} {'x' * 100}\n") for n in range(2000)])
-    saying.start()  # more than a pipe holds
-    saying.join(5)
-    assert not saying.is_alive()
-    closing = threading.Thread(target=apart.output.close)
-    closing.start()
-    with os.fdopen(apart.read_err, "rb") as reader:  # which goes on now
-        lines = [reader.readline() for _ in range(2000)]
-    assert [int(line[:5]) for line in lines] == list(range(2000))
-    closing.join(10)
-    assert not closing.is_alive()
-    for end in (apart.out, apart.err, apart.read_out):
-        os.close(end)
-
-
 def test_a_progress_bar_is_shown_in_its_last_state_only(apart):
     out, err = apart.output.ends_for(1, 1)
     os.close(out)

@@ -13,7 +13,8 @@ import pickle
 import sys
 import time
 import traceback
-from typing import BinaryIO
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, BinaryIO
 
 import cloudpickle
 
@@ -43,12 +44,32 @@ def _answer(path: str, kind: str, data: bytes = b"") -> None:
         answers.write(end.to_bytes(_END_BYTES, "little"))
 
 
-def main(call: str, answers: str) -> None:
-    """Calls the function and keeps what it returns."""
-    _answer(answers, "begun")  # takes the place of what an attempt before this one said
+def _load(call: str) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
+    """The function and its arguments.
+
+    What it uses of the caller's __main__ (a notebook's cells) is put here, where pickle looks for it by name.
+    """
     with open(call, "rb") as file:
         sys.path[:] = pickle.load(file)
         function, arguments, keywords = cloudpickle.load(file)
+    names = {each.__name__: each for each in _subclasses(object)} | getattr(function, "__globals__", {})
+    for name, value in names.items():
+        if getattr(value, "__module__", None) == "__main__":
+            globals().setdefault(name, value)
+    return function, arguments, keywords
+
+
+def _subclasses(base: type) -> Iterator[type]:
+    found: list[type] = type.__subclasses__(base)
+    for each in found:
+        yield each
+        yield from _subclasses(each)
+
+
+def main(call: str, answers: str) -> None:
+    """Calls the function and keeps what it returns."""
+    _answer(answers, "begun")  # takes the place of what an attempt before this one said
+    function, arguments, keywords = _load(call)
     try:
         value = function(*arguments, **keywords)
         pickled = cloudpickle.dumps(value)
@@ -59,5 +80,7 @@ def main(call: str, answers: str) -> None:
     _answer(answers, "result", pickled)
 
 
+if __name__ == "__mp_main__":  # of a process that the function starts by spawn, and that gets such names too
+    _load(sys.argv[1])
 if __name__ == "__main__":
     main(*sys.argv[1:])

@@ -35,10 +35,6 @@ class HandshakeError(Exception):
     """The other end is no Photinus leader, or went away; the message says what it did instead."""
 
 
-class SilentError(HandshakeError):
-    """The other end accepts connections and says nothing."""
-
-
 class RefusedError(HandshakeError):
     """The other end is a Photinus leader that does not want this caller: another job, or an earlier attempt."""
 
@@ -58,16 +54,15 @@ async def prove(
     """The caller's side; `purpose` (255 bytes at most) says what it wants.
 
     Raises:
-        HandshakeError: the other end speaks otherwise, or closes.
-        SilentError: it says nothing for `timeout_s` seconds.
+        HandshakeError: the other end speaks otherwise, closes, or (from a TimeoutError) says nothing for `timeout_s`.
         RefusedError: it knows another secret, or refuses the purpose; the message is its own.
     """
     heard = bytearray()
     try:
         await asyncio.wait_for(_prove(reader, writer, key, purpose.encode(), heard), timeout_s)
-    except asyncio.TimeoutError:
+    except asyncio.TimeoutError as error:
         more = f" after {_excerpt(heard)}" if heard else ""
-        raise SilentError(f"it accepts the connection and says nothing{more} for {timeout_s:g} s") from None
+        raise HandshakeError(f"it accepts the connection and says nothing{more} for {timeout_s:g} s") from error
     except asyncio.IncompleteReadError:
         raise HandshakeError("it closed the connection in the middle of the handshake") from None
     except OSError as error:
@@ -161,8 +156,8 @@ async def dial(
             return reader, writer
         except HandshakeError as error:
             writer.close()
-            if known and isinstance(error, SilentError):
-                raise asyncio.TimeoutError from None
+            if known and isinstance(error.__cause__, asyncio.TimeoutError):
+                raise error.__cause__ from None
             if time.monotonic() - begun_s > _STRANGER_S:
                 raise LaunchError(_stranger(address, port, error)) from None
         await asyncio.sleep(_PAUSE_S)

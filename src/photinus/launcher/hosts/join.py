@@ -11,6 +11,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 from ... import env
 from ...errors import LaunchError
@@ -55,6 +56,12 @@ def join_job(
     listener, address = _listener(flags, flags.leader, port, environ, say)
     leads = listener is not None
     with contextlib.ExitStack() as stack:
+        # A reader of this launcher's output that is paused (less) must not hold up signs of life.
+        saying = stack.enter_context(ThreadPoolExecutor(1, "photinus-say"))
+
+        def tell(text: str, alarm: bool) -> None:
+            saying.submit(say, text, alarm)
+
         if listener is None:
             asyncio.run(look(address, port, key))
         else:
@@ -69,7 +76,7 @@ def join_job(
             if address in _ANY:
                 address = "127.0.0.1" if address == "0.0.0.0" else "::1"
             rules = Membership(*flags.nnodes, flags.join_timeout_s, flags.last_call_s, flags.heartbeat_timeout_s)
-            leader = Leader(key, rules, max_restarts=max_restarts, job_id=job_id, say=say)
+            leader = Leader(key, rules, max_restarts=max_restarts, job_id=job_id, say=tell)
             stack.enter_context(start_leader(leader, listener))
         member = Member(
             address,
@@ -79,7 +86,7 @@ def join_job(
             join_timeout_s=flags.join_timeout_s,
             heartbeat_timeout_s=flags.heartbeat_timeout_s,
             comes_back=max_restarts > 0 or flags.nnodes[0] < flags.nnodes[1],
-            say=say,
+            say=tell,
         )
         stack.callback(member.close)
         try:

@@ -308,14 +308,10 @@ class Member:
                 if again and isinstance(error, ConnectionRefusedError):
                     raise LaunchError(f"the host that leads the job has ended it: {where}: {why}") from None
             waited_s = time.monotonic() - begun_s
-            if waited_s > self._join_timeout_s and again:
-                raise LaunchError(
-                    f"the host that leads the job did not come back within {self._join_timeout_s:g} s: {where}: {why}"
-                )
             if waited_s > self._join_timeout_s:
                 raise LaunchError(
-                    f"the host that leads the job was not there within {self._join_timeout_s:g} s: {where}: {why}. Is "
-                    f"the command running there, and are --master-addr and --master-port the same on every host?",
+                    f"the host that leads the job was not there within {self._join_timeout_s:g} s: {where}: {why}."
+                    + " Is the command running there, with the same --master-addr and --master-port?" * (not again)
                 )
             if waited_s > _SAY_AFTER_S and not said:
                 said = True

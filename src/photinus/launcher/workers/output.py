@@ -18,7 +18,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import queue
 import re
 import select
 import selectors
@@ -76,7 +75,6 @@ class Output:
     gives_up: Callable[[], bool] = lambda: False
     _locks: dict[int, threading.Lock] = field(default_factory=dict)
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
-    _texts: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
     _open: int = 0
     _remote_terminal: tuple[int, ...] = field(default_factory=lambda: env.TERMINALS.get() or ())
     _quiet: threading.Condition = field(default_factory=threading.Condition)
@@ -88,22 +86,18 @@ class Output:
                 self._locks[self.stderr] = threading.Lock()
         reading, self._wake = os.pipe()
         self._selector.register(reading, selectors.EVENT_READ, None)
-        self._carrying, self._saying = (
-            threading.Thread(target=target, name="photinus-output", daemon=True) for target in (self._carry, self._say)
-        )
-        self._carrying.start()
-        self._saying.start()
+        self._thread = threading.Thread(target=self._carry, name="photinus-output", daemon=True)
+        self._thread.start()
 
     def say(self, text: str, alarm: bool = False) -> None:
-        """Writes the launcher's own words to stderr, in one piece and in order, and does not wait for their reader:
-        who says them may have signs of life to send to other hosts.
+        """Writes the launcher's own words to stderr, at once and in one piece.
 
         With `alarm`, the first line is bold and red where that can be seen (a terminal; NO_COLOR unset).
         """
         plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
         if alarm and self._is_terminal(self.stderr) and not plain:
             text = re.sub(r"^(\n*)([^\n]+)", "\\1\x1b[1;31m\\2\x1b[0m", text, count=1)
-        self._texts.put(text.encode(sys.stderr.encoding or "utf-8", "backslashreplace"))
+        self._write(self.stderr, text.encode(sys.stderr.encoding or "utf-8", "backslashreplace"))
 
     def log_to(self, logs: Logs) -> None:
         """From now on workers' streams go where `logs` says. Before the first worker is started."""
@@ -171,25 +165,16 @@ class Output:
                 self._quiet.wait(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
-        """Ends the threads; what is still in the pipes, and lines that were not complete, are written as they are."""
+        """Ends the thread; what is still in the pipes, and lines that were not complete, are written as they are."""
         os.close(self._wake)
-        if self._ends(self._carrying):
-            for key in list(self._selector.get_map().values()):
-                self._finish(key.fd, key.data)
-            self._selector.close()
-        self._texts.put(None)
-        self._ends(self._saying)
-
-    def _ends(self, thread: threading.Thread) -> bool:
-        """Waits for the end of a thread, as long as somebody may want what it writes."""
-        thread.join(_LAST_WRITE_S)
-        while thread.is_alive() and not self.gives_up():
-            thread.join(0.1)
-        return not thread.is_alive()
-
-    def _say(self) -> None:
-        while (text := self._texts.get()) is not None:
-            self._write(self.stderr, text)
+        self._thread.join(_LAST_WRITE_S)
+        while self._thread.is_alive():
+            if self.gives_up():
+                return
+            self._thread.join(0.1)
+        for key in list(self._selector.get_map().values()):
+            self._finish(key.fd, key.data)
+        self._selector.close()
 
     def _stream(self, rank: int, name: str, shown: frozenset[str], files: dict[str, Path]) -> _Stream:
         target = self.stdout if name == "out" else self.stderr
