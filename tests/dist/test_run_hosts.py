@@ -142,7 +142,7 @@ def test_a_leader_that_is_alone_says_for_whom_it_waits_and_ends_in_time(tmp_path
     assert end.code == 1
     host = socket.gethostname()
     assert f"photinus: waiting for 2 hosts, 1 s more at most; here: {host} (127.0.0.1)\n" in end.err
-    assert "the job ended: only 1 of 2 hosts came within 4 s" in end.err
+    assert "the job ended: only 1 of 2 hosts ready within 4 s" in end.err
     assert notes(tmp_path) == []
 
 
@@ -292,7 +292,7 @@ def test_a_squatted_port_ends_all_hosts_in_five_seconds_with_port_and_holder(tmp
         took_s = time.monotonic() - begun
     assert (one.code, two.code) == (1, 1)
     assert f"port {port} of 127.0.0.1 is taken by " in one.err
-    assert f"127.0.0.1 port {port} is not where this job is led: {told}" in two.err
+    assert f"127.0.0.1 port {port} does not answer as the host that leads this job: {told}" in two.err
     for end in (one, two):
         assert f"(pid {pid}, user " in end.err, end.err
     assert took_s < 5, took_s
@@ -306,7 +306,10 @@ def test_a_port_held_by_another_job_is_told_apart(tmp_path):
     wait_until_listening(port)
     ours = launch(port, "--rdzv-id", "ours", path, tmp_path).end()
     assert ours.code == 1
-    assert f"127.0.0.1 port {port} is not where this job is led: another job is led from there" in ours.err
+    assert (
+        f"127.0.0.1 port {port} does not answer as the host that leads this job: another job is led from there"
+        in ours.err
+    )
     assert f"(pid {other_job.process.pid}, user " in ours.err
     other_job.send(signal.SIGINT)
     assert other_job.end().code == 130

@@ -199,7 +199,10 @@ def test_silence_at_the_port_is_a_leader_that_is_stopped_where_it_was_known_and_
         where = silent.getsockname()
         with pytest.raises(asyncio.TimeoutError):
             asyncio.run(handshake.dial(*where, b"key", "host", known=True))
-        with pytest.raises(LaunchError, match="is not where this job is led: it accepts the connection and says noth"):
+        with pytest.raises(
+            LaunchError,
+            match="does not answer as the host that leads this job: it accepts the connection and says noth",
+        ):
             asyncio.run(handshake.dial(*where, b"key", "host"))
 
 

@@ -117,7 +117,7 @@ def test_the_waiting_is_told_once_and_ends_in_time_with_the_number_that_came():
     assert said == Say("waiting for 2 hosts, 27 s more at most; here: a (10.0.0.1)")
     assert rules.tick(20.0) == []
     (end,) = rules.tick(30.1)
-    assert end == End("only 1 of 2 hosts came within 30 s: a (10.0.0.1)", 1)
+    assert end == End("only 1 of 2 hosts ready within 30 s; here: a (10.0.0.1)", 1)
     with pytest.raises(RefusedHostError, match="has just ended"):
         rules.add(peer(1), 31.0)
 
@@ -219,7 +219,7 @@ def test_a_lost_host_that_does_not_come_back_ends_the_job_when_the_time_is_over(
     come(rules, 0, 1)
     rules.remove_host(1, "was lost", 40.0, lost=True)
     rules.ready(0, 41.0)
-    assert rules.tick(71.0) == [End("only 1 of 2 hosts came within 30 s: a (10.0.0.1)", 1)]
+    assert rules.tick(71.0) == [End("only 1 of 2 hosts ready within 30 s; here: a (10.0.0.1)", 1)]
 
 
 def test_a_host_that_leaves_ends_a_job_of_a_fixed_number_whatever_restarts_are_left():

@@ -229,6 +229,15 @@ def test_an_error_recorded_by_torch_and_survived_is_not_held_against_a_worker(tm
         assert (processes.any_failed(), processes.finished_ranks()) == (False, [0])
 
 
+def test_a_worker_that_exits_with_0_because_it_was_asked_to_leave_had_not_finished(tmp_path):
+    ready = tmp_path / "ready"
+    text = f"signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\nopen({str(ready)!r}, 'w')\ntime.sleep(100)\n"
+    with workers(tmp_path, text, count=1) as (processes, _, _):
+        wait_until(ready.exists)
+        processes.stop(signal.SIGTERM, 5.0)
+        assert (processes.deaths(), processes.finished_ranks()) == ([], [])
+
+
 def test_a_second_interrupt_cuts_the_grace_short(tmp_path):
     text = f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen({str(tmp_path / 'ready')!r}, 'w')\ntime.sleep(100)\n"
     with workers(tmp_path, text, count=1) as (processes, _, interrupts):

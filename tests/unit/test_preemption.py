@@ -165,7 +165,7 @@ def test_the_launcher_starts_suspended_workers_again_and_counts_no_failure():
         assert (verdict.restart, verdict.suspended, verdict.delay_s) == (True, True, 0.0)
         assert verdict.text == (
             "photinus: suspended at step 7, saved in runs/x of 0\n"
-            "photinus: starting all 2 workers again from there (no failure, and not counted as one)\n"
+            "photinus: starting all 2 workers again (no failure, and not counted as one)\n"
         )
     assert judge.restarts == 0
     assert [judged(judge, death(0, lived_s=2.0)).delay_s for _ in range(4)] == [0.0, 1.0, 2.0, 4.0]

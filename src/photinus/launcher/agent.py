@@ -176,7 +176,7 @@ class Agent:
         elif order == "save" and processes.can_suspend():
             words = self._suspend(processes)
             if words is not None:
-                self._output.say(f"photinus: {words}; all go on from there\n")
+                self._output.say(f"photinus: {words}; all workers start again\n")
 
     def _end(self, ask: signal.Signals, grace_s: float) -> None:
         if self._processes is not None:
@@ -211,7 +211,7 @@ class Agent:
             return suspension_words(processes.suspensions())
         in_time = time.monotonic() - began_s < self._grace_s
         why = "ended before they had saved" if in_time else f"had not saved within {self._grace_s:g} s (--stop-grace)"
-        self._output.say(f"photinus: the workers {why}; the last checkpoint is an earlier one\n")
+        self._output.say(f"photinus: the workers {why}: steps since their last checkpoint are lost\n")
         return None
 
     def _pass_on_suspension(self, processes: Processes) -> None:

@@ -181,4 +181,4 @@ def _stranger(address: str, port: int, error: HandshakeError) -> str:
         if isinstance(error, RefusedError)
         else "Give all hosts another --master-port."
     )
-    return f"{address} port {port} is not where this job is led: {error}.{holder} {advice}"
+    return f"{address} port {port} does not answer as the host that leads this job: {error}.{holder} {advice}"

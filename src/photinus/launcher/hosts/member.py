@@ -306,7 +306,7 @@ class Member:
             except OSError as error:  # refused, unreachable, or a name that does not resolve (yet)
                 why = (os.strerror(error.errno) if error.errno is not None and error.errno > 0 else str(error)).lower()
                 if again and isinstance(error, ConnectionRefusedError):
-                    raise LaunchError(f"the host that leads the job has ended it: {where}: {why}") from None
+                    raise LaunchError(f"the host that leads the job leads it no longer: {where}: {why}") from None
             waited_s = time.monotonic() - begun_s
             if waited_s > self._join_timeout_s:
                 raise LaunchError(

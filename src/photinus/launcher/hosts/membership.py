@@ -233,7 +233,8 @@ class Membership:
             self._enough_since_s = None
             if now_s - self._since_s > self.join_timeout_s:
                 return self._end(
-                    f"only {count} of {self._wanted()} came within {self.join_timeout_s:g} s: {self._names()}", _FAILED
+                    f"only {count} of {self._wanted()} ready within {self.join_timeout_s:g} s; here: {self._names()}",
+                    _FAILED,
                 )
             return self._say_waiting(now_s)
         if self._enough_since_s is None:

@@ -356,6 +356,4 @@ def suspension_text(deaths: Sequence[Death], *, world_size: int, delay_s: float)
     )
     soon = f" in {delay_s:.0f} s" if delay_s else ""
     workers = f"all {world_size} workers" if world_size > 1 else "the worker"
-    return (
-        f"photinus: {words}\nphotinus: starting {workers} again from there{soon} (no failure, and not counted as one)\n"
-    )
+    return f"photinus: {words}\nphotinus: starting {workers} again{soon} (no failure, and not counted as one)\n"

@@ -75,7 +75,7 @@ def holder_of(port: int, root: Path = Path("/")) -> str:
             return f"{_command(folder)} (pid {folder.name}, user {_user(folder.stat().st_uid)})"
     if uids:
         return f"a process of user {_user(min(uids))}, which this user may not look into"
-    return "a process that /proc does not show here (another container of this network?)"
+    return "something that /proc does not show (another container of this network, or a connection from that port?)"
 
 
 def _has_socket(folder: Path, inodes: set[str]) -> bool:

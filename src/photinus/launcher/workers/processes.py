@@ -270,8 +270,8 @@ class Processes:
         return deaths
 
     def finished_ranks(self) -> list[int]:
-        """The ranks that ended with exit code 0."""
-        return [worker.rank for worker in self._workers if worker.status == 0]
+        """The ranks that ended with exit code 0 before they were asked to leave."""
+        return [worker.rank for worker in self._workers if worker.status == 0 and not worker.asked_to_leave]
 
     def steps(self) -> int:
         """How many steps of training the workers have told of."""
@@ -351,8 +351,8 @@ class Processes:
         for worker in self._workers:
             if worker.status is None:
                 self._output.say(
-                    f"photinus: rank {worker.rank} (pid {worker.process.pid}) does not die: it hangs in the "
-                    f"kernel (a device or network file system), and may hold its device until the host is restarted\n"
+                    f"photinus: rank {worker.rank} (pid {worker.process.pid}) has not died {_KILLED_DIES_WITHIN_S:g} s "
+                    f"after SIGKILL: it may hang in the kernel (a device, a network file system) and hold its device\n"
                 )
                 continue
             worker.process.wait()
