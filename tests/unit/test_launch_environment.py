@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from photinus.launcher.workers.job import Formation, worker_environ
+import pytest
+
+from photinus.launcher.command_line.flags import RunFlags
+from photinus.launcher.command_line.program import Program
+from photinus.launcher.workers import job
+from photinus.launcher.workers.job import Formation, Job
 from photinus.world import World
 
-FORMATION = Formation((2, 2), host_rank=1, attempt=2, job_id="job", store_port=1234, store_address="10.0.0.1")
+FORMATION = Formation((2, 2), host_rank=1, attempt=2, job_id="job", store_port=1234)
 
 
-def environ(formation=FORMATION, base=None, **changes):
-    facts = {"max_restarts": 3, "usable_cores": 8, "cpu_only": False, "error_file": "/proc/1/fd/9"}
-    return worker_environ(formation, 1, base or {}, **{**facts, **changes})
+@pytest.fixture(autouse=True)
+def cores(monkeypatch):
+    """A list of one number, which a test may change."""
+    cores = [8]
+    monkeypatch.setattr(job, "usable_cores", lambda: cores[0])
+    return cores
+
+
+def environ(formation=FORMATION, base=None, *, cpu=False):
+    flags = RunFlags(Program("script", "train.py"), max_restarts=3, cpu=cpu)
+    return Job(flags, "job", 2, base or {}).environ(formation, 1, "/proc/1/fd/9")
 
 
 def test_world_reads_what_the_launcher_writes():
@@ -26,7 +39,7 @@ def test_torchruns_variables_and_the_meant_world_size():
         "LOCAL_WORLD_SIZE": "2",
         "GROUP_RANK": "1",
         "GROUP_WORLD_SIZE": "2",
-        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "1234",
         "TORCHELASTIC_RESTART_COUNT": "2",
         "TORCHELASTIC_MAX_RESTARTS": "3",
@@ -43,9 +56,10 @@ def test_the_users_environment_is_inherited_but_not_ranks_of_another_job():
     assert (found["HOME"], found["RANK"], found["WORLD_SIZE"]) == ("/home/me", "3", "4")
 
 
-def test_threads_share_the_usable_cores_unless_the_user_says_otherwise():
+def test_threads_share_the_usable_cores_unless_the_user_says_otherwise(cores):
     assert environ()["OMP_NUM_THREADS"] == "4"
-    assert environ(usable_cores=1)["OMP_NUM_THREADS"] == "1"
+    cores[0] = 1
+    assert environ()["OMP_NUM_THREADS"] == "1"
     assert environ(base={"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
 
 
@@ -58,10 +72,10 @@ def test_on_one_host_gloo_stays_on_the_loopback_unless_the_user_says_otherwise()
 
 def test_cpu_hides_the_gpus():
     assert environ(base={"CUDA_VISIBLE_DEVICES": "0,1"})["CUDA_VISIBLE_DEVICES"] == "0,1"
-    assert environ(base={"CUDA_VISIBLE_DEVICES": "0,1"}, cpu_only=True)["CUDA_VISIBLE_DEVICES"] == ""
+    assert environ(base={"CUDA_VISIBLE_DEVICES": "0,1"}, cpu=True)["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_cpu_is_told_to_accelerate_too_which_would_train_with_one_process_each():
-    assert environ(cpu_only=True)["ACCELERATE_USE_CPU"] == "true"
-    assert environ(base={"ACCELERATE_USE_CPU": "false"}, cpu_only=True)["ACCELERATE_USE_CPU"] == "false"
+    assert environ(cpu=True)["ACCELERATE_USE_CPU"] == "true"
+    assert environ(base={"ACCELERATE_USE_CPU": "false"}, cpu=True)["ACCELERATE_USE_CPU"] == "false"
     assert "ACCELERATE_USE_CPU" not in environ()

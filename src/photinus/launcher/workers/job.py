@@ -20,7 +20,7 @@ class Formation:
         host_rank: this host's place among them.
         attempt: 0 for the first start; counts every start, also those for hosts that came or went.
         job_id: the same on all hosts.
-        store_port, store_address: where this host's workers find the attempt's store.
+        store_port: where this host's workers find the attempt's store, on the loopback interface.
         interface: over which workers of several hosts meet; None for one host, or when it is not known.
     """
 
@@ -30,7 +30,6 @@ class Formation:
     job_id: str
     store_port: int
     interface: str | None = None
-    store_address: str = LOOPBACK
 
     @property
     def first_rank(self) -> int:
@@ -62,68 +61,46 @@ class Job:
     temporary: str = ""
 
     def environ(self, formation: Formation, local_rank: int, error_file: str) -> dict[str, str]:
-        """The whole environment of a worker in an attempt, which writes about its end into `error_file`."""
-        return worker_environ(
-            formation,
-            local_rank,
-            self.base_environ,
-            max_restarts=self.flags.max_restarts,
-            usable_cores=usable_cores(),
-            cpu_only=self.flags.cpu,
-            error_file=error_file,
+        """The whole environment of a worker in an attempt, which writes about its end into `error_file`.
+
+        The user's own OMP_NUM_THREADS and GLOO_SOCKET_IFNAME win; the rest of the job's variables are the launcher's
+        word. Torch reads TORCHELASTIC_USE_AGENT_STORE=True as "the launcher hosts the store", so no worker listens on
+        MASTER_PORT and the death of rank 0 does not take the store with it.
+        """
+        rank, world_size = formation.first_rank + local_rank, formation.world_size
+        hosts, local_world_size = len(formation.workers), formation.workers[formation.host_rank]
+        environ = dict(self.base_environ)
+        environ.update(
+            {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_RANK": str(local_rank),
+                "LOCAL_WORLD_SIZE": str(local_world_size),
+                "GROUP_RANK": str(formation.host_rank),
+                "GROUP_WORLD_SIZE": str(hosts),
+                "ROLE_NAME": "default",
+                "ROLE_RANK": str(rank),
+                "ROLE_WORLD_SIZE": str(world_size),
+                "MASTER_ADDR": LOOPBACK,
+                "MASTER_PORT": str(formation.store_port),
+                env.ATTEMPT.name: str(formation.attempt),
+                "TORCHELASTIC_MAX_RESTARTS": str(self.flags.max_restarts),
+                "TORCHELASTIC_RUN_ID": formation.job_id,
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_ERROR_FILE": error_file,
+                env.EXPECTED_WORLD_SIZE.name: str(world_size),
+            }
         )
-
-
-def worker_environ(
-    formation: Formation,
-    local_rank: int,
-    base: Mapping[str, str],
-    *,
-    max_restarts: int,
-    usable_cores: int,
-    cpu_only: bool,
-    error_file: str,
-) -> dict[str, str]:
-    """The whole environment of one worker.
-
-    The user's own OMP_NUM_THREADS and GLOO_SOCKET_IFNAME win; the rest of the job's variables are the launcher's
-    word. Torch reads TORCHELASTIC_USE_AGENT_STORE=True as "the launcher hosts the store", so no worker listens on
-    MASTER_PORT and the death of rank 0 does not take the store with it.
-    """
-    rank, world_size = formation.first_rank + local_rank, formation.world_size
-    hosts, local_world_size = len(formation.workers), formation.workers[formation.host_rank]
-    environ = dict(base)
-    environ.update(
-        {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_RANK": str(local_rank),
-            "LOCAL_WORLD_SIZE": str(local_world_size),
-            "GROUP_RANK": str(formation.host_rank),
-            "GROUP_WORLD_SIZE": str(hosts),
-            "ROLE_NAME": "default",
-            "ROLE_RANK": str(rank),
-            "ROLE_WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": formation.store_address,
-            "MASTER_PORT": str(formation.store_port),
-            env.ATTEMPT.name: str(formation.attempt),
-            "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
-            "TORCHELASTIC_RUN_ID": formation.job_id,
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_ERROR_FILE": error_file,
-            env.EXPECTED_WORLD_SIZE.name: str(world_size),
-        }
-    )
-    environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores // local_world_size)))
-    environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    # gloo would look for the interface of the host's name, which may not resolve or be another network's.
-    interface = "lo" if hosts == 1 else formation.interface
-    if interface is not None:
-        environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    for variable in (env.JOB_SECRET, env.LISTEN_FD, env.STARTED_AS, env.TERMINALS):
-        environ.pop(variable.name, None)
-    if cpu_only:
-        environ["CUDA_VISIBLE_DEVICES"] = ""
-        # Accelerate and Transformers' Trainer, unless told so, train on the CPU with one process each, in silence.
-        environ.setdefault("ACCELERATE_USE_CPU", "true")
-    return environ
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // local_world_size)))
+        environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+        # gloo would look for the interface of the host's name, which may not resolve or be another network's.
+        interface = "lo" if hosts == 1 else formation.interface
+        if interface is not None:
+            environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        for variable in (env.JOB_SECRET, env.LISTEN_FD, env.STARTED_AS, env.TERMINALS):
+            environ.pop(variable.name, None)
+        if self.flags.cpu:
+            environ["CUDA_VISIBLE_DEVICES"] = ""
+            # Accelerate and Transformers' Trainer, unless told so, train on the CPU with one process each, in silence.
+            environ.setdefault("ACCELERATE_USE_CPU", "true")
+        return environ
