@@ -149,6 +149,16 @@ def test_a_job_that_dies_of_a_signal_for_good_exits_with_128_and_the_signal(tmp_
     assert "(exit code 137)" in ended.err
 
 
+def test_a_working_directory_that_was_removed_meanwhile_is_named_in_place_of_another_attempt(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    script(folder, "import os, shutil\nshutil.rmtree(os.getcwd())\nos.kill(os.getpid(), 9)\n")
+    ended = run_job("--nproc-per-node", "1", "script.py", cwd=folder)
+    assert ended.code == 1
+    last = "photinus: LaunchError: the working directory was removed: workers cannot be started again in it"
+    assert ended.err.splitlines()[-1] == last
+
+
 def test_what_cannot_go_better_is_not_tried_again(tmp_path):
     path = script(tmp_path, "import argparse\nargparse.ArgumentParser().parse_args()\n")
     ended = run_job("--nproc-per-node", "2", path, "--bogus")

@@ -5,6 +5,7 @@ What follows from a failure is decided elsewhere (`restart_policy`, on one host 
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import time
@@ -105,6 +106,10 @@ class Agent:
 
     def _start(self, formation: Formation) -> Processes:
         """Starts this host's workers. LaunchError: one of them cannot be started."""
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            raise LaunchError("the working directory was removed: workers cannot be started again in it") from None
         self._output.begin_attempt(formation.attempt, formation.job_id)
         self._processes = processes = Processes(
             self._job,
