@@ -33,7 +33,8 @@ GIVEN = {
     ),
     "docs/launching.md: for step, batch in enumerate(batches, start=1):": (
         "import os; os.environ['PHOTINUS_PREEMPT_AT_STEP'] = '3'\n"
-        "batches, path, train = range(5), 'last.pt', lambda batch: None"
+        "batches = photinus.loader(range(20), batch_size=4)\n"
+        "path, train = 'last.pt', lambda batch: None"
     ),
     'docs/launching.md: photinus.Trainer(model, optimizer, loss_fn, epochs=3, batch_size=64, out="runs/x", '
     "tensorboard=True).fit(train_set)": "",

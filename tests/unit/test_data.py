@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ from torch.utils.data import (
     random_split,
 )
 
+import photinus
 from photinus.trainer.data.devices import to_device
 from photinus.trainer.data.loader import Batch, loader
 
@@ -201,6 +203,52 @@ def test_a_plain_pass_goes_on_where_its_state_stood_twice_in_one_epoch() -> None
     batches = loader(TENSORS, batch_size=3, seed=5)
     batches.load_state_dict(state)
     assert [[y.tolist() for _, y in batches] for _ in range(2)] == wanted[1:]
+
+
+def test_set_epoch_names_the_epoch_of_the_next_pass_and_keeps_a_loaded_place_inside_it() -> None:
+    batches = loader(TENSORS, batch_size=5, seed=7)
+    batches.set_epoch(3)
+    assert batches.state_dict()["epoch"] == 3
+    assert [y.tolist() for _, y in batches] == [batch.data[1].tolist() for batch in batches.epoch(3)]
+    batches.set_epoch(3)  # again: the pass that has begun is over
+    iterator = iter(batches)
+    next(iterator), next(iterator)
+    resumed = loader(TENSORS, batch_size=5, seed=7)
+    resumed.load_state_dict(batches.state_dict())
+    resumed.set_epoch(3)
+    assert [y.tolist() for _, y in resumed] == [batch.data[1].tolist() for batch in batches.epoch(3, start=2)]
+    for epoch in (-1, 1.5):
+        with pytest.raises((TypeError, ValueError), match="epoch"):
+            batches.set_epoch(epoch)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cure", ["none", "set_epoch", "loader", "fine-tuning", "validation"])
+def test_a_training_that_goes_on_without_its_loaders_place_says_so(
+    tmp_path: Path, cure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("photinus.trainer.data.loader._loaded", None)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = loader(TENSORS, batch_size=5, seed=7)
+    list(batches)
+    photinus.save(tmp_path / "last.pt", model=model, optimizer=optimizer, loader=batches)
+    resumed = loader(TENSORS, batch_size=5, seed=7, train=cure != "validation")
+    given: dict[str, Any] = {} if cure == "fine-tuning" else {"optimizer": optimizer}
+    photinus.load(tmp_path / "last.pt", model=model, **given, **({"loader": resumed} if cure == "loader" else {}))
+    if cure == "set_epoch":
+        resumed.set_epoch(1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        orders = [[y.tolist() for _, y in resumed] for _ in range(2)]
+    told = [str(each.message) for each in caught if "photinus" in str(each.message)]
+    if cure == "none":
+        assert len(told) == 1
+        assert "last.pt, but not the place of this loader, which starts again at epoch 0" in told[0]
+        assert "photinus.save(..., loader=loader)" in told[0]
+    else:
+        assert told == []
+    if cure in ("set_epoch", "loader"):
+        assert orders == [[batch.data[1].tolist() for batch in batches.epoch(epoch)] for epoch in (1, 2)]
 
 
 def test_a_position_inside_an_epoch_of_another_order_is_refused() -> None:

@@ -19,6 +19,7 @@ import torch
 from ...errors import CheckpointError
 from ...parallel.exchange.agreement import gather_per_rank, place_in_group, together
 from ...parallel.zero.split_states import copy_state
+from ..data.loader import note_loaded
 from .digest import file_digest
 from .durable import DurableFile, explain_no_space, remove_dead_files, require_space, sync_folder, temporary
 from .states import PlainState, apply_states, check_states, state_of
@@ -32,7 +33,7 @@ _END_MAGIC = b"PK\x05\x06"
 def save(path: str | os.PathLike[str], **state: Any) -> None:
     """Saves the state of everything given in one file: atomically, by rank 0, called by all ranks.
 
-        photinus.save("runs/x/last.pt", model=model, optimizer=optimizer, epoch=epoch)
+        photinus.save("runs/x/last.pt", model=model, optimizer=optimizer, loader=batches, epoch=epoch)
 
     When this returns, on any rank, the file is complete and on disk; when it raises, it raises on all ranks, and
     what `path` held before is untouched.
@@ -40,7 +41,8 @@ def save(path: str | os.PathLike[str], **state: Any) -> None:
     Args:
         path: of the file; missing folders are made.
         state: by name: objects with state_dict (models wrapped or not: names are the user's own), tensors, numbers,
-            text, and lists and dicts of such.
+            text, and lists and dicts of such. Of a `photinus.loader` the place is saved: the order of the samples goes
+            on, inside an epoch too.
 
     Raises:
         TypeError: something could not be read back safely.
@@ -58,7 +60,7 @@ def save(path: str | os.PathLike[str], **state: Any) -> None:
 def load(path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
     """Loads what `save` (or torch.save of a dict) wrote: into all the objects or into none. Called by all ranks.
 
-        saved = photinus.load("runs/x/last.pt", model=model, optimizer=optimizer)
+        saved = photinus.load("runs/x/last.pt", model=model, optimizer=optimizer, loader=batches)
         epoch = saved["epoch"]
 
     Args:
@@ -89,6 +91,9 @@ def load(path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
         if undo is None:
             raise
         raise CheckpointError(f"{error} {undo()}") from error  # another rank failed
+    given = [states[name] for name in objects] or [*states.values()]
+    if any(isinstance(each, Mapping) and "param_groups" in each for each in given):
+        note_loaded(str(path))
     return {name: copy_state(value) for name, value in states.items() if name not in objects}
 
 

@@ -6,6 +6,7 @@
     for epoch in range(15):
         for x, y in batches:            # a new order each epoch; nothing to call in between
             ...
+        photinus.save("last.pt", model=model, optimizer=optimizer, loader=batches)  # with its place: load it, too
 
 torch's DataLoader does the fetching (worker processes, pinned memory); which samples, in which order, with which
 random seeds and from which batch on is decided here and in sampler.py.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import errno
 import shutil
 import socket
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,6 +40,14 @@ from .sampler import GlobalBatches, LocalBatch, ShardedOnce
 from .workers import Fetch, Request, WorkerStart, identity, start_workers
 
 _SHARED_MEMORY = "/dev/shm"
+
+_loaded: str | None = None  # the file from which `photinus.load` brought back an optimizer, so that a training goes on
+
+
+def note_loaded(path: str) -> None:
+    """A training goes on from this file: loaders that start at epoch 0 say so."""
+    global _loaded
+    _loaded = path
 
 
 @dataclass(frozen=True)
@@ -175,8 +185,9 @@ def loader(
 class Loader:
     """This rank's batches of a dataset; made by `loader`.
 
-    `for data in loader` is one pass: it counts its own epochs. `epoch(k, start=i)` is for those who count themselves:
-    any batch of any epoch, without loading what comes before.
+    `for data in loader` is one pass: it counts its own epochs. In a script that is started again they have to go on:
+    give the loader to `photinus.save` and `photinus.load` (inside an epoch, too), or call `set_epoch(k)` before each
+    pass. `epoch(k, start=i)` is any batch of any epoch, without loading what comes before.
 
     Attributes:
         dataset: the user's.
@@ -209,6 +220,7 @@ class Loader:
         self._passes = 0
         self._next = (0, 0)  # epoch and first batch of the next plain pass
         self._position = (0, 0)  # the batch that a plain pass hands out next
+        self._is_placed = False  # by `set_epoch` or `load_state_dict`
 
     def __len__(self) -> int:
         """Batches of one epoch on this rank; for training the same number on every rank."""
@@ -216,6 +228,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         """One pass over the next epoch: the collated data alone. Each call is a new epoch, finished or not."""
+        self._warn_of_the_first_epoch()
         epoch, start = self._next
         self._next = (epoch + 1, 0)
         self._position = (epoch, start)
@@ -232,6 +245,16 @@ class Loader:
         if start > len(self):
             raise ValueError(f"start={start} is beyond the end of the epoch, which has {len(self)} batches")
         return self._slices(epoch, start) if self._tensors is not None else self._fetches(epoch, start)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes `epoch` (0, 1, ...) that of the next plain pass. Inside it, a place that was loaded stays.
+
+        Raises:
+            TypeError, ValueError: not a whole number, or below 0.
+        """
+        epoch, self._is_placed = whole_number("epoch", epoch), True
+        if epoch != self._next[0]:
+            self._next = self._position = (epoch, 0)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the plain pass stands, for `photinus.save`: epoch, next batch, and what that depends on."""
@@ -252,6 +275,20 @@ class Loader:
                 f"the saved run stopped at batch {batch} of epoch {epoch}, which cannot be found again: {told}"
             )
         self._next = self._position = (epoch, batch) if batch < len(self) else (epoch + 1, 0)
+        self._is_placed = True
+
+    def _warn_of_the_first_epoch(self) -> None:
+        """Says that a training goes on and the order of its samples starts over, on rank 0, once."""
+        if _loaded is None or self._is_placed or isinstance(self.shares, ShardedOnce):
+            return
+        self._is_placed = True
+        if self.shares.rank == 0:
+            warnings.warn(
+                f"photinus.load brought back an optimizer from {_loaded}, but not the place of this loader, which "
+                f"starts again at epoch 0, in the order of the first epoch. Save it, too: photinus.save(..., "
+                f"loader=loader), photinus.load(..., loader=loader); or call loader.set_epoch(epoch) before each epoch",
+                stacklevel=3,
+            )
 
     def _identity(self) -> dict[str, Any]:
         found = {"samples": self.samples, "batch_size": self.batch_size, "seed": self.seed}
