@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.optim import lr_scheduler as schedules
 from torch.utils.data import TensorDataset
 
 import photinus
@@ -585,30 +586,130 @@ def test_a_change_that_matters_is_refused_inside_an_epoch_and_told_between(
     assert message.split(" .* ")[0] in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("scheduled", [False, True])
-def test_settings_of_the_optimizer_that_the_checkpoint_overrules_are_told(
-    tmp_path: Path, world: Any, capsys: pytest.CaptureFixture[str], scheduled: bool
-) -> None:
-    def run(epochs: int, lr: float, **settings: float) -> torch.optim.Optimizer:
-        model = torch.nn.Linear(1, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=lr, **settings)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) if scheduled else None
-        options: dict[str, Any] = {"batch_size": 4, "out": tmp_path, "progress": False, "curves": False}
-        for _ in photinus.Loop(model, optimizer, Numbered(12), epochs=epochs, scheduler=scheduler, **options):
-            optimizer.step()
-            if scheduler is not None:
-                scheduler.step()
-        return optimizer
+def _scheduled(
+    out: Path | None,
+    epochs: int,
+    make: Callable[[torch.optim.Optimizer, int], Any] | None,
+    *,
+    horizon: int | None = None,
+    lr: float = 0.1,
+    **settings: Any,
+) -> tuple[list[float], torch.optim.Optimizer]:
+    """Trains; returns the learning rates of the epochs since this start, and the optimizer."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, **settings)
+    scheduler = None if make is None else make(optimizer, horizon or epochs)
+    rates = []
+    options: dict[str, Any] = {"batch_size": 4, "out": out, "progress": False, "curves": False}
+    for _ in photinus.Loop(model, optimizer, Numbered(4), epochs=epochs, scheduler=scheduler, **options):
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step(*([1.0] if isinstance(scheduler, schedules.ReduceLROnPlateau) else []))
+    return rates, optimizer
 
-    run(1, 0.1)
+
+SCHEDULERS: dict[str, Callable[[Any, int], Any]] = {
+    "cosine": lambda o, n: schedules.CosineAnnealingLR(o, n),
+    "polynomial": lambda o, n: schedules.PolynomialLR(o, n),
+    "steps": lambda o, n: schedules.StepLR(o, n // 2, gamma=1 / n),
+    "milestones": lambda o, n: schedules.MultiStepLR(o, [n // 2, n - 1]),
+    "linear": lambda o, n: schedules.LinearLR(o, 1.0, 0.0, total_iters=n),
+    "exponential": lambda o, n: schedules.ExponentialLR(o, 0.01 ** (1 / n)),
+    "function": lambda o, n: schedules.LambdaLR(o, lambda epoch: max(0.0, 1 - epoch / n)),
+    "one cycle": lambda o, n: schedules.OneCycleLR(o, 0.3, total_steps=n + 3),
+    "cyclic": lambda o, n: schedules.CyclicLR(o, 0.01, 0.1, step_size_up=n, cycle_momentum=False),
+    "restarts": lambda o, n: schedules.CosineAnnealingWarmRestarts(o, n),
+    "chained": lambda o, n: schedules.ChainedScheduler(
+        [schedules.LinearLR(o, 0.1, total_iters=n), schedules.CosineAnnealingLR(o, n)]
+    ),
+    "sequential": lambda o, n: schedules.SequentialLR(
+        o,
+        [
+            schedules.LinearLR(o, 0.5, total_iters=1),
+            schedules.LambdaLR(o, lambda epoch: 1 - epoch / n),
+        ],
+        [1],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_longer_run_goes_on_along_the_schedulers_new_curve(
+    tmp_path: Path, world: Any, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    straight, _ = _scheduled(None, 6, SCHEDULERS[name])
+    _scheduled(tmp_path, 2, SCHEDULERS[name])
     capsys.readouterr()
-    run(2, 0.1)
-    assert "goes on with" not in capsys.readouterr().out  # what a scheduler made of it is nobody's mistake
-    optimizer = run(3, 0.2, momentum=0.9)
+    resumed, _ = _scheduled(tmp_path, 6, SCHEDULERS[name])
+    assert resumed == straight[2:]
+    assert capsys.readouterr().out.count("note: what the script changed replaces what the checkpoint holds: ") == 1
+    again, _ = _scheduled(tmp_path, 8, SCHEDULERS[name], horizon=6)
+    assert "note" not in capsys.readouterr().out  # the script says the same as before
+    assert again == _scheduled(None, 8, SCHEDULERS[name], horizon=6)[0][6:]
+
+
+def test_the_line_of_a_changed_schedule_has_both_values(
+    tmp_path: Path, world: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _scheduled(tmp_path, 2, SCHEDULERS["cosine"])
+    capsys.readouterr()
+    _scheduled(tmp_path, 6, SCHEDULERS["cosine"])
+    assert capsys.readouterr().out.startswith(
+        "note: what the script changed replaces what the checkpoint holds: scheduler T_max=6 (was 2), "
+        "learning rate 0.075 from here on (was 0)\n"
+    )
+
+
+def test_a_schedule_that_ends_before_the_checkpoint_is_refused(tmp_path: Path, world: Any) -> None:
+    _scheduled(tmp_path, 4, SCHEDULERS["one cycle"])
+    with pytest.raises(ValueError, match=r"scheduler \(OneCycleLR\) was changed and has no place at step 4"):
+        _scheduled(tmp_path, 6, SCHEDULERS["one cycle"], horizon=2)
+
+
+@pytest.mark.parametrize("name", ["none", "exponential"])
+def test_what_the_script_changed_holds_and_what_training_moved_stays(
+    tmp_path: Path, world: Any, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    def make(optimizer: Any, _: int) -> Any:
+        return None if name == "none" else schedules.ExponentialLR(optimizer, 0.5)
+
+    _scheduled(tmp_path, 1, make)
+    capsys.readouterr()
+    rates, _ = _scheduled(tmp_path, 2, make)
+    assert "note" not in capsys.readouterr().out
+    rates, optimizer = _scheduled(tmp_path, 3, make, lr=0.2, betas=(0.8, 0.99), weight_decay=0.5)
     told = capsys.readouterr().out
-    assert "note: the optimizer goes on with the checkpoint's lr=0.1, not 0.2\n" in told
-    assert scheduled or "momentum=0, not 0.9" in told
-    assert optimizer.param_groups[0]["lr"] < 0.11
+    assert "lr=0.2 (was 0.1)" in told
+    assert "betas=[0.8, 0.99] (was [0.9, 0.999]), " in told
+    assert "weight_decay=0.5 (was 0.01)" in told
+    assert rates == [0.2 if name == "none" else 0.05]  # the third epoch of the new curve
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.99)
+
+
+def test_a_rate_that_the_body_moved_stays_where_the_script_is_the_same(tmp_path: Path, world: Any) -> None:
+    def run(epochs: int) -> float:
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in photinus.Loop(model, optimizer, Numbered(4), batch_size=4, epochs=epochs, out=tmp_path, curves=False):
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] *= 0.5
+        return float(optimizer.param_groups[0]["lr"])
+
+    assert run(1) == 0.05
+    assert run(3) == 0.0125
+
+
+def test_a_scheduler_that_follows_a_metric_keeps_what_it_saw_and_takes_its_new_settings(
+    tmp_path: Path, world: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def plateau(factor: float) -> Callable[[Any, int], Any]:
+        return lambda optimizer, _: schedules.ReduceLROnPlateau(optimizer, factor=factor, patience=0)
+
+    assert _scheduled(tmp_path, 3, plateau(0.5))[0] == pytest.approx([0.1, 0.1, 0.05])
+    capsys.readouterr()
+    assert _scheduled(tmp_path, 5, plateau(0.1))[0] == pytest.approx([0.025, 0.0025])
+    assert "scheduler factor=0.1 (was 0.5)\n" in capsys.readouterr().out
 
 
 def test_a_batch_size_that_divides_what_is_done_goes_on_without_repeating(tmp_path: Path) -> None:

@@ -39,10 +39,17 @@ class Schedule(LRScheduler):
         optimizer: whose rates are set, at once and after each `step()`.
         rate: see above.
         momentum: of the first beta, for optimizers that have betas; None leaves them.
+        parameters: of the curves, to be saved, so that a resumed run sees which were changed.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, rate: Rate, momentum: Momentum | None = None) -> None:
-        self._rate = rate
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        rate: Rate,
+        momentum: Momentum | None = None,
+        parameters: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._rate, self._parameters = rate, dict(parameters or {})
         self._momentum = momentum if "betas" in optimizer.defaults else None
         super().__init__(optimizer)
 
@@ -54,8 +61,8 @@ class Schedule(LRScheduler):
         return [self._rate(self.last_epoch, float(base)) for base in self.base_lrs]
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: the number of steps and the rates."""
-        return {"last_epoch": self.last_epoch, "_last_lr": self._last_lr}
+        """What a checkpoint keeps: the number of steps, the rates, and what the curves were made of."""
+        return {"last_epoch": self.last_epoch, "_last_lr": self._last_lr, **self._parameters}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from there; the shape of the schedule stays as it was made."""
@@ -64,7 +71,7 @@ class Schedule(LRScheduler):
 
 def make_schedule(optimizer: torch.optim.Optimizer, name: str, given: Mapping[str, Any]) -> Schedule:
     """The schedule of this name, for parameters that have been checked: known ones, with the needed ones there."""
-    return Schedule(optimizer, *SCHEDULES[name](**given))
+    return Schedule(optimizer, *SCHEDULES[name](**given), parameters=given)
 
 
 def _ramp(warmup_num_steps: float, warmup_type: str) -> tuple[int, Callable[[int], float]]:

@@ -68,7 +68,9 @@ class Loop:
         out: folder of the run: checkpoints, metrics.csv, losses.csv, ranks.jsonl, events.jsonl, config.json,
             curves.png; `photinus top` and `photinus report` show it. None writes nothing.
         resume: "auto" goes on from the newest complete checkpoint in `out`; "never" (or None) begins anew and moves
-            what is in `out` aside; a path is a checkpoint, or a run's folder.
+            what is in `out` aside; a path is a checkpoint, or a run's folder. Options and schedules that the script
+            changed since replace the checkpoint's, and a line shows both: a cosine over more epochs continues along
+            the new curve. All else is the checkpoint's.
         seed: of the order of the samples, and of dropout on ranks other than 0; default the session's, else 0.
         scheduler: learning-rate scheduler, saved and restored; stepping it is the body's affair.
         state: more objects with state_dict and load_state_dict to save and restore, by name (a GradScaler, an average

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from .checkpoint.folder import Checkpoint
 from .checkpoint.position import Position
 from .checkpoint.states import PlainState, load_into, state_of
 from .data import rng
-from .record.resume import check_fits, compare_settings, settings_of
+from .record.resume import check_fits
 from .record.run_folder import RunFolder
+from .record.settings import Settings
 from .session.length import Length
 from .session.progress import say
 from .session.session import Session
@@ -46,6 +48,8 @@ class Saves:
         self._model, self._optimizer, self._scheduler, self._others = model, optimizer, scheduler, others
         self._options = options
         self._length = length
+        others_by_name = {f"state[{name!r}]": item for name, item in others.items()}
+        self._settings = Settings({"optimizer": optimizer, "scheduler": scheduler, **others_by_name})
         self._rows_saved = 0
 
     def check(self) -> None:
@@ -93,7 +97,7 @@ class Saves:
             content = {
                 **trained,
                 "position": position.to_dict(time.perf_counter() - self._session.aside_s),
-                "run": {name: self._options[name] for name in _DECIDES_THE_ORDER},
+                "run": {name: self._options[name] for name in _DECIDES_THE_ORDER} | {"given": self._settings.given},
                 "rng": states,
             }
             # A row's checkpoint may have had to wait for the next step of the optimizer.
@@ -131,9 +135,11 @@ class Saves:
                     f"no batch of batch_size={options['batch_size']} is left; it was "
                     f"{content['run']['batch_size']} when the checkpoint was saved"
                 )
-            given = settings_of(self._optimizer.param_groups)
-            self._put_back(content, path)
-            notes += compare_settings(settings_of(self._optimizer.param_groups), given)
+            self._check_objects(content, path)
+            given = content["run"].get("given", self._settings.given)  # earlier versions did not save it
+            states = {"scheduler": content.get("scheduler")}
+            states |= {f"state[{name!r}]": item for name, item in content.get("others", {}).items()}
+            notes += self._settings.load(given, states, partial(self._put_back, content, path))
             position.start += 1
             if position.stopped_of < self._length.wanted:  # stopped early, and now more is asked for
                 position.stopped_of = 0
@@ -146,8 +152,8 @@ class Saves:
                 say(f"note: {note}")
         return position, random_numbers
 
-    def _put_back(self, content: Mapping[str, Any], path: Path) -> None:
-        """Gives the objects their states. Raises CheckpointError where they do not fit."""
+    def _check_objects(self, content: Mapping[str, Any], path: Path) -> None:
+        """Raises CheckpointError unless the loop was given the objects that were saved."""
         scheduler, others = content.get("scheduler"), content.get("others", {})
         if (self._scheduler is None) != (scheduler is None):
             held = "no scheduler" if scheduler is None else "the state of a scheduler"
@@ -158,13 +164,16 @@ class Saves:
                 f"{path} holds the states of {sorted(others) or 'no other objects'}, but the loop was given "
                 f"state={sorted(self._others) or None}"
             )
+
+    def _put_back(self, content: Mapping[str, Any], path: Path) -> None:
+        """Gives the objects their states. Raises CheckpointError where they do not fit."""
         try:
             load_into(self._model, content["model"])
             load_into(self._optimizer, content["optimizer"])
             if self._scheduler is not None:
-                load_into(self._scheduler, scheduler)
+                load_into(self._scheduler, content["scheduler"])
             for name, item in self._others.items():
-                load_into(item, others[name])
+                load_into(item, content["others"][name])
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(f"{path} does not fit what is trained here: {error}") from error
 

@@ -65,7 +65,8 @@ def load(path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
 
     Args:
         path: of the file; every rank reads it, and all must find the same.
-        objects: by the names under which they were saved; each with load_state_dict.
+        objects: by the names under which they were saved; each with load_state_dict. Optimizers and schedulers get
+            the options that were saved, as in torch; of a Loop's checkpoints those that the script changed are its own.
 
     Returns:
         The entries of the file for which no object was given; tensors on the CPU.

@@ -9,6 +9,7 @@ resume         where a run goes on: which checkpoint it starts from, and whether
 run_folder     the folder of a run on disk: checkpoints, numbers, config and picture. Rank 0's affair
 run_lock       keeps a second job out of a run's folder
 run_numbers    what is measured in a run: each rank collects its losses and times, and rank 0 writes those of all
+settings       what a script gives its optimizers and schedulers, and what of it holds when a run is resumed
 step_clock     splits each training step of this rank into phases, with a few readings of the clock
 tensorboard    event files for TensorBoard beside a run's own files, in `tensorboard/` of its folder. Rank 0's affair
 """

@@ -14,7 +14,7 @@ So a job that was started with "never" does not begin anew at each restart of it
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,33 +168,3 @@ def _start_from_elsewhere(out: Path, checkpoint: Checkpoint) -> Source:
 def _number(path: Path) -> int:
     text = path.name.removeprefix("earlier-")
     return int(text) if text.isdigit() else 0
-
-
-def settings_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
-    """The numbers that a script gave each of an optimizer's `param_groups`, not what a scheduler made of them."""
-    settings = []
-    for group in groups:
-        moved = ("lr", "momentum") if "initial_lr" in group else ()
-        names = [name for name in group if name not in moved and _is_number(group[name])]
-        settings.append({name.removeprefix("initial_"): group[name] for name in names})
-    return settings
-
-
-def compare_settings(saved: Sequence[Mapping[str, float]], given: Sequence[Mapping[str, float]]) -> list[str]:
-    """Says which settings of this start come to nothing, since the optimizer goes on with those of its checkpoint.
-
-    Args:
-        saved: `settings_of` the optimizer once it has the checkpoint's state.
-        given: the same before.
-    """
-    told = {
-        f"{name}={after[name]:g}, not {before[name]:g}"
-        for before, after in zip(given, saved, strict=True)
-        for name in before.keys() & after.keys()
-        if before[name] != after[name]
-    }
-    return [f"the optimizer goes on with the checkpoint's {each}" for each in sorted(told)]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,175 @@
+"""What a script gives its optimizers and schedulers, and what of it holds when a run is resumed.
+
+One rule: **what the script gives differently than when the checkpoint was saved replaces what the checkpoint holds; all
+else is the checkpoint's.** So the same script continues with the same bits, whatever schedulers or its body made of a
+learning rate, and a script with another rate, horizon or option gets what it says. For that a checkpoint holds what the
+script had given: options of optimizers and states of schedulers before the first step.
+
+Most schedulers compute a rate from the one before, which says nothing of a new curve (at the end of a cosine it is 0).
+A scheduler that was changed, or whose base rate was, makes the steps of the run again, from its start: the run
+continues where a run with the new curve would be. One that follows a metric (ReduceLROnPlateau) has only its settings
+replaced, not its rate, nor what it has seen.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+
+from ...parallel.zero.split_states import copy_state
+
+
+class Settings:
+    """What this start's script gave. Made before anything is loaded or stepped.
+
+    Args:
+        objects: by the names that messages use; what is neither optimizer nor scheduler is left out.
+
+    Attributes:
+        given: for the checkpoint, plain.
+    """
+
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        self._optimizers = {name: each for name, each in objects.items() if isinstance(each, Optimizer)}
+        self._schedulers = {name: each for name, each in objects.items() if _is_scheduler(each)}
+        options = {name: _comparable(_options(each)) for name, each in self._optimizers.items()}
+        self.given = options | {name: _comparable(each.state_dict()) for name, each in self._schedulers.items()}
+
+    def load(self, before: Mapping[str, Any], states: Mapping[str, Any], put_back: Callable[[], None]) -> list[str]:
+        """Lets `put_back` load the checkpoint into all objects, then gives them what the script changed.
+
+        Args:
+            before: `given` of the start that saved the checkpoint.
+            states: of the schedulers in the checkpoint, by name.
+
+        Returns:
+            A line with both values of each setting that was changed, if any was.
+
+        Raises:
+            ValueError: a changed scheduler has no place for where the run is.
+        """
+        stepped = {
+            name: _steps_again(name, scheduler, states[name])
+            for name, scheduler in self._schedulers.items()
+            if self._is_changed(name, before, states[name]) and _counts_steps(scheduler)
+        }
+        ours = {name: copy_state({"groups": _options(each)})["groups"] for name, each in self._optimizers.items()}
+        mine = {name: copy_state(each.state_dict()) for name, each in self._schedulers.items()}
+        put_back()
+        notes = []
+        for name, scheduler in self._schedulers.items():
+            changed = [key for key in mine[name] if self.given[name].get(key) != before[name].get(key)]
+            notes += _differences(f"{name} ", self.given[name], before[name])
+            if name in stepped or changed:
+                kept = mine[name] if name in stepped else {key: mine[name][key] for key in changed}
+                scheduler.load_state_dict({**copy_state(scheduler.state_dict()), **kept})
+        moving = {id(self._schedulers[name].optimizer) for name in stepped}
+        for name, optimizer in self._optimizers.items():
+            for group, own, given, then in zip(
+                optimizer.param_groups, ours[name], self.given[name], before[name], strict=True
+            ):
+                where = "" if name == "optimizer" else f"{name} "
+                notes += _differences(where, given, then)
+                rate = _comparable(group["lr"])
+                for key, value in own.items():
+                    moved = id(optimizer) in moving and (key == "lr" or _comparable(value) != given[key])
+                    if moved or given[key] != then.get(key):
+                        group[key] = value
+                if id(optimizer) in moving and rate != _comparable(group["lr"]):
+                    notes.append(f"{where}learning rate {_show(group['lr'])} from here on (was {_show(rate)})")
+        text = ", ".join(dict.fromkeys(notes))
+        return [f"what the script changed replaces what the checkpoint holds: {text}"] if notes else []
+
+    def _is_changed(self, name: str, before: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
+        scheduler = self._schedulers[name]
+        rates = [each for each, optimizer in self._optimizers.items() if optimizer is scheduler.optimizer]
+        return (
+            self.given[name] != before[name]
+            or any(_rates(self.given[each]) != _rates(before[each]) for each in rates)
+            or _has_new_function(scheduler, state)
+        )
+
+
+def _is_scheduler(value: Any) -> bool:
+    return isinstance(getattr(value, "optimizer", None), Optimizer) and callable(getattr(value, "state_dict", None))
+
+
+def _counts_steps(scheduler: Any) -> bool:
+    """Whether its rate depends on how many steps it made, and on nothing else."""
+    if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
+        return False
+    return all(each.default is not each.empty for each in inspect.signature(scheduler.step).parameters.values())
+
+
+def _steps_again(name: str, scheduler: Any, saved: Mapping[str, Any]) -> int:
+    """Makes the steps that the checkpoint's scheduler had made; returns how many."""
+    steps = _step_of(saved)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the optimizer made none
+        try:
+            for _ in range(_step_of(scheduler.state_dict()), steps):
+                scheduler.step()
+        except ValueError as error:
+            raise ValueError(
+                f"{name} ({type(scheduler).__name__}) was changed and has no place at step {steps}, where the "
+                f"checkpoint is: {error}. Give it a longer schedule, or start over with resume='never'."
+            ) from error
+    return steps
+
+
+def _step_of(state: Mapping[str, Any]) -> int:
+    # ChainedScheduler has no count of its own.
+    return int(state["last_epoch"]) if "last_epoch" in state else _step_of(state["_schedulers"][0])
+
+
+def _has_new_function(scheduler: Any, saved: Mapping[str, Any]) -> bool:
+    """Whether a LambdaLR's functions, which no state holds, give another rate where the run is."""
+    if hasattr(scheduler, "_schedulers"):
+        return any(map(_has_new_function, scheduler._schedulers, saved["_schedulers"]))
+    if not isinstance(scheduler, LambdaLR) or saved["last_epoch"] < 0:  # not its turn yet in a SequentialLR
+        return False
+    pairs = zip(saved["base_lrs"], scheduler.lr_lambdas, strict=True)
+    return bool(_comparable([base * f(saved["last_epoch"]) for base, f in pairs]) != _comparable(saved["_last_lr"]))
+
+
+def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def _rates(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The options that schedulers set, or compute from."""
+    return [{name: group[name] for name in group if "lr" in name or "momentum" in name} for group in groups]
+
+
+def _comparable(value: Any) -> Any:
+    """A value as lists, dicts, numbers and text; of all else the class."""
+    value = value.tolist() if hasattr(value, "tolist") else value  # tensors, and numpy's
+    if isinstance(value, Mapping):
+        return {str(name): _comparable(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_comparable(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else type(value).__qualname__
+
+
+def _differences(where: str, now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
+    """`name=now (was then)` for each setting with a name of its own."""
+    derived = {"last_epoch", "base_lrs"} | ({"lr"} if "initial_lr" in now else set())  # follow from what is named
+    found = []
+    for name in now:
+        if name == "_schedulers":
+            for inner, was in zip(now[name], then.get(name, []), strict=False):
+                found += _differences(where, inner, was)
+        elif now[name] != then.get(name) and name not in derived and (name == "_milestones" or name[0] != "_"):
+            shown = name.removeprefix("initial_").removeprefix("_")
+            found.append(f"{where}{shown}={_show(now[name])} (was {_show(then.get(name))})")
+    return found
+
+
+def _show(value: Any) -> str:
+    value = _comparable(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
