@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 import photinus
 from photinus.runlog.tables import read_rows
+from photinus.trainer import CheckpointFolder
 from photinus.trainer.data.sampler import GlobalBatches
 from tests import small_run
 from tests.ranks import run_ranks
@@ -73,7 +75,7 @@ def plain() -> dict[str, list[float]]:
     return {"even": _plain_losses(1437, BATCH_SIZE, True), "uneven": _plain_losses(119, 8, False)}
 
 
-@pytest.mark.parametrize(("world_size", "backend"), [(1, "gloo"), (2, "photinus")])
+@pytest.mark.parametrize(("world_size", "backend"), [(1, "gloo"), (3, "photinus")])
 def test_the_loss_of_each_step_is_that_of_one_process(
     tmp_path: Path, plain: dict[str, list[float]], world_size: int, backend: str
 ) -> None:
@@ -86,6 +88,30 @@ def test_the_loss_of_each_step_is_that_of_one_process(
         assert len(found) == len(expected)
         assert max(abs(a - b) / b for a, b in zip(found, expected, strict=True)) < 1e-4
     assert len(plain["uneven"]) == 15  # 14 times 8 samples, then 7
+
+
+def train_in_uneven_parts(rank: int, world_size: int, strategies: list[str], out: str) -> dict[str, Any]:
+    """Batches of 8, two to an optimizer's step, with BatchNorm, resumed inside an epoch: losses and weights."""
+    torch.set_num_threads(1)
+    found = {}
+    for strategy in strategies:
+        torch.manual_seed(0)
+        model, data = small_run.Net(dropout=0.0), small_run.points(52)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        folder = f"{out}/{strategy}"
+        trainer = photinus.Trainer(
+            model, optimizer, cross_entropy, epochs=2, batch_size=8, accumulate=2, out=folder, strategy=strategy,
+            seed=0, clip_norm=1.0, metrics={"right": small_run.right}, device="cpu",
+            drop_last=False, progress=False, curves=False,
+        )  # fmt: skip
+        result = trainer.fit(data, small_run.points(31))
+        losses = [row["loss"] for row in read_rows(Path(folder) / "losses.csv")] if rank == 0 else []
+        weights = CheckpointFolder(Path(folder) / "checkpoints").newest().load(only=["model"])["model"]
+        found[strategy] = (
+            [*losses, *(row["valid_loss"] for row in result.history)],
+            {name: value.tolist() for name, value in weights.items()},
+        )
+    return found
 
 
 def train_without_and_with_dropout(rank: int, world_size: int) -> list[list[float]]:
@@ -102,3 +128,46 @@ def test_only_dropout_sets_the_losses_of_two_ranks_apart_from_those_of_one() -> 
     )
     assert equal < 1e-4
     assert 1e-2 < apart < 0.5
+
+
+def test_batches_that_the_ranks_cannot_share_evenly_train_as_one_process_does(tmp_path: Path) -> None:
+    """8 samples on 3 ranks, 4 in the last batch: gradients, BatchNorm's statistics, the norm and the log are right."""
+    where, strategies = "tests.parity.test_same_loss:train_in_uneven_parts", ["ddp", "zero1", "zero2", "zero3"]
+    for_one: dict[str, Any] = {"strategies": ["ddp"], "out": str(tmp_path / "one")}
+    alone = run_ranks(where, world_size=1, backend="photinus", arguments=for_one)[0].value["ddp"]
+    for_three: dict[str, Any] = {"strategies": strategies, "out": str(tmp_path / "three")}
+    together = run_ranks(where, world_size=3, backend="photinus", arguments=for_three)[0].value
+    for strategy in strategies:
+        for mine, theirs in zip(together[strategy], alone, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def train_with_a_loop_of_ones_own(rank: int, world_size: int, weighted: bool) -> Any:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.manual_seed(0)
+        model = photinus.wrap(nn.Linear(small_run.FEATURES, small_run.CLASSES))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for inputs, targets in photinus.loader(small_run.points(32), batch_size=8, seed=0):
+            loss = cross_entropy(model(inputs), targets)
+            photinus.backward(loss) if weighted else loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    told = [str(each.message) for each in caught if "sample more" in str(each.message)]
+    return [value.tolist() for value in photinus.unwrap(model).parameters()], told
+
+
+def test_a_loop_of_ones_own_is_weighted_by_photinus_backward_and_warned_without() -> None:
+    where = "tests.parity.test_same_loss:train_with_a_loop_of_ones_own"
+
+    def run(world_size: int, weighted: bool) -> list[Any]:
+        given = {"weighted": weighted}
+        return [each.value for each in run_ranks(where, world_size=world_size, backend="gloo", arguments=given)]
+
+    alone = run(1, True)[0][0]
+    for weighted in (True, False):
+        three = run(3, weighted)
+        close = all(torch.allclose(torch.tensor(a), torch.tensor(b)) for a, b in zip(three[0][0], alone, strict=True))
+        assert close == weighted
+        assert [len(told) for _, told in three] == [0 if weighted else 1, 0, 0]
+    assert "call photinus.backward(loss), or multiply by loader.weight" in three[0][1][0]

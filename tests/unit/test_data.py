@@ -428,7 +428,7 @@ def test_what_is_no_dataset_is_refused_with_advice(dataset: Any, error: type[Exc
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"batch_size": 7, "rank": 0, "world_size": 2}, ValueError, "6 or 8"),
+        ({"batch_size": 1, "rank": 0, "world_size": 2}, ValueError, "fewer samples than world_size=2 ranks"),
         ({"batch_size": 24}, ValueError, "more than the 23 samples"),
         ({"train": False, "shuffle": True}, ValueError, "shuffle=True with train=False"),
         ({"num_workers": -1}, ValueError, "num_workers=-1"),

@@ -126,18 +126,22 @@ def test_an_auto_that_nobody_gave_is_named_with_what_to_write():
         ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2}, 4, (32, 2, 4)),
         ({"train_batch_size": 32, "gradient_accumulation_steps": 2}, 4, (32, 4, 2)),
         ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, 4, (24, 2, 3)),
+        ({"train_batch_size": 32}, 3, (32, 11, 1)),  # 11, 11 and 10
+        ({"train_batch_size": 32, "gradient_accumulation_steps": 2}, 3, (32, 6, 2)),
+        ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 8}, 3, (32, 6, 2)),  # 8 is what memory allows
     ],
 )
 def test_two_of_the_batch_sizes_make_the_third(given, world_size, found):
     config = read(given, world_size=world_size)
     assert (config.train_batch_size, config.micro_batch_size, config.accumulation) == found
+    assert config.batch_size * config.accumulation == config.train_batch_size
 
 
 def test_batch_sizes_that_do_not_fit_are_refused_with_all_numbers_and_the_world_size():
     sizes = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 5, "gradient_accumulation_steps": 2}
     with pytest.raises(ValueError, match=r"and 3 ranks do not .* 32 must be .* 5 x .* 2 x 3 = 30$"):
         read(sizes, world_size=3)
-    with pytest.raises(ValueError, match=r"train_batch_size 2 and 4 ranks do not fit .* 0 x .* 1 x 4 = 0$"):
+    with pytest.raises(ValueError, match=r"train_batch_size 2 and 4 ranks do not fit .* 1 x .* 1 x 4 = 4$"):
         read({"train_batch_size": 2}, world_size=4)
     with pytest.raises(ValueError, match="train_batch_size or train_micro_batch_size_per_gpu is needed"):
         read({"gradient_accumulation_steps": 2})

@@ -662,9 +662,9 @@ def test_the_line_of_a_changed_schedule_has_both_values(
 
 
 def test_a_schedule_that_ends_before_the_checkpoint_is_refused(tmp_path: Path, world: Any) -> None:
-    _scheduled(tmp_path, 4, SCHEDULERS["one cycle"])
-    with pytest.raises(ValueError, match=r"scheduler \(OneCycleLR\) was changed and has no place at step 4"):
-        _scheduled(tmp_path, 6, SCHEDULERS["one cycle"], horizon=2)
+    _scheduled(tmp_path, 5, SCHEDULERS["one cycle"])
+    with pytest.raises(ValueError, match=r"scheduler \(OneCycleLR\) was changed and has no place at step 5"):
+        _scheduled(tmp_path, 6, SCHEDULERS["one cycle"], horizon=1)
 
 
 @pytest.mark.parametrize("name", ["none", "exponential"])

@@ -26,7 +26,7 @@ def global_batch(shares: list[GlobalBatches], epoch: int, index: int) -> list[in
     return [sample for share in shares for sample in share.batch(epoch, index).indices]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 12])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 7, 12])
 def test_the_global_batches_do_not_depend_on_the_world_size(world_size: int) -> None:
     alone, shares = ranks(100, 12, 1, seed=5), ranks(100, 12, world_size, seed=5)
     for epoch in (0, 1, 7):
@@ -37,7 +37,7 @@ def test_the_global_batches_do_not_depend_on_the_world_size(world_size: int) -> 
 @settings(max_examples=200, deadline=None)
 @given(
     samples=st.integers(1, 300),
-    share=st.integers(1, 40),
+    batch_size=st.integers(1, 200),
     world_size=st.integers(1, 7),
     shuffle=st.booleans(),
     drop_last=st.booleans(),
@@ -45,14 +45,13 @@ def test_the_global_batches_do_not_depend_on_the_world_size(world_size: int) -> 
     epoch=st.integers(0, 10**6),
 )
 def test_each_epoch_has_each_sample_once_but_for_a_dropped_rest(
-    samples: int, share: int, world_size: int, shuffle: bool, drop_last: bool, seed: int, epoch: int
+    samples: int, batch_size: int, world_size: int, shuffle: bool, drop_last: bool, seed: int, epoch: int
 ) -> None:
-    batch_size = share * world_size
     rest = samples % batch_size
     try:
         shares = ranks(samples, batch_size, world_size, shuffle=shuffle, drop_last=drop_last, seed=seed)
     except ValueError:
-        assert batch_size > samples or (not drop_last and 0 < rest < world_size)
+        assert not world_size <= batch_size <= samples or (not drop_last and 0 < rest < world_size)
         return
     assert len({len(s) for s in shares}) == 1
     seen: Counter[int] = Counter()
@@ -134,11 +133,8 @@ def test_numpy_integers_are_whole_numbers() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "said"),
     [
-        ({"batch_size": 64, "world_size": 3}, ValueError, "batch_size=64.*world_size=3.*63 or 66"),
-        ({"batch_size": 2, "world_size": 3}, ValueError, "batch_size=2 .*world_size=3.*that fit: 3"),
-        ({"batch_size": 100, "world_size": 3, "samples": 100}, ValueError, "that fit: 99"),
-        ({"batch_size": 5, "world_size": 12, "samples": 10}, ValueError, "use fewer ranks"),
-        ({"batch_size": 128, "samples": 100, "world_size": 8}, ValueError, "more than the 100 samples.*at most 96"),
+        ({"batch_size": 2, "world_size": 3}, ValueError, "batch_size=2 is fewer .*world_size=3 ranks.*at most 2 ranks"),
+        ({"batch_size": 128, "samples": 100, "world_size": 8}, ValueError, "more than the 100 samples.*at most 100"),
         ({"samples": 0}, ValueError, "empty"),
         ({"samples": -1}, ValueError, "samples=-1"),
         ({"batch_size": 0}, ValueError, "batch_size=0"),

@@ -55,9 +55,9 @@ class DeepSpeedConfig:
 
     Attributes:
         train_batch_size: samples of one step of the optimizer, over all ranks.
-        micro_batch_size: samples of one forward and backward on one rank.
+        micro_batch_size: samples of one forward and backward on one rank; some ranks may have one less.
         accumulation: backwards per step of the optimizer.
-        world_size: for which the three fit together: train = micro x accumulation x world.
+        world_size: for which the three fit together.
         strategy: "ddp" for stage 0, "zero1", "zero2", "zero3".
         strategy_options: `bucket_cap_mb`, where reduce_bucket_size is given and the strategy has buckets.
         precision: "float32" or "bfloat16" (parameters stay float32; forward and loss run under torch.autocast).
@@ -84,7 +84,7 @@ class DeepSpeedConfig:
     @property
     def batch_size(self) -> int:
         """Samples of one forward over all ranks: `batch_size` of Loop and Trainer."""
-        return self.micro_batch_size * self.world_size
+        return self.train_batch_size // self.accumulation
 
     def make_optimizer(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
         """The optimizer that the configuration names, over `parameters`.
@@ -234,12 +234,13 @@ def _batch_sizes(content: Mapping[str, Any], world_size: int) -> tuple[int, int,
     if train is None:
         assert micro is not None
         return micro * (times or 1) * world_size, micro, times or 1
-    if micro is None:
-        times = times or 1
-        micro = train // (world_size * times)
-    elif times is None:
-        times = train // (world_size * micro)
-    if train != micro * times * world_size or not micro or not times:
+    if times is None:  # as few as the memory of a micro batch allows
+        fits = (n for n in range(1, train + 1) if train % n == 0 and train // n <= (micro or train) * world_size)
+        times = next(fits, train)
+    if micro is None or len(given) < 3:
+        micro = -(-train // (times * world_size))
+    exact = len(given) < 3 or train == micro * times * world_size
+    if train % times or train // times < world_size or not exact:
         shown = ", ".join(f"{name} {value}" for name, value in given.items())
         raise ValueError(
             f"{shown} and {world_size} rank{'s' * (world_size > 1)} do not fit together: "

@@ -34,7 +34,7 @@ from .checkpoint.folder import Checkpoint, on_all_ranks
 from .checkpoint.position import Position
 from .data import rng
 from .data.arguments import whole_number
-from .data.loader import Batch, loader
+from .data.loader import Batch, loader, note_place
 from .data.sampler import GlobalBatches
 from .record.config import describe_start, user_options
 from .record.ending import Ending
@@ -62,7 +62,7 @@ class Loop:
         optimizer: over the model's parameters.
         train_set: map-style data set, equal on all ranks; or torch's DataLoader over one, which is taken apart (see
             `photinus.loader`): its batch size, shuffle, drop_last, collate_fn and workers hold where None stands here.
-        batch_size: samples of one step over ALL ranks; a multiple of the world size.
+        batch_size: samples of one step over ALL ranks, at least one for each. Parts may differ by one sample.
         epochs: the run ends after so many, counted from its very start.
         steps: in place of epochs: the run ends after so many batches, inside an epoch perhaps, which ends there too.
         out: folder of the run: checkpoints, metrics.csv, losses.csv, ranks.jsonl, events.jsonl, config.json,
@@ -329,7 +329,7 @@ class Loop:
 
     @property
     def weight(self) -> float:
-        """What this rank's mean loss counts in the global batch's: 1.0 unless a short last batch is split unevenly."""
+        """What this rank's mean loss counts in the global batch's: 1.0 where all ranks have the same number."""
         return self._running_batch("loop.weight").weight
 
     def record(self, loss: Tensor) -> None:
@@ -428,6 +428,7 @@ class Loop:
         self._backwards.begin()
         position.begin(time.perf_counter() - self._session.aside_s)
         watch = preemption.Watch(self._takes_signals)
+        note_place("")
         try:
             while not self.finished:
                 self._progress.start_epoch(self.epoch, position.batches_done, position.step, self._loader.batch_size)
@@ -454,6 +455,7 @@ class Loop:
         finally:
             clock.stop()
             self._backwards.end()
+            note_place(f"step {self.step} of {self.steps} of its loop")
             if self._batch is not None:  # the body was left early
                 self._batch = None
                 self._backwards.body_ended()

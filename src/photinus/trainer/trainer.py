@@ -77,7 +77,7 @@ class Trainer:
         loss_fn: `loss_fn(outputs, targets)`, the mean over the batch.
         epochs: the run ends after so many, counted from its very start.
         steps: in place of epochs: the run ends after so many batches, and validates then, too.
-        batch_size: samples of one step over ALL ranks; a multiple of the world size. Default: the DataLoader's.
+        batch_size: samples of one step over ALL ranks, at least one for each. Default: the DataLoader's.
         accumulate: the optimizer makes a step after so many batches, on the mean of their gradients: its batch is
             batch_size * accumulate samples. The count goes on over the ends of epochs; a run's last batches make a
             step even where they are fewer, on their mean. (Not where `loop.stop()` ends it, which is not foreseen.)

@@ -44,6 +44,15 @@ _SHARED_MEMORY = "/dev/shm"
 _loaded: str | None = None  # the file from which `photinus.load` brought back an optimizer, so that a training goes on
 
 
+_running: Loader | None = None  # whose plain pass handed out a batch that is being worked on
+_told_of_weights = False
+
+
+def running_weight() -> float:
+    """The weight of the batch that a plain pass handed out last, while its pass runs; else 1."""
+    return 1.0 if _running is None else _running.weight
+
+
 def note_loaded(path: str) -> None:
     """A training goes on from this file: loaders that start at epoch 0 say so."""
     global _loaded
@@ -96,14 +105,15 @@ def loader(
         dataset: anything with __len__ and __getitem__ (or __getitems__); or torch's DataLoader over such a one, which
             is taken apart: what is None here is what it was given. Its batch size counts as that over all ranks, but
             under a DistributedSampler as that of each.
-        batch_size: samples per step over all ranks. For training a multiple of the world size.
+        batch_size: samples per step over all ranks. For training at least one for each; their parts differ by one
+            sample where it cannot be divided evenly, and have weights: see `Loader.weight`.
         train: False is for validation: the dataset's order, every sample exactly once over all ranks, no padding;
             ranks may then differ by one in their number of batches. `shuffle` and `drop_last` do not apply.
         shuffle: a new order in each epoch, a function of (seed, epoch) alone. Default: as `train`.
         seed: of the order, and of the generators (Python's, numpy's and torch's global ones) that __getitem__ and the
             collate function draw from: each sample has its own seed, a function of (seed, epoch, sample), at a cost
             of about 15 us. With __getitems__ there is one for the batch.
-        drop_last: leave out an epoch's last, short batch; default: True. False splits it unevenly; see `Batch.weight`.
+        drop_last: leave out an epoch's last, short batch; default: True.
         num_workers: worker processes that fetch; default: none. A TensorDataset (or a Subset of one) is indexed in this
             process instead, which is faster, unless there is a collate function.
         pin_memory: default: when the device is a GPU.
@@ -221,6 +231,7 @@ class Loader:
         self._next = (0, 0)  # epoch and first batch of the next plain pass
         self._position = (0, 0)  # the batch that a plain pass hands out next
         self._is_placed = False  # by `set_epoch` or `load_state_dict`
+        self._weight, self._weight_used = 1.0, True  # of the batch that a plain pass handed out last
 
     def __len__(self) -> int:
         """Batches of one epoch on this rank; for training the same number on every rank."""
@@ -245,6 +256,15 @@ class Loader:
         if start > len(self):
             raise ValueError(f"start={start} is beyond the end of the epoch, which has {len(self)} batches")
         return self._slices(epoch, start) if self._tensors is not None else self._fetches(epoch, start)
+
+    @property
+    def weight(self) -> float:
+        """What this rank's mean loss counts in the global batch's, for the batch that a plain pass handed out last.
+
+        `photinus.backward(loss)` multiplies by it. 1.0 where all ranks have the same number of samples.
+        """
+        self._weight_used = True
+        return self._weight
 
     def set_epoch(self, epoch: int) -> None:
         """Makes `epoch` (0, 1, ...) that of the next plain pass. Inside it, a place that was loaded stays.
@@ -295,10 +315,33 @@ class Loader:
         return {**found, "shuffle": self.shares.shuffle}
 
     def _plain(self, epoch: int, start: int) -> Iterator[Any]:
-        for batch in self.epoch(epoch, start):
-            self._position = (epoch, batch.index + 1)
-            yield batch.data
-        self._position = (epoch + 1, 0)
+        global _running
+        note_place("")
+        done = start
+        try:
+            for batch in self.epoch(epoch, start):
+                done = batch.index + 1
+                self._position = (epoch, done)
+                self._weight, self._weight_used, _running = batch.weight, batch.weight == 1.0, self
+                yield batch.data
+                self._warn_of_unused_weight()
+            self._position = (epoch + 1, 0)
+        finally:
+            _running = None if _running is self else _running
+            note_place(f"{done} of {len(self)} batches of an epoch of its loader")
+
+    def _warn_of_unused_weight(self) -> None:
+        """Says that gradients are not those of the global batch, on rank 0, once."""
+        global _told_of_weights
+        if not self._weight_used and not _told_of_weights and isinstance(self.shares, GlobalBatches):
+            _told_of_weights = True
+            if self.shares.rank == 0:
+                warnings.warn(
+                    f"a batch of batch_size={self.batch_size} over {self.shares.world_size} ranks gives some of them "
+                    f"one sample more, and nothing weighted this rank's mean loss by {self._weight:.4g}, so that the "
+                    f"gradient was not the global batch's: call photinus.backward(loss), or multiply by loader.weight",
+                    stacklevel=3,
+                )
 
     def _batch(self, data: Any, local: LocalBatch, index: int) -> Batch:
         return Batch(to_device(data, self.device), local.weight, len(local.indices), local.global_samples, index)
@@ -377,6 +420,13 @@ class Loader:
         if options.get("persistent_workers"):
             self._workers = data_loader
         return data_loader
+
+
+def note_place(text: str) -> None:
+    """Lets ranks that miss this one later read how far its loop was when it ended; "" takes it back."""
+    set_reason = getattr(dist.group.WORLD, "set_reason", None) if dist.is_initialized() else None
+    if set_reason is not None:
+        set_reason(text)
 
 
 class _Requests:

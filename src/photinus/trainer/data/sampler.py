@@ -1,13 +1,16 @@
 """Which samples make a batch, and which of them a rank takes: pure functions of (seed, epoch, batch, rank).
 
 The batch size is that of the whole job. The order of an epoch is drawn from (seed, epoch) alone and cut into global
-batches; rank r then takes the r-th of W equal, contiguous parts of each. So a job on 1, 2 or 8 ranks sees the same
-samples in the same steps, a run can go on at any batch of any epoch without looking at those before, also at another
-world size, and nobody has to remember `set_epoch`.
+batches; rank r then takes the r-th of W contiguous parts of each, whose sizes differ by at most one. So a job on 1, 2
+or 8 ranks sees the same samples in the same steps, a run can go on at any batch of any epoch without looking at those
+before, also at another world size, and nobody has to remember `set_epoch`.
 
     order of epoch e     | 7 2 9 4 | 0 5 1 8 | 3 6        batch_size=4, samples=10
-    rank 0 of 2          | 7 2     | 0 5     | 3          the short batch: dropped, or split with weights
+    rank 0 of 2          | 7 2     | 0 5     | 3          the short batch: dropped, or split
     rank 1 of 2          |     9 4 |     1 8 |   6
+    rank 0 of 3          | 7 2     | 0 5     |            uneven parts: each mean is weighted by its size. The short
+    rank 1 of 3          |     9   |     1   |            batch has too few samples for 3 ranks, and must be dropped
+    rank 2 of 3          |       4 |       8 |
 
 The order is `torch.randperm` on the CPU with a generator seeded by SHA-256 of (seed, epoch). torch does not promise
 the same permutation in every version, but has kept it for years; a test pins known orders, so that a change would be
@@ -45,11 +48,11 @@ class GlobalBatches:
     """Which samples make global batch k of epoch e, and which of them this rank takes, for training.
 
     Args:
-        batch_size: samples per global batch, over all ranks; a multiple of `world_size`, at most `samples`.
+        batch_size: samples per global batch, over all ranks; at least `world_size`, at most `samples`. Each batch is
+            split as evenly as possible: parts differ by at most one sample, hence the weights.
         shuffle: a new order each epoch; False takes the dataset's own.
         seed: of the orders; 0 <= seed < 2**63.
-        drop_last: leave out the last, short batch of each epoch (when shuffled, other samples each time). False
-            splits it as evenly as possible; the parts then differ by at most one sample, hence the weights.
+        drop_last: leave out the last, short batch of each epoch (when shuffled, other samples each time).
 
     Raises:
         TypeError: a number is not whole, `shuffle` or `drop_last` not a bool.
@@ -74,20 +77,16 @@ class GlobalBatches:
         self.shuffle, self.drop_last = _flag("shuffle", shuffle), _flag("drop_last", drop_last)
         if self.samples == 0:
             raise ValueError("the dataset is empty (0 samples): is its path or split right?")
-        if self.batch_size % self.world_size:
-            below = self.batch_size - self.batch_size % self.world_size
-            fitting = [str(size) for size in (below, below + self.world_size) if 0 < size <= self.samples]
-            advice = f"the nearest that fit: {' or '.join(fitting)}" if fitting else "use fewer ranks"
+        if self.batch_size < self.world_size:
             raise ValueError(
-                f"batch_size={self.batch_size} cannot be divided evenly among world_size={self.world_size} ranks. "
-                f"batch_size counts the samples of one step over all ranks; {advice}."
+                f"batch_size={self.batch_size} is fewer samples than world_size={self.world_size} ranks, and each rank "
+                f"needs one in every batch. batch_size counts the samples of one step over all ranks: use at least "
+                f"{self.world_size}, or at most {self.batch_size} ranks."
             )
         if self.batch_size > self.samples:
-            largest = self.samples - self.samples % self.world_size
-            advice = f"use at most {largest}" if largest else f"use at most {self.samples} ranks"
             raise ValueError(
                 f"batch_size={self.batch_size} is more than the {self.samples} samples of the dataset: not one batch "
-                f"would be full; {advice}."
+                f"would be full; use at most {self.samples}."
             )
         self._full, self._rest = divmod(self.samples, self.batch_size)
         if not self.drop_last and 0 < self._rest < self.world_size:

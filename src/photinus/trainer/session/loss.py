@@ -6,16 +6,17 @@ from typing import Any
 
 from torch import Tensor
 
+from ..data.loader import running_weight
 from .session import require_session
 
 
-def backward(loss: Tensor, *, weight: float = 1.0) -> None:
+def backward(loss: Tensor, *, weight: float | None = None) -> None:
     """Backward of a scalar loss, for people who own their loop and their loader.
 
     Args:
         loss: mean over this rank's samples of the batch, shape [] or [1].
-        weight: `batch.weight` of the loader's batch. It is 1 unless the last batch of an epoch is kept and uneven;
-            with it the mean over the ranks is the mean over the global batch.
+        weight: `batch.weight` of the loader's batch, with which the mean over the ranks is the mean over the global
+            batch. Default: that of the batch that a pass over a `photinus.loader` handed out last, else 1.
 
     Raises:
         NotInitializedError: a launcher started several processes and `photinus.init()` was not called.
@@ -23,6 +24,7 @@ def backward(loss: Tensor, *, weight: float = 1.0) -> None:
     """
     require_session("photinus.backward")
     check_loss(loss)
+    weight = running_weight() if weight is None else weight
     (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
 
 
