@@ -166,11 +166,14 @@ bool Watchdog::look_for_ends(WaitState& wait, const std::function<std::vector<ui
                    " waited for them in " + situation() + ".");
   learn_of_deadlock(wait);
   const std::string whom = !awaited.empty() ? awaited : missing.empty() ? "nobody else" : list_of(missing);
-  throw PeerLost(
-      gone, text("%s. Rank %u of %u waited %.2f s for %s in %s. Its own output says more; restart the job "
-                 "to go on from the last checkpoint.",
-                 what_became_of(gone).c_str(), group_.rank(), group_.ranks(), wait.deadline.elapsed_s(),
-                 whom.c_str(), situation().c_str()));
+  // Who left in order did not fail: a restart would end as this did.
+  const char* advice = presence(gone) == Presence::left
+                           ? "All ranks have to make the same calls: give each the same number of batches, "
+                             "and let all leave a loop in the same one."
+                           : "Its own output says more; restart the job to go on from the last checkpoint.";
+  throw PeerLost(gone, text("%s. Rank %u of %u waited %.2f s for %s in %s. %s", what_became_of(gone).c_str(),
+                            group_.rank(), group_.ranks(), wait.deadline.elapsed_s(), whom.c_str(),
+                            situation().c_str(), advice));
 }
 
 // --- ranks that show no sign of life

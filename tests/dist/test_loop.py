@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import socket
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -188,3 +191,41 @@ def test_a_rank_that_raises_tells_its_peers_why() -> None:
     assert first.startswith("PeerLostError")
     assert "rank 1" in first
     assert "KeyError: 'my own mistake'" in first
+
+
+def leave_alone(rank: int, world_size: int, how: str) -> str:
+    """Rank 1 does 12 steps and leaves, rank 0 would do more; what rank 0 raises."""
+
+    def work() -> None:
+        with photinus.init("photinus", "cpu", seed=0, timeout_s=30):
+            if how == "own loop":
+                batches = photinus.loader(Numbered(90), batch_size=6)
+                for _ in batches if rank == 0 else itertools.islice(batches, 12):
+                    dist.all_reduce(torch.ones(4))
+                return
+            plain = torch.nn.Linear(1, 1)
+            model, optimizer = photinus.wrap(plain, torch.optim.SGD(plain.parameters(), lr=0.1), strategy=how)
+            loop = photinus.Loop(model, optimizer, Numbered(90), batch_size=6, epochs=1, progress=False)
+            for batch in loop:
+                loop.backward(model(batch.float()[:, None]).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                if rank == 1 and loop.step == 12:
+                    break
+
+    return _error(work)
+
+
+@pytest.mark.parametrize("how", ["ddp", "zero3", "own loop"])
+def test_a_rank_that_leaves_its_loop_before_the_others_is_named_with_its_place(how: str) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
+    where = "tests.dist.test_loop:leave_alone"
+    first, second = values(run_ranks(where, world_size=2, environ=environ, arguments={"how": how}))
+    assert second == "no error"
+    place = "12 of 15 batches of an epoch of its loader" if how == "own loop" else "step 12 of 15 of its loop"
+    assert re.match(
+        rf"PeerLostError: rank 1 \(.*\) has left the group \(.*\) after: {place}\. Rank 0 of 2 waited", first
+    )
+    assert first.endswith("give each the same number of batches, and let all leave a loop in the same one.")

@@ -298,3 +298,30 @@ def test_a_restart_that_a_lost_store_cost_counts_among_those_of_the_last_line(tm
     job = RunningJob(["--nproc-per-node", "2", "--max-restarts", "1", path, tmp_path, "1"])
     kill_stores(job, tmp_path, "began-0")
     assert "photinus: LaunchError: the job failed after 1 restart; the first cause was rank " in job.end().err
+
+
+FEWER = """
+import os, sys, time
+from pathlib import Path
+import numpy as np
+from photinus import engine
+
+rank, address = int(os.environ["RANK"]), Path(sys.argv[1]) / "address"
+if rank == 0:
+    Path(f"{address}.new").write_text(engine.new_address())
+    os.replace(f"{address}.new", address)
+while not address.exists():
+    time.sleep(0.005)
+ranks = engine.Communicator(rank, 2, address.read_text(), timeout_s=30)
+for _ in range(40 if rank == 0 else 12):
+    ranks.all_reduce(np.ones(8, np.float32))
+ranks.close()
+"""
+
+
+def test_a_rank_with_fewer_batches_is_the_first_cause_and_the_job_is_not_started_again(tmp_path: Path) -> None:
+    ended = run_job("--nproc-per-node", "2", script(tmp_path, FEWER), tmp_path)
+    assert ended.code == 1
+    assert ended.err.count("PeerLostError: rank 1") == 2  # in the head and in the traceback
+    assert "not restarting: rank 1 ended with exit code 0 while others had more to do" in ended.err
+    assert "the first cause was rank 1, see above" in ended.err

@@ -67,6 +67,17 @@ class TestRule:
     def test_signals_lost_ranks_and_memory_kills_are_always_tried_again(self, cause):
         assert reason_to_stop(attempt(0, **cause), [attempt(0, **cause)]) is None
 
+    def test_a_rank_that_ended_well_while_others_needed_it_would_do_so_again(self):
+        missed = raised(
+            "PeerLostError", text="rank 1 (pid 7 on vm) has left the group (it closed it, or its script ended)"
+        )
+        said = reason_to_stop(attempt(5, missed), [], finished=[1])
+        assert said == "rank 1 ended with exit code 0 while others had more to do, which would come again"
+        assert reason_to_stop(attempt(5, missed), []) is None
+        assert reason_to_stop(attempt(5, raised("PeerLostError", text="rank 2 was killed")), [], finished=[1]) is None
+        verdict = RestartPolicy(3).decide([Report((death(missed),), (1,), 5)], world_size=2, attempt=0)
+        assert (verdict.restart, verdict.rank, verdict.host) == (False, 1, "vm")
+
 
 class TestVerdict:
     def decide(self, judge, *reports, attempt=0, world_size=2):

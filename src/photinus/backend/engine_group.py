@@ -186,6 +186,11 @@ class EngineGroup(ProcessGroup):
             self._communicator.set_reason(reason)
             self._communicator.abort(reason)
 
+    def set_reason(self, text: str) -> None:
+        """Leaves a text that peers read if they miss this rank later; an empty text takes it back."""
+        if self._communicator is not None:
+            self._communicator.set_reason(text)
+
     def abort(self) -> None:
         """Ends what is in flight here and on the peers with AbortedError and refuses everything later."""
         if self._communicator is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...world.ranks import name_ranks
 from ..workers.deaths import (
     Death,
     ended_by_suspension,
@@ -58,7 +59,9 @@ class Attempt:
         return None if raised is None else (raised.type_name, raised.place)
 
 
-def reason_to_stop(now: Attempt, earlier: Sequence[Attempt], *, unknown: bool = False) -> str | None:
+def reason_to_stop(
+    now: Attempt, earlier: Sequence[Attempt], *, unknown: bool = False, finished: Sequence[int] = ()
+) -> str | None:
     """Why another attempt would fail as this one did; None when it may go better.
 
     That is asked of exceptions only. A signal, a lost rank or host, and a process killed for want of memory have their
@@ -72,8 +75,12 @@ def reason_to_stop(now: Attempt, earlier: Sequence[Attempt], *, unknown: bool = 
         now: the attempt that has just failed.
         earlier: those before it, in order.
         unknown: there were more, of which nobody knows how many steps they did.
+        finished: the ranks that ended with exit code 0. One that others still needed made no mistake that they could
+            see, and does the same again: it has fewer batches, or leaves its loop alone.
     """
     raised, error = now.cause.raised, now.error
+    if _left_early(now.cause, finished):
+        return f"{name_ranks(finished, 8)} ended with exit code 0 while others had more to do, which would come again"
     if raised is None or error is None or now.cause.consequence or raised.lost_a_child:
         return None
     name, place = (f"exit code {raised.exit_code}" if error[0] == "SystemExit" else error[0]), error[1]
@@ -83,6 +90,11 @@ def reason_to_stop(now: Attempt, earlier: Sequence[Attempt], *, unknown: bool = 
     if not further and any(attempt.error == error for attempt in earlier):
         return f"{name} came again{f' at {place}' if place else ''}, and training got no further than before"
     return None
+
+
+def _left_early(cause: Death, finished: Sequence[int]) -> bool:
+    """Whether the first to fail missed a rank that had ended well."""
+    return bool(finished) and cause.raised is not None and "has left the group" in cause.raised.text
 
 
 @dataclass(frozen=True)
@@ -139,7 +151,8 @@ class RestartPolicy:
         self._quick_suspensions = 0
         self._quick_failures = self._quick_failures + 1 if cause.lived_s < _QUICK_S else 0
         # Attempts that ended because hosts came or went were judged by nobody.
-        why_not = reason_to_stop(now, earlier, unknown=attempt > len(earlier))
+        finished = sorted(rank for report in reports for rank in report.finished)
+        why_not = reason_to_stop(now, earlier, unknown=attempt > len(earlier), finished=finished)
         again = bool(earlier) and signature(cause) == signature(earlier[-1].cause)
         restart = self.spend_restart() if why_not is None else ""
         delay_s = backoff_s(self._quick_failures) if restart else 0.0
@@ -156,7 +169,7 @@ class RestartPolicy:
             next_step = f"no restart is left of {self._max_restarts}"
         text = failure_text(
             deaths,
-            finished=sorted(rank for report in reports for rank in report.finished),
+            finished=finished,
             attempt=attempt,
             next_step=next_step,
             oom=next(report.oom for report in reports if cause in report.deaths),
@@ -165,6 +178,9 @@ class RestartPolicy:
         head = next(line for line in text.splitlines() if line.startswith("photinus: "))
         short = f"{head} (host {cause.host})\nphotinus: {next_step}\n"
         where = cause.rank, cause.host, exit_code_of(cause)
+        if _left_early(cause, finished):
+            theirs = [death.host for report in reports if finished[0] in report.finished for death in report.deaths]
+            where = finished[0], (theirs or [cause.host])[0], exit_code_of(cause)
         return Verdict(restart != "", delay_s, *where, text, short, restarts=self.restarts)
 
     def _after_suspension(self, cause: Death, deaths: Sequence[Death], world_size: int) -> Verdict:
