@@ -30,6 +30,7 @@ from torch.utils.data import (
 )
 
 import photinus
+from photinus.trainer.data import rng
 from photinus.trainer.data.devices import to_device
 from photinus.trainer.data.loader import Batch, loader
 
@@ -172,6 +173,64 @@ def test_loading_does_not_shift_the_ranks_own_random_numbers(workers: int) -> No
     for _ in loader(Augmented(), batch_size=10, num_workers=workers).epoch(0):
         pass
     assert (random.random(), np.random.rand(), torch.rand(3).tolist()) == wanted
+
+
+class Draws(Augmented):
+    """Draws from one generator in some samples; where numbers are expected, another one is an error."""
+
+    def __init__(self, stream: str, drawing: range) -> None:
+        super().__init__()
+        self.stream, self.drawing = stream, drawing
+        self.expected: dict[int, list[float]] = {}
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        self.loaded.append(index)
+        draw = {"python": random.random, "numpy": np.random.rand, "torch": lambda: torch.rand(())}[self.stream]
+        value = torch.tensor([float(draw()) if index in self.drawing else 0.0], dtype=torch.float64)
+        if self.expected and value.tolist() != self.expected[index]:
+            raise KeyError("an unlucky number")
+        return index, value
+
+
+def _seeded_by_hand(data: Draws, epoch: int, seed: int) -> dict[int, list[float]]:
+    """Each sample with all generators seeded for it."""
+    values = {}
+    for index in range(len(data)):
+        rng.seed_host_streams(rng.derive_seed(seed, "sample", epoch, index))
+        values[index] = data[index][1].tolist()
+    return values
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("stream", ["python", "numpy", "torch"])
+@pytest.mark.parametrize("drawing", [range(40), range(17, 19)], ids=["all", "few"])
+def test_samples_that_draw_have_numbers_of_their_own_on_every_rank(stream: str, drawing: range, workers: int) -> None:
+    data = Draws(stream, drawing)
+    data.expected = _seeded_by_hand(data, 1, 3)  # from here on the error of another sample's numbers must not be seen
+    found: dict[int, Any] = {}
+    for rank in range(2):
+        batches = loader(data, batch_size=8, seed=3, num_workers=workers, rank=rank, world_size=2)
+        for indices, values in numbers(batches.epoch(1)):
+            found |= dict(zip(indices, values, strict=True))
+    assert found == data.expected
+
+
+def test_only_a_batch_that_drew_unexpectedly_is_fetched_again_and_the_ranks_own_numbers_stay() -> None:
+    def seeds() -> None:
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+
+    seeds()
+    wanted = random.random(), np.random.randn(3).tolist(), torch.rand(3).tolist()
+    for stream in ("python", "numpy", "torch"):
+        data = Draws(stream, range(17, 19))
+        batches = loader(data, batch_size=4, shuffle=False)
+        seeds()
+        list(batches.epoch(0))
+        assert (random.random(), np.random.randn(3).tolist(), torch.rand(3).tolist()) == wanted
+        assert data.loaded == [*range(20), *range(16, 40)]
+        data.loaded.clear()
+        list(batches.epoch(1))
+        assert data.loaded == list(range(40))
 
 
 def test_each_plain_pass_is_the_next_epoch() -> None:

@@ -1,9 +1,13 @@
 """What runs where samples are fetched: in the rank itself, or in its worker processes.
 
-Whoever fetches sample i of epoch e first seeds the global generators with a seed derived from (seed, e, i), and
-collates with one derived from (seed, e, first sample of the batch). Augmentation is so a function of the sample and the
-epoch: the same with 0 or 8 workers, on 1 rank or 4, and after a resume. Where the rank itself fetches, its generators
-are put back afterwards, so that loading does not shift dropout.
+What the global generators give while sample i of epoch e is fetched is a function of (seed, e, i), and while a batch is
+collated of (seed, e, first sample of the batch). Augmentation is so a function of the sample and the epoch: the same
+with 0 or 8 workers, on 1 rank or 4, and after a resume. Where the rank itself fetches, its generators are put back
+afterwards, so that loading does not shift dropout.
+
+To seed three generators costs more than a cheap sample. So only those are seeded for each sample from which the data
+set was seen to draw, most often none. The others are watched: where one has moved after a batch, it is seeded for each
+sample from then on, and the batch is fetched again.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from typing import Any
 from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, Subset, get_worker_info
 
-from .rng import derive_seed, preserve, seed_host_streams
+from .rng import HostStream, derive_seed, host_streams
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _FOR_THE_RANK = (signal.SIGTERM, signal.SIGUSR1)  # by which it is asked to suspend
@@ -46,35 +50,78 @@ class Fetch:
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int) -> None:
         self.dataset, self.collate, self.seed = dataset, collate, seed
         self._many_at_once = _fetches_many_at_once(dataset)
+        self._drawn: set[str] = set()  # generators that the data set, or the collate function, was seen to draw from
+        self._has_looked = self._many_at_once
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, request: Request) -> Any:
-        if get_worker_info() is not None:  # a worker's generators serve nothing else
-            return self._batch(request)
-        with preserve():
-            return self._batch(request)
+        known = [] if self._has_looked else self._look(request)
+        while True:
+            batch, moved = self._watched(partial(self._batch, request, known))
+            if not moved:
+                return batch
+            known = []
 
-    def _batch(self, request: Request) -> Any:
-        batch_seed = derive_seed(self.seed, "batch", request.epoch, request.indices[0])
+    def _look(self, request: Request) -> list[Any]:
+        """Fetches the first sample of all, which shows from which generators the others will draw."""
+        streams = host_streams()
+        saved = {name: each.get() for name, each in streams.items()}
+        try:
+            self._seed([*streams.values()], "sample", request.epoch, request.indices[0])
+            marks = {name: each.mark() for name, each in streams.items()}
+            with _noted(request, request.indices[:1]):
+                sample = self.dataset[request.indices[0]]
+            self._drawn = {name for name, mark in marks.items() if streams[name].mark() != mark}
+        finally:
+            for name, state in saved.items():
+                streams[name].put_back(state)
+        self._has_looked = True
+        return [sample]
+
+    def _watched(self, fetch: Callable[[list[HostStream]], Any]) -> tuple[Any, bool]:
+        """What `fetch` returns, and whether that is worthless, since it drew from generators that it had not seeded."""
+        streams = host_streams()
+        serves_training = get_worker_info() is None  # a worker's generators serve nothing else
+        marks = {name: each.mark() for name, each in streams.items() if name not in self._drawn}
+        saved = {name: each.get() for name, each in streams.items() if serves_training and name in self._drawn}
+        result, error = None, None
+        try:
+            result = fetch([each for name, each in streams.items() if name in self._drawn])
+        except Exception as caught:  # noqa: BLE001 - raised below, unless it came of numbers that were not the sample's
+            error = caught
+        for name, state in saved.items():
+            streams[name].put_back(state)
+        moved = {name for name, mark in marks.items() if streams[name].mark() != mark}
+        if serves_training:
+            for name in moved:
+                streams[name].put_back(marks[name])
+        self._drawn |= moved
+        if error is not None and not moved:
+            raise error
+        return result, bool(moved)
+
+    def _batch(self, request: Request, known: list[Any], seeded: list[HostStream]) -> Any:
         if self._many_at_once:
-            seed_host_streams(batch_seed)
+            self._seed(seeded, "batch", request.epoch, request.indices[0])
             with _noted(request, request.indices):
                 samples = self.dataset.__getitems__(request.indices)
         else:
-            samples = self._samples(request)
-            seed_host_streams(batch_seed)
+            samples = [*known]
+            for index in request.indices[len(known) :]:
+                self._seed(seeded, "sample", request.epoch, index)
+                with _noted(request, [index]):
+                    samples.append(self.dataset[index])
+            self._seed(seeded, "batch", request.epoch, request.indices[0])
         with _noted(request, request.indices):
             return self.collate(samples)
 
-    def _samples(self, request: Request) -> list[Any]:
-        samples: list[Any] = []
-        for index in request.indices:
-            seed_host_streams(derive_seed(self.seed, "sample", request.epoch, index))
-            with _noted(request, [index]):
-                samples.append(self.dataset[index])
-        return samples
+    def _seed(self, streams: list[HostStream], kind: str, epoch: int, index: int) -> None:
+        if streams:
+            seed = derive_seed(self.seed, kind, epoch, index)
+            for stream in streams:
+                stream.seed(seed)
 
 
 class WorkerStart:
