@@ -744,6 +744,33 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path, world: Any
     assert adam.defaults.keys() <= adam.param_groups[0].keys()
 
 
+def test_what_is_logged_after_the_end_belongs_to_the_last_row(tmp_path: Path, world: Any) -> None:
+    loop = _loop(epochs=2, out=tmp_path)
+    for _ in loop:
+        loop.log(error=1.0)
+    loop.log(test=0.5)
+    assert [row.get("test") for row in loop.history] == [None, 0.5]
+    assert [row.get("test") for row in read_rows(tmp_path / "metrics.csv")] == [None, 0.5]
+    finished = _loop(epochs=2, out=tmp_path)
+    finished.log(test=0.75)  # the same script again
+    assert read_rows(tmp_path / "metrics.csv")[-1]["test"] == 0.75
+    stopped = _loop(Numbered(400), epochs=1)
+    for _ in stopped:
+        stopped.stop()
+    with pytest.raises(PhotinusError, match=r"loop\.log after the end: the run was stopped inside an epoch"):
+        stopped.log(test=0.5)
+
+
+def test_a_drop_last_that_leaves_no_batch_of_the_epoch_is_told_as_such(tmp_path: Path, world: Any) -> None:
+    loop = _loop(Numbered(10), epochs=1, out=tmp_path, drop_last=False, save_every_steps=2)
+    for _ in loop:
+        if loop.step == 3:
+            break
+    message = r"8 of 10 samples are done, and no batch is left with drop_last=True \(was False\)\. Set it back"
+    with pytest.raises(ValueError, match=message):
+        _loop(Numbered(10), epochs=1, out=tmp_path)
+
+
 def test_a_missing_scheduler_is_told(tmp_path: Path, world: Any) -> None:
     train(tmp_path, epochs=1)
     plain = Net()
@@ -827,6 +854,13 @@ def test_a_run_whose_optimizer_is_never_seen_to_step_is_saved_and_told(
         loop.model.zero_grad()
     assert _checkpoints(tmp_path) == ["step-00000120", "step-00000200", "step-00000240"]
     assert capsys.readouterr().out.count("no step of the optimizer was seen") == 1
+
+
+def test_one_epoch_is_one(world: Any) -> None:
+    loop = _loop(epochs=1)
+    for _ in loop:
+        pass
+    assert loop.summary().startswith("finished: 1 epoch, 3 steps")
 
 
 def test_the_best_checkpoint_stays_where_not_every_epoch_would_be_saved(tmp_path: Path, world: Any) -> None:

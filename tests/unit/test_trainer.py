@@ -152,6 +152,16 @@ def test_a_session_that_is_open_is_used_and_left_open() -> None:
         assert world.backend == "gloo"
 
 
+def test_a_rows_learning_rate_is_that_of_its_last_step(tmp_path: Path) -> None:
+    model = torch.nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    trainer = photinus.Trainer(
+        model, optimizer, torch.nn.functional.cross_entropy, epochs=3, batch_size=8, scheduler=scheduler, curves=False
+    )
+    assert [row["learning_rate"] for row in trainer.fit(points()).history] == [0.1, 0.05, 0.025]
+
+
 @pytest.mark.parametrize(("every", "rate"), [("epoch", 0.05 * 0.1**1), ("step", 0.05 * 0.1**6)])
 def test_the_scheduler_steps_once_an_epoch_or_once_a_step(every: str, rate: float) -> None:
     trainer = _trainer(epochs=1)
@@ -254,6 +264,32 @@ def test_wrong_options_are_refused_before_any_work(options: dict[str, Any], mess
     with pytest.raises((ValueError, TypeError), match=message):
         _trainer(**options).fit(points())
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"max_epochs": 3, "logger": "wandb", "epochs": None}, [
+            "Trainer has no option 'max_epochs'. Did you mean 'epochs'?", "Trainer has no option 'logger'.",
+            "epochs=None and steps=None",
+        ]),
+        ({"strategy": "zero4", "keep_last": 0, "precision": "fp16", "metrics": [right], "valid_batch_size": 0}, [
+            "unknown strategy 'zero4'", "keep_last=0", "precision='fp16'", "metrics is a list", "valid_batch_size=0",
+        ]),
+        ({"strategy_options": {"bucket_cap": 1}, "resume": 3, "best": 7, "tensorboard": True, "seed": -1}, [
+            "no option 'bucket_cap'", "resume=3", "best=7", "give out=..., too", "seed=-1",
+        ]),
+        ({"accumulate": 0, "clip_norm": -1, "num_workers": 1.5, "config": 3, "scheduler": "cosine"}, [
+            "accumulate=0", "clip_norm=-1", "num_workers", "config is a int", "scheduler is a str",
+        ]),
+    ],
+)  # fmt: skip
+def test_everything_that_is_wrong_is_told_at_once_when_the_trainer_is_made(
+    options: dict[str, Any], told: list[str]
+) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        _trainer(**{"epochs": 3, **options})
+    assert [each for each in told if each not in str(caught.value)] == []
 
 
 def test_a_validation_set_that_is_none_is_refused_before_any_work(tmp_path: Path) -> None:

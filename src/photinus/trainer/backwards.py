@@ -45,6 +45,7 @@ class Backwards:
         self._settled = 0  # backwards made up to the end of the last body with a step
         self._made = 0
         self._used = [0] * len(optimizers)
+        self.rate: Any = None  # of the first optimizer's last step: its scheduler may have moved on since
         for place, optimizer in enumerate(optimizers):
             if hasattr(optimizer, "register_step_post_hook"):
                 optimizer.register_step_pre_hook(partial(self._before_step, place))
@@ -94,6 +95,9 @@ class Backwards:
     def _before_step(
         self, place: int, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
+        if place == 0:
+            rate = optimizer.param_groups[0]["lr"]
+            self.rate = rate.clone() if isinstance(rate, torch.Tensor) else rate
         if len(args) < 2 and kwargs.get("closure") is None:  # a closure has its backward inside the step
             self._check(place, optimizer)
         if self._watched and place in self._versions:

@@ -33,7 +33,7 @@ from .checkpoint.durable import explain_no_space, require_space
 from .checkpoint.folder import Checkpoint, on_all_ranks
 from .checkpoint.position import Position
 from .data import rng
-from .data.arguments import whole_number
+from .data.arguments import check_all, whole_number
 from .data.loader import Batch, loader, note_place
 from .data.sampler import GlobalBatches
 from .record.config import describe_start, user_options
@@ -52,6 +52,8 @@ from .session.progress import Progress, say, show_metrics
 from .session.replicas import Replicas, describe_replicas
 from .session.session import require_session
 from .session.wrapping import check_exchanges_gradients, check_optimizer, check_scheduler
+
+_COUNTS = ("batch_size", "validate_every_steps", "save_every_steps", "save_every_epochs", "keep_last")
 
 
 class Loop:
@@ -169,18 +171,12 @@ class Loop:
             self._strategy = strategy_of(model)
             self._wrapped = unwrap_compiled(model)  # what the strategy's verbs know
             check_optimizer(model, optimizer)
+            user = check_options(
+                epochs=epochs, steps=steps, out=out, resume=resume, best=best, state=state, config=config,
+                tensorboard=tensorboard, validate_every_steps=validate_every_steps, save_every_steps=save_every_steps,
+                save_every_epochs=save_every_epochs, keep_last=keep_last,
+            )  # fmt: skip
             self._length = length = Length(epochs, steps)
-            for name, value in (
-                ("validate_every_steps", validate_every_steps),
-                ("save_every_steps", save_every_steps),
-                ("save_every_epochs", save_every_epochs),
-            ):
-                if value is not None:
-                    whole_number(name, value, least=1)
-            _check_kinds(resume, best, state)
-            user = user_options(config)
-            if tensorboard and out is None:
-                raise ValueError("tensorboard=True writes event files into the run's folder: give out=..., too")
             if tensorboard and session.is_main:
                 check_tensorboard()
             self._seed = seed = session.seed or 0 if seed is None else seed
@@ -389,20 +385,30 @@ class Loop:
     def log(self, **metrics: float | Tensor) -> None:
         """Adds numbers to the running row of metrics.csv (the epoch's); of the same name the last one counts.
 
-        They should be equal on all ranks, as those of `photinus.evaluate` are; rank 0's are written.
+        They should be equal on all ranks, as those of `photinus.evaluate` are; rank 0's are written. After the end they
+        belong to the last row; a checkpoint that is resumed with more epochs does not have them.
 
         Raises:
             ValueError: a name that the row has anyway, or a value that is not one number.
+            PhotinusError: the run was stopped since the last row, so that there is none to add to.
         """
+        row, history = self._position.logged, self._position.history
+        ended = self._batch is None and self.finished
+        if ended and not (history and history[-1]["step"] == self._position.step):
+            raise PhotinusError("loop.log after the end: the run was stopped inside an epoch. Log before loop.stop()")
+        if ended:
+            row = history[-1]
         for name, value in metrics.items():
             if name in OWN_COLUMNS:
                 raise ValueError(f"loop.log: {name!r} is a column that the loop fills itself; take another name")
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise ValueError(f"loop.log: {name!r} has shape {list(value.shape)}, but one number is needed")
             try:
-                self._position.logged[name] = float(value)
+                row[name] = float(value)
             except (TypeError, ValueError):
                 raise ValueError(f"loop.log: {name!r} is {value!r}, but one number is needed") from None
+        if ended and self._folder is not None:
+            self._folder.write_rows(history)
 
     def stop(self) -> None:
         """Ends the run early, on all ranks together, even when only one of them asks.
@@ -529,7 +535,9 @@ class Loop:
 
     def _end_row(self, epoch_ended: bool) -> None:
         position, every = self._position, self._validate_every_steps
-        rate = self._optimizer.param_groups[0]["lr"] if self._optimizer.param_groups else math.nan
+        rate = self._backwards.rate
+        if rate is None:  # no step was seen
+            rate = self._optimizer.param_groups[0]["lr"] if self._optimizer.param_groups else math.nan
         whole = position.batches_done == self.steps_per_epoch if every is None else position.step % every == 0
         row = position.end_row(time.perf_counter() - self._session.aside_s, float(rate), whole=whole)
         if self._folder is not None:
@@ -610,13 +618,44 @@ class Loop:
             say(f"resumed from {self.resumed_from}: {self._length.describe(self._position)}")
 
 
-def _check_kinds(resume: Any, best: Any, state: Any) -> None:
-    if not (resume is None or isinstance(resume, (str, os.PathLike))):
-        raise TypeError(f'resume={resume!r}: needs "auto", "never", or the path of a checkpoint or of a run\'s folder')
-    if best is not None and not (isinstance(best, str) and best.removeprefix("-")):
-        raise TypeError(f'best={best!r}: needs the name of a metric that is logged, such as "accuracy" or "-loss"')
-    if not (state is None or isinstance(state, Mapping)):
-        raise TypeError(f"state is a {type(state).__name__}, but a dict is needed: objects to save, by name")
+def check_options(**options: Any) -> dict[str, Any]:
+    """Refuses options of a Loop that cannot be right, all at once, and before model and data set are looked at.
+
+    Returns:
+        The script's own options, of `config`.
+    """
+    resume, best, state = (options.get(name) for name in ("resume", "best", "state"))
+
+    def check_resume() -> None:
+        if not (resume is None or isinstance(resume, (str, os.PathLike))):
+            raise TypeError(
+                f'resume={resume!r}: needs "auto", "never", or the path of a checkpoint or of a run\'s folder'
+            )
+
+    def check_best() -> None:
+        if best is not None and not (isinstance(best, str) and best.removeprefix("-")):
+            raise TypeError(f'best={best!r}: needs the name of a metric that is logged, such as "accuracy" or "-loss"')
+
+    def check_state() -> None:
+        if not (state is None or isinstance(state, Mapping)):
+            raise TypeError(f"state is a {type(state).__name__}, but a dict is needed: objects to save, by name")
+
+    def check_folder() -> None:
+        if options.get("tensorboard") and options.get("out") is None:
+            raise ValueError("tensorboard=True writes event files into the run's folder: give out=..., too")
+
+    check_all(
+        partial(Length, options.get("epochs"), options.get("steps")),
+        *(partial(whole_number, each, options[each], least=1) for each in _COUNTS if options.get(each) is not None),
+        partial(whole_number, "num_workers", options.get("num_workers") or 0),
+        partial(rng.check_seed, options.get("seed") or 0),
+        check_resume,
+        check_best,
+        check_state,
+        check_folder,
+        partial(user_options, options.get("config")),
+    )
+    return user_options(options.get("config"))
 
 
 def _measurements(row: Row) -> Row:

@@ -25,7 +25,7 @@ from .session.progress import say
 from .session.session import Session
 
 _NEEDED = frozenset({"model", "optimizer", "position", "run", "rng"})
-_DECIDES_THE_ORDER = ("batch_size", "seed", "samples", "shuffle")  # of the samples: they must fit inside an epoch
+_DECIDES_THE_ORDER = ("batch_size", "seed", "samples", "shuffle", "drop_last")  # of the samples
 
 
 class Saves:
@@ -130,10 +130,12 @@ class Saves:
             notes = check_fits(content["run"], options, samples_done)
             position.batches_done = samples_done // options["batch_size"]
             if position.batches_done >= steps_per_epoch:
+                names = [each for each in ("batch_size", "drop_last") if content["run"].get(each) != options[each]]
                 raise ValueError(
                     f"cannot go on inside an epoch: {samples_done} of {options['samples']} samples are done, and "
-                    f"no batch of batch_size={options['batch_size']} is left; it was "
-                    f"{content['run']['batch_size']} when the checkpoint was saved"
+                    f"no batch is left with "
+                    + " and ".join(f"{each}={options[each]} (was {content['run'].get(each)})" for each in names)
+                    + ". Set it back, or resume from a checkpoint at the end of an epoch."
                 )
             self._check_objects(content, path)
             given = content["run"].get("given", self._settings.given)  # earlier versions did not save it

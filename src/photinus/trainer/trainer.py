@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,18 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
-from ..parallel import strategy_of
+from ..parallel import find_strategy, strategy_of
 from ..parallel.strategies.strategy import Strategy
 from ..runlog.tables import Row
+from ..runlog.units import plural
+from ..spelling import hint
 from .checkpoint.states import unwrap
-from .data.arguments import whole_number
+from .data.arguments import check_all, whole_number
 from .data.datasets import check_dataset, taken_apart
 from .data.rng import seed_everything
 from .evaluation import BatchMean, Metric, evaluate
-from .loop import Loop
+from .loop import Loop, check_options
 from .record.curves import PICTURE
-from .session.length import Length
 from .session.progress import show_metrics
 from .session.session import current_session, init
 from .session.wrapping import wrap
@@ -61,7 +63,7 @@ class Result:
     def __str__(self) -> str:
         where = "" if self.out is None else f"; results in {self.out}"
         epochs = int(self.history[-1]["epoch"]) if self.history else 0
-        return f"{epochs} epochs: {show_metrics(self.metrics)}{where}"
+        return f"{plural(epochs, 'epoch')}: {show_metrics(self.metrics)}{where}"
 
 
 class Trainer:
@@ -75,7 +77,7 @@ class Trainer:
         model: a plain module; wrapped here.
         optimizer: over the model's parameters.
         loss_fn: `loss_fn(outputs, targets)`, the mean over the batch.
-        epochs: the run ends after so many, counted from its very start.
+        epochs: the run ends after so many, plural from its very start.
         steps: in place of epochs: the run ends after so many batches, and validates then, too.
         batch_size: samples of one step over ALL ranks, at least one for each. Default: the DataLoader's.
         accumulate: the optimizer makes a step after so many batches, on the mean of their gradients: its batch is
@@ -135,32 +137,6 @@ class Trainer:
         strategy_options: Mapping[str, Any] | None = None,
         **loop_options: Any,
     ) -> None:
-        Length(epochs, steps)  # refuses what cannot be, before any work
-        _check_kinds(loss_fn, metrics, scheduler, callbacks)
-        if scheduler_every not in ("epoch", "step"):
-            raise ValueError(f'scheduler_every={scheduler_every!r}: needs "epoch" or "step"')
-        if precision not in _PRECISIONS:
-            raise ValueError(
-                f"precision={precision!r}: needs {' or '.join(map(repr, _PRECISIONS))} (float16 would need a loss "
-                f"scaler, which the Trainer has not: keep a Loop of your own, with state={{'scaler': scaler}} and "
-                f"loop.backward(loss, scaler=scaler))"
-            )
-        _check_steps_without_arguments(optimizer, scheduler, scheduler_every, validate_every_steps)
-        limit: Any = clip_norm
-        if limit is not None and (isinstance(limit, str) or not limit > 0):
-            raise ValueError(f"clip_norm={clip_norm!r}: needs a number above 0, or None")
-        if "valid_loss" in (metrics or {}):
-            raise ValueError("metrics: 'valid_loss' is measured anyway; take another name")
-        self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
-        self._metrics: dict[str, Metric] = {**(metrics or {}), "valid_loss": BatchMean(loss_fn)}
-        self._wrap_options: dict[str, Any] = {"strategy": strategy, "sync_batch_norm": sync_batch_norm}
-        self._strategy_options = dict(strategy_options or {})
-        self._clip_norm = clip_norm
-        self._accumulate = whole_number("accumulate", accumulate, least=1)
-        self._precision = precision
-        self._scheduler, self._scheduler_every = scheduler, scheduler_every
-        self._device, self._backend, self._seed = device, backend, seed
-        self._valid_batch_size, self._callbacks = valid_batch_size, tuple(callbacks)
         self._loop_options: dict[str, Any] = {
             "epochs": epochs,
             "steps": steps,
@@ -173,6 +149,26 @@ class Trainer:
             "scheduler": scheduler,
             **loop_options,
         }
+        check_all(
+            partial(_check_names, loop_options),
+            partial(check_options, **self._loop_options),
+            partial(_check_kinds, loss_fn, metrics, scheduler, callbacks),
+            partial(_check_values, scheduler_every, precision, clip_norm, metrics),
+            partial(_check_steps_without_arguments, optimizer, scheduler, scheduler_every, validate_every_steps),
+            partial(whole_number, "accumulate", accumulate, least=1),
+            partial(whole_number, "valid_batch_size", 64 if valid_batch_size is None else valid_batch_size, least=1),
+            lambda: find_strategy(strategy)(**(strategy_options or {})),
+        )
+        self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
+        self._metrics: dict[str, Metric] = {**(metrics or {}), "valid_loss": BatchMean(loss_fn)}
+        self._wrap_options: dict[str, Any] = {"strategy": strategy, "sync_batch_norm": sync_batch_norm}
+        self._strategy_options = dict(strategy_options or {})
+        self._clip_norm = clip_norm
+        self._accumulate = accumulate
+        self._precision = precision
+        self._scheduler, self._scheduler_every = scheduler, scheduler_every
+        self._device, self._backend, self._seed = device, backend, seed
+        self._valid_batch_size, self._callbacks = valid_batch_size, tuple(callbacks)
 
     def fit(
         self, train_set: Dataset[Any] | DataLoader[Any], valid_set: Dataset[Any] | DataLoader[Any] | None = None
@@ -266,6 +262,29 @@ class Trainer:
             curves=curves,
             rank=loop.rank,
         )
+
+
+def _check_names(options: Mapping[str, Any]) -> None:
+    accepted = inspect.signature(Loop).parameters.keys() - {"model", "optimizer", "train_set"}
+    known = {*accepted, *inspect.signature(Trainer).parameters} - {"loop_options"}
+    wrong = [name for name in options if name not in accepted]
+    if wrong:
+        raise TypeError("\n".join(f"Trainer has no option {each!r}.{hint(each, known, show=repr)}" for each in wrong))
+
+
+def _check_values(scheduler_every: Any, precision: Any, clip_norm: Any, metrics: Any) -> None:
+    if scheduler_every not in ("epoch", "step"):
+        raise ValueError(f'scheduler_every={scheduler_every!r}: needs "epoch" or "step"')
+    if precision not in _PRECISIONS:
+        raise ValueError(
+            f"precision={precision!r}: needs {' or '.join(map(repr, _PRECISIONS))} (float16 would need a loss "
+            f"scaler, which the Trainer has not: keep a Loop of your own, with state={{'scaler': scaler}} and "
+            f"loop.backward(loss, scaler=scaler))"
+        )
+    if clip_norm is not None and (isinstance(clip_norm, str) or not clip_norm > 0):
+        raise ValueError(f"clip_norm={clip_norm!r}: needs a number above 0, or None")
+    if "valid_loss" in (metrics or {}):
+        raise ValueError("metrics: 'valid_loss' is measured anyway; take another name")
 
 
 def _check_kinds(loss_fn: Any, metrics: Any, scheduler: Any, callbacks: Any) -> None:

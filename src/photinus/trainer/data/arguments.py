@@ -3,7 +3,22 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
+
+
+def check_all(*checks: Callable[[], Any]) -> None:
+    """Makes all the checks, and raises their TypeErrors and ValueErrors as one, a line for each."""
+    errors: list[TypeError | ValueError] = []
+    for check in checks:
+        try:
+            check()
+        except (TypeError, ValueError) as error:
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise (TypeError if isinstance(errors[0], TypeError) else ValueError)("\n".join(map(str, errors)))
 
 
 def whole_number(name: str, value: Any, *, least: int = 0) -> int:

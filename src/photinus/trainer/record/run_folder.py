@@ -106,6 +106,10 @@ class RunFolder:
                 self._tensorboard.add_row(row)
         self.tell(kind, int(row["step"]), epoch=int(row["epoch"]), validation_s=round(aside_s, 6))
 
+    def write_rows(self, history: Sequence[Row]) -> None:
+        """Writes metrics.csv again, after the end. Raises OSError."""
+        self._files.write_metrics(history)
+
     def tell(self, kind: str, step: int, **facts: Any) -> None:
         """Adds an event that happens now. An error is kept in `error`."""
         with self._keeping_error():

@@ -1,9 +1,10 @@
-"""How long a run is: so many epochs, or so many steps, counted from its very start."""
+"""How long a run is: so many epochs, or so many steps, plural from its very start."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...runlog.units import plural
 from ..checkpoint.position import Position
 from ..data.arguments import whole_number
 
@@ -76,10 +77,10 @@ class Length:
         """How the run ended, in words, or where it stands."""
         if position.stopped_of or not self.reached(position):
             return f"stopped: {self.describe(position)}"
-        return f"finished: {position.epochs_done} epochs, {position.step} steps"
+        return f"finished: {plural(position.epochs_done, 'epoch')}, {plural(position.step, 'step')}"
 
     def describe_nothing_to_do(self, position: Position) -> tuple[str, str]:
         """Why a run that is resumed is over, and what to do about it."""
-        done = "the run was stopped early" if position.stopped_of else f"all {self.wanted} {self.unit} are done"
+        done = "the run was stopped early" if position.stopped_of else f"{plural(self.wanted, self.unit[:-1])} done"
         more = max(self.wanted, position.stopped_of, position.step if self.epochs is None else position.epochs_done)
         return done, f"use --{self.unit} N with N above {more}, or resume='never' to begin anew"
