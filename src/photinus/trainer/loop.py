@@ -33,7 +33,7 @@ from .checkpoint.durable import explain_no_space, require_space
 from .checkpoint.folder import Checkpoint, on_all_ranks
 from .checkpoint.position import Position
 from .data import rng
-from .data.arguments import check_all, whole_number
+from .data.arguments import check_all, refuse_if, whole_number
 from .data.loader import Batch, loader, note_place
 from .data.sampler import GlobalBatches
 from .record.config import describe_start, user_options
@@ -625,34 +625,20 @@ def check_options(**options: Any) -> dict[str, Any]:
         The script's own options, of `config`.
     """
     resume, best, state = (options.get(name) for name in ("resume", "best", "state"))
-
-    def check_resume() -> None:
-        if not (resume is None or isinstance(resume, (str, os.PathLike))):
-            raise TypeError(
-                f'resume={resume!r}: needs "auto", "never", or the path of a checkpoint or of a run\'s folder'
-            )
-
-    def check_best() -> None:
-        if best is not None and not (isinstance(best, str) and best.removeprefix("-")):
-            raise TypeError(f'best={best!r}: needs the name of a metric that is logged, such as "accuracy" or "-loss"')
-
-    def check_state() -> None:
-        if not (state is None or isinstance(state, Mapping)):
-            raise TypeError(f"state is a {type(state).__name__}, but a dict is needed: objects to save, by name")
-
-    def check_folder() -> None:
-        if options.get("tensorboard") and options.get("out") is None:
-            raise ValueError("tensorboard=True writes event files into the run's folder: give out=..., too")
-
+    kind = f"state is a {type(state).__name__}, but a dict is needed: objects to save, by name"
+    place = f'resume={resume!r}: needs "auto", "never", or the path of a checkpoint or of a run\'s folder'
+    metric = f'best={best!r}: needs the name of a metric that is logged, such as "accuracy" or "-loss"'
+    folder = "tensorboard=True writes event files into the run's folder: give out=..., too"
+    named = best is None or (isinstance(best, str) and best.removeprefix("-"))
     check_all(
         partial(Length, options.get("epochs"), options.get("steps")),
         *(partial(whole_number, each, options[each], least=1) for each in _COUNTS if options.get(each) is not None),
         partial(whole_number, "num_workers", options.get("num_workers") or 0),
         partial(rng.check_seed, options.get("seed") or 0),
-        check_resume,
-        check_best,
-        check_state,
-        check_folder,
+        partial(refuse_if, not (resume is None or isinstance(resume, (str, os.PathLike))), TypeError(place)),
+        partial(refuse_if, not named, TypeError(metric)),
+        partial(refuse_if, not (state is None or isinstance(state, Mapping)), TypeError(kind)),
+        partial(refuse_if, options.get("tensorboard") and options.get("out") is None, ValueError(folder)),
         partial(user_options, options.get("config")),
     )
     return user_options(options.get("config"))

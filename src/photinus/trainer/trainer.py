@@ -22,7 +22,7 @@ from ..runlog.tables import Row
 from ..runlog.units import plural
 from ..spelling import hint
 from .checkpoint.states import unwrap
-from .data.arguments import check_all, whole_number
+from .data.arguments import check_all, refuse_if, whole_number
 from .data.datasets import check_dataset, taken_apart
 from .data.rng import seed_everything
 from .evaluation import BatchMean, Metric, evaluate
@@ -149,11 +149,23 @@ class Trainer:
             "scheduler": scheduler,
             **loop_options,
         }
+        every = f'scheduler_every={scheduler_every!r}: needs "epoch" or "step"'
+        width = (
+            f"precision={precision!r}: needs {' or '.join(map(repr, _PRECISIONS))} (float16 would need a loss "
+            f"scaler, which the Trainer has not: keep a Loop of your own, with state={{'scaler': scaler}} and "
+            f"loop.backward(loss, scaler=scaler))"
+        )
+        limit: Any = clip_norm
+        norm = f"clip_norm={clip_norm!r}: needs a number above 0, or None"
+        taken = "metrics: 'valid_loss' is measured anyway; take another name"
         check_all(
             partial(_check_names, loop_options),
             partial(check_options, **self._loop_options),
             partial(_check_kinds, loss_fn, metrics, scheduler, callbacks),
-            partial(_check_values, scheduler_every, precision, clip_norm, metrics),
+            partial(refuse_if, scheduler_every not in ("epoch", "step"), ValueError(every)),
+            partial(refuse_if, precision not in _PRECISIONS, ValueError(width)),
+            partial(refuse_if, not (clip_norm is None or (not isinstance(limit, str) and limit > 0)), ValueError(norm)),
+            partial(refuse_if, "valid_loss" in (metrics or {}), ValueError(taken)),
             partial(_check_steps_without_arguments, optimizer, scheduler, scheduler_every, validate_every_steps),
             partial(whole_number, "accumulate", accumulate, least=1),
             partial(whole_number, "valid_batch_size", 64 if valid_batch_size is None else valid_batch_size, least=1),
@@ -270,21 +282,6 @@ def _check_names(options: Mapping[str, Any]) -> None:
     wrong = [name for name in options if name not in accepted]
     if wrong:
         raise TypeError("\n".join(f"Trainer has no option {each!r}.{hint(each, known, show=repr)}" for each in wrong))
-
-
-def _check_values(scheduler_every: Any, precision: Any, clip_norm: Any, metrics: Any) -> None:
-    if scheduler_every not in ("epoch", "step"):
-        raise ValueError(f'scheduler_every={scheduler_every!r}: needs "epoch" or "step"')
-    if precision not in _PRECISIONS:
-        raise ValueError(
-            f"precision={precision!r}: needs {' or '.join(map(repr, _PRECISIONS))} (float16 would need a loss "
-            f"scaler, which the Trainer has not: keep a Loop of your own, with state={{'scaler': scaler}} and "
-            f"loop.backward(loss, scaler=scaler))"
-        )
-    if clip_norm is not None and (isinstance(clip_norm, str) or not clip_norm > 0):
-        raise ValueError(f"clip_norm={clip_norm!r}: needs a number above 0, or None")
-    if "valid_loss" in (metrics or {}):
-        raise ValueError("metrics: 'valid_loss' is measured anyway; take another name")
 
 
 def _check_kinds(loss_fn: Any, metrics: Any, scheduler: Any, callbacks: Any) -> None:

@@ -21,6 +21,12 @@ def check_all(*checks: Callable[[], Any]) -> None:
         raise (TypeError if isinstance(errors[0], TypeError) else ValueError)("\n".join(map(str, errors)))
 
 
+def refuse_if(wrong: Any, error: Exception) -> None:
+    """Raises the error where something is wrong: a check for `check_all`."""
+    if wrong:
+        raise error
+
+
 def whole_number(name: str, value: Any, *, least: int = 0) -> int:
     """`value` as an int; any integer type is taken (numpy's too), but neither bool nor float."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):

@@ -1,14 +1,12 @@
 """What a script gives its optimizers and schedulers, and what of it holds when a run is resumed.
 
 One rule: **what the script gives differently than when the checkpoint was saved replaces what the checkpoint holds; all
-else is the checkpoint's.** So the same script continues with the same bits, whatever schedulers or its body made of a
-learning rate, and a script with another rate, horizon or option gets what it says. For that a checkpoint holds what the
-script had given: options of optimizers and states of schedulers before the first step.
+else is the checkpoint's.** So a checkpoint holds what the script had given, too: options and schedulers' states before
+the first step. The same script continues with the same bits, whatever it made of a learning rate meanwhile.
 
 Most schedulers compute a rate from the one before, which says nothing of a new curve (at the end of a cosine it is 0).
-A scheduler that was changed, or whose base rate was, makes the steps of the run again, from its start: the run
-continues where a run with the new curve would be. One that follows a metric (ReduceLROnPlateau) has only its settings
-replaced, not its rate, nor what it has seen.
+A changed one makes the run's steps again, from its start, and is where a run along the new curve would be. One that
+follows a metric (ReduceLROnPlateau) has its settings replaced, but neither its rate nor what it has seen.
 """
 
 from __future__ import annotations
@@ -53,6 +51,7 @@ class Settings:
         Raises:
             ValueError: a changed scheduler has no place for where the run is.
         """
+        before = {**self.given, **before}  # what was no scheduler then has nothing to compare with
         stepped = {
             name: _steps_again(name, scheduler, states[name])
             for name, scheduler in self._schedulers.items()
@@ -96,7 +95,8 @@ class Settings:
 
 
 def _is_scheduler(value: Any) -> bool:
-    return isinstance(getattr(value, "optimizer", None), Optimizer) and callable(getattr(value, "state_dict", None))
+    has_verbs = all(callable(getattr(value, verb, None)) for verb in ("step", "state_dict"))
+    return has_verbs and isinstance(getattr(value, "optimizer", None), Optimizer)
 
 
 def _counts_steps(scheduler: Any) -> bool:
