@@ -111,8 +111,8 @@ def loader(
             ranks may then differ by one in their number of batches. `shuffle` and `drop_last` do not apply.
         shuffle: a new order in each epoch, a function of (seed, epoch) alone. Default: as `train`.
         seed: of the order, and of the generators (Python's, numpy's and torch's global ones) that __getitem__ and the
-            collate function draw from: each sample has its own seed, a function of (seed, epoch, sample), at a cost
-            of about 15 us. With __getitems__ there is one for the batch.
+            collate function draw from: each sample has its own seed, a function of (seed, epoch, sample).
+            With __getitems__ there is one for the batch.
         drop_last: leave out an epoch's last, short batch; default: True.
         num_workers: worker processes that fetch; default: none. A TensorDataset (or a Subset of one) is indexed in this
             process instead, which is faster, unless there is a collate function.

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib
+import pickle
 import random
 import sys
 import warnings
@@ -102,27 +103,30 @@ def seed_host_streams(seed: int) -> None:
 
 
 def _torch_state() -> bytes:
-    return bytes(torch.default_generator.get_state().numpy())
+    state = torch.default_generator.get_state()
+    return ctypes.string_at(state.data_ptr(), state.numel())  # without numpy, which may not be installed
 
 
 def _put_torch_back(state: bytes) -> None:
     torch.default_generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
-def _numpy_mark() -> Any:
+def _numpy_mark() -> bytes:
     random_state = sys.modules["numpy"].random
     generator = random_state.mtrand._rand._bit_generator
     if type(generator).__name__ != _NUMPY_GENERATOR:
-        return random_state.get_state(legacy=False)
+        return pickle.dumps(random_state.get_state(legacy=False))
     # To ask for its state takes 50 us, as it copies word by word.
     return ctypes.string_at(generator.ctypes.state_address, _NUMPY_STATE_BYTES)
 
 
 def _put_numpy_back(state: Any) -> None:
     numpy: Any = sys.modules["numpy"]
-    if isinstance(state, bytes):
+    if isinstance(state, bytes) and len(state) == _NUMPY_STATE_BYTES:
         words, place = numpy.frombuffer(state, dtype=numpy.uint32, count=624), numpy.frombuffer(state[-4:], numpy.int32)
         state = (_NUMPY_GENERATOR, words, int(place[0]))
+    elif isinstance(state, bytes):
+        state = pickle.loads(state)
     numpy.random.set_state(state)
 
 
