@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import sys
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable import replicate
 from torch.distributed.algorithms.ddp_comm_hooks import (
     ddp_zero_hook,
     debugging_hooks,
@@ -30,6 +33,8 @@ from tests.dist.ddp_checks import (
     small_ddp,
     small_net,
 )
+
+TorchDDP = nn.parallel.DistributedDataParallel
 
 
 def torch_wrapped(group: dist.ProcessGroup) -> nn.parallel.DistributedDataParallel:
@@ -100,6 +105,72 @@ def check_power_sgd_gives_what_it_gives_in_torchs_class(group: dist.ProcessGroup
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
+def check_hooks_that_exchange_in_callbacks_are_right_with_any_number_of_buckets(group: dist.ProcessGroup) -> None:
+    """PowerSGD of full rank is the average. gloo runs callbacks in an order of chance, and aborts."""
+    if dist.get_backend(group) == "gloo":
+        return
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for wrapper, warm in ((DistributedDataParallel, True), (DistributedDataParallel, False), (TorchDDP, True)):
+            ddp = wrapper(small_net(), process_group=group, bucket_cap_mb=KIB_IN_MIB)
+            twin = naive_twin(ddp.module, group)
+            state = powerSGD_hook.PowerSGDState(
+                group,
+                matrix_approximation_rank=40,
+                start_powerSGD_iter=2,
+                min_compression_rate=0,
+                warm_start=warm,
+                use_error_feedback=warm,
+            )
+            ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+            for step in range(12):
+                for net in (ddp, twin):
+                    net.zero_grad()
+                    net(batch(group, step)).square().mean().backward()
+                average_gradients(twin, group)
+                for p, q in zip(ddp.module.parameters(), twin.parameters(), strict=True):
+                    torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-5)
+    finally:
+        sys.setswitchinterval(switch)
+
+
+def check_torchs_replicate_runs_with_our_class_in_the_place_of_its_own(group: dist.ProcessGroup) -> None:
+    net = small_net()
+    twin = naive_twin(net, group)
+    with mock.patch.object(sys.modules[replicate.__module__], "DistributedDataParallel", DistributedDataParallel):
+        replicate(net, process_group=group, bucket_cap_mb=KIB_IN_MIB)
+        for step in range(3):
+            for each in (net, twin):
+                each.zero_grad()
+                each(batch(group, step)).square().mean().backward()
+            average_gradients(twin, group)
+            assert_same_gradients(net, twin, group)
+
+
+def check_zero_begins_to_step_inside_torchs_hook_in_the_same_iteration_as_under_torchs_class(
+    group: dist.ProcessGroup,
+) -> None:
+    if dist.get_backend(group) == "gloo":
+        return  # torch refuses
+    for hook in (ddp_zero_hook.hook_with_zero_step, ddp_zero_hook.hook_with_zero_step_interleaved):
+        for static in (False, True):
+            found = []
+            for wrapper in (DistributedDataParallel, TorchDDP):
+                ddp = wrapper(small_net(), process_group=group, bucket_cap_mb=KIB_IN_MIB, static_graph=static)
+                zero = ZeroRedundancyOptimizer(
+                    ddp.parameters(), torch.optim.SGD, process_group=group, overlap_with_ddp=True, lr=0.1
+                )
+                ddp.register_comm_hook(group, hook(default_hooks.allreduce_hook, ddp, zero))
+                for step in range(5):
+                    ddp.zero_grad()
+                    ddp(batch(group, step)).square().mean().backward()
+                    zero.step()
+                found.append([p.detach().clone() for p in ddp.parameters()])
+            for p, q in zip(*found, strict=True):
+                torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
 def check_batched_power_sgd_which_resizes_buckets_gives_what_it_gives_in_torchs_class(group: dist.ProcessGroup) -> None:
     orthogonalize = powerSGD_hook._orthogonalize
 
@@ -156,14 +227,13 @@ def check_a_hook_whose_result_is_too_short_is_told_both_sizes(group: dist.Proces
 def check_zero_steps_inside_torchs_hooks_as_it_does_after_backward(group: dist.ProcessGroup) -> None:
     """The first two iterations do not step: torch's hooks learn what lies in which bucket then.
 
-    The interleaved one broadcasts from callbacks. With several buckets these come in an order of chance on CPUs (torch
-    refuses gloo for it), so it gets one bucket.
+    The interleaved one broadcasts from callbacks.
     """
     if dist.get_backend(group) == "gloo":
         return  # torch refuses
     for around, cap in (
         (ddp_zero_hook.hook_with_zero_step, KIB_IN_MIB),
-        (ddp_zero_hook.hook_with_zero_step_interleaved, 25),
+        (ddp_zero_hook.hook_with_zero_step_interleaved, KIB_IN_MIB),
     ):
         inside = DistributedDataParallel(small_net(), bucket_cap_mb=cap)
         zero = ZeroRedundancyOptimizer(

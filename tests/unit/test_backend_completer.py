@@ -131,3 +131,21 @@ def test_what_is_apart_waits_for_nobody_and_holds_up_nobody() -> None:
     assert seen == ["lost"]
     completer.close()
     assert not [thread for thread in threading.enumerate() if "apart" in thread.name]
+
+
+def test_a_thread_without_callbacks_waits_until_those_that_may_exchange_have_run() -> None:
+    completer, go_on, seen = Completer("test"), threading.Event(), []
+
+    def complete(_: BaseException | None) -> None:
+        completer.settle(20)  # inside a callback: goes on
+        go_on.wait(20)
+        seen.append("callback")
+
+    completer.submit(lambda: None, complete, True)
+    completer.settle(0.01)  # its limit
+    assert seen == []
+    go_on.set()
+    completer.settle(20)
+    assert seen == ["callback"]
+    assert completer.unsettled == 0
+    completer.close()

@@ -3,9 +3,10 @@
 Operations of one engine communicator end in the order in which they were submitted, so one thread at a time, the
 leader, waits for the oldest; when it ends, the leader appoints another thread before it runs the callbacks. A callback
 may therefore wait for further collectives, to any depth (with a fixed number of threads it deadlocks: PowerSGD's hook
-on one thread, gloo's two at depth 3). Without nesting it is one thread. It goes when nothing is left to complete:
-libraries' tests look for threads that stay. A moment later, that is, for a new thread costs several callbacks, and in a
-busy loop the next one comes within that moment.
+on one thread, gloo's two at depth 3). All ranks start such collectives in one order, because a thread that runs no
+callback starts none while callbacks of earlier ones are to come or run (`settle`). Without nesting it is one thread. It
+goes when nothing is left to complete: libraries' tests look for threads that stay. A moment later, that is, for a new
+thread costs several callbacks, and in a busy loop the next one comes within that moment.
 
 The pattern is leader/followers: Schmidt et al., "Leader/Followers", Pattern Languages of Programs 2000.
 """
@@ -24,13 +25,14 @@ _IDLE_S = 0.02
 
 Complete: TypeAlias = Callable[[BaseException | None], None]
 """Runs the callbacks of an operation that ended, with its error if it has one; may block."""
-Submit: TypeAlias = Callable[[Callable[[], object], Complete], None]
-"""`submit(wait, complete)` of a completer, or its `submit_apart`."""
+Submit: TypeAlias = Callable[[Callable[[], object], Complete, bool], None]
+"""`submit(wait, complete, may_exchange)` of a completer, or its `submit_apart`."""
 
 
 class _Item(NamedTuple):
     wait: Callable[[], object]  # blocks until the operation ended; raises its error
     complete: Complete
+    may_exchange: bool
 
 
 def outcome(wait: Callable[[], object]) -> BaseException | None:
@@ -43,11 +45,17 @@ def outcome(wait: Callable[[], object]) -> BaseException | None:
 
 
 class Completer:
-    """See the module. Threads start with the first `submit`."""
+    """See the module. Threads start with the first `submit`.
+
+    Attributes:
+        unsettled: operations whose callbacks may start collectives, and have not all run.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._changed = threading.Condition()
+        self._settled = threading.Condition(self._changed._lock)  # type: ignore[attr-defined]
+        self.unsettled = 0
         self._waiting: deque[_Item] = deque()
         self._led = False  # a thread is in an item's wait()
         self._appointed = False  # a thread was woken or started to lead, and has not come to it yet
@@ -55,14 +63,25 @@ class Completer:
         self._closed = False
         self._threads: set[threading.Thread] = set()
 
-    def submit(self, wait: Callable[[], object], complete: Complete) -> None:
-        """Calls `complete(error)` on a thread of its own as soon as `wait()` returned or raised `error`."""
+    def submit(self, wait: Callable[[], object], complete: Complete, may_exchange: bool = False) -> None:
+        """Calls `complete(error)` on a thread of its own as soon as `wait()` returned or raised `error`.
+
+        Args:
+            may_exchange: whether it may start collectives.
+        """
         with self._changed:
-            self._waiting.append(_Item(wait, complete))
+            self.unsettled += may_exchange
+            self._waiting.append(_Item(wait, complete, may_exchange))
             if not self._led:
                 self._appoint()
 
-    def submit_apart(self, wait: Callable[[], object], complete: Complete) -> None:
+    def settle(self, timeout_s: float) -> None:
+        """Waits until the callbacks that may start collectives have run, unless this thread runs one."""
+        if threading.current_thread() not in self._threads:
+            with self._settled:
+                self._settled.wait_for(lambda: not self.unsettled, timeout_s)
+
+    def submit_apart(self, wait: Callable[[], object], complete: Complete, may_exchange: bool = False) -> None:
         """The same for an operation that ends in no order with the others: on a thread that waits for it alone."""
 
         def serve() -> None:
@@ -111,9 +130,12 @@ class Completer:
                     if self._waiting:
                         self._appoint()
                 item.complete(error)
-                del item, error  # or an idle thread would keep the last operation's tensors
                 with self._changed:
                     self._idle += 1
+                    self.unsettled -= item.may_exchange
+                    if not self.unsettled:
+                        self._settled.notify_all()
+                del item, error  # or an idle thread would keep the last operation's tensors
         finally:
             self._threads.discard(threading.current_thread())
 

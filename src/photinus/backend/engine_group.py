@@ -120,6 +120,8 @@ class EngineGroup(ProcessGroup):
         kind: type[EngineWork] = EngineWork,
     ) -> EngineWork | None:
         """The same for a call that is made; `finish` is what is to be done when the exchange has ended."""
+        if self._completer.unsettled:
+            self.settle()
         event = profiling.begin_call(call)
         if not call.asynchronous:
             began = waiting_time.begin() if waiting_time.on else 0
@@ -144,6 +146,10 @@ class EngineGroup(ProcessGroup):
         if all(t.layout is torch.strided for t in outputs) and sum(t.nbytes for t in outputs) <= _RECENT_BYTES:
             self._recent.append(work)
         return work
+
+    def settle(self) -> None:
+        """Waits until the callbacks of earlier collectives have run, unless this is one of them."""
+        self._completer.settle(self._limit.timeout_s)
 
     def _run_message(
         self, event_name: str, operation: int, values: Tensor, code: int, peer: int, tag: int, output: Tensor,

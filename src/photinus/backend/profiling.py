@@ -39,4 +39,4 @@ def end_with(event: Any, handle: Handle, submit: Submit) -> None:
 
     torch 2.11 leaves such events out.
     """
-    submit(handle.wait, lambda _: end(event))
+    submit(handle.wait, lambda _: end(event), False)

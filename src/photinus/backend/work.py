@@ -11,6 +11,7 @@ Notes on c10d that this file answers to (torch 2.13):
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -158,16 +159,17 @@ class EngineWork(_Work):
         """A future of the list of output tensors. An error reaches C++ and Python as RuntimeError with our text."""
         with _making_future:
             if self._future is None:
-                self._future = self._make_future()
+                # C++ adds no callback that starts a collective, and must go on: DDP asks for each bucket's future.
+                self._future = self._make_future("get_future" in sys._getframe(1).f_code.co_names)
             return self._future
 
-    def _make_future(self) -> Future[Any]:
+    def _make_future(self, may_exchange: bool) -> Future[Any]:
         ended = self._new_future()
         result = ended.then(_outputs_or_error)
         if self._handle.is_completed():  # here and now: C++ asks after wait() and reads without waiting
             self._complete(ended, outcome(self._wait_and_finish))
         else:
-            self._submit(self._wait_and_finish, partial(self._complete, ended))
+            self._submit(self._wait_and_finish, partial(self._complete, ended), may_exchange)
         return result
 
     def _new_future(self) -> Future[Any]:

@@ -289,23 +289,31 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward; see the class for what is exchanged before and after."""
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
-            # A forward inside a backward is one that activation checkpointing repeats: all is exchanged already.
-            training = torch.is_grad_enabled() and current_task() == -1
-            if training:
-                self._before_forward()
-            if self.device_ids:
-                inputs, kwargs = map_tensors((inputs, kwargs), lambda tensor: tensor.to(self.device, non_blocking=True))
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             with self._inside_ddp_forward():
                 if self._low_precision is not None:
                     output = self._low_precision(self.module, inputs, kwargs)
                 else:
                     output = self.module(*inputs, **kwargs)
-            if training and self.require_backward_grad_sync:
-                self._after_forward(output)
-            return output
+            return self._post_forward(output)
+
+    # `_pre_forward` and `_post_forward` are the names of torch's class; torch's `replicate` calls them.
 
     @_disable_dynamo
-    def _before_forward(self) -> None:
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if _is_training():
+            self._begin_forward()
+        if self.device_ids:
+            inputs, kwargs = map_tensors((inputs, kwargs), lambda tensor: tensor.to(self.device, non_blocking=True))
+        return inputs, kwargs
+
+    @_disable_dynamo
+    def _post_forward(self, output: Any) -> Any:
+        if _is_training() and self.require_backward_grad_sync:
+            self._end_forward(output)
+        return output
+
+    def _begin_forward(self) -> None:
         self._held.check(self.reducer.rank)
         if not self._optimizers_taken_over:
             take_over_parameters(
@@ -333,8 +341,7 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
             self.reducer.rebuild_buckets()
             self._sync_buffers()
 
-    @_disable_dynamo
-    def _after_forward(self, output: object) -> None:
+    def _end_forward(self, output: object) -> None:
         self.reducer.timeline.forward_ended(output)
         if not self.reducer.active:
             return
@@ -445,7 +452,7 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
 
     def _use_hook(self, state: object, hook: CommHook) -> None:
         reducer = weakref.proxy(self.reducer)
-        self.reducer.use_exchange(HookExchange(state, hook, lambda: len(reducer.buckets)))
+        self.reducer.use_exchange(HookExchange(state, hook, self.process_group, lambda: len(reducer.buckets)))
 
     def _register_buffer_comm_hook(
         self, state: object, hook: Callable[..., Any], comm_hook_location: Any = None
@@ -553,6 +560,11 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.process_group = resolve_group(None)
         self._build()
+
+
+def _is_training() -> bool:
+    # A forward inside a backward is one that activation checkpointing repeats: all is exchanged already.
+    return torch.is_grad_enabled() and current_task() == -1
 
 
 # Code that asks isinstance(model, torch.nn.parallel.DistributedDataParallel), to unwrap it or to strip "module." from

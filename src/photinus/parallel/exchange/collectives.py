@@ -178,3 +178,10 @@ def allocate(group: dist.ProcessGroup, elems: int, dtype: torch.dtype, device: t
         real = cast(torch.Tensor, offered(2 * elems, dtype.to_real())).zero_()
         return torch.view_as_complex(real.view(elems, 2))
     return cast(torch.Tensor, offered(elems, dtype)).zero_()
+
+
+def settle(group: dist.ProcessGroup) -> None:
+    """Waits for the callbacks of earlier collectives where a backend (photinus) runs them on threads of its own."""
+    wait: Any = getattr(group, "settle", None)
+    if wait is not None:
+        wait()

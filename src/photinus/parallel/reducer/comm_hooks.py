@@ -11,10 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import BuiltinCommHookType
 from torch._C._distributed_c10d import GradBucket as TorchGradBucket
 
-from ..exchange.collectives import Pending
+from ..exchange.collectives import Pending, settle
 from .gradient_memory import Bucket
 
 CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
@@ -66,8 +67,9 @@ class HookExchange:
 
     carries_tail = False
 
-    def __init__(self, state: object, hook: CommHook, count: Callable[[], int]) -> None:
+    def __init__(self, state: object, hook: CommHook, group: dist.ProcessGroup, count: Callable[[], int]) -> None:
         self._state = state
+        self._group = group
         self._hook = hook
         self._count = count
 
@@ -77,6 +79,7 @@ class HookExchange:
         Raises:
             TypeError: the hook did not return a future.
         """
+        settle(self._group)  # hooks share memory between buckets, and count on what they have put off being done
         future = self._hook(self._state, GradBucket(bucket, bucket.index == self._count() - 1))
         if not isinstance(future, (torch.futures.Future, torch._C.Future)):
             raise TypeError(

@@ -269,9 +269,15 @@ class Reducer:
     def rebuild_buckets(self) -> bool:
         """Once, after the first round: cuts the buckets anew, in rank 0's order of gradients. Every rank calls it.
 
-        Returns whether it did so now.
+        Returns whether it did so now. With a static graph it is after the second round, as in torch's class, whose
+        hooks count from there.
         """
-        if self.rounds == 0 or self._maker.order is not None or self.find_unused_parameters or not self.active:
+        if (
+            self.rounds <= (self.static_graph is not None)
+            or self._maker.order is not None
+            or self.find_unused_parameters
+            or not self.active
+        ):
             return False
         # Rank 0's order holds for all: ranks that launch in orders of their own would wait for each other.
         everyone = list(reversed(range(len(self.slots))))
