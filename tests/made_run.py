@@ -127,7 +127,7 @@ def write_run(
                 "time": "2026-09-21T14:13:20+0000",
                 "command": ["python", "train.py", "--out", str(folder)],
                 "environ": {"OMP_NUM_THREADS": "1"},
-                "launch": {"words": ["-n", "2", "train.py"], "arguments": ["--out", str(folder)], "environ": {}},
+                "started_with": f"photinus run -n 2 train.py --out {folder}",
                 "resumed_step": 0,
                 "world_size": ranks,
                 "hosts": places,

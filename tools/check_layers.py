@@ -24,7 +24,6 @@ FLOORS = {
     "torch_version": 1,
     "malloc": 1,
     "world": 2,
-    "relaunch": 2,
     "status": 2,
     "verdict": 2,
     "_native": 2,

@@ -196,7 +196,7 @@ LAUNCH: Variable[str | None] = Variable(
     "PHOTINUS_LAUNCH",
     str,
     None,
-    "the words of `photinus run` that started this process; set by it, and written into a run's config.json",
+    "the command line of `photinus run` that started this process; set by it, and written into a run's config.json",
 )
 PREEMPT_AT_STEP: Variable[int | None] = Variable(
     "PHOTINUS_PREEMPT_AT_STEP",

@@ -32,7 +32,6 @@ SHOWN = {  # what some of the others say at their end; the exit code is looked a
     "photinus doctor": r"photinus\s+works: (?s:.*)\n(All well|\d+ of \d+ )",
     "photinus bench": r"Choose \w+: ",
     "photinus top runs/four": r"four  finished  4 ranks",
-    "photinus again runs/four": r"finished already",
     "photinus run --kubernetes --image me/train:1 --nnodes 2 train.py": r"kind: PyTorchJob",
 }
 ENGINE_ALONE = "pip install --no-deps . && pip install numpy"

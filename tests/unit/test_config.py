@@ -52,6 +52,20 @@ def test_going_on_keeps_the_earlier_starts_and_beginning_anew_does_not(tmp_path:
     assert len(read_config(tmp_path)["starts"]) == 1
 
 
+def test_a_start_says_how_to_start_it_again_and_keeps_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = "photinus run --cpu train.py --lr 1"
+    environ = {"PHOTINUS_JOB_SECRET": "x", "PHOTINUS_WORLD_SIZE": "1", "PHOTINUS_LAUNCH": launch, "NCCL_DEBUG": "INFO"}
+    for name, value in {**environ, "TORCH_API_TOKEN": "y", "PHOTINUS_LEVELS": ""}.items():
+        monkeypatch.setenv(name, value)
+    with photinus.init("gloo", "cpu") as session:
+        start = describe_start(session, resumed_from=None, resumed_step=0, job="a")
+    assert start["started_with"] == launch
+    assert start["environ"]["NCCL_DEBUG"] == "INFO"
+    assert not {"PHOTINUS_JOB_SECRET", "PHOTINUS_WORLD_SIZE", "PHOTINUS_LAUNCH", "TORCH_API_TOKEN"} & set(
+        start["environ"]
+    )
+
+
 def test_a_config_that_is_no_json_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config.json is not valid JSON"):

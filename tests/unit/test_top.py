@@ -225,6 +225,7 @@ def test_without_a_terminal_it_is_printed_once_in_plain_text(
         assert main(["top", *words]) == 0
         shown = capsys.readouterr()
         assert shown.out.startswith("one  finished  2 ranks on a")
+        assert shown.out.endswith(f"\nstarted with: photinus run -n 2 train.py --out {tmp_path / 'runs' / 'one'}\n")
         assert "\x1b" not in shown.out
 
 

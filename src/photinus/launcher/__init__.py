@@ -12,7 +12,6 @@ bench/         `photinus bench`: how fast collectives are here
 agent          the attempts of a job: meet, start, watch, and again where it may help
 supervise      one job on this host, from its start to its exit code; `--dry-run`
 run            `photinus run`: reads the words, looks at the program, starts the job
-again          `photinus again`: a run once more, from its config.json
 new            `photinus new`: projects made of the files in photinus/templates
 completion     `photinus completion`: a script that completes words in bash, zsh or fish
 cli            `photinus`: finds the subcommand, shows help and errors

@@ -23,7 +23,6 @@ from .command_line.usage import UsageError
 COMMANDS = {
     "run": ("photinus.launcher.run", "start a script on all devices of this host, and restart it when a rank dies"),
     "new": ("photinus.launcher.new", "make a project that trains as it is, to be changed file by file"),
-    "again": ("photinus.launcher.again", "start a run once more, as its config.json says"),
     "doctor": ("photinus.launcher.doctor.examine", "say what works on this machine, by trying it"),
     "bench": ("photinus.launcher.bench.measure", "measure collectives over each backend, and what limits them"),
     "top": ("photinus.launcher.viewing.top", "show a run while it trains: progress, loss, where the time goes"),
@@ -49,7 +48,6 @@ def _help() -> str:
         "examples:",
         "  photinus run train.py                       one process per GPU (or core)",
         "  photinus run --nproc-per-node 2 train.py --epochs 3",
-        "  photinus again runs/digits                  go on with that run, as it was started",
         "  photinus new digits                         a project to start from",
         "  photinus doctor                             which backends work here, and how fast?",
         "  photinus bench --plot bandwidth.png",

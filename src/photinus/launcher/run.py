@@ -6,13 +6,13 @@ Help and wrong use are answered before anything slow is imported.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
 from .. import env
 from ..errors import DeviceError
-from ..relaunch import Launch, notable
 from .command_line.flag_table import run_parser
 from .command_line.flags import RunFlags, SelectionFlags, parse_run
 from .command_line.program import Program, add_local_rank, check_program
@@ -71,10 +71,9 @@ def _record(arguments: Sequence[str], program: Program) -> None:
         return
     if env.STARTED_AS.get() is not None and env.LAUNCH.get() is not None:
         return  # typed on another host, for all of them
-    given = len(arguments) - len(program.arguments)
-    launch = Launch(tuple(arguments[:given]), program.arguments, notable(os.environ))
     os.environ.pop(env.LAUNCH.name, None)
-    if len(text := launch.text()) < _LONGEST_BYTES:  # the names of thousands of files are more than a variable holds
+    text = shlex.join(["photinus", "run", *arguments])
+    if len(text) < _LONGEST_BYTES:  # the names of thousands of files are more than a variable holds
         os.environ[env.LAUNCH.name] = text
 
 

@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...relaunch import Launch
 from ...runlog.events import OF_A_ROW, Event
 from ...runlog.run import Run
 from ...runlog.slow_links import slow_links
@@ -193,12 +192,18 @@ def _machine(machine: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _command(start: Mapping[str, Any]) -> str:
-    try:
-        launch = Launch.from_fields(start.get("launch"))  # what the user typed; `command` is what a worker was given
-        command: Any = ["photinus", "run", *launch.words, *launch.arguments]
-    except ValueError:
-        command = start.get("command") or []
-    return shlex.join(str(word) for word in command) if isinstance(command, list) else str(command)
+    typed = start.get("started_with")  # by the user; `command` is what a worker was given
+    command = start.get("command") or []
+    if isinstance(typed, str) or not isinstance(command, list):
+        return str(typed or command)
+    return shlex.join(str(word) for word in command)
+
+
+def started_with(run: Run) -> str:
+    """Return what to paste into a shell to go on with the run; empty where its config does not tell."""
+    command = _command(run.config_starts[-1]) if run.config_starts else ""
+    folder = run.config_starts[-1].get("folder") if command else None
+    return f"cd {shlex.quote(folder)} && {command}" if isinstance(folder, str) else command
 
 
 def _text(value: Any) -> str:

@@ -18,6 +18,8 @@ from ...runlog.run import Run
 from ..command_line.flag_values import seconds
 from ..command_line.parser import Parser
 from ..command_line.usage import UsageError
+from .event_text import printable
+from .facts import started_with
 from .run_argument import run_folder
 
 if TYPE_CHECKING:
@@ -77,9 +79,11 @@ def _show(run: Run, *, once: bool, interval_s: float) -> None:
         with console.capture() as printed:
             console.print(_picture(run, console, None))
         print("\n".join(line.rstrip() for line in printed.get().splitlines()))
-        return
-    with contextlib.suppress(KeyboardInterrupt):  # a way to leave like any other
-        _watch(run, console, interval_s)
+    else:
+        with contextlib.suppress(KeyboardInterrupt):  # a way to leave like any other
+            _watch(run, console, interval_s)
+    if run.state(time.time()).word != "running" and (command := started_with(run)):
+        print(f"started with: {printable(command)}")
 
 
 def _picture(run: Run, console: Console, height: int | None) -> Group:

@@ -9,29 +9,51 @@ import argparse
 import json
 import os
 import platform
+import re
+import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ... import env
-from ...relaunch import Launch, ask_git, notable
 from ...runlog.plain_file import plain_file
 from ...runlog.run import CONFIG
 from ...runlog.tables import write_atomically
 from ..session.session import Session
 
+_PREFIXES = (
+    "CUBLAS_",
+    "CUDA_",
+    "GLOO_",
+    "HIP_",
+    "KMP_",
+    "MKL_",
+    "NCCL_",
+    "OMP_",
+    "OPENBLAS_",
+    "PHOTINUS_",
+    "PYTHONHASHSEED",
+    "PYTHONPATH",
+    "PYTORCH_",
+    "ROCR_",
+    "TORCH_",
+)
+_OF_ONE_START = (env.LAUNCH, env.EXPECTED_WORLD_SIZE, env.LISTEN_FD, env.HOST_ID, env.STARTED_AS, env.STATUS_FILE)
+# A run's folder is copied and shown, so what looks like a secret is left out too.
+_LEFT_OUT = re.compile("|".join(v.name for v in _OF_ONE_START) + "|.*(SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|_KEY).*")
+
 
 def describe_start(session: Session, *, resumed_from: str | None, resumed_step: int, job: str) -> dict[str, Any]:
     """One start of a run, as config.json has it: the one that is happening. `job` is equal for all its attempts."""
-    launch = _launch()
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": _command(),
+        "started_with": env.LAUNCH.get() or shlex.join(_command()),
         "folder": os.getcwd(),
         "resumed_from": resumed_from,
         "resumed_step": resumed_step,
@@ -43,8 +65,7 @@ def describe_start(session: Session, *, resumed_from: str | None, resumed_step: 
         "device": str(session.device),
         "backend": session.backend,
         "versions": _versions(),
-        "environ": notable(os.environ) if launch is None else dict(launch.environ),  # of the launcher, if it is ours
-        "launch": None if launch is None else asdict(launch),
+        "environ": _notable(os.environ),
         "git": _git_state(Path(sys.argv[0]).resolve().parent if sys.argv and sys.argv[0] else Path.cwd()),
         "machine": _machine(session.device),
     }
@@ -122,13 +143,9 @@ def _command() -> list[str]:
     return [sys.executable, "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]
 
 
-def _launch() -> Launch | None:
-    """The words of `photinus run`, unless somebody else started this process or wrote there."""
-    text = env.LAUNCH.get()
-    try:
-        return None if text is None else Launch.from_text(text)
-    except ValueError:
-        return None
+def _notable(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables that may change how a training runs, without secrets and what belongs to one start only."""
+    return {n: environ[n] for n in sorted(environ) if n.startswith(_PREFIXES) and not _LEFT_OUT.fullmatch(n)}
 
 
 def _versions() -> dict[str, str | None]:
@@ -147,11 +164,20 @@ def _versions() -> dict[str, str | None]:
 
 def _git_state(folder: Path) -> dict[str, Any] | None:
     """The commit of the script's repository; None where there is no repository or no git."""
-    commit = ask_git(folder, "rev-parse", "HEAD")
+    commit = _ask_git(folder, "rev-parse", "HEAD")
     if commit is None:
         return None
-    changes = ask_git(folder, "status", "--porcelain", "--untracked-files=no")
+    changes = _ask_git(folder, "status", "--porcelain", "--untracked-files=no")
     return {"commit": commit, "changed": None if changes is None else bool(changes)}
+
+
+def _ask_git(folder: Path, *arguments: str) -> str | None:
+    """Return what git prints in a folder; None without git, repository or commit, or where it takes too long."""
+    command = ["git", "-C", str(folder), *arguments]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def _machine(device: torch.device) -> dict[str, Any]:
