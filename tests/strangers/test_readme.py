@@ -22,6 +22,7 @@ NOT_HERE = {  # commands of the README that need more than this machine, and the
     "photinus run --nnodes 2 --master-addr node1 train.py": "two hosts: tests/dist/test_run_hosts.py",
     "photinus run --hostfile hosts --include node1:0,1@node2 train.py": "two hosts: tests/dist/test_hosts_over_ssh.py",
     "srun --ntasks-per-node=1 photinus run train.py": "Slurm: tests/schedulers/test_slurm.py",
+    "kubectl apply -f examples/kubernetes/pytorchjob.yaml": "a cluster: tests/unit/test_manifest.py",
     "photinus doctor --hosts node1,node2": "two hosts: tests/dist/test_hosts_over_ssh.py",
 }
 SHOWN = {  # what some of the others say at their end; the exit code is looked at for all
@@ -32,7 +33,6 @@ SHOWN = {  # what some of the others say at their end; the exit code is looked a
     "photinus doctor": r"photinus\s+works: (?s:.*)\n(All well|\d+ of \d+ )",
     "photinus bench": r"Choose \w+: ",
     "photinus top runs/four": r"four  finished  4 ranks",
-    "photinus run --kubernetes --image me/train:1 --nnodes 2 train.py": r"kind: PyTorchJob",
 }
 ENGINE_ALONE = "pip install --no-deps . && pip install numpy"
 

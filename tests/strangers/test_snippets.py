@@ -65,7 +65,6 @@ ELSEWHERE = {  # Python blocks and commands that do not run here, and why
     "kill -USR1 $!": "needs the job before it: tests/faults/test_preemption.py",
     "cat hosts": "shows a file",
     "sbatch job.sh": "needs Slurm: tests/schedulers/test_slurm.py",
-    "kubectl apply -f job.yaml": "needs a cluster; manifests are checked in tests/unit/test_manifest.py",
     "pip install '.[interop]'": "downloads; `make test-all` does it",
 }
 ELSEWHERE_FROM = {  # the same, by how a command begins
@@ -186,8 +185,8 @@ def test_each_command_of_ours_is_understood(place: Path, capfd: pytest.CaptureFi
         # what the shell does with output and background is left out
         words = shlex.split(each.split(" > ")[0].split(" | ")[0].removesuffix("&"))
         assert words.pop(0) == "photinus", f"{each!r} is neither run nor listed with a reason"
-        dry = words[0] == "run" and not any(word.startswith(("--slurm", "--kubernetes")) for word in words)
-        if dry or (words[0] == "again" and "--dry-run" not in words):
+        dry = words[0] == "run" and not any(word.startswith("--slurm") for word in words)
+        if dry:
             words.insert(1, "--dry-run")
         assert main(words) == 0, each
         assert any(capfd.readouterr()), each

@@ -60,9 +60,7 @@ def test_torchruns_variables_stand_for_flags_that_were_not_typed():
     assert elastic.hosts == HostFlags(nnodes=(1, 4), leader="job-worker-0", port=23456, job_id="job")
 
 
-@pytest.mark.parametrize(
-    "typed", ["--standalone", "--hostfile hosts", "--slurm", "--kubernetes --image i", "--rdzv-endpoint b:1 --nnodes 2"]
-)
+@pytest.mark.parametrize("typed", ["--standalone", "--hostfile hosts", "--slurm", "--rdzv-endpoint b:1 --nnodes 2"])
 def test_torchruns_variables_do_not_contradict_what_was_typed_about_the_hosts(typed):
     flags = parse_run([*typed.split(), "x.py"], KUBEFLOW)
     assert flags.hosts.leader != "job-node-0-0.job"
@@ -242,8 +240,6 @@ def test_flags_for_schedulers():
     words = "--slurm --time 1:00:00 --sbatch --mem=8G --sbatch=--exclusive --gpus-per-node 4 x.py"
     expected = SchedulerFlags(slurm=True, time="1:00:00", gpus_per_node=4, sbatch=("--mem=8G", "--exclusive"))
     assert parsed(words).scheduler == expected
-    assert parse_run(["--kubernetes", "x.py"]).scheduler == SchedulerFlags(kubernetes="pytorchjob")
-    assert parse_run(["--kubernetes=jobset", "x.py"]).scheduler == SchedulerFlags(kubernetes="jobset")
 
 
 @pytest.mark.parametrize(
@@ -259,13 +255,10 @@ def test_flags_for_schedulers():
         ("--include a:0 --exclude a:1", "--include a:0 and --exclude a:1 contradict each other"),
         ("--num_gpus 2 --nproc-per-node 3", "--num_gpus 2 and --nproc-per-node 3 contradict each other"),
         ("--hostfile h --nnodes 2", "--hostfile h and --nnodes 2 contradict each other"),
-        ("--slurm --kubernetes", "--slurm and --kubernetes contradict each other"),
         ("--slurm --local-addr a", "--slurm and --local-addr a contradict each other"),
-        ("--kubernetes --image i --master-port 1", "--kubernetes and --master-port 1 contradict each other"),
         ("--num-nodes 2", "--num-nodes 2 means something only with --hostfile"),
         ("--partition p", "--partition p means something only with --slurm"),
-        ("--image i", "--image i means something only with --kubernetes"),
-        ("--name n", "--name n means something only with --slurm or --kubernetes"),
+        ("--name n", "--name n means something only with --slurm"),
     ],
 )
 def test_contradictory_flags_are_refused_with_both_named(words, told):
@@ -290,7 +283,6 @@ def test_contradictory_flags_are_refused_with_both_named(words, told):
         ("--tee 4", "--tee 4: needs 0 (nothing), 1 (stdout), 2 (stderr) or 3 (both)"),
         ("--redirects 1,0:2", "--redirects 1,0:2: needs 0 (nothing)"),
         ("--export A-B", "'A-B' is no name of an environment variable"),
-        ("--kubernetes=pod", "--kubernetes pod: needs pytorchjob or jobset"),
     ],
 )
 def test_values_that_make_no_sense_are_named_with_what_is_needed(words, told):

@@ -4,7 +4,7 @@ command_line/  the words of `photinus run`
 viewing/       `photinus top` and `photinus report`
 workers/       the worker processes of one host
 hosts/         one job on several hosts: they find one another, and learn of failures
-schedulers/    under Slurm, mpirun, Kubernetes
+schedulers/    under Slurm, mpirun
 ssh/           several hosts, started from one place
 contestants/   backends and other libraries that are measured, by doctor, bench and the programs in benchmarks/
 doctor/        `photinus doctor`: what works here, found by trying it

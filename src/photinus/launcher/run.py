@@ -29,10 +29,6 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the job that the words after `photinus run` describe, and returns the exit code."""
     flags = parse_run(arguments)
     program = flags.program
-    if flags.scheduler.kubernetes:  # the program lies in the image
-        from .schedulers import kubernetes
-
-        return kubernetes.main(flags)
     check_program(program)
     _check_environment()
     if flags.scheduler.slurm:

@@ -55,10 +55,7 @@ _SECTIONS = {
     },
     "schedulers": {
         "--slurm": "write the batch script for this job instead",
-        "--kubernetes pytorchjob|jobset": "write its manifest; the kind behind =. default: pytorchjob",
-        "--image IMAGE": "the manifest's container image",
         "--name NAME": "the job's name there",
-        "--namespace NAME": "the manifest's namespace",
         "--time LIMIT": "the batch job's time limit",
         "--partition NAME": "its partition",
         "--gpus-per-node N": "GPUs to ask the scheduler for. default: as many as workers",
@@ -90,7 +87,6 @@ _MORE: dict[str, dict[str, Any]] = {
     "--sbatch": {"action": "append"},
     "--gpus-per-node": {"type": whole_number(0)},
     "--rdzv-backend": {"type": rendezvous},
-    "--kubernetes": {"nargs": "?", "const": "pytorchjob", "one_of": ("pytorchjob", "jobset")},
 }
 _RENAMED = {
     "--num-processes": "--nproc-per-node",

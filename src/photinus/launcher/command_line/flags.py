@@ -61,13 +61,10 @@ class LogFlags:
 
 @dataclass(frozen=True)
 class SchedulerFlags:
-    """A batch script or a manifest in place of a run."""
+    """A batch script in place of a run."""
 
     slurm: bool = False
-    kubernetes: str | None = None
-    image: str | None = None
     name: str | None = None
-    namespace: str | None = None
     time: str | None = None
     partition: str | None = None
     gpus_per_node: int | None = None
@@ -140,7 +137,7 @@ def parse_run(arguments: Sequence[str], environ: Mapping[str, str] | None = None
 
 
 # What was typed, in place of what torchrun's variables say.
-_CHOOSE_HOSTS = ("--hostfile", "--standalone", "--slurm", "--kubernetes")
+_CHOOSE_HOSTS = ("--hostfile", "--standalone", "--slurm")
 _TYPED_INSTEAD = {
     "--nproc-per-node": ("--num-gpus", "--device", "--include", "--exclude"),
     "--master-addr": ("--rdzv-endpoint", *_CHOOSE_HOSTS),
@@ -232,18 +229,15 @@ def _refuse_contradictions(typed: dict[str, Any], given: Mapping[str, tuple[str,
     if "--hostfile" in given and "--local-addr" in given:
         why = "each host has an address of its own. Name the hosts by theirs in the file, or the first by"
         refuse("--local-addr", "--hostfile", f"{why} --master-addr.")
-    for flag, of in {"--hostfile": "the file", "--slurm": "the job", "--kubernetes": "the job"}.items():
+    for flag, of in {"--hostfile": "the file", "--slurm": "the job"}.items():
         if flag in given and "leads" in typed:
             refuse("--rdzv-conf", flag, f"the first host of {of} leads, whatever is_host says.")
-    together("--slurm", "--kubernetes", "--hostfile", "--node-rank", "--master-addr", "--rdzv-endpoint")
-    together("--kubernetes", "--hostfile", "--node-rank", "--master-addr", "--rdzv-endpoint")
-    together("--kubernetes", "--master-port", "--rdzv-id", "--local-addr")  # the manifest says these
+    together("--slurm", "--hostfile", "--node-rank", "--master-addr", "--rdzv-endpoint")
     together("--slurm", "--local-addr")
     together("--submit", "--output", "--dry-run")
     Parser.refuse_without(given, ("--num-nodes", "--ssh", "--ssh-port", "--export"), "--hostfile")
-    Parser.refuse_without(given, ("--time", "--partition", "--sbatch", "--submit"), "--slurm")
-    Parser.refuse_without(given, ("--image", "--namespace"), "--kubernetes")
-    Parser.refuse_without(given, ("--name", "--gpus-per-node", "--output"), "--slurm", "--kubernetes")
+    of_slurm = ("--time", "--partition", "--sbatch", "--submit", "--name", "--gpus-per-node", "--output")
+    Parser.refuse_without(given, of_slurm, "--slurm")
     least, most = typed.get("nnodes", (1, 1))
     if most > 1:
         together("--standalone", "--nnodes")

@@ -10,16 +10,23 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jinja2
+
 from ... import env
 from ...errors import LaunchError
 from ...version import __version__
 from ..command_line.flags import RunFlags
+from ..command_line.program import Program
 from ..command_line.usage import UsageError
-from .inside import fill, gpus_per_host, program_words, put, run_words
 
 _LEAVE_S = 60  # before the end of the time limit, or a preemption
 _LINE = 100
 _OPTION = re.compile(r"--?[A-Za-z][A-Za-z-]*")
+_SAID_ON_EACH_HOST = (
+    *("--nproc-per-node", "--cpu", "--device", "--oversubscribe", "--num-gpus"),
+    *("--max-restarts", "--stop-grace", "--preempt-after", "--use-env", "--rdzv-conf", "--master-port", "--rdzv-id"),
+    *("--log-dir", "--redirects", "--tee", "--local-ranks-filter"),
+)
 
 
 def main(flags: RunFlags) -> int:
@@ -27,13 +34,13 @@ def main(flags: RunFlags) -> int:
     text = batch_script(flags)
     if flags.scheduler.submit:
         return _submit(text)
-    return put(text, flags.scheduler.output, start="sbatch", executable=True)
+    return _put(text, flags.scheduler.output, start="sbatch", executable=True)
 
 
 def batch_script(flags: RunFlags, *, python: str = sys.executable) -> str:
     """The batch script's text; `python`: the interpreter on the hosts of the job. Raises UsageError."""
-    command = [python, "-m", "photinus", "run", *run_words(flags), *program_words(flags.program)]
-    return fill(
+    command = [python, "-m", "photinus", "run", *_run_words(flags), *_program_words(flags.program)]
+    return _fill(
         "batch.sh.j2",
         version=__version__,
         options=_options(flags),
@@ -48,7 +55,7 @@ def _options(flags: RunFlags) -> list[str]:
     asked = flags.scheduler
     own = {_own_option(text) for text in asked.sbatch}
     least, most = flags.hosts.nnodes or (1, 1)
-    gpus = gpus_per_host(flags)
+    gpus = _gpus_per_host(flags)
     workers = flags.nproc_per_node if isinstance(flags.nproc_per_node, int) else gpus
     options = {
         "--job-name": asked.name or Path(flags.program.target).stem or "photinus",
@@ -118,6 +125,81 @@ def _break_lines(command: list[str]) -> str:
             lines.append("")
         lines[-1] += f" {piece}" if lines[-1] else piece
     return " \\\n    ".join(lines)
+
+
+def _run_words(flags: RunFlags) -> list[str]:
+    """The flags that say how each host runs its workers; those that say which hosts there are, are left out.
+
+    Raises:
+        UsageError: hosts and devices are chosen by name, which the scheduler does.
+    """
+    for flag in ("--include", "--exclude"):
+        if flag in flags.given:
+            raise UsageError(f"{flag} {flags.given[flag][1]}: the scheduler gives out hosts and devices. Leave it out.")
+    words = [
+        word for flag in _SAID_ON_EACH_HOST if flag in flags.given for word in (flag, flags.given[flag][1]) if word
+    ]
+    if flags.ranks_per_gpu != RunFlags.ranks_per_gpu:  # which may come from the environment here
+        words += ["--ranks-per-gpu", str(flags.ranks_per_gpu)]
+    return words
+
+
+def _program_words(program: Program) -> list[str]:
+    """The script or module with its arguments, as they stand at the end of the command line."""
+    head = {"script": [], "module": ["-m"], "program": ["--no-python"]}[program.kind]
+    return [*head, program.target, *program.arguments]
+
+
+def _gpus_per_host(flags: RunFlags) -> int | None:
+    """GPUs of each host to ask the scheduler for: as told, else one per worker; 0 on the CPU; None: not known."""
+    asked = flags.scheduler.gpus_per_node
+    if asked is not None:
+        if flags.cpu and asked:
+            raise UsageError(f"--cpu and --gpus-per-node {asked} contradict each other: leave out one of them.")
+        return asked
+    if flags.cpu or flags.nproc_per_node == "cpu":
+        return 0
+    if flags.devices is not None:
+        return len(flags.devices)
+    if flags.selection.num_gpus is not None:
+        return flags.selection.num_gpus
+    return -(-flags.nproc_per_node // flags.ranks_per_gpu) if isinstance(flags.nproc_per_node, int) else None
+
+
+def _fill(template: str, **values: object) -> str:
+    """Return the text of a template of this folder."""
+    files = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,  # it is not a page
+    )
+    return files.get_template(template).render(values)
+
+
+def _put(text: str, target: str | None, *, start: str, executable: bool = False) -> int:
+    """Puts the text on stdout, or into a new file that its owner alone can read; returns the exit code, 0.
+
+    `start`: the command for the file. UsageError: it exists with other content, or cannot be written.
+    """
+    data = text.encode("utf-8", "surrogateescape")  # words as they were typed, whatever the locale
+    if target is None:
+        sys.stdout.buffer.write(data)
+        return 0
+    path = Path(target)
+    try:
+        if not (path.is_file() and path.read_bytes() == data):
+            opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o700 if executable else 0o600)
+            with os.fdopen(opened, "wb") as file:
+                file.write(data)
+    except FileExistsError:
+        raise UsageError(f"--output {target}: the file exists. Remove it, or name another.") from None
+    except OSError as error:
+        raise UsageError(f"--output {target}: cannot be written: {error.strerror}.") from None
+    print(f"photinus: wrote {path}; start it with: {start} {shlex.quote(str(path))}", file=sys.stderr)
+    return 0
 
 
 def _submit(text: str) -> int:
