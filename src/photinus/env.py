@@ -210,12 +210,6 @@ STATUS_FILE: Variable[str | None] = Variable(
     None,
     "where a worker tells its launcher how far it is and whether it can suspend; set by `photinus run`",
 )
-LAST_CHECKPOINT: Variable[str] = Variable(
-    "PHOTINUS_LAST_CHECKPOINT",
-    str,
-    "",
-    "path of the newest checkpoint of the attempt before this one; set by `photinus run` when it restarts workers",
-)
 ATTEMPT: Variable[int] = Variable(
     "TORCHELASTIC_RESTART_COUNT", int, 0, "how often the launcher has restarted the workers; set by the launcher"
 )

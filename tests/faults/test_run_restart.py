@@ -189,8 +189,7 @@ def test_an_error_that_comes_at_the_same_place_again_ends_a_run_and_shows_its_tr
 
 # Fails at each 15th step of the run, so that each attempt gets further than the one before.
 FAILS_FURTHER_ON = """
-import os, sys, torch, photinus
-print("attempt after", os.environ["PHOTINUS_LAST_CHECKPOINT"])
+import sys, torch, photinus
 with photinus.init(backend="gloo"):
     model = torch.nn.Linear(1, 1)
     model, optimizer = photinus.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -208,14 +207,8 @@ with photinus.init(backend="gloo"):
 def test_a_run_that_gets_further_each_time_is_tried_again_from_its_checkpoint(tmp_path):
     ended = run_job("--nproc-per-node", "1", "--cpu", script(tmp_path, FAILS_FURTHER_ON), tmp_path / "run")
     assert ended.code == 1, ended.out + ended.err
-    for restart, step in ((1, 10), (2, 20)):
-        path = tmp_path / f"run/checkpoints/step-{step:08}"
-        assert f"(restart {restart} of 3); the newest checkpoint is of step {step}: {path}\n" in ended.err
-    assert re.findall(r"^attempt after (.*)$", ended.out, re.M) == [
-        "",
-        f"{tmp_path}/run/checkpoints/step-00000010",
-        f"{tmp_path}/run/checkpoints/step-00000020",
-    ]
+    assert "restarting the worker from the checkpoint of step 10 (restart 1 of 3)\n" in ended.err
+    assert "restarting the worker from the checkpoint of step 20 (restart 2 of 3)" in ended.err
     assert "OSError came again at" in ended.err
 
 

@@ -57,7 +57,6 @@ class Agent:
         self._began_s: float | None = None
         self._tried = False  # --preempt-after
         self._told_waiting = False
-        self._checkpoint = ""
         self.suspension: str | None = None
         self.ended_workers = False
 
@@ -118,7 +117,6 @@ class Agent:
             output=self._output,
             interrupts=self._interrupts,
             orders=self._peers.fd,
-            checkpoint=self._checkpoint,
         )
         try:
             processes.start()
@@ -162,7 +160,7 @@ class Agent:
         deaths, finished = tuple(processes.deaths()), tuple(processes.finished_ranks())
         for death in deaths:
             self._output.add_to_log(death.rank, exit_message(death))
-        report = Report(deaths, finished, processes.steps(), *processes.saved(), oom_since(oom_before))
+        report = Report(deaths, finished, processes.steps(), processes.saved_step(), oom_since(oom_before))
         return self._peers.verdict_on(report, self._raise_if_interrupted)
 
     def _regroup(self, processes: Processes, order: Order, attempt: int) -> None:
@@ -190,7 +188,6 @@ class Agent:
 
     def _forget(self) -> None:
         if self._processes is not None:
-            self._checkpoint = self._processes.saved()[1] or self._checkpoint
             self._processes.close()
             self._processes = None
 

@@ -243,7 +243,7 @@ class Loop:
             self._position, self._rng = self._saves.load(checkpoint, self.steps_per_epoch)
             self._saved_step = self._position.step
             self.resumed_from = self.checkpoint = checkpoint.path
-            status.tell(saved=self._saved_step, path=str(self.checkpoint))
+            status.tell(saved=self._saved_step)
         self.epochs = length.epochs_of(self._position, self.steps_per_epoch)
         self.steps = length.steps_of(self._position, self.steps_per_epoch)
         self._progress = Progress(progress and session.is_main, length, self.steps_per_epoch)
@@ -551,7 +551,7 @@ class Loop:
         self._saved_step = self._position.step
         if self.out is not None:
             self.checkpoint = self._saves.save(self._position, self.out, self._folder)
-            status.tell(saved=self._saved_step, path=str(self.checkpoint))
+            status.tell(saved=self._saved_step)
 
     def _leave_suspended(self) -> None:
         words = f"step {self._position.step}, saved in {self.checkpoint}"

@@ -33,7 +33,6 @@ class Report:
         deaths: of those that did not end well; empty when the host's workers only had to be stopped.
         finished: the ranks that ended with exit code 0.
         steps, saved: the most that one of the workers told of (see status.py).
-        path: of the checkpoint of step `saved`.
         oom: kills for want of memory during the attempt, in words.
     """
 
@@ -41,7 +40,6 @@ class Report:
     finished: tuple[int, ...]
     steps: int = 0
     saved: int = -1
-    path: str = ""
     oom: str = ""
 
 
@@ -158,9 +156,9 @@ class RestartPolicy:
         delay_s = backoff_s(self._quick_failures) if restart else 0.0
         if restart:
             workers = f"all {world_size} workers" if world_size > 1 else "the worker"
-            saved, path = max((report.saved, report.path) for report in reports)
-            next_step = f"restarting {workers} ({restart})" + (f" in {delay_s:.0f} s" if delay_s else "")
-            next_step += f"; the newest checkpoint is of step {saved}: {path}" if saved >= 0 else ""
+            saved = max(report.saved for report in reports)
+            place = f" from the checkpoint of step {saved}" if saved >= 0 else ""
+            next_step = f"restarting {workers}{place} ({restart})" + (f" in {delay_s:.0f} s" if delay_s else "")
         elif why_not is not None:
             next_step = f"not restarting: {why_not}"
         elif self._max_restarts == 0:

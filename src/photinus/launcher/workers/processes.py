@@ -97,8 +97,7 @@ class _Worker:
 class Processes:
     """The workers of one attempt. Made, started, watched and stopped by one thread.
 
-    `orders` is a file descriptor that also ends a `wait` when it is readable; `checkpoint` the path of the newest one
-    of the attempt before.
+    `orders` is a file descriptor that also ends a `wait` when it is readable.
     """
 
     def __init__(
@@ -110,14 +109,12 @@ class Processes:
         output: Output,
         interrupts: Interrupts,
         orders: int | None = None,
-        checkpoint: str = "",
     ) -> None:
         self._job = job
         self._formation = formation
         self._guard = guard
         self._output = output
         self._interrupts = interrupts
-        self._checkpoint = checkpoint
         self._workers: list[_Worker] = []
         self._poll = select.poll()
         self._poll.register(interrupts.fd, select.POLLIN)
@@ -277,10 +274,9 @@ class Processes:
         """How many steps of training the workers have told of."""
         return max(worker.last_status().steps for worker in self._workers)
 
-    def saved(self) -> tuple[int, str]:
-        """Step and path of the newest checkpoint that they have told of; -1 for none."""
-        told = [worker.last_status() for worker in self._workers]
-        return max(((status.saved, status.path) for status in told), default=(-1, ""))
+    def saved_step(self) -> int:
+        """The step of the newest checkpoint that they have told of; -1 for none."""
+        return max(worker.last_status().saved for worker in self._workers)
 
     def close(self) -> None:
         """Lets go of the records of the ended workers."""
@@ -302,7 +298,7 @@ class Processes:
         try:
             process = subprocess.Popen(
                 command,
-                env={**environ, env.STATUS_FILE.name: status_path, env.LAST_CHECKPOINT.name: self._checkpoint},
+                env={**environ, env.STATUS_FILE.name: status_path},
                 stdin=None if rank == 0 else subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
