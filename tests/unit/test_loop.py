@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -168,8 +170,9 @@ def test_the_time_that_saving_takes_is_no_part_of_the_rows(world: Any, tmp_path:
     assert loop.history[-1]["elapsed_s"] < time.monotonic() - began - 0.6  # all but the last of three
 
 
-def test_after_an_exception_the_run_goes_on_in_the_same_process(tmp_path: Path) -> None:
+def test_after_an_exception_the_folder_is_free_and_the_same_process_may_go_on(tmp_path: Path) -> None:
     left = []  # as in a notebook, which keeps what failed
+    take = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
 
     def fail_after(step: int) -> None:
         with photinus.init("gloo", "cpu", seed=0):
@@ -182,6 +185,7 @@ def test_after_an_exception_the_run_goes_on_in_the_same_process(tmp_path: Path) 
     for step in (0, 2):
         with pytest.raises(CutOffError):
             fail_after(step)
+        subprocess.run([sys.executable, "-S", "-c", take, tmp_path / ".run.lock"], check=True, timeout=60)
 
 
 def test_stop_ends_the_run_after_the_epochs_last_body(world: Any, tmp_path: Path) -> None:
