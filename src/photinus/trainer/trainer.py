@@ -77,7 +77,7 @@ class Trainer:
         model: a plain module; wrapped here.
         optimizer: over the model's parameters.
         loss_fn: `loss_fn(outputs, targets)`, the mean over the batch.
-        epochs: the run ends after so many, plural from its very start.
+        epochs: the run ends after N epochs, counted from its very start.
         steps: in place of epochs: the run ends after so many batches, and validates then, too.
         batch_size: samples of one step over ALL ranks, at least one for each. Default: the DataLoader's.
         accumulate: the optimizer makes a step after so many batches, on the mean of their gradients: its batch is
