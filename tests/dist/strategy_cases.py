@@ -428,6 +428,35 @@ class Cases:
             return {"error": f"{type(error).__name__}: {error}", "untouched": same}
         return {"error": "", "untouched": False}
 
+    def changed_after_wrap(self, strategy: str, change: str, steps: int) -> str:
+        """What the first step says after parameters came, or were replaced, `steps` steps after wrapping."""
+        training = Training(strategy)
+        training.run(range(steps))
+        model: Any = training.verbs.unwrap(training.model)
+        if steps:
+            training.model(batch(0)[0])  # what zero2 has gathered then is no change
+        if change == "layer put in":
+            model.blocks[0].up = nn.Sequential(model.blocks[0].up, nn.Linear(7, 7))
+        elif change == "layer appended":
+            model.blocks.append(Block())
+        elif change == "assigned":
+            model.load_state_dict(Net().state_dict(), assign=True)
+        try:
+            training.step(steps)
+        except ValueError as error:
+            return str(error)
+        return "no error"
+
+    def load_plain(self, strategy: str) -> Any:
+        """Whether a split model holds the plain state that it was given by its own load_state_dict, and steps on."""
+        training = Training(strategy)
+        torch.manual_seed(3)
+        plain = Net()
+        training.model.load_state_dict(plain.state_dict())
+        state = numbers(state_of(training.model))
+        training.run(range(2))
+        return {"loaded": self.rank > 0 or state == numbers(plain.state_dict())}
+
     def comm_buffers(self, strategy: str) -> int:
         """How often a step takes a buffer from the process group's own memory."""
         backend: Any = type(dist.group.WORLD._get_backend(torch.device("cpu")))  # type: ignore[union-attr]

@@ -165,8 +165,22 @@ def test_each_rank_holds_its_part_only(two: RankPool) -> None:
 
 
 @pytest.mark.parametrize("strategy", SHARDED)
-def test_exchanges_of_a_split_model_use_the_memory_of_the_process_group(two: RankPool, strategy: str) -> None:
-    assert min(two.ask({"do": "comm_buffers", "strategy": strategy})) >= 6  # gathers and scatters of three units
+def test_exchanges_of_a_split_model_use_memory_whose_pages_stay(two: RankPool, strategy: str) -> None:
+    """The group's own gives them back after each exchange, and the next one would touch them again."""
+    assert two.ask({"do": "comm_buffers", "strategy": strategy}) == [0, 0]
+
+
+@pytest.mark.parametrize("strategy", ZERO)
+def test_parameters_that_come_after_wrapping_are_refused_by_name(two: RankPool, strategy: str) -> None:
+    names = {"layer put in": "blocks.0.up.1.weight", "layer appended": "blocks.2.up.weight", "assigned": "head.weight"}
+    for change, name in names.items():
+        for steps in (0, 2):
+            for told in two.ask({"do": "changed_after_wrap", "strategy": strategy, "change": change, "steps": steps}):
+                assert "changed after it was wrapped: " in told, (change, steps, told)
+                assert name in told or "embedding.weight" in told, (change, steps, told)
+                assert "Wrap after you changed the model" in told
+    for told in two.ask({"do": "changed_after_wrap", "strategy": strategy, "change": "", "steps": 2}):
+        assert told == "no error"
 
 
 @pytest.mark.parametrize("samples", [3, 9, 17])
@@ -205,6 +219,12 @@ def test_a_checkpoint_of_one_strategy_goes_on_under_another(
     two: RankPool, tmp_path: Path, saved: str, loaded: str
 ) -> None:
     _goes_on(two, str(tmp_path / "state.pt"), saved, loaded)
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_a_split_model_loads_a_plain_state(two: RankPool, strategy: str) -> None:
+    for told in two.ask({"do": "load_plain", "strategy": strategy}):
+        assert told["loaded"]
 
 
 def _goes_on(pool: RankPool, path: str, saved: str, loaded: str) -> None:

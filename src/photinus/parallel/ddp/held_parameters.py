@@ -46,21 +46,29 @@ class HeldParameters:
             parts += module._modules.values()
         return parts
 
+    def learn(self) -> None:
+        """Knows the tensors, too, that stand in for parameters now by the same names (FSDP's, gathered)."""
+        for name, parameter in self._named() if not self._is_unchanged() else ():
+            self.names.setdefault(parameter, name)
+
+    def _is_unchanged(self) -> bool:
+        parts = self._parts()
+        return len(parts) == len(self._seen) and all(map(operator.is_, parts, self._seen))
+
     def check(self, rank: int) -> None:
         """Compares the parameters with those at the beginning.
 
         Raises:
             UnsuitableModelError: names those that came, vanished or were replaced.
         """
-        parts = self._parts()
-        if len(parts) == len(self._seen) and all(map(operator.is_, parts, self._seen)):
+        if self._is_unchanged():
             return
         now = self._named()
         if not all(isinstance(p, nn.Parameter) for _, p in now):
             return  # torch.func.functional_call puts other tensors in their places for a while
-        there = {p for _, p in now}
+        there = {self.names.get(p) for _, p in now}
         came = [name for name, p in now if p.requires_grad and p not in self.names]
-        gone = [name for p, name in self.names.items() if p not in there]
+        gone = [name for name in dict.fromkeys(self.names.values()) if name not in there]
         if came or gone:
             replaced = [name for name in came if name in gone]
             came, gone = [n for n in came if n not in replaced], [n for n in gone if n not in replaced]

@@ -2,7 +2,8 @@
 
 On torch's FSDP2 (`fully_shard`). Every parameter is cut along its first dimension, one part for each rank. Units
 (blocks of layers) are gathered before they compute; during backward each unit's gradients are averaged and split by one
-reduce_scatter. The buffers of these exchanges lie in the group's own memory where the backend offers some.
+reduce_scatter. The buffers of these exchanges are ordinary memory: FSDP2 takes them anew for each, and the group's own
+gives its pages back each time (a GPT of 20 M parameters, 4x64 tokens, had 3.6 times the page faults with it).
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from typing import Any, ClassVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ...malloc import PER_GRADIENTS, keep_freed_memory
 from ..ddp.checks import one_device
-from ..ddp.held_parameters import take_over_parameters
+from ..ddp.held_parameters import HeldParameters, take_over_parameters
 from ..exchange.broadcast import broadcast_tensors
 from ..exchange.verify_models import describe, verify_same_model
 from ..zero.shard_units import shard_units
@@ -122,15 +125,19 @@ class FullyShardedStrategy(Strategy):
             settings["mp_policy"] = self.options["mp_policy"]
         for unit in [*shard_units(model, self.options.get("shard")), model]:
             fully_shard(unit, **settings)
-            use_group_memory = getattr(unit, "set_allocate_memory_from_process_group_for_comm", None)
-            if use_group_memory is not None and device.type == "cpu":
-                use_group_memory(True)
         if self.options.get("find_unused_parameters"):
             cast(Any, model).set_reduce_scatter_unused_params(True)
         watch_updates = getattr(group, "watch_updates", None)
         if watch_updates is not None:  # backend photinus then says which ranks are a step apart
             watch_updates(model.parameters())
+        if device.type == "cpu":
+            keep_freed_memory(PER_GRADIENTS * sum(parameter.nbytes for parameter in before.values()))
+        held, rank = HeldParameters(model), group.rank()
+        # Before FSDP's hook, which would put its own tensors in the place of those that came.
+        model.register_forward_pre_hook(_disable_dynamo(lambda *_: held.check(rank)), prepend=True)
+        model.register_forward_hook(_disable_dynamo(lambda *_: held.learn()))
         model.register_forward_hook(_drop_without_backward)
+        model.register_load_state_dict_pre_hook(_split_plain)
         after = dict(model.named_parameters())
         new_of: dict[torch.Tensor, torch.Tensor] = {old: after[name] for name, old in before.items()}
         _split_once.update(dict.fromkeys(before.values(), type(model).__name__))
@@ -238,6 +245,13 @@ def _drop_without_backward(model: nn.Module, *_: Any) -> None:
     """After a forward: no backward comes without gradients, so nothing else would drop what is kept for it."""
     if not torch.is_grad_enabled():
         _drop_gathered(model)
+
+
+def _split_plain(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before `load_state_dict`: takes parts of whole tensors, which FSDP2 cannot."""
+    for name, like in model.state_dict(prefix=prefix).items():
+        if is_split(like) and name in state:
+            state[name] = _split(state[name], like)
 
 
 def _split(value: Any, like: Any) -> Any:
