@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
 import photinus
@@ -446,6 +446,31 @@ class Cases:
         except ValueError as error:
             return str(error)
         return "no error"
+
+    def odd_starts(self, strategy: str) -> Any:
+        """A model that was compiled before, a forward in inference mode before the first step, and a copy after."""
+        torch.manual_seed(0)
+        plain: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        average = AveragedModel(plain, use_buffers=True, avg_fn=get_ema_avg_fn(0.5))
+        compiled: Any = torch.compile(plain, backend="eager")
+        model, optimizer = photinus.wrap(
+            compiled, torch.optim.SGD(compiled.parameters(), lr=0.1), strategy=strategy, shard=[nn.Linear]
+        )
+        average.module = photinus.wrap(average.module, strategy=strategy)
+        loop = photinus.Loop(model, optimizer, TensorDataset(torch.ones(4, 2)), batch_size=2, epochs=1, progress=False)
+        with torch.inference_mode():
+            plain(torch.ones(1, 2))
+        for (x,) in loop:
+            loop.backward(plain(x).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(plain)
+        with torch.inference_mode():
+            plain(torch.ones(1, 2))
+        try:
+            AveragedModel(plain)
+        except TypeError as error:
+            return {"same": model is compiled, "error": str(error), "loss": loop.history[0]["loss"]}
 
     def load_plain(self, strategy: str) -> Any:
         """Whether a split model holds the plain state that it was given by its own load_state_dict, and steps on."""

@@ -222,6 +222,14 @@ def test_a_checkpoint_of_one_strategy_goes_on_under_another(
 
 
 @pytest.mark.parametrize("strategy", SHARDED)
+def test_a_split_model_may_be_compiled_or_used_in_inference_mode_before_it_trains(two: RankPool, strategy: str) -> None:
+    for told in two.ask({"do": "odd_starts", "strategy": strategy}):
+        assert told["same"]
+        assert math.isfinite(told["loss"])
+        assert f"average.module = photinus.wrap(average.module, strategy='{strategy}')" in told["error"]
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
 def test_a_split_model_loads_a_plain_state(two: RankPool, strategy: str) -> None:
     for told in two.ask({"do": "load_plain", "strategy": strategy}):
         assert told["loaded"]

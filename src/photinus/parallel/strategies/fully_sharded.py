@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -113,6 +114,12 @@ class FullyShardedStrategy(Strategy):
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import fully_shard
 
+        compiled_from = getattr(model, "_orig_mod", None)
+        if isinstance(
+            compiled_from, nn.Module
+        ):  # torch.compile came first: what it calls is split, and it stays around
+            self.wrap(compiled_from, device, optimizers)
+            return model
         group = self.group
         before = dict(model.named_parameters())
         take_over_parameters(model, {parameter: name for name, parameter in before.items()})
@@ -135,9 +142,11 @@ class FullyShardedStrategy(Strategy):
         held, rank = HeldParameters(model), group.rank()
         # Before FSDP's hook, which would put its own tensors in the place of those that came.
         model.register_forward_pre_hook(_disable_dynamo(lambda *_: held.check(rank)), prepend=True)
+        model.register_forward_pre_hook(_disable_dynamo(_make_memory_for_training), prepend=True)
+        vars(model)["__deepcopy__"] = partial(_refuse_copy, self.name)
         model.register_forward_hook(_disable_dynamo(lambda *_: held.learn()))
         model.register_forward_hook(_drop_without_backward)
-        model.register_load_state_dict_pre_hook(_split_plain)
+        model.register_load_state_dict_pre_hook(_split_plain)  # type: ignore[no-untyped-call]
         after = dict(model.named_parameters())
         new_of: dict[torch.Tensor, torch.Tensor] = {old: after[name] for name, old in before.items()}
         _split_once.update(dict.fromkeys(before.values(), type(model).__name__))
@@ -239,6 +248,25 @@ def _drop_gathered(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "reshard"):
             cast(Any, module).reshard()
+
+
+def _make_memory_for_training(model: nn.Module, *_: Any) -> None:
+    """Before the first forward: memory that FSDP2 makes in inference mode could not be written outside of it."""
+    if torch.is_inference_mode_enabled() and not vars(model).get("has_gathered"):
+        with torch.inference_mode(False), torch.no_grad():
+            for module in model.modules():
+                if hasattr(module, "unshard"):
+                    cast(Any, module).unshard()
+                    cast(Any, module).reshard()
+    vars(model)["has_gathered"] = True
+
+
+def _refuse_copy(strategy: str, memo: object) -> None:
+    raise TypeError(
+        f"a model that strategy {strategy!r} has split cannot be copied. Make the copy of the plain model, before "
+        f"photinus.wrap: average = AveragedModel(model); and wrap what it holds, too: average.module = "
+        f"photinus.wrap(average.module, strategy={strategy!r})"
+    )
 
 
 def _drop_without_backward(model: nn.Module, *_: Any) -> None:

@@ -71,6 +71,9 @@ def wrap(
         model, optimizer = photinus.wrap(model, optimizer, strategy="zero3")
         average.module = photinus.wrap(average.module, strategy="zero3")
 
+    There `use_buffers=True` works with an `avg_fn`, not with a `multi_avg_fn`: torch cannot average parts and whole
+    tensors in one call.
+
     Args:
         model: a plain module; every rank's starts with rank 0's parameters and buffers.
         optimizer, more: optimizers over the model's parameters. What they remember of earlier steps moves to the
