@@ -31,7 +31,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 _graph_task = torch._C._current_graph_task_id  # -1 outside of backward
 _thread = threading.get_ident
 _torch_ddp_file = torch_ddp.__file__
-_fsdp_file = "_fsdp_collectives.py"
 _FRAMES_TO_FSDP = 3  # torch.distributed's call, and what logs it
 _own_folder = __file__.rpartition("/")[0]
 
@@ -55,13 +54,11 @@ def _caller() -> FrameType:
 
 
 def _is_of_training(frame: FrameType | None) -> bool:
-    if frame is not None and frame.f_code.co_filename == _torch_ddp_file:
-        return True
+    found = frame is not None and frame.f_code.co_filename == _torch_ddp_file
     for _ in range(_FRAMES_TO_FSDP):
         frame = frame and frame.f_back
-        if frame is not None and frame.f_code.co_filename.endswith(_fsdp_file):
-            return True
-    return False
+        found = found or (frame is not None and frame.f_code.co_filename.endswith("_fsdp_collectives.py"))
+    return found
 
 
 class Updates:

@@ -113,8 +113,7 @@ class Backwards:
         self._used[place] = self._made
         self._stepped = True
         if self._watched:
-            groups = [{n: v for n, v in group.items() if n != "params"} for group in optimizer.param_groups]
-            self._replicas.note(self._call(place), *groups)
+            self._replicas.note(self._call(place), *optimizer.param_groups)
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             self._versions[place] = [(each, each._version) for each in parameters if is_split(each)]
             self._witnesses[place] = next((each for each in parameters if each.grad is not None), parameters[0])

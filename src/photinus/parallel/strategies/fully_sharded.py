@@ -114,11 +114,8 @@ class FullyShardedStrategy(Strategy):
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import fully_shard
 
-        compiled_from = getattr(model, "_orig_mod", None)
-        if isinstance(
-            compiled_from, nn.Module
-        ):  # torch.compile came first: what it calls is split, and it stays around
-            self.wrap(compiled_from, device, optimizers)
+        if "_orig_mod" in model._modules:  # torch.compile came first: what it calls is split, and it stays around that
+            self.wrap(cast(nn.Module, model._modules["_orig_mod"]), device, optimizers)
             return model
         group = self.group
         before = dict(model.named_parameters())
@@ -187,12 +184,8 @@ class FullyShardedStrategy(Strategy):
     def load(self, part: nn.Module | Optimizer, state: Mapping[str, Any]) -> None:
         """See `Strategy.load`. Each rank copies its part; nothing is exchanged."""
         if isinstance(part, nn.Module):
-            own, parts = (
-                part.state_dict(),
-                cast("dict[str, Any]", copy.copy(state)),
-            )  # with the versions that torch noted
-            for name, value in state.items():
-                parts[name] = _split(value, own.get(name))
+            parts = cast("dict[str, Any]", copy.copy(state))  # with the versions that torch noted
+            _split_plain(part, parts)
             part.load_state_dict(parts)
             return
         parameters = [parameter for group in part.param_groups for parameter in group["params"]]
@@ -275,8 +268,8 @@ def _drop_without_backward(model: nn.Module, *_: Any) -> None:
         _drop_gathered(model)
 
 
-def _split_plain(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before `load_state_dict`: takes parts of whole tensors, which FSDP2 cannot."""
+def _split_plain(model: nn.Module, state: dict[str, Any], prefix: str = "", *_: Any) -> None:
+    """Puts this rank's parts in the place of whole tensors, which FSDP2 cannot load."""
     for name, like in model.state_dict(prefix=prefix).items():
         if is_split(like) and name in state:
             state[name] = _split(state[name], like)

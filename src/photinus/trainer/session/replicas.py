@@ -105,7 +105,11 @@ class Replicas:
             return
         while call in self._calls:
             call += " again"
-        self._calls[call] = [{name: plain(v) for name, v in each.items() if not _is_on_gpu(v)} for each in groups]
+        self._calls[call] = [
+            # not those on a GPU: reading them would make the host wait
+            {name: plain(v) for name, v in each.items() if name != "params" and not getattr(v, "is_cuda", False)}
+            for each in groups
+        ]
 
     def mine(self, *, saves: bool) -> list[float]:
         """This rank's digests, with zeros in the other ranks' places: 3 * world size values to be summed.
@@ -169,10 +173,6 @@ class Replicas:
 def _is_replicated(model: nn.Module, world_size: int) -> bool:
     group = getattr(model, "process_group", None)
     return strategy_of(model).replicates and (group is None or group.size() == world_size)
-
-
-def _is_on_gpu(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and not value.is_cpu  # reading it would make the host wait
 
 
 def _digest(data: bytes) -> float:
