@@ -333,4 +333,28 @@ def check_a_group_of_some_ranks(group: dist.ProcessGroup) -> None:
     assert_same_gradients(model, twin, part)
 
 
+def check_training_on_forward_derivatives_goes_on_when_buckets_are_cut_anew(group: dist.ProcessGroup) -> None:
+    ddp, twin = ddp_and_twin(small_net(), group, bucket_cap_mb=KIB_IN_MIB)
+    for step in range(3):
+        for net in (ddp, twin):
+            net.zero_grad()
+            x = batch(group, step)
+            y, slope = torch.func.jvp(net, (x,), (torch.ones_like(x),))
+            (y.square().mean() + slope.square().mean()).backward()
+        average_gradients(twin, group)
+        assert_same_gradients(ddp.module, twin, group)
+
+
+def check_a_forward_in_inference_mode_may_come_first(group: dist.ProcessGroup) -> None:
+    ddp, twin = ddp_and_twin(nn.Sequential(small_net(), nn.BatchNorm1d(3).eval()), group)
+    for step in range(2):
+        for net in (ddp, twin):
+            with torch.inference_mode():
+                net(batch(group, step))
+            net.zero_grad()
+            net(batch(group, step)).square().mean().backward()
+        average_gradients(twin, group)
+        assert_same_gradients(ddp.module, twin, group)
+
+
 test_ddp = run_each_check(__name__)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from photinus.errors import MissingGradientError
 from photinus.parallel import DistributedDataParallel, average_gradients
@@ -24,6 +25,31 @@ from tests.dist.ddp_checks import (
 )
 
 # ---- unused parameters and errors
+
+
+class SharedCheckpoints(nn.Module):
+    """Its first and its last reentrant checkpoint share a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(6, 6)
+        self.between = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        for layer in (self.shared, self.between, self.shared):
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+def check_a_layer_of_several_reentrant_checkpoints_is_named_and_no_other(group: dist.ProcessGroup) -> None:
+    ddp = DistributedDataParallel(SharedCheckpoints(), process_group=group)
+    ddp(batch(group)).sum().backward()
+    with expect(RuntimeError, "parameter shared.", "several reentrant checkpoints"):
+        ddp(batch(group))
+    ddp = DistributedDataParallel(SharedCheckpoints(), process_group=group, static_graph=True)
+    for _ in range(3):
+        ddp(batch(group)).sum().backward()
 
 
 def check_a_parameter_without_gradient_is_named_on_every_rank(group: dist.ProcessGroup) -> None:

@@ -302,7 +302,8 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
     @_disable_dynamo
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if _is_training():
-            self._begin_forward()
+            with torch._C._DisableFuncTorch():  # what is exchanged is no part of what torch.func.jvp differentiates
+                self._begin_forward()
         if self.device_ids:
             inputs, kwargs = map_tensors((inputs, kwargs), lambda tensor: tensor.to(self.device, non_blocking=True))
         return inputs, kwargs

@@ -130,6 +130,8 @@ class Reducer:
         self._tasks: list[int] = []  # the graph tasks (backwards, nested ones too) of the open round
         self._task = _NO_TASK  # the graph task that the last hook ran in
         self._left_open = False  # a nested backward ended with the round incomplete
+        self._closed_inside = False  # by a nested backward, since the last forward
+        self._came_late: Slot | None = None  # brought the open round's first gradient, after that
         self._given_up = ""
 
         if self.world_size > 1 or options.nan_guard:
@@ -205,8 +207,11 @@ class Reducer:
         if self._open:
             missing = self._missing() if self._left_open or self.options.late_errors else []
             self._close(self._missing(), interrupted=True)
+            if missing and self._came_late is not None:
+                raise self._second_arrival(self._came_late)
             if missing:
                 raise self._errors.missing(missing)
+        self._closed_inside = False
         self._errors.raise_kept()
         weights = self._launcher.exchange.carries_tail
         self.facts.begin_forward(self.rounds, ride=self._launcher.tail is not None, weights=weights)
@@ -333,7 +338,7 @@ class Reducer:
 
         def on_gradient(parameter: torch.Tensor) -> None:
             if current_task() != self._task:
-                self._enter_task()
+                self._enter_task(slot)
             slot.touched = True
             if streams is not None and self._open and streams.another():
                 # A launch would order the exchange behind this stream alone; at the end of backward all have met.
@@ -398,7 +403,7 @@ class Reducer:
         if current_task() != self._task:
             self._enter_task()
 
-    def _enter_task(self) -> None:
+    def _enter_task(self, slot: Slot | None = None) -> None:
         """The first hook of a backward, or the first after a nested one: opens a round unless one is open."""
         self._check_not_given_up()
         task = current_task()
@@ -410,6 +415,7 @@ class Reducer:
         if self.sync_grad and self.forward_syncs and task not in self._tasks:
             if not self._open:
                 self._open = True
+                self._came_late = slot if self._closed_inside else None
                 if waiting_time.on and self.device.type != "cpu":
                     waiting_time.lend_thread()
                 self.timeline.backward_began()
@@ -451,15 +457,18 @@ class Reducer:
         if self.static_graph is not None and self.static_graph.learned:
             self.static_graph.completes(slot)  # raises: one more than there were
         if slot.bucket is not None and slot.bucket.work is not None:
-            raise RuntimeError(
-                f"rank {self.rank}: parameter {slot.name} got a gradient after its bucket was sent to the other ranks. "
-                f"Either it was used inside several reentrant checkpoints (use torch.utils.checkpoint with "
-                f"use_reentrant=False, or pass static_graph=True), or, with find_unused_parameters=True, outside of "
-                f"the wrapped forward."
-            )
+            raise self._second_arrival(slot)
         if self.static_graph is not None:
             slot.arrivals += 1
         slot.absent = False
+
+    def _second_arrival(self, slot: Slot) -> RuntimeError:
+        return RuntimeError(
+            f"rank {self.rank}: parameter {slot.name} got a gradient after its bucket was sent to the other ranks. "
+            f"Either it was used inside several reentrant checkpoints (use torch.utils.checkpoint with "
+            f"use_reentrant=False, or pass static_graph=True), or, with find_unused_parameters=True, outside of "
+            f"the wrapped forward."
+        )
 
     # ---- step 3: the end of backward
 
@@ -473,6 +482,7 @@ class Reducer:
             self._left_open = True
             return
         tolerated = learning or self.find_unused_parameters
+        self._closed_inside = inside_custom_function()
         self._close(missing)
         if missing and not tolerated:
             self._errors.raise_or_keep(self._errors.missing(missing))
