@@ -317,9 +317,8 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
     def _begin_forward(self) -> None:
         self._held.check(self.reducer.rank)
         if not self._optimizers_taken_over:
-            take_over_parameters(
-                self, self._held.names
-            )  # torch's class may have been put around this one, or beside it
+            # torch's class may have been put around this one, or beside it, since it was made.
+            take_over_parameters(self, self._held.names)
             self._take_over_optimizers()
         for name, parameter in self._frozen:
             if parameter.requires_grad:

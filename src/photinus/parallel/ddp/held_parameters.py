@@ -94,9 +94,12 @@ def take_over_parameters(wrapper: nn.Module, own: Mapping[nn.Parameter, str]) ->
     Raises:
         UnsuitableModelError: one of the others is inside this one, or around it.
     """
-    for other in gc.get_objects():  # torch's class keeps no list of its objects
-        bases = type(other).__mro__
-        if other is wrapper or (TorchDDP not in bases and TorchSurface not in bases) or "reducer" not in vars(other):
+    kinds = {TorchDDP, TorchSurface}
+    while (more := {each for kind in kinds for each in kind.__subclasses__()}) - kinds:
+        kinds |= more
+    # torch's class keeps no list of its objects. (A set of classes, since a process may have millions of objects.)
+    for other in [each for each in gc.get_objects() if type(each) in kinds]:
+        if other is wrapper or "reducer" not in vars(other):
             continue  # without a reducer: its construction failed
         shared = {p: name for name, p in _trained_by(other) if p in own}
         if not shared:
