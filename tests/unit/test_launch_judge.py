@@ -75,6 +75,11 @@ class TestRule:
         assert said == "rank 1 ended with exit code 0 while others had more to do, which would come again"
         assert reason_to_stop(attempt(5, missed), []) is None
         assert reason_to_stop(attempt(5, raised("PeerLostError", text="rank 2 was killed")), [], finished=[1]) is None
+        by_gloo = raised("RuntimeError", text="[/x/pair.cc:553] Connection closed by peer [127.0.0.1]:30642")
+        assert reason_to_stop(attempt(5, by_gloo), [], finished=[1]) == said
+        assert reason_to_stop(attempt(5, by_gloo), []) is None
+        own = raised("ConnectionResetError", text="[Errno 104] Connection reset by peer")  # of a server of the script's
+        assert reason_to_stop(attempt(5, own), [], finished=[1]) is None
         verdict = RestartPolicy(3).decide([Report((death(missed),), (1,), 5)], world_size=2, attempt=0)
         assert (verdict.restart, verdict.rank, verdict.host) == (False, 1, "vm")
 

@@ -18,6 +18,7 @@ from ..workers.deaths import (
 
 _QUICK_S = 10.0
 _BACKOFF_LIMIT_S = 5.0
+_CLOSED = ("closed by peer", "reset by peer", "broken pipe")
 
 
 def backoff_s(quick_failures: int) -> float:
@@ -91,8 +92,11 @@ def reason_to_stop(
 
 
 def _left_early(cause: Death, finished: Sequence[int]) -> bool:
-    """Whether the first to fail missed a rank that had ended well."""
-    return bool(finished) and cause.raised is not None and "has left the group" in cause.raised.text
+    """Whether the first to fail missed a rank that had ended well; gloo knows only that a connection was closed."""
+    if not finished or cause.raised is None or not cause.raised.lost_a_peer:
+        return False
+    signs = ("has left the group",) if cause.raised.type_name == "PeerLostError" else _CLOSED
+    return any(sign in cause.raised.text.lower() for sign in signs)
 
 
 @dataclass(frozen=True)
