@@ -108,10 +108,12 @@ class Fetch:
             with _noted(request, request.indices):
                 samples = self.dataset.__getitems__(request.indices)
         else:
-            samples = [*known]
-            for index in request.indices[len(known) :]:
-                self._seed(seeded, "sample", request.epoch, index)
-                with _noted(request, [index]):
+            samples, noted = [*known], _noted(request, [])
+            with noted:
+                for index in request.indices[len(known) :]:
+                    noted.indices = [index]
+                    if seeded:
+                        self._seed(seeded, "sample", request.epoch, index)
                     samples.append(self.dataset[index])
             self._seed(seeded, "batch", request.epoch, request.indices[0])
         with _noted(request, request.indices):
