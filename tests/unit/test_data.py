@@ -215,6 +215,14 @@ def test_samples_that_draw_have_numbers_of_their_own_on_every_rank(stream: str, 
     assert found == data.expected
 
 
+def test_no_generator_is_seeded_for_samples_that_draw_from_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(random, "seed", seeds.append)
+    batches = loader(Draws("python", range(0)), batch_size=4)
+    assert len(list(batches.epoch(0)) + list(batches.epoch(1))) == 20
+    assert len(seeds) == 1  # for the first sample of all, which shows what is drawn
+
+
 def test_only_a_batch_that_drew_unexpectedly_is_fetched_again_and_the_ranks_own_numbers_stay() -> None:
     def seeds() -> None:
         random.seed(1), np.random.seed(1), torch.manual_seed(1)
