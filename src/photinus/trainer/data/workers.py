@@ -52,6 +52,7 @@ class Fetch:
         self._many_at_once = _fetches_many_at_once(dataset)
         self._drawn: set[str] = set()  # generators that the data set, or the collate function, was seen to draw from
         self._has_looked = self._many_at_once
+        self._marks: dict[str, Any] = {}  # of a worker's generators after its last batch
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -84,7 +85,8 @@ class Fetch:
         """What `fetch` returns, and whether that is worthless, since it drew from generators that it had not seeded."""
         streams = host_streams()
         serves_training = get_worker_info() is None  # a worker's generators serve nothing else
-        marks = {name: each.mark() for name, each in streams.items() if name not in self._drawn}
+        watched = [name for name in streams if name not in self._drawn]
+        marks = {name: self._marks[name] if name in self._marks else streams[name].mark() for name in watched}
         saved = {name: each.get() for name, each in streams.items() if serves_training and name in self._drawn}
         result, error = None, None
         try:
@@ -93,7 +95,9 @@ class Fetch:
             error = caught
         for name, state in saved.items():
             streams[name].put_back(state)
-        moved = {name for name, mark in marks.items() if streams[name].mark() != mark}
+        after = {name: streams[name].mark() for name in watched}
+        moved = {name for name in watched if after[name] != marks[name]}
+        self._marks = {} if serves_training else after
         if serves_training:
             for name in moved:
                 streams[name].put_back(marks[name])
