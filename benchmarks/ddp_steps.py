@@ -2,6 +2,10 @@
 
     python benchmarks/ddp_steps.py --quick
     python benchmarks/ddp_steps.py --out benchmarks/results/ddp_steps.json --check
+    python benchmarks/ddp_steps.py --split --models gpt-20m:4x64 --out benchmarks/results/split_steps.json
+
+With --split the strategies "zero2" and "zero3" take turns with FSDP2's fully_shard, called by hand over the same
+backend, in steps of AdamW; processor time and page faults (getrusage) stand beside the time.
 
 A step is forward, backward with the exchange, SGD without momentum, and gradients set to None, all in float32. "no
 exchange" is torch's wrapper in no_sync: no way of exchanging gradients can be faster, so (gloo - ours) / (gloo - no
@@ -12,8 +16,10 @@ are avoided stands in README.md beside this file.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +52,28 @@ SMALL = [name for name in MODELS if not name.startswith(TOO_LARGE_FOR_BARE)]
 QUICK = ["gpt-20m:1x16", "many-small:1"]
 GAINED = {"gpt-20m:1x16": 0.85, "gpt-20m:4x64": 0.85, "gpt-20m:16x64": 0.85}
 HEADLINE = "vgg-16"
+SPLIT = {
+    "zero2": 'strategy "zero2"',
+    "hand2": "fully_shard by hand, kept for backward",
+    "zero3": 'strategy "zero3"',
+    "hand3": "fully_shard by hand, dropped",
+}
 HEAP_KEPT = {"MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
 
 
 def contestant(
-    name: str, wrapper: str, backend: str, ranks: int, columns: dict[str, str], models: list[str] = MODELS
+    name: str,
+    wrapper: str,
+    backend: str,
+    ranks: int,
+    columns: dict[str, str],
+    models: list[str] = MODELS,
+    usage: str = "",
 ) -> Contestant:
     def commands(folder: str) -> list[tuple[list[str], dict[str, str]]]:
         script = [sys.executable, str(RANKS / "step_rank.py"), wrapper, backend]
-        return [([*script, str(rank), str(ranks), folder], {"GLOO_SOCKET_IFNAME": "lo"}) for rank in range(ranks)]
+        environ = {"GLOO_SOCKET_IFNAME": "lo", "FOLDER_OF_USAGE": usage}
+        return [([*script, str(rank), str(ranks), folder], environ) for rank in range(ranks)]
 
     return Contestant(name, columns, commands, ranks, dtypes=tuple(models))
 
@@ -114,6 +133,48 @@ def tables(kept: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def split_steps(names: list[str], all_ranks: list[int], effort: Effort) -> tuple[list[dict[str, Any]], list[Any], str]:
+    """Rows, contestants and the report of --split."""
+    rows, everybody, parts = [], [], []
+    for ranks in all_ranks:
+        for name in names:
+            with tempfile.TemporaryDirectory(prefix="photinus-bench-") as folder:
+                contestants = []
+                for kind in SPLIT:
+                    usage = Path(folder, kind)
+                    usage.mkdir()
+                    contestants.append(contestant(kind, kind, "photinus", ranks, {kind: "sync"}, usage=str(usage)))
+                (row,) = take_turns(contestants, ranks, [(name, 0)], effort)
+                row["usage"] = {
+                    kind: json.loads(file.read_text())
+                    for kind in SPLIT
+                    if (file := Path(folder, kind, "0.json")).exists()
+                }
+            rows.append(row)
+            everybody += contestants
+            lines = []
+            for kind, seconds in row["seconds"].items():
+                usage = row["usage"][kind]
+                by_hand = row["seconds"].get(kind.replace("zero", "hand"))
+                ratio = f"{seconds / by_hand:.2f}" if by_hand and kind.startswith("zero") else ""
+                cells = [milliseconds(seconds), milliseconds(row["least"][kind]), milliseconds(usage["cpu_s"])]
+                lines.append(
+                    [SPLIT[kind], *cells, f"{usage['faults']:,.0f}", f"{usage['peak_kib'] / 1024:,.0f} MiB", ratio]
+                )
+            head = [
+                "",
+                "step, median",
+                "least",
+                "processor, rank 0",
+                "page faults",
+                "peak of the process",
+                "by hand = 1",
+            ]
+            parts.append(f"## {name}, {ranks} ranks\n\n{report.table(head, lines)}")
+            print(parts[-1], flush=True)
+    return rows, everybody, "\n\n".join(parts)
+
+
 def milliseconds(seconds: float | None) -> str:
     return "–" if seconds is None else f"{seconds * 1e3:.1f} ms"
 
@@ -123,6 +184,7 @@ def main() -> None:
     parser.add_argument(
         "--heap-kept", action="store_true", help="let malloc keep freed memory for everybody: the exchange alone"
     )
+    parser.add_argument("--split", action="store_true", help="strategies zero2 and zero3 beside fully_shard by hand")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, help="model:batch")
     parser.set_defaults(rounds=7, turn_s=1.0)
     arguments = parser.parse_args()
@@ -134,7 +196,13 @@ def main() -> None:
     names = QUICK if arguments.quick and arguments.models == MODELS else arguments.models
     rounds = 3 if arguments.quick else arguments.rounds
     effort = Effort(rounds, arguments.turn_s, wait_quiet_s=arguments.wait_quiet_s, prepare_each_round=False)
-    rows: list[dict[str, Any]] = []
+    if arguments.split:
+        rows, found_contestants, text = split_steps(names, arguments.ranks, effort)
+        kept = harness.record(facts, found_contestants, rows)
+        if arguments.out:
+            harness.write(arguments.out, kept, f"# Steps of split models\n\n{report.facts(kept)}\n\n{text}\n")
+        return
+    rows = []
     everybody: dict[str, Contestant] = {}
     for ranks in arguments.ranks:
         contestants = [

@@ -1,15 +1,24 @@
 """A rank that trains: step_rank.py WRAPPER BACKEND RANK WORLD_SIZE FOLDER
 
-WRAPPER is torch (its DistributedDataParallel), photinus (ours) or none (the bare model). Paths: sync, a whole step;
-no_sync, the same without any exchange; in_step, the same and then one number is exchanged, so that each rank waits for
-the slowest in every step, as it does wherever gradients are exchanged; forward, no more than the way to the loss.
+WRAPPER is torch (its DistributedDataParallel), photinus (ours), none (the bare model), zero2 or zero3 (our strategies),
+or hand2 or hand3: FSDP2's fully_shard, called by hand over the same units, which keeps parameters from forward to
+backward or does not. Split models step AdamW; the processor time and page faults of their steps go to
+FOLDER_OF_USAGE/RANK.json.
+
+Paths: sync, a whole step; no_sync, the same without any exchange; in_step, the same and then one number is exchanged,
+so that each rank waits for the slowest in every step, as it does wherever gradients are exchanged; forward, no more
+than the way to the loss.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import resource
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import models
@@ -28,6 +37,37 @@ def wrapped(model: nn.Module, wrapper: str) -> Any:
     return photinus.DistributedDataParallel(model) if wrapper == "photinus" else model
 
 
+def split(model: nn.Module, kind: str) -> tuple[Any, Any]:
+    """A split model and its optimizer."""
+    if kind.startswith("zero"):
+        return photinus.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-6), strategy=kind)
+    from torch.distributed.fsdp import fully_shard
+
+    from photinus.parallel.zero.shard_units import shard_units
+
+    for unit in [*shard_units(model), model]:
+        fully_shard(unit, reshard_after_forward=kind == "hand3")
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-6)
+
+
+class Usage:
+    """What steps took of the processor, and how many pages they touched, by getrusage. Called before each step."""
+
+    def __init__(self, warm: int = 8) -> None:
+        self._calls, self._warm = 0, warm
+
+    def __call__(self) -> None:
+        self._calls += 1
+        if self._calls == self._warm:
+            self._before = resource.getrusage(resource.RUSAGE_SELF)
+
+    def write(self, file: Path) -> None:
+        now, steps = resource.getrusage(resource.RUSAGE_SELF), self._calls - self._warm + 1
+        cpu_s = now.ru_utime + now.ru_stime - self._before.ru_utime - self._before.ru_stime
+        faults = now.ru_minflt - self._before.ru_minflt
+        file.write_text(json.dumps({"cpu_s": cpu_s / steps, "faults": faults / steps, "peak_kib": now.ru_maxrss}))
+
+
 def main(wrapper: str, backend: str, rank: int, world_size: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", world_size)
@@ -37,12 +77,14 @@ def main(wrapper: str, backend: str, rank: int, world_size: int, folder: str) ->
     work.wait()
     rank_loop.pin(rank)
     held: list[Any] = []
+    is_split = wrapper.startswith(("zero", "hand"))
+    usage = Usage()
 
     def prepare(name: str, _: int) -> None:
         held.clear()
         model, inputs = models.make(name)
-        ddp = wrapped(model, wrapper)
-        held.extend((ddp, torch.optim.SGD(ddp.parameters(), lr=1e-6), inputs))
+        ddp, optimizer = split(model, wrapper) if is_split else (wrapped(model, wrapper), None)
+        held.extend((ddp, optimizer or torch.optim.SGD(ddp.parameters(), lr=1e-6), inputs))
         dist.barrier()
 
     def step_of(path: str) -> Callable[[], None]:
@@ -55,6 +97,7 @@ def main(wrapper: str, backend: str, rank: int, world_size: int, folder: str) ->
                 ddp(*inputs)
 
         def step() -> None:
+            usage()
             with quiet():
                 ddp(*inputs).backward()
             if path == "in_step":
@@ -64,8 +107,10 @@ def main(wrapper: str, backend: str, rank: int, world_size: int, folder: str) ->
 
         return forward if path == "forward" else step
 
-    version = f"{wrapper} DDP over {backend}, torch {torch.__version__}, photinus {photinus.__version__}"
+    version = f"{wrapper}{'' if is_split else ' DDP'} over {backend}, torch {torch.__version__}, photinus {photinus.__version__}"
     rank_loop.serve(rank, folder, version, prepare, step_of, dist.barrier)
+    if is_split and os.environ.get("FOLDER_OF_USAGE"):
+        usage.write(Path(os.environ["FOLDER_OF_USAGE"], f"{rank}.json"))
     held.clear()
     dist.destroy_process_group()
 
