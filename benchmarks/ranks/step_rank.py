@@ -107,7 +107,8 @@ def main(wrapper: str, backend: str, rank: int, world_size: int, folder: str) ->
 
         return forward if path == "forward" else step
 
-    version = f"{wrapper}{'' if is_split else ' DDP'} over {backend}, torch {torch.__version__}, photinus {photinus.__version__}"
+    what = wrapper if is_split else f"{wrapper} DDP"
+    version = f"{what} over {backend}, torch {torch.__version__}, photinus {photinus.__version__}"
     rank_loop.serve(rank, folder, version, prepare, step_of, dist.barrier)
     if is_split and os.environ.get("FOLDER_OF_USAGE"):
         usage.write(Path(os.environ["FOLDER_OF_USAGE"], f"{rank}.json"))
