@@ -94,7 +94,7 @@ def take_over_parameters(wrapper: nn.Module, own: Mapping[nn.Parameter, str]) ->
     Raises:
         UnsuitableModelError: one of the others is inside this one, or around it.
     """
-    kinds = {TorchDDP, TorchSurface}
+    kinds: set[type] = {TorchDDP, TorchSurface}
     while (more := {each for kind in kinds for each in kind.__subclasses__()}) - kinds:
         kinds |= more
     # torch's class keeps no list of its objects. (A set of classes, since a process may have millions of objects.)
