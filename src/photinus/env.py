@@ -210,6 +210,13 @@ STATUS_FILE: Variable[str | None] = Variable(
     None,
     "where a worker tells its launcher how far it is and whether it can suspend; set by `photinus run`",
 )
+OUT: Variable[str | None] = Variable(
+    "PHOTINUS_OUT",
+    str,
+    None,
+    "the folder of the run that the attempt before was in when it ended, and which of the script's runs that is; set "
+    "by `photinus run`, for scripts that name it by the time or their pid",
+)
 ATTEMPT: Variable[int] = Variable(
     "TORCHELASTIC_RESTART_COUNT", int, 0, "how often the launcher has restarted the workers; set by the launcher"
 )

@@ -1,4 +1,4 @@
-"""What a worker tells its launcher while it runs, in a memory file of the launcher's: one line of fixed width.
+"""What a worker tells its launcher while it runs, in a memory file of the launcher's: one line, fixed but for its end.
 
     letter   what a request to suspend would find here:
                  r  it would be heard; SIGTERM would end the worker if it were not for that
@@ -8,6 +8,7 @@
     steps    how far training is: the run's step where a Loop says it, else the steps of torch's optimizers in this
              process, or its calls of `suspend_requested`; 0 before the first
     saved    the run's step at its newest checkpoint, of this process or resumed from; -1 for none
+    out      NUMBER:FOLDER of the run that it is in, and how many it began before; empty outside
 
 The launcher reads it when the worker is dead, too: a restart makes sense only if there is something to go on with.
 Without a launcher that reads, everything here does nothing.
@@ -33,6 +34,7 @@ class Status:
     letter: str = "-"
     steps: int = 0
     saved: int = -1
+    out: str = ""
 
 
 _told = Status()
@@ -40,7 +42,9 @@ _file: int | None = None
 _counts = True  # as long as nobody who knows better has told of steps
 
 
-def tell(*, letter: str | None = None, steps: int | None = None, saved: int | None = None) -> None:
+def tell(
+    *, letter: str | None = None, steps: int | None = None, saved: int | None = None, out: str | None = None
+) -> None:
     """Tells what has changed."""
     global _told, _counts
     _counts = _counts and steps is None
@@ -49,6 +53,7 @@ def tell(*, letter: str | None = None, steps: int | None = None, saved: int | No
             _told.letter if letter is None else letter,
             _told.steps if steps is None else steps,
             _told.saved if saved is None else saved,
+            _told.out if out is None else out,
         )
     )
 
@@ -71,7 +76,8 @@ def count_optimizer_steps() -> None:
 def read(text: str) -> Status:
     """What a worker has told last; `text` is the content of its file, perhaps empty."""
     steps, saved = text[1 : 1 + _WIDTH], text[1 + _WIDTH : 1 + 2 * _WIDTH]
-    return Status(text[:1], int(steps), int(saved)) if text else Status()
+    out = text[1 + 2 * _WIDTH :].partition("\n")[0]
+    return Status(text[:1], int(steps), int(saved), out) if text else Status()
 
 
 def _write(status: Status) -> None:
@@ -82,4 +88,5 @@ def _write(status: Status) -> None:
         with contextlib.suppress(OSError):  # inherited from a launcher that is gone, or not our own: nobody reads
             _file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     if _file is not None:
-        os.pwrite(_file, f"{status.letter}{status.steps:>{_WIDTH}}{status.saved:>{_WIDTH}}".encode(), 0)
+        line = f"{status.letter}{status.steps:>{_WIDTH}}{status.saved:>{_WIDTH}}{status.out}\n"
+        os.pwrite(_file, line.encode(errors="surrogateescape"), 0)

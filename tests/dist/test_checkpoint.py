@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
 import signal
+import subprocess
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -14,12 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
 
+import photinus
 from photinus.errors import CheckpointError, PhotinusError
 from photinus.parallel.exchange.agreement import from_rank_0, gather_per_rank, together
 from photinus.trainer.checkpoint import statefile
 from photinus.trainer.checkpoint.folder import CheckpointFolder, on_all_ranks
 from photinus.trainer.checkpoint.statefile import load, save
+from photinus.trainer.checkpoint.states import state_of
 from photinus.trainer.data import rng
 from tests.ranks import run_ranks, values
 
@@ -124,19 +130,20 @@ def test_an_error_of_one_rank_is_told_on_all_and_nothing_hangs(tmp_path: Path) -
     assert "rank 2 will not" in rank_2[2]
     assert all("failed on rank 2 (host" in rank[2] and "Nothing was changed." in rank[2] for rank in (rank_0, rank_1))
     assert rank_0[3] == rank_1[3] == rank_2[3] == "unchanged"
-    assert all("the ranks find different files" in rank[4] for rank in (rank_0, rank_1, rank_2))
-    assert "there is no file" in rank_1[5]
-    assert all("failed on rank 1 (host" in rank[5] for rank in (rank_0, rank_2))
+    assert all(
+        "ValueError: the ranks load different checkpoints: path=" in rank[4] for rank in (rank_0, rank_1, rank_2)
+    )
+    assert all("path=" in rank[5] for rank in (rank_0, rank_1, rank_2))
     assert rank_0[6] == rank_1[6] == rank_2[6] == "no error"  # the group is as usable as before
 
 
 def chooses(rank: int, world_size: int, folder: str) -> list[str]:
     def shown(call: Any) -> str:
         try:
-            found = on_all_ranks(call)
+            with on_all_ranks(call) as found:
+                return "none" if found is None else f"step {found.step} weight {found.load()['model'].tolist()}"
         except CheckpointError as error:
             return str(error)
-        return "none" if found is None else f"step {found.step} weight {found.load()['model'].tolist()}"
 
     shared, own = CheckpointFolder(Path(folder, "shared")), CheckpointFolder(Path(folder, f"rank-{rank}"))
     told = [shown(shared.newest)]
@@ -212,6 +219,67 @@ def test_a_rank_that_is_killed_while_it_saves_is_named_by_those_that_wait(tmp_pa
     assert message.startswith("PeerLostError: rank 0 (pid")
     assert "was killed by SIGKILL" in message
     assert seconds < 3.0
+
+
+def trains(strategy: str, epochs: int) -> tuple[Any, photinus.Loop]:
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+    model, optimizer = photinus.wrap(plain, torch.optim.Adam(plain.parameters(), lr=0.01), strategy=strategy)
+    data = TensorDataset(torch.randn(16, 3, generator=torch.Generator().manual_seed(1)))
+    loop = photinus.Loop(model, optimizer, data, batch_size=4, epochs=epochs, out="run", progress=False, curves=False)
+    for (batch,) in loop:
+        loop.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        loop.log(quality=-loop.step)
+    return model, loop
+
+
+def sees_no_folder_but_its_own(rank: int, world_size: int, folder: str, strategy: str) -> Any:
+    """Each rank is on a host of its own, as far as files go; in one case rank 1's has another run at the same place."""
+    if ctypes.CDLL(None).unshare(0x20000):  # CLONE_NEWNS of sched.h
+        return "no mount namespaces"
+    if rank == 1:
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", folder], check=True)
+    os.chdir(folder)
+    whole = numbers_of(trains(strategy, 2)[0])
+    if rank == 0:
+        os.rename("run", "whole")
+    elif strategy == "ddp":
+        CheckpointFolder("run/checkpoints").save(4, {"model": {"0.weight": torch.ones(1)}}, description={})
+    trains(strategy, 1)
+    model, loop = trains(strategy, 2)
+    resumed = [str(loop.resumed_from).endswith("run/checkpoints/step-00000004"), numbers_of(model) == whole]
+    fresh = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+    rest = load("run", model=fresh)
+    save("by hand.pt", model=fresh, epoch=7)
+    for parameter in fresh.parameters():
+        nn.init.zeros_(parameter)
+    by_hand = load("by hand.pt", model=fresh)["epoch"]
+    whole = gather_per_rank(whole)[0]
+    return [*resumed, rest["position"]["step"], by_hand, numbers(fresh) == whole, sorted(os.listdir("."))]
+
+
+def numbers_of(model: nn.Module) -> Any:
+    return [None if value is None else value.tolist() for value in state_of(model).values()]  # of zero on rank 0 alone
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "zero3", *(pytest.param(s, marks=pytest.mark.slow) for s in ("zero1", "zero2"))]
+)
+def test_ranks_that_do_not_see_a_checkpoint_get_it_from_rank_0(tmp_path: Path, strategy: str) -> None:
+    call = "tests.dist.test_checkpoint:sees_no_folder_but_its_own"
+    options: dict[str, Any] = {"world_size": 2, "backend": "photinus"}
+    ranks = run_ranks(call, arguments={"folder": str(tmp_path), "strategy": strategy}, **options)
+    if ranks[1].value == "no mount namespaces":
+        pytest.skip("mount namespaces need root")
+    for rank in ranks:
+        left = ["by hand.pt", "run", "whole"] if rank.rank == 0 else ["run"] if strategy == "ddp" else []
+        assert rank.value == [True, True, 8, 7, True, left], rank.output
+    there = "something else" if strategy == "ddp" else "nothing"
+    assert f"step-00000004 is not shared: rank 1 found {there} there, so rank 0 sends it" in ranks[0].output
+    assert re.search(r"note: run is on host \S+, and rank 1 cannot see it: rank 0's counts", ranks[0].output)
 
 
 def exchanges(rank: int, world_size: int, folder: str) -> Any:

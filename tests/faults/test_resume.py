@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+import photinus
 from photinus.runlog.tables import read_rows
 from tests.fork_server import REPOSITORY
 from tests.ranks import run_ranks, values
@@ -54,6 +56,55 @@ def test_the_launcher_restarts_after_two_kills_in_one_epoch_and_no_bit_differs(t
     assert [one["fingerprint"] for one in found] == [one["fingerprint"] for one in whole]
     assert [row["step"] for row in read_rows(tmp_path / "losses.csv")] == list(range(1, 11))
     assert "SIGKILL" in done.stdout + done.stderr
+
+
+NAMED_BY_PID = """
+import json, os, signal, sys
+from tests.small_run import train
+
+def kill(step):
+    if (os.environ["TORCHELASTIC_RESTART_COUNT"], step) == ("0", 7):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+options = json.loads(sys.argv[1])
+train(f"first-{os.getpid()}", **{**options, "epochs": 1})  # is finished, and no run to go on with
+print("began at", train(f"second-{os.getpid()}", kill=kill, **options)["began_at"])
+"""
+
+
+def test_a_run_whose_folder_is_named_by_the_pid_goes_on_in_the_folder_of_the_attempt_before(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(NAMED_BY_PID)
+    command = [str(Path(sys.executable).parent / "photinus"), "run", "--nproc-per-node", "1", "train.py"]
+    options = {**RUN, "backend": "photinus"}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    words = [*command, json.dumps(options)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=150, cwd=tmp_path, env=environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (second,) = tmp_path.glob("second-*")
+    assert "began at 6\n" in done.stdout
+    assert re.search(
+        rf"note: goes on in {second.name}, where the attempt before was, and not in second-\d+: ", done.stdout
+    )
+    assert len(list(tmp_path.glob("first-*"))) == 2
+    assert [row["step"] for row in read_rows(second / "losses.csv")] == list(range(1, 11))
+
+
+def test_another_run_than_that_of_the_attempt_before_begins_in_its_own_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, other, same = tmp_path / "a", tmp_path / "b", tmp_path / "c"
+    train(before, epochs=2, cut_at_step=None)
+    monkeypatch.setattr(photinus.Loop, "_made", 0)
+    monkeypatch.setenv("PHOTINUS_OUT", f"0:{before}")
+    assert train(other, epochs=3)["began_at"] == 0  # its options are other ones
+    assert (
+        f"warning: the attempt before was in {before}, and this one begins in {other}: give" in capsys.readouterr().out
+    )
+    assert train(same, epochs=2)["began_at"] == 0  # it is the second of this process
+    monkeypatch.setattr(photinus.Loop, "_made", 0)
+    assert train(other, epochs=3)["began_at"] == 18  # has checkpoints of its own
+    monkeypatch.setattr(photinus.Loop, "_made", 0)
+    assert train(tmp_path / "d", epochs=2)["began_at"] == 12
 
 
 @pytest.mark.slow

@@ -272,6 +272,26 @@ def test_damage_after_the_choice_is_noticed_before_loading(tmp_path: Path) -> No
         found.load()
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *(("step", text) for text in ("16.9", "-1", '"16"', "true", "1e999")),
+        *(("serial", text) for text in ("-5", "1" * 4000, "9" * 100_000)),
+        *(("metric", text) for text in ("NaN", "1" * 4000)),
+        ("bytes", "7.5"),
+    ],
+    ids=lambda text: text[:8],
+)
+def test_a_number_in_a_manifest_that_cannot_be_is_refused(tmp_path: Path, name: str, text: str) -> None:
+    path = CheckpointFolder(tmp_path).save(16, state(1), description={}, metric=1.0)
+    head = (path / "manifest.json").read_bytes().rpartition(b",\n")[0]
+    head = re.sub(rb'("%s": )[\d.]+' % name.encode(), rb"\g<1>" + text.encode(), head, count=1)
+    (path / "manifest.json").write_bytes(head + manifest._seal(head))
+    with pytest.raises(CheckpointError, match=r"manifest\.json is not a manifest of photinus") as caught:
+        CheckpointFolder(tmp_path).newest()
+    assert len(str(caught.value)) < 600
+
+
 def test_a_path_is_a_checkpoint_or_a_folder_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = CheckpointFolder(tmp_path / "a")
     for step in (1, 2):

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from photinus.errors import CheckpointError
+from photinus.trainer.checkpoint.folder import CheckpointFolder
 from photinus.trainer.checkpoint.statefile import load, save
 from photinus.trainer.checkpoint.states import PlainState, state_of, unwrap
 
@@ -261,6 +262,50 @@ def test_another_model_is_told_apart_by_names_and_shapes(tmp_path: Path) -> None
         load(tmp_path / "x.pt", epoch=Net())
 
 
+@pytest.mark.parametrize("kind", ["SGD", "AdamW", "Adagrad", "RMSprop", "Adadelta"])
+def test_an_optimizer_state_of_another_shape_names_the_parameter_and_both_shapes(tmp_path: Path, kind: str) -> None:
+    def trained(width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, width))
+        options = {"momentum": 0.9} if kind == "SGD" else {}
+        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, **options)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    save(tmp_path / "x.pt", optimizer=trained(8)[1])
+    model, optimizer = trained(2)
+    load(tmp_path / "x.pt", optimizer=trained(8)[1])
+    for objects, name in (({"model": model}, r"1\.weight"), ({}, "parameter 2 of group 0")):
+        save(tmp_path / "y.pt", optimizer=trained(8)[1], model=model)
+        with pytest.raises(
+            CheckpointError, match=rf"{name} has shape \[8, 3\] and the parameter \[2, 3\]\. .*Nothing was"
+        ):
+            load(tmp_path / "y.pt", optimizer=optimizer, **objects)
+
+
+def test_a_runs_folder_or_a_checkpoint_is_loaded_too(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "run" / "checkpoints", keep_last=4, metric_name="accuracy")
+    for step, accuracy in ((10, 0.5), (20, 0.9), (30, 0.7)):
+        folder.save(step, {"model": {"w": torch.tensor([float(step)])}, "n": step}, description={}, metric=accuracy)
+
+    def loaded(*place: str, **choice: Any) -> list[float]:
+        model = nn.ParameterDict({"w": torch.zeros(1)})
+        rest = load(tmp_path.joinpath("run", *place), model=model, **choice)
+        return [model["w"].item(), rest["n"]]
+
+    assert loaded() == loaded("checkpoints") == loaded("checkpoints", "step-00000030") == [30, 30]
+    assert loaded(best="accuracy") == [20, 20]
+    assert loaded(best="-accuracy") == loaded(step=10) == [10, 10]
+    with pytest.raises(CheckpointError, match=r"holds no checkpoint of step 11; it holds step-00000010, step-0"):
+        loaded(step=11)
+    with pytest.raises(CheckpointError, match=r"no checkpoint with a metric 'loss'"):
+        loaded(best="loss")
+    save(tmp_path / "x.pt", n=3, best=nn.Linear(1, 1))
+    with pytest.raises(ValueError, match=r"choose of a run's folder, but .*x\.pt is a file"):
+        load(tmp_path / "x.pt", step=3)
+    assert load(tmp_path / "x.pt", best=nn.Linear(1, 1)) == {"n": 3}  # an object of this name
+
+
 def test_a_file_of_the_old_template_loads_with_its_prefix(tmp_path: Path) -> None:
     model = Net()
     prefixed = {f"module.{name}": value for name, value in model.state_dict().items()}
@@ -343,7 +388,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(CheckpointError, match="could not be written"):
         save(tmp_path / "folder", epoch=2)
-    with pytest.raises(CheckpointError, match="is a folder"):
+    with pytest.raises(CheckpointError, match=r"folder has no manifest\.json"):
         load(tmp_path / "folder")
     with pytest.raises(CheckpointError, match=r"there is no file .*nothing\.pt"):
         load(tmp_path / "nothing.pt")

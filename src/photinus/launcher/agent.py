@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..errors import LaunchError
@@ -188,6 +189,7 @@ class Agent:
 
     def _forget(self) -> None:
         if self._processes is not None:
+            self._job = replace(self._job, out=self._processes.out())
             self._processes.close()
             self._processes = None
 

@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from ..parallel import strategy_of, unwrap_compiled
 from ..parallel.exchange.agreement import JSON, check_alike, from_rank_0, together
 from ..parallel.tracing.recording import recorded_span
 from ..runlog.tables import OWN_COLUMNS, Row
+from ..world.ranks import name_ranks
 from .backwards import Backwards
 from .checkpoint.durable import explain_no_space, require_space
 from .checkpoint.folder import Checkpoint, on_all_ranks
@@ -38,9 +40,9 @@ from .data.loader import Batch, loader, note_place
 from .data.sampler import GlobalBatches
 from .record.config import describe_start, user_options
 from .record.ending import Ending
-from .record.resume import Source, choose_source, job_name
+from .record.resume import Source, choose_source, folder_of_this_job, job_name
 from .record.run_folder import RunFolder
-from .record.run_lock import RunLock
+from .record.run_lock import RunLock, ranks_without
 from .record.run_numbers import RunNumbers
 from .record.step_clock import StepClock
 from .record.tensorboard import check_tensorboard
@@ -114,6 +116,8 @@ class Loop:
         resumed_from: path of the checkpoint that the run goes on from, None for a fresh start.
         checkpoint: path of the newest checkpoint of this run, None before the first.
     """
+
+    _made = 0  # with `out`, in this process
 
     def __init__(
         self,
@@ -227,6 +231,13 @@ class Loop:
         self.steps_per_epoch = len(self._loader)
         self._validate_every_steps, self._saves_rows = validate_every_steps, best is not None
         self._save_every_steps, self._save_every_epochs = save_every_steps, save_every_epochs
+        moved = None
+        if out is not None:
+            find = partial(folder_of_this_job, Path(out), resume, self._options, Loop._made)
+            folder, moved = from_rank_0(find, f"looking for the folder of {out}")
+            self._options["out"], self.out = folder, Path(folder)
+            self._run = f"{Loop._made}:{self.out}"
+            Loop._made += 1
         source = Source(None, goes_on=False)  # what rank 0 found; the other ranks need only the checkpoint
 
         def choose() -> Checkpoint | None:
@@ -238,12 +249,12 @@ class Loop:
             source = choose_source(self.out, resume)
             return source.checkpoint
 
-        checkpoint = on_all_ranks(choose)
-        if checkpoint is not None:
-            self._position, self._rng = self._saves.load(checkpoint, self.steps_per_epoch)
-            self._saved_step = self._position.step
-            self.resumed_from = self.checkpoint = checkpoint.path
-            status.tell(saved=self._saved_step)
+        with on_all_ranks(choose) as checkpoint:
+            if checkpoint is not None:
+                self._position, self._rng = self._saves.load(checkpoint, self.steps_per_epoch)
+                self._saved_step = self._position.step
+                self.resumed_from = self.checkpoint = checkpoint.path
+                status.tell(saved=self._saved_step)
         self.epochs = length.epochs_of(self._position, self.steps_per_epoch)
         self.steps = length.steps_of(self._position, self.steps_per_epoch)
         self._progress = Progress(progress and session.is_main, length, self.steps_per_epoch)
@@ -251,7 +262,14 @@ class Loop:
             with_space = explain_no_space(self.out, self._least_bytes)
             prepare = with_space(partial(self._prepare_folder, source, user, keep_last, best, tensorboard))
             from_rank_0(prepare, f"preparing the folder {self.out}")
+            if lacking := ranks_without(self.out, self._lock):
+                where = f"on host {session.host}, and {name_ranks(lacking, 8)} cannot see it"
+                note = f"note: {self.out} is {where}: rank 0's counts, from which the others get their state"
+                source = replace(source, note="\n".join(filter(None, (source.note, note))))
+            if moved and session.is_main:
+                say(moved)
             if not self.finished:
+                status.tell(out=self._run)
                 self._ending = Ending(self.out, session.rank, self._position)
                 session.at_end(self._ending)
         self._tell_start(source)
@@ -572,6 +590,7 @@ class Loop:
                 self._folder.draw()
         if self._lock is not None:
             self._lock.close()
+        status.tell(out="")
         if self._progress.shown:
             say(self.summary())
 

@@ -15,7 +15,7 @@ from ..errors import CheckpointError
 from ..parallel.exchange.agreement import from_rank_0, gather_per_rank, together
 from .checkpoint.folder import Checkpoint
 from .checkpoint.position import Position
-from .checkpoint.states import PlainState, load_into, state_of
+from .checkpoint.states import PlainState, check_optimizer_state, load_into, state_of
 from .data import rng
 from .record.resume import check_fits
 from .record.run_folder import RunFolder
@@ -166,6 +166,7 @@ class Saves:
                 f"{path} holds the states of {sorted(others) or 'no other objects'}, but the loop was given "
                 f"state={sorted(self._others) or None}"
             )
+        check_optimizer_state(self._optimizer, content["optimizer"], str(path), [self._model])
 
     def _put_back(self, content: Mapping[str, Any], path: Path) -> None:
         """Gives the objects their states. Raises CheckpointError where they do not fit."""

@@ -51,6 +51,7 @@ class Job:
         base_environ: the launcher's environment, which the workers inherit.
         gpus: the name of each worker's GPU, by local rank; empty where there are none.
         temporary: folder of the job, see `worker.use_folder`; empty where there is none.
+        out: the run that the attempt before was in, see `status`.
     """
 
     flags: RunFlags
@@ -59,6 +60,7 @@ class Job:
     base_environ: Mapping[str, str]
     gpus: tuple[str, ...] = ()
     temporary: str = ""
+    out: str = ""
 
     def environ(self, formation: Formation, local_rank: int, error_file: str) -> dict[str, str]:
         """The whole environment of a worker in an attempt, which writes about its end into `error_file`.

@@ -278,6 +278,10 @@ class Processes:
         """The step of the newest checkpoint that they have told of; -1 for none."""
         return max(worker.last_status().saved for worker in self._workers)
 
+    def out(self) -> str:
+        """The run that they were in (see status.py)."""
+        return max((worker.last_status().out for worker in self._workers), default="")
+
     def close(self) -> None:
         """Lets go of the records of the ended workers."""
         assert self._stopped
@@ -298,7 +302,7 @@ class Processes:
         try:
             process = subprocess.Popen(
                 command,
-                env={**environ, env.STATUS_FILE.name: status_path},
+                env={**environ, env.STATUS_FILE.name: status_path, env.OUT.name: self._job.out},
                 stdin=None if rank == 0 else subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,

@@ -2,6 +2,7 @@
 
 digest     the digest of a file: CRC-32 of each 16 MiB block, then CRC-32 of those
 durable    files that are, after a kill, a full disk or a power cut, the old ones or the new
+elsewhere  a checkpoint that not all ranks see at its path: rank 0 sends it to those that do not
 folder     a folder of checkpoints: written whole or not at all, verified before they are used, kept as long as needed
 manifest   manifest.json: what a checkpoint consists of, so that a damaged one can be told from a good one
 position   how far a run has come: what a checkpoint has to know beside weights and random numbers

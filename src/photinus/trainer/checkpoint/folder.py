@@ -23,13 +23,14 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from ...errors import CheckpointError
-from ...parallel.exchange.agreement import JSON, from_rank_0, gather_per_rank, together
+from ...parallel.exchange.agreement import JSON, from_rank_0, together
 from ..data.arguments import whole_number
 from .durable import (
     DurableFile,
@@ -41,9 +42,11 @@ from .durable import (
     sync_folder,
     temporary,
 )
+from .elsewhere import seen_by_all
 from .manifest import ENTRY, NAME, FileRecord, Manifest, check_files, file_name, read_manifest, write_manifest
 from .states import PlainState, require_whole, state_of
 
+CHECKPOINTS = "checkpoints"  # in a run's folder
 _STEP = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # the second number: saved again at the same step
 _METRIC_NAME = "metric_name"  # in the description
 _MANIFEST_BYTES = 64 << 10  # allowance for it and the folder, when space is looked for
@@ -58,10 +61,14 @@ class Checkpoint:
         serial: how many checkpoints the folder had seen before: later ones have higher numbers.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Reads and verifies the checkpoint at `path`. Raises CheckpointError when it is not complete and good."""
-        self.path = path
-        self._manifest = read_manifest(path)
+    def __init__(self, path: Path, place: Path | None = None) -> None:
+        """Reads and verifies the checkpoint at `path`, or a copy of it at `place`.
+
+        Raises:
+            CheckpointError: it is not complete and good.
+        """
+        self.path, self._place = path, place or path
+        self._manifest = read_manifest(self._place)
         if _STEP.fullmatch(path.name) and _step_in(path.name) != self._manifest.step:
             raise CheckpointError(f"{path} holds step {self._manifest.step}: it was renamed, or mixed from two")
         self.step, self.serial, self.metric = self._manifest.step, self._manifest.serial, self._manifest.metric
@@ -80,7 +87,7 @@ class Checkpoint:
     def verify(self) -> None:
         """Reads all files and compares sizes and digests. Raises CheckpointError at the first difference."""
         before = self._fingerprints()
-        check_files(self.path, self._manifest)
+        check_files(self._place, self._manifest)
         self._verified = before
 
     def load(
@@ -104,7 +111,7 @@ class Checkpoint:
             self.verify()
         state = {}
         for entry in self.entries if only is None else only:
-            path = self.path / file_name(entry)
+            path = self._place / file_name(entry)
             mmap = entry in mapped and str(path).encode(errors="replace") == os.fsencode(path)  # torch maps UTF-8 only
             try:
                 state[entry] = torch.load(path, map_location=map_location, weights_only=True, mmap=mmap)
@@ -117,7 +124,7 @@ class Checkpoint:
         prints: list[tuple[int, ...]] = []
         for entry in self._manifest.files:
             try:
-                status = (self.path / file_name(entry)).stat()
+                status = (self._place / file_name(entry)).stat()
                 prints.append((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
             except OSError:
                 prints.append(())
@@ -241,12 +248,7 @@ class CheckpointFolder:
             raise CheckpointError(f"there is no {path} (seen from {Path.cwd()}); {self.folder} holds {there}")
         if path.is_file():
             raise CheckpointError(f"{path} is a file: load what photinus.save or torch.save wrote with photinus.load")
-        inside = CheckpointFolder(path)
-        if not (path / NAME).exists() and inside._paths():
-            found = inside.newest()
-            assert found is not None, "there are paths, so newest() returns one or raises"
-            return found
-        return Checkpoint(path)
+        return find_checkpoint(path)
 
     def _write(
         self, step: int, plain: Mapping[str, PlainState], needed_bytes: int, description: Any, metric: float | None
@@ -353,15 +355,45 @@ class CheckpointFolder:
         return None
 
 
-def on_all_ranks(choose: Callable[[], Checkpoint | None]) -> Checkpoint | None:
-    """The checkpoint that `choose` finds on rank 0, opened and verified on every rank. Called by all ranks.
+def find_checkpoint(path: Path, *, best: str | None = None, step: int | None = None) -> Checkpoint:
+    """The checkpoint at `path`; of a run's folder, or a folder of checkpoints, the newest, the best or that of a step.
 
-        checkpoint = on_all_ranks(folder.newest)
-        checkpoint = on_all_ranks(lambda: folder.open(args.resume))
+    Args:
+        best: name of the metric, as a `Loop` was given it: "accuracy", or "-loss" where the lowest is best.
 
     Raises:
-        CheckpointError: on all ranks, when `choose` raises on rank 0, a rank does not see that checkpoint, finds it
-            damaged, or finds another one in its place.
+        CheckpointError: nothing is there, nothing usable, or not the one that is asked for.
+    """
+    inside = path / CHECKPOINTS
+    name = None if best is None else best.removeprefix("-")
+    order: Literal["highest", "lowest"] = "lowest" if best != name else "highest"
+    folder = CheckpointFolder(inside if inside.is_dir() else path, best_is=order, metric_name=name)
+    found: Checkpoint | None
+    is_checkpoint = (path / NAME).exists() and best is None and step is None
+    if is_checkpoint or not (inside.is_dir() or folder._paths()):
+        return Checkpoint(path)
+    if step is not None:
+        found = folder._first_good([p for p in folder._paths(newest_first=True) if _step_in(p.name) == step])
+    else:
+        found = folder.newest() if best is None else folder.best()
+    if found is None:
+        asked = (f" of step {step}" if step is not None else "") + (f" with a metric {name!r}" if best else "")
+        there = ", ".join(sorted(each.name for each in folder._paths())) or "none"
+        raise CheckpointError(f"{folder.folder} holds no checkpoint{asked}; it holds {there}")
+    return found
+
+
+@contextmanager
+def on_all_ranks(choose: Callable[[], Checkpoint | None]) -> Iterator[Checkpoint | None]:
+    """The checkpoint that `choose` finds on rank 0, opened and verified on every rank. Called by all ranks.
+
+        with on_all_ranks(folder.newest) as checkpoint:
+        with on_all_ranks(lambda: find_checkpoint(args.resume)) as checkpoint:
+
+    Ranks that do not see it, or find another in its place, have a copy of rank 0's for the length of the block.
+
+    Raises:
+        CheckpointError: on all ranks, when `choose` raises on rank 0, or a rank finds that checkpoint damaged.
     """
     chosen: list[Checkpoint | None] = []
 
@@ -369,22 +401,23 @@ def on_all_ranks(choose: Callable[[], Checkpoint | None]) -> Checkpoint | None:
         chosen.append(choose())
         return str(chosen[0].path.absolute()) if chosen[0] is not None else None
 
-    path = from_rank_0(path_on_rank_0, "choosing a checkpoint", is_long=True)
-    if path is None:
-        return None
+    name = from_rank_0(path_on_rank_0, "choosing a checkpoint", is_long=True)
+    if name is None:
+        yield None
+        return
+    path, found = Path(name), chosen[0] if chosen else None
     with together(f"opening {path}", is_long=True):
-        checkpoint = chosen[0] if chosen and chosen[0] is not None else Checkpoint(Path(path))
-    told = [one["digests"] for one in gather_per_rank({"digests": _digests(checkpoint)})]
-    differing = [rank for rank, digests in enumerate(told) if digests != told[0]]
-    if differing:
-        raise CheckpointError(
-            f"ranks {differing} find another checkpoint at {path} than rank 0: the folder is not shared between hosts"
-        )
-    return checkpoint
+        if found is None and (path / NAME).exists():
+            found = Checkpoint(path)
+    with seen_by_all(path, _digests(found)) as place:
+        with together(f"opening a copy of {path}"):
+            if found is None or place != path:
+                found = Checkpoint(path, place)
+        yield found
 
 
-def _digests(checkpoint: Checkpoint) -> str:
-    records = checkpoint._manifest.files
+def _digests(checkpoint: Checkpoint | None) -> str:
+    records = {} if checkpoint is None else checkpoint._manifest.files
     return " ".join(f"{entry}={record.digest}" for entry, record in records.items())
 
 

@@ -125,11 +125,19 @@ def _parse(data: Mapping[str, Any]) -> Manifest:
     wrong = [entry for entry in data["files"] if not ENTRY.fullmatch(entry)]
     if wrong:
         raise ValueError(f"it lists {wrong[0]!r}, which cannot be an entry of a checkpoint")
-    if not isinstance(data["description"], dict) or not isinstance(data["metric"], int | float | None):
-        raise TypeError("its description is no object, or its metric no number")
-    files = {entry: FileRecord(int(record["bytes"]), str(record["digest"])) for entry, record in data["files"].items()}
-    names = ("description", "metric", "photinus", "torch")
-    return Manifest(int(data["step"]), int(data["serial"]), files, **{name: data[name] for name in names})
+    metric = None if data["metric"] is None else float(data["metric"])
+    if not isinstance(data["description"], dict) or metric != metric:
+        raise TypeError("its description is not an object, or its metric not a number")
+    files = {entry: FileRecord(_whole(found, "bytes"), str(found["digest"])) for entry, found in data["files"].items()}
+    rest = {name: data[name] for name in ("description", "photinus", "torch")}
+    return Manifest(_whole(data, "step"), _whole(data, "serial"), files, metric=metric, **rest)
+
+
+def _whole(data: Mapping[str, Any], name: str) -> int:
+    value = data[name]
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{name} is {value!r:.40}, but a whole number from 0 is needed")
+    return value
 
 
 def _digits(head: bytes) -> str:

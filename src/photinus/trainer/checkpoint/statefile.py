@@ -8,20 +8,24 @@ the archive's own checksums.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import zipfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...errors import CheckpointError
-from ...parallel.exchange.agreement import gather_per_rank, place_in_group, together
+from ...parallel.exchange.agreement import check_alike, from_rank_0, place_in_group, together
 from ...parallel.zero.split_states import copy_state
 from ..data.loader import note_loaded
 from .digest import file_digest
 from .durable import DurableFile, explain_no_space, remove_dead_files, require_space, sync_folder, temporary
+from .elsewhere import seen_by_all
+from .folder import find_checkpoint, on_all_ranks
 from .states import PlainState, apply_states, check_states, state_of
 
 _COMMENT = b"photinus crc32 of 16 MiB blocks "  # 8 digits follow
@@ -57,14 +61,17 @@ def save(path: str | os.PathLike[str], **state: Any) -> None:
             write_state_file(path, states)
 
 
-def load(path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
-    """Loads what `save` (or torch.save of a dict) wrote: into all the objects or into none. Called by all ranks.
+def load(path: str | os.PathLike[str], *, best: Any = None, step: Any = None, **objects: Any) -> dict[str, Any]:
+    """Loads what `save` (or torch.save of a dict, or a Loop) wrote: into all the objects or into none, on all ranks.
 
         saved = photinus.load("runs/x/last.pt", model=model, optimizer=optimizer, loader=batches)
         epoch = saved["epoch"]
+        photinus.load("runs/x", model=model, best="accuracy")
 
     Args:
-        path: of the file; every rank reads it, and all must find the same.
+        path: of the file; or a run's folder, or a checkpoint in it. Ranks that do not see it get it from rank 0.
+        best: of a run's folder the checkpoint with the highest metric of this name ("-loss": lowest), not the newest.
+        step: of a run's folder the checkpoint of this step.
         objects: by the names under which they were saved; each with load_state_dict. Optimizers and schedulers get
             the options that were saved, as in torch; of a Loop's checkpoints those that the script changed are its own.
 
@@ -76,26 +83,39 @@ def load(path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
             and then no object was changed on any.
         TypeError: an object has no load_state_dict.
     """
-    path = Path(path)
-    with together(f"loading {path}", is_long=True):
-        # Ranks of a host share what they map, so there are not as many whole copies as ranks.
-        states, digest = read_state_file(path, mapped=place_in_group()[1] > 1)
-        check_states(objects, states, str(path))
-    digests = [told["digest"] for told in gather_per_rank({"digest": digest})]
-    if len(set(digests)) > 1:
-        raise CheckpointError(f"the ranks find different files at {path}: digests by rank {digests}. Share the folder.")
-    undo = None
-    try:
+    where = Path(path)
+    if callable(getattr(best, "load_state_dict", None)):  # saved under this name
+        objects, best = {**objects, "best": best}, None
+    check_alike({"path": str(where), "best": best, "step": step}, "the ranks load different checkpoints")
+    # Ranks of a host share what they map, so there are not as many whole copies as ranks.
+    mapped = place_in_group()[1] > 1
+    with contextlib.ExitStack() as ends:
+        if from_rank_0(where.is_dir, f"looking at {where}"):
+            checkpoint = ends.enter_context(on_all_ranks(lambda: find_checkpoint(where, best=best, step=step)))
+            assert checkpoint is not None, "one was found"
+            read = partial(checkpoint.load, mapped=checkpoint.entries if mapped else ())
+        else:
+            with together(f"loading {path}", is_long=True):
+                if best is not None or step is not None:
+                    raise ValueError(f"best= and step= choose of a run's folder, but {path} is a file")
+                digest = _verify(where) if where.exists() or place_in_group()[0] == 0 else ""
+            place = ends.enter_context(seen_by_all(where, digest))
+            read = partial(read_state_file, place, mapped=mapped, verified=place == where)
         with together(f"loading {path}", is_long=True):
-            undo = apply_states(objects, states, str(path))
-    except Exception as error:
-        if undo is None:
-            raise
-        raise CheckpointError(f"{error} {undo()}") from error  # another rank failed
-    given = [states[name] for name in objects] or [*states.values()]
-    if any(isinstance(each, Mapping) and "param_groups" in each for each in given):
-        note_loaded(str(path))
-    return {name: copy_state(value) for name, value in states.items() if name not in objects}
+            states = read()
+            check_states(objects, states, str(path))
+        undo = None
+        try:
+            with together(f"loading {path}", is_long=True):
+                undo = apply_states(objects, states, str(path))
+        except Exception as error:
+            if undo is None:
+                raise
+            raise CheckpointError(f"{error} {undo()}") from error  # another rank failed
+        given = [states[name] for name in objects] or [*states.values()]
+        if any(isinstance(each, Mapping) and "param_groups" in each for each in given):
+            note_loaded(str(path))
+        return {name: copy_state(value) for name, value in states.items() if name not in objects}
 
 
 def write_state_file(path: Path, states: Mapping[str, Any]) -> None:
@@ -121,34 +141,40 @@ def write_state_file(path: Path, states: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{path} could not be written: {error}. What it held before is untouched.") from error
 
 
-def read_state_file(path: Path, *, mapped: bool) -> tuple[dict[str, Any], str]:
-    """(states, digest) of a file that `write_state_file` or torch.save made; verified before anything is read from it.
+def read_state_file(path: Path, *, mapped: bool, verified: bool) -> dict[str, Any]:
+    """The states of a file that `write_state_file` or torch.save made.
 
     Args:
+        verified: it has been found good already.
         mapped: tensors are mapped from the file, where its format allows it; copy what is to last.
 
     Raises:
-        CheckpointError: absent, damaged, no dict, or not readable without running code from it.
+        CheckpointError: damaged, no dict, or not readable without running code from it.
     """
-    if path.is_dir():
-        raise CheckpointError(f"{path} is a folder, not a file that photinus.save made")
+    if not verified:
+        _verify(path)
     try:
-        digest = _verify(path)
         states = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped and zipfile.is_zipfile(path))
-    except FileNotFoundError:
-        raise CheckpointError(f"there is no file {path} (seen from {Path.cwd()})") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    except CheckpointError:
-        raise
     except Exception as error:
         raise CheckpointError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
     if not isinstance(states, dict):
         raise CheckpointError(f"{path} holds a {type(states).__name__}, not a dict of named states")
-    return states, digest
+    return states
 
 
 def _verify(path: Path) -> str:
+    """The digest of a file that is good. Raises CheckpointError."""
+    try:
+        if not path.is_file() and path.exists():
+            raise CheckpointError(f"{path} is not a file that photinus.save made, but a FIFO or a device")
+        return _digest_of(path)
+    except FileNotFoundError:
+        raise CheckpointError(f"there is no file {path} (seen from {Path.cwd()})") from None
+    except (OSError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _digest_of(path: Path) -> str:
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(4)

@@ -8,8 +8,9 @@ checkpoint of any strategy loads in any other and in plain torch.
 from __future__ import annotations
 
 import copy
+import re
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -27,6 +28,9 @@ _CPU = torch.device("cpu")
 _BYTES_PER_TENSOR = 1024  # in a file, beside its data: name, headers, alignment; generously
 _BYTES_PER_ITEM = 64
 _BYTES_PER_FILE = 4096
+_LIKE_ITS_PARAMETER = re.compile(  # in the states of torch's optimizers
+    "exp_avg|exp_avg_sq|max_exp_avg_sq|exp_inf|momentum_buffer|square_avg|grad_avg|acc_delta|sum|prev|ax"
+)
 _TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 _AS_THEY_ARE = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 
@@ -183,6 +187,31 @@ def check_states(objects: Mapping[str, Any], states: Mapping[str, Any], source: 
             raise CheckpointError(f"{source} holds no {name!r}; it holds {', '.join(map(repr, states)) or 'nothing'}")
         if isinstance(target, nn.Module):
             _check_module(name, unwrap(target), states[name], source)
+        if isinstance(target, torch.optim.Optimizer):
+            check_optimizer_state(target, states[name], source, objects.values())
+
+
+def check_optimizer_state(optimizer: torch.optim.Optimizer, state: Any, source: str, objects: Iterable[Any]) -> None:
+    """Raises CheckpointError where a parameter has another shape than what `state` holds for it.
+
+    Args:
+        objects: among them the models, for the parameters' names.
+    """
+    names = {p: name for each in objects if isinstance(each, nn.Module) for name, p in unwrap(each).named_parameters()}
+    groups = state.get("param_groups", ()) if isinstance(state, Mapping) else ()  # the rest is torch's to refuse
+    pairs = zip(optimizer.param_groups, groups, strict=False)
+    for index, (group, saved) in enumerate(pairs):
+        for place, (parameter, key) in enumerate(zip(group["params"], saved["params"], strict=False)):
+            for kind, value in state["state"].get(key, {}).items():
+                if not _LIKE_ITS_PARAMETER.fullmatch(str(kind)) or not torch.is_tensor(value):
+                    continue
+                if value.shape != parameter.shape:
+                    name = names.get(parameter, f"parameter {place} of group {index}")
+                    raise CheckpointError(
+                        f"the optimizer's state in {source} is that of another model: {kind} of {name} has shape "
+                        f"{list(value.shape)} and the parameter {list(parameter.shape)}. Give the optimizer the same "
+                        f"parameters in the same order, or begin with a new one. Nothing was loaded."
+                    )
 
 
 def apply_states(objects: Mapping[str, Any], states: Mapping[str, Any], source: str) -> _Undo:

@@ -19,16 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...env import ATTEMPT, JOB_ID
+from ...env import ATTEMPT, JOB_ID, OUT
 from ...errors import CheckpointError
+from ...parallel.exchange.agreement import JSON
 from ...runlog.plain_file import plain_file
 from ...runlog.run import FILES
-from ..checkpoint.folder import Checkpoint, CheckpointFolder
+from ..checkpoint.folder import CHECKPOINTS, Checkpoint, CheckpointFolder, find_checkpoint
 from .config import read_config
 from .curves import PICTURE
 from .tensorboard import FOLDER as TENSORBOARD
 
-CHECKPOINTS = "checkpoints"
 _OF_A_RUN = (CHECKPOINTS, *FILES, TENSORBOARD, PICTURE, "report.html")
 
 
@@ -62,6 +62,11 @@ def choose_source(out: Path | None, resume: str | os.PathLike[str] | None) -> So
         return Source(newest, goes_on=newest is not None)
     if resume is None or resume == "never":
         return Source(None, goes_on=False, note=None if out is None else _set_aside(out, "resume='never'"))
+    if not Path(resume).exists():
+        raise CheckpointError(
+            f"resume={str(resume)!r}: nothing is there ({Path(resume).resolve()}). Give a checkpoint, a run's folder, "
+            f'"auto" (the newest of this run) or "never".'
+        )
     checkpoint = find_checkpoint(Path(resume))
     if out is None or own is None:
         return Source(checkpoint, goes_on=False)
@@ -73,24 +78,31 @@ def choose_source(out: Path | None, resume: str | os.PathLike[str] | None) -> So
     return _start_from_elsewhere(out, checkpoint)
 
 
-def find_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint at a path: itself, or the newest of a run's folder.
+def folder_of_this_job(out: Path, resume: object, options: Mapping[str, Any], number: int) -> list[JSON]:
+    """`out`, or where the attempt before left this run: of a folder that is named by the time or pid. For rank 0.
 
-    Raises:
-        CheckpointError: nothing is there, or nothing complete.
+    Args:
+        options: of the run, for config.json: of the same run all but `out` are equal.
+        number: how many runs this process has begun before.
+
+    Returns:
+        The folder, and what to tell.
     """
-    if not path.exists():
-        raise CheckpointError(
-            f"resume={str(path)!r}: nothing is there ({path.resolve()}). Give a checkpoint, a run's folder, "
-            f'"auto" (the newest of this run) or "never".'
-        )
-    inside = path / CHECKPOINTS
-    if not inside.is_dir():
-        return CheckpointFolder(path.parent).open(path)
-    newest = CheckpointFolder(inside).newest()
-    if newest is None:
-        raise CheckpointError(f"resume={str(path)!r}: {inside} holds no checkpoint")
-    return newest
+    before, _, folder = (OUT.get() or "").partition(":")
+    earlier = Path(folder)
+    if before != str(number) or resume != "auto" or earlier == out or _has_checkpoint(out):
+        return [str(out), None]
+    if not _has_checkpoint(earlier):
+        return [str(out), None]
+    advice = "give `out` a name that stays the same when the job is started again"
+    then = {**read_config(earlier).get("options", {}), "out": options["out"]}
+    if then != options:
+        return [str(out), f"warning: the attempt before was in {earlier}, and this one begins in {out}: {advice}"]
+    return [str(earlier), f"note: goes on in {earlier}, where the attempt before was, and not in {out}: {advice}"]
+
+
+def _has_checkpoint(out: Path) -> bool:
+    return bool(CheckpointFolder(out / CHECKPOINTS)._paths())
 
 
 def check_fits(saved: Mapping[str, Any], now: Mapping[str, Any], samples_done: int) -> list[str]:

@@ -20,11 +20,10 @@ from ...runlog.process import this_process
 from ...runlog.run import CONFIG
 from ...runlog.tables import Row, RunFiles, StepLoss
 from ...runlog.windows import RANKS, Window, drop_windows_after
-from ..checkpoint.folder import CheckpointFolder
+from ..checkpoint.folder import CHECKPOINTS, CheckpointFolder
 from ..checkpoint.position import Position
 from .config import save_config
 from .curves import PICTURE, draw_curves
-from .resume import CHECKPOINTS
 from .tensorboard import TensorBoard
 
 

@@ -9,6 +9,7 @@ says so.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from ... import env
 from ...errors import PhotinusError
+from ...parallel.exchange.agreement import gather_per_rank
 from ...runlog.plain_file import plain_file
 from ..checkpoint.durable import NO_LOCKS
 
@@ -27,6 +29,17 @@ _NAME = ".run.lock"
 _AFTER_A_RESTART_S = 10.0
 
 _held: dict[Path, RunLock] = {}  # by this process; record locks know processes, so it cannot lock itself out
+
+
+def ranks_without(folder: Path, lock: RunLock | None) -> list[int]:
+    """The ranks that do not see rank 0's folder of the run, by its lock (None on other ranks). Called by all ranks."""
+    owner = "" if lock is None else lock.owner
+    with contextlib.suppress(OSError, PhotinusError):
+        if lock is None:  # rank 0 would let go of it
+            with open(folder / _NAME, encoding="utf-8", errors="replace", opener=plain_file) as file:
+                owner = file.read(200)
+    owners = gather_per_rank(owner)
+    return [rank for rank, seen in enumerate(owners) if seen != owners[0]]
 
 
 class RunLock:
@@ -40,6 +53,7 @@ class RunLock:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder.resolve() / _NAME
+        self.owner = f"pid {os.getpid()} on host {socket.gethostname()}"
         self._descriptor = self._taken_over()
         if self._descriptor is None:
             self._descriptor = plain_file(self._path, os.O_RDWR | os.O_CREAT)
@@ -79,14 +93,15 @@ class RunLock:
                         f"{self._path.parent} has no locks ({error.strerror}): nothing keeps a second job out of it",
                         stacklevel=4,
                     )
-                    return
+                    break
                 if error.errno not in (errno.EACCES, errno.EAGAIN):
                     raise
                 if time.monotonic() >= deadline:
                     raise PhotinusError(self._describe_holder(descriptor)) from None
                 time.sleep(0.1)
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"pid {os.getpid()} on host {socket.gethostname()}".encode(), 0)
+        os.pwrite(descriptor, self.owner.encode(), 0)
+        os.fsync(descriptor)  # for ranks on other hosts, see `ranks_without`
 
     def _describe_holder(self, descriptor: int) -> str:
         holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
