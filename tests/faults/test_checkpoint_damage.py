@@ -17,7 +17,7 @@ import torch
 import photinus
 from photinus.errors import CheckpointError
 from photinus.trainer.checkpoint.digest import file_digest
-from photinus.trainer.checkpoint.folder import CheckpointFolder
+from photinus.trainer.checkpoint.folder import CheckpointFolder, find_checkpoint
 from photinus.trainer.checkpoint.statefile import load, save
 
 
@@ -27,7 +27,7 @@ def state(step: int, elems: int = 300) -> dict[str, Any]:
 
 def only_the_first_is_good(folder: CheckpointFolder, damaged: Path, what: str) -> None:
     with pytest.raises(CheckpointError, match=r"damaged|missing|holds step|has no manifest"):
-        folder.open(damaged.parent)
+        find_checkpoint(damaged.parent)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         found = folder.newest()
@@ -83,7 +83,7 @@ def test_files_of_two_checkpoints_mixed_are_refused(tmp_path: Path) -> None:
         good = path.read_bytes()
         shutil.copy(tmp_path / "step-00000001" / name, path)
         with pytest.raises(CheckpointError, match=r"damaged: digest expected|holds step 1"):
-            folder.open(path.parent)
+            find_checkpoint(path.parent)
         path.write_bytes(good)
 
 
@@ -159,7 +159,7 @@ def test_a_disk_that_fills_up_while_writing_loses_nothing(small_disk: Path, monk
     assert load(small_disk / "x.pt") == {"epoch": 1}
     folder.save(2, state(2), description={})  # and the folder is as usable as before
     assert torch.equal(
-        CheckpointFolder(small_disk).open("step-00000002").load()["model"]["weight"], torch.full((300,), 2.0)
+        find_checkpoint(Path(small_disk) / "step-00000002").load()["model"]["weight"], torch.full((300,), 2.0)
     )
 
 

@@ -21,7 +21,7 @@ import photinus
 from photinus.errors import CheckpointError
 from photinus.trainer.checkpoint import digest, manifest
 from photinus.trainer.checkpoint.durable import lock_folder
-from photinus.trainer.checkpoint.folder import Checkpoint, CheckpointFolder
+from photinus.trainer.checkpoint.folder import Checkpoint, CheckpointFolder, find_checkpoint
 
 
 def state(step: int, elems: int = 50) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def test_a_damaged_newest_is_reported_and_the_one_before_is_used(tmp_path: Path)
     with pytest.warns(RuntimeWarning, match=r"step-00000002/model\.pt is damaged"):
         assert same(folder.best(), 1)
     with pytest.raises(CheckpointError, match=r"digest expected ........, actual ........"):
-        folder.open(tmp_path / "step-00000002")
+        find_checkpoint(tmp_path / "step-00000002")
 
 
 def test_a_damaged_one_does_not_count_as_one_of_the_last(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_whatever_is_wrong_with_a_checkpoint_is_named(tmp_path: Path, harm: Any,
         folder.save(step, state(step), description={})
     harm(tmp_path / "step-00000002")
     with pytest.raises(CheckpointError, match=said):
-        folder.open("step-00000002")
+        find_checkpoint(tmp_path / "step-00000002")
     with pytest.warns(RuntimeWarning, match=said):
         assert same(folder.newest(), 1)
 
@@ -257,7 +257,7 @@ def test_a_manifest_of_a_future_format_is_refused_by_version(tmp_path: Path, mon
     path = folder.save(1, state(1), description={})
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match=r"format 2, written by photinus .*; this one reads 1"):
-        folder.open(path)
+        find_checkpoint(path)
 
 
 def test_damage_after_the_choice_is_noticed_before_loading(tmp_path: Path) -> None:
@@ -296,21 +296,17 @@ def test_a_path_is_a_checkpoint_or_a_folder_of_them(tmp_path: Path, monkeypatch:
     folder = CheckpointFolder(tmp_path / "a")
     for step in (1, 2):
         folder.save(step, state(step), description={})
-    elsewhere = CheckpointFolder(tmp_path / "b")
-    assert same(elsewhere.open(tmp_path / "a"), 2)
-    assert same(elsewhere.open(str(tmp_path / "a" / "step-00000001")), 1)
-    assert same(folder.open("step-00000001"), 1)
+    assert same(find_checkpoint(tmp_path / "a"), 2)
+    assert same(find_checkpoint(tmp_path / "a" / "step-00000001"), 1)
     shutil.copytree(tmp_path / "a" / "step-00000001", tmp_path / "kept for the paper")
-    assert same(folder.open(tmp_path / "kept for the paper"), 1)
+    assert same(find_checkpoint(tmp_path / "kept for the paper"), 1)
     monkeypatch.chdir(tmp_path)
-    assert same(elsewhere.open("a"), 2)
-    with pytest.raises(CheckpointError, match=r"there is no nowhere .*b holds no checkpoint"):
-        elsewhere.open("nowhere")
+    assert same(find_checkpoint(Path("a")), 2)
     with pytest.raises(CheckpointError, match=r"has no manifest\.json: not a checkpoint"):
-        folder.open(tmp_path)
+        find_checkpoint(tmp_path)
     (tmp_path / "file.pt").write_bytes(b"x")
-    with pytest.raises(CheckpointError, match=r"is a file: load .* with photinus\.load"):
-        folder.open("file.pt")
+    with pytest.raises(CheckpointError, match=r"file\.pt is a file; checkpoints need a folder"):
+        find_checkpoint(Path("file.pt"))
 
 
 def test_what_a_dead_writer_left_is_removed_and_a_live_ones_is_not(tmp_path: Path) -> None:

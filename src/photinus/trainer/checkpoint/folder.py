@@ -234,22 +234,6 @@ class CheckpointFolder:
         """
         return self._first_good([path for path, _ in self._by_metric()])
 
-    def open(self, path: Path | str) -> Checkpoint:
-        """The checkpoint at `path`: its own folder (its name is enough for one in here), or the newest of a folder.
-
-        Raises:
-            CheckpointError: nothing usable there; names the file, expected and actual digest.
-        """
-        path = Path(path)
-        if not path.exists() and (self.folder / path).exists():
-            path = self.folder / path
-        if not path.exists():
-            there = ", ".join(found.name for found in self._paths()) or "no checkpoint"
-            raise CheckpointError(f"there is no {path} (seen from {Path.cwd()}); {self.folder} holds {there}")
-        if path.is_file():
-            raise CheckpointError(f"{path} is a file: load what photinus.save or torch.save wrote with photinus.load")
-        return find_checkpoint(path)
-
     def _write(
         self, step: int, plain: Mapping[str, PlainState], needed_bytes: int, description: Any, metric: float | None
     ) -> Path:
