@@ -270,7 +270,7 @@ def numbers_of(model: nn.Module) -> Any:
 )
 def test_ranks_that_do_not_see_a_checkpoint_get_it_from_rank_0(tmp_path: Path, strategy: str) -> None:
     call = "tests.dist.test_checkpoint:sees_no_folder_but_its_own"
-    options: dict[str, Any] = {"world_size": 2, "backend": "photinus"}
+    options: dict[str, Any] = {"world_size": 2, "backend": "photinus", "timeout_s": 120}
     ranks = run_ranks(call, arguments={"folder": str(tmp_path), "strategy": strategy}, **options)
     if ranks[1].value == "no mount namespaces":
         pytest.skip("mount namespaces need root")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ...parallel.exchange.agreement import JSON, from_rank_0, gather_per_rank, place_in_group, together
-from ...parallel.exchange.collectives import control_device
+from ...parallel.exchange.collectives import control_device, resolve_group
 from ...world.ranks import name_ranks
 
 _PIECE_BYTES = 64 << 20
@@ -37,45 +38,33 @@ def seen_by_all(path: Path, digest: str) -> Iterator[Path]:
         there = "something else" if any(digests[other] for other in lacking) else "nothing"
         text = f"{path} is not shared: {name_ranks(lacking)} found {there} there, so rank 0 sends it"
         warnings.warn(text, RuntimeWarning, stacklevel=4)
-    with contextlib.ExitStack() as ends:
-        with together(f"making room for {path}"):
-            if rank in lacking:
-                ends.enter_context(temporary := tempfile.TemporaryDirectory(prefix="photinus-"))
-        copy = Path(temporary.name, path.name) if rank in lacking else None
-        with together(f"sending {path} from rank 0"):
-            _send(path if rank == 0 else None, copy)
-        yield copy or path
-
-
-def _send(source: Path | None, copy: Path | None) -> None:
-    """All ranks exchange every piece, also one that cannot read or write it, which raises OSError at the end."""
 
     def listed() -> JSON:
-        assert source is not None
-        files = sorted(source.iterdir()) if source.is_dir() else [source]
-        return [[str(file.relative_to(source)), file.stat().st_size] for file in files]
+        files = sorted(path.iterdir()) if path.is_dir() else [path]
+        return [[str(file.relative_to(path)), file.stat().st_size] for file in files]
 
-    error: OSError | None = None
-    group = dist.group.WORLD
-    assert group is not None, "several ranks have a group"
-    for name, size in from_rank_0(listed, "listing a checkpoint"):
-        for start in range(0, size, _PIECE_BYTES):
-            piece = torch.empty(min(_PIECE_BYTES, size - start), dtype=torch.uint8, device="cpu")
-            try:
-                if source is not None:
-                    with open(source / name, "rb") as file:
-                        file.seek(start)
-                        file.readinto(piece.numpy().data)
-            except OSError as failed:
-                error = failed
-            sent = piece.to(control_device(group))
-            dist.broadcast(sent, 0)
-            try:
-                if copy is not None and error is None:
-                    (copy / name).parent.mkdir(exist_ok=True)
-                    with open(copy / name, "ab") as written:
+    files, place = from_rank_0(listed, f"listing {path}"), path
+    group = resolve_group(None)
+    with contextlib.ExitStack() as ends:
+        with together(f"making room for a copy of {path}"):
+            if rank in lacking:
+                place = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="photinus-")), path.name)
+                for name, size in files:
+                    (place / name).parent.mkdir(exist_ok=True)
+                    with open(place / name, "wb") as file:
+                        os.posix_fallocate(file.fileno(), 0, max(1, size))
+                        file.truncate(size)
+        for name, size in files:
+            for start in range(0, size, _PIECE_BYTES):
+                piece = torch.empty(min(_PIECE_BYTES, size - start), dtype=torch.uint8, device="cpu")
+                if rank == 0:
+                    with open(path / name, "rb") as read:
+                        read.seek(start)
+                        read.readinto(piece.numpy().data)
+                sent = piece.to(control_device(group))
+                dist.broadcast(sent, 0)
+                if rank in lacking:
+                    with open(place / name, "r+b") as written:
+                        written.seek(start)
                         written.write(sent.cpu().numpy().data)
-            except OSError as failed:
-                error = failed
-    if error is not None:
-        raise error
+        yield place

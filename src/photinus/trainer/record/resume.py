@@ -90,9 +90,8 @@ def folder_of_this_job(out: Path, resume: object, options: Mapping[str, Any], nu
     """
     before, _, folder = (OUT.get() or "").partition(":")
     earlier = Path(folder)
-    if before != str(number) or resume != "auto" or earlier == out or _has_checkpoint(out):
-        return [str(out), None]
-    if not _has_checkpoint(earlier):
+    stays = before != str(number) or resume != "auto" or earlier == out
+    if stays or _has_checkpoint(out) or not _has_checkpoint(earlier):
         return [str(out), None]
     advice = "give `out` a name that stays the same when the job is started again"
     then = {**read_config(earlier).get("options", {}), "out": options["out"]}
