@@ -1,4 +1,4 @@
-"""Ranks that srun or mpirun started find each other, and nobody else."""
+"""Ranks that srun, mpirun or nobody in particular started find each other, and nobody else."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from photinus.errors import NotInitializedError
 from photinus.trainer.session import rank_store
 from photinus.trainer.session.rank_store import open_store
 from photinus.world import Rendezvous, World
+from tests.ranks import RankResult, run_ranks
 
 
 def place(rank: int, world_size: int) -> World:
@@ -178,3 +180,48 @@ def wait_for_listener(port: int) -> socket.socket:
         except ConnectionRefusedError:
             assert time.monotonic() < deadline
             time.sleep(0.02)
+
+
+# --- RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT alone --------------------------------------------------------------
+
+
+def by_environment(port: int, ranks: list[int], world_size: int, **expect: Any) -> list[RankResult]:
+    """Processes with these ranks, as somebody starts them by hand; exit code 1 wherever there is an error."""
+    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PHOTINUS_WAITING_S": "0.5", **expect}
+    return run_ranks(
+        f"{__name__}:_init",
+        world_size=len(ranks),
+        environ=environ,
+        arguments={"ranks": ranks, "of": world_size},
+        expect=dict.fromkeys(range(len(ranks)), int(sorted(ranks) != list(range(world_size)))),
+    )
+
+
+def _init(rank: int, world_size: int, ranks: list[int], of: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import photinus
+
+    os.environ.update(RANK=str(ranks[rank]), WORLD_SIZE=str(of), LOCAL_WORLD_SIZE=str(of), LOCAL_RANK=str(ranks[rank]))
+    for backend in ("gloo", "photinus", "auto"):  # again in one process: the store of before may still be there
+        with photinus.init(backend):
+            dist.all_reduce(total := torch.ones(1))
+            assert total.item() == of
+
+
+def test_ranks_of_a_plain_environment_come_together_again_and_again(port: int) -> None:
+    by_environment(port, [0, 1, 2], 3)
+
+
+def test_ranks_of_a_plain_environment_say_who_has_come_and_who_has_not_and_end_so(port: int) -> None:
+    for ended in by_environment(port, [0, 2], 3, PHOTINUS_TIMEOUT_S="3"):
+        came = r"ranks 0 \(pid \d+ on \S+\), 2 \(pid \d+ on \S+\) came"
+        assert re.search(rf"has been waiting for \d+ s for rank 1 to join group world; {came}", ended.output)
+        assert re.search(rf"NotInitializedError: .*rank 1 did not come; {came}", ended.output)
+        assert "frame #" not in ended.output
+
+
+def test_a_rank_that_two_processes_take_is_named_by_all(port: int) -> None:
+    for ended in by_environment(port, [0, 1, 1], 3, PHOTINUS_TIMEOUT_S="20"):
+        assert re.search(r"NotInitializedError: rank 1 is pid \d+ on \S+, and pid \d+ on \S+ says that", ended.output)

@@ -38,7 +38,7 @@ from ..errors import CollectiveError, MismatchError, PeerLostError
 from ..world.own_address import interface_of, reaches_from
 from ..world.ranks import name_ranks
 from .cards import Member, choose_addresses
-from .joining import Joining
+from .joining import Joining, name_came
 
 _SHOWN = 8  # ranks with their pids, or hosts, in a message
 
@@ -117,7 +117,7 @@ def meet(
         raise PeerLostError(
             f"{joining.who}: the rendezvous store failed ({type(error).__name__}: {str(error).splitlines()[0]}); "
             f"the process that serves it, mostly rank 0 or the launcher's, may have ended"
-        ) from error
+        ) from None  # torch's C++ frames say no more
     finally:
         joining.close()
 
@@ -161,8 +161,7 @@ def _lead(store: Store, joining: Joining, me: Member) -> Meeting:
         return len(here) == size
 
     def came() -> str:
-        shown = [f"{rank} (pid {here[rank].pid} on {here[rank].host_name})" for rank in sorted(here)]
-        return f"{name_ranks(shown if size <= _SHOWN else sorted(here))} came"
+        return name_came({rank: f"pid {member.pid} on {member.host_name}" for rank, member in here.items()})
 
     joining.until(all_here, _tell_missing(store, session, size, here), came)
     members = tuple(here[rank] for rank in range(size))

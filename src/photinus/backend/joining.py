@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
@@ -20,6 +20,7 @@ from ..world.ranks import name_ranks
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
 _LOOK_EVERY_S = 0.1
+_SHOWN = 8  # ranks with their pids in a message
 
 
 class Joining:
@@ -114,6 +115,12 @@ class Joining:
                 f"{self._timeout_s - waited_s:.0f} s"
             )
             print(line, file=sys.stderr, flush=True)
+
+
+def name_came(here: Mapping[int, str]) -> str:
+    """For messages: `ranks 0 (pid 12 on a), 2 (pid 14 on a) came`; of many, their numbers."""
+    shown = [f"{rank} ({who})" if len(here) <= _SHOWN else rank for rank, who in sorted(here.items())]
+    return f"{name_ranks(shown)} came"
 
 
 def _without_prefix(store: Store) -> Store:

@@ -18,16 +18,18 @@ import errno
 import hashlib
 import hmac
 import os
+import secrets
 import socket
 import threading
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from ... import env
-from ...errors import NotInitializedError
+from ...backend.joining import Joining, name_came
+from ...errors import CollectiveTimeoutError, NotInitializedError, PhotinusError
 from ...world import Rendezvous, World
 from ...world.own_address import own_address
 from ...world.ranks import name_ranks
@@ -39,6 +41,8 @@ _ANSWER_S = 5.0  # within which whoever accepted a connection has to answer like
 _SAY_AFTER_S = 5.0
 _SAY_EVERY_S = 30.0
 _RETRY_S = 0.1
+_SESSION = "photinus/session"
+_sessions: set[str] = set()  # that this process was in: the store of one that ends may still answer
 
 
 def open_store(world: World, rendezvous: Rendezvous, timeout_s: float) -> Store:
@@ -65,21 +69,85 @@ def open_store(world: World, rendezvous: Rendezvous, timeout_s: float) -> Store:
     return _store(address, port, timeout_s)
 
 
+def open_given_store(world: World, rendezvous: Rendezvous, timeout_s: float) -> Store:
+    """Joins all ranks at a store of torch's at MASTER_ADDR and MASTER_PORT, which rank 0 serves.
+
+    torch's own way waits for all ranks inside C++, where nobody says who is missing.
+
+    Raises:
+        NotInitializedError: ranks did not come in time, or one came twice; names them.
+    """
+    who = f"pid {os.getpid()} on {socket.gethostname()}"
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            if world.rank > 0:
+                _connect(world, rendezvous, rendezvous.address, deadline).close()
+            left_s = round(max(_RETRY_S, deadline - time.monotonic()), 1)
+            store = _store(rendezvous.address, rendezvous.port, left_s, is_master=world.rank == 0)
+            _call_roll(store, world, who, left_s)
+        except CollectiveTimeoutError as error:
+            raise NotInitializedError(str(error)) from None
+        except RuntimeError as error:
+            if isinstance(error, PhotinusError):
+                raise
+            if world.rank == 0 or time.monotonic() >= deadline:
+                raise NotInitializedError(
+                    f"rank {world.rank} ({who}) and the store at {rendezvous.address}:{rendezvous.port}, which rank 0 "
+                    f"serves: {str(error).splitlines()[0]}. If another program, or another rank 0, holds the port, set "
+                    f"MASTER_PORT to a free one for all ranks; if rank 0 has ended, its output says why."
+                ) from None  # torch's C++ frames say no more
+            time.sleep(_RETRY_S)  # rank 0 is ending the session before this one
+        else:
+            store.set_timeout(timedelta(seconds=timeout_s))
+            return store
+
+
+def _call_roll(store: Store, world: World, who: str, timeout_s: float) -> None:
+    """Waits until each rank has shown itself, once, in the session that rank 0 has begun."""
+    joining = Joining(store, world.rank, world.world_size, timeout_s=timeout_s, name="world")
+    if world.rank == 0:
+        store.set(_SESSION, secrets.token_hex(8))
+    joining.until(
+        lambda: store.check([_SESSION]) and (world.rank == 0 or store.get(_SESSION).decode() not in _sessions),
+        lambda: [0],
+        lambda: "",
+    )
+    session = store.get(_SESSION).decode()
+    _sessions.add(session)
+    roll = PrefixStore(f"{_SESSION}/{session}", store)
+    own = f"{who}#{secrets.token_hex(8)}"  # two containers may have one host name, and both this pid
+    if (first := roll.compare_set(str(world.rank), "", own).decode()) != own:
+        roll.set("refused", f"rank {world.rank} is {first.partition('#')[0]}, and {who} says that it is the same")
+    here: dict[int, str] = {}
+
+    def all_here() -> bool:
+        for rank in range(world.world_size):
+            if rank not in here and roll.check([str(rank)]):
+                here[rank] = roll.get(str(rank)).decode().partition("#")[0]
+        if roll.check(["refused"]):
+            raise NotInitializedError(f"{roll.get('refused').decode()}. Each process needs a RANK of its own.")
+        return len(here) == world.world_size
+
+    joining.until(all_here, lambda: sorted(set(range(world.world_size)) - here.keys()), lambda: name_came(here))
+
+
 def _identity(job: str) -> str:
     # Where a user has set a secret, strangers do not get in by knowing the job's number.
     secret = env.JOB_SECRET.get() or ""
     return hmac.new(secret.encode(), job.encode(), hashlib.sha256).hexdigest()
 
 
-def _store(address: str, port: int, timeout_s: float, listener: int | None = None) -> Store:
-    """A client of the store at this address or, with a listening socket (descriptor), the store itself."""
+def _store(address: str, port: int, timeout_s: float, listener: int | None = None, *, is_master: bool = False) -> Store:
+    """A client of the store at this address or the store itself, perhaps with a listening socket (descriptor)."""
     return TCPStore(
         address,
         port,
-        is_master=listener is not None,
+        is_master=is_master or listener is not None,
         wait_for_workers=False,
         timeout=timedelta(seconds=timeout_s),
         master_listen_fd=listener,
+        multi_tenant=is_master,
     )
 
 
@@ -181,17 +249,33 @@ class _Host:
 
 def _ask(world: World, rendezvous: Rendezvous, address: str, identity: str, deadline: float) -> int:
     """The port of rank 0's store, as rank 0 tells it. Rank 0 may come later than this rank."""
+    where = f"{address}:{rendezvous.port}"
+    hello = f"photinus-rank {identity} {world.rank} {world.world_size} {socket.gethostname()} {os.getpid()}\n"
+    with _connect(world, rendezvous, address, deadline) as connection:
+        answer = _exchange(connection, hello.encode())
+    word, _, rest = answer.partition(" ")
+    if word == "photinus-store" and rest.isdigit():
+        return int(rest)
+    if word == "photinus-refused":
+        raise NotInitializedError(f"rank {world.rank} was turned away at {where}: {rest}")
+    raise NotInitializedError(
+        f"rank {world.rank} found something else than rank 0 at {where}, the port that {rendezvous.source} lead "
+        f"to: it {f'said {answer[:80]!r}' if answer else 'said nothing'}. Set MASTER_PORT to a free port for all "
+        f"ranks."
+    )
+
+
+def _connect(world: World, rendezvous: Rendezvous, address: str, deadline: float) -> socket.socket:
+    """A connection to rank 0, which may come later than this rank."""
     begun = time.monotonic()
     say_at = begun + _SAY_AFTER_S
     where = f"{address}:{rendezvous.port}"
-    hello = f"photinus-rank {identity} {world.rank} {world.world_size} {socket.gethostname()} {os.getpid()}\n"
     while True:
         try:
-            with socket.create_connection((address, rendezvous.port), timeout=_ANSWER_S) as connection:
-                answer = _exchange(connection, hello.encode())
-        except socket.gaierror as error:
-            raise NotInitializedError(_unknown(address, rendezvous, error)) from error
+            return socket.create_connection((address, rendezvous.port), timeout=_ANSWER_S)
         except OSError as error:
+            if isinstance(error, socket.gaierror) and not rendezvous.given:
+                raise NotInitializedError(_unknown(address, rendezvous, error)) from error
             now = time.monotonic()
             if now >= deadline:
                 raise NotInitializedError(
@@ -202,17 +286,6 @@ def _ask(world: World, rendezvous: Rendezvous, address: str, identity: str, dead
                 say(f"photinus: rank {world.rank} waits for rank 0 at {where}: {error}")
                 say_at = now + _SAY_EVERY_S
             time.sleep(_RETRY_S)
-            continue
-        word, _, rest = answer.partition(" ")
-        if word == "photinus-store" and rest.isdigit():
-            return int(rest)
-        if word == "photinus-refused":
-            raise NotInitializedError(f"rank {world.rank} was turned away at {where}: {rest}")
-        raise NotInitializedError(
-            f"rank {world.rank} found something else than rank 0 at {where}, the port that {rendezvous.source} lead "
-            f"to: it {f'said {answer[:80]!r}' if answer else 'said nothing'}. Set MASTER_PORT to a free port for all "
-            f"ranks."
-        )
 
 
 def _exchange(connection: socket.socket, hello: bytes) -> str:

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import gc
 import os
+import secrets
 import socket
 import sys
 import warnings
@@ -32,7 +33,7 @@ from . import preemption
 from .gpu_backend import agree_on_backend, check_gpus
 from .placement import choose_backend, choose_device, missing_on_gpus
 from .progress import say
-from .rank_store import open_store
+from .rank_store import open_given_store, open_store
 
 
 class Session:
@@ -267,6 +268,8 @@ def _make_group(place: World, device: torch.device, backend: str, reason: str, t
             # gloo would look for the interface of the host's name, which may not resolve, and listen for the network.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = open_store(place, rendezvous, timeout.total_seconds())
+    elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        store = open_given_store(place, rendezvous, timeout.total_seconds())
     elif backend == "auto":
         # What init_process_group does by itself where it is given no store.
         store = next(torch_rendezvous("env://", place.rank, place.world_size, timeout=timeout))[0]
@@ -297,8 +300,9 @@ def _meet(place: World) -> tuple[World, list[dict[str, Any]]]:
             f"this process as rank {rank} of {world_size}. Do not set rank or world size by hand; give the launcher "
             f"the number you want."
         )
-    members = gather_per_rank({"rank": rank, "host": socket.gethostname(), "pid": os.getpid()})
-    met = {(member["host"], member["pid"]) for member in members}
+    own = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid(), "process": secrets.token_hex(8)}
+    members = gather_per_rank(own)
+    met = {member["process"] for member in members}  # two containers may have one host name, and both pid 1
     if [member["rank"] for member in members] != list(range(world_size)) or len(met) != world_size:
         raise WorldSizeError(f"{world_size} ranks should have met, but these did: {members}")
     if place.launcher == "none" and world_size > 1:
