@@ -142,7 +142,8 @@ std::shared_ptr<Opening> Connections::dial(const std::string& job, const std::st
            options_.tcp,
            options_.dialect,
            options_.incoming.handshake_s,
-           options_.stranger_s};
+           options_.stranger_s,
+           options_.gone_s};
   fill_random(order.token.data(), order.token.size());
   for (uint8_t stream = 0; stream <= options_.streams; ++stream) {
     const uint64_t id = next_id_++;
@@ -275,8 +276,9 @@ void Connections::work_on(Opening& opening, double now) {
     Dialing& dial = *opening.dials_[i];
     const Dialing::State state = dial.work(events_, now);
     if (state == Dialing::State::failed)
-      return fail(opening, ErrorKind::invalid_argument,
-                  opening.own_.who() + " cannot make a link with " + whom + ": " + dial.why());
+      return fail(opening, dial.has_peer_gone() ? ErrorKind::peer_lost : ErrorKind::invalid_argument,
+                  opening.own_.who() + " cannot make a link with " + whom + ": " + dial.why() +
+                      (dial.has_peer_gone() ? "; it had a listener there, so it has ended" : ""));
     if (state == Dialing::State::done) {
       opening.other_ = dial.peer();
       opening.sockets_[i] = dial.take_socket();
@@ -285,6 +287,12 @@ void Connections::work_on(Opening& opening, double now) {
     }
   }
   if (opening.is_dialled_) complete(opening);
+  if (opening.is_under_way() && !why.empty() && !opening.has_said_why_ &&
+      opening.deadline_.elapsed_s() > options_.say_why_s) {
+    opening.has_said_why_ = true;
+    say(text("%s has no link with %s yet: %s; it goes on trying for %.0f s", opening.own_.who().c_str(),
+             whom.c_str(), why.c_str(), opening.deadline_.left_s()));
+  }
   if (!opening.is_under_way() || !opening.deadline_.passed()) return;
   if (!opening.is_dialled_) {
     why = "it has not come";

@@ -42,6 +42,7 @@ class Opening {
   // All is guarded by the mutex of Connections, but for `is_over_` and what is set before it.
   const Deadline deadline_;
   double until_s_ = 0;  // the same, as a point in time
+  bool has_said_why_ = false;
   Membership own_;
   uint32_t peer_ = 0;
   Link::Handler handler_;
@@ -69,8 +70,10 @@ class Connections {
     Incoming::Limits incoming;
     // So long may something else sit at a peer's address: what is left of the job before, for instance.
     double stranger_s = 1.5;
-    Dialect dialect;   // another one only in tests
-    bool ucx = false;  // carries links to peers that have the same UCX and want it, too; else TCP does
+    double gone_s = 3;     // so long nobody may listen at a peer's addresses before it has ended
+    double say_why_s = 5;  // after which it is told what is met at a peer's address
+    Dialect dialect;       // another one only in tests
+    bool ucx = false;      // carries links to peers that have the same UCX and want it, too; else TCP does
   };
 
   // Throws as Incoming::listen() does, or Error(system) when the process may not open enough descriptors.

@@ -15,7 +15,6 @@ namespace {
 
 constexpr double kConnect_s = 3;  // a packet that was lost is sent again after one and after three seconds
 constexpr double kFirstPause_s = 0.002, kLongestPause_s = 0.2;
-constexpr int kStrangers = 3;  // at least, where a stranger and a flood look the same
 
 bool would_block() {
   return errno == EAGAIN || errno == EWOULDBLOCK;
@@ -48,23 +47,20 @@ void Dialing::retry(double now, const std::string& why) {
   why_ = where_ + ": " + why;
 }
 
-// One of several addresses may be of a network that this host is not on; if all are, waiting does not help.
+// Addresses are those of listeners: where nobody listens any more, the peer has ended.
 void Dialing::fail_to_connect(double now, int error) {
-  const bool is_lasting = error == ENETUNREACH || error == EAFNOSUPPORT;
-  unreachable_ = is_lasting ? unreachable_ + 1 : 0;
-  if (unreachable_ >= order_.addresses.size())
-    retry_stranger(now, meaning(error), true);
-  else
-    retry(now, meaning(error));
+  if (error != ECONNREFUSED || refused_since_s_ == 0) refused_since_s_ = error == ECONNREFUSED ? now : 0;
+  retry(now, meaning(error));
+  has_peer_gone_ = refused_since_s_ > 0 && now - refused_since_s_ > order_.gone_s;
+  if (has_peer_gone_) state_ = State::failed;
 }
 
-// Something that is not the peer is there, or the peer does not know this process.
-void Dialing::retry_stranger(double now, const std::string& why, bool is_sure) {
+// Something that is not the peer is there, or the peer does not know this process. (Silence, and a connection
+// that breaks, may be the network's.)
+void Dialing::retry_stranger(double now, const std::string& why) {
   if (stranger_since_s_ == 0) stranger_since_s_ = now;
-  ++strangers_;
   retry(now, why);
-  if (now - stranger_since_s_ > order_.stranger_s && (is_sure || strangers_ > kStrangers))
-    state_ = State::failed;
+  if (now - stranger_since_s_ > order_.stranger_s) state_ = State::failed;
 }
 
 Dialing::State Dialing::work(Events& events, double now) {
@@ -81,7 +77,7 @@ Dialing::State Dialing::work(Events& events, double now) {
       fail_to_connect(now, error);
     } else if (getpeername(socket_.get(), reinterpret_cast<sockaddr*>(&peer), &peer_bytes) == 0) {
       phase_ = Phase::talking;
-      unreachable_ = 0;
+      refused_since_s_ = 0;
       due_s_ = now + order_.handshake_s;
     } else if (now >= due_s_) {
       retry(now, meaning(ETIMEDOUT));
@@ -98,7 +94,7 @@ void Dialing::start(Events& events, double now) {
       [&] { return socket(address.family(), SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0); });
   if (!socket_.valid()) {
     const int error = errno;
-    if (error == EAFNOSUPPORT) return fail_to_connect(now, error);
+    if (error == EAFNOSUPPORT) return retry(now, meaning(error));
     state_ = State::failed;
     why_ = "making a socket: " + meaning(error);
     if (error == EMFILE) try {
@@ -130,8 +126,7 @@ void Dialing::start(Events& events, double now) {
 void Dialing::talk(double now) {
   hear(now);
   if (phase_ != Phase::talking || state_ != State::under_way || now < due_s_) return;
-  if (stranger_since_s_ == 0) stranger_since_s_ = now - order_.handshake_s;
-  retry_stranger(now, text("it accepts the connection and says nothing for %g s", order_.handshake_s), true);
+  retry(now, text("it accepts the connection and says nothing for %g s", order_.handshake_s));
 }
 
 void Dialing::hear(double now) {
@@ -141,8 +136,7 @@ void Dialing::hear(double now) {
       if (got < 0 && errno == EINTR) continue;
       if (got < 0 && would_block()) return false;
       if (got <= 0) {
-        retry_stranger(now, got == 0 ? "it closed the connection within the handshake" : meaning(errno),
-                       false);
+        retry(now, got == 0 ? "it closed the connection within the handshake" : meaning(errno));
         return false;
       }
       there += static_cast<size_t>(got);
@@ -152,7 +146,7 @@ void Dialing::hear(double now) {
   if (claim_bytes_ == 0) {
     if (!read_rest(challenge_, challenge_bytes_)) return;
     const std::string fault = fault_of(challenge_, order_.dialect);
-    if (!fault.empty()) return retry_stranger(now, fault, true);
+    if (!fault.empty()) return retry_stranger(now, fault);
     claim_ = make_claim(challenge_, order_.own, order_.peer, stream_, order_.streams, order_.token,
                         order_.dialect);
   }
@@ -161,27 +155,27 @@ void Dialing::hear(double now) {
         send(socket_.get(), claim_.data() + claim_bytes_, claim_.size() - claim_bytes_, MSG_NOSIGNAL);
     if (sent < 0 && errno == EINTR) continue;
     if (sent < 0 && would_block()) return;
-    if (sent < 0) return retry_stranger(now, meaning(errno), false);
+    if (sent < 0) return retry(now, meaning(errno));
     claim_bytes_ += static_cast<size_t>(sent);
   }
   if (!read_rest(verdict_, verdict_bytes_)) return;
   const Heard heard = read(verdict_, claim_, challenge_, order_.own);
-  if (!heard.is_photinus) return retry_stranger(now, "it breaks off the handshake", true);
+  if (!heard.is_photinus) return retry_stranger(now, "it breaks off the handshake");
   const std::string refusal = "it refuses this process: " + heard.reason;
   if (heard.is_proved && heard.answer == Answer::accepted) {
     peer_ = heard.from;
     why_.clear();
     state_ = State::done;
   } else if (heard.answer == Answer::not_yet) {
-    stranger_since_s_ = 0, strangers_ = 0;  // it is the peer
+    stranger_since_s_ = 0;  // it is the peer
     retry(now, heard.reason);
   } else if (heard.is_proved) {
     state_ = State::failed;
     why_ = heard.from.who() + " at " + where_ + " refuses this process: " + heard.reason;
   } else if (heard.answer == Answer::accepted) {
-    retry_stranger(now, "it accepts this process and cannot prove that it is of the group", true);
+    retry_stranger(now, "it accepts this process and cannot prove that it is of the group");
   } else {
-    retry_stranger(now, refusal, true);
+    retry_stranger(now, refusal);
   }
 }
 

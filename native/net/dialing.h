@@ -28,6 +28,7 @@ class Dialing {
     Dialect dialect;
     double handshake_s = 2;
     double stranger_s = 1.5;
+    double gone_s = 3;
   };
   enum class State : uint8_t { under_way, done, failed };
 
@@ -44,6 +45,8 @@ class Dialing {
   // Once it is done.
   PrivateDescriptor take_socket() { return std::move(socket_); }
   const Membership& peer() const { return peer_; }
+  // Of one that failed: whether nobody listens at the peer's addresses any more.
+  bool has_peer_gone() const { return has_peer_gone_; }
   // Why it failed; or why it has not been done yet, for whoever gives up waiting.
   const std::string& why() const { return why_; }
 
@@ -55,7 +58,7 @@ class Dialing {
   void hear(double now);
   void retry(double now, const std::string& why);
   void fail_to_connect(double now, int error);
-  void retry_stranger(double now, const std::string& why, bool is_sure);
+  void retry_stranger(double now, const std::string& why);
 
   const Order& order_;
   const uint8_t stream_;
@@ -68,9 +71,8 @@ class Dialing {
   std::string where_;
   double due_s_ = 0;  // when the current phase is over
   double pause_s_ = 0;
-  double stranger_since_s_ = 0;
-  int strangers_ = 0;
-  size_t unreachable_ = 0;  // addresses in a row
+  double stranger_since_s_ = 0, refused_since_s_ = 0;
+  bool has_peer_gone_ = false;
   Challenge challenge_{};
   Claim claim_{};
   Verdict verdict_{};
