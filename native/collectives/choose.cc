@@ -175,7 +175,7 @@ ListChoice choose_list(const Model& model, const Levels& levels, const SlotSizes
     return predicted_s(model, call, with, likely_algorithm(call, with, 0, true, sizes, net, why), sizes, net);
   };
   const auto lists = finer_lists(levels.sizes);
-  if (lists.size() == 1) return {levels.sizes, "the only list for so many hosts"};
+  if (lists.size() == 1) return {levels.sizes, text("the only list for %zu hosts", levels.hosts.size())};
   ListChoice best;
   double least = 0;
   for (const auto& list : lists) {

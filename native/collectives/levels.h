@@ -44,9 +44,9 @@ struct Levels {
 // sizes are as said above.
 void check(const Levels& levels);
 
-// The levels for so many hosts: none for one, one for up to 8. Beyond, groups of 2, 4 or 8 that are as few
-// and as equal as can be, then the odd rest; so few rounds, and where the factors of `hosts` allow it, a rank
-// has links to at most 4 + 2 log2(hosts) counterparts for each slice that it carries.
+// The levels for a number of hosts: none for one, one for up to 8. Beyond, groups of 2, 4 or 8 that are as
+// few and as equal as can be, then the odd rest; so few rounds, and where the factors of `hosts` allow it, a
+// rank has links to at most 4 + 2 log2(hosts) counterparts for each slice that it carries.
 std::vector<uint32_t> choose_levels(uint32_t hosts);
 
 // "2,2,3"; "none" for one host.

@@ -20,11 +20,12 @@ constexpr uint64_t kFrameBytes = 32 << 10;
 // slow card would be busy with it for long, and who looks late would find much that came long ago.
 constexpr size_t kAhead = 4;
 
-// In steady flow: of the first half, buffers on the way take a part at any rate.
-double rate_of(const std::vector<double>& came_s) {
+// In steady flow: of the first half, buffers on the way take a part at any rate. Where not all has come, the
+// rest was waited for: a limit of the rate may let a burst through.
+double rate_of(const std::vector<double>& came_s, double ended_s) {
   if (came_s.size() < 2) return 0;
   const size_t from = (came_s.size() - 1) / 2;
-  const double seconds = came_s.back() - came_s[from];
+  const double seconds = (came_s.size() < kFrames ? ended_s : came_s.back()) - came_s[from];
   return seconds > 0 ? static_cast<double>((came_s.size() - 1 - from) * kFrameBytes) / seconds : 0;
 }
 
@@ -63,7 +64,7 @@ Speeds measure(Peers& peers, const Levels& levels, double limit_s) {
   }
   to->forget(kMeasured);
   from->forget(kMeasured);
-  return {to->counts().least_round_trip_s / 2, rate_of(came_s)};
+  return {to->counts().least_round_trip_s / 2, rate_of(came_s, now_s())};
 }
 
 }  // namespace photinus

@@ -36,7 +36,13 @@ class InnerGloo(dist.ProcessGroupGloo):
 
     def __init__(self, store: Store, rank: int, size: int, limit: Limit, address: str) -> None:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=True)]
+        try:
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=True)]
+        except RuntimeError as error:
+            raise OSError(
+                f"no network interface of this host has the address {address}, on which a process group listens: "
+                f"{error}. `ip addr` shows them; `ip link set lo up` brings 127.0.0.1 back."
+            ) from None
         options._threads = 2
         options._timeout = timedelta(seconds=limit.timeout_s)
         super().__init__(store, rank, size, options)
