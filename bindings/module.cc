@@ -97,18 +97,19 @@ bool has_other_threads() {
   return nb::cast<bool>(nb::handle(thread_check)());
 }
 
-void wait_for(Work& work, double timeout_s) {
+void wait_for(Work& work, double timeout_s, bool sees = true) {
   struct Stay {
     ~Stay() {
       while (exiting.load() && !goes_on_at_exit) pause();
     }
   } stay;
-  work.wait(timeout_s);
+  work.wait(timeout_s, sees);
 }
 
-nb::object error_of(const Work& work) {
+nb::object error_of(Work& work, bool sees) {
   const Error* error = work.error();
   if (!error) return nb::none();
+  if (sees) work.see();
   return python_class(error->kind())(error->what());
 }
 
@@ -222,6 +223,8 @@ Args:
         told, here and so in the next call.
     wire_dtype: from DTYPES: the type in which values travel between hosts, equal on all ranks. Where all_reduce, reduce
         and reduce_scatter add or multiply, float32 may travel as bfloat16 or float16, and these as float32.
+    shape: a tuple: that of the call's tensors. Ranks that differ in it get MismatchError, though counts are equal. None:
+        not told, as where parts have several. Where a root has parts, its shape is compared with each other rank's.
     sends, recvs: in place of `send`, `recv` and `elems` for all_to_all, gather and scatter, and for all_gather
         of different sizes: (address, elements) for each rank, (0, 0) where nothing goes. Sizes must be equal on
         both sides, which is checked before anything is written.
@@ -238,8 +241,8 @@ using Parts = std::vector<std::tuple<uintptr_t, uint64_t>>;  // address and elem
 void make_call(Submission* made, uint8_t operation, uintptr_t send, uintptr_t recv, uint64_t elems,
                uint8_t dtype, uint8_t reduction, uint32_t root, double timeout_s, bool asynchronous,
                double factor, std::string label, int32_t updates, std::optional<uint8_t> wire_dtype,
-               const Parts& sends, const Parts& recvs, std::shared_ptr<cuda::CudaDevice> device,
-               uintptr_t stream) {
+               nb::handle shape, const Parts& sends, const Parts& recvs,
+               std::shared_ptr<cuda::CudaDevice> device, uintptr_t stream) {
   auto* call = new (made) Submission;
   call->call = {static_cast<Operation>(operation), static_cast<Dtype>(dtype),
                 static_cast<Reduction>(reduction), root, elems};
@@ -251,6 +254,10 @@ void make_call(Submission* made, uint8_t operation, uintptr_t send, uintptr_t re
   call->factor = factor;
   call->label = std::move(label);
   call->updates = updates;
+  if (!shape.is_none()) {
+    call->shape = Shape::scalar();
+    for (nb::handle size : nb::borrow<nb::tuple>(shape)) call->shape.add(nb::cast<int64_t>(size));
+  }
   call->timeout_s = timeout_s;
   call->asynchronous = asynchronous;
   call->device = std::move(device);
@@ -280,6 +287,12 @@ void finish(Work& work, cuda::CUstream stream) {
   work.order(stream);
 }
 
+// Raises the error of a call for which nobody has waited.
+void raise_lost(Communicator& communicator, bool of_dropped) {
+  if (!communicator.has_failures()) return;
+  if (const auto lost = communicator.take_failure(of_dropped)) throw Error(*lost);
+}
+
 std::shared_ptr<Work> submit(Communicator& communicator, const Submission& call) {
   Submission given = made_here(call);
   Unlocked unlocked;
@@ -293,6 +306,7 @@ void run(Communicator& communicator, const Submission& call) {
   given.asynchronous = false;
   Unlocked unlocked;
   finish(*communicator.submit(std::move(given)), call.stream);
+  raise_lost(communicator, true);
 }
 
 std::shared_ptr<Work> message(Communicator& communicator, uint8_t operation, uintptr_t address,
@@ -396,6 +410,15 @@ NB_MODULE(_native, m) {
   });
   // By the thread that ends the interpreter, before it leaves groups; and by those that it will join.
   m.def("begin_exit", [] { goes_on_at_exit = exiting = true; });
+  // Of a process that would else exit with 0: an error that nobody has seen was printed.
+  m.def("fail_at_exit", [] {
+    on_exit(
+        [](int status, void*) {
+          std::fflush(nullptr);
+          if (status == 0) _exit(1);
+        },
+        nullptr);
+  });
   m.def("go_on_at_exit", [] { goes_on_at_exit = true; });
   m.def("set_label", &set_label, "label"_a);
   m.def("set_library_folders", &set_library_folders, "folders"_a);
@@ -426,17 +449,18 @@ NB_MODULE(_native, m) {
   nb::class_<Work>(m, "Work")
       .def(
           "wait",
-          [](Work& work, double timeout_s) {
+          [](Work& work, double timeout_s, bool sees) {
             Unlocked unlocked;
-            wait_for(work, timeout_s);
+            wait_for(work, timeout_s, sees);
           },
-          "timeout_s"_a = 0.0)
+          "timeout_s"_a = 0.0, "sees"_a = true)
+      .def("see", &Work::see)
       .def("is_completed", &Work::is_completed)
       .def(
           "order", [](Work& work, uintptr_t stream) { work.order(stream_of(stream)); }, "stream"_a,
           nb::call_guard<Unlocked>())
       .def("has_landed", &Work::has_landed, nb::call_guard<Unlocked>())
-      .def("error", &error_of)
+      .def("error", &error_of, "sees"_a = true)
       .def("duration_s", &Work::duration_s)
       .def_prop_ro("source_rank", &Work::source_rank)
       .def_prop_ro("description", &Work::description);
@@ -445,8 +469,8 @@ NB_MODULE(_native, m) {
   nb::class_<Submission>(m, "Call", kCallDoc)
       .def("__init__", &make_call, "operation"_a, "send"_a = 0, "recv"_a = 0, "elems"_a = 0, "dtype"_a = 0,
            "reduction"_a = 0, "root"_a = 0, "timeout_s"_a = 0.0, "asynchronous"_a = true, "factor"_a = 1.0,
-           "label"_a = "", "updates"_a = 0, "wire_dtype"_a = nb::none(), "sends"_a = nb::tuple(),
-           "recvs"_a = nb::tuple(), "device"_a = nb::none(), "stream"_a = 0)
+           "label"_a = "", "updates"_a = 0, "wire_dtype"_a = nb::none(), "shape"_a = nb::none(),
+           "sends"_a = nb::tuple(), "recvs"_a = nb::tuple(), "device"_a = nb::none(), "stream"_a = 0)
       .def_prop_ro("operation", [](const Submission& c) { return static_cast<uint8_t>(c.call.operation); })
       .def_prop_ro("send", [](const Submission& c) { return reinterpret_cast<uintptr_t>(c.send); })
       .def_prop_ro("recv", [](const Submission& c) { return reinterpret_cast<uintptr_t>(c.recv); })
@@ -489,6 +513,8 @@ NB_MODULE(_native, m) {
       .def("wait_outside", &Communicator::wait_outside, "key"_a, "timeout_s"_a)
       .def("abort", &Communicator::abort, "reason"_a, nb::call_guard<Unlocked>())
       .def("set_reason", &Communicator::set_reason, "reason"_a)
+      .def_prop_ro("has_failures", &Communicator::has_failures)
+      .def("raise_lost", &raise_lost, "of_dropped"_a)
       .def("close", &Communicator::close, nb::call_guard<Unlocked>())
       .def("explain", [](const Communicator& communicator, uint8_t operation, uint64_t elems, uint8_t dtype,
                          bool in_arena) {

@@ -11,8 +11,8 @@ constexpr size_t kTextLimit = RankBlock::kTextBytes - 1;
 // What of a call travels, as it lies in memory: both ends have the same byte order.
 struct CallBytes {
   uint64_t elems;
-  uint32_t root, label, site;
-  uint8_t operation, dtype, reduction, has_parts, wire, device, unused[6];
+  uint32_t root, label, site, shape;
+  uint8_t operation, dtype, reduction, has_parts, wire, device, unused[2];
 };
 struct PostBytes {
   uint64_t sequence, parts_sum;
@@ -21,21 +21,22 @@ struct PostBytes {
 };
 static_assert(sizeof(CallBytes) == 32 && sizeof(PostBytes) == 32, "no bytes between");
 static_assert(sizeof(PostBytes) + (2 + sizeof(RankSet::Words)) +
-                      HostPost::kMostCalls *
-                          (sizeof(CallBytes) + 2 + sizeof(RankSet::Words) + 2 * (1 + kTextLimit)) <=
+                      HostPost::kMostCalls * (sizeof(CallBytes) + 2 + sizeof(RankSet::Words) +
+                                              2 * (1 + kTextLimit) + RankBlock::kShapeBytes) <=
                   HostPost::kMostBytes,
               "the largest post fits");
 
 // The call among those of a post to which one belongs, a new one when there is room; null: it is left out.
 PostedCall* find_place(HostPost& post, const CallDescriptor& facts) {
   for (PostedCall& call : post.calls)
-    if (agree(call.facts, facts) && call.facts.site == facts.site) return &call;
+    if (agree(call.facts, facts) && call.facts.site == facts.site && call.facts.shape == facts.shape)
+      return &call;
   if (post.calls.size() < HostPost::kMostCalls) {
     post.calls.emplace_back().facts = facts;
     return &post.calls.back();
   }
   for (PostedCall& call : post.calls)
-    if (agree(call.facts, facts)) {
+    if (agree(call.facts, facts) && (facts.has_parts || call.facts.shape == facts.shape)) {
       post.has_all_sites = false;
       return &call;
     }
@@ -106,13 +107,15 @@ RankSet HostPost::ranks() const {
   return all;
 }
 
-void add(HostPost& post, const CallDescriptor& facts, const char* site, const char* label, uint32_t rank) {
+void add(HostPost& post, const CallDescriptor& facts, const char* site, const char* label, uint32_t rank,
+         const char* shape) {
   post.updates.add(facts.updates);
   PostedCall* call = find_place(post, facts);
   if (!call) return post.left_out.insert(rank);
   if (call->ranks.is_empty()) {
     call->site = site;
     call->label = label;
+    if (facts.shape) call->shape = shape;
   }
   call->ranks.insert(rank);
 }
@@ -135,8 +138,13 @@ void merge(HostPost& post, const HostPost& heard) {
 }
 
 bool agrees(const HostPost& post) {
+  const CallDescriptor& first = post.calls[0].facts;
+  const bool by_root = follows_root(first);
+  uint32_t shape = 0;
+  for (const PostedCall& call : post.calls)
+    if (!by_root || call.ranks.has(first.root)) shape = shape ? shape : call.facts.shape;
   return post.left_out.is_empty() && std::all_of(post.calls.begin(), post.calls.end(), [&](const auto& call) {
-           return agree(call.facts, post.calls[0].facts);
+           return agree(call.facts, first) && (!shape || !call.facts.shape || call.facts.shape == shape);
          });
 }
 
@@ -169,6 +177,7 @@ size_t encode(const HostPost& post, std::byte* to) {
                           d.root,
                           d.label,
                           d.site,
+                          d.shape,
                           static_cast<uint8_t>(d.operation),
                           static_cast<uint8_t>(d.dtype),
                           static_cast<uint8_t>(d.reduction),
@@ -180,6 +189,7 @@ size_t encode(const HostPost& post, std::byte* to) {
     writer.put(call.ranks);
     writer.put(call.site);
     writer.put(call.label);
+    writer.put(call.shape);
   }
   return writer.written();
 }
@@ -199,7 +209,7 @@ std::optional<HostPost> decode(const std::byte* from, size_t bytes) {
   for (PostedCall& call : post.calls) {
     CallBytes facts;
     if (!reader.get(&facts, sizeof facts) || !reader.get(call.ranks) || !reader.get(call.site) ||
-        !reader.get(call.label))
+        !reader.get(call.label) || !reader.get(call.shape))
       return std::nullopt;
     if (facts.operation >= kOperationCount || facts.dtype >= kDtypeCount ||
         facts.reduction >= kReductionCount || facts.wire >= kDtypeCount ||
@@ -208,9 +218,10 @@ std::optional<HostPost> decode(const std::byte* from, size_t bytes) {
     CallDescriptor& d = call.facts;
     d.sequence = head.sequence;
     d.elems = facts.elems;
-    d.root = facts.root;
+    d.root = static_cast<uint16_t>(facts.root);
     d.label = facts.label;
     d.site = facts.site;
+    d.shape = facts.shape;
     d.operation = static_cast<Operation>(facts.operation);
     d.dtype = static_cast<Dtype>(facts.dtype);
     d.reduction = static_cast<Reduction>(facts.reduction);

@@ -29,7 +29,8 @@ struct HostPost {
 };
 
 // What a rank of this host posted, with the texts beside it.
-void add(HostPost& post, const CallDescriptor& facts, const char* site, const char* label, uint32_t rank);
+void add(HostPost& post, const CallDescriptor& facts, const char* site, const char* label, uint32_t rank,
+         const char* shape = "");
 
 // What another rank told. In a level two ranks know of the same hosts or of none in common, so what is partly
 // known is wholly known.

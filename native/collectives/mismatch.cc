@@ -27,7 +27,7 @@ std::vector<PostedCall> distinct(const std::vector<PostedCall>& calls) {
   for (const PostedCall& call : calls) {
     auto same = std::find_if(sets.begin(), sets.end(), [&](const PostedCall& other) {
       return agree(other.facts, call.facts) && other.facts.elems == call.facts.elems &&
-             other.site == call.site;
+             other.facts.shape == call.facts.shape && other.site == call.site;
     });
     if (same == sets.end())
       sets.push_back(call);
@@ -49,6 +49,8 @@ uint64_t set_of_sites(const std::vector<CallDescriptor>& calls) {
 std::string describe(const PostedCall& posted) {
   const CallDescriptor& d = posted.facts;
   std::string out = describe(Call{d.operation, d.dtype, d.reduction, d.root, d.elems, d.wire, d.device});
+  if (!posted.shape.empty() && posted.shape != text("[%llu]", static_cast<unsigned long long>(d.elems)))
+    out += " of shape " + posted.shape;
   if (!posted.label.empty()) out += " labelled '" + posted.label + "'";
   if (!posted.site.empty()) out += " at " + posted.site;
   return out;
@@ -61,9 +63,18 @@ bool agree(const CallDescriptor& a, const CallDescriptor& b) {
 }
 
 bool agree(const std::vector<CallDescriptor>& calls) {
-  for (size_t rank = 1; rank < calls.size(); ++rank)
-    if (!agree(calls[0], calls[rank])) return false;
+  const bool by_root = follows_root(calls[0]);
+  uint32_t shape = calls[by_root ? calls[0].root : 0].shape;
+  for (const CallDescriptor& call : calls) {
+    if (!agree(calls[0], call)) return false;
+    if (shape && call.shape && call.shape != shape) return false;
+    if (!by_root) shape |= call.shape;
+  }
   return true;
+}
+
+bool follows_root(const CallDescriptor& call) {
+  return call.has_parts && has_root(call.operation);
 }
 
 std::string mismatch_text(const std::string& group, uint64_t sequence, const std::vector<PostedCall>& calls,
@@ -76,7 +87,7 @@ std::string mismatch_text(const std::string& group, uint64_t sequence, const std
   return out +
          " no output was written. Every rank must call the same collectives, in the same order, on tensors "
          "of the "
-         "same size and type, all on CPUs or all on GPUs.";
+         "same shape and type, all on CPUs or all on GPUs.";
 }
 
 std::string out_of_step_text(const std::string& group, uint64_t sequence,

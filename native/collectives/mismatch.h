@@ -17,6 +17,7 @@ struct PostedCall {
   CallDescriptor facts;
   std::string site, label;
   RankSet ranks;
+  std::string shape{};
 };
 
 // "all_reduce of float32[100] (sum) labelled 'loss' at train.py:41"
@@ -24,8 +25,11 @@ std::string describe(const PostedCall& posted);
 
 // Whether the calls agree in everything that must be equal on all ranks. Sites may differ: rank 0 often has a
 // line of its own. Sizes of parts are compared elsewhere, pair by pair. Cheap: this runs in every collective.
+// Shapes are compared among all ranks: tensors of as many elements may differ in them.
 bool agree(const CallDescriptor& a, const CallDescriptor& b);
 bool agree(const std::vector<CallDescriptor>& calls);
+// Whether the root has a part for each other rank, so that its shape is what all have, or nobody needs to.
+bool follows_root(const CallDescriptor& call);
 
 // The error's text for calls that do not agree, and for ranks of which only that is known.
 std::string mismatch_text(const std::string& group, uint64_t sequence, const std::vector<PostedCall>& calls,

@@ -26,7 +26,8 @@ uint32_t hash_of(const std::string& text) {
   return hash ? hash : 1;
 }
 
-void put(char (&field)[RankBlock::kTextBytes], const std::string& value) {
+template <size_t kBytes>
+void put(char (&field)[kBytes], const std::string& value) {
   const size_t length = std::min(value.size(), sizeof field - 1);
   std::memcpy(field, value.data(), length);
   field[length] = '\0';
@@ -36,6 +37,19 @@ void put(char (&field)[RankBlock::kTextBytes], const std::string& value) {
 
 CallSite CallSite::of(const std::string& text) {
   return {text, hash_of(text), true};
+}
+
+void Shape::add(int64_t size) {
+  if (dims < kMost) sizes[dims] = size;
+  dims += 1;
+  hash = (hash ^ static_cast<uint32_t>(size ^ size >> 32)) * 0x01000193 | 1;
+}
+
+std::string Shape::text() const {
+  std::string out;
+  for (size_t i = 0; i < std::min(dims, kMost); ++i)
+    out += photinus::text(i ? ", %lld" : "%lld", static_cast<long long>(sizes[i]));
+  return "[" + out + (dims > kMost ? ", ...]" : "]");
 }
 
 const Plan& CollectiveState::plan(const Call& call, Seat seat, Algorithm algorithm) {
@@ -238,7 +252,9 @@ void Collective::post() {
   if (!given_.site && own.sites[side][0]) own.sites[side][0] = '\0';
   if (!given_.label.empty() || own.labels[side][0]) put(own.labels[side], given_.label);
   CallDescriptor& posted = own.calls[side];
+  if (given_.shape.hash && posted.shape != given_.shape.hash) put(own.shapes[side], given_.shape.text());
   posted = CallDescriptor{};
+  posted.shape = given_.shape.hash;
   posted.sequence = sequence_;
   posted.elems = call.elems;
   posted.operation = call.operation;
@@ -247,7 +263,7 @@ void Collective::post() {
   posted.wire = call.wire.value_or(call.dtype);
   posted.reduction = has_reduction(call.operation) ? call.reduction : Reduction::sum;
   posted.has_parts = has_parts();
-  posted.root = has_root(call.operation) ? call.root : 0;
+  posted.root = has_root(call.operation) ? static_cast<uint16_t>(call.root) : uint16_t{0};
   if (!is_flat()) {  // nobody reads a small tensor where it lies
     posted.send_offset =
         group_->peers->place(given_.send, call.operation == Operation::reduce_scatter ? all : one);
@@ -301,7 +317,8 @@ void Collective::agree_and_plan() {
     std::vector<PostedCall> calls;
     for (uint32_t rank = 0; rank < ranks; ++rank)
       calls.push_back({memory.descriptors[rank], peers[rank].block->sites[side],
-                       peers[rank].block->labels[side], RankSet::of(rank)});
+                       peers[rank].block->labels[side], RankSet::of(rank),
+                       memory.descriptors[rank].shape ? peers[rank].block->shapes[side] : ""});
     if (!alike) throw Error(ErrorKind::mismatch, mismatch_text(group_->options.name, number_, calls));
     if (group_->options.strict_sites)
       throw Error(ErrorKind::mismatch, out_of_step_text(group_->options.name, number_, calls));

@@ -36,6 +36,17 @@ struct CallSite {
   static CallSite of(const std::string& text);
 };
 
+// Of a call's tensors, which all have the same: ranks compare it. Begins as that of a single number.
+struct Shape {
+  static constexpr size_t kMost = 8;  // are shown
+  uint32_t hash = 0;                  // 0: not told
+  size_t dims = 0;
+  int64_t sizes[kMost];
+  static Shape scalar() { return {0x811c9dc5, 0, {}}; }
+  void add(int64_t size);
+  std::string text() const;
+};
+
 // What a caller wants besides the call itself.
 struct Submission {
   Call call;
@@ -47,6 +58,7 @@ struct Submission {
   double factor = 1;                         // of premul_sum: this rank's own
   std::string label;                         // calls match only when their labels do
   const CallSite* site = nullptr;
+  Shape shape{};
   int32_t updates = 0;   // see CallDescriptor
   double timeout_s = 0;  // 0: the group's
   bool asynchronous = true;
@@ -92,6 +104,7 @@ class Collective final : public Work {
   void fail() override;
   void abandon(const std::string& reason) override { group_->abort(reason); }
   void end_wait() override { group_->peers->own().page->wait_record.clear(); }
+  void keep(const std::shared_ptr<Failure>& failure) override { group_->keep(failure); }
 
   bool has_parts() const { return !given_.send_parts.empty(); }
   void begin();

@@ -20,7 +20,7 @@ void Collective::agree_on_host() {
     const RankBlock& block = *peers[rank].block;
     memory.descriptors[rank] = block.calls[side];
     memory.factors[rank] = block.calls[side].factor;
-    add(post, block.calls[side], block.sites[side], block.labels[side], rank);
+    add(post, block.calls[side], block.sites[side], block.labels[side], rank, block.shapes[side]);
     if (block.calls[side].has_parts)
       post.parts_sum += parts_sum(rank, peers[rank].parts[side], peers.ranks());
   }

@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include "base/clock.h"
 #include "base/error.h"
 #include "collectives/choose.h"
 #include "kernels/reduce.h"
@@ -10,6 +11,7 @@ namespace photinus {
 namespace {
 
 constexpr size_t kIdleLanes = 64;
+constexpr double kFarewell_s = 1;  // in which calls that nobody waits for may end before the group is left
 
 }  // namespace
 
@@ -60,6 +62,9 @@ void Communicator::close() {
     closing_ = true;
     for (const auto& [key, lane] : messages_) lanes.push_back(lane);
   }
+  const Deadline patience = Deadline::in(kFarewell_s);
+  for (const auto& lane : lanes)
+    while (lane->runs_by_itself() && !group_->is_over() && !patience.passed()) usleep(200);
   group_->leave("the communicator was closed on this rank");
   for (const auto& lane : lanes) group_->options.progress->drain(lane);
   group_->peers->close();

@@ -69,8 +69,12 @@ class Communicator {
   void set_reason(const std::string& reason) {
     if (is_own()) group_->peers->set_reason(reason);
   }
-  // Leaves in order; calls that are still queued end with Error(aborted). Idempotent.
+  // Leaves in order; calls that are still queued end with Error(aborted). Idempotent. Calls for which nobody
+  // waits have a moment to end by themselves.
   void close();
+  bool has_failures() const { return group_->has_failures(); }
+  // See Group.
+  std::optional<Error> take_failure(bool of_dropped) { return group_->take_failure(of_dropped); }
   // How a call like this would run if all tensors lay in arenas (or in ordinary memory): for people.
   std::string explain(const Call& call, bool in_arena) const;
   const Speeds& speeds() const { return speeds_; }  // between hosts, as measured

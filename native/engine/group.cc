@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "base/clock.h"
@@ -143,6 +144,43 @@ void Group::leave(const std::string& reason) {
   }
   ended_.store(true, std::memory_order_release);
   peers->end(Presence::left, kOwnFault, false);
+}
+
+void Group::keep(const std::shared_ptr<Failure>& failure) {
+  std::lock_guard lock(mutex_);
+  failures_.push_back(failure);
+  has_failures_.store(true, std::memory_order_release);
+}
+
+std::optional<Error> Group::take_failure(bool of_dropped) {
+  std::lock_guard lock(mutex_);
+  // What ends the group ends all that is in flight: once is enough.
+  auto ends_group = [&](const auto& failure) {
+    const Error& error = failure->error;
+    return failure_ && (error.kind() != ErrorKind::mismatch || !std::strcmp(error.what(), failure_->what()));
+  };
+  for (const auto& failure : failures_) is_failure_seen_ |= failure->seen && ends_group(failure);
+  // Who closes or aborts a group knows it.
+  std::erase_if(failures_, [&](const auto& failure) {
+    return failure->seen || failure->error.kind() == ErrorKind::aborted ||
+           (is_failure_seen_ && ends_group(failure));
+  });
+  const auto rest = std::stable_partition(failures_.begin(), failures_.end(), [&](const auto& failure) {
+    return of_dropped && failure.use_count() > 1;
+  });
+  std::optional<Error> taken;
+  if (rest != failures_.end()) {
+    const Error& first = (*rest)->error;
+    std::string what =
+        text("[rank %u, group %s] nobody has waited for a call that failed: ", rank(), options.name.c_str()) +
+        first.what();
+    if (failures_.end() - rest > 1) what += text(" (%td more failed.)", failures_.end() - rest - 1);
+    taken.emplace(first.kind(), what);
+    is_failure_seen_ |= std::any_of(rest, failures_.end(), ends_group);
+    failures_.erase(rest, failures_.end());
+  }
+  has_failures_.store(!failures_.empty(), std::memory_order_release);
+  return taken;
 }
 
 PeerLost Group::given_up_by(uint32_t rank, const std::string& description) const {

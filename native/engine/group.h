@@ -96,6 +96,13 @@ class Group {
   bool is_over() const { return is_failed() || ended_.load(std::memory_order_acquire); }
   void check(const std::string& description) const;
 
+  // Errors of operations, until somebody has seen them.
+  void keep(const std::shared_ptr<Failure>& failure);
+  bool has_failures() const { return has_failures_.load(std::memory_order_acquire); }
+  // Takes those that nobody has seen, for whoever raises the first one; `of_dropped`: whose works are gone,
+  // so that nobody can ask.
+  std::optional<Error> take_failure(bool of_dropped);
+
   // The error of an operation in the middle of which a rank has failed: it names who ended first, if that is
   // another one, and waits a little for the news of it.
   PeerLost given_up_by(uint32_t rank, const std::string& description) const;
@@ -116,7 +123,9 @@ class Group {
   mutable std::mutex mutex_;  // guards what follows
   std::optional<Error> failure_;
   std::string end_reason_;
-  std::atomic<bool> failed_{false}, ended_{false};
+  std::vector<std::shared_ptr<Failure>> failures_;
+  bool is_failure_seen_ = false;  // that which has ended the group
+  std::atomic<bool> failed_{false}, ended_{false}, has_failures_{false};
 };
 
 }  // namespace photinus

@@ -53,6 +53,7 @@ class MessageWork : public Work {
   void fail() override;
   void abandon(const std::string& reason) override { group_->abort(reason); }
   void end_wait() override { group_->peers->own().page->wait_record.clear(); }
+  void keep(const std::shared_ptr<Failure>& failure) override { group_->keep(failure); }
   virtual bool can_go_on() const = 0;  // whether advance() would find something to do
   void begin();
   Poll go_on();

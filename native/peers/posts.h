@@ -30,7 +30,9 @@ struct alignas(64) CallDescriptor {
   Dtype dtype = Dtype::float32;
   Reduction reduction = Reduction::sum;
   uint8_t has_parts = 0;  // whether the rank's parts stand beside it
-  uint32_t root = 0;
+  uint16_t root = 0;
+  Dtype wire = Dtype::float32;  // in which partial results cross between hosts; that of the elements: as ever
+  DeviceType device = DeviceType::cpu;
   uint64_t send_offset = kNowhere;  // where the buffers lie in memory that peers see, kNowhere: elsewhere
   uint64_t recv_offset = kNowhere;
   uint32_t label = 0;  // hashes of the texts beside it; 0: none
@@ -39,9 +41,9 @@ struct alignas(64) CallDescriptor {
   // How often the rank has updated the parameters whose gradients the group exchanges, plus one; negative
   // where ranks may differ in it since the call before; 0: it does not tell.
   int32_t updates = 0;
-  Dtype wire = Dtype::float32;  // in which partial results cross between hosts; that of the elements: as ever
-  DeviceType device = DeviceType::cpu;
+  uint32_t shape = 0;  // hash of that of all the rank's tensors; 0: they differ, or it does not tell
 };
+static_assert(sizeof(CallDescriptor) == 64);
 
 // What a rank exchanges with one other rank, where the sizes differ from rank to rank.
 struct PostedPart {
@@ -70,12 +72,13 @@ struct RankBlock {
   struct alignas(64) Line {
     std::atomic<uint64_t> value{0};
   };
-  static constexpr size_t kTextBytes = 128;
+  static constexpr size_t kTextBytes = 128, kShapeBytes = 48;
 
   Line counters[kCounterCount];
   CallDescriptor calls[2];
-  char sites[2][kTextBytes];   // where in the user's program the call stands
-  char labels[2][kTextBytes];  // what the user calls it
+  char sites[2][kTextBytes];    // where in the user's program the call stands
+  char labels[2][kTextBytes];   // what the user calls it
+  char shapes[2][kShapeBytes];  // of its tensors: "[4, 6]"
   alignas(64) std::atomic<uint32_t> asleep{0};
   alignas(64) std::atomic<Presence> presence{Presence::absent};
   std::atomic<uint32_t> culprit{kOwnFault};  // the rank because of which this one has failed

@@ -59,13 +59,21 @@ struct SleepScope {
 
 // --- works
 
-void Work::wait(double timeout_s) {
+void Work::wait(double timeout_s, bool sees) {
   if (!is_completed()) progress_->wait(*this, timeout_s, Progress::Interrupts::end_the_work);
-  if (error_) throw Error(*error_);
+  if (!failure_) return;
+  if (sees) see();
+  throw Error(failure_->error);
 }
 
 const Error* Work::error() const {
-  return is_completed() && error_ ? &*error_ : nullptr;
+  return is_completed() && failure_ ? &failure_->error : nullptr;
+}
+
+bool Work::see() {
+  const bool before = seen_.exchange(true);
+  if (error()) failure_->seen.store(true);
+  return before;
 }
 
 double Work::duration_s() const {
@@ -148,11 +156,12 @@ Error Progress::fail(Work& work) {
 }
 
 void Progress::end(Lane& lane, Work& work, std::optional<Error> error) {
-  work.error_ = std::move(error);
+  if (error) work.keep(work.failure_ = std::make_shared<Failure>(*error));
   if (work.begun_s_ > 0) work.ended_s_ = now_s();
   const std::shared_ptr<Work> kept = lane.pop();
   in_flight_.fetch_sub(1);
   work.done_.store(true, std::memory_order_seq_cst);
+  if (error && work.seen_.load()) work.see();
   wake_own_threads();
 }
 

@@ -32,6 +32,8 @@ class Lane {
   Lane(std::shared_ptr<Peers> peers, const SpinTimes& times) : peers_(std::move(peers)), spin_(times) {}
   bool is_empty() const { return !first_.load(std::memory_order_seq_cst); }
   const SpinTimes& spin_times() const { return spin_; }
+  // Whether it has works, and the progress thread drives them because nobody waits.
+  bool runs_by_itself() const { return !is_empty() && listed_.load() && waiters_.load() == 0; }
 
  private:
   friend class Progress;

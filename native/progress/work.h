@@ -17,6 +17,13 @@ namespace photinus {
 class Lane;
 class Progress;
 
+// An operation's error. Its group keeps it until somebody has seen it, or it has been raised elsewhere.
+struct Failure {
+  explicit Failure(const Error& error_) : error(error_) {}
+  const Error error;
+  std::atomic<bool> seen{false};
+};
+
 class Work {
  public:
   virtual ~Work() = default;
@@ -24,9 +31,12 @@ class Work {
   // Waits until it is done; 0 means until its own deadline has decided. Throws its error, or Error(timeout)
   // when `timeout_s` passes first: the operation then goes on. When the thread is interrupted
   // (base/interrupt.h) it ends the operation and aborts its group, for the ranks are no longer in step.
-  void wait(double timeout_s = 0);
+  // `sees`: who waits is the one for whom its error is.
+  void wait(double timeout_s = 0, bool sees = true);
   bool is_completed() const { return done_.load(std::memory_order_acquire); }
   const Error* error() const;  // null while it runs and when it went well
+  // Its error, which it may yet get, has been shown to its caller; whether it had been before.
+  bool see();
   // From start to end, without the time in the queue; 0 of a brief one that never had to wait.
   double duration_s() const;
   virtual std::string description() const = 0;
@@ -54,6 +64,8 @@ class Work {
   // It ended with an error, the exception being handled, which other operations of its group may have to
   // know.
   virtual void fail() = 0;
+  // Its group keeps the error for a caller who may never ask.
+  virtual void keep(const std::shared_ptr<Failure>& failure) = 0;
   // The caller gives up waiting for good.
   virtual void abandon(const std::string& reason) = 0;
   // A caller has stopped waiting in vain (what look() told others about it no longer holds).
@@ -62,7 +74,8 @@ class Work {
  private:
   Progress* progress_ = nullptr;  // set from submission on; the work's group keeps it
   std::shared_ptr<Lane> lane_;
-  std::optional<Error> error_;
+  std::shared_ptr<Failure> failure_;
+  std::atomic<bool> seen_{false};
   bool begun_ = false;
   double begun_s_ = 0, ended_s_ = 0;
   std::atomic<bool> done_{false};

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from . import _native
@@ -22,8 +23,8 @@ _BY_TYPESTR = {
 }
 
 
-def facts(array: Any, *, writable: bool) -> tuple[int, int, int]:
-    """Address, number of elements and element type of a C-contiguous array."""
+def facts(array: Any, *, writable: bool) -> tuple[int, int, int, tuple[int, ...]]:
+    """Address, number of elements, element type and shape of a C-contiguous array."""
     interface = getattr(array, "__array_interface__", None)
     if interface is None:
         raise TypeError(f"needs a numpy array (or another object with __array_interface__), not {type(array).__name__}")
@@ -41,7 +42,5 @@ def facts(array: Any, *, writable: bool) -> tuple[int, int, int]:
     address, read_only = place
     if writable and read_only:
         raise ValueError("the array is read-only, but the result goes into it")
-    elems = 1
-    for extent in interface["shape"]:
-        elems *= extent
-    return address, elems, DTYPES[name]
+    shape = interface["shape"]
+    return address, math.prod(shape), DTYPES[name], shape

@@ -88,8 +88,16 @@ def host_id() -> str:
 
 def network_id() -> str:
     """A text that is equal for processes that have loopback in common: same boot and network namespace."""
-    with open(_BOOT_ID) as file:
-        boot = file.read().strip()
+    try:
+        with open(_BOOT_ID) as file:
+            boot = file.read().strip()
+    except OSError as error:
+        if given := env.HOST_ID.get():
+            return given
+        raise OSError(
+            f"{_BOOT_ID}, by which hosts are told apart, cannot be read ({error.strerror}). Set {env.HOST_ID.name} to "
+            f"a text that is equal for the ranks of a host, and another on each host."
+        ) from None
     return f"{boot}-{os.stat(_NETWORK).st_ino}"
 
 
@@ -218,10 +226,8 @@ class Communicator(Group):
                 "float16" for float32 (half the bytes; all ranks still get the same bits), "float32" for these two (the
                 bits of one host, at 1.5 times the bytes). Equal on all ranks; without effect on one host.
         """
-        address, elems, dtype = facts(array, writable=True)
-        return self._call(
-            "all_reduce", address, address, elems, dtype, reduction, 0, asynchronous, array, factor, label, wire_dtype
-        )
+        given = facts(array, writable=True)
+        return self._call("all_reduce", given, given[0], reduction, 0, asynchronous, array, factor, label, wire_dtype)
 
     def reduce(
         self,
@@ -234,11 +240,9 @@ class Communicator(Group):
         asynchronous: bool = False,
     ) -> Work:
         """Combines all ranks' arrays into rank `root`'s, as all_reduce does; the others' arrays stay as they are."""
-        address, elems, dtype = facts(array, writable=self.rank == root)
+        given = facts(array, writable=self.rank == root)
         root = self._root(root)
-        return self._call(
-            "reduce", address, address, elems, dtype, reduction, root, asynchronous, array, factor, "", wire_dtype
-        )
+        return self._call("reduce", given, given[0], reduction, root, asynchronous, array, factor, "", wire_dtype)
 
     def all_to_all(self, outs: Sequence[Any], arrays: Sequence[Any], *, asynchronous: bool = False) -> Work:
         """Sends arrays[r] to rank r and receives outs[r] from it; sizes may differ from pair to pair."""
@@ -262,30 +266,29 @@ class Communicator(Group):
 
     def send(self, array: Any, peer: int, tag: int = 0, *, asynchronous: bool = False) -> Work:
         """Sends an array to a rank, which must receive one of the same size and type; done when it has."""
-        address, elems, dtype = facts(array, writable=False)
+        address, elems, dtype, _ = facts(array, writable=False)
         if peer < 0:
             raise ValueError(f"send: {peer} is not a rank of this group of {self.world_size}")
         return self.message(OPERATIONS["send"], address, elems, dtype, peer, tag, 0.0, asynchronous, array)
 
     def recv(self, array: Any, peer: int = ANY_RANK, tag: int = 0, *, asynchronous: bool = False) -> Work:
         """Receives an array from a rank, or from whichever sends first with this tag (`Work.source_rank`)."""
-        address, elems, dtype = facts(array, writable=True)
+        address, elems, dtype, _ = facts(array, writable=True)
         if peer < ANY_RANK:
             raise ValueError(f"recv: {peer} is not a rank of this group of {self.world_size}")
         return self.message(OPERATIONS["recv"], address, elems, dtype, peer, tag, 0.0, asynchronous, array)
 
     def broadcast(self, array: Any, root: int = 0, *, asynchronous: bool = False) -> Work:
         """Copies rank `root`'s array into every rank's array."""
-        address, elems, dtype = facts(array, writable=self.rank != root)
-        root = self._root(root)
-        return self._call("broadcast", address, address, elems, dtype, "sum", root, asynchronous, array)
+        given = facts(array, writable=self.rank != root)
+        return self._call("broadcast", given, given[0], "sum", self._root(root), asynchronous, array)
 
     def all_gather(self, out: Any, array: Any, *, asynchronous: bool = False) -> Work:
         """Puts all ranks' arrays, one behind the other in rank order, into `out` (world_size times as long)."""
-        send, elems, dtype = facts(array, writable=False)
-        recv, room, out_dtype = facts(out, writable=True)
+        _, elems, dtype, _ = given = facts(array, writable=False)
+        recv, room, out_dtype, _ = facts(out, writable=True)
         self._fits("all_gather", "out", room, out_dtype, elems * self.world_size, dtype)
-        return self._call("all_gather", send, recv, elems, dtype, "sum", 0, asynchronous, (out, array))
+        return self._call("all_gather", given, recv, "sum", 0, asynchronous, (out, array))
 
     def reduce_scatter(
         self,
@@ -300,12 +303,12 @@ class Communicator(Group):
 
         `wire_dtype` is as in all_reduce, and nothing is rounded after the last addition.
         """
-        recv, elems, dtype = facts(out, writable=True)
-        send, given, in_dtype = facts(array, writable=False)
+        recv, elems, dtype, _ = facts(out, writable=True)
+        send, given, in_dtype, shape = facts(array, writable=False)
         self._fits("reduce_scatter", "array", given, in_dtype, elems * self.world_size, dtype)
         keep = (out, array)
         return self._call(
-            "reduce_scatter", send, recv, elems, dtype, reduction, 0, asynchronous, keep, wire_dtype=wire_dtype
+            "reduce_scatter", (send, elems, dtype, shape), recv, reduction, 0, asynchronous, keep, wire_dtype=wire_dtype
         )
 
     def barrier(self, *, asynchronous: bool = False) -> Work:
@@ -315,10 +318,8 @@ class Communicator(Group):
     def _call(
         self,
         operation: str,
-        send: int,
+        given: tuple[int, int, int, tuple[int, ...]],
         recv: int,
-        elems: int,
-        dtype: int,
         reduction: str,
         root: int,
         asynchronous: bool,
@@ -332,8 +333,9 @@ class Communicator(Group):
         if wire_dtype is not None and wire_dtype not in DTYPES:
             raise ValueError(f"{operation}: wire_dtype {wire_dtype!r} is unknown; known are {', '.join(DTYPES)}")
         code, wire = REDUCTIONS[reduction], None if wire_dtype is None else DTYPES[wire_dtype]
+        operation_code, (send, elems, dtype, shape) = OPERATIONS[operation], given
         call = Call(
-            OPERATIONS[operation], send, recv, elems, dtype, code, root, 0.0, asynchronous, factor, label, 0, wire
+            operation_code, send, recv, elems, dtype, code, root, 0.0, asynchronous, factor, label, 0, wire, shape
         )
         return self.submit(call, keep)
 
@@ -341,6 +343,7 @@ class Communicator(Group):
         self, operation: str, outs: Sequence[Any] | None, arrays: Sequence[Any] | None, root: int, asynchronous: bool
     ) -> Work:
         dtypes: set[int] = set()
+        shapes: set[tuple[int, ...]] = set()
 
         def parts(given: Sequence[Any] | None, what: str, *, writable: bool) -> list[Part]:
             if given is None:
@@ -354,8 +357,9 @@ class Communicator(Group):
                 if array is None:
                     found.append((0, 0))
                     continue
-                address, elems, dtype = facts(array, writable=writable)
+                address, elems, dtype, shape = facts(array, writable=writable)
                 dtypes.add(dtype)
+                shapes.add(shape)
                 found.append((address, elems))
             return found
 
@@ -365,7 +369,9 @@ class Communicator(Group):
             names = {code: name for name, code in DTYPES.items()}
             raise ValueError(f"{operation}: arrays of several types, {', '.join(sorted(names[d] for d in dtypes))}")
         dtype = dtypes.pop() if dtypes else 0
-        call = Call(OPERATIONS[operation], dtype=dtype, root=root, asynchronous=asynchronous, sends=sends, recvs=recvs)
+        shape = shapes.pop() if len(shapes) == 1 else None
+        code = OPERATIONS[operation]
+        call = Call(code, 0, 0, 0, dtype, 0, root, asynchronous=asynchronous, shape=shape, sends=sends, recvs=recvs)
         return self.submit(call, (outs, arrays))
 
     def _root(self, root: int) -> int:

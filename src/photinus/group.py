@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import NamedTuple, TypeVar
 
 from . import _native, env
 from ._native import Call, CudaDevice, OutsideWait, Work
 from .arrays import DTYPES
+from .errors import CollectiveError
 
 REDUCTIONS: dict[str, int] = _native.REDUCTIONS
 """Reductions by name. "avg" divides the sum by the number of ranks; on integers it truncates towards zero.
@@ -54,6 +57,7 @@ class Group:
     order for each peer, direction and tag; different communicators are independent. All methods may be called from
     any thread. Ranks that call different collectives all get MismatchError, before any output is written, with both
     sides' calls and the lines of the program in which they stand; the communicator stays usable.
+    An error of an asynchronous call for which nobody has waited is raised by the next call, or by `close`.
 
     Args:
         rank: this process, 0 <= rank < world_size.
@@ -131,8 +135,28 @@ class Group:
         """
         work: Work = self._native.submit(call)
         if call.asynchronous or call.device is not None:
-            self._keep(work, keep)
+            with self._in_flight_lock:
+                self._in_flight.append((work, keep))
+                self._let_go()
+        self.raise_lost()
         return work
+
+    def _let_go(self) -> None:
+        while self._in_flight and self._in_flight[0][0].has_landed():
+            self._in_flight.popleft()
+        self._messages = [entry for entry in self._messages if not entry[0].has_landed()]
+
+    def raise_lost(self) -> bool:
+        """Raises the error of a call that nobody can ask for any more; returns whether others are left.
+
+        Called behind a call, so that ranks that learn of it at different calls stay in step.
+        """
+        if not self._native.has_failures:
+            return False
+        with self._in_flight_lock:
+            self._let_go()
+        self._native.raise_lost(True)
+        return True
 
     @property
     def run(self) -> Callable[[Call], None]:
@@ -163,16 +187,10 @@ class Group:
         )
         if asynchronous or device is not None:
             with self._in_flight_lock:
-                self._messages = [entry for entry in self._messages if not entry[0].has_landed()]
                 self._messages.append((work, keep))
+                self._let_go()
+        self.raise_lost()
         return work
-
-    def _keep(self, work: Work, keep: object) -> None:
-        with self._in_flight_lock:
-            in_flight = self._in_flight
-            in_flight.append((work, keep))
-            while in_flight and in_flight[0][0].has_landed():
-                in_flight.popleft()
 
     def wait_outside(self, key: str, timeout_s: float) -> OutsideWait:
         """Begins a wait for ranks of this group by other means than an operation, as for ranks that join a further one.
@@ -230,6 +248,12 @@ class Group:
         with _landing_lock:
             _landing[:] = [entry for entry in [*_landing, *left] if not entry[0].has_landed()]
         _open.discard(self)
+        self._native.raise_lost(False)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_owner"):  # it had been made
+            with printed():
+                self.close()
 
     def __enter__(self: _G) -> _G:
         return self
@@ -254,7 +278,19 @@ _open: weakref.WeakSet[Group] = weakref.WeakSet()
 def _close_all() -> None:
     _native.begin_exit()
     for group in list(_open):
-        group.close()
+        with printed():
+            group.close()
+
+
+@contextmanager
+def printed() -> Iterator[None]:
+    """At the interpreter's end nobody catches what is raised: it is printed, and the exit code is 1 if it was 0."""
+    try:
+        yield
+    except CollectiveError as error:
+        if not hasattr(sys, "last_value"):  # else an uncaught error was shown, and may be why
+            print(f"photinus: {error}", file=sys.stderr, flush=True)
+            _native.fail_at_exit()
 
 
 atexit.register(_close_all)

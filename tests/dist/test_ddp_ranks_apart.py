@@ -27,6 +27,7 @@ from tests.dist.ddp_checks import (
     small_ddp,
     small_net,
 )
+from tests.ranks import run_ranks
 
 LAST_STEP = 140
 
@@ -314,3 +315,18 @@ def check_a_forward_of_one_rank_alone_is_fine(group: dist.ProcessGroup) -> None:
 
 
 test_ddp_ranks_apart = run_each_check(__name__)
+
+
+def test_buffers_that_differ_in_size_and_travel_in_as_many_bytes_are_an_error_and_stay_as_they_are() -> None:
+    run_ranks(f"{__name__}:_buffers_of_other_sizes", world_size=2, backend="photinus")
+
+
+def _buffers_of_other_sizes(rank: int, world_size: int) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("seen", torch.zeros(3))
+    ddp = DistributedDataParallel(model)
+    model.seen = own = torch.full((3 + rank,), rank + 5.0)
+    with expect(MismatchError, "float32[3]", "float32[4]"):
+        for _ in range(2):
+            ddp(torch.ones(1, 2)).sum().backward()
+    assert torch.equal(own, torch.full((3 + rank,), rank + 5.0))

@@ -41,6 +41,9 @@ def _check_matrix(world_size: int, hosts: str | None = None) -> None:
             assert entry["changed"] == [], (name, rank, entry["changed"])
             assert "[0]" not in entry["error"], (name, rank, entry["error"])  # a size that nobody gave
             assert f"{HERE}:{entry['line']}" in entry["error"], (name, rank, entry)
+            if name.startswith("shape in "):
+                assert "of shape [3, 4]" in entry["error"], (name, entry["error"])
+                assert "of shape [4, 3]" in entry["error"], (name, entry["error"])
             if name not in SIZES_OF_PAIRS:  # there the engine compares pair by pair, and quotes its own side's line
                 assert all(line in entry["error"] for line in lines), (name, rank, lines, entry["error"])
             assert entry["sum_after"] == world_size, (name, rank)
@@ -168,6 +171,7 @@ def _cases(rank: int, size: int) -> dict[str, tuple[Call, list[Any]]]:
         ),
         "sizes in a list that do not fit": (lambda: dist.all_to_all(parts, uneven), parts),
         "gather of another size": (lambda: dist.gather(uneven[0], parts if rank == 0 else None, 0), parts),
+        **_shapes(rank, size),
         # The others are one call ahead: the odd rank has left one out, or they have made one too many.
         "a call left out": either((lambda: dist.all_reduce(y), [y]), (lambda: dist.all_gather(parts, out3), parts)),
     }  # fmt: skip
@@ -209,6 +213,61 @@ def _messages(rank: int, world_size: int) -> dict[str, Any]:
         "after": wanted[0].item() if rank else 9.0,
         "seconds": seconds,
     }
+
+
+def _shapes(rank: int, size: int) -> dict[str, tuple[Call, list[Any]]]:
+    """Tensors of as many elements, but of another shape on the last rank, in every collective."""
+    import torch
+    import torch.distributed as dist
+
+    shape = (4, 3) if rank == size - 1 else (3, 4)
+    x, out, flat = torch.full(shape, rank + 1.0), torch.zeros(shape), torch.zeros(12)
+    wide, tall = torch.zeros(12 * size), torch.zeros(shape[0] * size, shape[1])
+    parts = [torch.zeros(shape) for _ in range(size)]
+    at_root = parts if rank == 0 else None
+    return {
+        "shape in all_reduce": (lambda: dist.all_reduce(x), [x]),
+        "shape in reduce": (lambda: dist.reduce(x, 0), [x]),
+        "shape in broadcast": (lambda: dist.broadcast(x, 0), [x]),
+        "shape in all_gather": (lambda: dist.all_gather(parts, x), parts),
+        "shape in all_gather_into_tensor": (lambda: dist.all_gather_into_tensor(wide, x), [wide]),
+        "shape in reduce_scatter": (lambda: dist.reduce_scatter(out, parts), [out]),
+        "shape in gather": (lambda: dist.gather(x, at_root, 0), parts),
+        "shape in scatter": (lambda: dist.scatter(out, at_root, 0), [out]),
+        "shape in all_to_all": (lambda: dist.all_to_all(parts, [x] * size), parts),
+        "shape in all_reduce_coalesced": (lambda: dist.all_reduce_coalesced([x, x]), [x]),
+        "shapes of a reduce_scatter_tensor": (lambda: dist.reduce_scatter_tensor(flat, tall), [flat]),
+        "shapes of an all_to_all_single": (lambda: dist.all_to_all_single(tall, tall + 1), [tall]),
+        "a number and a list of one": (lambda: dist.all_reduce(x[0, :1] if rank else x[0, 0]), [x]),
+    }  # fmt: skip
+
+
+def test_shapes_may_differ_where_the_operation_takes_them() -> None:
+    for hosts in (None, "abb"):
+        run_ranks(f"{__name__}:_free_shapes", world_size=3, backend="photinus", hosts=hosts)
+
+
+def _free_shapes(rank: int, world_size: int) -> None:
+    """Lists of sizes that differ, by chance of as many elements; results in one piece."""
+    import torch
+    import torch.distributed as dist
+
+    shapes = [(2, 6), (3, 4), (5, 2)]
+    x = torch.full(shapes[rank], rank + 1.0)
+    outs = [torch.zeros(shape) for shape in shapes]
+    dist.all_gather(outs, x)
+    assert [out.unique().tolist() for out in outs] == [[1.0], [2.0], [3.0]]
+    dist.gather(x, outs if rank == 0 else None, 0)
+    dist.scatter(x, outs if rank == 0 else None, 0)
+    assert x.unique().tolist() == [rank + 1.0]
+    wide = torch.zeros(12 * world_size)
+    dist.all_gather(list(wide.chunk(world_size)), torch.full((3, 4), rank + 1.0))
+    dist.all_gather_into_tensor(wide.view(world_size, 3, 4), torch.full((3, 4), rank + 1.0))
+    assert wide.sum() == 12 * 6
+    if rank < 2:
+        message = torch.ones(6) if rank else torch.zeros(2, 3)
+        (dist.send if rank else dist.recv)(message, 1 - rank)
+        assert message.sum() == 6
 
 
 def _splits(rank: int, size: int) -> list[int]:

@@ -66,7 +66,7 @@ class CudaWork(EngineWork):
         """Whether the operation has ended, well or not, and its outputs hold the result."""
         if not self._handle.is_completed():
             return False
-        if self._handle.error() is not None:
+        if self._handle.error(sees=False) is not None:
             return True
         copied = self._bring_back()
         return self._handle.has_landed() if copied is None else copied.query()

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 import typing_extensions
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from .. import engine
 from ..engine import Call
-from ..errors import AbortedError
+from ..errors import AbortedError, CollectiveError
 from ..waiting_time import waiting_time
 from . import cuda, options, profiling
 from .completer import Completer
@@ -34,6 +36,7 @@ Part = engine.Part
 
 _UNSET = options.UNSET
 _RECENT_WORKS, _RECENT_BYTES = 256, 64 * 1024
+_OWN_REFERENCES = 3  # to a work that nothing but a loop over the recent ones refers to, as sys.getrefcount counts
 
 
 def _libraries() -> list[str]:
@@ -64,12 +67,26 @@ class EngineGroup(ProcessGroup):
         self._communicator: engine.Communicator | Alone | None = communicator
         self._submit: Callable[..., Handle] = communicator.submit
         self._do: Callable[[Call], None] = communicator.run
+        self._run_now = communicator.run
         self._message: Callable[..., Handle] = communicator.message
         self._completer = Completer(label)
         self._updates = Updates()
         # C++ may hold a work whose Python half nobody else holds (DDP's join does), and would then wait for ever in the
         # base class. Small ones only: what keeps a work keeps its tensors.
         self._recent: deque[EngineWork] = deque(maxlen=_RECENT_WORKS)
+
+    def _do_and_look(self, call: Call) -> None:
+        self._run_now(call)
+        self._raise_lost()
+
+    def _raise_lost(self) -> None:
+        """Raises the error of a small work that nobody but this group has. (The engine does it for all others.)"""
+        if self.communicator is None or not self.communicator.raise_lost():
+            return
+        dropped = [work._handle for work in self._recent if sys.getrefcount(work) <= _OWN_REFERENCES]
+        failed = [handle for handle in dropped if handle.error(sees=False) is not None and not handle.see()]
+        if failed and (error := failed[0].error()) is not None:
+            raise error
 
     @property
     def communicator(self) -> engine.Communicator | None:
@@ -145,6 +162,8 @@ class EngineGroup(ProcessGroup):
         # A sparse tensor's size is not known before it has ended.
         if all(t.layout is torch.strided for t in outputs) and sum(t.nbytes for t in outputs) <= _RECENT_BYTES:
             self._recent.append(work)
+        self._do = self._do_and_look
+        self._raise_lost()
         return work
 
     def settle(self) -> None:
@@ -171,6 +190,8 @@ class EngineGroup(ProcessGroup):
         work = kind(handle, [output], apart, memory)
         if event is not None:
             profiling.end_with(event, handle, apart)
+        self._do = self._do_and_look
+        self._raise_lost()
         return work
 
     def _place(self, memory: Memory) -> dict[str, Any]:
@@ -205,12 +226,18 @@ class EngineGroup(ProcessGroup):
 
     def shutdown(self) -> None:
         """Leaves the group in order; `destroy_process_group` calls it. Idempotent."""
-        if self._communicator is not None:
-            self._communicator.close()
-            self._communicator = None
-        self._completer.close()
-        self._recent.clear()
-        super().shutdown()
+        communicator, self._communicator = self._communicator, None
+        try:
+            if communicator is not None:
+                communicator.close()
+        except CollectiveError:
+            with contextlib.suppress(ValueError):  # not torch's, or it has forgotten it
+                dist.destroy_process_group(self)  # which the error would leave half done
+            raise
+        finally:
+            self._completer.close()
+            self._recent.clear()
+            super().shutdown()
 
     def _end(self, reason: str) -> None:
         def refuse(*_: object) -> NoReturn:
@@ -227,6 +254,12 @@ def whole(source: Tensor, target: Tensor) -> dict[str, int]:
         "recv": target.data_ptr(),
         "elems": min(source.numel(), target.numel()),  # the other may have those of all ranks
     }
+
+
+def one_shape(tensors: Sequence[Tensor]) -> torch.Size | None:
+    """The shape that all of them have, for ranks to compare; None where they differ."""
+    shape = tensors[0].shape
+    return shape if all(tensor.shape == shape for tensor in tensors) else None
 
 
 def check_same_dtype(operation: str, tensors: Sequence[Tensor]) -> None:

@@ -25,7 +25,7 @@ from .. import engine
 from ..engine import Call
 from ..errors import CollectiveTimeoutError, PeerLostError
 from ..malloc import PER_GRADIENTS, keep_freed_memory
-from .engine_group import EngineGroup, Part, check_elems, check_same_dtype, whole
+from .engine_group import EngineGroup, Part, check_elems, check_same_dtype, one_shape, whole
 from .monitored import missing_ranks, monitored_text
 from .options import as_options, one_tensor, tensor_list
 from .outside_dynamo import outside_dynamo
@@ -57,7 +57,7 @@ class EngineMoves(EngineGroup):
         code, label = transfer_type(tensor.dtype)
         memory = Memory()
         values = memory.output(tensor, load=given.rootRank == self._rank)
-        where = whole(values, values)
+        where = {**whole(values, values), "shape": tensor.shape}
         return self._run(given, _BROADCAST, memory, [tensor], **where, dtype=code, root=given.rootRank, label=label)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work | None:
@@ -68,7 +68,8 @@ class EngineMoves(EngineGroup):
         code, label = transfer_type(input.dtype)
         memory = Memory()
         target, source = memory.output(output, load=False), memory.input(input)
-        return self._run(given, _ALL_GATHER, memory, [output], **whole(source, target), dtype=code, label=label)
+        where = {**whole(source, target), "shape": input.shape}
+        return self._run(given, _ALL_GATHER, memory, [output], **where, dtype=code, label=label)
 
     _allgather_base = all_gather_single  # its name before torch 2.13
 
@@ -153,7 +154,9 @@ class EngineMoves(EngineGroup):
         target, source = memory.output(output, load=False), memory.input(input)
         recvs = self._rows("output", target, output, output_split_sizes)
         sends = self._rows("input", source, input, input_split_sizes)
-        return self._run(given, _ALL_TO_ALL, memory, [output], sends=sends, recvs=recvs, dtype=code, label=label)
+        shape = None if output_split_sizes or input_split_sizes else one_shape([output, input])
+        parts = {"sends": sends, "recvs": recvs, "shape": shape}
+        return self._run(given, _ALL_TO_ALL, memory, [output], **parts, dtype=code, label=label)
 
     alltoall_base = all_to_all_single  # its name before torch 2.13
 
@@ -210,6 +213,7 @@ class EngineMoves(EngineGroup):
             dtype=code,
             root=root,
             label=label,
+            shape=one_shape(tensors),
         )
 
     def _rows(self, what: str, values: Tensor, of: Tensor, sizes: Sequence[int]) -> list[Part]:

@@ -15,7 +15,7 @@ from .. import engine
 from ..engine import Call
 from ..waiting_time import waiting_time
 from . import profiling
-from .engine_group import EngineGroup, check_elems, check_same_dtype, whole
+from .engine_group import EngineGroup, check_elems, check_same_dtype, one_shape, whole
 from .options import UNSET, as_options, factor, one_tensor, tensor_list
 from .outside_dynamo import outside_dynamo
 from .sparse import sparse_all_reduce
@@ -72,7 +72,8 @@ class EngineReductions(EngineGroup):
             values = memory.output(reals(tensor, hash(given.reduceOp)), load=True)
             if memory.device is not None:
                 how = self._reduction(given, code, wires)
-                return self._run(given, _ALL_REDUCE, memory, [tensor], **whole(values, values), **how)
+                where = whole(values, values)
+                return self._run(given, _ALL_REDUCE, memory, [tensor], **where, **how, shape=tensor.shape)
         limit, address, asynchronous = given.timeout, values.data_ptr(), given.asyncOp
         if wires is None:
             wires = self._wires
@@ -91,6 +92,7 @@ class EngineReductions(EngineGroup):
             "",
             self._updates.told(),
             wires.get((code, reduction)) if wires else None,
+            tensor.shape,
         )
         if asynchronous or waiting_time.on or profiling.is_on():
             return self._start(call, values, [tensor], memory)
@@ -128,7 +130,8 @@ class EngineReductions(EngineGroup):
         if root == self._rank:
             target = memory.output(output, load=False)
         how = self._reduction(given, code)
-        return self._run(given, _REDUCE, memory, [output], **whole(values, target), root=root, **how)
+        where = whole(values, target)
+        return self._run(given, _REDUCE, memory, [output], **where, root=root, **how, shape=source.shape)
 
     def reduce_scatter(
         self,
@@ -153,7 +156,8 @@ class EngineReductions(EngineGroup):
             works = [self._reduce(given, tensor, output, root) for root, tensor in enumerate(inputs)]
             return JoinedWork(works, [output])
         memory = Memory()
-        return self._reduce_scatter(given, output, _one_behind_the_other(inputs, memory), memory)
+        source = _one_behind_the_other(inputs, memory)
+        return self._reduce_scatter(given, output, source, memory, one_shape([output, *inputs]))
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work | None:
         """Reduces the ranks' tensors and leaves rank r with part r of the result."""
@@ -161,15 +165,17 @@ class EngineReductions(EngineGroup):
         check_same_dtype("reduce_scatter", [output, input])
         check_elems("reduce_scatter", "the input", input.numel(), self._size * output.numel(), output)
         memory = Memory()
-        return self._reduce_scatter(given, output, memory.input(input), memory)
+        return self._reduce_scatter(given, output, memory.input(input), memory, input.shape)
 
     _reduce_scatter_base = reduce_scatter_single  # its name before torch 2.13
 
-    def _reduce_scatter(self, given: Any, output: Tensor, source: Tensor, memory: Memory) -> EngineWork | None:
+    def _reduce_scatter(
+        self, given: Any, output: Tensor, source: Tensor, memory: Memory, shape: torch.Size | None
+    ) -> EngineWork | None:
         code = _compute("reduce_scatter", output)
         target = memory.output(reals(output, hash(given.reduceOp)), load=False)
         how = self._reduction(given, code)
-        return self._run(given, _REDUCE_SCATTER, memory, [output], **whole(source, target), **how)
+        return self._run(given, _REDUCE_SCATTER, memory, [output], **whole(source, target), **how, shape=shape)
 
     def _reduction(self, given: Any, code: int, wires: Wires | None = None) -> Any:
         """Element type, the engine's reduction, this rank's factor of PREMUL_SUM, the type in which values travel."""

@@ -20,6 +20,7 @@ from typing import Protocol
 
 from .. import _native
 from ..errors import CollectiveError
+from ..group import printed
 
 
 class _Group(Protocol):
@@ -65,7 +66,8 @@ def _chain_excepthook() -> None:
 def _shut_down_all() -> None:
     _native.begin_exit()
     for group in list(_open):
-        group.shutdown()
+        with printed():
+            group.shutdown()
 
 
 def _leave_to_parent() -> None:

@@ -151,6 +151,8 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
             raise ValueError(f"allocate_tensor() of backend photinus makes CPU tensors, not ones on {device}")
         return allocate(size, dtype or torch.get_default_dtype())
 
+    labelled = staticmethod(engine.label)
+
     # --- several at once ---------------------------------------------------------------------------------------------
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:

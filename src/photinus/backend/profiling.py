@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,4 +40,4 @@ def end_with(event: Any, handle: Handle, submit: Submit) -> None:
 
     torch 2.11 leaves such events out.
     """
-    submit(handle.wait, lambda _: end(event), False)
+    submit(partial(handle.wait, sees=False), lambda _: end(event), False)

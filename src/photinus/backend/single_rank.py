@@ -35,14 +35,17 @@ class _Done:
 
     source_rank = -1
 
-    def wait(self, timeout_s: float = 0.0) -> None:
+    def wait(self, timeout_s: float = 0.0, sees: bool = True) -> None:
         pass
 
     def is_completed(self) -> bool:
         return True
 
-    def error(self) -> BaseException | None:
+    def error(self, sees: bool = True) -> BaseException | None:
         return None
+
+    def see(self) -> bool:
+        return False
 
     def duration_s(self) -> float:
         return 0.0

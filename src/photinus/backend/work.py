@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future, collect_all
 
+from ..errors import CollectiveError
 from ..waiting_time import waiting_time
 from . import cuda
 from .completer import Submit, outcome
@@ -37,14 +38,17 @@ _making_future = threading.Lock()
 class Handle(Protocol):
     """What the engine returns for an operation (photinus.engine.Work)."""
 
-    def wait(self, timeout_s: float = 0.0) -> None:
-        """Blocks until the operation has ended; raises its error."""
+    def wait(self, timeout_s: float = 0.0, sees: bool = True) -> None:
+        """Blocks until the operation has ended; raises its error, which then nobody else need raise if `sees`."""
 
     def is_completed(self) -> bool:
         """Whether the operation has ended."""
 
-    def error(self) -> BaseException | None:
+    def error(self, sees: bool = True) -> BaseException | None:
         """Its error, if it ended with one."""
+
+    def see(self) -> bool:
+        """Says that its error, which it may yet get, has been seen, and whether it had been before."""
 
     def duration_s(self) -> float:
         """How long it took."""
@@ -86,6 +90,9 @@ class _Work(dist.Work):
         raise RuntimeError("source_rank() is only known for a work of recv() from any source")
 
     _source_rank = source_rank
+
+    def _see(self) -> None:
+        """Says that its caller knows of the error, which it may yet get, by that of a work beside it."""
 
 
 @outside_dynamo
@@ -147,13 +154,16 @@ class EngineWork(_Work):
         """Whether the operation has ended, well or not, and its outputs hold the result."""
         if not self._handle.is_completed():
             return False
-        if self._finish is not None and self._handle.error() is None:
+        if self._finish is not None and self._handle.error(sees=False) is None:
             self._copy_back()
         return True
 
     def exception(self) -> BaseException | None:
         """The error of an operation that has ended with one."""
         return self._handle.error() if self._handle.is_completed() else None
+
+    def _see(self) -> None:
+        self._handle.see()
 
     def get_future(self) -> Future[Any]:
         """A future of the list of output tensors. An error reaches C++ and Python as RuntimeError with our text."""
@@ -202,8 +212,13 @@ class JoinedWork(_Work):
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Blocks until all operations are done; raises the first error."""
-        for work in self._works:
-            work.wait(timeout)
+        try:
+            for work in self._works:
+                work.wait(timeout)
+        except CollectiveError:
+            for work in self._works:
+                work._see()  # type: ignore[attr-defined]
+            raise
         if self._future is not None:
             self._future.wait()
         return True

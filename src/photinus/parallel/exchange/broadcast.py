@@ -7,6 +7,7 @@ broadcast if it is smaller than a piece.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import cast
 
 import torch
@@ -33,6 +34,8 @@ class Staging:
     def __init__(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
         self._layout = [(t.shape, t.dtype) for t in tensors]
+        # For ranks to compare, where the backend does: other tensors may be as long with what aligns them.
+        self._label = ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype in self._layout)
         offsets, end = [], 0
         for tensor in tensors:
             offsets.append(end)
@@ -52,7 +55,8 @@ class Staging:
         """Sends those of the group's rank `source`; they lie in `places` when the work has been waited for."""
         if self.group.rank() == source:
             torch._foreach_copy_(self.places, list(tensors))
-        work = dist.broadcast(self._flat, group=self.group, group_src=source, async_op=True)
+        with getattr(self.group, "labelled", nullcontext)(self._label):
+            work = dist.broadcast(self._flat, group=self.group, group_src=source, async_op=True)
         return cast(Pending, work)
 
     @torch.no_grad()

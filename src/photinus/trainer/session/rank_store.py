@@ -86,8 +86,6 @@ def open_given_store(world: World, rendezvous: Rendezvous, timeout_s: float) -> 
             left_s = round(max(_RETRY_S, deadline - time.monotonic()), 1)
             store = _store(rendezvous.address, rendezvous.port, left_s, is_master=world.rank == 0)
             _call_roll(store, world, who, left_s)
-        except CollectiveTimeoutError as error:
-            raise NotInitializedError(str(error)) from None
         except RuntimeError as error:
             if isinstance(error, PhotinusError):
                 raise
@@ -118,7 +116,8 @@ def _call_roll(store: Store, world: World, who: str, timeout_s: float) -> None:
     roll = PrefixStore(f"{_SESSION}/{session}", store)
     own = f"{who}#{secrets.token_hex(8)}"  # two containers may have one host name, and both this pid
     if (first := roll.compare_set(str(world.rank), "", own).decode()) != own:
-        roll.set("refused", f"rank {world.rank} is {first.partition('#')[0]}, and {who} says that it is the same")
+        taken = f"rank {world.rank} is {first.partition('#')[0]}, and {who} says that it is the same"
+        roll.set("refused", f"{taken}. Each process needs a RANK of its own.")
     here: dict[int, str] = {}
 
     def all_here() -> bool:
@@ -126,10 +125,16 @@ def _call_roll(store: Store, world: World, who: str, timeout_s: float) -> None:
             if rank not in here and roll.check([str(rank)]):
                 here[rank] = roll.get(str(rank)).decode().partition("#")[0]
         if roll.check(["refused"]):
-            raise NotInitializedError(f"{roll.get('refused').decode()}. Each process needs a RANK of its own.")
+            raise NotInitializedError(roll.get("refused").decode())
         return len(here) == world.world_size
 
-    joining.until(all_here, lambda: sorted(set(range(world.world_size)) - here.keys()), lambda: name_came(here))
+    try:
+        joining.until(all_here, lambda: sorted(set(range(world.world_size)) - here.keys()), lambda: name_came(here))
+    except CollectiveTimeoutError as error:
+        if world.rank == 0:  # with which the store goes
+            roll.set("refused", str(error))
+            time.sleep(5 * _RETRY_S)
+        raise NotInitializedError(str(error)) from None
 
 
 def _identity(job: str) -> str:
