@@ -94,11 +94,12 @@ def take_over_parameters(wrapper: nn.Module, own: Mapping[nn.Parameter, str]) ->
     Raises:
         UnsuitableModelError: one of the others is inside this one, or around it.
     """
-    kinds: set[type] = {TorchDDP, TorchSurface}
-    while (more := {each for kind in kinds for each in kind.__subclasses__()}) - kinds:
-        kinds |= more
+    kinds: list[type] = [TorchDDP, TorchSurface]
+    for kind in kinds:  # which grows: subclasses of subclasses
+        kinds += kind.__subclasses__()
     # torch's class keeps no list of its objects. (A set of classes, since a process may have millions of objects.)
-    for other in [each for each in gc.get_objects() if type(each) in kinds]:
+    known = set(kinds)
+    for other in [each for each in gc.get_objects() if type(each) in known]:
         if other is wrapper or "reducer" not in vars(other):
             continue  # without a reducer: its construction failed
         shared = {p: name for name, p in _trained_by(other) if p in own}
