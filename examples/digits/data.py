@@ -1,1 +1,1 @@
-../../src/photinus/templates/digits/data.py
+../../src/photinus/templates/data.py

@@ -1,1 +1,1 @@
-../../src/photinus/templates/digits/model.py
+../../src/photinus/templates/model.py

@@ -15,7 +15,7 @@ variables of the environment, E torchrun, DeepSpeed and Hugging Face, K defects 
 | A7 rank 0 saves model, optimizer, epoch, global_step | test_the_templates_checkpoint_is_plain_torch |
 | A8 --resume, at another world size too | test_the_template_resumes_on_another_number_of_ranks |
 | A9 validation counts each sample once | test_the_template_trains_the_same_on_two_ranks |
-| A10 config.json | test_the_templates_checkpoint_is_plain_torch; tests/dist/test_again.py |
+| A10 config.json | test_the_templates_checkpoint_is_plain_torch; tests/unit/test_config.py |
 | A11 argparse of the template | test_the_template_resumes_on_another_number_of_ranks; tests/unit/test_new_command.py |
 | A12 which backends work here | tests/unit/test_doctor.py |
 | B1 the same signature | test_haiscales_script_on_two_ranks |

@@ -45,11 +45,6 @@ GIVEN = {
         "keys['scheduler'] = {'type': 'WarmupLR', 'params': {'warmup_num_steps': 3}}\n"
         "Path('ds_config.json').write_text(json.dumps(keys))"
     ),
-    "src/photinus/templates/loop/README.md: for images, targets in loop:": (
-        "from contextlib import nullcontext; from torch.nn.functional import cross_entropy\n"
-        "model, optimizer = photinus.wrap(model, optimizer)\n"
-        "loop = photinus.Loop(model, optimizer, train_set, batch_size=8, epochs=1)"
-    ),
 }
 # How a fragment ends, where that is not at its last line; and what it leaves.
 LEAVES = {"docs/launching.md: for step, batch in enumerate(batches, start=1):": 75}
@@ -166,7 +161,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "train.py").write_text("")
     (tmp_path / "hosts").write_text("node1 slots=4\nnode2 slots=4\n")
     (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
-    for name in ("digits", "a", "b", "loop", "gpt"):
+    for name in ("digits", "a", "b"):
         run = write_run(tmp_path / "runs" / name)
         config = json.loads((run / "config.json").read_text())
         config["options"].update(out=f"runs/{name}", resume="auto")
@@ -204,6 +199,6 @@ def test_no_reason_outlives_its_snippet_and_each_names_a_test_that_is_there() ->
 
 def test_a_block_is_found_with_its_language_and_a_command_without_its_comment() -> None:
     assert Block("README.md", "python", "\nimport a\nb\n").name == "README.md: import a"
-    assert "photinus new writer --template gpt" in commands("docs/launching.md")
-    assert "pytest" in commands("src/photinus/templates/gpt/README.md")
+    assert "photinus new digits" in commands("docs/launching.md")
+    assert "pytest" in commands("src/photinus/templates/README.md")
     assert "python examples/digits/train.py" in commands("examples/digits/README.md")

@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 
 from photinus.launcher.cli import main
-from photinus.launcher.new import TEMPLATES
 
 EVERY = ["train.py", "model.py", "data.py", "config.ini", "options.py", "test_train.py", "README.md", ".gitignore"]
 _OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "PHOTINUS_WORLD_SIZE")
 
 
-def made(folder: Path, template: str) -> Path:
-    assert main(["new", str(folder), "--template", template]) == 0
+def made(folder: Path) -> Path:
+    assert main(["new", str(folder)]) == 0
     return folder
 
 
@@ -31,9 +30,8 @@ def python(project: Path, code: str, *words: str) -> subprocess.CompletedProcess
 
 def parsed(project: Path, *lines: list[str]) -> list[dict[str, object]]:
     """What the project's options.py makes of each of these command lines."""
-    steps = "steps = " in (project / "config.ini").read_text()
     code = "import json, sys; from options import options; " + (
-        f"print(json.dumps([vars(options(None, words, counts_steps={steps})) for words in json.loads(sys.argv[1])]))"
+        "print(json.dumps([vars(options(None, words)) for words in json.loads(sys.argv[1])]))"
     )
     done = python(project, code, json.dumps(lines))
     assert done.returncode == 0, done.stderr
@@ -41,11 +39,10 @@ def parsed(project: Path, *lines: list[str]) -> list[dict[str, object]]:
     return found
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
 def test_a_project_has_all_its_files_and_says_what_to_do_next(
-    template: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = made(tmp_path / "my project", template)
+    folder = made(tmp_path / "my project")
     assert sorted(path.name for path in folder.iterdir()) == sorted(EVERY)
     told = capsys.readouterr().out
     assert f"cd '{folder}'\n" in told
@@ -55,9 +52,8 @@ def test_a_project_has_all_its_files_and_says_what_to_do_next(
     assert "PROJECT" not in (folder / "README.md").read_text()
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_every_option_of_the_old_scripts_is_taken_in_every_spelling(template: str, tmp_path: Path) -> None:
-    project = made(tmp_path / "project", template)
+def test_every_option_of_the_old_scripts_is_taken_in_every_spelling(tmp_path: Path) -> None:
+    project = made(tmp_path / "project")
     same = "--lr=0.1 --resume p --backend gloo --port=61234"
     lines = {
         "nothing": "",
@@ -78,38 +74,26 @@ def test_every_option_of_the_old_scripts_is_taken_in_every_spelling(template: st
 
 @pytest.mark.parametrize(("cuda", "device"), [("True", "cuda:3"), ("False", "auto")])
 def test_rank_is_the_gpu_of_a_process_that_is_alone(cuda: str, device: str, tmp_path: Path) -> None:
-    project = made(tmp_path / "project", "cnn")
+    project = made(tmp_path / "project")
     (project / "torch.py").write_text(f"class cuda:\n    is_available = staticmethod(lambda: {cuda})\n")
     alone, asked = parsed(project, ["--rank", "3"], ["--rank=3", "--device=cpu"])
     assert (alone["device"], asked["device"]) == (device, "cpu")
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_help_tells_the_options_with_the_config_files_values(template: str, tmp_path: Path) -> None:
-    project = made(tmp_path / "project", template)
+def test_help_tells_the_options_with_the_config_files_values(tmp_path: Path) -> None:
+    project = made(tmp_path / "project")
     config = project / "config.ini"
-    text = config.read_text()
-    steps = "steps = " in text
-    config.write_text(text.replace("epochs = ", "epochs = 70").replace("steps = ", "steps = 70"))
-    code = f"from options import options; options('Trains.', counts_steps={steps})"
+    config.write_text(config.read_text().replace("epochs = ", "epochs = 70"))
+    code = "from options import options; options('Trains.')"
     told = python(project, code, "--help").stdout
     assert "Trains." in told
-    assert ("--steps N             batches; default 70" if steps else "--epochs N            default 70") in told
+    assert "--epochs N            default 70" in told
     for option in ("--dataset PATH", "--resume PATH", "--backend {auto,photinus,nccl,gloo,mpi}", "--ddp", "--port N"):
         assert option in told
 
 
-def test_epochs_or_steps_on_the_command_line_stand_in_place_of_the_config_files(tmp_path: Path) -> None:
-    project = made(tmp_path / "project", "gpt")
-    found = parsed(project, [], ["--steps", "5"], ["--epochs", "2"])
-    assert [(each["epochs"], each["steps"]) for each in found] == [(None, 1500), (None, 5), (2, None)]
-    code = "from options import options; options(None, counts_steps=True)"
-    told = python(project, code, "--epochs", "2", "--steps", "5").stderr
-    assert "--epochs 2 and --steps 5: one of both says how long the run is" in told
-
-
 def test_the_config_file_says_what_the_command_line_does_not(tmp_path: Path) -> None:
-    project = made(tmp_path / "project", "cnn")
+    project = made(tmp_path / "project")
     (project / "other.ini").write_text(
         "[train]\nepoch = 4\nlr = 0.5\nbatch_size = 8\nout = x # y\ntensorboard = yes\n[model]\nwidth = 7\n"
     )
@@ -134,7 +118,7 @@ def test_the_config_file_says_what_the_command_line_does_not(tmp_path: Path) -> 
 def test_what_cannot_be_meant_is_told_in_a_line(
     config: str | None, words: list[str], told: str, tmp_path: Path
 ) -> None:
-    project = made(tmp_path / "project", "cnn")
+    project = made(tmp_path / "project")
     if config is not None:
         (project / "config.ini").write_text(config)
     done = python(project, "from options import options; options(None)", *words)
@@ -144,7 +128,7 @@ def test_what_cannot_be_meant_is_told_in_a_line(
 
 
 def test_ddp_alone_starts_the_launcher_with_the_same_words_and_under_a_launcher_means_nothing(tmp_path: Path) -> None:
-    project = made(tmp_path / "project", "cnn")
+    project = made(tmp_path / "project")
     code = "import os, sys; os.execv = lambda *command: print(*command[1][1:]); sys.argv[0] = 'train.py'; " + (
         "from options import options; options(None)"
     )
@@ -169,7 +153,7 @@ def test_an_empty_folder_or_repository_is_filled_where_one_stands(
 ) -> None:
     (tmp_path / ".git").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert main(["new", ".", "--template=loop"]) == 0
+    assert main(["new", "."]) == 0
     assert "cd " not in capsys.readouterr().out
     assert (tmp_path / "README.md").read_text().startswith(f"# {tmp_path.name}\n")
 
@@ -187,12 +171,8 @@ def test_a_folder_that_cannot_be_written_is_told_and_nothing_is_left(
     ("words", "told"),
     [
         ([], "which folder? Usage: photinus new DIR"),
-        (["x", "--template", "ccn"], "there is no template ccn, but cnn, gpt and loop. Did you mean cnn?"),
-        (["x", "--template", "resnet"], "there is no template resnet, but cnn, gpt and loop."),
-        (["x", "--template"], "--template needs a value: cnn|gpt|loop."),
-        (["x", "-t", "gpt", "--template=loop"], "--template is given twice: gpt and loop."),
         (["x", "y"], "one folder is needed, but 2 are named: x y."),
-        (["x", "--tmplate", "gpt"], "unknown flag --tmplate. Did you mean --template?"),
+        (["x", "--template", "gpt"], "unknown flag --template."),
     ],
 )
 def test_wrong_use_is_told_in_a_line(
@@ -210,9 +190,8 @@ def test_wrong_use_is_told_in_a_line(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_help_names_the_templates_and_torch_is_never_imported(tmp_path: Path) -> None:
+def test_torch_is_never_imported(tmp_path: Path) -> None:
     code = "import sys; from photinus.launcher.cli import main; main(sys.argv[1:]); print('torch' in sys.modules)"
     for words in (["new", "--help"], ["new", str(tmp_path / "x")]):
         done = python(tmp_path, code, *words)
         assert done.stdout.endswith("False\n"), done.stderr
-        assert "cnn" in done.stdout or words[1] != "--help"

@@ -1,6 +1,6 @@
 """`photinus new DIR`: a project that trains as it is, to be changed file by file.
 
-A project is made of the files in `photinus/templates`: those that every project has, and those of its template.
+Its files lie in `photinus/templates`.
 """
 
 from __future__ import annotations
@@ -10,89 +10,45 @@ import importlib.util
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from ..spelling import hint
 from .command_line.parser import Parser
 from .command_line.usage import UsageError
 
 _HOME = Path(__file__).resolve().parent.parent / "templates"
 _OTHER_NAMES = {"gitignore": ".gitignore"}  # as a .gitignore it would have its say in the source tree
+_NOT_COPIED = frozenset({"ruff.toml"})
 _ALLOWED_THERE = frozenset({".git"})
 _TITLE = "# PROJECT"
 
 
-@dataclass(frozen=True)
-class Template:
-    """One kind of project.
-
-    Attributes:
-        meaning: what it trains, in a few words.
-        parts: folders in `photinus/templates` whose files it gets.
-        needs: packages beside Photinus, (name to import, name to install).
-    """
-
-    meaning: str
-    parts: tuple[str, ...]
-    needs: tuple[tuple[str, str], ...]
-
-
-_TORCH, _SKLEARN, _PYTEST = ("torch", "torch"), ("sklearn", "scikit-learn"), ("pytest", "pytest")
-TEMPLATES = {
-    "cnn": Template(
-        "a convolutional network on handwritten digits, with the Trainer",
-        ("every", "digits", "cnn"),
-        (_TORCH, _SKLEARN, _PYTEST),
-    ),
-    "gpt": Template(
-        "a small GPT on text, word by word, with the Trainer",
-        ("every", "gpt"),
-        (_TORCH, _PYTEST),
-    ),
-    "loop": Template(
-        "the network of cnn, with a training loop of your own",
-        ("every", "digits", "loop"),
-        (_TORCH, _SKLEARN, _PYTEST),
-    ),
-}
-_DEFAULT = "cnn"
+_ABOUT = "a convolutional network on handwritten digits, with the Trainer or a loop of your own"
+_NEEDS = (("torch", "torch"), ("sklearn", "scikit-learn"), ("pytest", "pytest"))  # to import, to install
 
 
 def parser() -> Parser:
     """The command line."""
-    templates = (
-        f"  {name:<6}{template.meaning}{' (default)' * (name == _DEFAULT)}" for name, template in TEMPLATES.items()
-    )
     made = Parser(
         "new",
-        "DIR [--template NAME]",
+        "DIR",
         about="Makes a project in the folder DIR that trains as it is, on one process or many:\n"
         "a script, its options, a config file, a test and a README.",
-        more="\n".join(
-            ["templates:", *templates, "", "examples:", "  photinus new digits", "  photinus new writer --template gpt"]
-        ),
+        more="example:\n  photinus new digits",
     )
     made.add("folders", metavar="DIR", nargs="*", help="a folder that is new or empty")
-    made.add("--template", also=("-t",), metavar="|".join(TEMPLATES), default=_DEFAULT, help=f"default: {_DEFAULT}")
-    made.offered["--template"] = tuple(TEMPLATES)
     return made
 
 
 def main(arguments: Sequence[str]) -> int:
     """Makes the project that the words after `photinus new` describe, says what to do next, and returns 0."""
-    values = parser().parse(arguments)
-    folders, name = values.folders, values.template
+    folders = parser().parse(arguments).folders
     if not folders or not folders[0]:
-        raise UsageError("which folder? Usage: photinus new DIR [--template NAME]; `photinus new --help` lists them.")
+        raise UsageError("which folder? Usage: photinus new DIR.")
     if len(folders) > 1:
         raise UsageError(f"one folder is needed, but {len(folders)} are named: {' '.join(map(shlex.quote, folders))}.")
-    if name not in TEMPLATES:
-        *most, last = TEMPLATES
-        raise UsageError(f"there is no template {name}, but {', '.join(most)} and {last}.{hint(name, TEMPLATES)}")
-    folder, template = Path(folders[0]), TEMPLATES[name]
+    folder = Path(folders[0])
     _check_empty(folder)
-    print(_summary(folder, template, _write(folder, template)))
+    print(_summary(folder, _write(folder)))
     return 0
 
 
@@ -109,13 +65,12 @@ def _check_empty(folder: Path) -> None:
         )
 
 
-def _write(folder: Path, template: Template) -> list[str]:
+def _write(folder: Path) -> list[str]:
     """Writes the project's files and returns their names; leaves nothing of them when that fails."""
     sources = {
         _OTHER_NAMES.get(file.name, file.name): file
-        for part in template.parts
-        for file in sorted((_HOME / part).iterdir())
-        if file.is_file() and file.suffix != ".pyc"
+        for file in sorted(_HOME.iterdir())
+        if file.is_file() and file.suffix != ".pyc" and file.name not in _NOT_COPIED
     }
     made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     written: list[Path] = []
@@ -149,9 +104,9 @@ _MEANINGS = {  # in the order in which one reads them
 }
 
 
-def _summary(folder: Path, template: Template, files: Sequence[str]) -> str:
-    missing = [package for module, package in template.needs if importlib.util.find_spec(module) is None]
-    lines = [f"made {folder}: {template.meaning}", ""]
+def _summary(folder: Path, files: Sequence[str]) -> str:
+    missing = [package for module, package in _NEEDS if importlib.util.find_spec(module) is None]
+    lines = [f"made {folder}: {_ABOUT}", ""]
     lines += [f"  {file:<16}{_MEANINGS.get(file, '')}".rstrip() for file in files]
     lines += ["", "next:"]
     if folder.resolve() != Path.cwd():

@@ -16,19 +16,16 @@ from photinus import World
 
 CONFIG = Path(__file__).resolve().with_name("config.ini")
 SWITCHES = ("--ddp", "--tensorboard")  # yes or no in the config file
-NEEDED = ("lr", "batch_size", "out")
+NEEDED = ("epochs", "lr", "batch_size", "out")
 OLD_NAMES = """\
 dashes or underscores; old names are understood as well: --epoch and --num-epochs, --learning-rate,
 --log-path for --out, --data for --dataset, --dist-backend"""
 
 
-def options(
-    description: str | None, words: list[str] | None = None, *, counts_steps: bool = False
-) -> argparse.Namespace:
+def options(description: str | None, words: list[str] | None = None) -> argparse.Namespace:
     """What this run was asked for: the command line, else the config file. `words` stand in for the command line.
 
-    Besides the options there is `model`, the numbers of the config's section [model]. Of `epochs` and `steps` one is
-    None; only with `counts_steps` are there steps.
+    Besides the options there is `model`, the numbers of the config's section [model].
     """
     parser = argparse.ArgumentParser(
         description=description,
@@ -47,10 +44,7 @@ def options(
             parser.add_argument(*others, dest=dest, **{**about, "help": argparse.SUPPRESS})
 
     add("--dataset", "--data", metavar="PATH", help="the data; default: what is on this machine")
-    epochs = "in place of steps" if counts_steps else "default %(default)s"
-    add("--epochs", "--epoch", "--num-epochs", type=int, metavar="N", help=epochs)
-    if counts_steps:
-        add("--steps", "--max-steps", type=int, metavar="N", help="batches; default %(default)s")
+    add("--epochs", "--epoch", "--num-epochs", type=int, metavar="N", help="default %(default)s")
     add("--lr", "--learning-rate", type=float, metavar="RATE", help="learning rate; default %(default)s")
     add("--batch-size", type=int, metavar="N", help="samples of a step over all processes; default %(default)s")
     add("--out", "--log-path", metavar="DIR", help="folder for results; default %(default)s")
@@ -80,13 +74,6 @@ def options(
     config, model = _read(first.parse_known_args(words)[0].config, parser)
     parser.set_defaults(**config)
     args = parser.parse_args(words)
-    typed, _ = parser.parse_known_args(words, argparse.Namespace(epochs=None, steps=None))
-    args.steps = getattr(args, "steps", None)
-    if typed.epochs is not None or typed.steps is not None:  # of either, in place of what the file says
-        args.epochs, args.steps = typed.epochs, typed.steps
-    if (args.epochs is None) == (args.steps is None):
-        parser.error(f"--epochs {args.epochs} and --steps {args.steps}: one of both says how long the run is")
-
     if args.path is not None and args.dataset is not None and args.path != config["dataset"]:
         parser.error(f"two data sets are given: {args.path} and --dataset {args.dataset}")
     args.dataset = args.path or args.dataset
