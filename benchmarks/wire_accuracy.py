@@ -27,10 +27,7 @@ import photinus
 RANKS = 2
 ENVIRONMENT = {"LOCAL_RANK": "0", "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1"}
 TYPES = ("float32", "bfloat16", "float16")
-FOLDERS = {
-    "digits": Path(__file__).resolve().parent.parent / "examples/digits",
-    "gpt": Path(photinus.__file__).parent / "templates/gpt",
-}
+FOLDERS = {name: Path(__file__).resolve().parent.parent / "examples" / name for name in ("digits", "gpt")}
 LENGTHS = {"digits": {"epochs": 15}, "gpt": {"steps": 400}}
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from photinus import env
+from tests.fork_server import REPOSITORY
 from tests.ranks import run_ranks, values
 
 PLACEMENTS = {"1x4": "aaaa", "2x2": "aabb", "4x1": "abcd", "3+1": "aaab", "round-robin": "abab"}
@@ -218,11 +219,12 @@ def _others(group: Any, rank: int, size: int) -> Iterator[tuple[str, str]]:
 
 
 def _weights_after_50_steps(group: Any, rank: int) -> str:
+    import runpy
+
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    from photinus.templates.gpt.model import GPT
-
+    GPT = runpy.run_path(str(REPOSITORY / "examples" / "gpt" / "model.py"))["GPT"]  # noqa: N806 - a class
     torch.manual_seed(3)
     model = DistributedDataParallel(
         GPT(alphabet=31, context=16, width=32, layers=2, heads=2, dropout=0.0), process_group=group, bucket_cap_mb=0.05
