@@ -1,4 +1,4 @@
-"""How long a run is: so many epochs, or so many steps, plural from its very start."""
+"""How long a run is: so many epochs, or so many steps, counted from its very start."""
 
 from __future__ import annotations
 
