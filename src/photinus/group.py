@@ -248,7 +248,8 @@ class Group:
         with _landing_lock:
             _landing[:] = [entry for entry in [*_landing, *left] if not entry[0].has_landed()]
         _open.discard(self)
-        self._native.raise_lost(False)
+        if sys.exc_info()[1] is None:  # else an error is on its way already
+            self._native.raise_lost(False)
 
     def __del__(self) -> None:
         if hasattr(self, "_owner"):  # it had been made

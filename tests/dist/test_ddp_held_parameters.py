@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 
 import torch
@@ -56,8 +57,28 @@ def check_a_backward_that_reaches_the_rest_of_a_wrapper_whose_parameter_another_
         b(kept.module(batch(group))).sum().backward()
 
 
-def check_a_wrapper_in_a_wrapper_is_refused(group: dist.ProcessGroup) -> None:
-    for inner, outer in wrappers(group):
+def check_of_two_of_our_wrappers_the_outer_one_averages_for_both(group: dist.ProcessGroup) -> None:
+    for whole in (False, True):
+        net = small_net()
+        twin = naive_twin(net, group)
+        inner = DistributedDataParallel(net if whole else net[0], process_group=group)
+        if not whole:
+            net[0] = inner
+        outer = DistributedDataParallel(inner if whole else net, process_group=group, static_graph=whole)
+        for step in range(3):
+            for model in (inner if whole and step == 1 else outer, twin):  # the inner one may be used alone
+                model.zero_grad()
+                model(batch(group, step)).square().mean().backward()
+            average_gradients(twin, group)
+            assert_same_gradients(net, twin, group)
+        del outer, model
+        gc.collect()
+        with expect(PhotinusError, "belongs to", "the outer one did, and is gone: wrap the model again"):
+            inner(batch(group))
+
+
+def check_a_wrapper_in_a_wrapper_is_refused_where_one_is_torchs(group: dist.ProcessGroup) -> None:
+    for inner, outer in wrappers(group)[1:]:
         for whole in (False, True):
             net = small_net()
             if not whole:
@@ -106,7 +127,8 @@ def check_what_is_split_or_wrapped_already_is_refused_by_every_strategy(group: d
         wrapped, split = small_net(), small_net()
         wrapped[0] = DistributedDataParallel(wrapped[0], process_group=group)
         fully_shard(split[0])
-        for net, text in ((wrapped, OUTER), (split, "0.weight, 0.bias are split over the ranks already")):
+        refused = [(wrapped, OUTER)] if strategy in ("zero2", "zero3") else []  # the others wrap in a DDP of ours
+        for net, text in (*refused, (split, "0.weight, 0.bias are split over the ranks already")):
             optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
             with expect(ValueError, text):
                 wrap_model(net, [optimizer], strategy=strategy, device=torch.device("cpu"), process_group=group)

@@ -15,14 +15,14 @@ class _Handle:
     def __init__(self, error: Exception | None = None) -> None:
         self._error = error
 
-    def wait(self, timeout_s: float = 0.0) -> None:
+    def wait(self, timeout_s: float = 0.0, sees: bool = True) -> None:
         if self._error is not None:
             raise self._error
 
     def is_completed(self) -> bool:
         return True
 
-    def error(self) -> Exception | None:
+    def error(self, sees: bool = True) -> Exception | None:
         return self._error
 
 

@@ -512,7 +512,7 @@ def test_a_finished_run_says_so_and_does_nothing(tmp_path: Path, capsys: pytest.
     again = train(tmp_path)
     told = capsys.readouterr().out
     assert again == {**first, "began_at": 18}
-    assert "finished already: all 3 epochs are done" in told
+    assert "finished already: 3 of 3 epochs done" in told
     assert "nothing to do; use --epochs N with N above 3, or resume='never'" in told
 
 

@@ -241,6 +241,7 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
         """Makes what belongs to this process and is never saved: the reducer, and the synchroniser of buffers."""
         check_wire_dtype(self.wire_dtype, backend_name(self.process_group, self.device))
         named = self._named_parameters()
+        self._outer: weakref.ref[nn.Module] | None = None  # a wrapper around this one, which averages for it
         self._held = HeldParameters(self.module, self.parameters_to_ignore)
         take_over_parameters(self, self._held.names)
         self._frozen = [(n, p) for n, p in named if not p.requires_grad]
@@ -301,7 +302,7 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
 
     @_disable_dynamo
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if _is_training():
+        if self._exchanges():
             with torch._C._DisableFuncTorch():  # what is exchanged is no part of what torch.func.jvp differentiates
                 self._begin_forward()
         if self.device_ids:
@@ -310,9 +311,14 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
 
     @_disable_dynamo
     def _post_forward(self, output: Any) -> Any:
-        if _is_training() and self.require_backward_grad_sync:
+        if self.require_backward_grad_sync and self._exchanges():
             self._end_forward(output)
         return output
+
+    def _exchanges(self) -> bool:
+        # A forward inside a backward is one that activation checkpointing repeats: all is exchanged already.
+        training = torch.is_grad_enabled() and current_task() == -1
+        return training and (self._outer is None or self._outer() is None)
 
     def _begin_forward(self) -> None:
         self._held.check(self.reducer.rank)
@@ -546,7 +552,7 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
                 "group cannot be named elsewhere. Pickle or copy `.module`, or save its state_dict()."
             )
         state = self.__dict__.copy()
-        for key in ("process_group", "reducer", "_ending", "_held", "_buffers_in_sync", "_frozen"):
+        for key in ("process_group", "reducer", "_ending", "_held", "_outer", "_buffers_in_sync", "_frozen"):
             del state[key]
         state["_comm_hook"] = None  # its state belongs to this process, as with torch's class
         return state
@@ -560,11 +566,6 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.process_group = resolve_group(None)
         self._build()
-
-
-def _is_training() -> bool:
-    # A forward inside a backward is one that activation checkpointing repeats: all is exchanged already.
-    return torch.is_grad_enabled() and current_task() == -1
 
 
 # Code that asks isinstance(model, torch.nn.parallel.DistributedDataParallel), to unwrap it or to strip "module." from

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import operator
+import weakref
 from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
@@ -92,7 +93,8 @@ def take_over_parameters(wrapper: nn.Module, own: Mapping[nn.Parameter, str]) ->
         own: their names in it.
 
     Raises:
-        UnsuitableModelError: one of the others is inside this one, or around it.
+        UnsuitableModelError: one of the others is inside this one, or around it. (Of two of ours, the outer one
+            averages for both.)
     """
     kinds: list[type] = [TorchDDP, TorchSurface]
     for kind in kinds:  # which grows: subclasses of subclasses
@@ -111,13 +113,24 @@ def take_over_parameters(wrapper: nn.Module, own: Mapping[nn.Parameter, str]) ->
             f"({len(shared)} in all), but only one of them can average it: "
         )
         around = other.modules() if isinstance(wrapper, TorchSurface) else ()
-        if any(m is other for m in wrapper.modules()) or any(m is wrapper for m in around):
+        is_inside = any(m is other for m in wrapper.modules())
+        if is_inside and _gives_all_to(wrapper, other, shared):
+            other._outer = weakref.ref(wrapper)
+            other.reducer.give_up(shared, f"{text}the outer one did, and is gone: wrap the model again")
+            continue
+        if is_inside or any(m is wrapper for m in around):
             raise UnsuitableModelError(f"{text}wrap the outer module, and nothing inside it")
         text += "wrap one module that holds both, or use the one that was made last"
         if isinstance(other, TorchSurface):
             other.reducer.give_up(shared, text)
         else:
             other.register_forward_pre_hook(partial(_refuse_training, text))
+
+
+def _gives_all_to(wrapper: nn.Module, other: Any, shared: Collection[nn.Parameter]) -> bool:
+    """Return whether a wrapper of ours lies in another one that averages all that it averages."""
+    ours = isinstance(wrapper, TorchSurface) and isinstance(other, TorchSurface)
+    return ours and len(shared) == len(other.reducer.slots)
 
 
 def _refuse_training(text: str, *_: object) -> None:

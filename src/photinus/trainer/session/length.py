@@ -81,6 +81,10 @@ class Length:
 
     def describe_nothing_to_do(self, position: Position) -> tuple[str, str]:
         """Why a run that is resumed is over, and what to do about it."""
-        done = "the run was stopped early" if position.stopped_of else f"{plural(self.wanted, self.unit[:-1])} done"
+        done = (
+            "the run was stopped early"
+            if position.stopped_of
+            else f"{self.wanted} of {plural(self.wanted, self.unit[:-1])} done"
+        )
         more = max(self.wanted, position.stopped_of, position.step if self.epochs is None else position.epochs_done)
         return done, f"use --{self.unit} N with N above {more}, or resume='never' to begin anew"

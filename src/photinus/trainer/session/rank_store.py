@@ -28,7 +28,6 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from ... import env
-from ...backend.joining import Joining, name_came
 from ...errors import CollectiveTimeoutError, NotInitializedError, PhotinusError
 from ...world import Rendezvous, World
 from ...world.own_address import own_address
@@ -103,6 +102,8 @@ def open_given_store(world: World, rendezvous: Rendezvous, timeout_s: float) -> 
 
 def _call_roll(store: Store, world: World, who: str, timeout_s: float) -> None:
     """Waits until each rank has shown itself, once, in the session that rank 0 has begun."""
+    from ...backend.joining import Joining, name_came  # which needs the engine
+
     joining = Joining(store, world.rank, world.world_size, timeout_s=timeout_s, name="world")
     if world.rank == 0:
         store.set(_SESSION, secrets.token_hex(8))
