@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -149,3 +150,24 @@ def test_a_thread_without_callbacks_waits_until_those_that_may_exchange_have_run
     assert seen == ["callback"]
     assert completer.unsettled == 0
     completer.close()
+
+
+def test_callbacks_of_two_groups_do_not_wait_for_each_other() -> None:
+    first, second = Completer("first"), Completer("second")
+    both, settled = threading.Barrier(2), []
+
+    def complete(_: BaseException | None, other: Completer) -> None:
+        both.wait(20)
+        other.settle(20)
+        settled.append(other.unsettled)
+        both.wait(20)
+
+    began_s = time.monotonic()
+    first.submit(lambda: None, partial(complete, other=second), True)
+    second.submit(lambda: None, partial(complete, other=first), True)
+    first.settle(20)
+    second.settle(20)
+    assert settled == [1, 1]
+    assert time.monotonic() - began_s < 10
+    first.close()
+    second.close()

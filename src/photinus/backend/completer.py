@@ -22,6 +22,7 @@ from typing import NamedTuple, TypeAlias
 from .. import _native
 
 _IDLE_S = 0.02
+_thread = threading.local()
 
 Complete: TypeAlias = Callable[[BaseException | None], None]
 """Runs the callbacks of an operation that ended, with its error if it has one; may block."""
@@ -42,6 +43,11 @@ def outcome(wait: Callable[[], object]) -> BaseException | None:
     except Exception as raised:  # noqa: BLE001 - handed on to complete()
         return raised
     return None
+
+
+def _begin_thread() -> None:
+    _native.go_on_at_exit()
+    _thread.runs_callbacks = True
 
 
 class Completer:
@@ -76,8 +82,11 @@ class Completer:
                 self._appoint()
 
     def settle(self, timeout_s: float) -> None:
-        """Waits until the callbacks that may start collectives have run, unless this thread runs one."""
-        if threading.current_thread() not in self._threads:
+        """Waits until the callbacks that may start collectives have run, unless this thread runs one, of any group.
+
+        Callbacks of two groups that start collectives on each other's would wait for each other.
+        """
+        if not hasattr(_thread, "runs_callbacks"):
             with self._settled:
                 self._settled.wait_for(lambda: not self.unsettled, timeout_s)
 
@@ -85,7 +94,7 @@ class Completer:
         """The same for an operation that ends in no order with the others: on a thread that waits for it alone."""
 
         def serve() -> None:
-            _native.go_on_at_exit()
+            _begin_thread()
             try:
                 complete(outcome(wait))
             finally:
@@ -121,7 +130,7 @@ class Completer:
         self._appointed = True
 
     def _serve(self) -> None:
-        _native.go_on_at_exit()
+        _begin_thread()
         try:
             while (item := self._lead()) is not None:
                 error = outcome(item.wait)
