@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from types import TracebackType
 from typing import NamedTuple, TypeVar
 
@@ -245,8 +245,11 @@ class Group:
             left = [*self._in_flight, *self._messages]
             self._in_flight.clear()
             self._messages.clear()
-        with _landing_lock:
-            _landing[:] = [entry for entry in [*_landing, *left] if not entry[0].has_landed()]
+        _landing.extend(left)
+        for _ in range(len(_landing)):
+            with suppress(IndexError):  # another group that is closed, perhaps by the garbage collector, took it
+                if not (entry := _landing.popleft())[0].has_landed():
+                    _landing.append(entry)
         _open.discard(self)
         if sys.exc_info()[1] is None:  # else an error is on its way already
             self._native.raise_lost(False)
@@ -265,12 +268,13 @@ class Group:
         if error is not None:
             self.set_reason(f"{type(error).__name__}: {error}")
             self.abort(f"{type(error).__name__}: {error}")
-        self.close()
+        with printed() if error is not None else nullcontext():  # it must not take the place of `error`
+            self.close()
 
 
-# Of closed groups: a GPU may write to these tensors still.
-_landing: list[tuple[Work, object]] = []
-_landing_lock = threading.Lock()
+# Of closed groups: a GPU may write to these tensors still. Without a lock, which the garbage collector would wait for
+# when it closes a group while this thread holds it.
+_landing: deque[tuple[Work, object]] = deque()
 
 # Left in order even when the user closes nothing: threads end before the interpreter does.
 _open: weakref.WeakSet[Group] = weakref.WeakSet()
