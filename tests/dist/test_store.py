@@ -13,7 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from photinus.backend import joining
 from photinus.errors import NotInitializedError
 from photinus.trainer.session import rank_store
 from photinus.trainer.session.rank_store import open_store
@@ -199,7 +201,6 @@ def by_environment(port: int, ranks: list[int], world_size: int, **expect: Any) 
 
 def _init(rank: int, world_size: int, ranks: list[int], of: int) -> None:
     import torch
-    import torch.distributed as dist
 
     import photinus
 
@@ -225,3 +226,40 @@ def test_ranks_of_a_plain_environment_say_who_has_come_and_who_has_not_and_end_s
 def test_a_rank_that_two_processes_take_is_named_by_all(port: int) -> None:
     for ended in by_environment(port, [0, 1, 1], 3, PHOTINUS_TIMEOUT_S="20"):
         assert re.search(r"NotInitializedError: rank 1 is pid \d+ on \S+, and pid \d+ on \S+ says that", ended.output)
+
+
+class Counting(dist.Store):
+    """A store that counts what it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = dist.HashStore(), 0
+
+    def _ask(self, name: str, *given: Any) -> Any:
+        self.calls += 1
+        return getattr(self.inner, name)(*given)
+
+    def set(self, *given: Any) -> None:
+        self._ask("set", *given)
+
+    def get(self, *given: Any) -> Any:
+        return self._ask("get", *given)
+
+    def add(self, *given: Any) -> Any:
+        return self._ask("add", *given)
+
+    def check(self, *given: Any) -> Any:
+        return self._ask("check", *given)
+
+    def compare_set(self, *given: Any) -> Any:
+        return self._ask("compare_set", *given)
+
+
+def test_ranks_do_not_ask_the_store_for_each_rank_once_all_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "_LOOK_EVERY_S", 1e9)  # to name the missing ones, they do
+    monkeypatch.setattr(rank_store, "_sessions", type("Forgets", (set,), {"add": lambda *_: None})())
+    store, ranks = Counting(), 60
+    with ThreadPoolExecutor(ranks) as threads:
+        calls = [threads.submit(rank_store._call_roll, store, place(rank, ranks), "1", 60.0) for rank in range(ranks)]
+    assert [call.result() for call in calls] == [None] * ranks
+    assert store.calls < ranks * ranks

@@ -116,21 +116,26 @@ def _call_roll(store: Store, world: World, who: str, timeout_s: float) -> None:
     _sessions.add(session)
     roll = PrefixStore(f"{_SESSION}/{session}", store)
     own = f"{who}#{secrets.token_hex(8)}"  # two containers may have one host name, and both this pid
-    if (first := roll.compare_set(str(world.rank), "", own).decode()) != own:
+    if (first := roll.compare_set(str(world.rank), "", own).decode()) == own:
+        roll.add("count", 1)
+    else:
         taken = f"rank {world.rank} is {first.partition('#')[0]}, and {who} says that it is the same"
         roll.set("refused", f"{taken}. Each process needs a RANK of its own.")
     here: dict[int, str] = {}
 
     def all_here() -> bool:
+        if roll.check(["refused"]):
+            raise NotInitializedError(roll.get("refused").decode())
+        return roll.add("count", 0) == world.world_size  # one call: all ranks ask for all ranks
+
+    def missing() -> list[int]:
         for rank in range(world.world_size):
             if rank not in here and roll.check([str(rank)]):
                 here[rank] = roll.get(str(rank)).decode().partition("#")[0]
-        if roll.check(["refused"]):
-            raise NotInitializedError(roll.get("refused").decode())
-        return len(here) == world.world_size
+        return sorted(set(range(world.world_size)) - here.keys())
 
     try:
-        joining.until(all_here, lambda: sorted(set(range(world.world_size)) - here.keys()), lambda: name_came(here))
+        joining.until(all_here, missing, lambda: name_came(here))
     except CollectiveTimeoutError as error:
         if world.rank == 0:  # with which the store goes
             roll.set("refused", str(error))
