@@ -20,6 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 
+from photinus.errors import NonFiniteGradientError
 from photinus.parallel import DistributedDataParallel, average_gradients
 from tests.dist.ddp_checks import (
     KIB_IN_MIB,
@@ -359,6 +360,17 @@ def check_an_optimizer_inside_backward_steps_once_for_what_only_no_sync_used(gro
         optimizer.step()
         for p, q in zip(after.parameters(), hanging.parameters(), strict=True):
             assert torch.equal(p, q)
+
+
+def check_an_optimizer_inside_backward_makes_no_step_with_what_is_not_finite(group: dist.ProcessGroup) -> None:
+    model = small_net()
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    ddp = DistributedDataParallel(model, process_group=group, nan_guard=True)
+    ddp(batch(group)).square().mean().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    with expect(NonFiniteGradientError):
+        ddp(batch(group) * float("nan")).sum().backward()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 
 def check_the_hook_that_steps_an_optimizer_of_ones_own(group: dist.ProcessGroup) -> None:

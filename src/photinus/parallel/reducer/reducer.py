@@ -519,8 +519,8 @@ class Reducer:
                 [slot.parameter.grad for slot in self._sparse_slots],
                 self.average,
             )
-            # With unused parameters, what is done with a bucket's averages waits for the word on who used what.
-            early = not failed and used is None and bool(self.after_exchange)
+            # What is done with a bucket's averages waits until it is known who used what, and that all are finite.
+            early = not failed and used is None and self._guard is None and bool(self.after_exchange)
             began = waiting_time.begin() if waiting_time.on else 0
             works = [*(bucket.work for bucket in self.buckets), self.with_gradients()]
             wait_all(works, self._run_after_exchange if early else None)
@@ -535,13 +535,13 @@ class Reducer:
             self.timeline.exchange_ended(sum(not bucket.skipped for bucket in self.buckets))
             if not failed:
                 self._deliver(sparse)
-                if used is not None:
-                    self._run_after_exchange()
                 if learning and self.static_graph is not None:
                     self.static_graph.learn(self.slots)
                 self._errors.check_others(status)
                 self.facts.check(facts)
             self._check_finite(status)
+            if not failed and not early:
+                self._run_after_exchange()
         finally:
             self.used.note_unused(slot.index for slot in self.slots if slot.absent)
             self.rounds += 1
