@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from photinus.parallel import DistributedDataParallel
+from photinus.errors import UnsuitableModelError
+from photinus.parallel import DistributedDataParallel, SyncBatchNorm
 from tests.dist.ddp_checks import (
     assert_equal_on_all_ranks,
     expect,
@@ -107,6 +108,28 @@ def check_early_termination_is_an_error_on_every_rank(group: dist.ProcessGroup) 
         with ddp.join(throw_on_early_termination=True):
             for step in range(1 if group.rank() == 0 else 4):
                 ddp(batch_of(group.rank(), step)).sum().backward()
+
+
+def check_sync_batch_norm_without_batches_is_an_error_on_every_rank(group: dist.ProcessGroup) -> None:
+    model = nn.Sequential(SyncBatchNorm(6, process_group=group), nn.Linear(6, 2))
+    ddp = DistributedDataParallel(model, process_group=group)
+    with expect(UnsuitableModelError, "layer 0 is a SyncBatchNorm", f"only {group.size() - 1} of {group.size()} ranks"):
+        with ddp.join():
+            for step in range(1 if group.rank() == 0 else 4):
+                ddp(batch_of(group.rank(), step)).sum().backward()
+    ddp.eval()  # statistics that are not of the batch need nobody
+    with ddp.join():
+        for step in range(1 if group.rank() == 0 else 2):
+            ddp(batch_of(group.rank(), step)).sum().backward()
+
+
+def check_a_forward_after_join_needs_no_other_rank(group: dist.ProcessGroup) -> None:
+    ddp = DistributedDataParallel(small_net(), process_group=group)
+    with ddp.join():
+        ddp(batch_of(group.rank(), 0)).sum().backward()
+    if group.rank() == 0:
+        with ddp.no_sync():
+            ddp(batch_of(0, 1)).sum().backward()
 
 
 def check_join_disabled_exchanges_nothing_more(group: dist.ProcessGroup) -> None:

@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from ...errors import UnsuitableModelError
+from .sync_batch_norm import SyncBatchNorm
 from .wrapper import Wrapper
 
 
@@ -91,6 +94,7 @@ class DDPJoinHook(JoinHook):
         ddp._authoritative_rank = common_rank(ddp, candidate=is_last_joiner)
         ddp._sync_module_states(ddp._authoritative_rank, buffers=ddp.forward_sync_buffers)
         ddp.reducer.facts.restart()
+        ddp._join_config = ddp._join_config._replace(enable=False)  # torch leaves it on: later forwards would exchange
 
 
 def tell_ranks(ddp: Wrapper, *, joined: bool) -> tuple[bool, int]:
@@ -98,11 +102,22 @@ def tell_ranks(ddp: Wrapper, *, joined: bool) -> tuple[bool, int]:
 
     Returns:
         Whether the backward is followed by an exchange, and how many ranks have input.
+
+    Raises:
+        UnsuitableModelError: on every rank, when one has no input and SyncBatchNorm layers need it.
     """
     syncs = not joined and ddp.syncs
     told = torch.tensor([float(syncs), float(not joined)], device=ddp.device)
     dist.all_reduce(told, group=ddp.process_group)
     someone_syncs, present = told.tolist()
+    if present < ddp.process_group.size():
+        for name, layer in ddp.module.named_modules():
+            if isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)) and layer.training:
+                raise UnsuitableModelError(
+                    f"layer {name} is a SyncBatchNorm, which exchanges inside the forward, and only {int(present)} of "
+                    f"{ddp.process_group.size()} ranks have input left: join cannot take part in that. Give all ranks "
+                    f"the same number of batches, or use join(throw_on_early_termination=True)."
+                )
     return someone_syncs > 0, int(present)
 
 
