@@ -116,6 +116,13 @@ def test_an_auto_that_nobody_gave_is_named_with_what_to_write():
     given = {name: value for name, value in GIVEN.items() if name != "lr"}
     with pytest.raises(ValueError, match=r'optimizer\.params\.lr is "auto": .*auto={"lr": \.\.\.}'):
         read(HUGGING_FACE, auto=given)
+    with pytest.raises(ValueError, match=r'if both are "auto", give one in auto={\.\.\.}'):
+        read({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"})
+
+
+def test_an_auto_under_the_older_name_of_bf16_is_filled_too():
+    config = read({"train_batch_size": 4, "bfloat16": {"enabled": "auto"}}, auto={"bf16": True})
+    assert config.precision == "bfloat16"
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,8 @@ def _fill(content: Mapping[str, Any], auto: dict[str, Any]) -> dict[str, Any]:
         if value != "auto":
             return value
         if path in ("fp16.enabled", "bf16.enabled", "bfloat16.enabled"):
-            return bool(auto.get(path.partition(".")[0], False))
+            section = path.partition(".")[0]  # "bfloat16" is the older name of "bf16"
+            return bool(auto.get(section) or (section == "bfloat16" and auto.get("bf16")))
         if name in auto:
             return auto[name]
         if name in _BATCHES or path.startswith("zero_optimization."):
@@ -228,8 +229,7 @@ def _batch_sizes(content: Mapping[str, Any], world_size: int) -> tuple[int, int,
     train, micro, times = (given.get(name) for name in _BATCHES)
     if train is None and micro is None:
         raise ValueError(
-            "train_batch_size or train_micro_batch_size_per_gpu is needed"
-            + (" (both are " + '"auto": give one in auto={...})' if any(n in content for n in _BATCHES[:2]) else "")
+            'train_batch_size or train_micro_batch_size_per_gpu is needed; if both are "auto", give one in auto={...}'
         )
     if train is None:
         assert micro is not None
