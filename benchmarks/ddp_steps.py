@@ -37,6 +37,7 @@ MODELS = [
     "gpt-20m:1x16",
     "gpt-20m:4x64",
     "gpt-20m:16x64",
+    "resnet-18:16",
     "resnet-50:2",
     "resnet-50:16",
     "gpt-2-small:1x16",

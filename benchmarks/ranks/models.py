@@ -66,13 +66,33 @@ class Bottleneck(nn.Module):
         return F.relu(self.main(x) + self.short(x))
 
 
-def resnet_50() -> nn.Module:
+class Basic(nn.Module):
+    """A residual block of ResNet-18."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.main = nn.Sequential(
+            nn.Conv2d(inputs, width, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(width),
+        )
+        changes = stride != 1 or inputs != width
+        self.short: nn.Module = nn.Conv2d(inputs, width, 1, stride, bias=False) if changes else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.main(x) + self.short(x))
+
+
+def resnet(depth: int) -> nn.Module:
+    block, growth, counts = (Basic, 1, (2, 2, 2, 2)) if depth == 18 else (Bottleneck, 4, (3, 4, 6, 3))
     layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2)]
     inputs = 64
-    for width, count, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
+    for width, count in zip((64, 128, 256, 512), counts, strict=True):
         for index in range(count):
-            layers.append(Bottleneck(inputs, width, stride if index == 0 else 1))
-            inputs = 4 * width
+            layers.append(block(inputs, width, 2 if index == 0 and width > 64 else 1))
+            inputs = growth * width
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 1000))
 
 
@@ -123,8 +143,8 @@ def make(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
         model = GPT(50257, 128, 768, 12)
     elif kind == "many-small":
         return Many(), (torch.ones(16),)
-    elif kind in ("vgg-16", "resnet-50"):
-        net = vgg_16() if kind == "vgg-16" else resnet_50()
+    elif kind in ("vgg-16", "resnet-18", "resnet-50"):
+        net = vgg_16() if kind == "vgg-16" else resnet(int(kind[-2:]))
         return Classifier(net), (torch.randn(int(batch), 3, IMAGE_PIXELS, IMAGE_PIXELS),)
     else:
         raise ValueError(f"there is no model {name!r}")
