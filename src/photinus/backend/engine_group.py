@@ -36,7 +36,8 @@ Part = engine.Part
 
 _UNSET = options.UNSET
 _RECENT_WORKS, _RECENT_BYTES = 256, 64 * 1024
-_OWN_REFERENCES = 3  # to a work that nothing but a loop over the recent ones refers to, as sys.getrefcount counts
+# To a work that only the recent ones and a loop over a copy of them refer to. Python 3.14 counts fewer than 3.13.
+_OWN_REFERENCES = 1 + max(sys.getrefcount(work) for work in [object()])
 
 
 def _libraries() -> list[str]:
@@ -83,7 +84,7 @@ class EngineGroup(ProcessGroup):
         """Raises the error of a small work that nobody but this group has. (The engine does it for all others.)"""
         if self.communicator is None or not self.communicator.raise_lost():
             return
-        dropped = [work._handle for work in self._recent if sys.getrefcount(work) <= _OWN_REFERENCES]
+        dropped = [work._handle for work in [*self._recent] if sys.getrefcount(work) <= _OWN_REFERENCES]
         failed = [handle for handle in dropped if handle.error(sees=False) is not None and not handle.see()]
         if failed and (error := failed[0].error()) is not None:
             raise error
