@@ -207,6 +207,32 @@ def check_changes_of_a_model_that_leave_its_parameters_are_no_error(group: dist.
         assert_same_gradients(ddp.module, twin, group)
 
 
+def check_a_layer_that_came_frozen_is_named_once_it_is_not(group: dist.ProcessGroup) -> None:
+    net = small_net()
+    net[0].requires_grad_(False)
+    ddp = DistributedDataParallel(net, process_group=group)
+    for _ in range(2):
+        net.append(nn.Linear(3, 3).requires_grad_(False))
+        ddp(batch(group)).sum().backward()
+    net[6].requires_grad_(True)
+    with expect(UnsuitableModelError, "changed after it was wrapped: 6.weight, 6.bias (2 came)."):
+        ddp(batch(group))
+    del net[6]
+    net[0].requires_grad_(True)
+    with expect(ValueError, "0.weight was frozen when the model was wrapped and requires grad now"):
+        ddp(batch(group))
+
+
+def check_classes_without_a_hash_do_no_harm(group: dist.ProcessGroup) -> None:
+    class Meta(type):
+        def __eq__(cls, other: object) -> bool:
+            return cls is other
+
+    kept = Meta("Kept", (), {})()
+    kept.itself = kept
+    small_ddp(group)(batch(group)).sum().backward()
+
+
 def check_a_functional_call_of_a_wrapper_is_no_change(group: dist.ProcessGroup) -> None:
     ddp = small_ddp(group)
     twin = copy.deepcopy(ddp.module)

@@ -30,6 +30,8 @@ class HeldParameters:
         self._module = module
         self._ignored = ignored
         self.names = {p: name for name, p in self._named() if p.requires_grad}
+        self._frozen = {p for _, p in self._named() if not p.requires_grad}
+        self._frozen_later: list[nn.Parameter] = []
         self._look()
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
@@ -62,13 +64,14 @@ class HeldParameters:
         Raises:
             UnsuitableModelError: names those that came, vanished or were replaced.
         """
-        if self._is_unchanged():
+        if self._is_unchanged() and not any(p.requires_grad for p in self._frozen_later):
             return
         now = self._named()
         if not all(isinstance(p, nn.Parameter) for _, p in now):
             return  # torch.func.functional_call puts other tensors in their places for a while
         there = {self.names.get(p) for _, p in now}
-        came = [name for name, p in now if p.requires_grad and p not in self.names]
+        new = [(name, p) for name, p in now if p not in self.names and p not in self._frozen]
+        came = [name for name, p in new if p.requires_grad]
         gone = [name for name in dict.fromkeys(self.names.values()) if name not in there]
         if came or gone:
             replaced = [name for name in came if name in gone]
@@ -80,6 +83,7 @@ class HeldParameters:
                 f"Gradients of new parameters are not averaged, so the ranks would drift apart. Wrap after you changed "
                 f"the model (layers put in, load_state_dict(assign=True), …), and make the optimizer after that, too."
             )
+        self._frozen_later = [p for _, p in new]
         self._look()
 
 
@@ -99,9 +103,10 @@ def take_over_parameters(wrapper: nn.Module, own: Mapping[nn.Parameter, str]) ->
     kinds: list[type] = [TorchDDP, TorchSurface]
     for kind in kinds:  # which grows: subclasses of subclasses
         kinds += kind.__subclasses__()
-    # torch's class keeps no list of its objects. (A set of classes, since a process may have millions of objects.)
-    known = set(kinds)
-    for other in [each for each in gc.get_objects() if type(each) in known]:
+    # torch's class keeps no list of its objects. (A set, since a process may have millions of them; of numbers, since a
+    # metaclass may forbid hash().)
+    known = {id(kind) for kind in kinds}
+    for other in [each for each in gc.get_objects() if id(type(each)) in known]:
         if other is wrapper or "reducer" not in vars(other):
             continue  # without a reducer: its construction failed
         shared = {p: name for name, p in _trained_by(other) if p in own}
