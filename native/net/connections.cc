@@ -278,7 +278,7 @@ void Connections::work_on(Opening& opening, double now) {
     if (state == Dialing::State::failed)
       return fail(opening, dial.has_peer_gone() ? ErrorKind::peer_lost : ErrorKind::invalid_argument,
                   opening.own_.who() + " cannot make a link with " + whom + ": " + dial.why() +
-                      (dial.has_peer_gone() ? "; it had a listener there, so it has ended" : ""));
+                      (dial.has_peer_gone() ? "; it has ended, or another machine has its address" : ""));
     if (state == Dialing::State::done) {
       opening.other_ = dial.peer();
       opening.sockets_[i] = dial.take_socket();

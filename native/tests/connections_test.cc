@@ -197,8 +197,9 @@ TEST(an_address_without_a_peer_is_explained) {
   c.join(member(1));
   auto gone = failure(c.dial("job", "world", 0, {nobody.address}, soon(), kDeaf), {&c});
   CHECK(gone.first == ErrorKind::peer_lost);
-  CHECK_CONTAINS(gone.second,
-                 "nobody listens there (connection refused); it had a listener there, so it has ended");
+  CHECK_CONTAINS(
+      gone.second,
+      "nobody listens there (connection refused); it has ended, or another machine has its address");
   auto missing = [&] {
     Connections a(options());
     a.join(member(0));
