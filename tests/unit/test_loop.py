@@ -653,6 +653,57 @@ def test_a_longer_run_goes_on_along_the_schedulers_new_curve(
     assert again == _scheduled(None, 8, SCHEDULERS[name], horizon=6)[0][6:]
 
 
+@pytest.mark.parametrize("now", ["sequential", "function", "cyclic"])
+def test_a_schedule_of_another_class_goes_on_along_its_curve(tmp_path: Path, world: Any, now: str) -> None:
+    _scheduled(tmp_path, 2, SCHEDULERS["cosine"])
+    assert _scheduled(tmp_path, 6, SCHEDULERS[now])[0] == _scheduled(None, 6, SCHEDULERS[now])[0][2:]
+
+
+class Outer(torch.optim.Optimizer):
+    """Has an optimizer inside, with the same groups, as SAM does."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, inner.defaults)
+        self.inner, self.param_groups = inner, inner.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.inner.param_groups = self.param_groups
+
+
+PAIRS: dict[str, Callable[[Any, float], list[Any]]] = {  # of which the second argument changes one
+    "both multiply": lambda o, x: [schedules.ExponentialLR(o, x), schedules.LinearLR(o, 0.25, total_iters=3)],
+    "one sets what the other multiplies": lambda o, x: [
+        schedules.LambdaLR(o, lambda epoch: 1 / (1 + epoch)),
+        schedules.ExponentialLR(o, x),
+    ],
+    "over the optimizer inside": lambda o, x: [schedules.ExponentialLR(o.inner, x)],
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_changed_schedule_takes_others_of_its_optimizer_with_it(tmp_path: Path, world: Any, name: str) -> None:
+    def run(out: Path | None, epochs: int, x: float) -> list[float]:
+        model = torch.nn.Linear(1, 1)
+        optimizer = Outer(torch.optim.SGD(model.parameters(), lr=0.1))
+        first, *more = PAIRS[name](optimizer, x)
+        options: dict[str, Any] = {"out": out, "progress": False, "curves": False, "batch_size": 4, "epochs": epochs}
+        rates = []
+        state = {str(place): scheduler for place, scheduler in enumerate(more)}
+        for _ in photinus.Loop(model, optimizer, Numbered(4), scheduler=first, state=state, **options):
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            for scheduler in [first, *more]:
+                scheduler.step()
+        return rates
+
+    run(tmp_path, 2, 0.9)
+    assert run(tmp_path, 6, 0.8) == pytest.approx(run(None, 6, 0.8)[2:])
+
+
 def test_the_line_of_a_changed_schedule_has_both_values(
     tmp_path: Path, world: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

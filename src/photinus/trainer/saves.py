@@ -48,8 +48,8 @@ class Saves:
         self._model, self._optimizer, self._scheduler, self._others = model, optimizer, scheduler, others
         self._options = options
         self._length = length
-        others_by_name = {f"state[{name!r}]": item for name, item in others.items()}
-        self._settings = Settings({"optimizer": optimizer, "scheduler": scheduler, **others_by_name})
+        self._beside = {"scheduler": scheduler, **{f"state[{name!r}]": item for name, item in others.items()}}
+        self._settings = Settings({"optimizer": optimizer, **self._beside})
         self._rows_saved = 0
 
     def check(self) -> None:
@@ -168,15 +168,14 @@ class Saves:
             )
         check_optimizer_state(self._optimizer, content["optimizer"], str(path), [self._model])
 
-    def _put_back(self, content: Mapping[str, Any], path: Path) -> None:
+    def _put_back(self, content: Mapping[str, Any], path: Path, states: Mapping[str, Any]) -> None:
         """Gives the objects their states. Raises CheckpointError where they do not fit."""
         try:
             load_into(self._model, content["model"])
             load_into(self._optimizer, content["optimizer"])
-            if self._scheduler is not None:
-                load_into(self._scheduler, content["scheduler"])
-            for name, item in self._others.items():
-                load_into(item, content["others"][name])
+            for name, item in self._beside.items():
+                if item is not None:
+                    load_into(item, states[name])
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(f"{path} does not fit what is trained here: {error}") from error
 

@@ -5,8 +5,9 @@ else is the checkpoint's.** So a checkpoint holds what the script had given, too
 the first step. The same script continues with the same bits, whatever it made of a learning rate meanwhile.
 
 Most schedulers compute a rate from the one before, which says nothing of a new curve (at the end of a cosine it is 0).
-A changed one makes the run's steps again, from its start, and is where a run along the new curve would be. One that
-follows a metric (ReduceLROnPlateau) has its settings replaced, but neither its rate nor what it has seen.
+A changed one makes the run's steps again, with all others of its optimizer: they are where a run along the new curve
+would be. One that follows a metric (ReduceLROnPlateau) has its settings replaced, but neither its rate nor what it has
+seen.
 """
 
 from __future__ import annotations
@@ -35,15 +36,19 @@ class Settings:
     def __init__(self, objects: Mapping[str, Any]) -> None:
         self._optimizers = {name: each for name, each in objects.items() if isinstance(each, Optimizer)}
         self._schedulers = {name: each for name, each in objects.items() if _is_scheduler(each)}
+        self._over = {name: self._optimizers_of(each) for name, each in self._schedulers.items()}
         options = {name: _comparable(_options(each)) for name, each in self._optimizers.items()}
         self.given = options | {name: _comparable(each.state_dict()) for name, each in self._schedulers.items()}
 
-    def load(self, before: Mapping[str, Any], states: Mapping[str, Any], put_back: Callable[[], None]) -> list[str]:
+    def load(
+        self, before: Mapping[str, Any], states: Mapping[str, Any], put_back: Callable[[Mapping[str, Any]], None]
+    ) -> list[str]:
         """Lets `put_back` load the checkpoint into all objects, then gives them what the script changed.
 
         Args:
             before: `given` of the start that saved the checkpoint.
-            states: of the schedulers in the checkpoint, by name.
+            states: in the checkpoint, by name, of all objects but model and optimizer.
+            put_back: is called with `states`, those of schedulers that made the run's steps again replaced.
 
         Returns:
             A line with both values of each setting that was changed, if any was.
@@ -52,22 +57,20 @@ class Settings:
             ValueError: a changed scheduler has no place for where the run is.
         """
         before = {**self.given, **before}  # what was no scheduler then has nothing to compare with
-        stepped = {
-            name: _steps_again(name, scheduler, states[name])
-            for name, scheduler in self._schedulers.items()
-            if self._is_changed(name, before, states[name]) and _counts_steps(scheduler)
-        }
+        counting = {name: each for name, each in self._schedulers.items() if _counts_steps(each)}
+        changed = {name for name in counting if self._is_changed(name, before, states[name])}
+        moving = {each for name in changed for each in self._over[name]}
+        stepped = {name: each for name, each in counting.items() if name in changed or moving & {*self._over[name]}}
+        _make_steps_again(stepped, states)
         ours = {name: copy_state({"groups": _options(each)})["groups"] for name, each in self._optimizers.items()}
         mine = {name: copy_state(each.state_dict()) for name, each in self._schedulers.items()}
-        put_back()
+        put_back({**states, **{name: mine[name] for name in stepped}})
         notes = []
         for name, scheduler in self._schedulers.items():
-            changed = [key for key in mine[name] if self.given[name].get(key) != before[name].get(key)]
+            kept = {key: mine[name][key] for key, now in self.given[name].items() if now != before[name].get(key)}
             notes += _differences(f"{name} ", self.given[name], before[name])
-            if name in stepped or changed:
-                kept = mine[name] if name in stepped else {key: mine[name][key] for key in changed}
+            if kept and name not in stepped:
                 scheduler.load_state_dict({**copy_state(scheduler.state_dict()), **kept})
-        moving = {id(self._schedulers[name].optimizer) for name in stepped}
         for name, optimizer in self._optimizers.items():
             for group, own, given, then in zip(
                 optimizer.param_groups, ours[name], self.given[name], before[name], strict=True
@@ -76,20 +79,24 @@ class Settings:
                 notes += _differences(where, given, then)
                 rate = _comparable(group["lr"])
                 for key, value in own.items():
-                    moved = id(optimizer) in moving and (key == "lr" or _comparable(value) != given[key])
+                    moved = name in moving and (key == "lr" or _comparable(value) != given[key])
                     if moved or given[key] != then.get(key):
                         group[key] = value
-                if id(optimizer) in moving and rate != _comparable(group["lr"]):
+                if name in moving and rate != _comparable(group["lr"]):
                     notes.append(f"{where}learning rate {_show(group['lr'])} from here on (was {_show(rate)})")
         text = ", ".join(dict.fromkeys(notes))
         return [f"what the script changed replaces what the checkpoint holds: {text}"] if notes else []
 
+    def _optimizers_of(self, scheduler: Any) -> list[str]:
+        """Return the optimizers whose rates it sets: the one it was given, and a wrapper with the same groups (SAM)."""
+        groups = {id(group) for group in scheduler.optimizer.param_groups}
+        return [n for n, each in self._optimizers.items() if any(id(group) in groups for group in each.param_groups)]
+
     def _is_changed(self, name: str, before: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
         scheduler = self._schedulers[name]
-        rates = [each for each, optimizer in self._optimizers.items() if optimizer is scheduler.optimizer]
         return (
             self.given[name] != before[name]
-            or any(_rates(self.given[each]) != _rates(before[each]) for each in rates)
+            or any(_rates(self.given[each]) != _rates(before[each]) for each in self._over[name])
             or _has_new_function(scheduler, state)
         )
 
@@ -106,20 +113,23 @@ def _counts_steps(scheduler: Any) -> bool:
     return all(each.default is not each.empty for each in inspect.signature(scheduler.step).parameters.values())
 
 
-def _steps_again(name: str, scheduler: Any, saved: Mapping[str, Any]) -> int:
-    """Makes the steps that the checkpoint's scheduler had made; returns how many."""
-    steps = _step_of(saved)
+def _make_steps_again(schedulers: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Make the steps that the checkpoint's schedulers had made, in turn: one may compute from the rate of another."""
+    wanted = {name: _step_of(saved[name]) for name in schedulers}
+    made = {name: _step_of(scheduler.state_dict()) for name, scheduler in schedulers.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the optimizer made none
-        try:
-            for _ in range(_step_of(scheduler.state_dict()), steps):
-                scheduler.step()
-        except ValueError as error:
-            raise ValueError(
-                f"{name} ({type(scheduler).__name__}) was changed and has no place at step {steps}, where the "
-                f"checkpoint is: {error}. Give it a longer schedule, or start over with resume='never'."
-            ) from error
-    return steps
+        # Of different counts (SWALR) one began where the other ended, or both multiply and no order matters.
+        for steps, step in ((count, step) for count in dict.fromkeys(wanted.values()) for step in range(count)):
+            for name in [each for each in schedulers if wanted[each] == steps and made[each] <= step]:
+                try:
+                    schedulers[name].step()
+                except ValueError as error:
+                    raise ValueError(
+                        f"{name} ({type(schedulers[name]).__name__}) was changed and has no place at step {steps}, "
+                        f"where the checkpoint is: {error}. Give it a longer schedule, or start over with "
+                        f"resume='never'."
+                    ) from error
 
 
 def _step_of(state: Mapping[str, Any]) -> int:
