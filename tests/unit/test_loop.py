@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -377,6 +378,7 @@ def test_numbers_below_one_are_refused(world: Any, tmp_path: Path, options: dict
         ({"resume": True}, 'resume=True: needs "auto", "never", or the path'),
         ({"best": 3}, "best=3: needs the name of a metric"),
         ({"best": "-"}, "best='-': needs the name of a metric"),
+        ({"out": 3}, "out=3: needs the path"),
         ({"state": [1]}, "state is a list, but a dict"),
         ({"config": 5}, "config is a int, but a dict"),
     ],
@@ -385,8 +387,25 @@ def test_what_is_of_the_wrong_kind_is_refused_before_the_folder_is_touched(
     world: Any, tmp_path: Path, options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(TypeError, match=words):
-        _loop(out=tmp_path / "run", **options)
+        _loop(**{"out": tmp_path / "run", **options})
     assert not (tmp_path / "run").exists()
+
+
+def test_numbers_of_numpy_are_taken(world: Any, tmp_path: Path) -> None:
+    names = (
+        "epochs",
+        "batch_size",
+        "seed",
+        "validate_every_steps",
+        "save_every_steps",
+        "save_every_epochs",
+        "keep_last",
+    )
+    for _ in (loop := _loop(out=tmp_path, **{name: np.int64(2) for name in names})):
+        loop.record(_loss(loop))
+    assert loop.step == 12
+    options = json.loads((tmp_path / "config.json").read_text())["options"]
+    assert [options[name] for name in names[:-1]] == [2] * 6
 
 
 def test_a_path_instead_of_a_data_set_is_refused(world: Any, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_every_strategy_gives_the_same_curve_and_goes_on_with_any_others_checkpo
 def test_clipping_changes_what_is_trained_and_a_wrong_norm_is_refused_before_work() -> None:
     clipped = _trainer(epochs=1, clip_norm=0.01).fit(points())
     assert fingerprint(clipped.model) != fingerprint(_trainer(epochs=1).fit(points()).model)
-    for wrong in (0.0, -1.0, float("nan")):
+    for wrong in (0.0, -1.0, float("nan"), [1]):
         with pytest.raises(ValueError, match=r"clip_norm=.*needs a number above 0"):
             _trainer(clip_norm=wrong)
 

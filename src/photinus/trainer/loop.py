@@ -150,7 +150,7 @@ class Loop:
         suspend: bool = True,
     ) -> None:
         self._session = session = require_session("photinus.Loop")
-        self.out = None if out is None else Path(out)
+        self.out: Path | None = None
         self.resumed_from: Path | None = None
         self.checkpoint: Path | None = None
         self.model = model
@@ -180,6 +180,11 @@ class Loop:
                 tensorboard=tensorboard, validate_every_steps=validate_every_steps, save_every_steps=save_every_steps,
                 save_every_epochs=save_every_epochs, keep_last=keep_last,
             )  # fmt: skip
+            self.out = None if out is None else Path(out)
+            epochs, steps, validate_every_steps, save_every_steps = (  # numpy's numbers are not JSON's
+                None if each is None else int(each) for each in (epochs, steps, validate_every_steps, save_every_steps)
+            )
+            save_every_epochs = int(save_every_epochs)
             self._length = length = Length(epochs, steps)
             if tensorboard and session.is_main:
                 check_tensorboard()
@@ -203,7 +208,7 @@ class Loop:
                 "batch_size": self._loader.batch_size,
                 "epochs": epochs,
                 "steps": steps,
-                "seed": seed,
+                "seed": self._loader.seed,
                 "samples": self._loader.samples,
                 "shuffle": shares.shuffle,
                 "drop_last": shares.drop_last,
@@ -643,10 +648,11 @@ def check_options(**options: Any) -> dict[str, Any]:
     Returns:
         The script's own options, of `config`.
     """
-    resume, best, state = (options.get(name) for name in ("resume", "best", "state"))
+    out, resume, best, state = (options.get(name) for name in ("out", "resume", "best", "state"))
     kind = f"state is a {type(state).__name__}, but a dict is needed: objects to save, by name"
     place = f'resume={resume!r}: needs "auto", "never", or the path of a checkpoint or of a run\'s folder'
     metric = f'best={best!r}: needs the name of a metric that is logged, such as "accuracy" or "-loss"'
+    path = f"out={out!r}: needs the path of the run's folder, or None"
     folder = "tensorboard=True writes event files into the run's folder: give out=..., too"
     named = best is None or (isinstance(best, str) and best.removeprefix("-"))
     check_all(
@@ -655,9 +661,10 @@ def check_options(**options: Any) -> dict[str, Any]:
         partial(whole_number, "num_workers", options.get("num_workers") or 0),
         partial(rng.check_seed, options.get("seed") or 0),
         partial(refuse_if, not (resume is None or isinstance(resume, (str, os.PathLike))), TypeError(place)),
+        partial(refuse_if, not (out is None or isinstance(out, (str, os.PathLike))), TypeError(path)),
         partial(refuse_if, not named, TypeError(metric)),
         partial(refuse_if, not (state is None or isinstance(state, Mapping)), TypeError(kind)),
-        partial(refuse_if, options.get("tensorboard") and options.get("out") is None, ValueError(folder)),
+        partial(refuse_if, options.get("tensorboard") and out is None, ValueError(folder)),
         partial(user_options, options.get("config")),
     )
     return user_options(options.get("config"))

@@ -164,7 +164,7 @@ class Trainer:
             partial(_check_kinds, loss_fn, metrics, scheduler, callbacks),
             partial(refuse_if, scheduler_every not in ("epoch", "step"), ValueError(every)),
             partial(refuse_if, precision not in _PRECISIONS, ValueError(width)),
-            partial(refuse_if, not (clip_norm is None or (not isinstance(limit, str) and limit > 0)), ValueError(norm)),
+            partial(refuse_if, limit is not None and not (hasattr(limit, "__float__") and limit > 0), ValueError(norm)),
             partial(refuse_if, "valid_loss" in (metrics or {}), ValueError(taken)),
             partial(_check_steps_without_arguments, optimizer, scheduler, scheduler_every, validate_every_steps),
             partial(whole_number, "accumulate", accumulate, least=1),
