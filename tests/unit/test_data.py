@@ -241,6 +241,20 @@ def test_only_a_batch_that_drew_unexpectedly_is_fetched_again_and_the_ranks_own_
         assert data.loaded == list(range(40))
 
 
+@pytest.mark.parametrize("draw", [np.random.rand, np.random.randn])
+def test_the_normal_that_numpy_keeps_in_reserve_stays_the_ranks_own(draw: Any) -> None:
+    found = []
+    for drawn in range(2):  # with one, a second lies in reserve
+        np.random.seed(1)
+        normals = np.random.randn(drawn).tolist()
+        batches = loader(range(12), batch_size=4, collate_fn=lambda items: [draw() if i == 9 else i for i in items])
+        found.append([batch.data for epoch in range(3) for batch in batches.epoch(epoch)])
+        normals += np.random.randn(4 - drawn).tolist()
+        np.random.seed(1)
+        assert normals == np.random.randn(4).tolist()
+    assert found[0] == found[1]
+
+
 def test_each_plain_pass_is_the_next_epoch() -> None:
     batches = loader(TENSORS, batch_size=5, seed=7)
     passes = [[y.tolist() for _, y in batches] for _ in range(3)]

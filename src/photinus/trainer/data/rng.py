@@ -30,6 +30,8 @@ from .arguments import whole_number
 _NUMPY_STATE_BYTES = 4 * 624 + 4  # of the C struct behind its generator: words, and the place in them
 _NUMPY_GENERATOR = "MT19937"  # numpy's legacy global generator; anyone may have replaced it
 
+_last_mark = (b"", b"")  # of numpy: that struct, when no second normal lay in reserve elsewhere, and its state
+
 
 def derive_seed(*parts: int | str) -> int:
     """A seed (0 <= seed < 2**63) that depends on all of `parts` and on nothing else: SHA-256 of their text.
@@ -71,7 +73,7 @@ class HostStream(NamedTuple):
 
     Attributes:
         seed, get: as the generator has them.
-        mark: a cheap state, which changes with each draw. It lacks the normal that numpy keeps in reserve.
+        mark: a cheap state, which changes with each draw.
         put_back: takes what `get` and `mark` return.
     """
 
@@ -112,22 +114,22 @@ def _put_torch_back(state: bytes) -> None:
 
 
 def _numpy_mark() -> bytes:
+    global _last_mark
     random_state = sys.modules["numpy"].random
-    generator = random_state.mtrand._rand._bit_generator
-    if type(generator).__name__ != _NUMPY_GENERATOR:
-        return pickle.dumps(random_state.get_state(legacy=False))
-    # To ask for its state takes 50 us, as it copies word by word.
-    return ctypes.string_at(generator.ctypes.state_address, _NUMPY_STATE_BYTES)
+    generator, words = random_state.mtrand._rand._bit_generator, b""
+    if type(generator).__name__ == _NUMPY_GENERATOR:
+        words = ctypes.string_at(generator.ctypes.state_address, _NUMPY_STATE_BYTES)
+        if words == _last_mark[0]:
+            return _last_mark[1]
+    state = random_state.get_state(legacy=False)  # takes 50 us, as it copies word by word
+    _last_mark = (b"" if state["has_gauss"] else words, pickle.dumps(state))
+    return _last_mark[1]
 
 
 def _put_numpy_back(state: Any) -> None:
-    numpy: Any = sys.modules["numpy"]
-    if isinstance(state, bytes) and len(state) == _NUMPY_STATE_BYTES:
-        words, place = numpy.frombuffer(state, dtype=numpy.uint32, count=624), numpy.frombuffer(state[-4:], numpy.int32)
-        state = (_NUMPY_GENERATOR, words, int(place[0]))
-    elif isinstance(state, bytes):
-        state = pickle.loads(state)
-    numpy.random.set_state(state)
+    global _last_mark
+    _last_mark = (b"", b"")
+    sys.modules["numpy"].random.set_state(pickle.loads(state) if isinstance(state, bytes) else state)
 
 
 def capture() -> dict[str, Any]:
