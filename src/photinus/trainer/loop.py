@@ -184,7 +184,6 @@ class Loop:
             epochs, steps, validate_every_steps, save_every_steps = (  # numpy's numbers are not JSON's
                 None if each is None else int(each) for each in (epochs, steps, validate_every_steps, save_every_steps)
             )
-            save_every_epochs = int(save_every_epochs)
             self._length = length = Length(epochs, steps)
             if tensorboard and session.is_main:
                 check_tensorboard()
@@ -214,7 +213,7 @@ class Loop:
                 "drop_last": shares.drop_last,
                 "validate_every_steps": validate_every_steps,
                 "save_every_steps": save_every_steps,
-                "save_every_epochs": save_every_epochs,
+                "save_every_epochs": int(save_every_epochs),
                 "resume": None if resume is None else str(resume),
                 "out": None if out is None else str(out),
             }

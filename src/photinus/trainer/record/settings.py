@@ -40,9 +40,7 @@ class Settings:
         options = {name: _comparable(_options(each)) for name, each in self._optimizers.items()}
         self.given = options | {name: _comparable(each.state_dict()) for name, each in self._schedulers.items()}
 
-    def load(
-        self, before: Mapping[str, Any], states: Mapping[str, Any], put_back: Callable[[Mapping[str, Any]], None]
-    ) -> list[str]:
+    def load(self, before: Mapping[str, Any], states: Mapping[str, Any], put_back: Callable[..., None]) -> list[str]:
         """Lets `put_back` load the checkpoint into all objects, then gives them what the script changed.
 
         Args:
