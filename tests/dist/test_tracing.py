@@ -48,6 +48,18 @@ def failing_steps(rank: int, world_size: int, folder: str) -> bool:
         return Path(folder, f"trace.rank{rank}.json").exists()
 
 
+def steps_that_fail_on_one_rank(rank: int, world_size: int, folder: str) -> bool:
+    ddp = DistributedDataParallel(net())
+    try:
+        with photinus.trace(Path(folder, "trace.json")):
+            ddp(torch.ones(8, 128)).sum().backward()
+            if rank == 1:
+                raise KeyError("the script's own error")
+    except (KeyError, photinus.PeerLostError):
+        return Path(folder, f"trace.rank{rank}.json").exists()
+    return False
+
+
 def first_launches(rank: int, world_size: int, **options: Any) -> bool:
     """Whether, in the very first iteration, all buckets but the last are launched while backward still computes."""
     ddp = DistributedDataParallel(net(), bucket_cap_mb=0.05, **options)
@@ -122,9 +134,10 @@ def test_gradients_that_are_views_of_buckets_overlap_as_well() -> None:
     assert [result.value for result in results] == [True, True]
 
 
-def test_a_script_that_fails_leaves_each_ranks_own_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("function", ["failing_steps", "steps_that_fail_on_one_rank"])
+def test_a_script_that_fails_leaves_each_ranks_own_file(function: str, tmp_path: Path) -> None:
     results = run_ranks(
-        "tests.dist.test_tracing:failing_steps",
+        f"tests.dist.test_tracing:{function}",
         world_size=2,
         backend="photinus",
         arguments={"folder": str(tmp_path)},

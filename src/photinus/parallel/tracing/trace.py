@@ -144,7 +144,11 @@ class Trace(AbstractContextManager["Trace"]):
         if error is None:
             self._recording.settle(_SETTLE_S)
         if together:
-            dist.barrier()
+            try:
+                dist.barrier()
+            except Exception as lost:
+                self.__exit__(type(lost), lost, lost.__traceback__)  # writes this rank's own file
+                raise
         meeting_ns = time.perf_counter_ns()
         spans = self._recording.spans(wait=error is None)
         mine = RankTrace(rank, socket.gethostname(), os.getpid(), boot_id(), meeting_ns, spans)
