@@ -291,6 +291,8 @@ def check_mixed_precision_computes_low_and_keeps_full_parameters(group: dist.Pro
     with expect(ValueError, "not a floating dtype"):
         wrong = _MixedPrecision(param_dtype=torch.int8)
         DistributedDataParallel(small_net(), process_group=group, mixed_precision=wrong)
+    with expect(TypeError, "needs an object with param_dtype", "got a dtype"):
+        DistributedDataParallel(small_net(), process_group=group, mixed_precision=torch.bfloat16)
 
 
 def check_the_nan_guard_names_rank_and_parameter_everywhere(group: dist.ProcessGroup) -> None:

@@ -287,18 +287,9 @@ def _precision(content: Mapping[str, Any]) -> str:
             'your own, with a torch.amp.GradScaler given to Loop(..., state={"scaler": scaler}), and take fp16 out.'
         )
     if isinstance(sections["bf16"], Mapping):
-        check_keys(
-            sections["bf16"],
-            "bf16.",
-            {
-                "enabled",
-                "immediate_grad_update",
-                "check_grad_overflow",
-                "bf16_master_weights_and_grads",
-                "bf16_optimizer_states",
-            },
-        )
-        for name in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
+        wider = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
+        check_keys(sections["bf16"], "bf16.", {"enabled", "immediate_grad_update", "check_grad_overflow", *wider})
+        for name in wider:
             if sections["bf16"].get(name):
                 raise ValueError(f"bf16.{name} is not supported: parameters and optimizer states stay float32")
     return "bfloat16" if on else "float32"

@@ -33,10 +33,14 @@ class MixedPrecision:
 
     Raises:
         ValueError: a dtype that is not a floating one, or an option that does not exist here.
+        TypeError: not such a configuration.
     """
 
     def __init__(self, config: MixedPrecisionConfig, module: nn.Module, ignored: set[str]) -> None:
-        for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+        names = ("param_dtype", "reduce_dtype", "buffer_dtype")
+        if not all(hasattr(config, name) for name in names):
+            raise TypeError(f"mixed_precision needs an object with {', '.join(names)}, got a {type(config).__name__}")
+        for name in names:
             dtype = getattr(config, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ValueError(f"mixed_precision: {name}={dtype!r} is not a floating dtype such as torch.bfloat16")
