@@ -29,7 +29,8 @@ class UnevenInputs(Joinable):
     ) -> Join:
         """A context for loops that have other numbers of batches on each rank: the others' go on with zeros.
 
-        At its end every rank has the model of the last one to finish.
+        At its end every rank has the model of the last one to finish. Momentum and the like are not carried over: to
+        train on after it, use an optimizer without, or ZeroRedundancyOptimizer, in `Join([model, optimizer])`.
 
         Args:
             divide_by_initial_world_size: averages are over all ranks; False: over those that still have batches.
