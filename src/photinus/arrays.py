@@ -42,5 +42,5 @@ def facts(array: Any, *, writable: bool) -> tuple[int, int, int, tuple[int, ...]
     address, read_only = place
     if writable and read_only:
         raise ValueError("the array is read-only, but the result goes into it")
-    shape = interface["shape"]
+    shape = tuple(interface["shape"])  # some objects have a list
     return address, math.prod(shape), DTYPES[name], shape

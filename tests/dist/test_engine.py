@@ -9,7 +9,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -255,6 +255,15 @@ def test_arguments_that_do_not_fit_are_refused_with_both_numbers() -> None:
             communicator.all_reduce(frozen)
     with pytest.raises(errors.AbortedError, match="closed"):
         communicator.barrier()
+
+
+def test_an_array_whose_interface_has_a_list_as_shape_is_taken() -> None:
+    class Listed:
+        values = np.ones((2, 3), np.float32)
+        __array_interface__: ClassVar = {**values.__array_interface__, "shape": [2, 3]}
+
+    with engine.Communicator(0, 1, engine.new_address()) as communicator:
+        communicator.all_reduce(Listed())
 
 
 def test_missing_ranks_are_named_when_the_meeting_times_out() -> None:
