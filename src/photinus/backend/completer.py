@@ -22,7 +22,6 @@ from typing import NamedTuple, TypeAlias
 from .. import _native
 
 _IDLE_S = 0.02
-_thread = threading.local()
 
 Complete: TypeAlias = Callable[[BaseException | None], None]
 """Runs the callbacks of an operation that ended, with its error if it has one; may block."""
@@ -45,9 +44,8 @@ def outcome(wait: Callable[[], object]) -> BaseException | None:
     return None
 
 
-def _begin_thread() -> None:
-    _native.go_on_at_exit()
-    _thread.runs_callbacks = True
+class _Thread(threading.Thread):
+    """Runs callbacks."""
 
 
 class Completer:
@@ -82,11 +80,8 @@ class Completer:
                 self._appoint()
 
     def settle(self, timeout_s: float) -> None:
-        """Waits until the callbacks that may start collectives have run, unless this thread runs one, of any group.
-
-        Callbacks of two groups that start collectives on each other's would wait for each other.
-        """
-        if not hasattr(_thread, "runs_callbacks"):
+        """Waits until the callbacks that may start collectives have run, unless this thread runs one, of any group."""
+        if not isinstance(threading.current_thread(), _Thread):  # callbacks of two groups would wait for each other
             with self._settled:
                 self._settled.wait_for(lambda: not self.unsettled, timeout_s)
 
@@ -94,13 +89,13 @@ class Completer:
         """The same for an operation that ends in no order with the others: on a thread that waits for it alone."""
 
         def serve() -> None:
-            _begin_thread()
+            _native.go_on_at_exit()
             try:
                 complete(outcome(wait))
             finally:
                 self._threads.discard(threading.current_thread())
 
-        thread = threading.Thread(target=serve, name=f"photinus-completer-{self._name}", daemon=True)
+        thread = _Thread(target=serve, name=f"photinus-completer-{self._name}", daemon=True)
         with self._changed:
             self._threads.add(thread)
             thread.start()
@@ -123,14 +118,14 @@ class Completer:
         if self._idle:
             self._changed.notify()
         else:
-            thread = threading.Thread(target=self._serve, name=f"photinus-completer-{self._name}", daemon=True)
+            thread = _Thread(target=self._serve, name=f"photinus-completer-{self._name}", daemon=True)
             thread.start()
             self._threads.add(thread)
             self._idle += 1
         self._appointed = True
 
     def _serve(self) -> None:
-        _begin_thread()
+        _native.go_on_at_exit()
         try:
             while (item := self._lead()) is not None:
                 error = outcome(item.wait)
