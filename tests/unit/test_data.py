@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 import warnings
+import weakref
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
@@ -253,6 +255,19 @@ def test_the_normal_that_numpy_keeps_in_reserve_stays_the_ranks_own(draw: Any) -
         np.random.seed(1)
         assert normals == np.random.randn(4).tolist()
     assert found[0] == found[1]
+
+
+def test_a_loader_whose_pass_was_left_early_is_no_cycle() -> None:
+    batches = loader(Draws("python", range(0)), batch_size=4, num_workers=1, persistent_workers=True)
+    for _ in batches:
+        break
+    gone = weakref.ref(batches)
+    gc.disable()
+    try:
+        del batches
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_each_plain_pass_is_the_next_epoch() -> None:

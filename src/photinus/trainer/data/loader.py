@@ -356,14 +356,14 @@ class Loader:
 
     def _fetches(self, epoch: int, start: int) -> Iterator[Batch]:
         asked: deque[LocalBatch] = deque()
+        shares = self.shares  # not self: a cycle, when collected, waits 5 s for each worker
 
         def requests() -> Iterator[Request]:
-            for index in range(start, len(self)):
-                asked.append(self.shares.batch(epoch, index))
+            for index in range(start, len(shares)):
+                asked.append(shares.batch(epoch, index))
                 yield Request(epoch, asked[-1].indices)
 
-        self._passes += 1
-        this_pass = self._passes
+        self._passes = this_pass = self._passes + 1
         self._requests.plan = requests()
         with self._explaining(epoch, start):
             fetched = start_workers(self._data_loader())  # takes the plan
