@@ -28,6 +28,35 @@ def test_threads_and_nested_callbacks_make_collectives_at_once(tmp_path: Path) -
     soak(2, 2_400, tmp_path, timeout_s=60)
 
 
+def test_a_callback_that_waits_for_the_main_thread_holds_up_its_calls_for_a_moment_only(tmp_path: Path) -> None:
+    arguments = {"store": str(tmp_path / "store")}
+    environ = {"PHOTINUS_WAITING_S": "0.3"}
+    for value in values(run_ranks(f"{__name__}:_fill_a_queue", world_size=2, environ=environ, arguments=arguments)):
+        assert value["sums"] == [2.0, 2.0, 2.0]
+        assert value["seconds"] < 5
+
+
+def _fill_a_queue(rank: int, world_size: int, store: str) -> dict[str, Any]:
+    import queue
+    import warnings
+
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("photinus", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+    warnings.simplefilter("ignore")
+    full: queue.Queue[float] = queue.Queue(1)
+    begun_s = time.monotonic()
+    for _ in range(3):
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        assert work is not None
+        work.get_future().then(lambda future: full.put(future.value()[0].item()))
+    sums = [full.get(timeout=20) for _ in range(3)]
+    took_s = time.monotonic() - begun_s
+    dist.destroy_process_group()
+    return {"sums": sums, "seconds": took_s}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(960)
 @pytest.mark.parametrize("world_size", [2, 4])

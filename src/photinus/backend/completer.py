@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
@@ -32,7 +33,7 @@ Submit: TypeAlias = Callable[[Callable[[], object], Complete, bool], None]
 class _Item(NamedTuple):
     wait: Callable[[], object]  # blocks until the operation ended; raises its error
     complete: Complete
-    may_exchange: bool
+    round: int | None  # in which `unsettled` counts it
 
 
 def outcome(wait: Callable[[], object]) -> BaseException | None:
@@ -60,6 +61,7 @@ class Completer:
         self._changed = threading.Condition()
         self._settled = threading.Condition(self._changed._lock)  # type: ignore[attr-defined]
         self.unsettled = 0
+        self._round = 0
         self._waiting: deque[_Item] = deque()
         self._led = False  # a thread is in an item's wait()
         self._appointed = False  # a thread was woken or started to lead, and has not come to it yet
@@ -75,15 +77,27 @@ class Completer:
         """
         with self._changed:
             self.unsettled += may_exchange
-            self._waiting.append(_Item(wait, complete, may_exchange))
+            self._waiting.append(_Item(wait, complete, self._round if may_exchange else None))
             if not self._led:
                 self._appoint()
 
     def settle(self, timeout_s: float) -> None:
-        """Waits until the callbacks that may start collectives have run, unless this thread runs one, of any group."""
-        if not isinstance(threading.current_thread(), _Thread):  # callbacks of two groups would wait for each other
-            with self._settled:
-                self._settled.wait_for(lambda: not self.unsettled, timeout_s)
+        """Waits until the callbacks that may start collectives have run, unless this thread runs one, of any group.
+
+        After `timeout_s` seconds it gives those up for good, with a warning: they may wait for this thread.
+        """
+        if isinstance(threading.current_thread(), _Thread):  # callbacks of two groups would wait for each other
+            return
+        with self._settled:
+            if self._settled.wait_for(lambda: not self.unsettled, timeout_s):
+                return
+            self._round, self.unsettled = self._round + 1, 0
+        warnings.warn(
+            f"group {self._name}: callbacks of earlier collectives have not ended within {timeout_s:g} s, and are not "
+            f"waited for any more. If they start collectives, the ranks may start theirs in different orders.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     def submit_apart(self, wait: Callable[[], object], complete: Complete, may_exchange: bool = False) -> None:
         """The same for an operation that ends in no order with the others: on a thread that waits for it alone."""
@@ -136,7 +150,7 @@ class Completer:
                 item.complete(error)
                 with self._changed:
                     self._idle += 1
-                    self.unsettled -= item.may_exchange
+                    self.unsettled -= item.round == self._round
                     if not self.unsettled:
                         self._settled.notify_all()
                 del item, error  # or an idle thread would keep the last operation's tensors

@@ -16,7 +16,7 @@ import typing_extensions
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from .. import engine
+from .. import engine, env
 from ..engine import Call
 from ..errors import AbortedError, CollectiveError
 from ..waiting_time import waiting_time
@@ -169,7 +169,7 @@ class EngineGroup(ProcessGroup):
 
     def settle(self) -> None:
         """Waits until the callbacks of earlier collectives have run, unless this is one of them."""
-        self._completer.settle(self._limit.timeout_s)
+        self._completer.settle(min(self._limit.timeout_s, env.WAITING_S.get()))
 
     def _run_message(
         self, event_name: str, operation: int, values: Tensor, code: int, peer: int, tag: int, output: Tensor,

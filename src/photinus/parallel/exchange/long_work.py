@@ -19,6 +19,7 @@ from ... import env
 _COUNT_EVERY_S = 0.5
 _SILENT_S = 10.0  # where nobody but the store tells of a death
 _LONGEST_PAUSE_S = 0.1
+_LIST_EVERY_S = 2.0
 
 _made = 0  # by this process; equal on all ranks at equal places of the program
 
@@ -54,16 +55,20 @@ class LongWork:
         self._store.set(f"{self._key}/{self._rank}", "done")
         with contextlib.suppress(RuntimeError):  # of a store that cannot delete
             self._store.delete_key(f"{self._before}/{self._rank}")
+            if self._rank == 0:
+                self._store.delete_key(self._before)
         communicator: Any = getattr(dist.group.WORLD, "communicator", None)
         limit_s = env.TIMEOUT_S.get() if communicator is not None else _SILENT_S
-        counted, heard_s, pause_s, outside = -1, -limit_s, 0.002, None
-        while self._missing:
-            self._missing = [rank for rank in self._missing if not self._store.check([f"{self._key}/{rank}"])]
+        counted, heard_s, listed_s, pause_s, outside = -1, -limit_s, time.monotonic(), 0.002, None
+        while not self._store.check([f"{self._key}/{rank}" for rank in self._missing]):
+            if time.monotonic() - listed_s > _LIST_EVERY_S:  # one request for each
+                self._missing = [rank for rank in self._missing if not self._store.check([f"{self._key}/{rank}"])]
+                listed_s = time.monotonic()
             now, count = time.monotonic(), self._store.add(self._key, 0)
             if count != counted and now - heard_s > limit_s / 2:  # its deadline begins again
                 counted, heard_s = count, now
                 outside = communicator and communicator.wait_outside(self._key, limit_s)
-            if outside is not None and self._missing:
+            if outside is not None:
                 outside.look(self._missing, self._doing)
             elif now - heard_s > limit_s:
                 return

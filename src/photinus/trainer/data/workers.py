@@ -7,7 +7,8 @@ afterwards, so that loading does not shift dropout.
 
 To seed three generators costs more than a cheap sample. So only those are seeded for each sample from which the data
 set was seen to draw, most often none. The others are watched: where one has moved after a batch, it is seeded for each
-sample from then on, and the batch is fetched again.
+sample from then on, and the batch is fetched again. (What draws inside `torch.random.fork_rng()`, or reads
+`torch.initial_seed()`, moves no generator, and gets no seed of its sample: seed it there.)
 """
 
 from __future__ import annotations

@@ -92,6 +92,7 @@ class Replicas:
         self._optimizers = optimizers
         self._names = {id(p): name for model in models for name, p in unwrap(model).named_parameters()}
         self._calls: dict[str, list[dict[str, JSON]]] = {}  # arguments, by step and call
+        self._repeats: dict[str, int] = {}
         self._trained_s = 0.0  # since the digest before
         self._pause_s = 0.0  # to the next one
 
@@ -103,8 +104,9 @@ class Replicas:
         """Remembers a call that all ranks have to make with the same arguments (of a step: groups of options)."""
         if self._alone:
             return
-        while call in self._calls:
-            call += " again"
+        self._repeats[call] = self._repeats.get(call, 0) + 1
+        if self._repeats[call] > 1:
+            call += f", call {self._repeats[call]}"
         self._calls[call] = [
             # not those on a GPU: reading them would make the host wait
             {name: plain(v) for name, v in each.items() if name != "params" and not getattr(v, "is_cuda", False)}
@@ -157,6 +159,7 @@ class Replicas:
             }
             check_alike(arguments, f"up to step {step} the ranks made the same calls with other arguments")
         self._calls.clear()
+        self._repeats.clear()
         if len(set(everyone[1::_WIDTH])) > 1:
             compare_parameters(self._named(), resolve_group(None), f"after step {step} ")
 
