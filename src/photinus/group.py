@@ -251,7 +251,7 @@ class Group:
                 if not (entry := _landing.popleft())[0].has_landed():
                     _landing.append(entry)
         _open.discard(self)
-        if sys.exc_info()[1] is None:  # else an error is on its way already
+        with nullcontext() if sys.exc_info()[1] is None else printed(fails=False):  # another error is on its way
             self._native.raise_lost(False)
 
     def __del__(self) -> None:
@@ -268,8 +268,7 @@ class Group:
         if error is not None:
             self.set_reason(f"{type(error).__name__}: {error}")
             self.abort(f"{type(error).__name__}: {error}")
-        with printed() if error is not None else nullcontext():  # it must not take the place of `error`
-            self.close()
+        self.close()
 
 
 # Of closed groups: a GPU may write to these tensors still. Without a lock, which the garbage collector would wait for
@@ -288,14 +287,15 @@ def _close_all() -> None:
 
 
 @contextmanager
-def printed() -> Iterator[None]:
-    """At the interpreter's end nobody catches what is raised: it is printed, and the exit code is 1 if it was 0."""
+def printed(*, fails: bool = True) -> Iterator[None]:
+    """Prints what nobody could catch, as at the interpreter's end; `fails`: exit code 0 becomes 1."""
     try:
         yield
     except CollectiveError as error:
         if not hasattr(sys, "last_value"):  # else an uncaught error was shown, and may be why
             print(f"photinus: {error}", file=sys.stderr, flush=True)
-            _native.fail_at_exit()
+            if fails:
+                _native.fail_at_exit()
 
 
 atexit.register(_close_all)
