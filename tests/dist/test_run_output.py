@@ -20,6 +20,9 @@ import os, signal, sys, time
 rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
 print("out of", rank, "in", attempt)
 print("err of", rank, "in", attempt, file=sys.stderr)
+open(f"{sys.argv[0]}.{rank}.{attempt}", "w").close()
+while not os.path.exists(f"{sys.argv[0]}.0.{attempt}"):
+    time.sleep(0.01)
 if rank == "1" and attempt == "0":
     for number in range(2000):
         print("a long line of output " * 5, number)
