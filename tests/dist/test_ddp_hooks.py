@@ -20,7 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 
-from photinus.errors import NonFiniteGradientError
+from photinus.errors import NonFiniteGradientError, PhotinusError
 from photinus.parallel import DistributedDataParallel, average_gradients
 from tests.dist.ddp_checks import (
     KIB_IN_MIB,
@@ -371,6 +371,10 @@ def check_an_optimizer_inside_backward_makes_no_step_with_what_is_not_finite(gro
     with expect(NonFiniteGradientError):
         ddp(batch(group) * float("nan")).sum().backward()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    with expect(PhotinusError, "SGD would step before nan_guard has looked"):
+        DistributedDataParallel(small_net(), process_group=group, nan_guard=True)._register_fused_optim(
+            torch.optim.SGD, 0.1
+        )
 
 
 def check_the_hook_that_steps_an_optimizer_of_ones_own(group: dist.ProcessGroup) -> None:

@@ -473,8 +473,11 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
         """Lets an optimizer of class `optim`, made with these arguments, step bucket by bucket as averages come.
 
         Raises:
-            RuntimeError: torch has no functional form of this optimizer, or there is a communication hook.
+            RuntimeError: torch has no functional form of this optimizer, there is a communication hook, or nan_guard,
+                which looks when the optimizer has stepped.
         """
+        if self.nan_guard:
+            raise PhotinusError(f"{optim.__name__} would step before nan_guard has looked: leave out one of the two")
         from torch.distributed.algorithms._optimizer_overlap.optimizer_overlap import _as_overlapped_optim
 
         try:
