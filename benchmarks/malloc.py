@@ -1,4 +1,4 @@
-"""What malloc's settings cost a training step: page faults, processor time and peak memory of one process.
+"""Measures malloc's settings on a training step: page faults, processor time and peak memory of one process.
 
     python benchmarks/malloc.py gpt-20m:16x64 --rounds 3
 

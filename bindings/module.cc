@@ -224,7 +224,7 @@ Args:
     wire_dtype: from DTYPES: the type in which values travel between hosts, equal on all ranks. Where all_reduce, reduce
         and reduce_scatter add or multiply, float32 may travel as bfloat16 or float16, and these as float32.
     shape: a tuple: that of the call's tensors. Ranks that differ in it get MismatchError, though counts are equal. None:
-        not told, as where parts have several. Where a root has parts, its shape is compared with each other rank's.
+        not compared, as where parts have several. Where a root has parts, its shape is compared with each other rank's.
     sends, recvs: in place of `send`, `recv` and `elems` for all_to_all, gather and scatter, and for all_gather
         of different sizes: (address, elements) for each rank, (0, 0) where nothing goes. Sizes must be equal on
         both sides, which is checked before anything is written.

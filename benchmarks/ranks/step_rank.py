@@ -51,7 +51,7 @@ def split(model: nn.Module, kind: str) -> tuple[Any, Any]:
 
 
 class Usage:
-    """What steps took of the processor, and how many pages they touched, by getrusage. Called before each step."""
+    """Processor time and page faults of steps, by getrusage. Called before each step."""
 
     def __init__(self, warm: int = 8) -> None:
         self._calls, self._warm = 0, warm

@@ -39,7 +39,7 @@ struct CallSite {
 // Of a call's tensors, which all have the same: ranks compare it. Begins as that of a single number.
 struct Shape {
   static constexpr size_t kMost = 8;  // are shown
-  uint32_t hash = 0;                  // 0: not told
+  uint32_t hash = 0;                  // 0: not compared
   size_t dims = 0;
   int64_t sizes[kMost];
   static Shape scalar() { return {0x811c9dc5, 0, {}}; }

@@ -99,7 +99,7 @@ class Group {
   // Errors of operations, until somebody has seen them.
   void keep(const std::shared_ptr<Failure>& failure);
   bool has_failures() const { return has_failures_.load(std::memory_order_acquire); }
-  // Takes those that nobody has seen, for whoever raises the first one; `of_dropped`: whose works are gone,
+  // Takes those that nobody has seen; the caller raises the first one; `of_dropped`: whose works are gone,
   // so that nobody can ask.
   std::optional<Error> take_failure(bool of_dropped);
 

@@ -71,7 +71,7 @@ class Connections {
     // So long may something else sit at a peer's address: what is left of the job before, for instance.
     double stranger_s = 1.5;
     double gone_s = 3;     // so long nobody may listen at a peer's addresses before it has ended
-    double say_why_s = 5;  // after which it is told what is met at a peer's address
+    double say_why_s = 5;  // after which a line says what answers at a peer's address
     Dialect dialect;       // another one only in tests
     bool ucx = false;      // carries links to peers that have the same UCX and want it, too; else TCP does
   };

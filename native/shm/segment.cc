@@ -38,7 +38,7 @@ void Segment::make_all_private() {
     if (copy != MAP_FAILED)
       mremap(copy, segment->bytes_, segment->bytes_, MREMAP_MAYMOVE | MREMAP_FIXED, segment->base_);
   }
-  maps().clear();  // a child that joins a group with its parent maps the parent's memory anew, and shared
+  maps().clear();  // a child that joins a group with its parent maps the parent's memory again, and shared
 }
 
 std::shared_ptr<Segment> Segment::create(const std::string& name, size_t bytes) {

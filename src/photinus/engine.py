@@ -95,7 +95,7 @@ def network_id() -> str:
         if given := env.HOST_ID.get():
             return given
         raise OSError(
-            f"{_BOOT_ID}, by which hosts are told apart, cannot be read ({error.strerror}). Set {env.HOST_ID.name} to "
+            f"{_BOOT_ID}, which identifies the host, cannot be read ({error.strerror}). Set {env.HOST_ID.name} to "
             f"a text that is equal for the ranks of a host, and another on each host."
         ) from None
     return f"{boot}-{os.stat(_NETWORK).st_ino}"

@@ -175,7 +175,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_each_command_of_ours_is_understood(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     typed = dict.fromkeys(each for page in PAGES if page != "README.md" for each in commands(page))
     ours = [each for each in typed if reason(each) is None and (shutil.which("ssh") or "--hostfile" not in each)]
-    assert len(ours) > 12
+    assert len(ours) > 15
     for each in ours:
         # what the shell does with output and background is left out
         words = shlex.split(each.split(" > ")[0].split(" | ")[0].removesuffix("&"))

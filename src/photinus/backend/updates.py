@@ -1,4 +1,4 @@
-"""How often parameters that train over a group were updated (torch's DDP, FSDP2): what tells ranks out of step.
+"""Counts the updates of parameters that train over a group (torch's DDP, FSDP2), to find ranks out of step.
 
 A rank that leaves out one exchange of gradients (`no_sync` on this rank only), or makes one more, averages gradients of
 different steps from then on, and each of its calls looks like the others'. But it has made another number of optimizer

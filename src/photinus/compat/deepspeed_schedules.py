@@ -61,7 +61,7 @@ class Schedule(LRScheduler):
         return [self._rate(self.last_epoch, float(base)) for base in self.base_lrs]
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: the number of steps, the rates, and what the curves were made of."""
+        """Return the state for a checkpoint: the number of steps, the rates, and what the curves were made of."""
         return {"last_epoch": self.last_epoch, "_last_lr": self._last_lr, **self._parameters}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

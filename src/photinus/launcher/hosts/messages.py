@@ -57,24 +57,24 @@ async def read(reader: asyncio.StreamReader) -> dict[str, Any]:
 
 
 async def hear(reader: asyncio.StreamReader, who: str, grace_s: float, say: Callable[[str], None]) -> dict[str, Any]:
-    """The next message, like `read`; silence is told after some seconds, and when it ends.
+    """The next message, like `read`; a line says when it is silent for some seconds, and when that ends.
 
     Raises:
         asyncio.TimeoutError: nothing came for `grace_s` seconds.
         asyncio.IncompleteReadError, MessageError: see `read`.
     """
     begun_s, say_after_s, step_s = time.monotonic(), min(SAY_AFTER_S, grace_s), min(_STEP_S, grace_s)
-    coming, silent_s, told = asyncio.ensure_future(read(reader)), 0.0, False
+    coming, silent_s, has_warned = asyncio.ensure_future(read(reader)), 0.0, False
     try:
         while not (await asyncio.wait({coming}, timeout=step_s))[0]:
             silent_s += step_s  # a time in which this process itself was stopped counts as one step
             if silent_s >= grace_s:
                 raise asyncio.TimeoutError
-            if silent_s >= say_after_s and not told:
-                told = True
+            if silent_s >= say_after_s and not has_warned:
+                has_warned = True
                 say(f"nothing was heard of {who} for {say_after_s:g} s; it counts as lost after {grace_s:g} s")
         message = await coming
-        if told:
+        if has_warned:
             say(f"{who} is back after {time.monotonic() - begun_s:.0f} s")
         return message
     finally:
