@@ -95,11 +95,10 @@ address thread: $(VENV)/.tools
 	$(BIN)/ctest --test-dir build/$@ --parallel 4 --output-on-failure --no-tests=error
 
 # A thousand schedules of made-up peers, each call of CUDA's driver failing once, each wait of CUDA tensors left out once,
-# 64 hosts, the tests of several hosts over UCX, and half an hour of random use: SOAK_S seconds each as processes, as
+# 64 hosts, and half an hour of random use: SOAK_S seconds each as processes, as
 # threads, and as threads under both sanitizers; half of it on one host, half on several; and SOAK_S each plain and under
 # sanitizers with CUDA tensors.
 SOAK_S ?= 300
-OVER_UCX := communicator-robin failures-pairs failures-apart liveness-uneven exchange-uneven messages-pairs
 soak: native apart sanitized
 	for subject in communicator failures exchange messages link; do \
 	  $(BUILD_DIR)/native/tests/$${subject}_test --schedules 250 || exit 1; \
@@ -121,10 +120,6 @@ soak: native apart sanitized
 	done
 	for subject in communicator cuda_operations cuda_failures; do \
 	  build/thread/tests/$${subject}_test --hosts pairs || exit 1; \
-	done
-	for run in link link_ends $(OVER_UCX); do \
-	  PHOTINUS_TRANSPORT=ucx $(BUILD_DIR)/native/tests/$${run%-*}_test $$(case $$run in *-*) echo --hosts $${run#*-};; esac); \
-	  case $$? in 0|77) ;; *) exit 1;; esac; \
 	done
 
 # Shown as it goes, unlike what runs beside it: to make, a + says that this minds itself. Not so with make -n, as some

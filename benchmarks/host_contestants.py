@@ -35,8 +35,8 @@ __all__ = [
 
 GLOO, PHOTINUS, PLAIN, OPEN_MPI, MPICH = "gloo", "photinus", "bare", "openmpi", "mpich"
 HALVED = "photinus-bfloat16"  # float32 that crosses between hosts as bfloat16
-OVER_UCX, ON_BOTH_CARDS = "photinus-ucx", "photinus-2-cards"
-VARIABLES = {OVER_UCX: {"PHOTINUS_TRANSPORT": "ucx"}, ON_BOTH_CARDS: {"PHOTINUS_INTERFACE": ",".join(CARDS)}}
+ON_BOTH_CARDS = "photinus-2-cards"
+VARIABLES = {ON_BOTH_CARDS: {"PHOTINUS_INTERFACE": ",".join(CARDS)}}
 """Photinus as it is when told so; its ranks take part when asked for."""
 NAMES = (GLOO, PHOTINUS, PLAIN, OPEN_MPI, MPICH, HALVED, *VARIABLES)
 OF_TORCH = (GLOO, PHOTINUS, HALVED)

@@ -121,8 +121,7 @@ void Communicator::look_at_hosts() {
       about += text(", only %s to %s", text_of_rate(*lowest).c_str(), group_->peers->who(there).c_str());
     }
   } else if (measures) {
-    about = rates.empty() || median(rates) == 0 ? "not measured, for too little came in 40 ms"
-                                                : "not measured, for these links tell no round trip";
+    about = "not measured: too little data arrived in 40 ms";
   }
   about_hosts_ =
       text("%s; levels %s (%s)", about.c_str(), print(choice.sizes).c_str(), choice.reason.c_str());

@@ -8,7 +8,6 @@
 #include "base/error.h"
 #include "base/thread.h"
 #include "hosts/words.h"
-#include "net/transport.h"
 
 namespace photinus {
 namespace {
@@ -23,7 +22,6 @@ Connections::Options options_of(const std::vector<SocketAddress>& listen) {
   Connections::Options options;
   options.listen = listen;
   options.streams = static_cast<uint8_t>(std::min<size_t>(kCollectiveStreams + listen.size(), UINT8_MAX));
-  options.ucx = transport_of_environment() == Transport::ucx;
   return options;
 }
 

@@ -77,8 +77,6 @@ void Connections::join(const Membership& member) {
   group.own = member;
   if (group.own.pid == 0) group.own.pid = own_pid();
   if (group.own.host.empty()) group.own.host = host_name();
-  if (options_.ucx && !has_tried_ucx_) open_ucx();
-  group.own.ucx = ucx_ ? ucx_->library().interface : 0;
   if (!groups_.emplace(GroupName{member.job, member.group}, std::move(group)).second)
     throw Error(ErrorKind::invalid_argument, "this process has joined " + member.of_group() + " already");
 }
@@ -185,7 +183,7 @@ Incoming::Decision Connections::decide(const Claim& claim, const Challenge& said
   judgement.answer = Answer::refused;
   if (opening->is_dialled_) {
     judgement.reason = own->who() + text(" dials rank %u itself", claimed.from.rank);
-  } else if (opening->link_ || !opening->over_ucx_.empty() || (is_known && !is_same)) {
+  } else if (opening->link_ || (is_known && !is_same)) {
     judgement.reason = text("a second one says that it is rank %u: ", claimed.from.rank) +
                        claimed.from.who() + ", and there is a link with " + opening->other_.who();
   } else if (!opening->is_under_way()) {
@@ -232,7 +230,6 @@ void Connections::drop(const Claim& claim) {
 void Connections::complete(Opening& opening) {
   for (const PrivateDescriptor& socket : opening.sockets_)
     if (!socket.valid()) return;
-  if (agree_on_ucx(opening)) return join_over_ucx(opening);
   std::vector<std::unique_ptr<Stream>> streams;
   for (PrivateDescriptor& socket : opening.sockets_) {
     auto stream = std::make_unique<TcpStream>(std::move(socket));
@@ -241,10 +238,6 @@ void Connections::complete(Opening& opening) {
     events_.watch_as(stream->number(), id);
     streams.push_back(std::move(stream));
   }
-  finish(opening, std::move(streams));
-}
-
-void Connections::finish(Opening& opening, std::vector<std::unique_ptr<Stream>> streams) {
   opening.link_ = std::make_shared<Link>(std::move(streams), opening.own_.who(), opening.other_.who(),
                                          std::move(opening.handler_));
   auto links = std::make_shared<Links>();
@@ -264,7 +257,6 @@ void Connections::fail(Opening& opening, ErrorKind kind, const std::string& what
   for (const auto& dial : opening.dials_) dials_.erase(dial->id());
   opening.dials_.clear();
   opening.sockets_.clear();
-  opening.over_ucx_.clear();
   opening.is_over_.store(true, std::memory_order_release);
 }
 
@@ -317,8 +309,7 @@ void Connections::work(double now) {
       if (!opening->sockets_[i].valid()) note_due(opening->dials_[i]->due_s());
     return false;
   });
-  work_on_ucx();
-  busy_.store(due > 0 || !joining_.empty());
+  busy_.store(due > 0);
   events_.wake_at(due);
 }
 
@@ -330,21 +321,15 @@ bool Connections::poll(double limit_s) {
   if (!polling) return false;
   // Before a sleep a look at the links is enough: what is ready ends the sleep.
   Moved moved = Moved::nothing;
-  UcxWorker* const ucx = polled_ucx_.load(std::memory_order_acquire);
-  if (ucx) {
-    limit_s = std::min(limit_s, ucx->fire());
-    if (ucx->progress()) limit_s = 0;
-  }
   if (limit_s > 0) {
     moved = poll_links();
-    if (moved != Moved::nothing || (ucx && !ucx->arm()))
+    if (moved != Moved::nothing)
       limit_s = 0;
     else
       rest_links();
   }
   epoll_event room[64];
   const auto events = events_.collect(room, limit_s);
-  if (ucx && limit_s > 0) ucx->progress();
   const bool busy = busy_.load(std::memory_order_relaxed);
   if (!events.empty() || busy) dispatch(events);
   moved = std::max(moved, poll_links());

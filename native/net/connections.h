@@ -22,7 +22,6 @@
 #include "net/link.h"
 #include "net/socket_address.h"
 #include "net/tcp_stream.h"
-#include "net/ucx_stream.h"
 
 namespace photinus {
 
@@ -52,12 +51,11 @@ class Opening {
   std::string error_text_;
 
   bool is_dialled_ = false;
-  Dialing::Order order_;                              // of what is dialled
-  std::vector<std::unique_ptr<Dialing>> dials_;       // by stream
-  std::vector<PrivateDescriptor> sockets_;            // by stream, that have come
-  std::vector<bool> promised_;                        // of those awaited: accepted, the socket comes at once
-  std::vector<std::unique_ptr<UcxStream>> over_ucx_;  // by stream, that are being joined
-  Membership other_;                                  // the peer, as it has proved itself
+  Dialing::Order order_;                         // of what is dialled
+  std::vector<std::unique_ptr<Dialing>> dials_;  // by stream
+  std::vector<PrivateDescriptor> sockets_;       // by stream, that have come
+  std::vector<bool> promised_;                   // of those awaited: accepted, the socket comes at once
+  Membership other_;                             // the peer, as it has proved itself
   Token token_{};
 };
 
@@ -73,7 +71,6 @@ class Connections {
     double gone_s = 3;     // so long nobody may listen at a peer's addresses before it has ended
     double say_why_s = 5;  // after which a line says what answers at a peer's address
     Dialect dialect;       // another one only in tests
-    bool ucx = false;      // carries links to peers that have the same UCX and want it, too; else TCP does
   };
 
   // Throws as Incoming::listen() does, or Error(system) when the process may not open enough descriptors.
@@ -128,12 +125,6 @@ class Connections {
   void work(double now);
   void work_on(Opening& opening, double now);
   void complete(Opening& opening);
-  void finish(Opening& opening, std::vector<std::unique_ptr<Stream>> streams);
-  // connections_ucx.cc
-  void open_ucx();
-  bool agree_on_ucx(const Opening& opening);
-  void join_over_ucx(Opening& opening);
-  void work_on_ucx();
   void fail(Opening& opening, ErrorKind kind, const std::string& text);
   void dispatch(std::span<const epoll_event> events);
   enum class Moved : uint8_t { nothing, bytes, completed };
@@ -151,15 +142,12 @@ class Connections {
   Incoming incoming_;
   uint64_t next_id_ = 1;
   std::map<GroupName, Group> groups_;
-  std::vector<std::weak_ptr<Opening>> under_way_, joining_;  // joining_: over UCX
-  std::unordered_map<uint64_t, Dialing*> dials_;             // by id, to be worked on
+  std::vector<std::weak_ptr<Opening>> under_way_;
+  std::unordered_map<uint64_t, Dialing*> dials_;  // by id, to be worked on
   std::unordered_map<uint64_t, std::weak_ptr<Readiness>> streams_;
   std::shared_ptr<const Links> links_ = std::make_shared<Links>();
-  std::atomic<bool> busy_{false};  // something is under way beside links
-  bool has_tried_ucx_ = false, has_said_who_has_none_ = false;
-  std::vector<std::string> lines_;               // to be said
-  std::shared_ptr<UcxWorker> ucx_;               // set before there are links
-  std::atomic<UcxWorker*> polled_ucx_{nullptr};  // the same, for whoever polls
+  std::atomic<bool> busy_{false};   // something is under way beside links
+  std::vector<std::string> lines_;  // to be said
 };
 
 }  // namespace photinus

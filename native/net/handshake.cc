@@ -17,12 +17,11 @@ constexpr size_t kNonceBytes = 32, kProofBytes = 32, kReasonBytes = 384;
 struct At {
   static constexpr size_t magic = 0, version = 16, byte_order = 20;
   static constexpr size_t challenge_nonce = 32;
-  static constexpr size_t stream = 21, streams = 22, attempt = 24, from = 28, to = 32, ranks = 36, pid = 40,
-                          ucx = 44;
+  static constexpr size_t stream = 21, streams = 22, attempt = 24, from = 28, to = 32, ranks = 36, pid = 40;
   static constexpr size_t token = 48, nonce = 64, job = 96, group = job + kNameBytes,
                           host = group + kNameBytes;
   static constexpr size_t answer = 21, verdict_attempt = 24, verdict_rank = 28, verdict_pid = 32,
-                          verdict_ucx = 36, verdict_host = 64, reason = verdict_host + kNameBytes;
+                          verdict_host = 64, reason = verdict_host + kNameBytes;
 };
 static_assert(At::host + kNameBytes + kProofBytes <= std::tuple_size_v<Claim>);
 static_assert(At::reason + kReasonBytes + kProofBytes <= std::tuple_size_v<Verdict>);
@@ -152,7 +151,6 @@ Claim make_claim(const Challenge& heard, const Membership& own, uint32_t to, uin
   put(at + At::to, to);
   put(at + At::ranks, own.ranks);
   put(at + At::pid, static_cast<uint32_t>(own.pid));
-  put(at + At::ucx, own.ucx);
   std::memcpy(at + At::token, token.data(), token.size());
   fill_random(at + At::nonce, kNonceBytes);
   put(at + At::job, own.job, kNameBytes);
@@ -177,7 +175,6 @@ Claimed read(const Claim& claim) {
   said.to = number(at + At::to);
   said.from.ranks = number(at + At::ranks);
   said.from.pid = static_cast<int>(number(at + At::pid));
-  said.from.ucx = number(at + At::ucx);
   std::memcpy(said.token.data(), at + At::token, said.token.size());
   said.from.job = raw(at + At::job, kNameBytes);
   said.from.group = raw(at + At::group, kNameBytes);
@@ -239,7 +236,6 @@ Verdict make_verdict(const Judgement& judgement, const Membership* own, const Cl
   put(at + At::verdict_attempt, own->attempt);
   put(at + At::verdict_rank, own->rank);
   put(at + At::verdict_pid, static_cast<uint32_t>(own->pid));
-  put(at + At::verdict_ucx, own->ucx);
   put(at + At::verdict_host, own->host, kNameBytes);
   const Digest proof = proof_of(made, heard, said, own->key);
   std::memcpy(proof_in(made), proof.data(), proof.size());
@@ -259,7 +255,6 @@ Heard read(const Verdict& verdict, const Claim& said, const Challenge& heard, co
   read.from.attempt = number(at + At::verdict_attempt);
   read.from.rank = number(at + At::verdict_rank);
   read.from.pid = static_cast<int>(number(at + At::verdict_pid));
-  read.from.ucx = number(at + At::verdict_ucx);
   read.from.host = words(at + At::verdict_host, kNameBytes);
   return read;
 }

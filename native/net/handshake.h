@@ -40,7 +40,6 @@ struct Membership {
   uint32_t rank = 0, ranks = 0;
   int pid = 0;
   std::string host;
-  uint32_t ucx = 0;  // major << 16 | minor of the UCX that it wants to use; 0: none
   Digest key{};
 
   std::string who() const;       // "rank 1 (pid 71 on host-b)"

@@ -1,6 +1,5 @@
 // One connection, as links see it: bytes in order in both directions, and nothing ever blocks. Over TCP
-// (net/tcp_stream.h), over UCX (net/ucx_stream.h), or made up by a test with torn reads, delays
-// and cuts (tests/fake_streams.h).
+// (net/tcp_stream.h), or made up by a test with torn reads, delays and cuts (tests/fake_streams.h).
 #pragma once
 
 #include <sys/uio.h>

@@ -15,8 +15,6 @@
 #include "base/error.h"
 #include "engine/communicator.h"
 #include "layouts.h"
-#include "net/transport.h"
-#include "net/ucx_worker.h"
 #include "progress/progress.h"
 #include "shm/arena.h"
 #include "shm/local_group.h"

@@ -3,7 +3,6 @@
 
 #include <fcntl.h>
 #include <netinet/in.h>
-#include <poll.h>
 #include <sys/socket.h>
 
 #include <functional>
@@ -17,13 +16,11 @@
 #include "fake_streams.h"
 #include "net/link.h"
 #include "net/tcp_stream.h"
-#include "net/transport.h"
-#include "net/ucx_stream.h"
 
 namespace photinus::test {
 
 using Streams = std::vector<std::unique_ptr<Stream>>;
-enum class Carrier { tcp, fake, ucx };
+enum class Carrier { tcp, fake };
 
 inline PrivateDescriptor made(int number) {
   CHECK(number >= 0);
@@ -56,21 +53,12 @@ struct Control {
   bool operator==(const Control&) const = default;
 };
 
-// UCX of each of two processes that are one.
-inline std::shared_ptr<UcxWorker> ucx(int side) {
-  static std::string why;
-  static const std::shared_ptr<UcxWorker> workers[2] = {UcxWorker::open(why), UcxWorker::open(why)};
-  if (!workers[side]) fail_check(__FILE__, __LINE__, why);
-  return workers[side];
-}
-
 // Two links with each other, in one process.
 struct Ends {
   std::unique_ptr<Link> links[2];
   std::vector<Control> heard[2];
   std::vector<FakeStream*> fakes[2];
   std::vector<TcpStream*> tcps;
-  std::vector<UcxStream*> ucxs[2];
 
   explicit Ends(Carrier carrier, uint64_t seed = 0, size_t data_streams = 1, const TcpOptions& tcp = {}) {
     Streams streams[2];
@@ -81,14 +69,6 @@ struct Ends {
         fakes[1].push_back(pair.second.get());
         streams[0].push_back(std::move(pair.first));
         streams[1].push_back(std::move(pair.second));
-      } else if (carrier == Carrier::ucx) {
-        auto pair = tcp_pair(tcp);
-        for (int side : {0, 1}) {
-          auto stream =
-              std::make_unique<UcxStream>(ucx(side), std::move(side == 0 ? pair.first : pair.second));
-          ucxs[side].push_back(stream.get());
-          streams[side].push_back(std::move(stream));
-        }
       } else {
         auto pair = tcp_pair(tcp);
         for (auto* socket : {&pair.first, &pair.second}) {
@@ -98,12 +78,6 @@ struct Ends {
         }
       }
     }
-    for (int side : {0, 1})
-      for (UcxStream* stream : ucxs[side])
-        run([&] {
-          for (UcxStream* other : ucxs[1 - side]) other->join();
-          return stream->join() == UcxStream::State::joined;
-        });
     for (int side : {0, 1})
       links[side] = std::make_unique<Link>(
           std::move(streams[side]), side ? "rank 1" : "rank 0", side ? "rank 0" : "rank 1",
@@ -120,12 +94,6 @@ struct Ends {
     if (links[side] && !links[side]->has_failed())
       for (size_t i = static_cast<size_t>(side); i < tcps.size(); i += 2)
         tcps[i]->readiness()->set(true, true, false);
-    if (!ucxs[side].empty()) ucx(side)->progress(), ucx(side)->fire();
-    if (links[side] && !links[side]->has_failed())
-      for (UcxStream* stream : ucxs[side]) {
-        pollfd now{stream->number(), POLLRDHUP, 0};
-        if (::poll(&now, 1, 0) == 1) stream->readiness()->set(true, true, true);
-      }
     return links[side] && links[side]->poll();
   }
   bool poll() {
@@ -145,9 +113,8 @@ struct Ends {
   }
 };
 
-// Every test holds over both; or over UCX.
+// Every test holds over both.
 inline void for_both(const std::function<void(Carrier)>& body) {
-  if (transport_of_environment() == Transport::ucx) return body(Carrier::ucx);
   for (Carrier carrier : {Carrier::tcp, Carrier::fake}) body(carrier);
 }
 

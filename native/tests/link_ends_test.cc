@@ -75,7 +75,7 @@ TEST(a_peer_that_goes_at_any_byte_is_noticed) {
       CHECK_CONTAINS(error, "the link of rank 1 to rank 0: the connection was ");
       if (received.is_done()) CHECK(in == out);
       if (was_there) CHECK_CONTAINS(error, "without a goodbye");
-      CHECK(carrier == Carrier::ucx || ends.links[1]->fault().empty());  // of itself it can tell nothing
+      CHECK(ends.links[1]->fault().empty());  // of itself it can tell nothing
       CHECK(error_of([&] { ends.links[1]->send(2, 4, {&piece, 1}, sent); }).first == ErrorKind::peer_lost);
     }
   });

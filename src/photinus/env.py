@@ -135,26 +135,12 @@ INTERFACE: Variable[tuple[str, ...]] = Variable(
     "network cards (eth0,eth1) over which ranks of several hosts exchange tensors (default: what GLOO_SOCKET_IFNAME "
     "names, which `photinus run` sets, else the one with the way to the other hosts)",
 )
-TRANSPORT: Variable[str] = Variable(
-    "PHOTINUS_TRANSPORT",
-    _one_of("tcp", "ucx"),
-    "tcp",
-    "what carries tensors between hosts: tcp, or ucx where both ends have the same UCX (else tcp, and a line says so); "
-    "read by the engine, in native/net/transport.cc",
-)
 LEVELS: Variable[tuple[int, ...] | None] = Variable(
     "PHOTINUS_LEVELS",
     _levels,
     None,
     "in which groups hosts exchange: sizes whose product is the number of hosts, like 2,2 for groups on as many; or "
     "unmeasured, which goes by that number alone (default: by the speeds that are measured while a group forms)",
-)
-UCX_LIBRARY: Variable[str] = Variable(
-    "PHOTINUS_UCX_LIBRARY",
-    str,
-    "libucp.so.0",
-    "the UCX that PHOTINUS_TRANSPORT=ucx opens: a path, or a name that the loader finds; read by the engine, in "
-    "native/net/ucx_library.cc",
 )
 BACKEND: Variable[str] = Variable(
     "PHOTINUS_BACKEND", str, "auto", "torch.distributed backend that photinus.init uses when none is given"

@@ -6,7 +6,6 @@ lies on one host, make a group for each placement.
 
 from __future__ import annotations
 
-import ctypes.util
 import hashlib
 import os
 from collections.abc import Callable, Iterator
@@ -14,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from photinus import env
 from tests.fork_server import REPOSITORY
 from tests.ranks import run_ranks, values
 
@@ -72,25 +70,6 @@ def test_ddp_trains_a_gpt_to_the_same_weights_on_any_number_of_hosts(four_ranks:
     weights = [each for found in four_ranks for each in found["weights"].values()]
     assert len(weights) == 12
     assert len(set(weights)) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    ctypes.util.find_library("ucp") is None and not os.environ.get(env.UCX_LIBRARY.name),
-    reason="UCX (libucp.so.0; Debian's libucx0) is not installed",
-)
-def test_over_ucx_every_collective_and_the_weights_have_the_same_bits(four_ranks: list[dict[str, Any]]) -> None:
-    over_ucx = values(run_ranks(f"{__name__}:_over_ucx", world_size=4, backend="photinus", timeout_s=300))
-    for rank, (found, over_tcp) in enumerate(zip(over_ucx, four_ranks, strict=True)):
-        assert found.pop("uses UCX")
-        assert found == over_tcp, f"rank {rank}"
-
-
-def _over_ucx(rank: int, world_size: int) -> dict[str, Any]:
-    os.environ[env.TRANSPORT.name] = "ucx"
-    found = _in_all_placements(rank, world_size)
-    with open("/proc/self/maps") as maps:
-        return {**found, "uses UCX": "libucp" in maps.read()}
 
 
 def _digest(*tensors: Any) -> str:

@@ -43,7 +43,6 @@ def test_a_set_variable_is_parsed_anew_at_each_reading(monkeypatch):
         (env.EXPECTED_WORLD_SIZE, "0"),
         (env.EXPECTED_WORLD_SIZE, "2.5"),
         (env.ATTEMPT, "first"),
-        (env.TRANSPORT, "rdma"),
         (env.INSTRUCTION_SET, "avx3"),
         (env.LEVELS, "2,two"),
     ],

@@ -60,7 +60,6 @@ def _make_ours(given: _DistributedBackendOptions, own: Options, devices: Sequenc
     members = list(given.global_ranks_in_group)
     if not members:  # the default group
         _check_world_size(size)
-    env.TRANSPORT.get()  # what is no transport is an error on every rank, before any waits for another
     label = "world" if not members else f"{given.group_id} ({name_ranks(members, 8)} of the world)"
     world = _default_group() if members else None
     limit = Limit(_timeout_s(given.timeout, world))
