@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import os
@@ -16,7 +17,7 @@ import photinus.launcher.viewing.page
 from photinus.launcher.cli import main
 from photinus.launcher.viewing.page import labels_of, page
 from photinus.launcher.viewing.view import view
-from photinus.runlog.chart import Chart, Series
+from photinus.runlog.chart import DARK, LIGHT, Chart, Series
 from photinus.runlog.curve import Curve
 from photinus.runlog.figures import mean_windows
 from photinus.runlog.run import Run
@@ -24,7 +25,7 @@ from photinus.runlog.tables import RunFiles, StepLoss
 from photinus.runlog.windows import PHASES, RANKS
 from tests.made_run import BEGAN_S, window, write_run
 
-VOID = {"meta", "br", "hr", "img", "input", "link"}
+VOID = {"meta", "source", "br", "hr", "img", "input", "link"}
 
 
 class Read(HTMLParser):
@@ -68,9 +69,14 @@ def made(*folders: Path) -> str:
     return page(runs)
 
 
-def classes(text: str, name: str) -> list[str]:
-    """What stands in each group of a picture that has this class, until the next group of a class."""
-    return re.findall(rf'<g class="{name}">(.*?)(?=<g class=|</svg>|$)', text, re.DOTALL)
+def groups(text: str, name: str) -> list[str]:
+    """What stands in each group of a picture that has this id, until the next group with an id."""
+    return re.findall(rf'<g id="{name}">(.*?)(?=<g id=|</svg>|$)', text, re.DOTALL)
+
+
+def svgs(text: str) -> list[str]:
+    """The pictures of a page, for a dark and a light window in turn."""
+    return [base64.b64decode(found).decode() for found in re.findall(r'data:image/svg\+xml;base64,([^"]*)"', text)]
 
 
 def words(read: Read) -> str:
@@ -84,15 +90,13 @@ def check_alone(text: str) -> Read:
     """The page is well-formed, refers to nothing outside, and each picture has words."""
     read = Read(text)
     assert text.startswith("<!DOCTYPE html>")
-    assert re.search(r"https?:|//[a-z]|url\(|@import|<script|<link|<iframe|srcset|\bsrc=", text) is None
+    assert re.search(r"https?:|//[a-z]|url\(|@import|<script|<link|<iframe|(srcset|\bsrc)=\"(?!data:)", text) is None
     ids = [attributes["id"] for _, attributes in read.elements if "id" in attributes]
     assert len(ids) == len(set(ids))
-    for picture in read.all("svg"):
-        assert picture["role"] == "img"
-        assert set(picture["aria-labelledby"].split()) <= set(ids)
-    assert "nan" not in "".join(
-        value for tag, attributes in read.elements for name, value in attributes.items() if name in ("d", "x", "y")
-    )
+    for picture in read.all("img"):
+        assert picture["alt"]
+    for picture in svgs(text):
+        assert "nan" not in "".join(re.findall(r' (?:d|x|y)="([^"]*)"', picture))
     assert [attributes["lang"] for attributes in read.all("html")] == ["en"]
     return read
 
@@ -106,8 +110,9 @@ def test_a_page_is_well_formed_and_needs_nothing_else(tmp_path: Path) -> None:
         assert wanted in found
     for wanted in ("photinus run -n 2 train.py --out ", "OMP_NUM_THREADS 1"):
         assert wanted in found
-    assert len(read.all("svg")) == 7
-    assert "training loss: 1.9 at first, 0.5 at last" in found
+    pictures = read.all("img")
+    assert len(pictures) == 7
+    assert "training loss: 1.9 at first, 0.5 at last" in pictures[0]["alt"]
 
 
 def test_whatever_a_run_is_called_stays_text(tmp_path: Path) -> None:
@@ -139,7 +144,7 @@ def test_100_000_steps_and_many_ranks_make_a_small_page_that_keeps_the_extremes(
     text = made(folder)
     read = check_alone(text)
     assert len(text.encode()) < 500 * 1024
-    assert "and 99" in words(read)
+    assert "and 99" in read.all("img")[0]["alt"]
 
 
 # -- odd runs ---------------------------------------------------------------------------------------------------------
@@ -166,11 +171,10 @@ def test_a_run_without_validation_times_or_events_has_a_page(tmp_path: Path) -> 
 def test_losses_that_are_no_numbers_are_gaps_with_a_mark(tmp_path: Path) -> None:
     read = check_alone(made(write_run(tmp_path / "run", nan_steps=range(30, 41))))
     assert "11 steps have a loss that is no number" in words(read)
-    loss = re.search(r"<h3>loss</h3>.*?</figure>", made(tmp_path / "run"), re.DOTALL)
-    assert loss is not None
-    (marks,) = classes(loss.group(), "missing")
+    loss = svgs(made(tmp_path / "run"))[0]
+    (marks,) = groups(loss, "missing")
     assert marks.count("<use") == 11
-    training, validation = classes(loss.group(), "line")
+    training, validation = groups(loss, "line")
     assert training.count("M ") == 2  # before the gap, and after it
     assert validation.count('d="M ') == 2  # the line, and a dot for each epoch
     assert validation.count("<use") == 3
@@ -202,7 +206,7 @@ def test_several_runs_are_drawn_over_each_other_with_what_differs(tmp_path: Path
     found = words(read)
     assert "Options that differ one/run two/run lr 0.1 0.2" in found
     assert "model cnn cnn" not in found
-    assert len(read.all("svg")) == 6
+    assert len(read.all("img")) == 6
     assert [run.name for run in (Run(one), Run(two))] == ["run", "run"]
     assert labels_of([Run(one), Run(two)]) == ["one/run", "two/run"]
 
@@ -214,10 +218,10 @@ def test_whatever_stands_in_the_files_something_is_shown(
 ) -> None:
     draw, drawn = Chart.svg, {}  # most of what is odd changes no chart, and drawing takes longest
 
-    def draw_once(chart: Chart, name: str) -> str:
-        known = repr((chart, name)).partition("show=")[0]
+    def draw_once(chart: Chart, colours: dict[str, str]) -> str:
+        known = repr((chart, colours)).partition("show=")[0]
         if known not in drawn:
-            drawn[known] = draw(chart, name)
+            drawn[known] = draw(chart, colours)
         return drawn[known]
 
     monkeypatch.setattr(Chart, "svg", draw_once)
@@ -244,7 +248,7 @@ def test_whatever_stands_in_the_files_something_is_shown(
 
 def places(text: str, name: str) -> list[tuple[float, float]]:
     """(x, y) of all corners of the first line of a class."""
-    path = re.search(r' d="([^"]*)"', classes(text, name)[0])
+    path = re.search(r' d="([^"]*)"', groups(text, name)[0])
     assert path is not None
     numbers = [float(number) for number in re.findall(r"-?[0-9.]+", path.group(1))]
     return list(zip(numbers[::2], numbers[1::2], strict=True))
@@ -252,7 +256,7 @@ def places(text: str, name: str) -> list[tuple[float, float]]:
 
 def test_all_points_lie_inside_the_picture() -> None:
     points = [(float(i), (-1.0) ** i * 10.0**i) for i in range(8)]
-    for x, y in places(Chart("t", series=[Series("a", points, "run0", missing=[3.0])]).svg("c"), "line"):
+    for x, y in places(Chart("t", series=[Series("a", points, "run0", missing=[3.0])]).svg(LIGHT), "line"):
         assert 0 <= x <= 480
         assert 0 <= y <= 270
 
@@ -260,7 +264,7 @@ def test_all_points_lie_inside_the_picture() -> None:
 def test_a_loss_over_orders_of_magnitude_is_drawn_over_its_logarithm() -> None:
     def heights(values: list[float]) -> list[float]:
         chart = Chart("t", series=[Series("a", list(enumerate(values)), "run0")], may_be_log=True)
-        return [y for _, y in places(chart.svg("c"), "line")]
+        return [y for _, y in places(chart.svg(LIGHT), "line")]
 
     log, linear = heights([1000, 300, 10]), heights([12, 11.5, 10])
     assert log[1] - log[0] == pytest.approx((log[2] - log[0]) * math.log(1000 / 300) / math.log(100), abs=0.3)
@@ -268,13 +272,13 @@ def test_a_loss_over_orders_of_magnitude_is_drawn_over_its_logarithm() -> None:
 
 
 def test_labels_of_an_axis_keep_their_digits() -> None:
-    text = Chart("t", series=[Series("a", [(0.0, 0.04), (90.0, 0.06)], "run0")]).svg("c")
+    text = Chart("t", series=[Series("a", [(0.0, 0.04), (90.0, 0.06)], "run0")]).svg(LIGHT)
     assert {"0.04", "0.05", "0.06", "step 0"} <= set(re.findall(">([^<]+)</text>", text))
 
 
 def test_a_value_alone_between_gaps_is_a_dot() -> None:
     points = [(1.0, 1.0), (2.0, math.nan), (3.0, 2.0), (4.0, math.nan), (5.0, 1.0), (6.0, 3.0)]
-    (line,) = classes(Chart("t", series=[Series("a", points, "run0")]).svg("c"), "line")
+    (line,) = groups(Chart("t", series=[Series("a", points, "run0")]).svg(LIGHT), "line")
     assert line.count("<use") == 2
 
 
@@ -307,10 +311,12 @@ def contrast(a: str, b: str) -> float:
 
 
 def schemes() -> dict[str, dict[str, str]]:
-    """The colours of the style sheet, by name."""
+    """The colours of the page, by name: those of its style sheet, and those that it shares with its pictures."""
     text = (Path(photinus.launcher.viewing.page.__file__).parent / "style.css").read_text()
-    light, dark = text.split("@media (prefers-color-scheme: dark)")
-    return {k: dict(re.findall(r"--(\w+): (#\w+);", half)) for k, half in (("light", light), ("dark", dark))}
+    light, dark = (
+        dict(re.findall(r"--(\w+): (#\w+);", half)) for half in text.split("@media (prefers-color-scheme: dark)")
+    )
+    return {"light": {**LIGHT, **light}, "dark": {**DARK, **dark}}
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -326,9 +332,10 @@ def test_contrasts_are_those_of_wcag(scheme: str) -> None:
 def test_both_schemes_have_all_colours_and_pictures_use_no_other(tmp_path: Path) -> None:
     light, dark = schemes().values()
     assert light.keys() == dark.keys()
-    text = made(write_run(tmp_path / "run", nan_steps=[7], restart_at=25)).partition("</style>")[2]
+    text = made(write_run(tmp_path / "run", nan_steps=[7], restart_at=25))
     assert set(re.findall(r"var\(--(\w+)\)", text)) <= light.keys()
-    assert re.search(r"#[0-9a-f]{6}\b", text) is None
+    for pictures, colours in zip((svgs(text)[1::2], svgs(text)[::2]), (LIGHT, DARK), strict=True):
+        assert set(re.findall(r"#[0-9a-f]{6}\b", "".join(pictures))) <= {*colours.values(), "#000000"}
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Charts drawn by matplotlib: lines with gaps, bands, layers, marks. Know nothing of runs.
 
-A colour is a name. In a picture it has the value of PRINTED. In the SVG of a page it stays a name of style.css, and
-each kind of mark is a class, so that the page's style sheet decides how it looks in a light and in a dark window.
+A colour is a name, which LIGHT and DARK give a value: on white, and on a dark page.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import io
 import itertools
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,15 +20,13 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from .units import short_count
 from .windows import PHASES
 
-RUN_COLOURS = 6  # run0 to run5 in style.css
+RUN_COLOURS = 6  # run0 to run5
 
 _INCHES = (480 / 72, 270 / 72)  # a point is a unit of the picture
 _IN_A_ROW = 4
 _LOG_FROM = 20  # a curve over a larger factor is drawn over the logarithm
 _NAMES = (*PHASES, *(f"run{index}" for index in range(RUN_COLOURS)), "soft", "rule", "bad")
-# matplotlib wants a colour for each; they become names again in the text of the picture.
-_NAMED = {name: f"#0102{index:02x}" for index, name in enumerate(_NAMES)}
-PRINTED = dict(
+LIGHT: dict[str, str] = dict(
     zip(
         _NAMES,
         (
@@ -41,14 +37,24 @@ PRINTED = dict(
         strict=True,
     )
 )
-"""Colours on white: those of style.css for a light window."""
+DARK: dict[str, str] = dict(
+    zip(
+        _NAMES,
+        (
+            *("#e6a23c", "#74bdf0", "#4a86dc", "#ee6a5a", "#4fc38a", "#8f9ba8"),
+            *("#6db3ee", "#f2925f", "#5cc994", "#c09be6", "#e0b652", "#f283ae"),
+            *("#a3aebb", "#323d49", "#ff8f80"),
+        ),
+        strict=True,
+    )
+)
 
 
 def _style(colours: Mapping[str, str]) -> dict[Any, Any]:
     return {
         "font.family": "sans-serif",
         "font.size": 12,
-        "svg.fonttype": "none",  # text stays text, in the page's own font
+        "svg.fonttype": "none",  # text stays text: small, sharp and searchable
         "axes.edgecolor": colours["rule"],
         "xtick.labelcolor": colours["soft"],
         "ytick.labelcolor": colours["soft"],
@@ -140,19 +146,19 @@ class Chart:
     def _words(self, value: float) -> str:
         return self.show(float(f"{value:.3g}"))
 
-    def svg(self, name: str) -> str:
-        """What stands inside the <svg> element; `name` is unique on the page. "" where there is no number to draw."""
+    def svg(self, colours: Mapping[str, str]) -> str:
+        """Return an SVG document without a background; "" where there is no finite value to draw."""
         if not self._values():
             return ""
-        with matplotlib.rc_context({**_style(_NAMED), "svg.hashsalt": name}):
+        with matplotlib.rc_context({**_style(colours), "svg.hashsalt": self.title}):
             figure = Figure(figsize=_INCHES)
             axes = figure.add_axes((58 / 480, 34 / 270, 408 / 480, 224 / 270))
             axes.patch.set_visible(False)
             figure.patch.set_visible(False)
-            self.draw(axes, _NAMED)
+            self.draw(axes, colours)
             text = io.StringIO()
-            figure.savefig(text, format="svg")
-        return _inline(text.getvalue())
+            figure.savefig(text, format="svg", metadata={"Date": None})
+        return text.getvalue()
 
     def draw(self, axes: Axes, colours: Mapping[str, str]) -> None:
         """Draws it, with a colour for each name; at least one value has to be finite."""
@@ -212,7 +218,7 @@ def picture(charts: Sequence[Chart], title: str) -> Figure:
     columns = max(1, min(_IN_A_ROW, len(drawn)))
     rows = max(1, -(-len(drawn) // columns))
     width, height = 4.6 * columns + 0.2, 3.4 * rows + 0.7
-    with matplotlib.rc_context({**_style(PRINTED), "font.size": 9}):
+    with matplotlib.rc_context({**_style(LIGHT), "font.size": 9}):
         # No pyplot: it would pick a window system and keep global state in the user's process.
         # Fixed margins, in inches: a layout engine would draw everything twice to find them.
         figure = Figure(figsize=(width, height), facecolor="white")
@@ -222,7 +228,7 @@ def picture(charts: Sequence[Chart], title: str) -> Figure:
             if chart is None:
                 axes.set_visible(False)
                 continue
-            chart.draw(axes, PRINTED)
+            chart.draw(axes, LIGHT)
             axes.set_title(chart.title, loc="left", fontsize=10)
             if chart.key:
                 axes.legend(frameon=False, fontsize=8)
@@ -244,16 +250,3 @@ def _draw(axes: Axes, series: Series, colours: Mapping[str, str]) -> None:
         top = [1.0 - 0.02] * len(series.missing)
         at_top = axes.get_xaxis_transform()
         axes.plot(series.missing, top, "x", color=colours["bad"], transform=at_top, gid="missing")
-
-
-def _inline(text: str) -> str:
-    """What matplotlib has written, as a part of an HTML page: no head, classes for ids, the style sheet's colours."""
-    text = text[text.index("</style>") : text.rindex("</svg>")].partition("</defs>")[2]
-    text = re.sub(r"<defs>\s*<clipPath.*?</defs>", "", text, flags=re.DOTALL)
-    text = re.sub(r' clip-path="[^"]*"', "", text)  # all lies inside
-    text = re.sub(r'<g id="([^"]+?)(_\d+)?"', r'<g class="\1"', text).replace("xlink:href", "href")
-    text = re.sub(r"font-(size|family): [^;]*; |stroke-linecap: square|\s*transform=\"rotate[^\"]*\"", "", text)
-    text = re.sub(r"(?<=[ \"])(-?\d+\.\d)\d+", r"\1", text)  # of places; labels stay as they are
-    for name, colour in _NAMED.items():
-        text = text.replace(colour, f"var(--{name})")
-    return re.sub(r"\s*\n\s*", "", text)

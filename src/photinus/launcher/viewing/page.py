@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import jinja2
 
+from ...runlog.chart import DARK, LIGHT, Chart
 from ...runlog.figures import charts, run_colour
 from ...runlog.run import Run
 from ...runlog.units import clock_time, count, plural, step_time
@@ -24,7 +26,7 @@ def page(runs: Sequence[Run]) -> str:
     files = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    for show in (clock_time, count, plural, step_time, describe_event, facts.phases_in_words):
+    for show in (clock_time, count, plural, step_time, describe_event, facts.phases_in_words, pictures):
         files.filters[show.__name__] = show
     labels = labels_of(runs)
     text = files.get_template("page.html.j2").render(
@@ -35,9 +37,17 @@ def page(runs: Sequence[Run]) -> str:
         now_s=now_s,
         version=__version__,
         PHASES=PHASES,
+        LIGHT=LIGHT,
+        DARK=DARK,
         zip=zip,
     )
     return text.lstrip() + "\n"
+
+
+def pictures(chart: Chart) -> tuple[str, str] | None:
+    """Return addresses that hold the whole picture, for a light and a dark window; None without a number to draw."""
+    light, dark = (base64.b64encode(chart.svg(colours).encode()).decode() for colours in (LIGHT, DARK))
+    return (f"data:image/svg+xml;base64,{light}", f"data:image/svg+xml;base64,{dark}") if light else None
 
 
 def labels_of(runs: Sequence[Run]) -> list[str]:
