@@ -245,7 +245,9 @@ def _draw(axes: Axes, series: Series, colours: Mapping[str, str]) -> None:
     known = [False, *(math.isfinite(y) for _, y in points), False]
     dots = [i for i in range(len(points)) if known[i + 1] and (series.dots or not (known[i] or known[i + 2]))]
     xs, ys = zip(*points, strict=True) if points else ((), ())
-    axes.plot(xs, ys, color=colour, marker="o" if dots else "", markevery=dots, label=series.label, gid="line")
+    axes.plot(
+        xs, ys, color=colour, marker="o" if dots else "", markevery=dots, label=series.label, gid="line", clip_on=False
+    )
     if series.missing:
         top = [1.0 - 0.02] * len(series.missing)
         at_top = axes.get_xaxis_transform()
