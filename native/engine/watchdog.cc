@@ -61,8 +61,8 @@ double Watchdog::look(WaitState& wait, const std::function<std::vector<uint32_t>
     throw Error(
         ErrorKind::timeout,
         message +
-            " a longer step there, a missing call, or a hang. Raise the timeout if the step may take so "
-            "long." +
+            " a longer step there, a missing call, or a hang. Raise the timeout (timeout=, or "
+            "PHOTINUS_TIMEOUT_S) if the step may take longer." +
             what_they_do(missing));
   }
   return nap_s;

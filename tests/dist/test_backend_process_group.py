@@ -23,6 +23,8 @@ def test_groups_are_made_used_ended_and_made_again(tmp_path: Path) -> None:
         assert "destroyed" in value["after_destroy"]
         assert value["threads_left"] == []
         assert value["descriptors_grown_by"] <= 0
+        # Without a timeout: PHOTINUS_TIMEOUT_S, 300 s by default; half an hour only where a caller asked for it.
+        assert value["timeouts"] == [300.0, 1800.0, 1800.0, 12.5, 40.0, 300.0, 300.0]
     assert all("Traceback" not in result.output for result in results)
 
 
@@ -39,14 +41,19 @@ def _life(rank: int, world_size: int, store: str) -> dict[str, Any]:
         return len(os.listdir("/proc/self/fd"))
 
     shared = dist.FileStore(store, world_size)
-    sums, sub_groups, after_destroy, before = [], [], "", 0
+    sums, sub_groups, after_destroy, before, timeouts = [], [], "", 0, []
+    given = {1: {"timeout": timedelta(minutes=30)}, 3: {"timeout": timedelta(seconds=40)}}
     for turn in range(6):
+        os.environ["PHOTINUS_TIMEOUT_S"] = "12.5" if turn in (2, 3) else ""
         # The same store each time, with all the keys of the turns before.
-        dist.init_process_group("photinus", store=shared, rank=rank, world_size=world_size)
+        dist.init_process_group("photinus", store=shared, rank=rank, world_size=world_size, **given.get(turn, {}))
         tensor = torch.tensor([rank + 1.0])
         dist.all_reduce(tensor)
         sums.append(tensor.item())
         group = dist.group.WORLD
+        timeouts.append(group.timeout_s)
+        if turn == 1:
+            timeouts.append(dist.new_group([0, 1, 2]).timeout_s)
         if turn == 0:
             for ranks in ([0, 2], [1, 2], [0, 1]):
                 part = dist.new_group(ranks, timeout=timedelta(seconds=30))
@@ -69,6 +76,7 @@ def _life(rank: int, world_size: int, store: str) -> dict[str, Any]:
     return {
         "sums": sums,
         "sub_groups": sub_groups,
+        "timeouts": timeouts,
         "after_destroy": after_destroy,
         "threads_left": [t.name for t in threading.enumerate() if t is not threading.main_thread()],
         "descriptors_grown_by": descriptors() - before,

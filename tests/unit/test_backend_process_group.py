@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import pytest
 import torch
-import torch.distributed as dist
 
 from photinus.backend import Options
-from photinus.backend.make_group import _check_world_size, _timeout_s
+from photinus.backend.make_group import _check_world_size
 from photinus.errors import WorldSizeError
 from photinus.world.ranks import name_ranks
-
-
-def test_an_explicit_timeout_beats_the_variable_and_the_variable_beats_the_default(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("PHOTINUS_TIMEOUT_S", raising=False)
-    assert _timeout_s(dist.default_pg_timeout, None) == dist.default_pg_timeout.total_seconds()
-    monkeypatch.setenv("PHOTINUS_TIMEOUT_S", "12.5")
-    assert _timeout_s(dist.default_pg_timeout, None) == 12.5
-    assert _timeout_s(timedelta(seconds=40), None) == 40.0
 
 
 def test_the_world_must_be_as_large_as_the_launcher_means(monkeypatch: pytest.MonkeyPatch) -> None:

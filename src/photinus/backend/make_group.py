@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
@@ -115,12 +115,14 @@ def _default_group() -> ProcessGroup | None:
 
 
 def _timeout_s(given: timedelta, world: ProcessGroup | None) -> float:
-    """torch's default of half an hour gives way to the default group's, or to PHOTINUS_TIMEOUT_S.
+    """Return the timeout that the caller gave, else the default group's, else PHOTINUS_TIMEOUT_S (300 s).
 
-    Any other timeout was somebody's wish. (torch does not say whether its default was given or filled in.)
+    torch fills its own default of half an hour in and passes a copy on, so only its frame shows whether a caller gave
+    one: libraries pass the same half an hour of their own.
     """
-    if given != dist.default_pg_timeout:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "_new_process_group_helper":
+        frame = frame.f_back
+    if frame is None or frame.f_locals.get("timeout") is not dist.default_pg_timeout:
         return given.total_seconds()
-    if world is not None:
-        return world.timeout_s
-    return env.TIMEOUT_S.get() if os.environ.get(env.TIMEOUT_S.name) else given.total_seconds()
+    return env.TIMEOUT_S.get() if world is None else world.timeout_s
