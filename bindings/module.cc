@@ -71,7 +71,7 @@ nb::object python_class(ErrorKind kind) {
     case ErrorKind::invalid_argument:
       return nb::borrow(PyExc_ValueError);
     case ErrorKind::system:
-      return nb::borrow(PyExc_OSError);
+      return own("HostError");
   }
   return nb::borrow(PyExc_RuntimeError);
 }

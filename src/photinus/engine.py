@@ -20,6 +20,7 @@ from typing import Any
 from . import _native, env
 from ._native import Call, CudaDevice, Work
 from .arrays import DTYPES, facts
+from .errors import HostError
 from .group import ANY_RANK, OPERATIONS, REDUCTIONS, Group, Part, Place
 from .world.own_address import reaches_from
 
@@ -94,7 +95,7 @@ def network_id() -> str:
     except OSError as error:
         if given := env.HOST_ID.get():
             return given
-        raise OSError(
+        raise HostError(
             f"{_BOOT_ID}, which identifies the host, cannot be read ({error.strerror}). Set {env.HOST_ID.name} to "
             f"a text that is equal for the ranks of a host, and another on each host."
         ) from None
@@ -112,7 +113,7 @@ def listen(addresses: Sequence[str]) -> list[str]:
 
     Raises:
         ValueError: text that is no address, or other addresses than before.
-        OSError: no address of this host, or the process may open too few descriptors (ulimit -n).
+        HostError: no address of this host, or the process may open too few descriptors (ulimit -n).
     """
     found: list[str] = _native.listen(list(addresses))
     return found
@@ -126,7 +127,7 @@ def allocate(nbytes: int) -> memoryview:
 
     Raises:
         ValueError: nbytes is negative.
-        OSError: the arena (address space of twice the machine's memory) has no gap so large.
+        HostError: the arena (address space of twice the machine's memory) has no gap so large.
     """
     if nbytes < 0:
         raise ValueError(f"allocate({nbytes}): needs a number of bytes of at least 0")
@@ -143,7 +144,7 @@ def cuda_device(index: int) -> CudaDevice:
         index: of the GPU, as CUDA_VISIBLE_DEVICES counts.
 
     Raises:
-        OSError: what is missing, and what to do: no driver, one too old, no GPU, one that is another process's.
+        HostError: what is missing, and what to do: no driver, one too old, no GPU, one that is another process's.
         ValueError: there is no GPU of this index.
     """
     return _native.cuda_device(index)

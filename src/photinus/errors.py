@@ -13,7 +13,9 @@
     ├── UnsuitableModelError       (also ValueError) a model or an argument that cannot be wrapped
     ├── MissingGradientError       a backward brought no gradient to a parameter that is reduced over the ranks
     ├── NonFiniteGradientError     a gradient holds NaN or infinity
+    ├── LoaderTimeoutError         (also TimeoutError) no batch came from the loader's workers in time
     ├── WorldSizeError             the world is not the one that the launcher meant
+    ├── HostError                  (also OSError) this host lacks or refuses what we need: memory, an address, CUDA
     ├── DeviceError                the device asked for is absent, or too few devices for the local ranks
     ├── LaunchError                workers could not be started, or a worker failed for good
     └── CheckpointError            no checkpoint, or one that is incomplete or corrupt
@@ -32,7 +34,9 @@ __all__ = [
     "CollectiveError",
     "CollectiveTimeoutError",
     "DeviceError",
+    "HostError",
     "LaunchError",
+    "LoaderTimeoutError",
     "MismatchError",
     "MissingGradientError",
     "MissingLibraryError",
@@ -112,8 +116,16 @@ class UnsuitableModelError(PhotinusError, ValueError):
     """A model or an argument that cannot be wrapped. (RuntimeError too, because torch's class raises that for some.)"""
 
 
+class LoaderTimeoutError(PhotinusError, TimeoutError):
+    """No batch came from the workers of a `photinus.loader` within its `timeout_s`."""
+
+
 class WorldSizeError(PhotinusError):
     """The world size differs from the one that the launcher meant."""
+
+
+class HostError(PhotinusError, OSError):
+    """This host lacks or refuses what Photinus needs: memory, descriptors, an address, CUDA's driver."""
 
 
 class DeviceError(PhotinusError):

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from .errors import HostError
 from .version import __version__
 
 COMMAND = "photinus bench --device cuda"
@@ -57,7 +58,7 @@ def keep_verdict(setting: Setting, backend: str, why: str, environ: Mapping[str,
     """Writes the verdict, whole, in place of an earlier one for these GPUs; returns the file.
 
     Raises:
-        OSError: the user's cache cannot be written.
+        OSError: the user's cache cannot be written. HostError: the user has no home folder.
     """
     path = _path(setting, environ)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +81,7 @@ def look_up_verdict(setting: Setting, environ: Mapping[str, str] | None = None) 
         read = json.loads(path.read_text(encoding="utf-8"))
         versions = {name: str(read[name]) for name in ("driver", "torch", "photinus")}
         found = Verdict(str(read["backend"]), str(read["why"]))
-    except FileNotFoundError:
+    except (FileNotFoundError, HostError):
         return Verdict("", "")
     except (OSError, ValueError, KeyError, TypeError) as error:
         return Verdict("", f"the verdict in {path} cannot be read ({type(error).__name__}: {error})")
@@ -96,6 +97,6 @@ def _path(setting: Setting, environ: Mapping[str, str] | None) -> Path:
     environ = os.environ if environ is None else environ
     cache = environ.get("XDG_CACHE_HOME") or os.path.expanduser(f"{environ.get('HOME') or '~'}/.cache")
     if cache.startswith("~"):  # as in a container whose user has a number and no name
-        raise FileNotFoundError("this user has no home folder; set HOME or XDG_CACHE_HOME to keep a verdict")
+        raise HostError("this user has no home folder; set HOME or XDG_CACHE_HOME to keep a verdict")
     digest = hashlib.sha256("\n".join(sorted(setting.gpus)).encode()).hexdigest()[:16]
     return Path(cache, "photinus", f"backend-{digest}.json")

@@ -31,7 +31,7 @@ def test_what_a_driver_lacks_is_an_error_of_one_line_with_what_to_do() -> None:
     library()
     (told,) = values(run_ranks(f"{__name__}:_ask_driver", world_size=1))
     for words, parts in MISSING.items():
-        assert told[words].startswith("OSError: "), words
+        assert told[words].startswith("HostError: "), words
         assert "\n" not in told[words]
         for part in parts:
             assert part in told[words], words
@@ -58,14 +58,14 @@ def _ask(words: str, gpu: int) -> str:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver here")
 def test_without_a_driver_it_is_said_and_cpu_tensors_go_on() -> None:
     for said, total in values(run_ranks(f"{__name__}:_without_driver", world_size=2, backend="photinus")):
-        assert said.startswith("OSError")
+        assert said.startswith("HostError")
         assert "libcuda.so.1" in said
         assert total == 3.0
 
 
 def test_tensors_of_a_torch_for_rocm_are_refused_before_a_driver_is_looked_for_and_cpu_tensors_go_on() -> None:
     for said, total in values(run_ranks(f"{__name__}:_with_rocm", world_size=2, backend="photinus")):
-        assert said.startswith("OSError: this build of torch is for ROCm 7.1, AMD's")
+        assert said.startswith("HostError: this build of torch is for ROCm 7.1, AMD's")
         assert "use the nccl backend, which is RCCL there" in said
         assert total == 3.0
 

@@ -506,8 +506,8 @@ class Stream(IterableDataset[int]):
 @pytest.mark.parametrize(
     ("dataset", "error", "said"),
     [
-        ("no/such/folder", FileNotFoundError, "no dataset at 'no/such/folder', seen from"),
-        (Path("/no/such/folder"), FileNotFoundError, "no dataset at '/no/such/folder'"),
+        ("no/such/folder", TypeError, "'no/such/folder' is a path, not a dataset \\(and it does not exist, seen from"),
+        (Path("/no/such/folder"), TypeError, "'/no/such/folder' is a path, not a dataset \\(and it does not exist"),
         ("/tmp", TypeError, "'/tmp' is a path, not a dataset"),
         (Stream(), TypeError, "Stream is an IterableDataset.*__len__ and __getitem__"),
         (Augmented, TypeError, "the class Augmented, not an object"),

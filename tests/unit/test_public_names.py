@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import inspect
 
 import pytest
@@ -25,3 +27,17 @@ def test_each_exported_name_has_a_docstring_and_stands_in_the_pages(name: str) -
 
 def test_every_error_can_be_caught_by_its_name() -> None:
     assert {name for name in NAMES if name.endswith("Error")} == set(errors.__all__)
+
+
+def test_what_is_raised_on_purpose_is_ours_or_a_wrong_argument() -> None:
+    # Python's own protocols want the others: indexing, getattr, a module that `-m` does not find, an errno.
+    allowed = {"ValueError", "TypeError", "IndexError", "AttributeError", "ImportError", "OSError", "SystemExit"}
+    found = {
+        f"{path.name}: {call.func.id}"
+        for path in (REPOSITORY / "src" / "photinus").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Raise) and isinstance(call := node.exc, ast.Call) and isinstance(call.func, ast.Name)
+        if isinstance(getattr(builtins, call.func.id, None), type) and call.func.id not in allowed
+    }
+    # One side of a benchmark, which is a program of its own; and what its own caller catches.
+    assert found == {"rank.py: RuntimeError", "remote_probe.py: ConnectionResetError"}

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .. import env
+from ..errors import HostError
 from ..world.own_address import addresses_of_interfaces, is_loopback, outside_addresses, reaches_from
 
 LOOPBACK = "127.0.0.1"
@@ -46,7 +47,7 @@ def choose_addresses(members: Sequence[Member], rank: int) -> list[str]:
 
     Raises:
         ValueError: a card that is named is not there, or has no address.
-        OSError: this host has no address but loopback.
+        HostError: this host has no address but loopback.
     """
     one_network = all(member.network == members[rank].network for member in members)
     if not _chosen or (not one_network and all(map(is_loopback, _chosen))):
@@ -69,7 +70,7 @@ def _choose(members: Sequence[Member], rank: int, *, one_network: bool) -> list[
                 return [reaches_from(member.address)]
     if outside := outside_addresses():
         return outside[:1]
-    raise OSError(
+    raise HostError(
         f"host {me.host_name} has no network card that is connected and has an address, so the ranks of other hosts "
         f"cannot reach it; PHOTINUS_INTERFACE names one all the same"
     )

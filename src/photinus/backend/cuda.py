@@ -18,14 +18,16 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from ..errors import HostError
+
 ROCM: str | None = torch.version.hip
 """The version for which torch is built where its CUDA tensors lie on AMD's GPUs."""
 
 
 def check_build() -> None:
-    """Raises OSError where what torch calls CUDA is none."""
+    """Raises HostError where what torch calls CUDA is none."""
     if ROCM is not None:
-        raise OSError(
+        raise HostError(
             f"this build of torch is for ROCm {ROCM}, AMD's, and backend photinus takes CUDA tensors of NVIDIA's GPUs: "
             f"exchange CPU tensors, or use the nccl backend, which is RCCL there."
         )

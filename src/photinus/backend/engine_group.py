@@ -196,7 +196,7 @@ class EngineGroup(ProcessGroup):
         return work
 
     def _place(self, memory: Memory) -> dict[str, Any]:
-        """Which GPU a call is on, and what it begins behind. Raises OSError where CUDA can't be used."""
+        """Which GPU a call is on, and what it begins behind. Raises HostError where CUDA can't be used."""
         if memory.device is None or self.communicator is None:  # one rank alone needs no engine
             return {}
         cuda.check_build()

@@ -101,7 +101,7 @@ def meet(
         CollectiveTimeoutError: not all came in time; names those that did not.
         PeerLostError: one of them has ended, or the store's server is gone.
         MismatchError: ranks make different groups under one name, or wait for each other in different calls.
-        ValueError, OSError: this host has no card that was named, or no address, or the process may not listen there.
+        ValueError, HostError: this host has no card that was named, or no address, or the process may not listen there.
     """
     me = Member(engine.host_id(), socket.gethostname(), os.getpid(), engine.network_id(), _address_towards(store))
     if world_size == 1:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from ..errors import HostError
 from .tensors import allocate
 
 
@@ -39,7 +40,7 @@ class InnerGloo(dist.ProcessGroupGloo):
         try:
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=True)]
         except RuntimeError as error:
-            raise OSError(
+            raise HostError(
                 f"no network interface of this host has the address {address}, on which a process group listens: "
                 f"{error}. `ip addr` shows them; `ip link set lo up` brings 127.0.0.1 back."
             ) from None

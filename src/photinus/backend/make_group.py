@@ -39,7 +39,7 @@ def make(
         WorldSizeError: the default group is not as large as the launcher means.
         CollectiveTimeoutError: ranks are missing; names them.
         PeerLostError, MismatchError: a missing rank has ended, or makes another group.
-        OSError: other hosts cannot reach this one, or this process may not open what it needs.
+        HostError: other hosts cannot reach this one, or this process may not open what it needs.
     """
     own, wanted = own or Options(), wanted or device_map.Request()
     members = given.global_ranks_in_group

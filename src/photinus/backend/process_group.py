@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import (
 )
 
 from .. import engine
-from ..errors import AbortedError
+from ..errors import AbortedError, PhotinusError
 from . import process_exit
 from .inner_gloo import InnerGloo, Limit
 from .name import NAME
@@ -198,7 +198,7 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         swallows every later all_reduce of the group.
         """
         if self._together is not None:
-            raise RuntimeError(f"process group {self._label} is coalescing already; end that first")
+            raise PhotinusError(f"process group {self._label} is coalescing already; end that first")
         works: list[dist.Work] = []
         for name in _STARTING:
             setattr(self, name, _record_works(getattr(self, name), works))
@@ -207,7 +207,7 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
     def _end_coalescing(self, device: torch.device | None = None) -> dist.Work:
         """One work for all that were started since `_start_coalescing`."""
         if self._together is None:
-            raise RuntimeError(f"process group {self._label} is not coalescing; _start_coalescing() comes first")
+            raise PhotinusError(f"process group {self._label} is not coalescing; _start_coalescing() comes first")
         works, self._together = self._together, None
         for name in _STARTING:
             delattr(self, name)
@@ -291,7 +291,7 @@ def _record_works(start: Callable[..., dist.Work], works: list[dist.Work]) -> Ca
 
 
 def _unknown_maker(_: _DistributedBackendOptions, __: Sequence[torch.device] | None) -> ProcessGroup:
-    raise RuntimeError("this process group was not made by torch.distributed, so it can't be split")
+    raise PhotinusError("this process group was not made by torch.distributed, so it can't be split")
 
 
 class _Ended:

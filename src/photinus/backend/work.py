@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future, collect_all
 
-from ..errors import CollectiveError
+from ..errors import CollectiveError, PhotinusError
 from ..waiting_time import waiting_time
 from . import cuda
 from .completer import Submit, outcome
@@ -86,8 +86,8 @@ class _Work(dist.Work):
         self.wait()
 
     def source_rank(self) -> int:
-        """The sender of a message received from any source. Collectives have none: raises RuntimeError."""
-        raise RuntimeError("source_rank() is only known for a work of recv() from any source")
+        """The sender of a message received from any source. Collectives have none: raises PhotinusError."""
+        raise PhotinusError("source_rank() is only known for a work of recv() from any source")
 
     _source_rank = source_rank
 
@@ -262,5 +262,5 @@ class JoinedWork(_Work):
 def _outputs_or_error(future: Future[Any]) -> list[Tensor]:
     value: list[Tensor] | str = future.value()
     if isinstance(value, str):
-        raise RuntimeError(value)
+        raise CollectiveError(value)
     return value

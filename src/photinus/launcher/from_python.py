@@ -64,8 +64,8 @@ def launch(
     Raises:
         TypeError: main is not callable.
         ValueError: nprocs or max_restarts make no sense, or the call cannot be pickled; says what cannot.
-        LaunchError: a rank failed for good; quotes the first cause.
-        RuntimeError: this process is itself a rank of a job, or one of several tasks of srun or mpirun.
+        LaunchError: a rank failed for good; quotes the first cause. Or this process is itself a rank of a job, or one
+            of several tasks of srun or mpirun.
     """
     _check(main, nprocs, max_restarts)
     try:
@@ -108,14 +108,14 @@ def _check(main: object, nprocs: int | str, max_restarts: int) -> None:
     if max_restarts < 0:
         raise ValueError(f"max_restarts={max_restarts}: needs 0 or more")
     if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise RuntimeError(
+        raise LaunchError(
             f"this process is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} of a job already (RANK and "
             f"WORLD_SIZE are set): launch would start {nprocs} more for each of them. Start the script with plain "
             f"`python`, or leave launch out and keep the launcher."
         )
     told = read_scheduler(os.environ)
     if told is not None and (told.world_size or 1) > 1 and env.EXPECTED_WORLD_SIZE.get() is None:
-        raise RuntimeError(
+        raise LaunchError(
             f"this process is one of {told.world_size} that {told.launcher} started ({told.names[1]}), and launch "
             f"would start {nprocs} more for each of them, a training of its own every time. Leave launch out, and "
             f"{told.launcher}'s processes are the ranks; or start one process. If separate trainings are meant, set "

@@ -307,7 +307,7 @@ class Reducer:
     def _check_reducer_finalized(self) -> None:
         if self._open:
             missing = len(self._missing())
-            raise RuntimeError(f"rank {self.rank}: the last backward did not end: {missing} gradients have not come")
+            raise PhotinusError(f"rank {self.rank}: the last backward did not end: {missing} gradients have not come")
 
     # ---- memory
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...errors import PhotinusError
 from ...optimizer_steps import OptimizerSteps
 from ...runlog.process import boot_id
 from ..exchange.agreement import gather_per_rank
@@ -100,7 +101,7 @@ def trace(path: str | os.PathLike[str], *, skip: int = 0, steps: int | None = No
 
     Raises:
         ValueError: skip or steps is negative, or the folder does not exist.
-        RuntimeError: another trace is on in this process.
+        PhotinusError: another trace is on in this process.
     """
     path = Path(path)
     if skip < 0 or (steps is not None and steps < 1):
@@ -127,7 +128,7 @@ class Trace(AbstractContextManager["Trace"]):
 
     def __enter__(self) -> Trace:
         if current_recording(any_step=True) is not None:
-            raise RuntimeError("a trace is on in this process; end it before the next one begins")
+            raise PhotinusError("a trace is on in this process; end it before the next one begins")
         set_current_recording(self._recording)
         self._steps = OptimizerSteps(began=self._before_optimizer, ended=self._after_optimizer)
         return self

@@ -26,11 +26,10 @@ def check_dataset(dataset: Any) -> None:
     """Refuses what cannot be divided among ranks and found again after a resume."""
     if isinstance(dataset, (str, os.PathLike)):
         path = Path(dataset)
-        if not path.exists():
-            raise FileNotFoundError(f"there is no dataset at {str(path)!r}, seen from {Path.cwd()}: is the path right?")
+        absent = "" if path.exists() else f" (and it does not exist, seen from {Path.cwd()})"
         raise TypeError(
-            f"{str(path)!r} is a path, not a dataset: open it with a class that has __len__ and __getitem__ (a folder "
-            f"of images, say, with torchvision.datasets.ImageFolder) and give that to the loader"
+            f"{str(path)!r} is a path, not a dataset{absent}: open it with a class that has __len__ and __getitem__ (a "
+            f"folder of images, say, with torchvision.datasets.ImageFolder) and give that to the loader"
         )
     if isinstance(dataset, IterableDataset):
         raise TypeError(

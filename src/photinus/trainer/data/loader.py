@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data import default_collate as torch_collate
 
 from ... import env
-from ...errors import PhotinusError
+from ...errors import LoaderTimeoutError, PhotinusError
 from ...world import World
 from .arguments import place, whole_number
 from .datasets import check_dataset, indexable, taken_apart
@@ -131,7 +131,6 @@ def loader(
         TypeError: the dataset is iterable-style or no dataset at all, an argument has the wrong type, or the batch size
             is missing.
         ValueError: batch size, world size and dataset do not fit each other.
-        FileNotFoundError: `dataset` is a path at which there is nothing.
     """
     if isinstance(dataset, DataLoader):
         given = {
@@ -369,7 +368,7 @@ class Loader:
             fetched = start_workers(self._data_loader())  # takes the plan
         for index in range(start, len(self)):
             if self._workers is not None and this_pass != self._passes:
-                raise RuntimeError(
+                raise PhotinusError(
                     "another pass over this loader began before this one ended: persistent workers serve one pass at a "
                     "time. Make two loaders, or use persistent_workers=False."
                 )
@@ -385,7 +384,7 @@ class Loader:
         except (RuntimeError, OSError) as error:
             where = f"rank {self.shares.rank}, epoch {epoch}, batch {index}"
             if self._num_workers and "timed out" in str(error):
-                raise TimeoutError(
+                raise LoaderTimeoutError(
                     f"no batch came from the {self._num_workers} loader workers within {self._options['timeout']} s "
                     f"({where}): a sample takes too long or a worker is stuck. Give loader(timeout_s=...) more time, "
                     f"or num_workers=0 to see where it waits."
