@@ -148,8 +148,8 @@ def test_neither_command_lines_nor_workers_have_the_secret(place):
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("192.168.78.9 slots=1", ["host 192.168.78.9: it cannot be reached", "--exclude 192.168.78.9"]),
-        ("no-such-host slots=1", ["host no-such-host: its name is not known here"]),
+        ("192.168.78.9 slots=1", ["host 192.168.78.9: ssh exited with code 255: ssh: connect to host 192.168.78.9"]),
+        ("no-such-host slots=1", ["host no-such-host: ssh exited with code 255: ssh: Could not resolve hostname"]),
     ],
 )
 def test_a_host_that_cannot_be_reached_is_named_and_nothing_is_started(place, line, told):
@@ -173,17 +173,17 @@ def test_troubles_of_several_hosts_are_told_together(place):
     assert "\n  host bad-2: " in ended.err
 
 
-def test_unknown_and_refused_keys_are_told_apart(place):
+def test_what_ssh_says_of_unknown_and_refused_keys_is_shown(place):
     hosts = place.hostfile("host-0 slots=1\nhost-1 slots=1\n")
     known = place.server.folder / "known_hosts"
     content = known.read_text()
     known.write_text("")
     ended = place.run("--hostfile", hosts, script(place.folder, REPORT))
-    assert "host host-1: its host key is not known here" in ended.err, ended.err
+    assert "Host key verification failed" in ended.err, ended.err
     known.write_text(content)
     (place.server.folder / "authorized_keys").write_text("")
     ended = place.run("--hostfile", hosts, script(place.folder, REPORT))
-    assert "host host-1: it refuses to let this user in without a password" in ended.err, ended.err
+    assert "Permission denied (" in ended.err, ended.err
 
 
 def test_ssh_to_this_machine_and_a_shell_that_prints(tmp_path):
@@ -216,8 +216,8 @@ sys.stdin.read()
 @pytest.mark.parametrize(
     ("answers", "told"),
     [
-        ("/nowhere/python -m photinus.launcher.ssh.remote", "there is no /"),
-        (f"{sys.executable} -c 'import photinus.nothing_of_the_kind'", "no Photinus"),
+        ("/nowhere/python -m photinus.launcher.ssh.remote", "ssh exited with code 127: "),
+        (f"{sys.executable} -c 'import photinus.nothing_of_the_kind'", "No module named 'photinus.nothing_of_the_kind'"),
         (f"{sys.executable} OLD_REMOTE", "it has Photinus 0.0.1, and here is"),
     ],
     ids=["no Python", "no Photinus", "another version"],

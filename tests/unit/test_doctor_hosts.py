@@ -92,9 +92,9 @@ def test_a_clock_that_is_off_is_worth_a_word_and_no_fault():
 
 
 def test_a_host_that_was_not_started_is_bad_with_its_advice():
-    said = "host b: it cannot be reached (ssh: No route to host). Look whether it is up."
+    said = "host b: ssh exited with code 255: No route to host. Try by hand: ssh b true"
     found = told(judge(facts(a={}), {"a": 0}, {"b": said}, []))
-    assert found["b"] == ("bad", "it cannot be reached (ssh: No route to host)", "Look whether it is up.")
+    assert found["b"] == ("bad", "ssh exited with code 255: No route to host", "Try by hand: ssh b true")
 
 
 def test_a_link_much_slower_than_the_others_is_noted():

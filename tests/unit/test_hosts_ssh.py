@@ -24,7 +24,6 @@ from photinus.launcher.ssh.hostfile import Host
 from photinus.launcher.ssh.lines import HostLines, Screen
 from photinus.launcher.ssh.selection import Share, host_words
 from photinus.launcher.ssh.start_hosts import start_hosts
-from photinus.launcher.ssh.trouble import trouble
 from photinus.launcher.workers.interrupts import handle_signals
 from photinus.version import __version__
 
@@ -181,37 +180,6 @@ def test_deepspeeds_files_of_variables_are_read(tmp_path):
         exported_variables({}, (), variable_files(home, here))
 
 
-@pytest.mark.parametrize(
-    ("status", "said", "told"),
-    [
-        (255, "ssh: Could not resolve hostname a: Name or service not known", ["its name is not known here", "slip"]),
-        (255, "ssh: connect to host a port 22: Connection refused", ["no ssh server listens", "--ssh-port"]),
-        (255, "ssh: connect to host a port 22: Connection timed out", ["cannot be reached", "--exclude a"]),
-        (255, "ssh: connect to host a port 22: No route to host", ["cannot be reached"]),
-        (255, "Connection timed out during banner exchange", ["does not answer as an ssh server", "--ssh-port"]),
-        (255, "No ED25519 host key is known for a and you have requested strict checking.\nHost key verification "
-         "failed.", ["host key is not known", "ssh -p 9 root@a"]),
-        (255, "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.", ["has changed",
-         "ssh-keygen -R a"]),
-        (255, "root@a: Permission denied (publickey,password).", ["without a password", "ssh-copy-id root@a"]),
-        (255, "kex_exchange_identification: read: Connection reset by peer", ["closed the connection"]),
-        (255, "", ["ssh failed: it said nothing", "Try by hand: ssh -p 9 root@a true"]),
-        (127, "bash: line 1: /env/bin/python: No such file or directory", ["there is no", "the Python that runs here"]),
-        (126, "bash: /env/bin/python: Permission denied", ["may not be run by this user"]),
-        (1, "/env/bin/python: Error while finding module specification for 'photinus.launcher.ssh.remote' "
-         "(ModuleNotFoundError: No module named 'photinus')", ["has", "Photinus", "pip install"]),
-        (1, "No module named photinus.launcher.hosts", ["an older version of Photinus"]),
-        (3, "something else", ["ended with code 3 before it began: something else"]),
-        (-9, "", ["was killed by signal 9"]),
-    ],
-)  # fmt: skip
-def test_each_trouble_names_the_host_and_what_to_do(status, said, told):
-    text = trouble("root@a", "ssh -p 9", status, said, "")
-    assert text.startswith("host a: ")
-    for words in told:
-        assert words in text
-
-
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
     with handle_signals() as interrupts:
@@ -265,10 +233,19 @@ def test_a_host_that_takes_nothing_holds_up_nobody_and_gets_all_of_it_later(host
     assert host.answers[0]["read"] > 500_000
 
 
-def test_what_is_printed_in_place_of_a_hello_is_told(hosts, monkeypatch):
-    host = remote_host(hosts, monkeypatch, "print('bash: no such thing'); raise SystemExit(3)")
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        ("print('bash: no such thing'); raise SystemExit(3)", "ssh exited with code 3: bash: no such thing."),
+        ("import sys; print('motd'); sys.exit('a: Permission denied.')", "ssh exited with code 1: a: Permission denied."),
+        ("import os; os.kill(os.getpid(), 9)", "ssh was killed by signal 9: it printed nothing."),
+    ],
+)
+def test_what_ssh_says_in_place_of_a_hello_is_shown_with_its_exit_code(hosts, monkeypatch, program, told):
+    host = remote_host(hosts, monkeypatch, program)
     assert hosts.wait(lambda: host.done, 20)
-    assert host.trouble == "host a: the command there ended with code 3 before it began: bash: no such thing"
+    by_hand = f"Try by hand: ssh a {sys.executable} -m photinus --version"
+    assert host.trouble == f"host a: {told} {by_hand}"
 
 
 def test_an_answer_of_another_program_is_refused(hosts, monkeypatch):

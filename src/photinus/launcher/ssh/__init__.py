@@ -10,5 +10,4 @@ remote         what `photinus run --hostfile` and `photinus doctor --hosts` star
 remote_probe   what a host answers to `photinus doctor --hosts`: versions, clock, and how well it reaches another host
 selection      which hosts and devices a job gets (--include, --exclude, ...), and the words for each host
 start_hosts    a job on several hosts, started from one place: `photinus run --hostfile FILE`
-trouble        why a host could not be started over ssh, in words that name the host and what to do. A pure function
 """

@@ -9,6 +9,7 @@ import select
 import selectors
 import signal
 import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -20,7 +21,6 @@ from ...world.own_address import is_loopback, reaches_from
 from ..workers.interrupts import Interrupts
 from .command import CONNECT_S, MARK, remote_command
 from .hostfile import Host
-from .trouble import trouble
 
 LOST = 255
 """What ssh ends with when it has lost the connection."""
@@ -130,7 +130,10 @@ class RemoteHost:
                 last = [text.strip() for text in err.splitlines() if text.strip()][-1:]
                 self.trouble = f"host {self.name}: the connection to it was lost" + (f" ({last[0]})." if last else ".")
             else:
-                self.trouble = trouble(self.host.destination, self._ssh, status, err, out)
+                how = f"was killed by signal {-status}" if status < 0 else f"exited with code {status}"
+                said = (err.strip() or out.strip() or "it printed nothing").rstrip(".")
+                by_hand = f"{self._ssh} {self.host.destination} {sys.executable} -m photinus --version"
+                self.trouble = f"host {self.name}: ssh {how}: {said}. Try by hand: {by_hand}"
         elif self.hello is None and time.monotonic() > self._started_at_s + HELLO_S:
             self.trouble = (
                 f"host {self.name}: no answer within {HELLO_S:.0f} s, though ssh did not fail. Try by hand: "
