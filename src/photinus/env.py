@@ -171,13 +171,6 @@ STARTED_AS: Variable[str | None] = Variable(
     "the name under which `photinus run --hostfile` knows this host, which sets it: all hosts share a terminal then, "
     "and what concerns all is told there once",
 )
-TERMINALS: Variable[tuple[int, ...] | None] = Variable(
-    "PHOTINUS_TERMINALS",
-    lambda text: tuple(map(int, text.split())),
-    None,
-    "rows and columns of the terminal at which `photinus run --hostfile` was typed, and which of stdout (1) and stderr "
-    "(2) end there; set by it for the host of rank 0, whose output is carried there as it is",
-)
 LAUNCH: Variable[str | None] = Variable(
     "PHOTINUS_LAUNCH",
     str,

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import os
-import pty
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,47 +48,6 @@ def test_every_rank_finds_its_place_its_arguments_and_the_others(place, here):
         assert (report["mine"], report["deepspeed"]) == ("mine", "read")
         assert report["secret"] == []
         assert report["total"] == 6
-
-
-BAR = """
-import os, sys, time
-if os.environ["RANK"] == "0":
-    columns = os.get_terminal_size(2).columns
-    print(f"terminals: {sys.stdout.isatty()} {sys.stderr.isatty()}, {columns} columns", flush=True)
-    for step in range(20):
-        print(f"\\rstep {step} ", end="", file=sys.stderr, flush=True)
-        time.sleep(0.05)
-    print("done", file=sys.stderr)
-else:
-    assert not sys.stdout.isatty()
-    for line in range(5):
-        time.sleep(0.2)
-        print("a line", flush=True)
-"""
-
-
-def test_rank_0_has_a_terminal_when_the_user_has_one(place):
-    hosts = place.hostfile("host-1 slots=2\nhost-0 slots=1\n")  # rank 0 is far away
-    words = ["photinus", "run", "--ssh", place.server.ssh, "--hostfile", hosts, script(place.folder, BAR)]
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(place.folder)
-        command = place.first.command([sys.executable, "-m", *words])
-        os.execvpe(command[0], command, {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80"})  # of another shell
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 77, 0, 0))
-    shown = b""
-    with contextlib.suppress(OSError):  # the terminal's other side is closed: everything has ended
-        while True:
-            shown += os.read(terminal, 65536)
-    os.close(terminal)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, shown.decode()
-    text = shown.decode()
-    assert "terminals: True True, 77 columns" in text
-    # Other ranks' lines take the place of the bar, which draws itself again; nothing is torn.
-    for rank in (1, 2):
-        assert text.count(f"\r\x1b[K[{rank}] a line\r\n") == 5
-    assert [f"step {step} " in text for step in range(20)] == [True] * 20
-    assert "done" in text
 
 
 def test_include_chooses_hosts_and_a_host_alone_needs_no_meeting(place):
@@ -217,7 +171,10 @@ sys.stdin.read()
     ("answers", "told"),
     [
         ("/nowhere/python -m photinus.launcher.ssh.remote", "ssh exited with code 127: "),
-        (f"{sys.executable} -c 'import photinus.nothing_of_the_kind'", "No module named 'photinus.nothing_of_the_kind'"),
+        (
+            f"{sys.executable} -c 'import photinus.nothing_of_the_kind'",
+            "No module named 'photinus.nothing_of_the_kind'",
+        ),
         (f"{sys.executable} OLD_REMOTE", "it has Photinus 0.0.1, and here is"),
     ],
     ids=["no Python", "no Photinus", "another version"],

@@ -237,7 +237,10 @@ def test_a_host_that_takes_nothing_holds_up_nobody_and_gets_all_of_it_later(host
     ("program", "told"),
     [
         ("print('bash: no such thing'); raise SystemExit(3)", "ssh exited with code 3: bash: no such thing."),
-        ("import sys; print('motd'); sys.exit('a: Permission denied.')", "ssh exited with code 1: a: Permission denied."),
+        (
+            "import sys; print('motd'); sys.exit('a: Permission denied.')",
+            "ssh exited with code 1: a: Permission denied.",
+        ),
         ("import os; os.kill(os.getpid(), 9)", "ssh was killed by signal 9: it printed nothing."),
     ],
 )

@@ -16,7 +16,7 @@ _FAMILIES = (
 )
 _SINGLE = ("LD_LIBRARY_PATH", "LOGLEVEL", "NO_COLOR", "TERM", "COLORTERM")
 # Of one host, or of a job inside of which this may run; and all of TORCHELASTIC_.
-_OF_A_JOB = (env.STARTED_AS, env.HOST_ID, env.JOB_SECRET, env.LISTEN_FD, env.TERMINALS, env.EXPECTED_WORLD_SIZE)
+_OF_A_JOB = (env.STARTED_AS, env.HOST_ID, env.JOB_SECRET, env.LISTEN_FD, env.EXPECTED_WORLD_SIZE)
 _NEVER = ("CUDA_VISIBLE_DEVICES", *(each.name for each in _OF_A_JOB))
 _FILE = ".deepspeed_env"
 

@@ -25,7 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ...env import JOB_SECRET, STARTED_AS, TERMINALS
+from ...env import JOB_SECRET, STARTED_AS
 from ...errors import LaunchError
 from ..command_line.flags import RunFlags
 from ..hosts.join import DEFAULT_PORT
@@ -173,13 +173,9 @@ class _Job:
             common[JOB_SECRET.name] = secrets.token_hex(32)
         if place and self._flags.hosts.port is None and place["port"] != DEFAULT_PORT:
             self._say(f"port {DEFAULT_PORT} is taken on {self._hosts[0].name}; {place['port']} is used instead")
-        terminals = {each: screen.target for each, screen in enumerate(self._screens.values(), 1) if screen.terminal}
         for number, (host, share) in enumerate(zip(self._hosts, self._shares, strict=True)):
             host.answers.clear()
             environ = {**common, STARTED_AS.name: host.name}
-            if number == 0 and terminals:  # other hosts' lines are carried as lines
-                columns, rows = os.get_terminal_size(min(terminals.values()))
-                environ[TERMINALS.name] = " ".join(map(str, [rows, columns, *terminals]))
             meeting: dict[str, Any] = {"leader": place.get("address", ""), "port": place.get("port", 0)}
             words = host_words(self._flags, share, host_rank=number, hosts=len(self._hosts), **meeting)
             host.send({"do": "run", "words": words, "environ": environ, "merged": self._is_merged})

@@ -99,7 +99,7 @@ class Job:
         interface = "lo" if hosts == 1 else formation.interface
         if interface is not None:
             environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        for variable in (env.JOB_SECRET, env.LISTEN_FD, env.STARTED_AS, env.TERMINALS):
+        for variable in (env.JOB_SECRET, env.LISTEN_FD, env.STARTED_AS):
             environ.pop(variable.name, None)
         if self.flags.cpu:
             environ["CUDA_VISIBLE_DEVICES"] = ""

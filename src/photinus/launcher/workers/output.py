@@ -4,10 +4,9 @@ Rank 0 writes to the launcher's own stdout and stderr: untouched, in colour, wit
 write into pipes; one thread carries their lines out, whole and marked with the rank: `[1] text`. A progress bar of
 such a rank (text that returns to the line's start) is shown in its last state only.
 
-What goes into a log file (see `logs`) takes the same way: byte for byte, and whole even when the worker is killed, as
-the thread empties its pipe to the end. Rank 0 gets a terminal of its own (a pty) where it would have had the
-launcher's, so that it keeps colours and bars. Streams with files of their own have pipes of their own, and their order
-between each other is that in which the thread saw them.
+What goes into a log file (see `logs`) takes the same way, that of rank 0 too: byte for byte, and whole even when the
+worker is killed, as the thread empties its pipe to the end. Streams with files of their own have pipes of their own,
+and their order between each other is that in which the thread saw them.
 
 The last lines of each rank that has a pipe are kept, for the report of a failure.
 """
@@ -15,24 +14,18 @@ The last lines of each rank that has a pipe are kept, for the report of a failur
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import os
 import re
 import select
 import selectors
-import struct
 import sys
-import termios
 import threading
 import time
-import tty
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ... import env
 from .logs import BOTH, LogFile, Logs
 
 _LOOK_MS = 200
@@ -47,7 +40,7 @@ _ESCAPES = re.compile(rb"\x1b(\[[0-9;:?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)
 
 @dataclass
 class _Stream:
-    """One pipe (or pty) from a worker: where its bytes go, and the beginning of a line that is not complete yet."""
+    """One pipe from a worker: where its bytes go, and the beginning of a line that is not complete yet."""
 
     rank: int
     target: int  # the launcher's stdout or stderr
@@ -55,7 +48,6 @@ class _Stream:
     prefix: bytes | None  # None: passed on as it comes
     last: deque[str]  # its rank's last lines, of both streams
     file: LogFile | None = None
-    terminal: bool = False
     pending: bytes = b""
 
 
@@ -76,7 +68,6 @@ class Output:
     _locks: dict[int, threading.Lock] = field(default_factory=dict)
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _open: int = 0
-    _remote_terminal: tuple[int, ...] = field(default_factory=lambda: env.TERMINALS.get() or ())
     _quiet: threading.Condition = field(default_factory=threading.Condition)
 
     def __post_init__(self) -> None:
@@ -95,7 +86,7 @@ class Output:
         With `alarm`, the first line is bold and red where that can be seen (a terminal; NO_COLOR unset).
         """
         plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-        if alarm and self._is_terminal(self.stderr) and not plain:
+        if alarm and os.isatty(self.stderr) and not plain:
             text = re.sub(r"^(\n*)([^\n]+)", "\\1\x1b[1;31m\\2\x1b[0m", text, count=1)
         self._write(self.stderr, text.encode(sys.stderr.encoding or "utf-8", "backslashreplace"))
 
@@ -127,15 +118,14 @@ class Output:
         with self._quiet:
             self._files[rank] = files
             self._last[rank] = deque(maxlen=_LAST_LINES)
-        inherits = rank == 0 and not {self.stdout, self.stderr} <= {*self._remote_terminal[2:]}
-        if not inherits and not files and (os.path.sameopenfile(self.stdout, self.stderr) or not shown):
+        if rank != 0 and not files and (os.path.sameopenfile(self.stdout, self.stderr) or not shown):
             both = self._add(self._stream(rank, "out", shown, files))
             return both, os.dup(both)
         out, err = (
             None
-            if rank == 0 and name in shown and name not in files and target not in self._remote_terminal[2:]
+            if rank == 0 and name in shown and name not in files
             else self._add(self._stream(rank, name, shown, files))
-            for name, target in (("out", self.stdout), ("err", self.stderr))
+            for name in ("out", "err")
         )
         return out, err
 
@@ -177,22 +167,17 @@ class Output:
         self._selector.close()
 
     def _stream(self, rank: int, name: str, shown: frozenset[str], files: dict[str, Path]) -> _Stream:
-        target = self.stdout if name == "out" else self.stderr
         return _Stream(
             rank,
-            target,
+            self.stdout if name == "out" else self.stderr,
             shown=name in shown,
             prefix=None if rank == 0 else f"[{rank}] ".encode(),
             last=self._last[rank],
             file=LogFile(files[name], self._warn) if name in files else None,
-            terminal=rank == 0 and name in shown and self._is_terminal(target),
         )
 
     def _add(self, stream: _Stream) -> int:
-        reading, writing = os.openpty() if stream.terminal else os.pipe()
-        if stream.terminal:
-            tty.setraw(writing)  # bytes as they are: line ends are made by the terminal that shows them
-            self._copy_size(stream.target, reading)
+        reading, writing = os.pipe()
         with self._quiet:
             self._open += 1
         self._selector.register(reading, selectors.EVENT_READ, stream)
@@ -209,7 +194,7 @@ class Output:
                     return
                 piece = _read(key.fd)
                 if piece:
-                    self._take(stream, piece, key.fd)
+                    self._take(stream, piece)
                 else:
                     self._finish(key.fd, stream)
 
@@ -219,15 +204,13 @@ class Output:
             os.set_blocking(key.fd, False)
             taken = 0
             while taken < _LEFT_LIMIT_BYTES and (piece := _read(key.fd)):
-                self._take(key.data, piece, key.fd)
+                self._take(key.data, piece)
                 taken += len(piece)
 
-    def _take(self, stream: _Stream, piece: bytes, reading: int) -> None:
+    def _take(self, stream: _Stream, piece: bytes) -> None:
         if stream.file is not None and not stream.file.write(piece):
             stream.file, stream.shown = None, True  # rather too much on the terminal than something lost
         if stream.shown and stream.prefix is None:
-            if stream.terminal:
-                self._copy_size(stream.target, reading)  # may have changed; bars ask with each state they draw
             self._write(stream.target, piece, clear=False)
         *lines, rest = (stream.pending + piece).split(b"\n")
         # Of a progress bar keep the last state; of an endless line, give out what there is.
@@ -269,22 +252,9 @@ class Output:
                 f"into log files is only shown here.\n"
             )
 
-    def _is_terminal(self, target: int) -> bool:
-        return target in self._remote_terminal[2:] or os.isatty(target)
-
-    def _copy_size(self, target: int, pty: int) -> None:
-        """Gives a pty as many rows and columns as the terminal has, here or where the user typed."""
-        with contextlib.suppress(OSError):
-            if target in self._remote_terminal[2:]:
-                size = struct.pack("HHHH", *self._remote_terminal[:2], 0, 0)
-            else:
-                size = fcntl.ioctl(target, termios.TIOCGWINSZ, bytes(8))
-            if fcntl.ioctl(pty, termios.TIOCGWINSZ, bytes(8)) != size:
-                fcntl.ioctl(pty, termios.TIOCSWINSZ, size)
-
     def _write(self, target: int, data: bytes, *, clear: bool = True) -> None:
         with self._locks[target]:
-            if clear and self._is_terminal(target):
+            if clear and os.isatty(target):
                 # Rank 0's progress bar may stand on this line: take its place, it draws itself again below.
                 data = b"\r\x1b[K" + data
             write_all(target, data, self.gives_up)
@@ -315,10 +285,6 @@ def _read(reading: int) -> bytes:
         return os.read(reading, _READ_BYTES)
     except BlockingIOError:
         return b""
-    except OSError as error:
-        if error.errno == errno.EIO:  # how a pty says that nobody writes to it any more
-            return b""
-        raise
 
 
 def _last_state(line: bytes) -> bytes:
