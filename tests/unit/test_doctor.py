@@ -14,9 +14,9 @@ from rich.console import Console
 
 from photinus.launcher.cli import main
 from photinus.launcher.contestants import contestant
-from photinus.launcher.doctor import backends, examine, host, network, software
+from photinus.launcher.doctor import backends, examine, network, software
 from photinus.launcher.doctor.finding import Finding, as_json, exit_code, print_findings
-from photinus.launcher.doctor.host import Load, look_at_host
+from photinus.launcher.doctor.host import look_at_host
 from photinus.launcher.doctor.network import look_at_network
 from photinus.launcher.doctor.software import ask_child
 
@@ -126,22 +126,6 @@ def test_this_machine_has_what_the_engine_needs() -> None:
     assert named(look_at_host(), "memfd").state == "good"
 
 
-def busy(folder: Path, average: str = "28.00", now: int = 30) -> Path:
-    return machine(folder, proc__loadavg=f"{average} 14.00 5.00 {now}/400 4711\n")
-
-
-def test_a_busy_machine_is_told_and_allows_more_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "usable_cores", lambda: 8)
-    found = host.read_load(busy(tmp_path))
-    assert found == Load(29.0, 8)  # those that want to run now, but this one
-    assert found.allow(60) == 217.5
-    assert Load(1000.0, 8).allow(60) == 300
-    assert Load(0.5, 8).allow(60) == 60
-    assert host.look_at_load(found).state == "note"
-    assert host.look_at_load(found).value == "load 29.0 on 8 usable cores"
-    assert host.look_at_load(host.read_load(busy(tmp_path, "3.00", 2))).state == "good"
-
-
 # ---- the network
 
 
@@ -207,7 +191,7 @@ def test_the_engine_says_in_json_what_it_is_here() -> None:
 def test_a_child_that_hangs_is_given_up() -> None:
     facts, error = ask_child(["-c", "import time; time.sleep(60)"], 0.5)
     assert facts is None
-    assert error == "no answer within 0.5 s"
+    assert error.startswith("no answer within 0.5 s (")
 
 
 # ---- backends
@@ -239,15 +223,10 @@ def test_a_backend_that_fails_is_bad_with_its_last_words() -> None:
 def test_a_backend_that_hangs_is_ended_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rank.py").write_text("import time; time.sleep(300)")
     monkeypatch.setattr(contestant, "_RANK", tmp_path / "rank.py")
-    monkeypatch.setattr(host, "read_load", lambda: Load(0.5, 2))
     start = time.monotonic()
     finding = backends._try("photinus", 1.0)
     assert time.monotonic() - start < 30
-    assert (finding.state, finding.value) == ("bad", "no answer within 1 s")
-    monkeypatch.setattr(host, "read_load", lambda: Load(28.0, 2))
-    finding = backends._try("photinus", 0.5)
-    assert finding.state == "unknown"
-    assert finding.value == "not judged: load 28.0 on 2 usable cores; no answer within 0.5 s"
+    assert (finding.state, finding.value.partition(" (")[0]) == ("bad", "no answer within 1 s")
     left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True)
     assert left.stdout == ""
 
@@ -264,7 +243,6 @@ def stub(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> None:
     monkeypatch.setattr(examine, "ask_engine", lambda timeout_s: (None, "none"))
     monkeypatch.setattr(examine, "look_at_software", lambda torch, engine, timeout_s: list(findings))
     monkeypatch.setattr(examine, "look_at_host", list)
-    monkeypatch.setattr(examine, "read_load", lambda: Load(0.5, 2))
     monkeypatch.setattr(examine, "look_at_network", list)
     monkeypatch.setattr(examine, "look_at_gpus", lambda torch, timeout_s: [])
 
@@ -277,29 +255,13 @@ def test_json_is_for_programs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert told["findings"][-1]["advice"] == "Install it."
 
 
-def test_on_a_busy_machine_the_load_comes_first_and_what_is_late_is_not_called_broken(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    waited = []
-    stub(monkeypatch, Finding("Software", "torch", "unknown", "not judged", "Run it again."))
-    monkeypatch.setattr(examine, "read_load", lambda: Load(28.0, 2))
-    monkeypatch.setattr(examine, "ask_engine", lambda timeout_s: waited.append(timeout_s) or (None, "none"))
-    assert main(["doctor"]) == 1
-    shown = capsys.readouterr()
-    assert shown.out.splitlines()[1].rstrip() == "  ! load             load 28.0 on 2 usable cores"
-    assert shown.out.splitlines()[-1] == "1 of 2 could not be judged: torch."
-    assert shown.err == "photinus doctor: load 28.0 on 2 usable cores: this may take a while.\n"
-    assert main(["doctor", "--timeout", "7"]) == 1
-    assert waited == [300, 7]
-
-
 def test_all_well_is_exit_code_0(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     stub(monkeypatch, Finding("Software", "torch", "good", "2.13.0"))
     assert main(["doctor", "--timeout", "3"]) == 0
-    assert "All well: 2 looks, nothing that needs attention." in capsys.readouterr().out
+    assert "All well: 1 looks, nothing that needs attention." in capsys.readouterr().out
     stub(monkeypatch, Finding("Software", "torch", "note", "2.10.0", "Take a newer one."))
     assert main(["doctor", "--timeout", "3"]) == 0
-    assert "All well: 2 looks, worth knowing: torch." in capsys.readouterr().out
+    assert "All well: 1 looks, worth knowing: torch." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,20 +9,11 @@ import torch
 
 from photinus.launcher.doctor import gpus
 from photinus.launcher.doctor.finding import Finding
-from photinus.launcher.doctor.gpu_links import measure, pcie_link
+from photinus.launcher.doctor.gpu_links import measure
 from photinus.launcher.doctor.gpus import look_at_gpus
 
 TORCH = {"built_for_cuda": True, "hip": None, "gpus": [{"name": "RTX 4090", "bytes": 24 << 30}] * 2}
-LINK = {
-    "bus": "0000:17:00.0",
-    "to_host": 25.1e9,
-    "to_gpu": 24.8e9,
-    "both": 21.3e9,
-    "current_link_speed": "16.0 GT/s PCIe",
-    "current_link_width": "16",
-    "max_link_speed": "16.0 GT/s PCIe",
-    "max_link_width": "16",
-}
+LINK = {"to_host": 25.1e9, "to_gpu": 24.8e9, "both": 21.3e9}
 NO, YES = [[True, False], [False, True]], [[True, True], [True, True]]
 
 
@@ -37,21 +27,7 @@ def look(monkeypatch: pytest.MonkeyPatch, torch: Any = TORCH, error: str = "", *
 def test_a_gpu_is_told_with_its_link_and_how_fast_copies_go(monkeypatch: pytest.MonkeyPatch) -> None:
     finding = look(monkeypatch)["GPU 1"]
     assert finding.state == "good"
-    assert finding.value == (
-        "RTX 4090, 24 GiB; PCIe 4.0 x16; to the host 25.1 GB/s, back 24.8 GB/s, both at once 21.3 GB/s"
-    )
-
-
-def test_a_link_narrower_than_the_card_is_worth_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    finding = look(monkeypatch, gpus=[{**LINK, "current_link_width": "4"}, LINK])["GPU 0"]
-    assert finding.state == "note"
-    assert "PCIe 4.0 x4;" in finding.value
-    assert "The card has 16 lanes, and runs with 4" in finding.advice
-
-
-def test_a_link_that_the_kernel_does_not_tell_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    bare = {name: value for name, value in LINK.items() if "link" not in name}
-    assert "PCIe" not in look(monkeypatch, gpus=[bare, bare])["GPU 0"].value
+    assert finding.value == ("RTX 4090, 24 GiB; to the host 25.1 GB/s, back 24.8 GB/s, both at once 21.3 GB/s")
 
 
 def test_gpus_without_peer_access_are_what_this_backend_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,15 +87,7 @@ def test_without_a_gpu_one_line_says_so(
     assert finding.state == ("bad" if "GPU 0" in driver else "absent")
 
 
-def test_the_kernel_is_asked_for_the_link_of_a_place_on_the_bus(tmp_path: Path) -> None:
-    folder = tmp_path / "sys/bus/pci/devices/0000:a1:00.0"
-    folder.mkdir(parents=True)
-    (folder / "current_link_width").write_text("8\n")
-    assert pcie_link("0000:A1:00.0", tmp_path) == {"current_link_width": "8"}
-    assert pcie_link("", tmp_path) == {}
-
-
 def test_every_copy_is_measured() -> None:
-    told = measure([torch.device("cpu")] * 2, ["", ""], 1 << 12)
+    told = measure([torch.device("cpu")] * 2, 1 << 12)
     assert all(each[way] > 0 for each in told["gpus"] for way in ("to_host", "to_gpu", "both"))
     assert told["all_at_once"] > 0

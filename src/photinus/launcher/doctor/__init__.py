@@ -2,7 +2,7 @@
 
 finding     what one look found; all of it on the terminal, by section
 hosts       several hosts, over ssh: versions, and every pair tried both ways
-host        processors, memory, limits, load, the engine's needs
+host        processors, memory, limits, the engine's needs
 network     interfaces, addresses, the host's own name
 software    Python, torch, launchers: other programs, asked with a deadline
 gpus        GPUs, their links with the host and each other, how fast copies go

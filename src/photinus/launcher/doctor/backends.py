@@ -6,8 +6,7 @@ from typing import Any
 
 from ...runlog.units import bandwidth
 from ..contestants.contestant import Contestant, torch_ranks
-from .finding import Finding
-from .host import LATE, finding_if_busy
+from .finding import LATE, Finding
 
 _SECTION = "Backends (two processes, all_reduce tried)"
 _PATH = "all_reduce:ordinary"  # the sum is looked at
@@ -46,8 +45,7 @@ def _try(backend: str, timeout_s: float, world_size: int = 2) -> Finding:
         large_s = tried.run(_PATH, 5)
     if tried.is_late:
         error = LATE.format(timeout_s)
-        advice = "Run it again with TORCH_DISTRIBUTED_DEBUG=DETAIL set, or --timeout with more seconds."
-        return finding_if_busy(_SECTION, backend, error) or Finding(_SECTION, backend, "bad", error, advice)
+        return Finding(_SECTION, backend, "bad", error, "TORCH_DISTRIBUTED_DEBUG=DETAIL makes it say more.")
     if small_s is None or large_s is None:
         advice = _ADVICE.get(backend, "The message is the backend's own.")
         return Finding(_SECTION, backend, "bad", str(tried.absent), advice)

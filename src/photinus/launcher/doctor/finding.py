@@ -14,18 +14,18 @@ _MARKS = {
     "good": ("✓", "green"),
     "note": ("!", "yellow"),
     "bad": ("✗", "red"),
-    "unknown": ("?", "yellow"),
     "absent": ("–", "bright_black"),
 }
 _WIDEST = 100
+LATE = "no answer within {:g} s (on a busy machine, give more with --timeout)"
 
 
 @dataclass(frozen=True)
 class Finding:
     """One line of what the user sees.
 
-    `state`: "good"; "note", works, but worth knowing; "bad", will not work or will be slow; "unknown", could not be
-    told; "absent", not here and not missed. `advice`: what to do about each "bad" and "unknown". `facts`: for --json.
+    `state`: "good"; "note", works, but worth knowing; "bad", will not work or will be slow; "absent",
+    not here and not missed. `advice`: what to do about each "bad". `facts`: for --json.
     """
 
     section: str
@@ -37,7 +37,7 @@ class Finding:
 
     def __post_init__(self) -> None:
         assert self.state in _MARKS, self.state
-        assert self.state not in ("bad", "unknown") or self.advice, f"{self.name} is {self.state}: nothing is advised"
+        assert self.state != "bad" or self.advice, f"{self.name} is {self.state}: nothing is advised"
 
 
 def assess(
@@ -53,8 +53,8 @@ def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
-    """0 when nothing is bad and all could be told, else 1."""
-    return int(any(finding.state in ("bad", "unknown") for finding in findings))
+    """0 when nothing is bad, else 1."""
+    return int(any(finding.state == "bad" for finding in findings))
 
 
 def terminal() -> Console:
@@ -86,13 +86,11 @@ def print_findings(findings: Sequence[Finding], console: Console | None = None) 
         console.print(Text(section, "bold"))
         console.print(rows)
         console.print()
-    bad, unknown = ([each.name for each in findings if each.state == state] for state in ("bad", "unknown"))
-    of = f"of {len(findings)}"
+    bad = [each.name for each in findings if each.state == "bad"]
     if bad:
-        console.print(f"{len(bad)} {of} need{'s' * (len(bad) == 1)} attention: {', '.join(bad)}.", style="bold red")
-    if unknown:
-        console.print(f"{len(unknown)} {of} could not be judged: {', '.join(unknown)}.", style="bold yellow")
-    if not (bad or unknown):
+        need = f"{len(bad)} of {len(findings)} need{'s' * (len(bad) == 1)} attention"
+        console.print(f"{need}: {', '.join(bad)}.", style="bold red")
+    else:
         noted = [each.name for each in findings if each.state == "note"]
         rest = f"worth knowing: {', '.join(noted)}" if noted else "nothing that needs attention"
         console.print(f"All well: {len(findings)} looks, {rest}.", style="bold green")

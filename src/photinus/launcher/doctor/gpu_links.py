@@ -1,8 +1,8 @@
 """How GPUs are linked, as a program that prints a line of JSON: a process of its own, for a driver may hang.
 
-For each GPU: its place on the PCI bus, what the kernel says of its link while it copies (an idle GPU slows it down),
-and bytes per second between its memory and locked memory of the host: each way alone, both ways at once, and so on all
-GPUs at once. For each pair: whether one reaches the other's memory, and with atomics, as over NVLink but not over PCIe.
+For each GPU: bytes per second between its memory and locked memory of the host, each way alone, both ways at once, and
+so on all GPUs at once. For each pair: whether one reaches the other's memory, and with atomics, as over NVLink but not
+over PCIe.
 """
 
 from __future__ import annotations
@@ -11,19 +11,11 @@ import ctypes
 import json
 import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 _BYTES = 32 << 20
 _ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 _WAYS = ("to_host", "to_gpu")
-
-
-def pcie_link(bus: str, root: Path = Path("/")) -> dict[str, str]:
-    """What the kernel says of the link of a device like 0000:17:00.0. `root` is where /sys is looked for."""
-    names = ("current_link_speed", "current_link_width", "max_link_speed", "max_link_width")
-    files = {name: root / "sys/bus/pci/devices" / bus.lower() / name for name in names}
-    return {name: path.read_text().strip() for name, path in files.items() if bus and path.exists()}
 
 
 class Copies:
@@ -66,13 +58,13 @@ def rate(gpus: Sequence[Copies], ways: Iterable[str], size_bytes: int) -> float:
     return size_bytes / taken
 
 
-def measure(devices: Sequence[Any], buses: Sequence[str], size_bytes: int = _BYTES) -> dict[str, Any]:
+def measure(devices: Sequence[Any], size_bytes: int = _BYTES) -> dict[str, Any]:
     """Takes some milliseconds for each device; all rates are bytes per second, each way and GPU."""
     gpus = [Copies(device, size_bytes) for device in devices]
     told = []
-    for gpu, bus in zip(gpus, buses, strict=True):
+    for gpu in gpus:
         rates = {way: rate([gpu], [way], size_bytes) for way in _WAYS}
-        told.append({"bus": bus, **rates, "both": rate([gpu], _WAYS, size_bytes), **pcie_link(bus)})
+        told.append({**rates, "both": rate([gpu], _WAYS, size_bytes)})
     return {"gpus": told, "all_at_once": rate(gpus, _WAYS, size_bytes)}
 
 
@@ -82,19 +74,17 @@ def main() -> None:
 
     count = torch.cuda.device_count()
     everybody = range(count)
-    buses, atomics = [""] * count, [[False] * count for _ in everybody]
+    atomics = [[False] * count for _ in everybody]
     if torch.version.cuda is not None:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         driver = ctypes.CDLL("libcuda.so.1")
-        text, number = ctypes.create_string_buffer(32), ctypes.c_int()
+        number = ctypes.c_int()
         for i in everybody:
-            if driver.cuDeviceGetPCIBusId(text, len(text), i) == 0:
-                buses[i] = text.value.decode()
             for j in everybody:
                 told = i != j and driver.cuDeviceGetP2PAttribute(ctypes.byref(number), _ATOMICS, i, j) == 0
                 atomics[i][j] = told and bool(number.value)
     peers = [[i == j or torch.cuda.can_device_access_peer(i, j) for j in everybody] for i in everybody]
-    measured = measure([torch.device("cuda", i) for i in everybody], buses)
+    measured = measure([torch.device("cuda", i) for i in everybody])
     print(json.dumps({**measured, "peers": peers, "atomics": atomics}))
 
 

@@ -12,8 +12,6 @@ from .software import ask_child, output_of
 
 _SECTION = "GPUs"
 _PROGRAM = Path(__file__).with_name("gpu_links.py")
-_PCIE = {"2.5": "1.0", "5.0": "2.0", "8.0": "3.0", "16.0": "4.0", "32.0": "5.0", "64.0": "6.0"}
-"""GT/s, as the kernel says it, and what people say."""
 
 
 def look_at_gpus(torch: dict[str, Any] | None, timeout_s: float) -> list[Finding]:
@@ -48,16 +46,10 @@ def _none(torch: dict[str, Any] | None, timeout_s: float) -> Finding:
 
 def _gpu(index: int, gpu: dict[str, Any], link: dict[str, Any]) -> Finding:
     parts = [f"{gpu['name']}, {gpu['bytes'] / (1 << 30):.0f} GiB"]
-    width, most = link.get("current_link_width", ""), link.get("max_link_width", "")
-    if width:
-        transfers = link.get("current_link_speed", "").split(" ")[0]
-        parts.append(f"PCIe {_PCIE.get(transfers, transfers + ' GT/s')} x{width}")
     if link:
         ways = {"to the host": "to_host", "back": "to_gpu", "both at once": "both"}
         parts.append(", ".join(f"{way} {bandwidth(link[name])}" for way, name in ways.items()))
-    advice = f"The card has {most} lanes, and runs with {width}: another slot, or its riser, may have more."
-    narrow = width.isdigit() and most.isdigit() and int(width) < int(most)
-    return assess(_SECTION, f"GPU {index}", "; ".join(parts), note=advice if narrow else "", facts={**gpu, **link})
+    return assess(_SECTION, f"GPU {index}", "; ".join(parts), facts={**gpu, **link})
 
 
 def _links(links: dict[str, Any]) -> list[Finding]:

@@ -1,21 +1,15 @@
-"""Processors, memory, limits and load of this host: whether the engine finds what it needs, and how long to wait."""
+"""Processors, memory and limits of this host: whether the engine finds what it needs."""
 
 from __future__ import annotations
 
 import os
 import platform
 import resource
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..workers.cgroup import cpu_quota_cores, memory_limit, text_of
 from ..workers.devices import usable_cores
 from .finding import Finding, assess
-
-LATE = "no answer within {:g} s"
-
-_BUSY = 1.5
-_MOST_PATIENT = 5.0
 
 _SECTION = "This host"
 _FEW_FILES = 1024
@@ -122,49 +116,3 @@ def _gib(size: int) -> str:
 
 def _lines(path: Path, start: str) -> list[str]:
     return [line for line in text_of(path).splitlines() if line.startswith(start)]
-
-
-@dataclass(frozen=True)
-class Load:
-    """How many threads want to compute (the average of the last minute, or those of now if more), on how many cores."""
-
-    threads: float
-    cores: int
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether what is tried now gets clearly less than a core of its own."""
-        return self.threads > _BUSY * self.cores
-
-    def allow(self, timeout_s: float) -> float:
-        """What a deadline for a quiet host comes to here: up to five times as much."""
-        return timeout_s * min(max(1.0, self.threads / self.cores), _MOST_PATIENT)
-
-    def __str__(self) -> str:
-        return f"load {self.threads:.1f} on {self.cores} usable core{'s' * (self.cores != 1)}"
-
-
-def read_load(root: Path = Path("/")) -> Load:
-    """The load as the kernel tells it. `root` is where /proc is looked for (for tests)."""
-    words = text_of(root / "proc/loadavg").split()
-    if not words:  # a sandbox without it
-        return Load(os.getloadavg()[0], usable_cores())
-    computing_now = int(words[3].split("/")[0]) - 1  # this process reads it just now
-    return Load(max(float(words[0]), computing_now), usable_cores())
-
-
-def look_at_load(load: Load) -> Finding:
-    """The load, and what it does to all that is tried and measured."""
-    if not load.is_busy:
-        return assess(_SECTION, "load", f"{load.threads:.1f}")
-    advice = "The machine is busy: what is tried gets more time, and the speeds below are those of a busy machine."
-    return assess(_SECTION, "load", str(load), note=advice, facts=asdict(load))
-
-
-def finding_if_busy(section: str, name: str, error: str) -> Finding | None:
-    """The finding of something that was late, where the host is too busy to blame it; None where it is not."""
-    load = read_load()
-    if not load.is_busy or not error.startswith(LATE.split("{")[0]):
-        return None
-    advice = "Run it again when the machine is quiet, or with --timeout and more seconds."
-    return Finding(section, name, "unknown", f"not judged: {load}; {error}", advice)

@@ -12,8 +12,7 @@ from typing import Any
 
 from ...torch_version import OLDEST, is_too_old
 from ...version import __version__
-from .finding import Finding, assess
-from .host import LATE, finding_if_busy
+from .finding import LATE, Finding, assess
 
 _SECTION = "Software"
 
@@ -81,7 +80,7 @@ def _engine(facts: dict[str, Any] | None, error: str) -> Finding:
     if facts is None:
         advice = "The native module is missing or of another Python or processor: "
         advice += "pip install --force-reinstall photinus."
-        return finding_if_busy(_SECTION, "engine", error) or assess(_SECTION, "engine", error, bad=advice)
+        return assess(_SECTION, "engine", error, bad=advice)
     value = f"adds with {facts['instruction_set']}; {facts['usable_cores']} usable cores"
     advice = "Neither AVX2 nor AVX-512: a processor of before 2013, or PHOTINUS_INSTRUCTION_SET is set."
     is_old = facts["instruction_set"] == "baseline" and platform.machine() in ("x86_64", "AMD64")
@@ -91,7 +90,7 @@ def _engine(facts: dict[str, Any] | None, error: str) -> Finding:
 def _torch(facts: dict[str, Any] | None, error: str) -> Finding:
     if facts is None:
         advice = "Install PyTorch as its site says for this machine (pytorch.org). Without it, photinus.engine works."
-        return finding_if_busy(_SECTION, "torch", error) or assess(_SECTION, "torch", error, bad=advice)
+        return assess(_SECTION, "torch", error, bad=advice)
     build = f"CUDA {facts['cuda']}" if facts["cuda"] else f"ROCm {facts['hip']}" if facts["hip"] else "CPU only"
     value = f"{facts['version']} ({build})"
     bad = note = ""
