@@ -39,11 +39,10 @@ def client_of(port: int) -> TCPStore:
 
 
 def test_workers_find_a_store_and_after_a_restart_a_fresh_one(store: StoreProcess) -> None:
-    first = client_of(store.open())
+    port = store.open()
+    first = client_of(port)
     first.set("address", "of a rank")
     assert first.get("address") == b"of a rank"
-    assert store._listener is not None
-    port = store._listener.getsockname()[1]
     theirs = client_of(store.open(port))  # which the first one has left
     assert not theirs.check(["address"])
     assert b"whole" not in words_of(store), "this torch's C++ does not come without its Python: all starts are slower"

@@ -20,7 +20,6 @@ import time
 from dataclasses import dataclass
 
 from ...errors import LaunchError
-from ..workers.ports import holder_of, local_addresses_of
 
 BANNER = b"PHOTINUS-JOB/1\n"
 _NONCE_BYTES = 32
@@ -145,7 +144,7 @@ async def dial(
     """A connection to the leader, proved on both sides; `known`: it has proved itself there before.
 
     Raises:
-        LaunchError: something else is behind that port; says what it does, and who holds it where that can be known.
+        LaunchError: something else is behind that port; says what it does.
         OSError, asyncio.TimeoutError: nobody is there (yet), or the known leader is silent (stopped, or its host is).
     """
     begun_s = time.monotonic()
@@ -171,14 +170,10 @@ async def look(address: str, port: int, key: bytes) -> None:
 
 
 def _stranger(address: str, port: int, error: HandshakeError) -> str:
-    holder = ""
-    with contextlib.suppress(OSError):
-        if local_addresses_of(address):
-            holder = f" It is held by {holder_of(port)}."
     advice = (
         "Give all hosts the same --rdzv-id, and the same PHOTINUS_JOB_SECRET if there is one; or this job another "
         "--master-port."
         if isinstance(error, RefusedError)
-        else "Give all hosts another --master-port."
+        else f"Give all hosts another --master-port (`ss -ltnp 'sport = :{port}'` there shows the process)."
     )
-    return f"{address} port {port} does not answer as the host that leads this job: {error}.{holder} {advice}"
+    return f"{address} port {port} does not answer as the host that leads this job: {error}. {advice}"

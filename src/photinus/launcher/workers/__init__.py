@@ -8,7 +8,7 @@ interrupts      Ctrl-C, SIGTERM and their like, noted when they come and acted u
 job             a job as decided before anything starts, one attempt at it, and the environment that a worker finds
 logs            the workers' output in files: DIR/JOB/attempt_K/RANK/stdout.log and stderr.log, torchrun's layout
 output          the workers' lines on the launcher's terminal, and in log files
-ports           listening on one address, and naming the process that holds a port which is taken
+ports           listening on one address of this host
 processes       the worker processes of one attempt on this host: started, watched and ended
 store           the store of an attempt: torch's TCPStore on the loopback interface, in a child process of the launcher
 worker          runs in each worker before the script: a file of its own, imports nothing of Photinus

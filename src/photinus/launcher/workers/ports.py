@@ -1,30 +1,26 @@
-"""Listening on one address, and naming the process that holds a port which is taken."""
+"""Listening on one address of this host."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import socket
-from pathlib import Path
 
 from ...errors import LaunchError
 from ...world.own_address import is_loopback
-from .cgroup import text_of
 
 _BACKLOG = 4096
-_LISTENS = "0A"  # TCP_LISTEN, as /proc/net/tcp writes it
 
 
 class PortTakenError(LaunchError):
-    """Another process listens on the port; the message names it."""
+    """Another process listens on the port."""
 
 
 def listen(address: str, port: int) -> socket.socket:
     """A listening socket on this address only; port 0: one that is free.
 
     Raises:
-        PortTakenError: another process has the port; names it where that can be found out.
+        PortTakenError: another process has the port.
         LaunchError: the address is none of this host, or the port needs rights that this user has not.
     """
     family, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0::4]
@@ -37,8 +33,8 @@ def listen(address: str, port: int) -> socket.socket:
         listener.close()
         if error.errno == errno.EADDRINUSE:
             raise PortTakenError(
-                f"port {port} of {address} is taken by {holder_of(port)}. Give another with --master-port (the same on "
-                f"every host), or end that process.",
+                f"port {port} of {address} is taken by another process (`ss -ltnp 'sport = :{port}'` shows it). Give "
+                f"another with --master-port (the same on every host), or end that process.",
             ) from None
         raise LaunchError(f"cannot listen on {address} port {port}: {error.strerror}") from None
     return listener
@@ -59,48 +55,6 @@ def local_addresses_of(host: str) -> list[str]:
                 continue
             own.append(str(where[0]))
     return own
-
-
-def holder_of(port: int, root: Path = Path("/")) -> str:
-    """Who listens on the port: "python train.py (pid 12, user ann)", or what can be said when /proc shows no more."""
-    inodes, uids = set(), set()
-    for name in ("tcp", "tcp6"):
-        for line in text_of(root / "proc/net" / name).splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == _LISTENS and int(fields[1].rpartition(":")[2], 16) == port:
-                uids.add(int(fields[7]))
-                inodes.add(fields[9])
-    for folder in sorted((root / "proc").glob("[0-9]*"), key=lambda path: int(path.name)):
-        if _has_socket(folder, inodes):
-            return f"{_command(folder)} (pid {folder.name}, user {_user(folder.stat().st_uid)})"
-    if uids:
-        return f"a process of user {_user(min(uids))}, which this user may not look into"
-    return "something that /proc does not show (another container of this network, or a connection from that port?)"
-
-
-def _has_socket(folder: Path, inodes: set[str]) -> bool:
-    try:
-        with os.scandir(folder / "fd") as files:
-            return any(os.readlink(file.path).removeprefix("socket:[").rstrip("]") in inodes for file in files)
-    except OSError:  # another user's, or it has just ended
-        return False
-
-
-def _command(folder: Path) -> str:
-    try:
-        words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace").strip()
-    except OSError:
-        words = ""
-    return (words[:117] + "..." if len(words) > 120 else words) or "a process without a command line"
-
-
-def _user(uid: int) -> str:
-    import pwd
-
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
 
 
 def listen_as(name: str, port: int, *, or_another: bool, otherwise: str | None, alone: bool) -> socket.socket:

@@ -46,7 +46,6 @@ class StoreProcess:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._listener: socket.socket | None = None
 
     def open(self, port: int = 0) -> int:
         """Opens a fresh store in place of the one before, if there was one, and returns its port.
@@ -64,15 +63,14 @@ class StoreProcess:
             ) from None
         if self._process is not None and not self._close_store():
             self.close()
-        # Kept open here too: who looks for the holder of the port finds the launcher, from the first moment on.
-        self._listener = listen(LOOPBACK, port)
-        if self._process is None:
-            self._start()
-        assert self._control is not None
-        with contextlib.suppress(OSError):  # it ended: `loss` says so
-            socket.send_fds(self._control, [b"open"], [self._listener.fileno()])
-        bound: int = self._listener.getsockname()[1]
-        return bound
+        with listen(LOOPBACK, port) as listener:
+            if self._process is None:
+                self._start()
+            assert self._control is not None
+            with contextlib.suppress(OSError):  # it ended: `loss` says so
+                socket.send_fds(self._control, [b"open"], [listener.fileno()])
+            bound: int = listener.getsockname()[1]
+            return bound
 
     def tell_ended(self, ranks: Iterable[int]) -> None:
         """Lets workers know which others have ended well: they may wait for them to join a group."""
@@ -104,8 +102,6 @@ class StoreProcess:
         self._process.kill()
         self._process.wait()
         self._control.close()
-        if self._listener is not None:
-            self._listener.close()
         self._process = self._control = None
 
     def _start(self) -> None:
@@ -124,8 +120,6 @@ class StoreProcess:
     def _close_store(self) -> bool:
         """Whether the process has closed its store, and with it the port."""
         assert self._control is not None
-        if self._listener is not None:
-            self._listener.close()
         with contextlib.suppress(OSError):  # it ended, or does not answer
             self._control.send(b"close")
             return self._control.recv(16) == b"closed"
