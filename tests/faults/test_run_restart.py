@@ -176,9 +176,33 @@ def test_an_error_of_the_program_before_its_first_step_is_one_attempt_with_one_t
     assert "not restarting: NameError before the first step of the training would come again" in ended.err
 
 
+# Resumes by itself, and fails at the same line after 10 steps of the first attempt and 5 more of the second.
+OWN_LOOP = """
+import os, sys, torch
+from pathlib import Path
+saved = Path(sys.argv[1])
+step = int(saved.read_text()) if saved.exists() else 0
+optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+while True:
+    optimizer.step()
+    step += 1
+    saved.write_text(str(step))
+    if step in (10, 15):
+        raise OSError("storage is away")
+"""
+
+
+def test_a_loop_of_ones_own_that_gets_further_each_time_is_tried_again(tmp_path):
+    path = script(tmp_path, OWN_LOOP)
+    ended = run_job("--nproc-per-node", "1", "--max-restarts", "1", path, tmp_path / "saved")
+    assert (tmp_path / "saved").read_text() == "15"
+    assert "no restart is left of 1" in ended.err  # and not: came again
+
+
 def test_an_error_that_comes_at_the_same_place_again_ends_a_run_and_shows_its_traceback_first_and_last(tmp_path):
     fails = "raise OSError(f'storage is away: {os.getpid()}')\n"
-    path = script(tmp_path, f"import os\n{ONE_STEP}\n{fails}")
+    one_step = f"if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n    exec({ONE_STEP!r})"
+    path = script(tmp_path, f"import os\n{one_step}\n\n\n{fails}")
     ended = run_job("--nproc-per-node", "1", path)
     assert ended.code == 1
     assert ended.err.count("raised OSError: storage is away") == 2

@@ -21,8 +21,8 @@ def death(error=None, *, rank=0, status=1, **fields):
     return Death(rank, rank, 4000 + rank, "vm", status, 10.0, 60.0, raised=error, **fields)
 
 
-def attempt(steps, error=None, **fields):
-    return Attempt(death(error, **fields), steps)
+def attempt(steps, error=None, *, run="1:runs/a", **fields):
+    return Attempt(death(error, **fields), steps, run)
 
 
 class TestRule:
@@ -53,6 +53,14 @@ class TestRule:
     def test_the_same_is_tried_again_when_the_run_got_further(self):
         assert reason_to_stop(attempt(6, raised()), [attempt(5, raised())]) is None
         assert reason_to_stop(attempt(6, raised()), [attempt(5, raised()), attempt(6, raised())]) is not None
+
+    def test_steps_that_each_process_counts_do_not_prove_that_a_run_got_no_further(self):
+        assert reason_to_stop(attempt(5, raised(), run=""), [attempt(10, raised(), run="")]) is None
+        assert reason_to_stop(attempt(0, raised(), run=""), [attempt(10, raised(), run="")]) is not None
+
+    def test_the_steps_of_two_runs_of_a_script_are_not_compared(self):
+        assert reason_to_stop(attempt(5, raised(), run="2:runs/b"), [attempt(10, raised())]) is None
+        assert reason_to_stop(attempt(5, raised()), [attempt(10, raised()), attempt(1, run="2:b")]) is not None
 
     @pytest.mark.parametrize(
         "cause",

@@ -161,7 +161,8 @@ class Agent:
         deaths, finished = tuple(processes.deaths()), tuple(processes.finished_ranks())
         for death in deaths:
             self._output.add_to_log(death.rank, exit_message(death))
-        report = Report(deaths, finished, processes.steps(), processes.saved_step(), oom_since(oom_before))
+        steps, saved, oom = processes.steps(), processes.saved_step(), oom_since(oom_before)
+        report = Report(deaths, finished, steps, saved, oom, processes.out())
         return self._peers.verdict_on(report, self._raise_if_interrupted)
 
     def _regroup(self, processes: Processes, order: Order, attempt: int) -> None:

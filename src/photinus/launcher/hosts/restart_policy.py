@@ -34,6 +34,7 @@ class Report:
         deaths: of those that did not end well; empty when the host's workers only had to be stopped.
         finished: the ranks that ended with exit code 0.
         steps, saved: the most that one of the workers told of (see status.py).
+        run: the run that the steps are counted in; empty where each process counts its own from 0.
         oom: kills for want of memory during the attempt, in words.
     """
 
@@ -42,14 +43,16 @@ class Report:
     steps: int = 0
     saved: int = -1
     oom: str = ""
+    run: str = ""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """What is remembered of an attempt that has ended: its first cause, and the steps it told of (see status.py)."""
+    """What is remembered of an attempt that has ended: its first cause, and the steps it told of (see Report)."""
 
     cause: Death
     steps: int
+    run: str = ""
 
     @property
     def error(self) -> tuple[str, str] | None:
@@ -68,7 +71,9 @@ def reason_to_stop(
 
         before the first step of a run   it comes again: what it needs is as it was
         later, for the first time        it may have been the moment's fault
-        at the same place again          only if the run got further than in the attempt before
+        at the same place again          unless training got no further than before: no step in this attempt, or a
+                                         step of the run that an earlier attempt had reached. Steps that each process
+                                         counts from 0 do not tell how far a script is that resumes by itself
 
     Args:
         now: the attempt that has just failed.
@@ -85,8 +90,8 @@ def reason_to_stop(
     name, place = (f"exit code {raised.exit_code}" if error[0] == "SystemExit" else error[0]), error[1]
     if not unknown and not any(attempt.steps for attempt in (*earlier, now)):
         return f"{name} before the first step of the training would come again"
-    further = bool(earlier) and now.steps > earlier[-1].steps
-    if not further and any(attempt.error == error for attempt in earlier):
+    reached = max((attempt.steps for attempt in earlier if now.run and attempt.run == now.run), default=0)
+    if now.steps <= reached and any(attempt.error == error for attempt in earlier):
         return f"{name} came again{f' at {place}' if place else ''}, and training got no further than before"
     return None
 
@@ -146,7 +151,8 @@ class RestartPolicy:
         """Finds the first cause among the deaths that all hosts report (at least one) and decides."""
         deaths = [death for report in reports for death in report.deaths]
         cause = root_cause(deaths)
-        now, earlier = Attempt(cause, max(report.steps for report in reports)), tuple(self._attempts)
+        furthest = max(reports, key=lambda report: report.steps)
+        now, earlier = Attempt(cause, furthest.steps, furthest.run), tuple(self._attempts)
         self._attempts.append(now)
         if ended_by_suspension(deaths):
             return self._after_suspension(cause, deaths, world_size)
