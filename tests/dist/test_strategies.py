@@ -16,6 +16,7 @@ from tests.dist.strategy_cases import SHARDED, SHARING, Net, Training, numbers, 
 from tests.rank_pool import RankPool
 
 ZERO = ("zero1", "zero2", "zero3")
+NEED_WHOLE = {"Adafactor", "LBFGS", "Muon", "Rprop", "SparseAdam"}
 
 
 def _pool(world_size: int, backend: str, folder: Path) -> RankPool:
@@ -261,6 +262,16 @@ def test_what_other_ranks_remember_is_gathered_without_unpickling_anything(two: 
         assert re.match(r"rank 1: state\[\d+\]\['odd'\] is a .*Payload, which cannot go to another rank", told)
     assert not marker.exists()
     assert two.ask({"do": "remembered", "path": path, "marker": None})[0] == [True, 11, True, "torch.bfloat16"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "torch-ddp", *ZERO])
+def test_every_optimizer_that_a_strategy_takes_goes_on_from_its_state(
+    two: RankPool, tmp_path: Path, strategy: str
+) -> None:
+    refused = {"zero1": {"LBFGS"}, "zero2": NEED_WHOLE, "zero3": NEED_WHOLE}.get(strategy, set())
+    for told in two.ask({"do": "load_each", "strategy": strategy, "folder": str(tmp_path)}):
+        assert {kind: how for kind, how in told.items() if kind not in refused and how != "same"} == {}
+        assert [kind for kind in refused if not re.match("(Type|Value)Error: strategy 'zero", told[kind])] == []
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])

@@ -24,6 +24,7 @@ from photinus.runlog.run import FILES
 from photinus.runlog.tables import METRICS, read_rows
 from photinus.runlog.windows import read_window
 from tests.made_run import put_in_the_way
+from tests.optimizers import KINDS, Matrices, make_step
 from tests.small_run import CutOffError, Net, Numbered, points, train
 
 STEPS_PER_EPOCH = 6  # 48 samples, 8 at a time
@@ -655,6 +656,28 @@ SCHEDULERS: dict[str, Callable[[Any, int], Any]] = {
         [1],
     ),
 }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_goes_on_with_any_optimizer_of_torch_or_of_ones_own(tmp_path: Path, world: Any, kind: str) -> None:
+    def run(epochs: int, out: Path | None) -> tuple[list[Any], list[Any]]:
+        torch.manual_seed(0)
+        model = Matrices(sparse=kind == "SparseAdam")
+        optimizer = KINDS[kind](model.parameters())
+        data = TensorDataset(torch.arange(16).reshape(8, 2) % 3)
+        loop = photinus.Loop(model, optimizer, data, batch_size=4, epochs=epochs, out=out, progress=False, curves=False)
+        for (x,) in loop:
+
+            def backward(x: Tensor = x) -> Tensor:
+                loss = model(x).square().sum()
+                loop.backward(loss)
+                return loss
+
+            make_step(optimizer, backward)
+        return [row["loss"] for row in loop.history], [p.tolist() for p in model.parameters()]
+
+    run(1, tmp_path)
+    assert run(2, tmp_path) == run(2, None)
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)

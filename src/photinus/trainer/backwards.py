@@ -96,7 +96,7 @@ class Backwards:
         self, place: int, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         if place == 0:
-            rate = optimizer.param_groups[0]["lr"]
+            rate = optimizer.param_groups[0].get("lr")
             self.rate = rate.clone() if isinstance(rate, torch.Tensor) else rate
         if len(args) < 2 and kwargs.get("closure") is None:  # a closure has its backward inside the step
             self._check(place, optimizer)

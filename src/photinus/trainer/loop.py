@@ -558,10 +558,11 @@ class Loop:
     def _end_row(self, epoch_ended: bool) -> None:
         position, every = self._position, self._validate_every_steps
         rate = self._backwards.rate
-        if rate is None:  # no step was seen
-            rate = self._optimizer.param_groups[0]["lr"] if self._optimizer.param_groups else math.nan
+        if rate is None:  # no step was seen, or the optimizer finds its rates itself
+            rate = next((group.get("lr") for group in self._optimizer.param_groups), None)
         whole = position.batches_done == self.steps_per_epoch if every is None else position.step % every == 0
-        row = position.end_row(time.perf_counter() - self._session.aside_s, float(rate), whole=whole)
+        rate = math.nan if rate is None else float(rate)
+        row = position.end_row(time.perf_counter() - self._session.aside_s, rate, whole=whole)
         if self._folder is not None:
             kind = "epoch" if every is None else "validation"
             self._folder.end_row(kind, position.history, self._session.aside_s - self._validated_s)

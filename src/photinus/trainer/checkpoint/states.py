@@ -267,16 +267,18 @@ def load_into(target: Any, state: Any) -> None:
         module = unwrap(target)
         strategy_of(module).load(module, plain_names(state, module.state_dict().keys()))
     elif isinstance(target, torch.optim.Optimizer):
+        # What its own constructor gave: torch adds a name to the defaults while it loads, and not to the groups.
+        needed = [[name for name in group if name in target.defaults] for group in target.param_groups]
         strategy_of(target).load(target, state)
-        _check_options(target)
+        _check_options(target, needed)
     else:
         target.load_state_dict(copy_state(state))
 
 
-def _check_options(optimizer: torch.optim.Optimizer) -> None:
+def _check_options(optimizer: torch.optim.Optimizer, needed: list[list[str]]) -> None:
     """Refuses the state of another optimizer, which torch loads, but which lacks what this one's next step reads."""
-    for group in optimizer.param_groups:
-        lacking = [name for name in optimizer.defaults if name not in group]
+    for group, names in zip(optimizer.param_groups, needed, strict=True):
+        lacking = [name for name in names if name not in group]
         if lacking:
             held = [name for name in group if name != "params"]
             raise ValueError(

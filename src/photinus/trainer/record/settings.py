@@ -75,12 +75,12 @@ class Settings:
             ):
                 where = "" if name == "optimizer" else f"{name} "
                 notes += _differences(where, given, then)
-                rate = _comparable(group["lr"])
+                rate = _comparable(group.get("lr"))
                 for key, value in own.items():
                     moved = name in moving and (key == "lr" or _comparable(value) != given[key])
                     if moved or given[key] != then.get(key):
                         group[key] = value
-                if name in moving and rate != _comparable(group["lr"]):
+                if name in moving and rate != _comparable(group.get("lr")):
                     notes.append(f"{where}learning rate {_show(group['lr'])} from here on (was {_show(rate)})")
         text = ", ".join(dict.fromkeys(notes))
         return [f"what the script changed replaces what the checkpoint holds: {text}"] if notes else []
