@@ -71,6 +71,27 @@ def test_every_batch_counts_where_a_run_ends_before_a_step_has_all_of_its_own_an
     assert [steps for _, steps in parts] == [0, 1]
 
 
+@pytest.mark.parametrize("done", [2, 6])
+def test_where_accumulate_changes_the_steps_go_on_with_as_many_samples(tmp_path, done):
+    counted, samples = [], [0]
+
+    def loss_fn(outputs, targets):
+        samples[0] += len(targets)
+        return cross_entropy(outputs, targets)
+
+    for steps, batch_size, accumulate in ((done, 16, 2), (done + 8, 8, 4)):  # half the ranks, say
+        with photinus.init("gloo", "cpu", seed=3):
+            model = torch.nn.Linear(FEATURES, 3)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer.register_step_pre_hook(lambda *_: counted.append(samples[0]))
+            options = {"out": tmp_path, "progress": False, "curves": False}
+            trainer = photinus.Trainer(
+                model, optimizer, loss_fn, steps=steps, batch_size=batch_size, accumulate=accumulate, **options
+            )
+            trainer.fit(points(96))
+    assert counted == [32 * (number + 1) for number in range(done // 2 + 2)]
+
+
 def test_bfloat16_computes_otherwise_and_keeps_parameters_in_float32():
     exact, _ = fit(batch_size=16, accumulate=1)
     rough, result = fit(batch_size=16, accumulate=1, precision="bfloat16")

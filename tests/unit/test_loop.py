@@ -214,12 +214,22 @@ def test_the_logged_loss_of_an_epoch_is_the_mean_over_its_samples(world: Any) ->
     assert loop.history[0]["loss"] == pytest.approx((4 * 4 + 4 * 4 + 2 * 2) / 10)
 
 
-def test_several_losses_in_one_body_add_up(world: Any) -> None:
-    loop = _loop(epochs=1)
+@pytest.mark.parametrize(
+    ("share", "bodies", "logged"),
+    [
+        (1.0, 1, 1.5),  # two losses of one body
+        (0.5, 1, 0.75),  # two parts of its batch
+        (0.5, 2, 1.5),  # two losses of each of two batches
+    ],
+)
+def test_several_losses_in_one_body_add_up(world: Any, share: float, bodies: int, logged: float) -> None:
+    loop = _loop(Numbered(16), epochs=1)
     for _ in loop:
-        loop.backward(_loss(loop, 1.0))
-        loop.backward(_loss(loop, 0.5))
-    assert loop.history[0]["loss"] == 1.5
+        loop.backward(_loss(loop, 1.0), share=share)
+        loop.backward(_loss(loop, 0.5), share=share)
+        if loop.step % bodies == 0:
+            loop._optimizer.step()
+    assert loop.history[0]["loss"] == logged
 
 
 def test_an_epoch_without_logged_loss_has_none(world: Any) -> None:
@@ -270,10 +280,11 @@ def test_a_plain_backward_is_an_error_that_says_what_to_type(world: Any, scaled:
     optimizer.step()  # outside the loop's body nobody minds
 
 
-def test_a_plain_backward_inside_a_closure_is_an_error_too(world: Any) -> None:
+def test_a_closure_logs_its_first_loss_and_a_plain_backward_inside_is_an_error(world: Any) -> None:
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.LBFGS(model.parameters())
-    loop = photinus.Loop(model, optimizer, Numbered(8), batch_size=4, epochs=2, progress=False)
+    loop = photinus.Loop(model, optimizer, Numbered(4), batch_size=4, epochs=2, progress=False)
+    first = model(torch.arange(4.0)[:, None]).square().mean().item()
 
     def train_on(backward: Callable[[Tensor], None]) -> None:
         for batch in loop:
@@ -284,11 +295,12 @@ def test_a_plain_backward_inside_a_closure_is_an_error_too(world: Any) -> None:
                 backward(loss)
                 return loss.item()
 
-            optimizer.step(closure)
-            if loop.epoch_ended:
+            if loop.epoch == 2 and backward == loop.backward:
                 break
+            optimizer.step(closure)
 
     train_on(loop.backward)
+    assert loop.history[0]["loss"] == first
     with pytest.raises(PhotinusError, match=r"LBFGS\.step\(\) found gradients"):
         train_on(lambda loss: loss.backward())
 
@@ -917,6 +929,31 @@ def test_optimizers_that_take_turns_in_a_body_delay_no_checkpoint(
             loop.backward(_loss(loop))
             optimizer.step()
     assert _checkpoints(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
+
+
+def test_a_checkpoint_waits_for_an_optimizer_whose_gradients_add_up_while_another_steps(
+    tmp_path: Path, world: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = torch.nn.Linear(1, 1)
+    often, seldom = torch.optim.SGD([model.weight], lr=0.1), torch.optim.SGD([model.bias], lr=0.1)
+    options: dict[str, Any] = {"save_every_steps": 1, "keep_last": 999, "progress": False, "curves": False}
+    options |= {"batch_size": 1, "epochs": 1, "state": {"seldom": seldom}}
+
+    def train_on(name: str, samples: int, reached: Callable[[int], Tensor], turn: Callable[[int], bool]) -> list[str]:
+        loop = photinus.Loop(model, often, Numbered(samples), out=tmp_path / name, **options)
+        for _ in loop:
+            loop.backward(reached(loop.step))
+            seldom.step() if turn(loop.step) else None
+            often.step() if name == "both" or not turn(loop.step) else None
+        return [each.removeprefix("step-000000") for each in _checkpoints(tmp_path / name)]
+
+    both = lambda _: model.weight.sum() + model.bias.sum()  # noqa: E731
+    assert train_on("both", 6, both, lambda step: step % 3 == 0) == ["03", "06"]
+    one = lambda step: (model.bias if step % 3 == 0 else model.weight).sum()  # noqa: E731
+    assert len(train_on("turns", 6, one, lambda step: step % 3 == 0)) == 6
+    # Two that never step together, as those of a GAN whose bodies take turns: then that is said.
+    assert "00" in "".join(train_on("never", 102, both, lambda step: step % 2 == 0))
+    assert "never one of all optimizers" in capsys.readouterr().out
 
 
 class TwoSteps(torch.optim.Optimizer):

@@ -7,7 +7,7 @@ these to compare with.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ _SURE_BODIES = 100
 
 
 class Backwards:
-    """Counts the backwards of a loop, and which of them each optimizer has used.
+    """Counts the backwards of a loop, and for each optimizer which of them it has used.
 
     Args:
         optimizers: whose steps are looked at while a body runs.
@@ -39,12 +39,17 @@ class Backwards:
         self._kept: dict[int, bool] = {}
         self._versions: dict[int, list[tuple[torch.Tensor, int]]] = {}
         self._steps: OptimizerSteps | None = None
-        self._bodies = 0  # without a step; -1 once one was seen
+        self._hooks: list[Any] = []
+        self._always_reached: set[int] = set()  # optimizers, by each backward
         self._watched = False  # while a body of the loop runs
-        self._stepped = False  # any optimizer, in this body or after it
-        self._settled = 0  # backwards made up to the end of the last body with a step
+        self._body = 0  # the running one, from 1
+        self._settled = 0  # the last body after which no optimizer had gradients to use
+        # By optimizer: the last body with a backward that gave it gradients, and the last with a step, or 0.
+        self._reached = [0] * len(optimizers)
+        self._stepped = [0] * len(optimizers)
         self._made = 0
         self._used = [0] * len(optimizers)
+        self._evaluations = 0  # of the closure of the step that is under way
         self.rate: Any = None  # of the first optimizer's last step: its scheduler may have moved on since
         for place, optimizer in enumerate(optimizers):
             if hasattr(optimizer, "register_step_post_hook"):
@@ -53,52 +58,72 @@ class Backwards:
 
     @property
     def unstepped(self) -> bool:
-        """Whether gradients add up for a step in a later body. What comes after a body's step, or belongs to another
-        optimizer than the one that made it, does not: as in a GAN, whose two optimizers take turns in each body."""
-        return self._made > self._settled
+        """Whether gradients are accumulated for a later step of an optimizer; those of a body with its step are not."""
+        return any(reached > stepped for reached, stepped in zip(self._reached, self._stepped, strict=True))
 
     def begin(self) -> None:
         """Bodies begin. From now on steps count that are made for one of the optimizers, too: of wrappers that have
         one inside, as SAM and Lookahead do, no hook runs."""
-        if self._steps is None:
-            self._steps = OptimizerSteps(ended=self._note_inner_step)
+        if self._steps is not None:
+            return
+        self._steps = OptimizerSteps(ended=self._note_inner_step)
+        for place, optimizer in enumerate(self._optimizers):
+            parameters = _parameters_of(optimizer)
+            # Of parts of parameters no hook runs while gradients are not averaged.
+            if len(self._optimizers) == 1 or any(map(is_split, parameters)):
+                self._always_reached.add(place)
+                continue
+            reach = partial(self._reach, place)
+            self._hooks += [p.register_post_accumulate_grad_hook(reach) for p in parameters if p.requires_grad]
 
     def end(self) -> None:
         """Bodies are over. May be called again."""
         if self._steps is not None:
             self._steps.remove()
             self._steps = None
+        while self._hooks:
+            self._hooks.pop().remove()
 
-    def unseen(self, bodies: int) -> bool:
-        """Whether so many bodies, and at least 100, have ended and no step was ever seen. Then none will be."""
-        return self._bodies >= max(bodies, _SURE_BODIES)
+    def waits_in_vain(self, bodies: int) -> bool:
+        """Whether N bodies, and at least 100, ended with gradients to use, although their optimizers stepped meanwhile,
+        or never did."""
+        waiting = zip(self._reached, self._stepped, strict=True)
+        used = all(stepped > self._settled or not stepped for reached, stepped in waiting if reached > stepped)
+        return used and self._body - self._settled >= max(bodies, _SURE_BODIES)
 
     def body_began(self, step: int) -> None:
         """The loop hands out the batch of a step."""
-        self._watched, self._stepped, self._step = True, False, step
+        self._watched, self._step, self._evaluations = True, step, 0
+        self._body += 1
 
-    def body_ended(self) -> None:
-        """The body came to its end, or was left."""
+    def body_ended(self) -> bool:
+        """The body came to its end, or was left. Returns whether it used all gradients that it made, and no others."""
         self._watched = False
-        if self._stepped:
-            self._settled = self._made
-            self._bodies = -1
-        elif self._bodies >= 0:
-            self._bodies += 1
+        if self.unstepped:
+            return False
+        before, self._settled = self._settled, self._body
+        return before == self._body - 1
 
-    def add(self) -> None:
-        """One more backward is made."""
+    def add(self) -> bool:
+        """One more backward is made. Returns whether its loss counts: a closure's first evaluation, not those after."""
         self._made += 1
+        for place in self._always_reached:
+            self._reach(place)
         for place, parameter in self._witnesses.items():
             self._kept.setdefault(place, parameter.grad is not None)
+        return self._evaluations <= 1
+
+    def _reach(self, place: int, *_: Any) -> None:
+        self._reached[place] = self._body
 
     def _before_step(
         self, place: int, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> None:
+    ) -> Any:
         if place == 0:
             rate = optimizer.param_groups[0].get("lr")
             self.rate = rate.clone() if isinstance(rate, torch.Tensor) else rate
-        if len(args) < 2 and kwargs.get("closure") is None:  # a closure has its backward inside the step
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:  # a closure has its backward inside the step
             self._check(place, optimizer)
         if self._watched and place in self._versions:
             changed = [each for each, version in self._versions[place] if each._version != version]
@@ -107,14 +132,23 @@ class Backwards:
                 "parameters changed since": self._replicas.names_of(changed),
             }
             self._replicas.note(f"before {self._call(place)}", between)
+        if closure is None:
+            return None
+        others = {name: value for name, value in kwargs.items() if name != "closure"}
+        return (optimizer, partial(self._evaluate, closure), *args[2:]), others
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        self._evaluations += 1
+        return closure()
 
     def _after_step(self, place: int, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._check(place, optimizer)
         self._used[place] = self._made
-        self._stepped = True
+        self._stepped[place] = self._body
+        self._evaluations = 0
         if self._watched:
             self._replicas.note(self._call(place), *optimizer.param_groups)
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            parameters = _parameters_of(optimizer)
             self._versions[place] = [(each, each._version) for each in parameters if is_split(each)]
             self._witnesses[place] = next((each for each in parameters if each.grad is not None), parameters[0])
 
@@ -123,13 +157,10 @@ class Backwards:
 
     def _note_inner_step(self, optimizer: torch.optim.Optimizer) -> None:
         if not any(optimizer is each for each in self._optimizers):
-            stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            self._stepped |= any(
-                id(parameter) in stepped
-                for each in self._optimizers
-                for group in each.param_groups
-                for parameter in group["params"]
-            )
+            inner = {id(parameter) for parameter in _parameters_of(optimizer)}
+            for place, each in enumerate(self._optimizers):
+                if any(id(parameter) in inner for parameter in _parameters_of(each)):
+                    self._stepped[place] = self._body
 
     def _check(self, place: int, optimizer: torch.optim.Optimizer) -> None:
         if self._watched and self._made == self._used[place] and _has_gradients(optimizer):
@@ -142,13 +173,16 @@ class Backwards:
             )
 
 
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step would use any: those that zero_grad(set_to_none=False) left are none."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            gradient = parameter.grad
-            if gradient is not None:
-                gradient = gradient.to_local() if is_split(gradient) else gradient
-                if gradient.is_sparse or bool(gradient.any()):
-                    return True
+    for parameter in _parameters_of(optimizer):
+        gradient = parameter.grad
+        if gradient is not None:
+            gradient = gradient.to_local() if is_split(gradient) else gradient
+            if gradient.is_sparse or bool(gradient.any()):
+                return True
     return False

@@ -148,6 +148,7 @@ class Loop:
         config: Any = None,
         compare_parameters: bool = True,
         suspend: bool = True,
+        _body: Mapping[str, JSON] | None = None,
     ) -> None:
         self._session = session = require_session("photinus.Loop")
         self.out: Path | None = None
@@ -164,6 +165,7 @@ class Loop:
         self._lock: RunLock | None = None  # the same
         self._batch: Batch | None = None  # the one whose body runs
         self._save_wanted = False
+        self._waits_for_step = False  # a rank has gradients that are no part of a checkpoint
         self._stop_wanted = False
         self._takes_signals = suspend and out is not None  # else there would be nothing to resume from
         self._suspending = False  # all ranks have agreed to leave when the next checkpoint is saved
@@ -216,6 +218,7 @@ class Loop:
                 "save_every_epochs": int(save_every_epochs),
                 "resume": None if resume is None else str(resume),
                 "out": None if out is None else str(out),
+                **(_body or {}),  # what the Trainer's is like
             }
         others = dict(state or {})
         models = [model, *(each for each in others.values() if isinstance(each, nn.Module))]
@@ -291,6 +294,11 @@ class Loop:
         return self._position.step + (self._batch is not None)
 
     @property
+    def group_began(self) -> int:
+        """The step from which the Trainer counts the batches of an optimizer's steps: where `accumulate` changed."""
+        return self._position.group_began
+
+    @property
     def epoch_ended(self) -> bool:
         """Whether this is the body of the epoch's last batch, or of the run's."""
         return self._batch is not None and self._length.epoch_ends(self._position, self.steps_per_epoch)
@@ -329,9 +337,10 @@ class Loop:
         A plain `loss.backward()` in its place makes the next step of the optimizer an error.
 
         Args:
-            loss: mean over this rank's samples, shape [] or [1]. Several calls in one body add up.
-            share: what this batch counts in the optimizer's step: 1/4 for each of four whose gradients add up. The
-                logged loss stays whole.
+            loss: mean over this rank's samples, shape [] or [1].
+            share: what this loss counts in the optimizer's step: 1/4 for each of four batches whose gradients add up,
+                or for each of four parts of one. A batch's logged loss stays whole. Several calls in one body add up:
+                by their shares where it makes a step of its own. In a closure, its first evaluation is logged.
             scaler: a `torch.amp.GradScaler` that scales the loss; its `step` and `update` are the body's affair.
 
         Raises:
@@ -339,7 +348,7 @@ class Loop:
             PhotinusError: called outside the body of the loop.
         """
         weight = self.weight * share
-        self.record(loss)
+        self.record(loss, share=share)
         weighted = loss if weight == 1.0 else loss * weight
         self._clock.backward_began()
         self._strategy.backward(self._wrapped, weighted if scaler is None else scaler.scale(weighted))
@@ -350,11 +359,12 @@ class Loop:
         """What this rank's mean loss counts in the global batch's: 1.0 where all ranks have the same number."""
         return self._running_batch("loop.weight").weight
 
-    def record(self, loss: Tensor) -> None:
+    def record(self, loss: Tensor, *, share: float = 1.0) -> None:
         """Notes the loss of a backward that you make in your own way, as `(loss * loop.weight).backward()`.
 
         Args:
-            loss: mean over this rank's samples, without the weight, shape [] or [1]. Several calls in one body add up.
+            loss: mean over this rank's samples, without weight and share, shape [] or [1].
+            share: by which you multiplied it, as in `backward`.
 
         Raises:
             ValueError: the loss is not a scalar, or nothing in it requires a gradient.
@@ -362,8 +372,8 @@ class Loop:
         """
         self._running_batch("loop.backward(loss)")
         check_loss(loss)
-        self._numbers.add(loss)
-        self._backwards.add()
+        if self._backwards.add():
+            self._numbers.add(loss, share)
 
     def _running_batch(self, what: str) -> Batch:
         if self._batch is None:
@@ -468,7 +478,7 @@ class Loop:
                     yield batch.data
                     epoch_ended, row_ended = self.epoch_ended, self.validation_due
                     self._batch = None
-                    self._backwards.body_ended()
+                    self._numbers.end_step(alone=self._backwards.body_ended())
                     position.step += 1
                     position.batches_done += 1
                     status.tell(steps=position.step)
@@ -525,32 +535,34 @@ class Loop:
             if position.batches_done == self.steps_per_epoch:
                 position.end_epoch()
             self._save_wanted |= self.finished or position.epochs_done % self._save_every_epochs == 0
-        # Gradients that were accumulated and not yet used are no part of a checkpoint: it waits for the next step.
-        if self._save_wanted and (not self._waits_for_step() or self.finished):
+        if self._save_wanted and (not self._waits_for_step or self.finished):
             self._clock.other_ended()
             began = time.perf_counter()
             self._save()
             position.leave_out(time.perf_counter() - began)
             self._clock.skip()
 
-    def _waits_for_step(self) -> bool:
-        """Whether gradients add up for a step that is to come."""
-        if self._backwards.unstepped and self._backwards.unseen(self.steps_per_epoch):
-            if not self._told_unseen and self._session.is_main:
-                say(
-                    "note: no step of the optimizer was seen so far; checkpoints are saved all the same, without "
-                    "gradients that add up over several batches"
-                )
-            self._told_unseen = True
-            return False
-        return self._backwards.unstepped
+    def _has_to_wait(self) -> bool:
+        """Whether gradients add up for a step that is to come, which are no part of a checkpoint: it waits for that."""
+        if not self._backwards.unstepped or not self._backwards.waits_in_vain(self.steps_per_epoch):
+            return self._backwards.unstepped
+        if not self._told_unseen and self._session.is_main:
+            say(
+                "note: no step of the optimizer was seen so far, or never one of all optimizers; checkpoints are saved "
+                "all the same, without gradients that add up over several batches"
+            )
+        self._told_unseen = True
+        return False
 
     def _exchange(self, epoch_ended: bool) -> None:
-        """Brings the numbers of all ranks together, and agrees on stopping."""
+        """Brings the numbers of all ranks together, and agrees on stopping and on waiting with a checkpoint."""
         position = self._position
         saves = self.out is not None and (epoch_ended or self._save_wanted)
-        stop = self._stop_wanted
-        if self._numbers.exchange(position, self._folder, epoch=self.epoch, stop=stop, saves=saves):
+        wishes = self._stop_wanted, saves and self._has_to_wait()
+        stops, self._waits_for_step = self._numbers.exchange(
+            position, self._folder, wishes, epoch=self.epoch, saves=saves
+        )
+        if stops:
             position.stopped_of = self._length.wanted
             if self._folder is not None:
                 self._folder.tell("stop", position.step, epoch=self.epoch)

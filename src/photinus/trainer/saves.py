@@ -25,7 +25,7 @@ from .session.progress import say
 from .session.session import Session
 
 _NEEDED = frozenset({"model", "optimizer", "position", "run", "rng"})
-_DECIDES_THE_ORDER = ("batch_size", "seed", "samples", "shuffle", "drop_last")  # of the samples
+_SAVED = ("batch_size", "seed", "samples", "shuffle", "drop_last", "accumulate")  # of the loop's options
 
 
 class Saves:
@@ -97,7 +97,7 @@ class Saves:
             content = {
                 **trained,
                 "position": position.to_dict(time.perf_counter() - self._session.aside_s),
-                "run": {name: self._options[name] for name in _DECIDES_THE_ORDER} | {"given": self._settings.given},
+                "run": {name: self._options.get(name) for name in _SAVED} | {"given": self._settings.given},
                 "rng": states,
             }
             # A row's checkpoint may have had to wait for the next step of the optimizer.
@@ -143,6 +143,8 @@ class Saves:
             states |= {f"state[{name!r}]": item for name, item in content.get("others", {}).items()}
             notes += self._settings.load(given, states, partial(self._put_back, content, path))
             position.start += 1
+            if content["run"].get("accumulate") not in (None, options.get("accumulate")):
+                position.group_began = position.step
             if position.stopped_of < self._length.wanted:  # stopped early, and now more is asked for
                 position.stopped_of = 0
             if not self._length.reached(position):

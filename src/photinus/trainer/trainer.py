@@ -209,7 +209,7 @@ class Trainer:
             elif self._seed is not None:
                 seed_everything(self._seed, rank=session.rank)
             model, optimizer = wrap(self._model, self._optimizer, **self._wrap_options, **self._strategy_options)
-            loop = Loop(model, optimizer, train_set, **self._loop_options)
+            loop = Loop(model, optimizer, train_set, **self._loop_options, _body={"accumulate": self._accumulate})
             if not loop.finished:
                 model.train()
             strategy, began = strategy_of(model), loop.step
@@ -241,7 +241,8 @@ class Trainer:
 
         They are fewer than `accumulate` at the run's end, and where it goes on after such an end.
         """
-        start = (loop.step - 1) // self._accumulate * self._accumulate
+        done = loop.step - 1 - loop.group_began
+        start = loop.group_began + done // self._accumulate * self._accumulate
         return max(start, began), min(start + self._accumulate, loop.steps)
 
     def _step(self, loop: Loop, strategy: Strategy, optimizer: torch.optim.Optimizer) -> None:
@@ -249,7 +250,7 @@ class Trainer:
             loop.clip(self._clip_norm)
         strategy.step(optimizer)
         optimizer.zero_grad(set_to_none=True)
-        whole = loop.step % self._accumulate == 0
+        whole = (loop.step - loop.group_began) % self._accumulate == 0
         if whole and self._scheduler is not None and self._scheduler_every == "step":
             self._scheduler.step()
 

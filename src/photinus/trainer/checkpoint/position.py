@@ -12,6 +12,7 @@ from ...parallel.exchange.agreement import JSON
 from ...runlog.tables import Row, StepLoss
 
 _OF_THIS_START = ("part_began", "samples_in_part", "newest", "told_not_finite")
+_NEW = ("group_began",)  # earlier versions did not save them
 
 
 @dataclass
@@ -23,6 +24,7 @@ class Position:
         batches_done: batches of the running epoch that are done; 0 between two epochs.
         step: batches done over the whole run.
         start: which start of the run this is, from 1.
+        group_began: the step from which the Trainer counts the batches of an optimizer's steps.
         stopped_of: when the run was stopped early, the number of epochs (or steps) it was to have; else 0.
         loss_sum, loss_samples: since the last row, for its mean.
         elapsed_s: seconds of training (validation and checkpoints left out) of all starts, up to the last row, or to
@@ -35,6 +37,7 @@ class Position:
     batches_done: int = 0
     step: int = 0
     start: int = 1
+    group_began: int = 0
     stopped_of: int = 0
     loss_sum: float = 0.0
     loss_samples: int = 0
@@ -57,12 +60,12 @@ class Position:
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Position:
         """The position that `to_dict` described. Raises CheckpointError when something of it is missing."""
-        missing = [name for name in _saved_names() if name not in saved]
+        missing = [name for name in _saved_names() if name not in saved and name not in _NEW]
         if missing:
             raise CheckpointError(
                 f"the checkpoint does not say {', '.join(missing)}: another version of Photinus wrote it"
             )
-        return cls(**{name: saved[name] for name in _saved_names()})
+        return cls(**{name: saved[name] for name in _saved_names() if name in saved})
 
     def begin(self, clock_s: float) -> None:
         """Bodies begin, or go on after a body was left early, whose row goes on."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ class _Step:
     number: int
     epoch: int
     batch: Batch
+    parts: list[tuple[Tensor, float]] = field(default_factory=list)  # of the running body: losses and their shares
     loss: Tensor | None = None  # this rank's mean, on its device: nothing waits for that until `exchange`
 
 
@@ -52,23 +53,37 @@ class RunNumbers:
         """The body of a batch begins."""
         self._steps.append(_Step(step, epoch, batch))
 
-    def add(self, loss: Tensor) -> None:
-        """Of the running step: scalar, mean over this rank's samples; several add up."""
-        loss = loss.detach().float().reshape(())
+    def add(self, loss: Tensor, share: float) -> None:
+        """Takes a loss of the running step: scalar, mean over this rank's samples."""
+        self._steps[-1].parts.append((loss.detach().float().reshape(()), share))
+
+    def end_step(self, *, alone: bool) -> None:
+        """The body is over. Several losses add up: by their shares where its gradients are all of an optimizer's step
+        (`alone`), else whole, as the body is one of several with such shares."""
         step = self._steps[-1]
-        step.loss = loss if step.loss is None else step.loss + loss
+        parts, step.parts = step.parts, []
+        whole = 1.0 if alone and len(parts) > 1 else max((share for _, share in parts), default=1.0)
+        for loss, share in parts:
+            loss = loss if share == whole else loss * (share / whole)
+            step.loss = loss if step.loss is None else step.loss + loss
 
     def drop_last(self) -> None:
         """The body was left before its end, so its batch does not count."""
         self._steps.pop()
 
-    def exchange(self, position: Position, folder: RunFolder | None, *, epoch: int, stop: bool, saves: bool) -> bool:
-        """Brings the losses and times of all ranks together, and writes them on rank 0; whether any rank wants to stop.
+    def exchange(
+        self, position: Position, folder: RunFolder | None, wishes: Sequence[bool], *, epoch: int, saves: bool
+    ) -> list[bool]:
+        """Brings the losses and times of all ranks together, and writes them on rank 0.
 
         Args:
             position: takes the losses.
             folder: on rank 0, to write to, if anything is to be written.
+            wishes: of this rank.
             saves: whether a checkpoint follows; equal on all ranks.
+
+        Returns:
+            Of each wish whether any rank has it.
 
         Raises:
             OSError: rank 0 could not write; every rank raises.
@@ -77,8 +92,9 @@ class RunNumbers:
         steps, samples = len(self._steps), sum(each.batch.global_samples for each in self._steps)
         file_error = folder.error if folder is not None else None
         times, digests = self._times.mine(), self._replicas.mine(saves=saves)
-        sent = [float(stop), float(file_error is not None), *times, *digests]
-        losses, (stops, file_errors, *rest) = self._sum_over_ranks(sent)
+        sent = [float(file_error is not None), *map(float, wishes), *times, *digests]
+        losses, (file_errors, *rest) = self._sum_over_ranks(sent)
+        wished, rest = [bool(each) for each in rest[: len(wishes)]], rest[len(wishes) :]
         seconds = self._times.add(rest[: len(times)], steps=steps, samples=samples)
         self._replicas.compare(rest[len(times) :], step=position.step, seconds=seconds)
         if file_errors:
@@ -95,7 +111,7 @@ class RunNumbers:
         if folder is not None and losses:
             folder.append_losses(losses, position.start)
         self.write_times(position, folder, epoch=epoch)
-        return bool(stops)
+        return wished
 
     def _sum_over_ranks(self, flags: Sequence[float]) -> tuple[list[StepLoss], list[float]]:
         """The losses of the collected steps over all ranks, and the sums of the flags.
