@@ -9,9 +9,9 @@ environment.
 Stages run one after the other, the most telling first. Each has a limit in seconds, and all limits together are less
 than nine minutes; what a stage leaves of its time lengthens those behind it, to twice their limits at most. None stops
 the next. What was not done when a stage's time was over is "unfinished", which is no miss and no pass. Results go, as
-they come, to the folder that OUT names (default build/gpu): machine.txt, results.jsonl (a line for each check), log.txt
-(what the stages wrote), collectives.json, overlap.json, steps.json, and at the end summary.md. Clocks, MIG, MPS and
-persistence are read, never set.
+they come, to the folder that OUT names (default build/gpu/out): machine.txt, results.jsonl (a line for each check),
+log.txt (what the stages wrote), collectives.json, overlap.json, steps.json, and at the end summary.md. Clocks, MIG, MPS
+and persistence are read, never set.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every environment variable that Photinus reads, declared once.
+"""Every PHOTINUS_ variable, declared once.
 
 An explicit argument always beats a variable, and a variable beats the default. Variables of the field
 (RANK, WORLD_SIZE, ...) are read in `photinus.world`, which knows the launchers that set them.

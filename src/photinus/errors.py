@@ -56,7 +56,7 @@ class PhotinusError(RuntimeError):
 
 
 class CollectiveError(PhotinusError):
-    """A collective did not complete; its output buffers hold no meaningful values."""
+    """A collective did not complete; do not use its output (after a mismatch it is unchanged)."""
 
 
 class PeerLostError(CollectiveError):
@@ -68,7 +68,7 @@ class CollectiveTimeoutError(CollectiveError, TimeoutError):
 
 
 class MismatchError(CollectiveError):
-    """Ranks called different collectives at the same sequence number. The communicator stays usable."""
+    """Ranks called different collectives at the same sequence number. The group stays usable (not after a deadlock)."""
 
 
 class AbortedError(CollectiveError):

@@ -56,7 +56,7 @@ class Group:
     Collectives run in the order in which they are submitted, one at a time; messages (send, recv) run beside them, in
     order for each peer, direction and tag; different communicators are independent. All methods may be called from
     any thread. Ranks that call different collectives all get MismatchError, before any output is written, with both
-    sides' calls and the lines of the program in which they stand; the communicator stays usable.
+    sides' calls and the lines of the program in which they stand; the group stays usable, except after a deadlock.
     An error of an asynchronous call for which nobody has waited is raised by the next call, or by `close`.
 
     Args:

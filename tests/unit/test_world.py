@@ -129,9 +129,9 @@ def test_seven_tasks_that_would_train_side_by_side_are_refused_with_both_numbers
         World.from_env(slurm_task(3, 1, 1, **ranks))
 
 
-def test_separate_trainings_in_one_step_are_possible_when_meant():
-    environ = slurm_task(3, 1, 1, RANK="0", WORLD_SIZE="1", PHOTINUS_WORLD_SIZE="1")
-    assert World.from_env(environ).world_size == 1
+@pytest.mark.parametrize("ranks", [{}, {"RANK": "0", "WORLD_SIZE": "1"}])
+def test_separate_trainings_in_one_step_are_possible_when_meant(ranks: dict[str, str]):
+    assert World.from_env(slurm_task(3, 1, 1, **ranks, PHOTINUS_WORLD_SIZE="1")).world_size == 1
 
 
 def test_a_launcher_on_each_host_of_a_step_is_what_srun_is_for():

@@ -53,9 +53,9 @@ class World:
         """
         environ = os.environ if environ is None else environ
         by_torchrun, by_scheduler = read_torchrun(environ), read_scheduler(environ)
-        told = by_torchrun or by_scheduler
-        world = cls() if told is None else cls._from(told)
         meant = env.EXPECTED_WORLD_SIZE.get(environ)
+        told = by_torchrun or (None if meant == 1 else by_scheduler)  # 1: each of the scheduler's tasks is alone
+        world = cls() if told is None else cls._from(told)
         if meant is not None and meant != world.world_size:
             raise WorldSizeError(
                 f"the launcher means a world of {meant} processes ({env.EXPECTED_WORLD_SIZE.name}={meant}), but this "

@@ -14,7 +14,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from ...errors import LaunchError
+from ...errors import DeviceError, LaunchError
 from ...verdict import Setting, driver_version, keep_verdict
 from ...version import __version__
 from ..contestants.contestant import Contestant, torch_ranks
@@ -43,8 +43,9 @@ def main(arguments: Sequence[str]) -> int:
         raise LaunchError(f"photinus bench needs PyTorch: {error}")
     gpus, on_gpus = torch["gpus"], options.device == "cuda"
     ranks = options.ranks or max(2, len(gpus) or min(8, usable_cores()))
-    if on_gpus and not gpus:
-        raise LaunchError("photinus bench --device cuda: torch sees no GPU here. `photinus doctor` says why.")
+    asked = "--device cuda" if on_gpus else "--backends nccl" if "nccl" in (options.backends or ()) else ""
+    if asked and not gpus:
+        raise DeviceError(f"photinus bench {asked}: torch sees no GPU here. `photinus doctor` says why.")
     usable = ["photinus", "gloo"]
     usable += ["nccl"] if torch["available"]["nccl"] and len(gpus) >= ranks else []
     usable += ["ucc"] if torch["available"]["ucc"] and not on_gpus else []

@@ -34,7 +34,8 @@ to move for it, as nccl-tests do, so that it can be compared between operations
 and numbers of ranks. The tensor is the whole one: what all ranks together give
 to reduce_scatter, or get from all_gather, is divided among them.
 
-exit code: 0; 1 when a backend that was asked for failed; 2 for wrong use."""
+exit code: 0; 1 when a backend that was asked for failed; 2 for wrong use, or
+a device that is absent."""
 
 
 def parser() -> Parser:

@@ -95,7 +95,7 @@ def trace(path: str | os.PathLike[str], *, skip: int = 0, steps: int | None = No
 
     Args:
         path: of the file, written by rank 0 at the end. When the steps end with an exception, each rank writes what
-            it has beside it, as NAME.rankR.json, for nobody knows who is still there.
+            it has beside it, as NAME.rankR.json (NAME.json with one rank), because other ranks may be gone.
         skip: so many steps are left out at first (the first ones are slower: buckets are learned, memory is touched).
         steps: so many are recorded; None: all that follow.
 

@@ -5,7 +5,7 @@ A `Loop` does it by itself. In a loop of one's own:
     for step, batch in enumerate(batches):
         train(batch)
         if photinus.suspend_requested():  # the same answer on all ranks
-            photinus.save(state, path)
+            photinus.save(path, model=model, optimizer=optimizer)
             photinus.suspend(f"step {step + 1}, saved in {path}")
 
 One signal at one rank is enough, on whichever host. How all agree on a step, without an exchange in each:
@@ -56,7 +56,8 @@ _own: Watch | None = None  # of `suspend_requested`
 
 
 class Suspended(SystemExit):
-    """Ends the process with EXIT_CODE after its work was saved. `photinus run` and torchrun start it again.
+    """Ends the process with EXIT_CODE after its work was saved. `photinus run` starts it again; torchrun with
+    --max-restarts does, too.
 
     Args:
         words: what was saved and where, for people, such as "step 120, saved in runs/x/checkpoints/step-00000120".
