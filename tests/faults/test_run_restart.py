@@ -192,6 +192,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_that_gets_further_each_time_is_tried_again(tmp_path):
     path = script(tmp_path, OWN_LOOP)
     ended = run_job("--nproc-per-node", "1", "--max-restarts", "1", path, tmp_path / "saved")
