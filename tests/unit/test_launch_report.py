@@ -103,6 +103,9 @@ class TestFirstCause:
     def test_a_socket_or_pipe_of_the_scripts_own_is_none(self):
         assert not raised("ConnectionRefusedError", "[Errno 111] Connection refused").lost_a_peer
         assert not raised("BrokenPipeError", "[Errno 32] Broken pipe").lost_a_peer
+        refused = (("URLError", "<urlopen error [Errno 111] Connection refused>"), ("OSError", "Connection refused"))
+        assert not Raised(refused, "", by=("other", "other")).lost_a_peer
+        assert Raised((*refused, ("PeerLostError", "rank 1")), "", by=("other", "other", "photinus")).lost_a_peer
 
 
 class TestExitCode:

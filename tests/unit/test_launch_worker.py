@@ -207,6 +207,29 @@ def test_leaving_with_a_code_is_recorded_with_what_lies_behind(folder):
     assert (raised.exit_code, raised.traceback) == (7, "")
 
 
+@pytest.mark.parametrize(
+    ("line", "by"),
+    [
+        ("urllib.request.urlopen('http://127.0.0.1:9')", ("other", "other")),  # connection refused
+        ("raise RuntimeError('timed out waiting for a licence')", ("other",)),
+        ("torch.fail()", ("torch",)),
+        ("torch._utils.reraise()", ("other",)),  # what a data loader's worker met
+        ("for key in (numbers := {1: 1}): numbers[key + 1] = 1", ("torch",)),  # by C, as torch's work.wait() does
+    ],
+)
+def test_who_raised_an_error_is_recorded(folder, line, by):
+    (folder / "torch").mkdir()
+    raises = "():\n    raise RuntimeError('broken pipe')\n"
+    (folder / "torch" / "__init__.py").write_text(f"from . import _utils\ndef fail{raises}")
+    (folder / "torch" / "_utils.py").write_text(f"def reraise{raises}")
+    (folder / "script.py").write_text(f"import torch, urllib.request\n{line}\n")
+    error_file = folder / "error.json"
+    bootstrap("script", "script.py", cwd=folder, TORCHELASTIC_ERROR_FILE=str(error_file))
+    raised = Raised.from_json(error_file.read_text())
+    assert raised.by[: len(by)] == by
+    assert raised.lost_a_peer == (by == ("torch",) and "broken pipe" in raised.text)
+
+
 def test_a_module_that_is_missing_deeper_down_is_an_import_error(folder):
     error_file = folder / "error.json"
     ended = bootstrap("module", "package.nothing", cwd=folder, TORCHELASTIC_ERROR_FILE=str(error_file))

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import cloudpickle
 
-from .workers.worker import describe
+from .workers.worker import describe, raised_by
 
 _END_BYTES = 8  # where the last whole answer ends stands first: of a rank that is killed, no half is read
 
@@ -75,7 +75,7 @@ def main(call: str, answers: str) -> None:
         pickled = cloudpickle.dumps(value)
     except BaseException as error:
         text = "".join(traceback.format_exception_only(type(error), error)).strip()
-        _answer(answers, "error", json.dumps(describe(error, text, 1, time.monotonic())).encode())
+        _answer(answers, "error", json.dumps(describe(error, text, 1, time.monotonic(), raised_by(error))).encode())
         raise
     _answer(answers, "result", pickled)
 

@@ -108,7 +108,7 @@ def report_from_json(fields: Mapping[str, Any]) -> Report:
             if raised is not None:
                 at_s = None if raised["raised_at_s"] is None else raised["raised_at_s"] + later_s
                 chain = tuple((str(name), str(text)) for name, text in raised["chain"])
-                raised = Raised(**{**raised, "raised_at_s": at_s, "chain": chain})
+                raised = Raised(**{**raised, "raised_at_s": at_s, "chain": chain, "by": tuple(raised["by"])})
             own = {"seen_at_s": death["seen_at_s"] + later_s, "raised": raised}
             deaths.append(Death(**{**death, **own, "last_lines": tuple(death["last_lines"])}))
         return Report(**{**report, "deaths": tuple(deaths), "finished": tuple(report["finished"])})

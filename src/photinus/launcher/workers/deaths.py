@@ -61,6 +61,7 @@ class Raised:
         exit_code: the code that the worker will leave with.
         raised_at_s: monotonic clock of the worker's host; None when another writer did not say.
         place: FILE:LINE that raised it; empty when that is not known.
+        by: who raised each of `chain`: torch, photinus or other; empty when another writer did not say.
     """
 
     chain: tuple[tuple[str, str], ...]
@@ -68,6 +69,7 @@ class Raised:
     exit_code: int = 1
     raised_at_s: float | None = None
     place: str = ""
+    by: tuple[str, ...] = ()
 
     @classmethod
     def from_json(cls, text: str) -> Raised | None:
@@ -81,7 +83,7 @@ class Raised:
                 type_name, _, said = str(message["message"]).partition(": ")
                 return cls(((type_name, said),), traceback)
             chain = tuple((str(name), str(said)) for name, said in own["chain"])
-            facts = int(own["exit_code"]), float(own["raised_at_s"]), str(own["place"])
+            facts = int(own["exit_code"]), float(own["raised_at_s"]), str(own["place"]), tuple(map(str, own["by"]))
             return cls(chain, traceback, *facts) if chain else None
         except (ValueError, TypeError, KeyError, AttributeError):  # half-written by a worker that was then killed
             return None
@@ -104,18 +106,20 @@ class Raised:
     @property
     def lost_a_child(self) -> bool:
         """Whether it says that a process of the worker's own was killed, in the words of torch's DataLoader."""
-        return any(words in self.text for words in ("killed by signal", "exited unexpectedly"))
+        signs = ("killed by signal", "exited unexpectedly")
+        return self.by[:1] in ((), ("torch",)) and any(sign in self.text for sign in signs)
 
     @property
     def lost_a_peer(self) -> bool:
         """Whether the exception, or one behind it, says that another rank was lost.
 
-        Python's own errors of sockets and pipes are about what the script had opened itself; torch's are others.
+        What neither torch nor Photinus raised is about sockets and pipes that the script had opened itself.
         """
         return any(
             name in _LOST_PEER_TYPES
             or (not text.startswith("[Errno ") and any(sign in text.lower() for sign in _LOST_PEER_TEXTS))
-            for name, text in self.chain
+            for (name, text), by in zip(self.chain, self.by or ("torch",) * len(self.chain), strict=False)
+            if by != "other"
         )
 
 

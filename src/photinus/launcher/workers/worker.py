@@ -65,24 +65,68 @@ def use_folder(folder: str) -> None:
     process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
 
 
-def describe(error: BaseException, traceback_text: str, exit_code: int, raised_at_s: float) -> dict[str, Any]:
+def describe(
+    error: BaseException, traceback_text: str, exit_code: int, raised_at_s: float, by: list[str]
+) -> dict[str, Any]:
     """The content of the error file: torch elastic's fields, and under "photinus" what the launcher reads.
 
     `chain` holds [type, text] of the error and of what it was raised from or during, so that an error which a script
-    raised because a peer was lost is known for that. `place` is the line that raised it, of whatever file.
+    raised because a peer was lost is known for that, and `by` who raised each. `place` is the line that raised it, of
+    whatever file.
     """
-    chain: list[list[str]] = []
-    link: BaseException | None = error
-    while link is not None and len(chain) < _CHAIN_LIMIT:
-        chain.append([type(link).__name__, _text(link)[:2000]])
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    chain = [[type(link).__name__, _text(link)[:2000]] for link in _links(error)]
     return {
         "message": {
             "message": f"{type(error).__name__}: {_text(error)}",
             "extraInfo": {"py_callstack": traceback_text, "timestamp": str(int(time.time()))},
         },
-        "photinus": {"chain": chain, "place": _place(error), "exit_code": exit_code, "raised_at_s": raised_at_s},
+        "photinus": {
+            "chain": chain,
+            "by": by,
+            "place": _place(error),
+            "exit_code": exit_code,
+            "raised_at_s": raised_at_s,
+        },
     }
+
+
+def _links(error: BaseException) -> list[BaseException]:
+    """The error, and those that it was raised from or during."""
+    links: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and len(links) < _CHAIN_LIMIT:
+        links.append(link)
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return links
+
+
+def raised_by(error: BaseException) -> list[str]:
+    """Names who raised the error and each that it was raised from or during: torch, photinus, or other.
+
+    A socket that a script opened itself fails in the same words as one between ranks. It is torch's or Photinus's error
+    by its class, or by the frame that raised it. Torch's C++ leaves no frame, only a RuntimeError that no `raise` made;
+    and torch._utils raises again what a data loader's worker met.
+    """
+    return [_raised_by(link) for link in _links(error)]
+
+
+def _raised_by(link: BaseException) -> str:
+    import opcode
+
+    kind, frame = type(link), _last_frame(link)
+    code, place, module = b"", 0, ""
+    if frame is not None:
+        code, place, module = (
+            frame.tb_frame.f_code.co_code,
+            frame.tb_lasti,
+            frame.tb_frame.f_globals.get("__name__", ""),
+        )
+    owners = {name.partition(".")[0] for name in (kind.__module__, module)}
+    if "photinus" in owners:
+        return "photinus"
+    by_raise = not code or opcode.opname[code[place]] == "RAISE_VARARGS"
+    by_torch = not by_raise or ("torch" in owners and module != "torch._utils")
+    return "torch" if kind.__module__.startswith("torch") or (kind is RuntimeError and by_torch) else "other"
 
 
 def _text(error: BaseException) -> str:
@@ -94,10 +138,15 @@ def _text(error: BaseException) -> str:
 
 def _place(error: BaseException) -> str:
     """FILE:LINE of the innermost frame; empty where no line of the script has run."""
+    frame = _last_frame(error)
+    return "" if frame is None else f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
+
+
+def _last_frame(error: BaseException) -> types.TracebackType | None:
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next
-    return "" if frame is None else f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
+    return frame
 
 
 _worker_pid = os.getpid()  # imported in the worker itself
@@ -117,10 +166,10 @@ def _write(text: str, mode: str) -> bool:
     return True
 
 
-def _record(error: BaseException, traceback_text: str, exit_code: int, raised_at_s: float) -> bool:
+def _record(error: BaseException, traceback_text: str, exit_code: int, raised_at_s: float, by: list[str]) -> bool:
     import json
 
-    return _write(json.dumps(describe(error, traceback_text, exit_code, raised_at_s)), "w")
+    return _write(json.dumps(describe(error, traceback_text, exit_code, raised_at_s, by)), "w")
 
 
 def _without_own_frames(error: BaseException) -> types.TracebackType | None:
@@ -139,13 +188,13 @@ def _fail(error: BaseException) -> NoReturn:
     """An uncaught exception: recorded for the launcher, shown to the script's own hooks, then Python's exit code."""
     import traceback
 
-    raised_at_s = time.monotonic()
+    raised_at_s, by = time.monotonic(), raised_by(error)  # before frames are left out
     error.__traceback__ = _without_own_frames(error)
     if "photinus.tracebacks" in sys.modules:  # the script uses Photinus
         sys.modules["photinus.tracebacks"].shorten(error)
     trace = error.__traceback__
     text = "".join(traceback.format_exception(type(error), error, trace))
-    if not _record(error, text, 1, raised_at_s):
+    if not _record(error, text, 1, raised_at_s, by):
         sys.__excepthook__(type(error), error, trace)
     # A hook of the script may take its time (a debugger). Only a newline in the record says that we leave now.
     sys.excepthook(type(error), error, trace)
@@ -158,7 +207,7 @@ def _leave(leaving: SystemExit) -> None:
     code = leaving.code
     if code is None or code == 0:
         return
-    _record(leaving, "", code & 0xFF if isinstance(code, int) else 1, time.monotonic())
+    _record(leaving, "", code & 0xFF if isinstance(code, int) else 1, time.monotonic(), raised_by(leaving))
     _write("\n", "a")
 
 
