@@ -198,5 +198,5 @@ def test_the_command_measures_chooses_keeps_and_predicts(
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(measure, "ask_torch", lambda timeout_s: ({**FACTS, "gpus": []}, ""))
-    assert main(["bench", "--device", "cuda"]) == 1
+    assert main(["bench", "--device", "cuda"]) == 2
     assert "torch sees no GPU here. `photinus doctor` says why." in capsys.readouterr().err
