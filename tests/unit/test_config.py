@@ -44,7 +44,7 @@ def test_values_that_json_has_not_are_written_as_text(tmp_path: Path) -> None:
 
 def test_going_on_keeps_the_earlier_starts_and_beginning_anew_does_not(tmp_path: Path) -> None:
     with photinus.init("gloo", "cpu") as session:
-        start = describe_start(session, resumed_from=None, resumed_step=0, job="a")
+        start = describe_start(session, resumed_from=None, resumed_step=0, launch={})
     save_config(tmp_path, {}, {}, start, go_on=False)
     save_config(tmp_path, {}, {}, start, go_on=True)
     assert len(read_config(tmp_path)["starts"]) == 2
@@ -58,7 +58,7 @@ def test_a_start_says_how_to_start_it_again_and_keeps_no_secret(monkeypatch: pyt
     for name, value in {**environ, "TORCH_API_TOKEN": "y", "PHOTINUS_LEVELS": ""}.items():
         monkeypatch.setenv(name, value)
     with photinus.init("gloo", "cpu") as session:
-        start = describe_start(session, resumed_from=None, resumed_step=0, job="a")
+        start = describe_start(session, resumed_from=None, resumed_step=0, launch={})
     assert start["started_with"] == launch
     assert start["environ"]["NCCL_DEBUG"] == "INFO"
     assert not {"PHOTINUS_JOB_SECRET", "PHOTINUS_WORLD_SIZE", "PHOTINUS_LAUNCH", "TORCH_API_TOKEN"} & set(
@@ -80,9 +80,9 @@ def test_the_commit_of_the_scripts_repository_is_recorded(tmp_path: Path, monkey
         subprocess.run(["git", "-C", str(tmp_path), *words], check=True, timeout=20)
     monkeypatch.setattr(sys, "argv", [str(script)])
     with photinus.init("gloo", "cpu") as session:
-        clean = describe_start(session, resumed_from=None, resumed_step=0, job="a")["git"]
+        clean = describe_start(session, resumed_from=None, resumed_step=0, launch={})["git"]
         script.write_text("print()\n")
-        changed = describe_start(session, resumed_from=None, resumed_step=0, job="a")["git"]
+        changed = describe_start(session, resumed_from=None, resumed_step=0, launch={})["git"]
     assert clean is not None
     assert changed is not None
     assert len(clean["commit"]) == 40

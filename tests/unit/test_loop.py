@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 import time
@@ -568,16 +569,55 @@ def test_never_moves_the_earlier_run_aside(tmp_path: Path) -> None:
 def test_workers_restarted_by_the_launcher_go_on_although_never_was_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train(tmp_path, epochs=1)  # an earlier job
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-1")
+    cut: dict[str, Any] = {"resume": "never", "save_every_steps": 2, "cut_at_step": 5}
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "nightly")
     with pytest.raises(CutOffError):
-        train(tmp_path, resume="never", save_every_steps=2, cut_at_step=5)
+        train(tmp_path, **cut)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.raises(CutOffError):
+        train(tmp_path, **{**cut, "cut_at_step": 7})
+    assert "earlier-1" not in os.listdir(tmp_path)
+    # The next night's first attempt died before it came here.
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    with pytest.raises(CutOffError):
+        train(tmp_path, **cut)
+    assert "earlier-1" in os.listdir(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    with pytest.raises(CutOffError):
+        train(tmp_path, **cut)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     resumed = train(tmp_path, resume="never")
     assert resumed["began_at"] == 4
     assert resumed["fingerprint"] == train(None)["fingerprint"]
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-2")
-    assert train(tmp_path, resume="never")["began_at"] == 0  # another job's restart finds nothing of its own
+    assert train(tmp_path, resume=None)["began_at"] == 0
+
+
+@pytest.mark.parametrize("resume", ["never", "path"])
+def test_what_was_suspended_goes_on_and_what_ended_begins_as_it_was_asked(
+    tmp_path: Path, resume: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path / "a", epochs=1)
+    first = {"never": 0, "path": 6}[resume]
+    options: dict[str, Any] = {"resume": tmp_path / "a" if resume == "path" else resume}
+    out = tmp_path / "b"
+    for at_step in (8, 11):  # a second requeue in the same folder
+        monkeypatch.setenv("PHOTINUS_PREEMPT_AT_STEP", str(at_step))
+        with pytest.raises(photinus.Suspended):
+            train(out, **options)
+    assert "goes on with what resume=" in capsys.readouterr().out
+    monkeypatch.delenv("PHOTINUS_PREEMPT_AT_STEP")
+    done = train(out, **options)
+    assert (done["began_at"], done["fingerprint"]) == (11, train(None)["fingerprint"])
+    assert not (out / "earlier-1").exists()
+    assert train(out, **options)["began_at"] == first
+    with pytest.raises(CutOffError):
+        train(out, **options, save_every_steps=2, cut_at_step=11)
+    assert train(out, **options)["began_at"] == first  # it raised
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    lines = [event for event in events if event["event"] not in ("end", "stop")]  # as after SIGKILL
+    (out / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert train(out, **options)["began_at"] == {"never": 0, "path": 18}[resume]
 
 
 def test_a_path_in_the_same_folder_moves_what_came_later_aside(tmp_path: Path) -> None:

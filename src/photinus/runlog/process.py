@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 
-def this_process() -> dict[str, Any]:
-    """What tells this process from all others: boot of the kernel, process namespace, pid and moment of its start."""
-    return {"boot": boot_id(), "namespace": _namespace(), "pid": os.getpid(), "began": _began(os.getpid())}
+def this_process(pid: int | None = None) -> dict[str, Any]:
+    """What tells this process (or that of a pid) from all others: the kernel's boot, namespace, pid and its start."""
+    pid = os.getpid() if pid is None else pid
+    return {"boot": boot_id(), "namespace": _namespace(), "pid": pid, "began": _began(pid)}
 
 
 def is_alive(facts: Mapping[str, Any]) -> bool | None:

@@ -40,7 +40,7 @@ from .data.loader import Batch, loader, note_place
 from .data.sampler import GlobalBatches
 from .record.config import describe_start, user_options
 from .record.ending import Ending
-from .record.resume import Source, choose_source, folder_of_this_job, job_name
+from .record.resume import Source, choose_source, describe_launch, folder_of_this_job
 from .record.run_folder import RunFolder
 from .record.run_lock import RunLock, ranks_without
 from .record.run_numbers import RunNumbers
@@ -72,7 +72,8 @@ class Loop:
         out: folder of the run: checkpoints, metrics.csv, losses.csv, ranks.jsonl, events.jsonl, config.json,
             curves.png; `photinus top` and `photinus report` show it. None writes nothing.
         resume: "auto" goes on from the newest complete checkpoint in `out`; "never" (or None) begins anew and moves
-            what is in `out` aside; a path is a checkpoint, or a run's folder. Options and schedules that the script
+            what is in `out` aside; a path is a checkpoint, or a run's folder. A run that began so in `out`, and was
+            suspended or restarted by its launcher (from a path: killed), goes on. Options and schedules that the script
             changed since replace the checkpoint's, and a line shows both: a cosine over more epochs continues along
             the new curve. All else is the checkpoint's.
         seed: of the order of the samples, and of dropout on ranks other than 0; default the session's, else 0.
@@ -240,7 +241,7 @@ class Loop:
         self._save_every_steps, self._save_every_epochs = save_every_steps, save_every_epochs
         moved = None
         if out is not None:
-            find = partial(folder_of_this_job, Path(out), resume, self._options, Loop._made)
+            find = partial(folder_of_this_job, Path(out), self._options, Loop._made)
             folder, moved = from_rank_0(find, f"looking for the folder of {out}")
             self._options["out"], self.out = folder, Path(folder)
             self._run = f"{Loop._made}:{self.out}"
@@ -634,7 +635,8 @@ class Loop:
             return
         require_space(self.out, self._least_bytes)
         resumed_from = None if self.resumed_from is None else str(self.resumed_from)
-        start = describe_start(self._session, resumed_from=resumed_from, resumed_step=self.step, job=job_name())
+        launch = describe_launch()
+        start = describe_start(self._session, resumed_from=resumed_from, resumed_step=self.step, launch=launch)
         length = {"epochs": self.epochs, "steps": self.steps, "steps_per_epoch": self.steps_per_epoch}
         length["batch_size"] = self._loader.batch_size
         self._folder.begin(self._position, self._options, user, start, length, goes_on=source.goes_on)

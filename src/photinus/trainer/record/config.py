@@ -48,8 +48,10 @@ _OF_ONE_START = (env.LAUNCH, env.EXPECTED_WORLD_SIZE, env.LISTEN_FD, env.HOST_ID
 _LEFT_OUT = re.compile("|".join(v.name for v in _OF_ONE_START) + "|.*(SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|_KEY).*")
 
 
-def describe_start(session: Session, *, resumed_from: str | None, resumed_step: int, job: str) -> dict[str, Any]:
-    """One start of a run, as config.json has it: the one that is happening. `job` is equal for all its attempts."""
+def describe_start(
+    session: Session, *, resumed_from: str | None, resumed_step: int, launch: Mapping[str, Any]
+) -> dict[str, Any]:
+    """One start of a run, as config.json has it: the one that is happening."""
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": _command(),
@@ -57,7 +59,7 @@ def describe_start(session: Session, *, resumed_from: str | None, resumed_step: 
         "folder": os.getcwd(),
         "resumed_from": resumed_from,
         "resumed_step": resumed_step,
-        "job": job,
+        "launch": launch,
         "launcher": session.launcher,
         "attempt": env.ATTEMPT.get(),  # how often the launcher had restarted the workers
         "world_size": session.world_size,

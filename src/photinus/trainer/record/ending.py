@@ -30,14 +30,14 @@ class Ending:
             if error is None or (isinstance(error, SystemExit) and not error.code):
                 self.end("left")
             elif isinstance(error, Suspended):
-                self.end("left", f"suspended at {error}")
+                self.end("suspended", str(error))
             elif isinstance(error, KeyboardInterrupt):
                 self.end("left", "Ctrl-C")
             else:
                 self._fail(error)
 
     def end(self, how: str, why: str = "") -> None:
-        """The run is over: "finished", "stopped" early on request, or "left" by its script before its end.
+        """The run is over: "finished", "stopped" early on request, "suspended", or "left" by its script before its end.
 
         Raises:
             OSError: it could not be written.

@@ -2,18 +2,20 @@
 
 Decided by rank 0 in one place. `resume` means, for the run's folder `out`:
 
-| resume | first attempt | after the launcher restarted the workers |
-|---|---|---|
-| "auto" | the newest complete checkpoint, else from the start | the same |
-| "never", None | from the start; what lies there is moved to `earlier-N/` | the newest of this job |
-| a path | that checkpoint (or the newest of that run's folder) | the newest of this job, else the path |
+| resume | |
+|---|---|
+| "auto" | the newest complete checkpoint, else from the start |
+| "never", None | from the start; what lies there is moved to `earlier-N/` |
+| a path | that checkpoint (or the newest of that run's folder); what lies in `out` is moved |
 
-So a job that was started with "never" does not begin anew at each restart of its workers.
+A start whose last one in `out` had the same "never" or path, and is to be continued, goes on from the newest as "auto"
+does: after it was suspended, killed (a path only), or restarted by the same launcher or requeued by Slurm.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,9 @@ from typing import Any
 from ...env import ATTEMPT, JOB_ID, OUT
 from ...errors import CheckpointError
 from ...parallel.exchange.agreement import JSON
+from ...runlog.events import read_events
 from ...runlog.plain_file import plain_file
+from ...runlog.process import this_process
 from ...runlog.run import FILES
 from ..checkpoint.folder import CHECKPOINTS, Checkpoint, CheckpointFolder, find_checkpoint
 from .config import read_config
@@ -41,10 +45,9 @@ class Source:
     note: str | None = None  # to tell the user
 
 
-def job_name() -> str:
-    """What stays the same over a job's restarts: the launcher's run id, else the parent process that starts workers."""
-    run_id = JOB_ID.get()
-    return run_id if run_id not in ("", "none") else f"parent {os.getppid()}"
+def describe_launch() -> dict[str, JSON]:
+    """What stays the same when workers are started again: the process that does so, and Slurm's job over requeues."""
+    return {"job": JOB_ID.get(), "parent": this_process(os.getppid()), "slurm": os.environ.get("SLURM_JOB_ID")}
 
 
 def choose_source(out: Path | None, resume: str | os.PathLike[str] | None) -> Source:
@@ -55,11 +58,11 @@ def choose_source(out: Path | None, resume: str | os.PathLike[str] | None) -> So
     """
     own = None if out is None else CheckpointFolder(out / CHECKPOINTS)
     newest = None
-    # Only an earlier attempt of this very job may overrule "never" or a path.
-    if own is not None and (resume == "auto" or (ATTEMPT.get() > 0 and _job_of(own.folder.parent) == job_name())):
+    if own is not None and (resume == "auto" or _is_to_be_continued(own.folder.parent, resume)):
         newest = own.newest()
     if newest is not None or resume == "auto":
-        return Source(newest, goes_on=newest is not None)
+        again = f"note: goes on with what resume={str(resume)!r} began in {out}; to begin again, give another `out`"
+        return Source(newest, goes_on=newest is not None, note=None if resume == "auto" else again)
     if resume is None or resume == "never":
         return Source(None, goes_on=False, note=None if out is None else _set_aside(out, "resume='never'"))
     if not Path(resume).exists():
@@ -78,7 +81,7 @@ def choose_source(out: Path | None, resume: str | os.PathLike[str] | None) -> So
     return _start_from_elsewhere(out, checkpoint)
 
 
-def folder_of_this_job(out: Path, resume: object, options: Mapping[str, Any], number: int) -> list[JSON]:
+def folder_of_this_job(out: Path, options: Mapping[str, Any], number: int) -> list[JSON]:
     """`out`, or where the attempt before left this run: of a folder that is named by the time or pid. For rank 0.
 
     Args:
@@ -90,7 +93,7 @@ def folder_of_this_job(out: Path, resume: object, options: Mapping[str, Any], nu
     """
     before, _, folder = (OUT.get() or "").partition(":")
     earlier = Path(folder)
-    stays = before != str(number) or resume != "auto" or earlier == out
+    stays = before != str(number) or earlier == out
     if stays or _has_checkpoint(out) or not _has_checkpoint(earlier):
         return [str(out), None]
     advice = "give `out` a name that stays the same when the job is started again"
@@ -136,10 +139,23 @@ def check_fits(saved: Mapping[str, Any], now: Mapping[str, Any], samples_done: i
     return warnings
 
 
-def _job_of(out: Path) -> str | None:
-    starts: list[dict[str, Any]] = read_config(out).get("starts") or [{}]
-    job: str | None = starts[-1].get("job")
-    return job
+def _is_to_be_continued(out: Path, resume: object) -> bool:
+    """Whether the last start in `out` began as this one, which goes on with it; the table above says when."""
+    config = read_config(out)
+    starts: list[dict[str, Any]] = config.get("starts") or [{}]
+    if config.get("options", {}).get("resume") != (None if resume is None else str(resume)):
+        return False
+    launch, before = describe_launch(), starts[-1].get("launch") or {}
+    if ATTEMPT.get() > 0 and before.get("job") == launch["job"]:
+        moved = launch["job"] not in ("", "none") and starts[-1]["hosts"][0] != socket.gethostname()
+        if moved or before["parent"] == launch["parent"]:  # rank 0 has another parent on another host
+            return True
+    if int(os.environ.get("SLURM_RESTART_COUNT", 0)) > 0 and before.get("slurm") == launch["slurm"]:
+        return True
+    ends = [event for event in read_events(out) if event.kind in ("start", "end", "error")]
+    is_killed = ends != [] and ends[-1].kind == "start"
+    is_suspended = ends != [] and ends[-1].facts.get("how") == "suspended"
+    return is_suspended or (is_killed and resume not in ("never", None))
 
 
 def _set_aside(out: Path, why: str) -> str | None:
