@@ -80,6 +80,6 @@ def test_a_failure_in_the_moment_of_an_order_to_meet_anew_is_told_and_hinders_no
 
 
 def test_a_rank_that_missed_the_lost_host_is_no_news_at_the_order_to_meet_anew(tmp_path: Path) -> None:
-    out, err = play(tmp_path, "ConnectionError('Connection closed by peer')")
+    out, err = play(tmp_path, "__import__('photinus.errors').errors.PeerLostError('rank 0')")
     assert out == "attempts 2\n"
     assert err == ""

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from photinus.launcher.hosts.restart_policy import backoff_s
-from tests.dist.test_run import DEADLINE_S, RunningJob, script
+from tests.dist.test_run import DEADLINE_S, RunningJob, run_job, script
 
 # Each rank starts a child that does not listen to SIGTERM (as a data loader that hangs), and notes both.
 FAMILY = """
@@ -77,7 +77,9 @@ def test_an_interrupted_launcher_ends_all_in_two_seconds(tmp_path, number, code)
     assert time.monotonic() - begun < 2.0
     assert not any(map(alive, pids))
     assert ended.code == code
-    assert ended.err == f"photinus: ended by {number.name}: 2 workers were ended\n"
+    killed, told = ended.err.splitlines()
+    assert killed.startswith("photinus: killed what the workers left running: ")  # children deaf to SIGTERM
+    assert told == f"photinus: ended by {number.name}: 2 workers were ended"
     assert ended.out == ""
     # Ctrl-C is the script's to notice (to save, say); SIGTERM ends it unless it has a handler.
     assert (tmp_path / "interrupted-0").exists() == (number == signal.SIGINT)
@@ -182,6 +184,22 @@ def test_children_of_a_killed_worker_are_ended_before_the_restart(tmp_path):
     assert not any(map(alive, pids))
     job.send(signal.SIGTERM)
     assert job.end().code == 143
+
+
+LEAVES = """
+import subprocess, sys
+subprocess.Popen(["sh", "-c", sys.argv[1]], start_new_session=True)
+"""
+
+
+def test_what_a_job_left_running_at_its_good_end_may_finish_within_the_grace(tmp_path):
+    path = script(tmp_path, LEAVES)
+    ended = run_job("--nproc-per-node", "1", "--cpu", path, f"sleep 1.3; echo copied > {tmp_path}/file")
+    assert (ended.code, (tmp_path / "file").read_text()) == (0, "copied\n")
+    assert "photinus: all workers ended well; up to 30 s (--stop-grace) for sh -c sleep 1.3" in ended.err
+    ended = run_job("--nproc-per-node", "1", "--cpu", "--stop-grace", "0.1", path, "sleep 100; true")
+    assert ended.code == 0
+    assert "photinus: killed what the workers left running: sh -c sleep 100; true (pid " in ended.err
 
 
 def test_ctrl_c_in_a_terminal_during_a_wait_before_the_next_attempt(tmp_path):

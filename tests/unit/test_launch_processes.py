@@ -24,6 +24,7 @@ from photinus.launcher.workers.output import Output
 from photinus.launcher.workers.processes import Processes, as_subreaper
 
 DEADLINE_S = 30.0
+LOST_PEER = "exec('from photinus.errors import PeerLostError; raise PeerLostError()')\n"
 
 
 class NoGuard(Guard):
@@ -118,7 +119,7 @@ def test_each_worker_leads_a_session_of_its_own_and_all_but_rank_0_read_nothing(
 
 
 def test_a_kill_is_seen_at_once_and_told_from_an_exception_that_follows(tmp_path):
-    text = "if rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(0.3)\nraise RuntimeError('Connection reset by peer')\n"
+    text = f"if rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(0.3)\n{LOST_PEER}"
     with workers(tmp_path, text, count=3) as (processes, _, _):
         watch(processes, processes.any_failed)
         processes.settle(DEADLINE_S, DEADLINE_S)  # ends by itself once every rank has spoken
@@ -131,9 +132,7 @@ def test_a_kill_is_seen_at_once_and_told_from_an_exception_that_follows(tmp_path
 
 
 def test_settling_waits_for_the_culprit_while_only_consequences_are_known(tmp_path):
-    text = (
-        "if rank == 0: raise RuntimeError('Connection reset by peer')\ntime.sleep(0.6)\nraise ValueError('culprit')\n"
-    )
+    text = f"if rank == 0:\n    {LOST_PEER}time.sleep(0.6)\nraise ValueError('culprit')\n"
     with workers(tmp_path, text) as (processes, _, _):
         watch(processes, processes.any_failed)
         processes.settle(0.05, DEADLINE_S)
@@ -181,20 +180,30 @@ def test_a_worker_deaf_to_sigterm_is_killed_after_the_grace_with_its_children(tm
 
 LEAVES_A_KID = """
 import subprocess
-kid = subprocess.Popen(["sleep", "100"])
+kid = subprocess.Popen(["sleep", "100"], start_new_session={own_session})
 with open(f"{sys.argv[0]}.kid", "w") as file:
     file.write(str(kid.pid))
 os._exit(0)
 """
 
 
-def test_children_of_a_worker_that_finished_end_with_it(tmp_path):
-    with workers(tmp_path, LEAVES_A_KID, count=1) as (processes, _, _):
+@pytest.mark.parametrize("own_session", [False, True])
+def test_children_of_a_worker_that_finished_end_with_it(tmp_path, own_session):
+    text = LEAVES_A_KID.replace("{own_session}", str(own_session))
+    with workers(tmp_path, text, count=1) as (processes, _, _):
         watch(processes, lambda: not processes.any_running())
         kid = int((tmp_path / "script.py.kid").read_text())
         assert alive(kid)
         processes.stop(signal.SIGTERM, 0.0)
         assert not alive(kid)
+
+
+def test_orphans_are_reaped_while_their_worker_runs(tmp_path):
+    text = f"for _ in range(5): os.system('true &')\nopen({str(tmp_path / 'ready')!r}, 'w')\ntime.sleep(100)\n"
+    with workers(tmp_path, text, count=1) as (processes, _, _):
+        ours = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+        watch(processes, lambda: (tmp_path / "ready").exists())
+        watch(processes, lambda: not any(state(int(pid)) == "Z" for pid in ours.read_text().split()))
 
 
 def test_a_stopped_worker_leaves_when_asked(tmp_path):

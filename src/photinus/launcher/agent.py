@@ -79,6 +79,7 @@ class Agent:
                 processes = self._start(formation)
                 order = self._watch(processes)
                 if order == "done":
+                    processes.wait_for_leftovers(self._grace_s)
                     self._end(signal.SIGTERM, 0.0)
                     return None
                 answer: Order | Verdict = order

@@ -77,9 +77,9 @@ def start_guard() -> Iterator[Guard]:
 
 
 def _stand_guard(reading: int) -> None:
-    os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
+    os.setsid()
     # A pipe or terminal of the launcher must not stay open because of the guard; nor a folder stay busy.
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):

@@ -4,7 +4,10 @@
     wait    sleeps until a worker ends (pidfd), an interrupt comes or the time is over
     settle  after the first failure: lets the others say what they saw
     suspend asks them to save and leave, where they can
-    stop    a signal, a grace, then SIGKILL to whole groups, so that data loaders die as well
+    stop    a signal, a grace, then SIGKILL, for the workers first and then for what they left running
+
+What a worker started and left, also in a session of its own, becomes the launcher's child (see as_subreaper), which
+reaps it.
 
 A worker that has ended is left unreaped until `stop`: as long as it is there, its pid and process group cannot become
 another's, and a kill cannot strike a stranger.
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import glob
 import os
 import select
 import signal
@@ -30,6 +34,7 @@ from pathlib import Path
 
 from ... import env
 from ...status import HEARD, ONLY_ASKED_BY_SIGTERM, Status, read
+from .cgroup import text_of
 from .deaths import Death, Raised
 from .guard import Guard
 from .interrupts import Interrupts
@@ -38,7 +43,8 @@ from .output import Output
 
 _WORKER_FILE = str(Path(__file__).with_name("worker.py"))
 _KILLED_DIES_WITHIN_S = 5.0
-_GROUP_DIES_WITHIN_S = 0.5
+_LEFT_ENDS_WITHIN_S, _LEFT_DIES_WITHIN_S = 0.5, 0.5
+_SAY_LEFT_S = 1.0
 _SETTLE_STEP_S = 0.01
 _PR_SET_CHILD_SUBREAPER = 36
 _RECORD_LIMIT_BYTES = 1 << 20
@@ -121,10 +127,12 @@ class Processes:
         if orders is not None:
             self._poll.register(orders, select.POLLIN)
         self._asked_at_s: float | None = None  # when `suspend` did
+        self._others: set[int] = set()  # this process's children before the workers: guard, store
         self._stopped = False
 
     def start(self) -> None:
         """Starts all workers of this host; when one cannot be started, ends the others and raises OSError."""
+        self._others = _children_of(os.getpid())
         try:
             for local_rank in range(self._job.local_world_size):
                 self._workers.append(self._start(local_rank))
@@ -138,6 +146,7 @@ class Processes:
         self._interrupts.drain()
         if events:
             self._note_ends()
+        self._leftovers()
 
     def any_failed(self) -> bool:
         """Whether a worker has ended other than well."""
@@ -209,10 +218,11 @@ class Processes:
             self.wait(_SETTLE_STEP_S)
 
     def stop(self, ask: signal.Signals, grace_s: float) -> None:
-        """Ends all workers and what they started: `ask`, then SIGKILL after the grace. Idempotent.
+        """Ends all workers, then what they left running: `ask`, then SIGKILL after the grace. Idempotent.
 
         Whom `suspend` has asked is not asked again, and has what is left of the grace. A second interrupt
-        cuts it short. A stopped process (SIGSTOP) is made to go on, so that it can leave.
+        cuts it short. A stopped process (SIGSTOP) is made to go on, so that it can leave. What the workers left has
+        SIGTERM and a moment, for which the next attempt waits.
         """
         if self._stopped:
             return
@@ -232,7 +242,28 @@ class Processes:
                     continue
                 worker.ask(ask_it)
         self._wait_for_ends(deadline, lambda: self._interrupts.forced)
-        self._kill_groups()
+        deadline = min(deadline, time.monotonic() + _LEFT_ENDS_WITHIN_S)
+        if not self.any_running():
+            for pid in self._leftovers():
+                _signal(pid, signal.SIGTERM)
+                _signal(pid, signal.SIGCONT)
+            while self._leftovers() and time.monotonic() < deadline and not self._interrupts.forced:
+                time.sleep(_SETTLE_STEP_S)
+        self._kill()
+
+    def wait_for_leftovers(self, grace_s: float) -> None:
+        """After a good end, waits for what the workers left running (a last `rsync &`); `stop` kills what remains."""
+        begun_s, has_said = time.monotonic(), False
+        while (left := self._leftovers()) and not self._interrupts.received:
+            waited_s = time.monotonic() - begun_s
+            if waited_s >= grace_s:
+                return
+            if waited_s > _SAY_LEFT_S and not has_said:
+                has_said = True
+                self._output.say(
+                    f"photinus: all workers ended well; up to {grace_s:g} s (--stop-grace) for {_names(left)}\n"
+                )
+            self.wait(min(0.1, grace_s - waited_s))
 
     def deaths(self) -> list[Death]:
         """How the workers ended that did not end well, by local rank."""
@@ -341,12 +372,24 @@ class Processes:
             worker.seen_at_s = now
             self._poll.unregister(worker.pidfd)
 
-    def _kill_groups(self) -> None:
+    def _leftovers(self) -> set[int]:
+        """Reaps what ended of that which workers have left, and returns the pids of the rest."""
+        new = _children_of(os.getpid()) - self._others - {worker.process.pid for worker in self._workers}
+        for pid in tuple(new):
+            with contextlib.suppress(ChildProcessError):
+                if os.waitpid(pid, os.WNOHANG)[0]:
+                    new.remove(pid)
+        found: set[int] = set()
+        while new:
+            found |= new
+            new = set().union(*map(_children_of, new)) - found
+        return found
+
+    def _kill(self) -> None:
         for worker in self._workers:
             worker.killed_by_us |= worker.status is None
             # The group may be gone from a worker that never got to be its leader, or belong to no one we may signal.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(worker.process.pid, signal.SIGKILL)
+            _signal(-worker.process.pid, signal.SIGKILL)
         self._wait_for_ends(time.monotonic() + _KILLED_DIES_WITHIN_S, lambda: False)
         for worker in self._workers:
             if worker.status is None:
@@ -357,11 +400,15 @@ class Processes:
                 continue
             worker.process.wait()
             os.close(worker.pidfd)
-        # What the workers had started was killed too, and may be this process's to reap (see as_subreaper).
-        deadline = time.monotonic() + _GROUP_DIES_WITHIN_S
+        deadline = time.monotonic() + _LEFT_DIES_WITHIN_S
+        if left := self._leftovers():
+            self._output.say(f"photinus: killed what the workers left running: {_names(left)}\n")
+        while left and time.monotonic() < deadline:
+            for pid in left:
+                _signal(pid, signal.SIGKILL)
+            time.sleep(0.002)
+            left = self._leftovers()
         for worker in self._workers:
-            while _reap_group(worker.process.pid) and time.monotonic() < deadline:
-                time.sleep(0.002)
             self._guard.release(worker.process.pid)
 
 
@@ -380,14 +427,27 @@ def as_subreaper() -> Iterator[None]:
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
-def _reap_group(process_group: int) -> bool:
-    """Takes the dead of a group from the process table; whether some of it still lives as this process's child."""
-    try:
-        while os.waitpid(-process_group, os.WNOHANG)[0] != 0:
-            pass
-    except ChildProcessError:
-        return False
-    return True
+def _children_of(pid: int) -> set[int]:
+    found: list[str] = []
+    for file in glob.glob(f"/proc/{pid}/task/*/children"):
+        with contextlib.suppress(OSError):  # it has just ended
+            found += Path(file).read_text().split()
+    return set(map(int, found))
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    """Signals a process, or a group under its negative number, unless it is gone or another user's by now."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def _names(pids: set[int]) -> str:
+    """The first processes of these, by command and pid, and how many more there are."""
+    words = []
+    for pid in sorted(pids)[:3]:
+        command = text_of(Path(f"/proc/{pid}/cmdline")).replace("\0", " ").strip()
+        words.append(f"{command[:60] or 'a process'} (pid {pid})")
+    return ", ".join(words) + f" and {len(pids) - 3} more" * (len(pids) > 3)
 
 
 def _content(file: int) -> str:
