@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
@@ -27,7 +28,8 @@ def measure() -> dict[str, Any]:
     torch.set_num_threads(1)
     torch.manual_seed(3)
     model = photinus.wrap(Net())
-    metrics = {"loss": losses, "right": right, "counted": counted}
+    named = [("loss", losses), ("right", right), ("counted", counted)]
+    metrics = dict(named[dist.get_rank() :] + named[: dist.get_rank()])  # in another order on each rank, as of a set
     found: dict[str, Any] = {
         f"blocks of {block}": photinus.evaluate(model, points(SAMPLES), metrics, batch_size=block)
         for block in (4, 16, 64)
@@ -52,9 +54,16 @@ def _fail(rank: int) -> dict[str, str]:
             raise ZeroDivisionError("in the metric")
         return right(outputs, targets)
 
-    for name, dataset, function in (("metric", points(40), metric), ("length", points(40 + rank), right)):
+    cases: tuple[tuple[str, Any, Any, int], ...] = (
+        ("metric", points(40), metric, 8),
+        ("length", points(40 + rank), right, 8),
+        ("block", points(40), right, 8 + rank),
+        ("names", points(40), {"right": right, f"by rank {rank}": right}, 8),
+        ("kind", points(40) if rank != 1 else None, right, 8),
+    )
+    for name, dataset, function, block in cases:
         try:
-            photinus.evaluate(model, dataset, function, batch_size=8)
+            photinus.evaluate(model, dataset, function, batch_size=block)
             found[name] = "no error"
         except Exception as error:  # noqa: BLE001 - the test reads it
             found[name] = f"{type(error).__name__}: {error}"
@@ -95,7 +104,11 @@ def test_three_ranks_measure_as_one_and_share_their_errors() -> None:
         assert found["measured"] == alone
         told = found["failed"]
         assert ("ZeroDivisionError: in the metric" if rank == 1 else "evaluate failed on rank 1") in told["metric"]
-        assert "different length to evaluate on: [40, 41, 42]" in told["length"]
+        different = "ValueError: the ranks were given different things to evaluate: "
+        assert told["length"].startswith(f"{different}samples=40 on rank 0, 41 on rank 1")
+        assert told["block"].startswith(f"{different}batch_size=8 on rank 0, 9 on rank 1")
+        assert told["names"].startswith(f"{different}metrics=['by rank 0', 'right'] on rank 0, ['by rank 1', 'right']")
+        assert "a dataset needs __len__ and __getitem__; NoneType has no" in told["kind"]
         assert found["own"] == [float(rank)] * (rank + 1)
         assert told["after"] == results[0]["failed"]["after"]
     # All evaluate the model that rank 0 would save.

@@ -3,13 +3,13 @@
 The data set is cut into blocks of `batch_size` samples, and block b is computed by rank b mod world size. The blocks
 are those of a single process, so each sample's value has the same bits whoever computes it. Every rank adds its
 values exactly (Shewchuk's algorithm, Python's `math.fsum`) and hands on the sum as two float64 numbers, whose sum
-over the ranks is again exact: the mean does not depend on how the samples were spread. There is one exchange at the
-end, none per batch, so ranks may have different numbers of blocks.
+over the ranks is again exact: the mean does not depend on how the samples were spread. What all ranks must have
+alike is compared first; the values are exchanged once, at the end, so ranks may have different numbers of blocks.
 
 | world size W, n samples, block B | per rank |
 |---|---|
 | forwards | ceil(ceil(n / B) / W) at most |
-| exchanged | 3 + 2 * metrics float64 values gathered, once (and the model's buffers broadcast) |
+| exchanged | 2 * metrics float64 values gathered, once (before: what is evaluated, compared; the model's buffers) |
 
 Source: J. R. Shewchuk, Adaptive Precision Floating-Point Arithmetic and Fast Robust Geometric Predicates,
 Discrete & Computational Geometry 18 (1997).
@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..errors import CollectiveError, PhotinusError
 from ..parallel import strategy_of
-from ..parallel.exchange.agreement import gather_per_rank
+from ..parallel.exchange.agreement import check_alike, gather_per_rank, together
 from ..parallel.exchange.broadcast import broadcast_tensors
 from ..parallel.exchange.collectives import resolve_group
 from ..waiting_time import waiting_time
@@ -115,28 +115,18 @@ def evaluate(
         The mean over all samples as a float, or a dict of means by name.
 
     Raises:
-        ValueError: an empty data set, data sets of different length on the ranks, a metric that does not give one
-            value per sample.
+        ValueError: an empty data set, a metric that does not give one value per sample, or ranks that differ in the
+            names of the metrics, the batch size or the number of samples.
         TypeError: the data set has no length, the model is no module, or a metric no function.
         PhotinusError: another rank failed; names it.
     """
     session = require_session("photinus.evaluate")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}, but evaluate needs a torch.nn.Module")
     metrics: dict[str, Any] = dict(metric) if isinstance(metric, Mapping) else {"metric": metric}
     started, waited_ns = time.perf_counter(), waiting_time.total_ns
-    error: Exception | None = None
-    parts: list[float] = [0.0] * (2 * len(metrics))
-    counted = 0
-    total = 0
-    _take_buffers_of_main(model, session)
-    try:
-        if not metrics:
-            raise ValueError("evaluate was given no metric")
-        for name, function in metrics.items():
-            if not callable(function):
-                kind = type(function).__name__
-                raise TypeError(f"metric {name!r} is a {kind}, but a function (outputs, targets) is needed")
+    with together("preparing to evaluate"):
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model is a {type(model).__name__}, but evaluate needs a torch.nn.Module")
+        _check_metrics(metrics)
         given = {"batch_size": batch_size, "num_workers": num_workers, "collate_fn": collate_fn}
         options: dict[str, Any] = {}
         if isinstance(dataset, DataLoader):
@@ -151,6 +141,13 @@ def evaluate(
         total = len(dataset)  # type: ignore[arg-type]
         if total == 0:
             raise ValueError(f"the data set ({type(dataset).__name__}) to evaluate on is empty")
+    names = sorted(metrics, key=str)  # whatever order this rank's dict has
+    alike: dict[str, Any] = {"metrics": [*map(str, names)], "batch_size": size, "samples": total}
+    check_alike(alike, "the ranks were given different things to evaluate")
+    _take_buffers_of_main(model, session)
+    error: Exception | None = None
+    parts: list[float] = []
+    try:
         values = _values_of_this_rank(
             unwrap(model),
             dataset,
@@ -160,16 +157,25 @@ def evaluate(
             {**options, "batch_size": size, "device": session.device},
             forward or _forward_pair,
         )
-        counted = len(next(iter(values.values())))
-        parts = [part for name in metrics for part in _exact_sum(values[name])]
+        parts = [part for name in names for part in _exact_sum(values[name])]
     except CollectiveError:  # in a forward that exchanges: the other ranks know already, and do not wait to be told
         raise
     except Exception as caught:  # noqa: BLE001 - raised below, after the other ranks have been told
         error = caught
-    means = _means([float(error is not None), float(counted), float(total), *parts], session, error)
+    means = dict(zip(names, _means(parts, total, session, error), strict=True))
     session.aside_s += time.perf_counter() - started
     waiting_time.total_ns = waited_ns  # no part of a training step
-    return dict(zip(metrics, means, strict=True)) if isinstance(metric, Mapping) else means[0]
+    return {name: means[name] for name in metrics} if isinstance(metric, Mapping) else means["metric"]
+
+
+def _check_metrics(metrics: Mapping[str, Any]) -> None:
+    if not metrics:
+        raise ValueError("evaluate was given no metric")
+    for name, function in metrics.items():
+        if not callable(function):
+            raise TypeError(
+                f"metric {name!r} is a {type(function).__name__}, but a function (outputs, targets) is needed"
+            )
 
 
 def _blocks_of(rank: int, world_size: int, total: int, block: int) -> list[int]:
@@ -269,27 +275,21 @@ def _sum(values: Iterable[float]) -> float:
         return math.nan
 
 
-def _means(mine: list[float], session: Session, error: Exception | None) -> list[float]:
-    """Puts the ranks' [failed, counted, total, sums...] together; raises on every rank when one failed."""
+def _means(mine: list[float], samples: int, session: Session, error: Exception | None) -> list[float]:
+    """The means of the ranks' sums, each in two parts; raises on every rank when one failed."""
     try:
-        gathered = gather_per_rank(mine)
+        gathered = gather_per_rank([] if error is not None else mine)
     except CollectiveError as unheard:  # where a forward exchanges, the others may still be waiting in one
         raise unheard if error is None else error from unheard
     if error is not None:
         raise error
-    for rank, row in enumerate(gathered):
-        if row[0]:
+    for rank, sums in enumerate(gathered):
+        if not sums:
             raise PhotinusError(
                 f"evaluate failed on rank {rank} ({session.hosts[rank]}); its own message says why. "
                 f"This is rank {session.rank}, which had no error."
             )
-    totals = [int(row[2]) for row in gathered]
-    if len(set(totals)) > 1:
-        raise ValueError(f"the ranks were given data sets of different length to evaluate on: {totals}, by rank")
-    counted = int(sum(row[1] for row in gathered))
-    assert counted == totals[0], f"{counted} of {totals[0]} samples were evaluated"
-    width = len(mine) - 3
-    return [_sum(row[3 + i + j] for row in gathered for j in (0, 1)) / counted for i in range(0, width, 2)]
+    return [_sum(sums[i + j] for sums in gathered for j in (0, 1)) / samples for i in range(0, len(mine), 2)]
 
 
 def _take_buffers_of_main(model: nn.Module, session: Session) -> None:
