@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import TensorDataset
 
 import photinus
@@ -40,6 +41,7 @@ def _train(
     strategy: str = "ddp",
     make: Callable[[Any], Any] = lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     late: bool = False,
+    beside: Callable[[torch.nn.Module], dict[str, Any]] = lambda model: {},
     wrapping: dict[str, Any] | None = None,
     **options: Any,
 ) -> int:
@@ -50,7 +52,8 @@ def _train(
     model = model if late else model[0]
     optimizer = make(model.parameters()) if late else optimizer
     data = TensorDataset(torch.linspace(-1, 1, 36 * STEPS).reshape(-1, 3))
-    loop = photinus.Loop(model, optimizer, data, batch_size=12, epochs=1, progress=False, curves=False, **options)
+    loop = photinus.Loop(model, optimizer, data, batch_size=12, epochs=1, progress=False, curves=False,
+                         state=beside(plain), **options)  # fmt: skip
     for (x,) in loop:
         loop.backward(model(x).square().mean())
         optimizer.step()
@@ -80,6 +83,15 @@ def cases(rank: int, world_size: int, out: str) -> dict[str, str]:
         if odd and step == 5:
             optimizer.param_groups[0]["lr"] = 0.05
 
+    def second(is_wrapped: bool, *names: str) -> dict[str, Any]:
+        torch.manual_seed(rank)
+        model: Any = torch.nn.Linear(3, 1)
+        steps = torch.optim.SGD(model.parameters(), lr=0.1)
+        if is_wrapped:
+            model, steps = photinus.wrap(model, steps)
+        found = {"critic": model, "pair": torch.nn.ModuleList([model]), "steps": steps, "average": AveragedModel(model)}
+        return {name: found[name] for name in names}
+
     loop_alone = {"check_ranks": False}  # DDP looks by itself, and would often be the first to see it
     with photinus.init(device="cpu"):
         return {
@@ -89,6 +101,14 @@ def cases(rank: int, world_size: int, out: str) -> dict[str, str]:
             "class, late": _error(lambda: _train(make=other_class, late=True)),
             "groups": _error(lambda: _train(make=other_groups)),
             "strategy": _error(lambda: _train(strategy="zero1" if odd else "ddp")),
+            "plain critic": _error(lambda: _train(beside=lambda _: second(False, "critic", "steps"))),
+            "temperature": _error(lambda: _train(beside=lambda _: second(False, "steps"))),
+            "wrapped critic": _error(lambda: _train(beside=lambda _: second(True, "critic", "steps"))),
+            "wrapped inside": _error(lambda: _train(beside=lambda _: second(True, "pair", "steps"))),
+            "average": _error(lambda: _train(beside=lambda _: second(False, "average"))),
+            "part of the model": _error(
+                lambda: _train(beside=lambda model: {"steps": torch.optim.SGD(model[2].parameters(), lr=0.1)})
+            ),
             "scheduler on one rank": _error(lambda: _train(change=change_rate, wrapping=loop_alone)),
             "weights": _error(lambda: _train(change=change_weights, wrapping=loop_alone, out=Path(out, "weights"))),
             "weights, torch-ddp": _error(
@@ -114,6 +134,13 @@ SAID = {
     "class, late": GIVEN + "loops: optimizer=SGD on rank 0, Adam on rank 1; ",
     "groups": GIVEN + "things to wrap: optimizer, group 1, parameter 0=0.bias on rank 0, 2.weight on rank 1; ",
     "strategy": GIVEN + "things to wrap: strategy=ddp on rank 0, zero1 on rank 1. All need the same.",
+    "plain critic": "ValueError: state['steps'] (SGD) steps 2 parameters of state['critic'] (Linear), which nothing "
+    "averages: 3 ranks would train 3 different models. Wrap that model with its optimizer, `",
+    "temperature": "ValueError: state['steps'] (SGD) steps 2 parameters of none of the models given to the loop, ",
+    "wrapped critic": "no error",
+    "wrapped inside": "no error",
+    "average": "no error",
+    "part of the model": "no error",
     "weights, on purpose": "no error",
     "ddp": "no error",
     "zero1": "no error",

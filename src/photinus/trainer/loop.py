@@ -53,7 +53,7 @@ from .session.loss import check_loss
 from .session.progress import Progress, say, show_metrics
 from .session.replicas import Replicas, describe_replicas
 from .session.session import require_session
-from .session.wrapping import check_exchanges_gradients, check_optimizer, check_scheduler
+from .session.wrapping import check_exchanges_gradients, check_optimizer, check_scheduler, check_second_models
 
 _COUNTS = ("batch_size", "validate_every_steps", "save_every_steps", "save_every_epochs", "keep_last")
 
@@ -79,7 +79,7 @@ class Loop:
         seed: of the order of the samples, and of dropout on ranks other than 0; default the session's, else 0.
         scheduler: learning-rate scheduler, saved and restored; stepping it is the body's affair.
         state: more objects with state_dict and load_state_dict to save and restore, by name (a GradScaler, an average
-            of the weights, a second optimizer). Must be equal on all ranks.
+            of the weights, a second optimizer, a second model that is wrapped). Must be equal on all ranks.
         validate_every_steps: `validation_due` is true, and a row of metrics.csv ends, after every so many steps
             (counted over the whole run) and at the run's end; None: at ends of epochs.
         save_every_steps: also save after every so many steps; None only at ends of epochs.
@@ -226,6 +226,7 @@ class Loop:
         optimizers = [optimizer, *(each for each in others.values() if isinstance(each, torch.optim.Optimizer))]
         with together("setting up the loop"):
             check_scheduler(scheduler, optimizers)
+            check_second_models(model, others, session.world_size)
         alike: dict[str, JSON] = {**self._options, "scheduler": type(scheduler).__qualname__, "state": [*others]}
         check_alike({**alike, **describe_replicas(models, optimizers)}, "the ranks were given different loops")
         self._replicas = Replicas(session, models, optimizers, compare_parameters=compare_parameters)

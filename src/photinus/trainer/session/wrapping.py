@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
@@ -140,6 +140,33 @@ def check_exchanges_gradients(model: nn.Module, world_size: int) -> None:
         )
 
 
+def check_second_models(model: nn.Module, others: Mapping[str, Any], world_size: int) -> None:
+    """Refuses a second optimizer whose parameters are not averaged between the ranks, such as a discriminator's.
+
+    A model that no optimizer steps, as an average of the weights, may be plain.
+
+    Args:
+        others: what a loop saves beside its model and optimizer, by name.
+
+    Raises:
+        ValueError: some of the parameters are in no wrapped model.
+    """
+    models = [("model", model), *((f"state[{name!r}]", m) for name, m in others.items() if isinstance(m, nn.Module))]
+    wrapped = [part for _, each in models for part in each.modules() if exchanges_gradients(part)]
+    averaged = {id(parameter) for each in wrapped for parameter in each.parameters()}
+    for name, optimizer in others.items() if world_size > 1 else ():
+        groups = getattr(optimizer, "param_groups", ())
+        alone = [p for group in groups for p in group["params"] if p.requires_grad and id(p) not in averaged]
+        if alone:
+            owners = (f"{where} ({type(each).__name__})" for where, each in models if _has(each, alone[0]))
+            raise ValueError(
+                f"state[{name!r}] ({type(optimizer).__name__}) steps {len(alone)} parameters of "
+                f"{next(owners, 'none of the models given to the loop')}, which nothing averages: {world_size} ranks "
+                f"would train {world_size} different models. Wrap that model with its optimizer, `second, "
+                f"second_optimizer = photinus.wrap(second, second_optimizer)`, and give both in state=..."
+            )
+
+
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Refuses an optimizer that does not step this model's parameters.
 
@@ -175,6 +202,10 @@ def check_scheduler(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer])
             f"the loop's optimizer, whose rate would stay as it is: make the scheduler anew, over this optimizer (or "
             f"give the other one in state=...)"
         )
+
+
+def _has(model: nn.Module, parameter: torch.Tensor) -> bool:
+    return any(each is parameter for each in model.parameters())
 
 
 def _foreign_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
