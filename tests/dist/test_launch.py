@@ -105,16 +105,28 @@ def test_output_reaches_a_notebooks_stand_in_for_stdout(tmp_path: Path) -> None:
         """
         import io, sys, photinus
 
+        pieces = []
+
         class Cell(io.StringIO):
             def fileno(self):
                 raise io.UnsupportedOperation
 
+            def write(self, text):
+                pieces.append(text)
+                return super().write(text)
+
         def speak():
-            print("here is rank", __import__("os").environ["RANK"])
+            import os, sys, time
+            print("here is rank", os.environ["RANK"])
+            time.sleep(0.3 * (os.environ["RANK"] == "0"))
+            for state in (50, 100) if os.environ["RANK"] == "0" else ():
+                print(f"\\r{state}%", end="", file=sys.stderr, flush=True)
+                time.sleep(0.3)
 
         terminal, sys.stdout = sys.stdout, Cell()
         photinus.launch(speak, nprocs=2)
         terminal.write("in the cell: " + sys.stdout.getvalue())
+        assert not any("\\r50%" in piece and "\\r100%" in piece for piece in pieces), "a bar comes state by state"
         """,
     )
     assert ended.returncode == 0, ended.stderr

@@ -124,6 +124,44 @@ def test_rank_0_has_the_terminal_and_a_pipe_while_it_is_logged(tmp_path: Path) -
     assert "\r10%\r100%" in logged.out  # passed on as it is
 
 
+TALKS_AND_NOTES = """
+import sys, time
+from pathlib import Path
+print("begun", flush=True)
+while not Path(f"{sys.argv[0]}.go").exists():
+    time.sleep(0.01)
+for number in range(1000):
+    print("a line", number, flush=True)
+Path(f"{sys.argv[0]}.done").touch()
+"""
+
+
+@pytest.mark.parametrize("gone", ["reader", "terminal"])
+def test_a_job_goes_on_without_the_reader_or_terminal_of_rank_0(tmp_path: Path, gone: str) -> None:
+    path = script(tmp_path, TALKS_AND_NOTES)
+    command = [
+        "sh",
+        "-c",
+        'trap "" HUP; exec "$@"',
+        "sh",
+        sys.executable,
+        "-m",
+        "photinus",
+        "run",
+        "--nproc-per-node",
+        "1",
+        path,
+    ]
+    reading, writing = pty.openpty() if gone == "terminal" else os.pipe()
+    job = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=writing, stderr=writing)
+    os.close(writing)
+    assert b"begun" in os.read(reading, 100)
+    os.close(reading)
+    Path(f"{path}.go").touch()
+    assert job.wait(DEADLINE_S) == 0
+    assert Path(f"{path}.done").exists()
+
+
 OLD_STYLE = """
 import argparse
 parser = argparse.ArgumentParser()

@@ -202,6 +202,36 @@ def test_what_a_job_left_running_at_its_good_end_may_finish_within_the_grace(tmp
     assert "photinus: killed what the workers left running: sh -c sleep 100; true (pid " in ended.err
 
 
+WAITS_FOR_A_NEW_SIZE = """
+import os, signal, sys, time
+signal.signal(signal.SIGWINCH, lambda *_: sys.exit(0))
+with open(sys.argv[1] + "/new", "w") as file:
+    file.write(str(os.getpid()))
+os.rename(sys.argv[1] + "/new", sys.argv[1] + "/pid")
+time.sleep(100)
+"""
+
+
+def test_ctrl_z_and_a_new_size_of_the_terminal_reach_the_workers(tmp_path):
+    job = RunningJob(["--nproc-per-node", "1", "--cpu", script(tmp_path, WAITS_FOR_A_NEW_SIZE), tmp_path])
+    job.wait_for(tmp_path / "pid")
+    worker = int((tmp_path / "pid").read_text())
+
+    def wait_for(stopped: bool) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        states = [Path(f"/proc/{pid}/stat") for pid in (worker, job.process.pid)]
+        while any((state.read_text().rpartition(")")[2].split()[0] == "T") != stopped for state in states):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+
+    job.send(signal.SIGTSTP)
+    wait_for(stopped=True)
+    job.send(signal.SIGCONT)
+    wait_for(stopped=False)
+    job.send(signal.SIGWINCH)
+    assert job.end().code == 0
+
+
 def test_ctrl_c_in_a_terminal_during_a_wait_before_the_next_attempt(tmp_path):
     path = script(tmp_path, "import os\nos.abort()\n")
     pid, terminal = pty.fork()

@@ -7,6 +7,7 @@ done with CUDA or threads does not matter to them.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import ctypes
 import os
@@ -29,6 +30,7 @@ from .workers.deaths import Raised
 T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1
 _END_S = 10.0
+_PIECE_BYTES = 64 << 10
 
 
 def launch(
@@ -154,8 +156,9 @@ def _run(command: list[str]) -> int:
     try:
         if carried:
             assert process.stdout is not None
-            for line in process.stdout:
-                sys.stdout.write(line.decode(errors="replace"))
+            decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+            while piece := os.read(process.stdout.fileno(), _PIECE_BYTES):  # a bar's states as they come, not its line
+                sys.stdout.write(decode(piece))
                 sys.stdout.flush()
         code = process.wait()
         return 128 - code if code < 0 else code

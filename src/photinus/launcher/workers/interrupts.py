@@ -1,5 +1,7 @@
 """Ctrl-C, SIGTERM and their like, noted when they come and acted upon at safe points; SIGUSR1 asks to suspend.
 
+Workers are in sessions of their own, where Ctrl-Z and a new size of the terminal do not reach them: both are passed on.
+
 An exception thrown from a signal handler could strike between the start of a process and the note of its pid. So the
 handlers only write the signal down; a byte in a pipe wakes whoever waits. Only as long as nothing has been started
 (a child process may count GPUs for seconds) does a signal strike at once, as `Interrupted`.
@@ -13,9 +15,10 @@ import select
 import signal
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_PASSED_ON = (signal.SIGTSTP, signal.SIGWINCH)
 FROM_A_KEYBOARD = (signal.SIGINT, signal.SIGQUIT)
 _ONE_REQUEST_S = 0.1
 
@@ -31,6 +34,7 @@ class Interrupts:
         self.fd = fd
         self.received: list[signal.Signals] = []
         self.suspension_wanted = False  # SIGUSR1 has come, and nobody has acted upon it
+        self.signal_workers: Callable[[signal.Signals], None] = lambda number: None
         self._first_at_s = 0.0
         self._raise_at_once = False
 
@@ -48,6 +52,14 @@ class Interrupts:
         """The signal handler."""
         if number == signal.SIGUSR1:
             self.suspension_wanted = True
+            return
+        if number == signal.SIGWINCH:
+            self.signal_workers(signal.SIGWINCH)
+            return
+        if number == signal.SIGTSTP:
+            self.signal_workers(signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGSTOP)  # goes on behind this line after SIGCONT (`fg`)
+            self.signal_workers(signal.SIGCONT)
             return
         # `timeout` and schedulers signal a process and its group: what then comes twice at once is one request.
         now_s = time.monotonic()
@@ -103,13 +115,13 @@ def block_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def handle_signals() -> Iterator[Interrupts]:
-    """Takes SIGINT, SIGTERM, SIGHUP, SIGQUIT and SIGUSR1 during the block, but not those that are ignored (nohup)."""
+    """Takes these signals during the block, but not those that are ignored (nohup)."""
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
     os.set_blocking(writing, False)
     interrupts = Interrupts(reading)
 
-    before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGUSR1)}
+    before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGUSR1, *_PASSED_ON)}
     wakeup_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     try:
         for number, handler in before.items():

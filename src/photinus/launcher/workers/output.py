@@ -1,8 +1,10 @@
 """The workers' lines on the launcher's terminal, and in log files.
 
-Rank 0 writes to the launcher's own stdout and stderr: untouched, in colour, with its progress bar. The other ranks
-write into pipes; one thread carries their lines out, whole and marked with the rank: `[1] text`. A progress bar of
-such a rank (text that returns to the line's start) is shown in its last state only.
+Rank 0 has the launcher's terminal: untouched, in colour, with its progress bar. Where stdout or stderr is no terminal,
+or one that may be closed while the job goes on, rank 0 writes into a pipe that is passed on as it comes: a reader that
+leaves (`| head`) ends no worker. The other ranks write into pipes; one thread carries their lines out, whole and marked
+with the rank: `[1] text`. A progress bar of such a rank (text that returns to the line's start) is shown in its last
+state only.
 
 What goes into a log file (see `logs`) takes the same way, that of rank 0 too: byte for byte, and whole even when the
 worker is killed, as the thread empties its pipe to the end. Streams with files of their own have pipes of their own,
@@ -18,6 +20,7 @@ import os
 import re
 import select
 import selectors
+import signal
 import sys
 import threading
 import time
@@ -108,9 +111,8 @@ class Output:
     def ends_for(self, rank: int, local_rank: int) -> tuple[int | None, int | None]:
         """What a worker gets as stdout and stderr; to be closed here once the worker has them.
 
-        None stands for the launcher's own, which rank 0 inherits unless something else is done with that stream. When
-        stdout and stderr go to the same place and no other, both ends are the same pipe, so that the order of the two
-        streams is kept.
+        None stands for the launcher's own terminal, which rank 0 inherits. When stdout and stderr go to the same place
+        and no other, both ends are the same pipe, so that the order of the two streams is kept.
         """
         logs = self._logs
         files = {} if logs is None else logs.files(*self._attempt, rank, local_rank)
@@ -118,14 +120,17 @@ class Output:
         with self._quiet:
             self._files[rank] = files
             self._last[rank] = deque(maxlen=_LAST_LINES)
-        if rank != 0 and not files and (os.path.sameopenfile(self.stdout, self.stderr) or not shown):
+        targets = {"out": self.stdout, "err": self.stderr}
+        inherited = [
+            name
+            for name, target in targets.items()
+            if rank == 0 and name in shown and name not in files and _is_lasting_terminal(target)
+        ]
+        if not inherited and not files and (os.path.sameopenfile(self.stdout, self.stderr) or not shown):
             both = self._add(self._stream(rank, "out", shown, files))
             return both, os.dup(both)
         out, err = (
-            None
-            if rank == 0 and name in shown and name not in files
-            else self._add(self._stream(rank, name, shown, files))
-            for name in ("out", "err")
+            None if name in inherited else self._add(self._stream(rank, name, shown, files)) for name in targets
         )
         return out, err
 
@@ -172,7 +177,7 @@ class Output:
             self.stdout if name == "out" else self.stderr,
             shown=name in shown,
             prefix=None if rank == 0 else f"[{rank}] ".encode(),
-            last=self._last[rank],
+            last=self._last[rank] if rank or name not in shown or name in files else deque(maxlen=0),  # seen above
             file=LogFile(files[name], self._warn) if name in files else None,
         )
 
@@ -285,6 +290,19 @@ def _read(reading: int) -> bytes:
         return os.read(reading, _READ_BYTES)
     except BlockingIOError:
         return b""
+
+
+def _is_lasting_terminal(target: int) -> bool:
+    """Whether a worker may have this terminal itself: when it is closed, its print would fail, and end the job.
+
+    A launcher that ignores SIGHUP (`trap "" HUP`), or runs in the background (`& disown`), goes on without it.
+    """
+    if not os.isatty(target) or signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        return False
+    try:
+        return os.tcgetpgrp(target) == os.getpgrp()
+    except OSError:  # not the terminal that controls this process: no SIGHUP will come of it
+        return True
 
 
 def _last_state(line: bytes) -> bytes:
