@@ -3,6 +3,7 @@
 # make quick     the checks, and the unit tests that take less than a second each
 # make test-all  the slow ones too, and a soak of the engine of half an hour
 # make gpu       all tests and benchmarks that need a GPU, with the python3 that is there; FAKE=1: on CPU tensors
+# make docs      the documentation site, in build/docs
 # make bench     the benchmarks (benchmarks/README.md)
 # make clean     removes what these made
 PYTHON ?= python3
@@ -23,7 +24,8 @@ export OMP_NUM_THREADS ?= 1
 # Where it is set, each of hundreds of interpreters would compile our modules and the tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: always demo test quick test-all setup check native apart sanitized address thread slow soak python gpu bench format clean
+.PHONY: always demo test quick test-all setup check native apart sanitized address thread slow soak python gpu docs bench \
+  format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/photinus run --nproc-per-node 2 examples/digits/train.py --backend photinus --out runs/digits
@@ -131,6 +133,10 @@ python: setup
 # On a machine with a GPU there may be no network and no virtual environment: its own Python has all that is needed.
 gpu:
 	$(PYTHON) tools/gpu.py $(if $(FAKE),--fake)
+
+docs: setup
+	$(INSTALL) '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: setup
 	$(BIN)/python benchmarks/all_reduce.py

@@ -19,19 +19,22 @@ from tests.fork_server import REPOSITORY
 from tests.strangers.documents import blocks, commands
 
 NOT_HERE = {  # commands of the README that need more than this machine, and the tests that have it
-    "photinus run --nnodes 2 --master-addr node1 train.py": "two hosts: tests/dist/test_run_hosts.py",
-    "photinus run --hostfile hosts --include node1:0,1@node2 train.py": "two hosts: tests/dist/test_hosts_over_ssh.py",
-    "srun --ntasks-per-node=1 photinus run train.py": "Slurm: tests/schedulers/test_slurm.py",
-    "photinus doctor --hosts node1,node2": "two hosts: tests/dist/test_hosts_over_ssh.py",
+    "pip install torch --index-url https://download.pytorch.org/whl/cpu": (
+        "an index of its own for what pip is told to find here: tests/strangers/test_readme.py"
+    ),
 }
 SHOWN = {  # what some of the others say at their end; the exit code is looked at for all
     "python train.py runs/one": r"epoch 15/15  .*accuracy 0\.9\d",
+    "photinus run --nproc-per-node 2 train.py runs/two": r"2 ranks on 1 host(?s:.*)epoch 15/15  .*accuracy 0\.9\d",
+}
+AFTER = {  # what its text says, typed after its commands
+    "torchrun --nproc-per-node 2 train.py runs/torchrun": r"2 ranks on 1 host(?s:.*)epoch 15/15  .*accuracy 0\.9\d",
     "photinus run --nproc-per-node 4 train.py runs/four": r"4 ranks on 1 host(?s:.*)epoch 15/15  .*accuracy 0\.9\d",
-    "torchrun --nproc-per-node 2 train.py runs/two": r"2 ranks on 1 host(?s:.*)epoch 15/15  .*accuracy 0\.9\d",
-    "make demo": r"epoch 15/15  .*accuracy 0\.9\d(?s:.*)results in runs/digits",
+    "photinus top runs/four": r"four  finished  4 ranks",
+    "photinus new project": "",
     "photinus doctor": r"photinus\s+works: (?s:.*)\n(All well|\d+ of \d+ )",
     "photinus bench": r"Choose \w+: ",
-    "photinus top runs/four": r"four  finished  4 ranks",
+    "make demo": r"epoch 15/15  .*accuracy 0\.9\d(?s:.*)results in runs/digits",
 }
 ENGINE_ALONE = "pip install --no-deps . && pip install numpy"
 
@@ -93,16 +96,15 @@ def packages(listed: str) -> set[str]:
 @pytest.mark.timeout(3000)
 def test_the_readme_is_followed_to_the_letter(tmp_path: Path) -> None:
     stranger = Stranger(checkout(tmp_path / "photinus"))
-    first, *_ = (block for block in blocks("README.md") if block.language == "python")
-    (stranger.folder / "train.py").write_text(first.text)
-    for command in commands("README.md"):
-        if command in NOT_HERE:
-            continue
+    shutil.copy(stranger.folder / "examples/first/train.py", stranger.folder)
+    for command in [*(each for each in commands("README.md") if each not in NOT_HERE), *AFTER]:
         # On a busy machine `doctor` may find nothing wrong and yet not judge everything.
         shown = stranger.type(command, *([0, 1] if command == "photinus doctor" else []))
-        assert re.search(SHOWN.get(command, ""), shown), f"$ {command}\n{shown}"
-    runs = {name: read_rows(stranger.folder / "runs" / name / "losses.csv") for name in ("one", "two", "four")}
-    for other in ("two", "four"):  # the same loss curve at every number of processes
+        assert re.search({**SHOWN, **AFTER}.get(command, ""), shown), f"$ {command}\n{shown}"
+    runs = {
+        name: read_rows(stranger.folder / "runs" / name / "losses.csv") for name in ("one", "two", "torchrun", "four")
+    }
+    for other in ("two", "torchrun", "four"):  # the same loss curve at every number of processes
         pairs = list(zip(runs["one"], runs[other], strict=True))
         assert max(abs(a["loss"] - b["loss"]) / b["loss"] for a, b in pairs[:63]) < 1e-4
     assert (stranger.folder / "compared.html").stat().st_size > 10_000
@@ -113,7 +115,7 @@ def test_the_readme_is_followed_to_the_letter(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_engine_alone_needs_numpy_and_nothing_else(tmp_path: Path) -> None:
-    assert ENGINE_ALONE in (REPOSITORY / "README.md").read_text()
+    assert ENGINE_ALONE in commands("docs/how-to/backend.md")
     stranger = Stranger(checkout(tmp_path / "photinus"))
     stranger.type(ENGINE_ALONE)
     (program,) = (block for block in blocks("docs/engine.md") if block.language == "python")
@@ -122,6 +124,20 @@ def test_the_engine_alone_needs_numpy_and_nothing_else(tmp_path: Path) -> None:
     assert packages(stranger.type("pip list")) <= {"photinus", "numpy", "pip", "setuptools"}
     said = stranger.type("python -c 'import photinus; photinus.init()'", 1)
     assert "photinus.init needs torch, which " in said.splitlines()[-1]
+
+
+def test_the_readmes_diff_is_that_of_the_two_scripts() -> None:
+    (block,) = (each.text for each in blocks("README.md") if each.language == "diff")
+    folder = REPOSITORY / "examples" / "first"
+    old, new = ((folder / name).read_text().splitlines() for name in ("one_device.py", "train.py"))
+    taken = [line[1:].strip() for line in block.splitlines() if line[0] == "-"]
+    given = [line[1:].strip() for line in block.splitlines() if line[0] == "+"]
+    assert len(given) <= 10
+    kept = [line.strip() for line in old if line.strip() not in taken]
+    told = [line.strip() for line in new if line.strip() not in given]
+    extras = {"import sys", "if loop.epoch_ended:"}  # the folder's name from the command line, and a validation
+    assert [line for line in kept[1:] if line not in told] == []
+    assert [x for x in told[6:] if x and x not in kept and x not in extras and "loop.log(" not in x] == []
 
 
 def test_no_reason_outlives_its_command_and_each_names_a_test_that_is_there() -> None:

@@ -27,8 +27,8 @@ ENGINE = "docs/engine.md: import multiprocessing"
 
 # What a fragment's program has made before, beside what every one gets: model, optimizer, loss_fn, train_set.
 GIVEN = {
-    "README.md: import sys": "import sys; sys.argv = ['train.py', 'runs/one']",
-    'README.md: torch.distributed.init_process_group("photinus")': (
+    "docs/tutorial/first-run.md: import sys": "import sys; sys.argv = ['train.py', 'runs/one']",
+    'docs/how-to/backend.md: torch.distributed.init_process_group("photinus")': (
         "import os; os.environ.update(RANK='0', WORLD_SIZE='1', MASTER_ADDR='127.0.0.1', MASTER_PORT='0')"
     ),
     "docs/launching.md: for step, batch in enumerate(batches, start=1):": (
@@ -61,6 +61,7 @@ ELSEWHERE = {  # Python blocks and commands that do not run here, and why
     "cat hosts": "shows a file",
     "sbatch job.sh": "needs Slurm: tests/schedulers/test_slurm.py",
     "pip install '.[interop]'": "downloads; `make test-all` does it",
+    "photinus doctor": "tries everything, in the README's test: tests/strangers/test_readme.py",
 }
 ELSEWHERE_FROM = {  # the same, by how a command begins
     "srun ": "needs Slurm: tests/schedulers/test_slurm.py",
@@ -74,6 +75,7 @@ ELSEWHERE_FROM = {  # the same, by how a command begins
     "torchrun --nproc-per-node 2 train.py": "tests/dist/test_templates.py",
     "python train.py": "tests/dist/test_templates.py",
     "pytest": "tests/dist/test_templates.py",
+    "pip install ": "downloads: tests/strangers/test_readme.py",
     "cmake ": "`make native` does the same",
     "ctest ": "`make native` does the same",
     "build/native/": "`make native` does the same",
@@ -161,7 +163,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "train.py").write_text("")
     (tmp_path / "hosts").write_text("node1 slots=4\nnode2 slots=4\n")
     (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
-    for name in ("digits", "a", "b"):
+    for name in ("digits", "a", "b", "one", "two"):
         run = write_run(tmp_path / "runs" / name)
         config = json.loads((run / "config.json").read_text())
         config["options"].update(out=f"runs/{name}", resume="auto")
