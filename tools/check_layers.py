@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Python: room -> floor. Files directly in the package are rooms of their own.
 FLOORS = {
     "errors": 0,
+    "masking": 0,
     "spelling": 0,
     "version": 0,
     "env": 1,

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import photinus
+from photinus.masking import mask_words
 from photinus.trainer import dataset_folder
 from photinus.trainer.record.config import describe_start, read_config, save_config, user_options
 
@@ -61,9 +62,35 @@ def test_a_start_says_how_to_start_it_again_and_keeps_no_secret(monkeypatch: pyt
         start = describe_start(session, resumed_from=None, resumed_step=0, launch={})
     assert start["started_with"] == launch
     assert start["environ"]["NCCL_DEBUG"] == "INFO"
-    assert not {"PHOTINUS_JOB_SECRET", "PHOTINUS_WORLD_SIZE", "PHOTINUS_LAUNCH", "TORCH_API_TOKEN"} & set(
-        start["environ"]
-    )
+    assert not {"PHOTINUS_WORLD_SIZE", "PHOTINUS_LAUNCH"} & set(start["environ"])
+    assert {start["environ"][name] for name in ("PHOTINUS_JOB_SECRET", "TORCH_API_TOKEN")} == {"***"}
+
+
+@pytest.mark.parametrize(
+    ("words", "masked"),
+    [
+        ("--hf_token x --lr 1", "--hf_token *** --lr 1"),
+        ("--wandb-api-key=x train.py", "--wandb-api-key=*** train.py"),
+        ("db.password=x HF_TOKEN=x", "db.password=*** HF_TOKEN=***"),
+        ("--push-token --lr 1", "--push-token --lr 1"),
+        ("--max_tokens 5 --tokenizer gpt2 --key-size 8", "--max_tokens 5 --tokenizer gpt2 --key-size 8"),
+    ],
+)
+def test_what_is_named_like_a_secret_is_masked_in_a_command_line(words: str, masked: str) -> None:
+    assert mask_words(words.split()) == masked.split()
+
+
+def test_secrets_of_the_scripts_options_and_command_are_masked_and_the_file_is_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--hf_token", "x"])
+    with photinus.init("gloo", "cpu") as session:
+        start = describe_start(session, resumed_from=None, resumed_step=0, launch={})
+    assert start["command"][-2:] == ["--hf_token", "***"]
+    assert start["started_with"].endswith("--hf_token '***'")
+    save_config(tmp_path, {}, {"hf_token": "x", "wandb": {"api_key": "x"}, "lr": 1, "eos_token": 2}, {}, go_on=False)
+    assert read_config(tmp_path)["user"] == {"hf_token": "***", "wandb": {"api_key": "***"}, "lr": 1, "eos_token": 2}
+    assert (tmp_path / "config.json").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_config_that_is_no_json_is_named(tmp_path: Path) -> None:

@@ -111,6 +111,17 @@ def test_flags_for_one_host_are_refused_and_not_passed_over(typed, told):
     assert told in str(caught.value)
 
 
+def test_a_dry_run_shows_no_secret(tmp_path, monkeypatch, capsys):
+    (tmp_path / "hosts").write_text("localhost slots=1\n127.0.0.1 slots=1\n")
+    monkeypatch.setenv("HF_TOKEN", "hf_abc")
+    monkeypatch.setenv("HF_HOME", "/data")
+    typed = ["--dry-run", "--hostfile", str(tmp_path / "hosts"), "x.py", "--hf_token", "hf_abc"]
+    assert start_hosts(parse_run(typed), run_here=lambda words: 0) == 0
+    shown = capsys.readouterr().out
+    assert "  HF_HOME=/data\n  HF_TOKEN=***\n" in shown
+    assert "hf_abc" not in shown
+
+
 def test_more_workers_than_slots_are_refused():
     flags = parse_run(["--nproc-per-node", "5", "--hostfile", "hosts", "x.py"])
     with pytest.raises(

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from .. import env
 from ..errors import DeviceError
+from ..masking import mask_words
 from .command_line.flag_table import run_parser
 from .command_line.flags import RunFlags, SelectionFlags, parse_run
 from .command_line.program import Program, add_local_rank, check_program
@@ -68,7 +69,7 @@ def _record(arguments: Sequence[str], program: Program) -> None:
     if env.STARTED_AS.get() is not None and env.LAUNCH.get() is not None:
         return  # typed on another host, for all of them
     os.environ.pop(env.LAUNCH.name, None)
-    text = shlex.join(["photinus", "run", *arguments])
+    text = shlex.join(mask_words(["photinus", "run", *arguments]))
     if len(text) < _LONGEST_BYTES:  # the names of thousands of files are more than a variable holds
         os.environ[env.LAUNCH.name] = text
 

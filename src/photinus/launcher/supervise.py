@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from .. import env
 from ..errors import LaunchError
+from ..masking import mask_words
 from ..torch_version import check_torch
 from .agent import Agent
 from .command_line.flags import RunFlags
@@ -235,7 +236,7 @@ def dry_run_text(job: Job, logs: Logs) -> str:
     count = f"{job.local_world_size} worker{'s' * (job.local_world_size != 1)}"
     lines += [
         f"{count} on {socket.gethostname()}, in {os.getcwd()}:",
-        f"  {shlex.join(command)}",
+        f"  {shlex.join(mask_words(command))}",
         f"restarted at most {max_restarts} time{'s' * (max_restarts != 1)} when one fails",
         *([logs.describe()] if logs.writes else []),
         "",

@@ -96,12 +96,12 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str, *, mode: int = 0o666) -> None:
     """Writes a text file so that a reader, or a process killed in between, finds the old or the new one, whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
-        with open(new, "w", newline="", encoding="utf-8") as file:
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", newline="", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -27,6 +27,7 @@ from typing import Any
 
 from ...env import JOB_SECRET, STARTED_AS
 from ...errors import LaunchError
+from ...masking import mask, mask_words
 from ..command_line.flags import RunFlags
 from ..hosts.join import DEFAULT_PORT
 from ..workers.interrupts import FROM_A_KEYBOARD, SIGNALS, Interrupts, handle_signals
@@ -263,7 +264,7 @@ def _dry_run_text(
     for number, (share, is_this) in enumerate(zip(shares, here, strict=True)):
         how = "this host" if is_this else f"over {ssh} {share.host.destination}"
         words = host_words(flags, share, host_rank=number, hosts=len(shares), leader=leader, port=port)
-        lines += ["", f"  {share.host.name} ({how})", f"    photinus run {shlex.join(words)}"]
+        lines += ["", f"  {share.host.name} ({how})", f"    photinus run {shlex.join(mask_words(words))}"]
     lines += ["", "environment variables that the hosts are given:"]
-    lines += [f"  {name}={value}" for name, value in sorted(environ.items())] or ["  none"]
+    lines += [f"  {name}={value}" for name, value in sorted(mask(environ).items())] or ["  none"]
     return "\n".join(lines)

@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import platform
-import re
 import shlex
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from ... import env
+from ...masking import mask, mask_words
 from ...runlog.plain_file import plain_file
 from ...runlog.run import CONFIG
 from ...runlog.tables import write_atomically
@@ -43,9 +43,10 @@ _PREFIXES = (
     "ROCR_",
     "TORCH_",
 )
-_OF_ONE_START = (env.LAUNCH, env.EXPECTED_WORLD_SIZE, env.LISTEN_FD, env.HOST_ID, env.STARTED_AS, env.STATUS_FILE)
-# A run's folder is copied and shown, so what looks like a secret is left out too.
-_LEFT_OUT = re.compile("|".join(v.name for v in _OF_ONE_START) + "|.*(SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|_KEY).*")
+_OF_ONE_START = {
+    each.name
+    for each in (env.LAUNCH, env.EXPECTED_WORLD_SIZE, env.LISTEN_FD, env.HOST_ID, env.STARTED_AS, env.STATUS_FILE)
+}
 
 
 def describe_start(
@@ -54,8 +55,8 @@ def describe_start(
     """One start of a run, as config.json has it: the one that is happening."""
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": _command(),
-        "started_with": env.LAUNCH.get() or shlex.join(_command()),
+        "command": mask_words(_command()),
+        "started_with": env.LAUNCH.get() or shlex.join(mask_words(_command())),
         "folder": os.getcwd(),
         "resumed_from": resumed_from,
         "resumed_step": resumed_step,
@@ -76,7 +77,7 @@ def describe_start(
 def save_config(
     folder: Path, options: Mapping[str, Any], user: Mapping[str, Any], start: Mapping[str, Any], *, go_on: bool
 ) -> None:
-    """Writes `config.json` into the folder.
+    """Writes `config.json` into the folder, readable by this user alone; what is named like a secret is masked.
 
     Args:
         options: what decides the run: batch size, epochs, seed, samples, strategy ...
@@ -85,8 +86,8 @@ def save_config(
         go_on: keep the starts that are listed already.
     """
     earlier = read_config(folder).get("starts", []) if go_on else []
-    content = {"options": _plain(options), "user": _plain(user), "starts": [*earlier, start]}
-    write_atomically(folder / CONFIG, json.dumps(content, indent=2) + "\n")
+    content = {"options": _plain(options), "user": mask(_plain(user)), "starts": [*earlier, start]}
+    write_atomically(folder / CONFIG, json.dumps(content, indent=2) + "\n", mode=0o600)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -146,8 +147,11 @@ def _command() -> list[str]:
 
 
 def _notable(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables that may change how a training runs, without secrets and what belongs to one start only."""
-    return {n: environ[n] for n in sorted(environ) if n.startswith(_PREFIXES) and not _LEFT_OUT.fullmatch(n)}
+    """Variables that may change how a training runs, without what belongs to one start only."""
+    notable: dict[str, str] = mask(
+        {name: environ[name] for name in sorted(environ) if name.startswith(_PREFIXES) and name not in _OF_ONE_START}
+    )
+    return notable
 
 
 def _versions() -> dict[str, str | None]:
