@@ -25,7 +25,7 @@ from photinus.runlog.process import is_alive, this_process
 from photinus.runlog.run import FILES, Run
 from photinus.runlog.slow_links import slow_links
 from photinus.runlog.stragglers import shares, stragglers
-from photinus.runlog.tables import LOSSES, METRICS
+from photinus.runlog.tables import LOSSES, METRICS, RunFiles
 from photinus.runlog.tail import Tail
 from photinus.runlog.units import step_time
 from photinus.runlog.windows import PHASES, RANKS, Window, drop_windows_after, read_window
@@ -327,6 +327,14 @@ def test_a_run_says_how_far_it_is(tmp_path: Path) -> None:
     assert run.last_loss == pytest.approx(2 / 3)
     assert run.logged == ["valid_loss", "accuracy"]
     assert (run.damaged, run.losses.count, len(run.windows)) == (0, 40, 4)
+
+
+def test_metrics_may_have_any_name(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", epochs=1)
+    row = {"epoch": 1, "step": 20, "loss": 0.5, "top1,5": 0.75, 'say "a"': 2.0, "two\nlines": 3.0}
+    RunFiles(folder).write_metrics([row])
+    (epoch,) = read(folder).epochs
+    assert epoch == row
 
 
 def test_what_comes_later_is_added_and_what_was_taken_back_is_forgotten(tmp_path: Path) -> None:

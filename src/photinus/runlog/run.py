@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import itertools
 import json
 import math
@@ -135,11 +136,12 @@ class Run:
 
     def _read_epochs(self) -> list[Row]:
         _, lines = Tail(self.folder / METRICS).read()
-        rows = []
-        for line in lines[1:]:
+        rows, names, found = [], [], []
+        with contextlib.suppress(csv.Error):
+            names, *found = csv.reader(f"{line}\n" for line in lines or [""])  # a name may hold a comma
+        for cells in found:
             try:
-                cells = zip(lines[0].split(","), line.split(","), strict=True)
-                rows.append({name: _drawable(cell) for name, cell in cells if cell})
+                rows.append({name: _drawable(cell) for name, cell in zip(names, cells, strict=True) if cell})
             except ValueError:
                 self.damaged += 1
         return [row for row in rows if all(0 <= row.get(name, math.nan) < _MOST for name in ("epoch", "step"))]
