@@ -22,6 +22,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset, TensorDataset
 
 import photinus
+from photinus import env
 from photinus.trainer import unwrap
 
 FEATURES, CLASSES = 6, 3
@@ -130,7 +131,7 @@ def train(
             "history": loop.history,
             "step": loop.step,
             "began_at": began_at,
-            "attempt": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            "attempt": env.ATTEMPT.get(),
             "rate": optimizer.param_groups[0]["lr"],
         }
 
@@ -138,7 +139,7 @@ def train(
 def main(out: str, kills: str, options: str) -> None:
     """A script for launchers. `kills` is "attempt:rank:step,...": where which rank gets SIGKILL in its body."""
     planned = {tuple(int(part) for part in kill.split(":")) for kill in kills.split(",") if kill}
-    attempt, rank = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), int(os.environ.get("RANK", "0"))
+    attempt, rank = env.ATTEMPT.get(), int(os.environ.get("RANK", "0"))
 
     def kill(step: int) -> None:
         if (attempt, rank, step) in planned:

@@ -28,6 +28,7 @@ class Variable(Generic[T]):
     parse: Callable[[str], T]
     default: T
     meaning: str
+    other_name: str = ""  # read where the first is not set
 
     def get(self, environ: Mapping[str, str] | None = None) -> T:
         """The value in force (of another environment than this process's, when given).
@@ -35,7 +36,8 @@ class Variable(Generic[T]):
         Raises:
             ValueError: its text cannot be parsed; names the variable.
         """
-        text = (os.environ if environ is None else environ).get(self.name)
+        variables = os.environ if environ is None else environ
+        text = variables.get(self.name) or variables.get(self.other_name)
         if text is None or text == "":
             return self.default
         try:
@@ -197,7 +199,12 @@ OUT: Variable[str | None] = Variable(
     "by `photinus run`, for scripts that name it by the time or their pid",
 )
 ATTEMPT: Variable[int] = Variable(
-    "TORCHELASTIC_RESTART_COUNT", int, 0, "how often the launcher has restarted the workers; set by the launcher"
+    "PHOTINUS_ATTEMPT",
+    int,
+    0,
+    "how often the launcher has started the workers before, also without a failure (a suspension, a host that came); "
+    "set by `photinus run`, and torchrun's TORCHELASTIC_RESTART_COUNT counts where it is not",
+    "TORCHELASTIC_RESTART_COUNT",
 )
 JOB_ID: Variable[str] = Variable("TORCHELASTIC_RUN_ID", str, "", "the job's name; set by the launcher")
 

@@ -50,7 +50,7 @@ with start_guard() as guard, handle_signals() as interrupts, closing(StoreProces
 """
 TRAIN = """
 import os, time
-if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+if os.environ["PHOTINUS_ATTEMPT"] == "0":
     if os.environ["RANK"] == "1":
         raise {error}
     time.sleep(60)

@@ -104,8 +104,8 @@ def script(folder: Path, text: str, name: str = "script.py") -> Path:
 REPORT = """
 import json, os, sys
 from pathlib import Path
-def listeners(pid):
-    '''Local addresses on which a process listens for TCP.'''
+def listeners(pid, port=None):
+    '''Local addresses on which a process listens for TCP; or at which somebody listens on a port.'''
     inodes = set()
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         try:
@@ -116,14 +116,16 @@ def listeners(pid):
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                found.append(fields[1].split(":")[0])
+            address, number = fields[1].split(":")
+            if fields[3] == "0A" and (fields[9] in inodes if port is None else int(number, 16) == port):
+                found.append(address)
     return found
 names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR TORCHELASTIC_RESTART_COUNT"
 report = {name: os.environ[name] for name in [*names.split(), "PHOTINUS_WORLD_SIZE"]}
 report["argv"] = sys.argv
 report["threads"] = os.environ["OMP_NUM_THREADS"]
 report["name"] = __name__
+report["store_listens_on"] = listeners(os.getpid(), int(os.environ["MASTER_PORT"]))
 report["launcher_listens_on"] = listeners(os.getppid())
 if "gloo" in sys.argv:
     import torch, torch.distributed as dist
@@ -169,7 +171,7 @@ def test_each_process_finds_its_place_and_its_arguments(tmp_path, world_size):
         assert report["argv"] == [str(path), *arguments]
         assert report["name"] == "__main__"
         # One store, heard on the loopback only; the workers' own sockets are as private.
-        assert report["launcher_listens_on"] == [LOOPBACK]
+        assert (report["store_listens_on"], report["launcher_listens_on"]) == ([LOOPBACK], [])
         assert set(report.get("worker_listens_on", [LOOPBACK])) == {LOOPBACK}
         assert report.get("total", 3) == 3
     marks = ["", *(f"[{rank}] " for rank in range(1, world_size))]

@@ -27,10 +27,10 @@ NOTE = """
 import json, os, sys, time
 from pathlib import Path
 names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE PHOTINUS_WORLD_SIZE".split()
-names += "TORCHELASTIC_RESTART_COUNT TORCHELASTIC_RUN_ID MASTER_ADDR PHOTINUS_JOB_SECRET".split()
+names += "PHOTINUS_ATTEMPT TORCHELASTIC_RUN_ID MASTER_ADDR PHOTINUS_JOB_SECRET".split()
 folder = Path(sys.argv[1])
 note = {name: os.environ.get(name) for name in names} | {"arguments": sys.argv[1:], "pid": os.getpid()}
-partial = folder / f"{os.environ['RANK']}-{os.environ['TORCHELASTIC_RESTART_COUNT']}.partial"
+partial = folder / f"{os.environ['RANK']}-{os.environ['PHOTINUS_ATTEMPT']}.partial"
 partial.write_text(json.dumps(note))
 partial.rename(partial.with_suffix(".json"))
 """
@@ -86,8 +86,9 @@ def test_node_ranks_decide_who_leads_and_who_is_first(tmp_path):
 
 
 def test_a_failure_is_told_whole_by_the_leader_and_in_short_by_the_others(tmp_path):
-    fails = "raise RuntimeError(f'attempt {os.environ[\"TORCHELASTIC_RESTART_COUNT\"]}: the disk is full')"
-    text = f"{NOTE}\nif os.environ['RANK'] == '1':\n{indent(ONE_STEP, '    ')}\n    {fails}\ntime.sleep(60)"
+    fails = "raise RuntimeError(f'attempt {os.environ[\"PHOTINUS_ATTEMPT\"]}: the disk is full')"
+    one_step = f"if os.environ['PHOTINUS_ATTEMPT'] == '0':\n{indent(ONE_STEP, '    ')}"
+    text = f"{NOTE}\nif os.environ['RANK'] == '1':\n{indent(one_step, '    ')}\n    {fails}\ntime.sleep(60)"
     path, port = script(tmp_path, text), free_port()
     first = launch(port, "--node-rank", 0, path, tmp_path)
     second = launch(port, "--node-rank", 1, path, tmp_path)
@@ -182,7 +183,7 @@ def test_a_killed_leader_ends_the_others_with_its_address(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped", ["leader", "other"])
 def test_a_launcher_that_was_stopped_for_longer_than_the_heartbeat_costs_a_restart(tmp_path, stopped):
-    text = NOTE + "\nwhile os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': time.sleep(0.01)"
+    text = NOTE + "\nwhile os.environ['PHOTINUS_ATTEMPT'] == '0': time.sleep(0.01)"
     path, port = script(tmp_path, text), free_port()
     words = ["--rdzv-conf", "heartbeat_timeout=2", "--max-restarts", 1, path, tmp_path]
     jobs = [launch(port, "--node-rank", rank, *words) for rank in (0, 1)]
@@ -219,7 +220,7 @@ def test_a_paused_reader_of_the_leader_holds_up_no_sign_of_life(tmp_path):
 
 @pytest.mark.parametrize("restarts", [1, 0])
 def test_a_killed_store_of_the_leading_host_costs_all_hosts_a_restart(tmp_path, restarts):
-    text = NOTE + "\nwhile os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': time.sleep(0.01)"
+    text = NOTE + "\nwhile os.environ['PHOTINUS_ATTEMPT'] == '0': time.sleep(0.01)"
     path, port = script(tmp_path, text), free_port()
     jobs = [launch(port, "--node-rank", rank, "--max-restarts", restarts, path, tmp_path) for rank in (0, 1)]
     jobs[0].wait_for(tmp_path / "0-0.json", tmp_path / "1-0.json")

@@ -37,7 +37,7 @@ while True:
     stop = torch.tensor([float((folder / "stop").exists())])
     dist.all_reduce(stop, op=dist.ReduceOp.MAX)
     if step.item() == 3:
-        mark = f"trains-{os.environ['RANK']}-of-{os.environ['WORLD_SIZE']}-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+        mark = f"trains-{os.environ['RANK']}-of-{os.environ['WORLD_SIZE']}-{os.environ['PHOTINUS_ATTEMPT']}"
         (folder / mark).write_text("yes")
     if stop.item():
         break

@@ -127,12 +127,15 @@ def test_help_wins_over_a_missing_script():
         (["--num_machines", "2", "x.py"], "It is called --nnodes here"),
         (["--master_address", "h", "x.py"], "unknown flag --master_address. Did you mean --master-addr?"),
         (["--machine_ranks", "1", "x.py"], "Did you mean --node-rank?"),
+        (["--bind_cores_to_rank", "x.py"], "--bind_cores_to_rank is another launcher's flag, and not here: bind with"),
+        (["--save_pid", "x.py"], "--save_pid is another launcher's flag, and not here: in a shell"),
+        (["--no_ssh", "x.py"], "--no_ssh is another launcher's flag, and not here: type the command on each host"),
         (["--launcher", "pdsh", "x.py"], "--launcher is another launcher's flag, and not here: --hostfile starts over"),
         (["--deepspeed", "x.json", "x.py"], "put it after the script's name"),
         (["--frobnicate", "x.py"], "unknown flag --frobnicate. `photinus run --help` lists the flags"),
         (
             ["--nproc-per-node", "two", "x.py"],
-            "--nproc-per-node two: needs a whole number above 0, or auto, gpu or cpu",
+            "--nproc-per-node two: needs a whole number above 0, or auto, gpu, xpu or cpu",
         ),
         (["--nproc_per_node=0", "x.py"], "--nproc_per_node 0: needs at least 1 worker"),
         (["--nproc-per-node", "-2", "x.py"], "--nproc-per-node -2: needs at least 1 worker"),
@@ -249,7 +252,7 @@ def test_flags_for_schedulers():
         ("--standalone --master_addr h", "--standalone and --master_addr h contradict each other"),
         ("--rdzv-endpoint a:1 --master-addr b", "--rdzv-endpoint a:1 and --master-addr b contradict each other"),
         ("--rdzv-endpoint a:1 --master-port 2", "--rdzv-endpoint a:1 and --master-port 2 contradict each other"),
-        ("--nnodes 1:2 --node-rank 0", "--node-rank 0 and --nnodes 1:2 contradict each other: hosts that come and go"),
+        ("--nnodes 1:2 --node-rank 2", "contradict each other: 2 hosts are numbered 0 to 1"),
         ("--nnodes 2 --node-rank 2", "contradict each other: 2 hosts are numbered 0 to 1"),
         ("--node-rank 1", "--node-rank 1 needs --nnodes N"),
         ("--include a:0 --exclude a:1", "--include a:0 and --exclude a:1 contradict each other"),
@@ -296,9 +299,12 @@ def test_an_address_of_ipv6_may_stand_in_brackets():
 
 
 def test_flags_of_older_launchers_that_change_nothing_are_taken():
-    words = ["--monitor-interval", "5", "--role", "r", "--start_method", "spawn", "x.py"]
+    words = ["--monitor-interval", "5", "--force_multi", "--start_method", "spawn", "x.py"]
     assert parse_run(words) == RunFlags(Program("script", "x.py"))
     assert parse_run(["--use_env", "x.py"]).use_env
+    hosts = parse_run(["--standalone", "--rdzv-endpoint", "localhost:0", "--nproc-per-node", "xpu", "x.py"]).hosts
+    assert (hosts.nnodes, hosts.port) == ((1, 1), 0)
+    assert parse_run(["--nnodes", "1:2", "--node-rank", "0", "x.py"]).hosts.node_rank == 0
     with pytest.raises(UsageError, match="--monitor-interval soon: needs a number of seconds"):
         parse_run(["--monitor-interval", "soon", "x.py"])
 

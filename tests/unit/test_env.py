@@ -31,6 +31,8 @@ def test_a_set_variable_is_parsed_anew_at_each_reading(monkeypatch):
     assert env.EXPECTED_WORLD_SIZE.get() == 4
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
     assert env.ATTEMPT.get() == 3
+    monkeypatch.setenv("PHOTINUS_ATTEMPT", "5")
+    assert env.ATTEMPT.get() == 5
 
 
 @pytest.mark.parametrize(

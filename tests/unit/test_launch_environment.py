@@ -10,7 +10,7 @@ from photinus.launcher.workers import job
 from photinus.launcher.workers.job import Formation, Job
 from photinus.world import World
 
-FORMATION = Formation((2, 2), host_rank=1, attempt=2, job_id="job", store_port=1234)
+FORMATION = Formation((2, 2), host_rank=1, attempt=2, job_id="job", store_port=1234, restarts=1)
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def cores(monkeypatch):
 
 
 def environ(formation=FORMATION, base=None, *, cpu=False):
-    flags = RunFlags(Program("script", "train.py"), max_restarts=3, cpu=cpu)
+    flags = RunFlags(Program("script", "train.py"), max_restarts=3, cpu=cpu, role="trainer")
     return Job(flags, "job", 2, base or {}).environ(formation, 1, "/proc/1/fd/9")
 
 
@@ -41,7 +41,10 @@ def test_torchruns_variables_and_the_meant_world_size():
         "GROUP_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "1234",
-        "TORCHELASTIC_RESTART_COUNT": "2",
+        "ROLE_NAME": "trainer",
+        "PHOTINUS_ATTEMPT": "2",
+        "TORCHELASTIC_RESTART_COUNT": "1",  # as torchrun, not for hosts that came or a suspension
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         "TORCHELASTIC_MAX_RESTARTS": "3",
         "TORCHELASTIC_RUN_ID": "job",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -68,6 +71,8 @@ def test_on_one_host_gloo_stays_on_the_loopback_unless_the_user_says_otherwise()
     assert environ(alone)["GLOO_SOCKET_IFNAME"] == "lo"
     assert environ(alone, base={"GLOO_SOCKET_IFNAME": "eth1"})["GLOO_SOCKET_IFNAME"] == "eth1"
     assert "GLOO_SOCKET_IFNAME" not in environ()
+    of_a_worker = {"GLOO_SOCKET_IFNAME": "lo", "PHOTINUS_WORLD_SIZE": "2"}  # in which a job on several hosts is started
+    assert "GLOO_SOCKET_IFNAME" not in environ(base=of_a_worker)
 
 
 def test_cpu_hides_the_gpus():

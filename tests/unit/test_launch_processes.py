@@ -118,6 +118,15 @@ def test_each_worker_leads_a_session_of_its_own_and_all_but_rank_0_read_nothing(
             assert (stdin == "/dev/null") == (rank == 1 or os.readlink("/proc/self/fd/0") == "/dev/null")
 
 
+def test_workers_have_the_options_of_the_launchers_python(tmp_path, monkeypatch):
+    monkeypatch.setattr("subprocess._args_from_interpreter_flags", lambda: ["-O", "-P", "-Werror", "-X", "dev"])
+    text = f"with open({str(tmp_path / 'flags')!r}, 'w') as file: print(sys.flags.optimize, sys.warnoptions[-1:], "
+    text += "sys.flags.dev_mode, getattr(sys.flags, 'safe_path', False), file=file)"
+    with workers(tmp_path, text, count=1) as (processes, _, _):
+        watch(processes, lambda: not processes.any_running())
+        assert (tmp_path / "flags").read_text() == "1 ['error'] True False\n"
+
+
 def test_a_kill_is_seen_at_once_and_told_from_an_exception_that_follows(tmp_path):
     text = f"if rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(0.3)\n{LOST_PEER}"
     with workers(tmp_path, text, count=3) as (processes, _, _):

@@ -31,6 +31,13 @@ def test_rank_and_world_size_alone_are_enough_and_are_taken_as_one_host():
     assert World.from_env({"RANK": "1", "WORLD_SIZE": "2"}) == World(1, 2, 1, 2, 0, "the environment")
 
 
+@pytest.mark.parametrize(("rank", "local_rank", "host"), [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)])
+def test_ranks_that_mpirun_deals_out_know_their_host(rank, local_rank, host):
+    places = {"RANK": rank, "SIZE": 4, "LOCAL_RANK": local_rank, "LOCAL_SIZE": 2}
+    environ = {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in places.items()}
+    assert World.from_env(environ).host_rank == host
+
+
 def test_open_mpis_variables_are_read():
     environ = {
         "OMPI_COMM_WORLD_RANK": "2",

@@ -26,6 +26,7 @@ from ..errors import LaunchError
 from ..world.launchers import read_scheduler
 from .function import read_answers
 from .workers.deaths import Raised
+from .workers.worker import python_command
 
 T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1
@@ -83,7 +84,7 @@ def launch(
         pickle.dump(sys.path, given)
         given.write(call)
         given.flush()
-        command = [sys.executable, "-m", "photinus", "run", "--standalone", "--nproc-per-node", str(nprocs)]
+        command = [*python_command(), "-m", "photinus", "run", "--standalone", "--nproc-per-node", str(nprocs)]
         command += ["--max-restarts", str(max_restarts), *(["--cpu"] if cpu else [])]
         command += ["--oversubscribe"] if oversubscribe else []
         command += ["-m", "photinus.launcher.function"]

@@ -133,8 +133,9 @@ def _choose_workers(flags: RunFlags, environ: MutableMapping[str, str]) -> tuple
         UsageError: more workers than can be meant.
         DeviceError: fewer GPUs than asked for.
     """
-    gpus = functools.cache(count_gpus)
-    wanted = flags.nproc_per_node
+    is_xpu = flags.nproc_per_node == "xpu"
+    gpus = functools.cache(functools.partial(count_gpus, "xpu" if is_xpu else "cuda"))
+    wanted = "gpu" if is_xpu else flags.nproc_per_node
     if flags.devices is not None:
         environ[VISIBLE] = os.environ[VISIBLE] = visible_devices(flags.devices, environ.get(VISIBLE))
         wanted = len(flags.devices) * flags.ranks_per_gpu

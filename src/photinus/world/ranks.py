@@ -89,8 +89,10 @@ class World:
             )
         host_rank = told.host_rank
         if host_rank is None:
-            # Launchers fill hosts evenly and in order, unless they are told otherwise.
-            host_rank = rank // local_world_size
+            # Launchers fill hosts evenly and in order, or deal the ranks out (mpirun --map-by node). Some ranks have
+            # the same place on their host either way; they are taken to be in order.
+            hosts = -(-world_size // local_world_size)
+            host_rank = rank % hosts if rank % local_world_size != local_rank else rank // local_world_size
         return cls(rank, world_size, local_rank, local_world_size, host_rank, told.launcher)
 
 

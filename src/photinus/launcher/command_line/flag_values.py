@@ -33,15 +33,15 @@ _RENDEZVOUS_IDLE = {
 
 
 def _worker_count(text: str) -> int | str:
-    """A number above 0, or auto, gpu or cpu."""
-    if text in ("auto", "gpu", "cpu"):
+    """A number above 0, or auto, gpu, xpu or cpu."""
+    if text in ("auto", "gpu", "xpu", "cpu"):
         return text
     try:
         count = int(text)
     except ValueError:
-        raise ArgumentTypeError("needs a whole number above 0, or auto, gpu or cpu.") from None
+        raise ArgumentTypeError("needs a whole number above 0, or auto, gpu, xpu or cpu.") from None
     if count < 1:
-        raise ArgumentTypeError("needs at least 1 worker (or auto, gpu, cpu).")
+        raise ArgumentTypeError("needs at least 1 worker (or auto, gpu, xpu, cpu).")
     return count
 
 

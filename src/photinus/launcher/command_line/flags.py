@@ -90,6 +90,7 @@ class RunFlags:
     dry_run: bool = False
     stop_grace_s: float = 30.0
     use_env: bool = False
+    role: str = "default"
     preempt_after_s: float | None = None
     hosts: HostFlags = field(default_factory=HostFlags)
     selection: SelectionFlags = field(default_factory=SelectionFlags)
@@ -238,16 +239,14 @@ def _refuse_contradictions(typed: dict[str, Any], given: Mapping[str, tuple[str,
     Parser.refuse_without(given, ("--num-nodes", "--ssh", "--ssh-port", "--export"), "--hostfile")
     of_slurm = ("--time", "--partition", "--sbatch", "--submit", "--name", "--gpus-per-node", "--output")
     Parser.refuse_without(given, of_slurm, "--slurm")
-    least, most = typed.get("nnodes", (1, 1))
+    _, most = typed.get("nnodes", (1, 1))
     if most > 1:
         together("--standalone", "--nnodes")
-    together("--standalone", "--node-rank", "--master-addr", "--rdzv-endpoint", "--local-addr")
+    if typed.get("leader") not in ("localhost", "127.0.0.1", "::1"):  # what torchrun itself makes of --standalone
+        together("--standalone", "--rdzv-endpoint", "--master-addr")
+    together("--standalone", "--node-rank", "--local-addr")
     host = typed.get("node_rank", 0)
     if "nnodes" not in typed and host > 0:
         raise UsageError(f"{shown('--node-rank')} needs --nnodes N: how many hosts are there?")
-    if "node_rank" in typed and "nnodes" in typed:
-        if least != most:
-            why = "hosts that come and go are numbered as they come. Leave out --node-rank, or give one number of"
-            refuse("--node-rank", "--nnodes", f"{why} hosts.")
-        if host >= most:
-            refuse("--node-rank", "--nnodes", f"{most} host{'s are' if most > 1 else ' is'} numbered 0 to {most - 1}.")
+    if "nnodes" in typed and host >= most:
+        refuse("--node-rank", "--nnodes", f"{most} host{'s are' if most > 1 else ' is'} numbered 0 to {most - 1}.")

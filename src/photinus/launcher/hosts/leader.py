@@ -254,6 +254,7 @@ class Leader:
                 "workers": workers,
                 "host_rank": host_rank,
                 "attempt": act.attempt,
+                "restarts": self._policy.restarts,
                 "job_id": self._job_id,
                 "token": self._token,
                 "hosts_store": peer.leads,

@@ -184,6 +184,7 @@ class Member:
             attempt=int(message["attempt"]),
             job_id=str(message["job_id"]),
             store_port=port,
+            restarts=int(message["restarts"]),
             interface=interface_of(str(message.get("reached_at") or self._own_address)),
         )
 

@@ -46,7 +46,8 @@ class OneHost:
         check()
         self._attempt += 1
         port = self._store.open(self._job.flags.hosts.port or 0)
-        return Formation((self._job.local_world_size,), 0, self._attempt, self._job.job_id, port)
+        workers, restarts = (self._job.local_world_size,), self._policy.restarts
+        return Formation(workers, 0, self._attempt, self._job.job_id, port, restarts=restarts)
 
     def order(self) -> Order | None:
         """Done, once the workers are; to meet again, when the store is lost and a restart is left."""

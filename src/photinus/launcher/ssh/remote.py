@@ -7,7 +7,7 @@ on a command line; each answer is a line of JSON on stdout. The last order makes
 are ssh's then, and stdin is its lifeline (see `lifeline`).
 
     {"do": "prepare", "cwd": ..., "program": ..., "listen": ...}   look whether the job can start; bind the port
-    {"do": "run", "words": ..., "environ": ..., "merged": ...}     become `photinus run`
+    {"do": "run", "options": ..., "words": ..., "environ": ..., "merged": ...}     become `photinus run`
     {"do": "facts" | "serve" | "probe", ...}                       questions of `photinus doctor`, see remote_probe
 """
 
@@ -95,7 +95,8 @@ def _become_launcher(order: dict[str, Any], listener: socket.socket | None) -> N
         environ["PATH"] = folder + os.pathsep + path
     if order["merged"]:  # both end at the same place, so their order is kept
         os.dup2(_OUT, _ERR)
-    os.execve(sys.executable, [sys.executable, *safe_path(), "-m", "photinus", "run", *order["words"]], environ)
+    python = [sys.executable, *order["options"], *safe_path()]
+    os.execve(sys.executable, [*python, "-m", "photinus", "run", *order["words"]], environ)
 
 
 def _who_is_here() -> dict[str, Any]:

@@ -31,6 +31,7 @@ from ...masking import mask, mask_words
 from ..command_line.flags import RunFlags
 from ..hosts.join import DEFAULT_PORT
 from ..workers.interrupts import FROM_A_KEYBOARD, SIGNALS, Interrupts, handle_signals
+from ..workers.worker import python_command
 from .command import find_here, ssh_command
 from .environ import exported_variables, variable_files
 from .host import LOST, Hosts, RemoteHost
@@ -179,7 +180,8 @@ class _Job:
             environ = {**common, STARTED_AS.name: host.name}
             meeting: dict[str, Any] = {"leader": place.get("address", ""), "port": place.get("port", 0)}
             words = host_words(self._flags, share, host_rank=number, hosts=len(self._hosts), **meeting)
-            host.send({"do": "run", "words": words, "environ": environ, "merged": self._is_merged})
+            how = {"options": python_command()[1:], "environ": environ, "merged": self._is_merged}
+            host.send({"do": "run", "words": words, **how})
 
     def _watch(self) -> None:
         while not all(host.done for host in self._hosts):

@@ -33,17 +33,17 @@ def usable_cores() -> int:
     return max(1, min(cores, int(quota)) if quota is not None else cores)
 
 
-def count_gpus() -> int:
+def count_gpus(kind: str = "cuda") -> int:
     """GPUs that torch sees (CUDA_VISIBLE_DEVICES included), asked in a child process: torch is not imported here.
 
-    It is not asked where no driver of a GPU is loaded: the import takes seconds.
+    It is not asked where no driver of a GPU is loaded: the import takes seconds. `kind`: cuda, or Intel's xpu.
 
     Raises:
         DeviceError: torch cannot say.
     """
-    if not any(os.path.exists(path) for path in _DRIVERS):
+    if kind == "cuda" and not any(os.path.exists(path) for path in _DRIVERS):
         return 0
-    question = "import torch; print(torch.cuda.device_count())"  # starts no CUDA context
+    question = f"import torch; print(torch.{kind}.device_count())"  # starts no CUDA context
     environ = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     asked = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, env=environ)
     if asked.returncode != 0:

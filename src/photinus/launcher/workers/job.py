@@ -19,6 +19,7 @@ class Formation:
         workers: number of workers of each host, in the order of the hosts' ranks.
         host_rank: this host's place among them.
         attempt: 0 for the first start; counts every start, also those for hosts that came or went.
+        restarts: how many of them cost a restart.
         job_id: the same on all hosts.
         store_port: where this host's workers find the attempt's store, on the loopback interface.
         interface: over which workers of several hosts meet; None for one host, or when it is not known.
@@ -30,6 +31,7 @@ class Formation:
     job_id: str
     store_port: int
     interface: str | None = None
+    restarts: int = 0
 
     @property
     def first_rank(self) -> int:
@@ -72,6 +74,8 @@ class Job:
         rank, world_size = formation.first_rank + local_rank, formation.world_size
         hosts, local_world_size = len(formation.workers), formation.workers[formation.host_rank]
         environ = dict(self.base_environ)
+        if env.EXPECTED_WORLD_SIZE.name in environ and environ.get("GLOO_SOCKET_IFNAME") == "lo":
+            del environ["GLOO_SOCKET_IFNAME"]  # set by the launcher of a worker in which this one runs
         environ.update(
             {
                 "RANK": str(rank),
@@ -80,12 +84,14 @@ class Job:
                 "LOCAL_WORLD_SIZE": str(local_world_size),
                 "GROUP_RANK": str(formation.host_rank),
                 "GROUP_WORLD_SIZE": str(hosts),
-                "ROLE_NAME": "default",
+                "ROLE_NAME": self.flags.role,
                 "ROLE_RANK": str(rank),
                 "ROLE_WORLD_SIZE": str(world_size),
                 "MASTER_ADDR": LOOPBACK,
                 "MASTER_PORT": str(formation.store_port),
                 env.ATTEMPT.name: str(formation.attempt),
+                "TORCHELASTIC_RESTART_COUNT": str(formation.restarts),
+                "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
                 "TORCHELASTIC_MAX_RESTARTS": str(self.flags.max_restarts),
                 "TORCHELASTIC_RUN_ID": formation.job_id,
                 "TORCHELASTIC_USE_AGENT_STORE": "True",

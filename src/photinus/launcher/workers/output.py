@@ -300,7 +300,7 @@ def _is_lasting_terminal(target: int) -> bool:
     if not os.isatty(target) or signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         return False
     try:
-        return os.tcgetpgrp(target) == os.getpgrp()
+        return os.tcgetpgrp(target) in (0, os.getpgrp())
     except OSError:  # not the terminal that controls this process: no SIGHUP will come of it
         return True
 

@@ -26,7 +26,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -40,6 +39,7 @@ from .guard import Guard
 from .interrupts import Interrupts
 from .job import Formation, Job
 from .output import Output
+from .worker import python_command
 
 _WORKER_FILE = str(Path(__file__).with_name("worker.py"))
 _KILLED_DIES_WITHIN_S = 5.0
@@ -327,7 +327,7 @@ class Processes:
         files = [os.memfd_create(f"photinus-{what}-{rank}") for what in ("error", "fault", "status")]
         error_file, fault_file, status_file = files
         error_path, fault_path, status_path = (f"/proc/{os.getpid()}/fd/{file}" for file in files)
-        command = [sys.executable, _WORKER_FILE, str(os.getpid()), fault_path, self._job.temporary]
+        command = [*python_command(), _WORKER_FILE, str(os.getpid()), fault_path, self._job.temporary]
         command += [program.kind, program.target, *program.arguments_of(local_rank)]
         environ = self._job.environ(self._formation, local_rank, error_path)
         stdout, stderr = self._output.ends_for(rank, local_rank)

@@ -39,6 +39,14 @@ _PR_SET_PDEATHSIG = 1
 _CHAIN_LIMIT = 16
 
 
+def python_command() -> list[str]:
+    """Returns this Python and its options (-O, -W error, -X dev) but -P, which the launcher gives to itself."""
+    import subprocess
+
+    options: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [sys.executable, *(option for option in options if option != "-P")]
+
+
 def die_with_launcher(launcher_pid: int) -> None:
     """Asks the kernel to kill this process when its launcher dies, and leaves at once if that has happened already.
 
