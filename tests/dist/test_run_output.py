@@ -155,11 +155,15 @@ def test_a_job_goes_on_without_the_reader_or_terminal_of_rank_0(tmp_path: Path, 
     reading, writing = pty.openpty() if gone == "terminal" else os.pipe()
     job = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=writing, stderr=writing)
     os.close(writing)
-    assert b"begun" in os.read(reading, 100)
-    os.close(reading)
-    Path(f"{path}.go").touch()
-    assert job.wait(DEADLINE_S) == 0
-    assert Path(f"{path}.done").exists()
+    try:
+        assert b"begun" in os.read(reading, 100)
+        os.close(reading)
+        Path(f"{path}.go").touch()
+        assert job.wait(DEADLINE_S) == 0
+        assert Path(f"{path}.done").exists()
+    finally:
+        job.kill()
+        job.wait()
 
 
 OLD_STYLE = """

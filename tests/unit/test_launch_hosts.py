@@ -13,6 +13,7 @@ from collections.abc import Callable
 import pytest
 
 from photinus.errors import LaunchError
+from photinus.launcher.command_line.flags import HostFlags
 from photinus.launcher.command_line.usage import UsageError
 from photinus.launcher.hosts import handshake, join, messages
 from photinus.launcher.hosts.handshake import HandshakeError, RefusedError, answer, key_of, prove
@@ -293,8 +294,30 @@ def test_a_leaders_name_that_does_not_resolve_is_told_when_the_time_is_over(monk
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(join, "local_addresses_of", unknown)
+    monkeypatch.setattr(join, "_SAY_AFTER_S", 0.2)
+    said: list[str] = []
     with pytest.raises(
         UsageError, match="--master-addr node9 does not resolve on this host: Name or service not known"
     ):
-        join._own_addresses("node9", must=True, wait_s=0.0, say=lambda text, alarm: None)
+        join._own_addresses("node9", must=True, wait_s=0.6, say=lambda text, alarm: said.append(text))
+    assert said == ["photinus: --master-addr node9 does not resolve yet (Name or service not known): up to 0.6 s\n"]
     assert join._own_addresses("node9", must=False, wait_s=0.0, say=lambda text, alarm: None) == []
+
+
+def test_a_host_whose_name_resolves_one_look_up_later_leads(monkeypatch):
+    with listen("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    looks = iter([socket.gaierror(-2, "Name or service not known")] * 2)
+
+    def late(host: str) -> list[str]:
+        if error := next(looks, None):
+            raise error
+        return ["127.0.0.1"]
+
+    monkeypatch.setattr(join, "local_addresses_of", late)
+    flags = HostFlags((1, 2), leader="late.invalid", port=port, last_call_s=0.0, join_timeout_s=20.0)
+    with join.join_job(flags, job_id="job", max_restarts=0, environ={}, say=lambda *_: None) as member:
+        assert not member.leads
+        member.introduce(3, None, (1, 2))
+        formation = member.meet(lambda: None)
+        assert (member.leads, formation.workers, formation.host_rank) == (True, (3,), 0)

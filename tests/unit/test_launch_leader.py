@@ -284,7 +284,9 @@ class PlayedLeader:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         where = "127.0.0.1", server.sockets[0].getsockname()[1], KEY
         limits = {"join_timeout_s": DEADLINE_S, "heartbeat_timeout_s": heartbeat_timeout_s}
-        made = member.Member(*where, leads=False, comes_back=True, say=lambda *_: None, **limits)
+        made = member.Member(
+            *where, leads=False, lead=lambda: (False, *where[:2]), comes_back=True, say=lambda *_: None, **limits
+        )
         await asyncio.to_thread(made.introduce, 2, None, (2, 2))
         try:
             yield made

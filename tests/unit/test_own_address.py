@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
+import shutil
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -29,16 +32,35 @@ def test_loopback_is_an_interface_and_another_hosts_address_is_none():
     assert all(interface_of(address) not in (None, "lo") for address in outside_addresses())
 
 
-def test_the_addresses_of_ipv6_are_known_but_not_those_of_one_cable(monkeypatch, tmp_path):
-    table = tmp_path / "if_inet6"
-    lines = ["20010db8000000000000000000000005 02 40 00 80", "fe800000000000000000000000000005 02 40 20 80"]
-    table.write_text("".join(f"{line} {'lo':>8}\n" for line in lines))
-    monkeypatch.setattr(module, "_IPV6_INTERFACES", table)
+def test_addresses_of_ipv6_that_mean_something_on_one_cable_only_are_left_out(monkeypatch):
+    listed = [("lo", ipaddress.ip_address(address), 0x49) for address in ("2001:db8::5", "fe80::5", "10.0.0.7")]
+    monkeypatch.setattr(module, "_all_addresses", lambda: listed)
     assert interface_of("2001:db8::5") == "lo"
     assert interface_of("fe80::5") is None
     assert interface_of("fe80::5%eth7") == "eth7"
-    found = [str(address) for _, address, _ in module.interfaces() if address.version == 6]
-    assert found == ["2001:db8::5"]
+    assert [str(address) for _, address, _ in module.interfaces()] == ["10.0.0.7", "2001:db8::5"]
+
+
+ASK = """
+from photinus.launcher.workers.ports import local_addresses_of
+from photinus.world.own_address import interface_of, outside_addresses
+print(outside_addresses(), [interface_of(each) for each in ("10.1.1.1", "10.1.1.2", "::ffff:10.1.1.2", "10.1.1.3")])
+print(local_addresses_of("10.1.1.2"), local_addresses_of("10.9.9.9"), local_addresses_of("127.0.0.9"))
+"""
+
+
+def test_all_addresses_of_a_card_are_its_own_and_a_bind_that_works_proves_nothing():
+    card = "ip link add d0 type veth peer name d1 && ip addr add 10.1.1.1/24 dev d0 && ip addr add 10.1.1.2/24 dev d0"
+    nonlocal_bind = "echo 1 > /proc/sys/net/ipv4/ip_nonlocal_bind"
+    command = f'ip link set lo up && {card} && ip link set d0 up && ip link set d1 up && {nonlocal_bind} && exec "$@"'
+    words = ["unshare", "-n", "sh", "-c", command, "sh"]
+    if shutil.which("ip") is None or subprocess.run([*words, "true"], capture_output=True).returncode != 0:
+        pytest.skip("network namespaces cannot be made here")
+    ended = subprocess.run([*words, sys.executable, "-c", ASK], capture_output=True, text=True, timeout=60)
+    assert ended.stdout.splitlines() == [
+        "['10.1.1.1', '10.1.1.2'] ['d0', 'd0', 'd0', None]",
+        "['10.1.1.2'] [] ['127.0.0.9']",
+    ], ended.stderr
 
 
 def test_a_card_without_an_ipv4_address_goes_by_its_ipv6_one_and_a_wrong_one_is_told_with_those_there_are(monkeypatch):

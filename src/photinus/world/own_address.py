@@ -11,17 +11,17 @@ import ipaddress
 import socket
 import struct
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TypeAlias
 
 from .slurm import reachable_address
 
 Address: TypeAlias = "ipaddress.IPv4Address | ipaddress.IPv6Address"
 
-_IPV6_INTERFACES = Path("/proc/net/if_inet6")
 _ANY_PORT = 9
 _ELSEWHERE = "198.51.100.1"  # an address for examples, which no host has: asks for the way out
-_GET_FLAGS, _GET_ADDRESS = 0x8913, 0x8915  # SIOCGIFFLAGS, SIOCGIFADDR
+_GET_FLAGS = 0x8913  # SIOCGIFFLAGS
+_GET_ADDRESSES, _REQUEST_DUMP, _ERROR, _DONE = 22, 0x301, 2, 3  # RTM_GETADDR, NLM_F_..., NLMSG_ERROR, NLMSG_DONE
+_ADDRESS, _LOCAL = 1, 2  # IFA_..., of a point to point link the other end's and the own
 _LOOPBACK_FLAG, _RUNNING_FLAG = 0x8, 0x40
 
 
@@ -107,10 +107,9 @@ def addresses_of_interfaces(names: Sequence[str]) -> list[str]:
 
 def interface_of(address: str) -> str | None:
     """The name of the network interface that has this address, None when none has it."""
-    digits, _, scope = address.partition("%")
-    if scope:
-        return scope
-    wanted = ipaddress.ip_address(digits)
+    if "%" in address:
+        return address.partition("%")[2]
+    wanted = _parse(address)
     for name, own, flags in interfaces():
         if wanted == own or (wanted.is_loopback and flags & _LOOPBACK_FLAG):
             return name
@@ -119,27 +118,50 @@ def interface_of(address: str) -> str | None:
 
 def is_loopback(address: str) -> bool:
     """Whether no other host can reach this address."""
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    return _parse(address).is_loopback
+
+
+def is_own(address: str) -> bool:
+    """Whether this host has the address. (A bind does not tell: net.ipv4.ip_nonlocal_bind allows it for every one.)"""
+    wanted = _parse(address)
+    return wanted.is_loopback or wanted.is_unspecified or any(wanted == own for _, own, _ in _all_addresses())
 
 
 def interfaces() -> list[tuple[str, Address, int]]:
-    """(name, address, flags) of each interface's first IPv4 address, and then of the IPv6 ones.
+    """(name, address, flags) of each address of each interface, IPv4 first.
 
     Without those of IPv6 that mean something on one cable only (fe80::...).
     """
+    found = [each for each in _all_addresses() if each[1].version == 4 or not each[1].is_link_local]
+    return sorted(found, key=lambda each: each[1].version)
+
+
+def _all_addresses() -> list[tuple[str, Address, int]]:
+    """What the kernel lists over netlink (rtnetlink(7)): a dump of RTM_NEWADDR, with attributes behind each."""
     found: list[tuple[str, Address, int]] = []
-    flags: dict[str, int] = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            with contextlib.suppress(OSError):  # has no IPv4 address, or has just gone
-                (flags[name],) = struct.unpack("H", fcntl.ioctl(asker.fileno(), _GET_FLAGS, request)[16:18])
-                address = ipaddress.IPv4Address(fcntl.ioctl(asker.fileno(), _GET_ADDRESS, request)[20:24])
-                found.append((name, address, flags[name]))
-    with contextlib.suppress(FileNotFoundError):  # no IPv6 here
-        for line in _IPV6_INTERFACES.read_text().splitlines():
-            digits, *_, name = line.split()
-            own = ipaddress.IPv6Address(int(digits, 16))
-            if name in flags and not own.is_link_local:
-                found.append((name, own, flags[name]))
-    return found
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW) as kernel, socket.socket() as asker:
+        kernel.sendall(struct.pack("=IHHIIB3x", 20, _GET_ADDRESSES, _REQUEST_DUMP, 0, 0, socket.AF_UNSPEC))
+        while True:
+            data = kernel.recv(1 << 16)
+            while data:
+                length, kind = struct.unpack_from("=IH", data)
+                if kind in (_ERROR, _DONE):
+                    return found
+                (index,) = struct.unpack_from("=I", data, 20)
+                place, attributes = 24, dict[int, bytes]()
+                while place < length:
+                    size, number = struct.unpack_from("=HH", data, place)
+                    attributes[number] = data[place + 4 : place + size]
+                    place += (size + 3) & ~3
+                with contextlib.suppress(OSError, ValueError):  # it has just gone, or has no address of the internet's
+                    name = socket.if_indextoname(index)
+                    request = fcntl.ioctl(asker.fileno(), _GET_FLAGS, struct.pack("256s", name.encode()[:15]))
+                    own = ipaddress.ip_address(attributes.get(_LOCAL) or attributes[_ADDRESS])
+                    found.append((name, own, *struct.unpack("H", request[16:18])))
+                data = data[(length + 3) & ~3 :]
+
+
+def _parse(address: str) -> Address:
+    """The address without a scope; ::ffff:10.0.0.1, as a socket of both families calls it, is IPv4's 10.0.0.1."""
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    return getattr(parsed, "ipv4_mapped", None) or parsed

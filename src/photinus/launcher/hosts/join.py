@@ -26,7 +26,7 @@ from .membership import Membership
 
 DEFAULT_PORT = 29500
 _ANY = ("0.0.0.0", "::")
-_NAME_S, _NAME_STEP_S = 60.0, 0.5
+_NAME_S, _NAME_STEP_S, _SAY_AFTER_S = 60.0, 0.5, 3.0
 
 
 @contextlib.contextmanager
@@ -45,16 +45,15 @@ def join_job(
         LaunchError: this host should lead and cannot listen there.
     """
     assert flags.nnodes is not None
-    if flags.leader is None:
-        least, most = flags.nnodes
+    nnodes, name = flags.nnodes, flags.leader
+    if name is None:
+        least, most = nnodes
         raise UsageError(
             f"--nnodes {least if least == most else f'{least}:{most}'} needs the host that leads: give --master-addr "
             f"HOST, the same on every host (and --master-port, if {DEFAULT_PORT} is taken there)."
         )
     port = DEFAULT_PORT if flags.port is None else flags.port
     key = key_of(env.JOB_SECRET.get(environ) or "", flags.job_id or "")
-    listener, address = _listener(flags, flags.leader, port, environ, say)
-    leads = listener is not None
     with contextlib.ExitStack() as stack:
         # A reader of this launcher's output that is paused (less) must not hold up signs of life.
         saying = stack.enter_context(ThreadPoolExecutor(1, "photinus-say"))
@@ -62,30 +61,39 @@ def join_job(
         def tell(text: str, alarm: bool) -> None:
             saying.submit(say, text, alarm)
 
-        if listener is None:
-            asyncio.run(look(address, port, key))
-        else:
-            address, port = listener.getsockname()[:2]
+        def lead() -> tuple[bool, str, int]:
+            """Leads, if this is the host to do so; where the leader is in any case."""
+            listener, address = _listener(flags, name, port, environ, say)
+            if listener is None:
+                return False, address, port
+            address, bound = listener.getsockname()[:2]
             secret = env.JOB_SECRET.get(environ)
             if secret is None and not is_loopback(address):
                 say(
-                    f"photinus: leads at {address} port {port} without a secret: whoever reaches that port can take "
+                    f"photinus: leads at {address} port {bound} without a secret: whoever reaches that port can take "
                     f"part. Set {env.JOB_SECRET.name} to the same random words on every host.\n",
                     False,
                 )
             if address in _ANY:
                 address = "127.0.0.1" if address == "0.0.0.0" else "::1"
-            rules = Membership(*flags.nnodes, flags.join_timeout_s, flags.last_call_s, flags.heartbeat_timeout_s)
+            rules = Membership(*nnodes, flags.join_timeout_s, flags.last_call_s, flags.heartbeat_timeout_s)
             leader = Leader(key, rules, max_restarts=max_restarts, job_id=job_id, say=tell)
-            stack.enter_context(start_leader(leader, listener))
+            leading.enter_context(start_leader(leader, listener))
+            return True, address, bound
+
+        leading = stack.enter_context(contextlib.ExitStack())  # ends after the member, which says good-bye first
+        leads, address, at_port = lead()
+        if not leads:
+            asyncio.run(look(address, at_port, key))
         member = Member(
             address,
-            port,
+            at_port,
             key,
             leads=leads,
+            lead=lead,
             join_timeout_s=flags.join_timeout_s,
             heartbeat_timeout_s=flags.heartbeat_timeout_s,
-            comes_back=max_restarts > 0 or flags.nnodes[0] < flags.nnodes[1],
+            comes_back=max_restarts > 0 or nnodes[0] < nnodes[1],
             say=tell,
         )
         stack.callback(member.close)
@@ -135,7 +143,7 @@ def _own_addresses(leader: str, *, must: bool, wait_s: float, say: Callable[[str
         UsageError: this host must lead, and the name does not resolve for `wait_s` seconds (a cluster's name server may
             learn of a new host late).
     """
-    deadline = time.monotonic() + wait_s
+    began_s, has_said = time.monotonic(), False
     while True:
         try:
             own = local_addresses_of(leader)
@@ -145,11 +153,16 @@ def _own_addresses(leader: str, *, must: bool, wait_s: float, say: Callable[[str
                 own = []
                 break
             if not must:
-                return []  # the member goes on trying
-            if time.monotonic() > deadline:
+                return []  # the member goes on trying, and asks again
+            waited_s = time.monotonic() - began_s
+            if waited_s > wait_s:
                 raise UsageError(
                     f"--master-addr {leader} does not resolve on this host: {error.strerror or error}."
                 ) from None
+            if waited_s > _SAY_AFTER_S and not has_said:
+                has_said = True
+                said = error.strerror or error
+                say(f"photinus: --master-addr {leader} does not resolve yet ({said}): up to {wait_s:g} s\n", False)
         time.sleep(_NAME_STEP_S)
     if not (means_this_host(leader, own) if own else leader == socket.gethostname()):
         return own

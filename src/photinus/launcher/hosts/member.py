@@ -54,6 +54,7 @@ class Member:
         key: bytes,
         *,
         leads: bool,
+        lead: Callable[[], tuple[bool, str, int]],
         join_timeout_s: float,
         heartbeat_timeout_s: float,
         comes_back: bool,
@@ -67,6 +68,7 @@ class Member:
         self._comes_back = comes_back
         self._say = say
         self.leads = leads
+        self._lead = lead
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._came: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
         self._outgoing: asyncio.Queue[Mapping[str, Any]] = asyncio.Queue()
@@ -308,6 +310,12 @@ class Member:
                 why = (os.strerror(error.errno) if error.errno is not None and error.errno > 0 else str(error)).lower()
                 if again and isinstance(error, ConnectionRefusedError):
                     raise LaunchError(f"the host that leads the job leads it no longer: {where}: {why}") from None
+            if not (again or self.leads):  # the name may mean this host by now
+                found = await asyncio.get_running_loop().run_in_executor(None, self._lead)
+                if found[0]:
+                    self.leads, self._address, self._port = found
+                    self._hello = {**self._hello, "leads": True}
+                    continue
             waited_s = time.monotonic() - begun_s
             if waited_s > self._join_timeout_s:
                 raise LaunchError(

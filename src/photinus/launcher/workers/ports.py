@@ -7,7 +7,7 @@ import errno
 import socket
 
 from ...errors import LaunchError
-from ...world.own_address import is_loopback
+from ...world.own_address import is_loopback, is_own
 
 _BACKLOG = 4096
 
@@ -46,15 +46,8 @@ def local_addresses_of(host: str) -> list[str]:
     Raises:
         OSError: the name does not resolve.
     """
-    own = []
-    for family, _, _, _, where in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
-        with socket.socket(family, socket.SOCK_STREAM) as attempt:
-            try:
-                attempt.bind((where[0], 0, *where[2:]))
-            except OSError:
-                continue
-            own.append(str(where[0]))
-    return own
+    found = [str(where[0]) for *_, where in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)]
+    return list(filter(is_own, found))
 
 
 def listen_as(name: str, port: int, *, or_another: bool, otherwise: str | None, alone: bool) -> socket.socket:
