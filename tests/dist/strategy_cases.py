@@ -366,26 +366,39 @@ class Cases:
         averaged = [p.grad is not None for p in model.parameters() if p.requires_grad]
         return {"averaged": any(averaged) if strategy in SHARDED else None}
 
-    def different_parameters(self, strategy: str) -> Any:
-        """Two steps in which each rank uses a layer of its own, and a third one is used by none."""
+    def different_parameters(self, strategy: str, units: bool) -> Any:
+        """Steps in which each rank uses other layers, which change from step to step, one of them never; in the middle
+        gradients of two batches add up, and some are kept."""
 
         class Branches(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
-                self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+                self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(6))
 
-            def forward(_, x: Tensor) -> Tensor:  # noqa: N805
-                return _.layers[3](_.layers[self.rank](x))  # type: ignore[no-any-return]
+            def forward(self, x: Tensor, used: int) -> Tensor:
+                return self.layers[5](self.layers[used](x))  # type: ignore[no-any-return]
+
+        class Pair(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first, self.second = Branches(), Branches()
+
+            def forward(self, x: Tensor, used: int) -> Tensor:
+                return self.second(self.first(x, used), used)  # type: ignore[no-any-return]
 
         torch.manual_seed(0)
-        net = Branches()
-        model, optimizer = photinus.wrap(
-            net, torch.optim.SGD(net.parameters(), lr=0.1), strategy=strategy, find_unused_parameters=True
-        )
-        for _ in range(2):
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        net = Pair()
+        options = {"shard": [Branches]} if units and strategy in SHARDED else {}
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5)
+        model, optimizer = photinus.wrap(net, optimizer, strategy=strategy, find_unused_parameters=True, **options)
+        verbs = strategy_of(model)
+        for step, used in enumerate(((0, 1), (2, 2), (0, 3), (1, 1), (3, 2), (2, 2))):
+            with verbs.no_sync(model) if step == 2 else nullcontext():
+                model(torch.ones(1, 2), used[self.rank]).sum().backward()
+            if step != 2:
+                optimizer.step()
+            if step not in (2, 4):
+                optimizer.zero_grad(set_to_none=step != 3)
         return numbers(state_of(model))
 
     def failing_evaluation(self, strategy: str) -> str:

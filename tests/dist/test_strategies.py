@@ -97,10 +97,12 @@ def test_under_autocast_the_bits_are_those_of_ddp(two: RankPool) -> None:
     not hasattr(FSDPModule, "set_reduce_scatter_unused_params"),
     reason="torch 2.13 is the first whose FSDP2 can",
 )
-def test_ranks_that_use_different_parameters_train_what_ddp_trains(two: RankPool) -> None:
-    ddp = two.ask({"do": "different_parameters", "strategy": "ddp"})[0]
+@pytest.mark.parametrize("units", [False, True])
+def test_ranks_that_use_different_parameters_train_what_ddp_trains(two: RankPool, units: bool) -> None:
+    command = {"do": "different_parameters", "units": units}
+    ddp = two.ask({**command, "strategy": "ddp"})[0]
     for strategy in ZERO:
-        assert two.ask({"do": "different_parameters", "strategy": strategy})[0] == ddp, strategy
+        assert two.ask({**command, "strategy": strategy})[0] == ddp, strategy
 
 
 @pytest.mark.parametrize("strategy", SHARDED)

@@ -29,6 +29,7 @@ from ..exchange.verify_models import describe, verify_same_model
 from ..zero.shard_units import shard_units
 from ..zero.split_states import copy_state, is_split, split_as
 from ..zero.swap_parameters import check_repointable, repoint
+from ..zero.unused_parameters import UnusedParameters
 from .strategy import Strategy
 
 _NEED_WHOLE = {
@@ -54,7 +55,7 @@ class FullyShardedStrategy(Strategy):
         shard: which submodules are units, a function or a list of classes; see `shard_units` for it and the default.
         process_group: the ranks; default: all.
         find_unused_parameters: the ranks may use different parameters; what one did not use counts as zero. Without
-            it all ranks have to use the same ones; those that none used get no gradient.
+            it all ranks have to use the same ones. Those that none used get no gradient.
         mp_policy: torch's MixedPrecisionPolicy, the dtypes in which units compute and gradients are averaged.
     """
 
@@ -127,10 +128,12 @@ class FullyShardedStrategy(Strategy):
         }
         if self.options.get("mp_policy") is not None:
             settings["mp_policy"] = self.options["mp_policy"]
-        for unit in [*shard_units(model, self.options.get("shard")), model]:
+        units = [*shard_units(model, self.options.get("shard")), model]
+        for unit in units:
             fully_shard(unit, **settings)
         if self.options.get("find_unused_parameters"):
             cast(Any, model).set_reduce_scatter_unused_params(True)
+            UnusedParameters(units, model, group, lambda: vars(model).get("inside_no_sync", False))
         watch_updates = getattr(group, "watch_updates", None)
         if watch_updates is not None:  # backend photinus then says which ranks are a step apart
             watch_updates(model.parameters())
