@@ -97,6 +97,7 @@ def agree(rank: int, world_size: int, out: str) -> dict[str, Any]:
                 loop.stop()  # one rank alone
         found["stopped at"] = loop.step
 
+        found["drawn"] = [next(torch.rand(()).item() for _ in _loop(epochs=1)) for _ in range(2)]
         found["different loops"] = _error(lambda: _loop(epochs=2 + rank))
         found["one wrong rank"] = _error(lambda: _loop(batch_size=0 if rank == 1 else BATCH_SIZE))
         found["too few"] = _error(lambda: _loop(batch_size=1))
@@ -155,6 +156,7 @@ def test_ranks_agree_on_stopping_on_errors_and_on_what_they_run(tmp_path: Path) 
         assert "file" in found["no folder"]
         assert "No space left on device" in found["full disk"]
     assert "rank 1 (" in first["one wrong rank"]
+    assert len({*first["drawn"], *second["drawn"]}) == 4  # each rank and each loop its own
     assert first["model before"] != second["model before"]
     assert first["model after"] == second["model after"]
     # Numbers are equal on all ranks, written once and by rank 0 only, which alone speaks.

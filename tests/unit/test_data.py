@@ -354,6 +354,11 @@ def test_a_position_inside_an_epoch_of_another_order_is_refused() -> None:
     with pytest.raises(ValueError, match=r"batch 1 of epoch 0.*batch_size was 4 and is 5, seed was 5 and is 6"):
         loader(TENSORS, batch_size=5, seed=6).load_state_dict(middle)
     loader(TENSORS, batch_size=5, seed=6).load_state_dict({**middle, "batch": 0})  # at a boundary nothing is lost
+    validation = loader(TENSORS, batch_size=4, train=False, rank=0, world_size=2)
+    next(iter(validation))
+    for saved in (validation.state_dict(), {"epoch": 0, "batch": 1, "samples": 10, "batch_size": 4, "seed": 0}):
+        with pytest.raises(ValueError, match=r"cannot be found again: .*world_size was (2|None) and is 1"):
+            loader(TENSORS, batch_size=4, train=False, rank=0, world_size=1).load_state_dict(saved)
 
 
 def test_validation_keeps_the_order_and_counts_once() -> None:

@@ -102,6 +102,16 @@ def test_a_choice_of_samples_that_cannot_be_divided_is_refused(options: dict[str
         taken_apart(DataLoader(NUMBERS, **options))
 
 
+@pytest.mark.parametrize("verb", ["__iter__", "__len__"])
+def test_a_data_loader_that_iterates_in_its_own_way_is_not_taken_apart(world: Any, verb: str) -> None:
+    kind = type("Prefetching", (DataLoader,), {verb: lambda self: getattr(DataLoader, verb)(self)})
+    for use in (photinus.loader, lambda data: photinus.evaluate(torch.nn.Identity(), data, right)):
+        with pytest.raises(TypeError, match=f"this Prefetching is a DataLoader with {verb} of its own.*data_loader"):
+            use(kind(NUMBERS, 2))
+    plain = type("Configured", (DataLoader,), {"__init__": lambda self: DataLoader.__init__(self, NUMBERS, 2)})
+    assert len(photinus.loader(plain())) == 5
+
+
 def test_the_trainer_and_evaluate_take_data_loaders(world: Any) -> None:
     def fit(train: Any, valid: Any, **options: Any) -> Any:
         torch.manual_seed(1)

@@ -241,6 +241,39 @@ def test_a_second_fit_of_a_finished_run_gives_the_same_result(tmp_path: Path) ->
     assert fingerprint(again.model) == fingerprint(first.model)
 
 
+def test_a_best_that_no_row_will_have_is_refused_before_any_work(tmp_path: Path) -> None:
+    for best, valid, words in (
+        (
+            "-valid_los",
+            points(8),
+            r"best='valid_los': a row of this training has loss, right, valid_loss. Did you",
+        ),
+        ("right", None, r"best='right': a row of this training without a valid_set has loss\."),
+    ):
+        with pytest.raises(ValueError, match=words):
+            _trainer(tmp_path, best=best).fit(points(), valid)
+    assert list(tmp_path.iterdir()) == []
+
+    def log(loop: photinus.Loop) -> None:
+        loop.log(mine=1.0)
+
+    for options in ({"best": "mine", "callbacks": [log]}, {"best": "-loss"}):
+        _trainer(tmp_path / str(options["best"]), epochs=1, **options).fit(points())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+def test_fit_may_be_called_twice_in_a_session(strategy: str) -> None:
+    trainer = _trainer(epochs=1, strategy=strategy)
+    with photinus.init("gloo", "cpu"):
+        first = trainer.fit(points()).metrics["loss"]
+        assert trainer.fit(points()).metrics["loss"] < first
+    if strategy == "ddp":
+        assert trainer.fit(points()).metrics["loss"] < first
+    else:
+        with pytest.raises(ValueError, match=f"strategy '{strategy}' has split .* a session that ended"):
+            trainer.fit(points())
+
+
 def test_a_missing_picture_of_a_finished_run_is_drawn_later(tmp_path: Path) -> None:
     assert _trainer(tmp_path, curves=False).fit(points()).curves is None
     again = _trainer(tmp_path).fit(points())
@@ -255,7 +288,9 @@ def test_a_missing_picture_of_a_finished_run_is_drawn_later(tmp_path: Path) -> N
         ({"backend": "gluu"}, "backend 'gluu' is not available"),
         ({"device": "gpu"}, "device='gpu' is no device"),
         ({"scheduler_every": "batch"}, "scheduler_every='batch'"),
-        ({"metrics": {"valid_loss": right}}, "'valid_loss' is measured anyway"),
+        ({"metrics": {"valid_loss": right, "loss": right}}, "metrics: 'loss' and 'valid_loss': a column of that name"),
+        ({"metrics": {"epoch": right}}, "metrics: 'epoch': a column of that name is filled anyway"),
+        ({"metrics": {1: right}}, "metrics: 1 is a int, but names are text"),
         ({"strategy_options": {"bucket_size": 3}}, "bucket_size"),
         ({"keep": 3}, "keep"),
     ],

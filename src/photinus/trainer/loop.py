@@ -517,8 +517,10 @@ class Loop:
             self._rng = None
         elif self._position.step == 0 and self._session.rank > 0:
             # Up to here all ranks may have drawn the same numbers (equal splits of the data, equal models); dropout
-            # must differ. Rank 0 goes on as a process that is alone would.
-            rng.seed_everything(self._seed, rank=self._session.rank)
+            # must differ. Rank 0 goes on as a process that is alone would. What was drawn before decides, too, so that
+            # a second loop does not draw the first one's numbers again.
+            drawn = torch.randint(2**62, (), device="cpu").item()
+            rng.seed_everything(rng.derive_seed(self._seed, int(drawn)), rank=self._session.rank)
 
     def _after_body(self, batch: Batch, *, row_ended: bool, epoch_ended: bool) -> None:
         """What happens between two bodies, in this order: losses, the row, the checkpoint."""

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..parallel import find_strategy, strategy_of
 from ..parallel.strategies.strategy import Strategy
-from ..runlog.tables import Row
+from ..runlog.tables import OWN_COLUMNS, Row
 from ..runlog.units import plural
 from ..spelling import hint
 from .checkpoint.states import unwrap
@@ -29,7 +29,7 @@ from .evaluation import BatchMean, Metric, evaluate
 from .loop import Loop, check_options
 from .record.curves import PICTURE
 from .session.progress import show_metrics
-from .session.session import current_session, init
+from .session.session import Session, current_session, init
 from .session.wrapping import wrap
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -157,7 +157,8 @@ class Trainer:
         )
         limit: Any = clip_norm
         norm = f"clip_norm={clip_norm!r}: needs a number above 0, or None"
-        taken = "metrics: 'valid_loss' is measured anyway; take another name"
+        own = [name for name in (*OWN_COLUMNS, "valid_loss") if isinstance(metrics, Mapping) and name in metrics]
+        taken = f"metrics: {' and '.join(map(repr, own))}: a column of that name is filled anyway; take another name"
         check_all(
             partial(_check_names, loop_options),
             partial(check_options, **self._loop_options),
@@ -165,13 +166,14 @@ class Trainer:
             partial(refuse_if, scheduler_every not in ("epoch", "step"), ValueError(every)),
             partial(refuse_if, precision not in _PRECISIONS, ValueError(width)),
             partial(refuse_if, limit is not None and not (hasattr(limit, "__float__") and limit > 0), ValueError(norm)),
-            partial(refuse_if, "valid_loss" in (metrics or {}), ValueError(taken)),
+            partial(refuse_if, own, ValueError(taken)),
             partial(_check_steps_without_arguments, optimizer, scheduler, scheduler_every, validate_every_steps),
             partial(whole_number, "accumulate", accumulate, least=1),
             partial(whole_number, "valid_batch_size", 64 if valid_batch_size is None else valid_batch_size, least=1),
             lambda: find_strategy(strategy)(**(strategy_options or {})),
         )
         self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
+        self._wrapped: tuple[Session, nn.Module, torch.optim.Optimizer] | None = None  # by the last fit
         self._metrics: dict[str, Metric] = {**(metrics or {}), "valid_loss": BatchMean(loss_fn)}
         self._wrap_options: dict[str, Any] = {"strategy": strategy, "sync_batch_norm": sync_batch_norm}
         self._strategy_options = dict(strategy_options or {})
@@ -202,13 +204,14 @@ class Trainer:
                 raise ValueError(f"valid_set ({type(to_validate).__name__}) is empty; None leaves validation out")
         elif isinstance(self._scheduler, ReduceLROnPlateau):
             raise ValueError("ReduceLROnPlateau follows the validation loss, so fit needs a valid_set")
+        self._check_best(valid_set is not None)
         with ExitStack() as stack:
             session = current_session()
             if session is None:
-                stack.enter_context(init(self._backend, self._device, seed=self._seed))
+                session = stack.enter_context(init(self._backend, self._device, seed=self._seed))
             elif self._seed is not None:
                 seed_everything(self._seed, rank=session.rank)
-            model, optimizer = wrap(self._model, self._optimizer, **self._wrap_options, **self._strategy_options)
+            model, optimizer = self._wrap(session)
             loop = Loop(model, optimizer, train_set, **self._loop_options, _body={"accumulate": self._accumulate})
             if not loop.finished:
                 model.train()
@@ -235,6 +238,31 @@ class Trainer:
                     for callback in self._callbacks:
                         callback(loop)
             return self._result(loop)
+
+    def _check_best(self, validates: bool) -> None:
+        """Refuses a `best` that no row will have; what callbacks log is not known."""
+        best = str(self._loop_options.get("best") or "loss").removeprefix("-")
+        known = ["loss", *self._metrics] if validates else ["loss"]
+        if not self._callbacks and best not in (*known, *OWN_COLUMNS):
+            lacking = " without a valid_set" * (not validates)
+            raise ValueError(
+                f"best={best!r}: a row of this training{lacking} has {', '.join(known)}.{hint(best, known, show=repr)}"
+            )
+
+    def _wrap(self, session: Session) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """The wrapped model and its optimizer; of an earlier fit in this session the same."""
+        if self._wrapped is not None and self._wrapped[0] is not session:
+            if any(strategy_of(part).splits(part) for part in self._wrapped[1:]):
+                raise ValueError(
+                    f"strategy {self._wrap_options['strategy']!r} has split the model or its optimizer over the ranks "
+                    f"of a session that ended with the last fit. Open one around both calls, `with photinus.init():`, "
+                    f"or make model, optimizer and Trainer again: with out=... they go on from the checkpoint."
+                )
+            self._wrapped = None
+        if self._wrapped is None:
+            wrapped = wrap(self._model, self._optimizer, **self._wrap_options, **self._strategy_options)
+            self._wrapped = (session, *wrapped)
+        return self._wrapped[1:]
 
     def _step_of(self, loop: Loop, began: int) -> tuple[int, int]:
         """Which batches make the optimizer's step that this one belongs to: those after the first, up to the second.
@@ -291,6 +319,9 @@ def _check_kinds(loss_fn: Any, metrics: Any, scheduler: Any, callbacks: Any) -> 
         raise TypeError(f"metrics is a {type(metrics).__name__}, but a dict is needed: functions by name")
     if not isinstance(callbacks, Sequence):
         raise TypeError(f"callbacks is a {type(callbacks).__name__}, but a list of functions is needed: [...]")
+    unnamed = [name for name in metrics or {} if not isinstance(name, str)]
+    if unnamed:
+        raise TypeError(f"metrics: {unnamed[0]!r} is a {type(unnamed[0]).__name__}, but names are text")
     functions = {"loss_fn": loss_fn, **{f"metrics[{name!r}]": each for name, each in (metrics or {}).items()}}
     for name, function in functions.items():
         if isinstance(function, type):

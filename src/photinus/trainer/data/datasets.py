@@ -55,8 +55,17 @@ def taken_apart(data_loader: DataLoader[Any]) -> tuple[Dataset[Any], dict[str, A
     is that of one rank. The order of the samples is drawn anew, from the loop's seed.
 
     Raises:
-        TypeError: its sampler chooses in a way of its own, which cannot be divided among ranks or found again.
+        TypeError: its class iterates in a way of its own, or its sampler chooses in one, which cannot be divided among
+            ranks or found again.
     """
+    kind = type(data_loader)
+    for verb in ("__iter__", "__len__", "_get_iterator"):
+        if getattr(kind, verb) is not getattr(DataLoader, verb):
+            raise TypeError(
+                f"this {kind.__name__} is a DataLoader with {verb} of its own, and what that does would be left out. "
+                f"Give its data set (data_loader.dataset) with batch_size=... over all ranks, and do the rest in the "
+                f"data set, in collate_fn or in the loop's body."
+            )
     dataset, sampler, batch_size = data_loader.dataset, data_loader.sampler, data_loader.batch_size
     replaces = isinstance(sampler, RandomSampler) and (
         sampler.replacement or sampler.num_samples != len(sampler.data_source)

@@ -283,9 +283,10 @@ class Loader:
         """Lets the next plain pass go on where `state` stands, inside the epoch.
 
         Raises:
-            ValueError: `state` stands inside an epoch of another dataset size, batch size, order or seed.
+            ValueError: `state` stands inside an epoch of another dataset size, batch size, order or seed, or with
+                train=False of another number of ranks.
         """
-        wanted, found = self._identity(), {name: state[name] for name in self._identity()}
+        wanted, found = self._identity(), {name: state.get(name) for name in self._identity()}
         epoch, batch = whole_number("epoch", state["epoch"]), whole_number("batch", state["batch"])
         if batch and wanted != found:
             names = [name for name in wanted if wanted[name] != found[name]]
@@ -310,8 +311,10 @@ class Loader:
             )
 
     def _identity(self) -> dict[str, Any]:
-        found = {"samples": self.samples, "batch_size": self.batch_size, "seed": self.seed}
-        return {**found, "shuffle": self.shares.shuffle}
+        found: dict[str, Any] = {"samples": self.samples, "batch_size": self.batch_size, "seed": self.seed}
+        # Without training, ranks take parts of the data set, and not of each batch.
+        parts = {"world_size": self.shares.world_size} if isinstance(self.shares, ShardedOnce) else {}
+        return {**found, "shuffle": self.shares.shuffle, **parts}
 
     def _plain(self, epoch: int, start: int) -> Iterator[Any]:
         global _running
