@@ -646,7 +646,7 @@ def test_a_path_of_another_run_starts_from_its_newest_checkpoint(tmp_path: Path)
     [
         ({"batch_size": 12}, "batch_size was 8 when the checkpoint was saved and is 12 now"),
         ({"seed": 8}, "seed was 7 .* and is 8 now"),
-        ({"samples": 40}, "length of the data set was 48 .* and is 40 now"),
+        ({"samples": 40}, "samples was 48 .* and is 40 now"),
     ],
 )
 def test_a_change_that_matters_is_refused_inside_an_epoch_and_told_between(
@@ -659,7 +659,8 @@ def test_a_change_that_matters_is_refused_inside_an_epoch_and_told_between(
     train(tmp_path, epochs=1)
     capsys.readouterr()
     train(tmp_path, epochs=2, **change)
-    assert message.split(" .* ")[0] in capsys.readouterr().out
+    ((name, value),) = change.items()
+    assert f"replaces what the checkpoint holds: {name}={value} (was " in capsys.readouterr().out
 
 
 def _scheduled(
@@ -884,7 +885,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path, world: Any
     for _ in photinus.Loop(model, descent, Numbered(12), epochs=1, **options):
         pass
     adam = torch.optim.AdamW(model.parameters())
-    with pytest.raises(CheckpointError, match=r"step-00000003 .* another optimizer: .*momentum.*AdamW needs betas"):
+    with pytest.raises(CheckpointError, match="optimizer is AdamW, which may not be able to step with what SGD has"):
         photinus.Loop(model, adam, Numbered(12), epochs=2, **options)
     photinus.save(tmp_path / "state", optimizer=descent)
     adam = torch.optim.AdamW(model.parameters())

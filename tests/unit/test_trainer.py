@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
+from torch.optim import lr_scheduler as schedules
 
 import photinus
+from photinus.errors import CheckpointError
 from photinus.runlog.tables import read_rows
-from tests.small_run import Net, fingerprint, points, right
+from tests.small_run import FEATURES, Net, fingerprint, points, right
 
 
 def _trainer(out: Path | None = None, *, epochs: int = 3, lr: float = 0.05, **options: Any) -> photinus.Trainer:
@@ -345,3 +349,68 @@ def test_the_seed_counts_inside_an_open_session_too() -> None:
             )
             losses.append(trainer.fit(points()).metrics["loss"])
     assert losses[0] == losses[2] != losses[1]
+
+
+class Branches(torch.nn.Module):
+    """Its layers are registered in one order or the other, and are the same."""
+
+    def __init__(self, order: str = "ab") -> None:
+        super().__init__()
+        for name in order:
+            setattr(self, name, torch.nn.Linear(FEATURES, FEATURES, bias=False))
+        with torch.no_grad():
+            self.a.weight.fill_(0.1)  # type: ignore[union-attr, operator]
+            self.b.weight.copy_(torch.eye(FEATURES))  # type: ignore[union-attr, operator]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.b(self.a(x)))[:, :3]  # type: ignore[operator]
+
+
+def _changed(
+    out: Path | None, *, order: str = "ab", optimizer: Any = None, scheduler: Any = None, **options: Any
+) -> dict[str, torch.Tensor]:
+    model = Branches(order)
+    made = (optimizer or torch.optim.AdamW)(model.parameters(), lr=0.01)
+    options = {"epochs": 2, "batch_size": 8, "scheduler": scheduler and scheduler(made), "out": out, **options}
+    trainer = photinus.Trainer(model, made, cross_entropy, seed=1, progress=False, curves=False, **options)
+    return dict(trainer.fit(points(options.pop("samples", 48))).model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"accumulate": 2, "clip_norm": 0.5}, "accumulate=2 (was 1), clip_norm=0.5 (was None)"),
+        ({"precision": "bfloat16"}, "precision=bfloat16 (was float32)"),
+        ({"strategy": "zero2"}, "strategy=zero2 (was ddp)"),
+        ({"drop_last": False}, "drop_last=False (was True)"),
+        ({"optimizer": partial(torch.optim.Adam, weight_decay=0.01)}, "optimizer=Adam (was AdamW), decoupled_"),
+        ({"scheduler": lambda o: schedules.ExponentialLR(o, 0.5)}, "scheduler=ExponentialLR (was StepLR), learning ra"),
+        ({"scheduler": lambda o: schedules.OneCycleLR(o, 0.1, 9)}, "scheduler=OneCycleLR (was StepLR), betas=[0.95,"),
+    ],
+)
+def test_what_changed_since_the_checkpoint_is_said_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], line: str
+) -> None:
+    first: dict[str, Any] = {"scheduler": lambda o: schedules.StepLR(o, 1)}
+    _changed(tmp_path, **first, save_every_steps=2, steps=8, epochs=None)
+    capsys.readouterr()
+    _changed(tmp_path, **{**first, **change})
+    told = [each for each in capsys.readouterr().out.splitlines() if each.startswith("note: ")]
+    assert len(told) == 1
+    assert told[0].startswith(f"note: what the script changed replaces what the checkpoint holds: {line}")
+    options = json.loads((tmp_path / "config.json").read_text())["options"]
+    assert options["strategy"] == change.get("strategy", "ddp")
+
+
+def test_an_optimizer_of_another_kind_is_refused_and_layers_are_known_by_their_names(tmp_path: Path) -> None:
+    _changed(tmp_path, epochs=1)
+    with pytest.raises(CheckpointError, match="optimizer is RAdam, which may not be able to step with what AdamW has"):
+        _changed(tmp_path, optimizer=torch.optim.RAdam)
+    swapped, straight = _changed(tmp_path, order="ba"), _changed(None)
+    assert torch.equal(swapped["a.weight"], straight["a.weight"])
+    assert torch.equal(swapped["b.weight"], straight["b.weight"])
+
+
+def test_a_run_that_was_stopped_goes_on_where_its_length_is_counted_otherwise(tmp_path: Path) -> None:
+    _changed(tmp_path, epochs=None, steps=100, callbacks=[lambda loop: loop.stop()])
+    assert torch.equal(_changed(tmp_path, epochs=3)["a.weight"], _changed(None, epochs=3)["a.weight"])

@@ -53,7 +53,13 @@ from .session.loss import check_loss
 from .session.progress import Progress, say, show_metrics
 from .session.replicas import Replicas, describe_replicas
 from .session.session import require_session
-from .session.wrapping import check_exchanges_gradients, check_optimizer, check_scheduler, check_second_models
+from .session.wrapping import (
+    STRATEGY,
+    check_exchanges_gradients,
+    check_optimizer,
+    check_scheduler,
+    check_second_models,
+)
 
 _COUNTS = ("batch_size", "validate_every_steps", "save_every_steps", "save_every_epochs", "keep_last")
 
@@ -212,6 +218,7 @@ class Loop:
                 "steps": steps,
                 "seed": self._loader.seed,
                 "samples": self._loader.samples,
+                "strategy": vars(self._wrapped).get(STRATEGY, self._strategy.name),
                 "shuffle": shares.shuffle,
                 "drop_last": shares.drop_last,
                 "validate_every_steps": validate_every_steps,

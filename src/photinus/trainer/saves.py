@@ -17,7 +17,7 @@ from .checkpoint.folder import Checkpoint
 from .checkpoint.position import Position
 from .checkpoint.states import PlainState, check_optimizer_state, load_into, state_of
 from .data import rng
-from .record.resume import check_fits
+from .record.resume import RUN_SPEC, check_fits
 from .record.run_folder import RunFolder
 from .record.settings import Settings
 from .session.length import Length
@@ -25,7 +25,6 @@ from .session.progress import say
 from .session.session import Session
 
 _NEEDED = frozenset({"model", "optimizer", "position", "run", "rng"})
-_SAVED = ("batch_size", "seed", "samples", "shuffle", "drop_last", "accumulate")  # of the loop's options
 
 
 class Saves:
@@ -49,7 +48,8 @@ class Saves:
         self._options = options
         self._length = length
         self._beside = {"scheduler": scheduler, **{f"state[{name!r}]": item for name, item in others.items()}}
-        self._settings = Settings({"optimizer": optimizer, **self._beside})
+        models = [model, *(each for each in others.values() if isinstance(each, nn.Module))]
+        self._settings = Settings({"optimizer": optimizer, **self._beside}, models)
         self._rows_saved = 0
 
     def check(self) -> None:
@@ -82,7 +82,7 @@ class Saves:
         Raises:
             CheckpointError, OSError, ValueError: it could not be written; every rank raises.
         """
-        step = position.step
+        step, options = position.step, self._options
         states = gather_per_rank(rng.capture())
         with together(f"gathering what to save at step {step}"):
             trained = {
@@ -97,7 +97,7 @@ class Saves:
             content = {
                 **trained,
                 "position": position.to_dict(time.perf_counter() - self._session.aside_s),
-                "run": {name: self._options.get(name) for name in _SAVED} | {"given": self._settings.given},
+                "run": {name: options[name] for name in RUN_SPEC if name in options} | {"given": self._settings.given},
                 "rng": states,
             }
             # A row's checkpoint may have had to wait for the next step of the optimizer.
@@ -127,7 +127,7 @@ class Saves:
                 raise CheckpointError(f"{path} is no checkpoint of a Loop: it lacks {', '.join(sorted(missing))}")
             position = Position.from_dict(content["position"])
             samples_done = position.batches_done * content["run"]["batch_size"]
-            notes = check_fits(content["run"], options, samples_done)
+            changed = check_fits(content["run"], options, samples_done)
             position.batches_done = samples_done // options["batch_size"]
             if position.batches_done >= steps_per_epoch:
                 names = [each for each in ("batch_size", "drop_last") if content["run"].get(each) != options[each]]
@@ -137,15 +137,23 @@ class Saves:
                     + " and ".join(f"{each}={options[each]} (was {content['run'].get(each)})" for each in names)
                     + ". Set it back, or resume from a checkpoint at the end of an epoch."
                 )
-            self._check_objects(content, path)
             given = content["run"].get("given", self._settings.given)  # earlier versions did not save it
+            content["optimizer"] = self._settings.in_our_order("optimizer", given, content["optimizer"])
+            self._check_objects(content, path)
             states = {"scheduler": content.get("scheduler")}
             states |= {f"state[{name!r}]": item for name, item in content.get("others", {}).items()}
-            notes += self._settings.load(given, states, partial(self._put_back, content, path))
+            states = {name: self._settings.in_our_order(name, given, state) for name, state in states.items()}
+            changed += self._settings.load(given, states, partial(self._put_back, content, path))
+            text = f"what the script changed replaces what the checkpoint holds: {', '.join(changed)}"
+            notes = [text] if changed else []
             position.start += 1
-            if content["run"].get("accumulate") not in (None, options.get("accumulate")):
+            before = {**options, **content["run"]}
+            if before.get("accumulate") != options.get("accumulate"):
                 position.group_began = position.step
-            if position.stopped_of < self._length.wanted:  # stopped early, and now more is asked for
+            counted_otherwise = (before["steps"] is None) != (options["steps"] is None)
+            if (
+                counted_otherwise or position.stopped_of < self._length.wanted
+            ):  # stopped early, and now more is asked for
                 position.stopped_of = 0
             if not self._length.reached(position):
                 position.go_on()

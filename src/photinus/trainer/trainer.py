@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
 from ..parallel import find_strategy, strategy_of
+from ..parallel.exchange.agreement import JSON
 from ..parallel.strategies.strategy import Strategy
 from ..runlog.tables import OWN_COLUMNS, Row
 from ..runlog.units import plural
@@ -181,6 +182,8 @@ class Trainer:
         self._accumulate = accumulate
         self._precision = precision
         self._scheduler, self._scheduler_every = scheduler, scheduler_every
+        self._body: dict[str, JSON] = {"accumulate": accumulate, "precision": precision, "clip_norm": clip_norm}
+        self._body |= {"scheduler_every": scheduler_every, "sync_batch_norm": sync_batch_norm}
         self._device, self._backend, self._seed = device, backend, seed
         self._valid_batch_size, self._callbacks = valid_batch_size, tuple(callbacks)
 
@@ -212,7 +215,7 @@ class Trainer:
             elif self._seed is not None:
                 seed_everything(self._seed, rank=session.rank)
             model, optimizer = self._wrap(session)
-            loop = Loop(model, optimizer, train_set, **self._loop_options, _body={"accumulate": self._accumulate})
+            loop = Loop(model, optimizer, train_set, **self._loop_options, _body=self._body)
             if not loop.finished:
                 model.train()
             strategy, began = strategy_of(model), loop.step

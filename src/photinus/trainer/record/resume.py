@@ -31,9 +31,16 @@ from ...runlog.run import FILES
 from ..checkpoint.folder import CHECKPOINTS, Checkpoint, CheckpointFolder, find_checkpoint
 from .config import read_config
 from .curves import PICTURE
+from .settings import show
 from .tensorboard import FOLDER as TENSORBOARD
 
 _OF_A_RUN = (CHECKPOINTS, *FILES, TENSORBOARD, PICTURE, "report.html")
+
+
+# The options that a checkpoint holds, by what follows where one is another now (those of optimizers: see `settings`).
+_REFUSED_INSIDE_AN_EPOCH = ("batch_size", "seed", "samples", "shuffle")  # its rest would repeat or skip samples
+_NEW_HOLDS = ("drop_last", "strategy", "sync_batch_norm", "precision", "accumulate", "clip_norm", "scheduler_every")
+RUN_SPEC = (*_REFUSED_INSIDE_AN_EPOCH, *_NEW_HOLDS, "epochs", "steps")
 
 
 @dataclass(frozen=True)
@@ -108,35 +115,25 @@ def _has_checkpoint(out: Path) -> bool:
 
 
 def check_fits(saved: Mapping[str, Any], now: Mapping[str, Any], samples_done: int) -> list[str]:
-    """Compares what decides the order of the samples at the checkpoint and now; returns warnings.
-
-    Between epochs a change is allowed and told. Inside one it would repeat or skip samples.
+    """Compares a run's options at the checkpoint with those now; returns `name=now (was then)` of each that changed.
 
     Args:
-        saved: "batch_size", "seed", "samples", "shuffle" as they were.
-        now: the same as they are.
         samples_done: samples of the running epoch that the checkpoint has seen, 0 between epochs.
 
     Raises:
         ValueError: inside an epoch, and the rest of it could not be the same.
     """
-    words = {"batch_size": "batch_size", "seed": "seed", "samples": "length of the data set", "shuffle": "shuffle"}
-    warnings = []
-    for name, word in words.items():
-        if saved.get(name) == now[name]:
-            continue
-        change = f"{word} was {saved.get(name)} when the checkpoint was saved and is {now[name]} now"
-        if name == "batch_size" and samples_done % now[name] == 0:
-            warnings.append(f"{change}; steps and learning rate mean something else from here on")
-        elif samples_done == 0:
-            warnings.append(f"{change}; allowed, since the checkpoint lies between two epochs")
-        else:
+    both = [name for name in RUN_SPEC[:-2] if name in saved and name in now]
+    changed = [name for name in both if saved[name] != now[name]]
+    for name in set(changed).intersection(_REFUSED_INSIDE_AN_EPOCH) if samples_done else ():
+        if name != "batch_size" or samples_done % now[name]:
             raise ValueError(
-                f"cannot go on inside an epoch: {change}, and {samples_done} samples of the epoch are done, so the "
-                f"rest of it would repeat or skip samples. Set it back to {saved.get(name)}, resume from a checkpoint "
-                f'at the end of an epoch, or start anew with resume="never".'
+                f"cannot go on inside an epoch: {name} was {saved[name]} when the checkpoint was saved and is "
+                f"{now[name]} now, and {samples_done} samples of the epoch are done, so the rest of it would repeat or "
+                f"skip samples. Set it back to {saved[name]}, resume from a checkpoint at the end of an epoch, or "
+                f'start anew with resume="never".'
             )
-    return warnings
+    return [f"{name}={show(now[name])} (was {show(saved[name])})" for name in changed]
 
 
 def _is_to_be_continued(out: Path, resume: object) -> bool:

@@ -14,13 +14,17 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
+from ...errors import CheckpointError
+from ...parallel.zero.sharded_optimizer import is_sharded
 from ...parallel.zero.split_states import copy_state
+from ..checkpoint.states import unwrap
 
 
 class Settings:
@@ -28,17 +32,38 @@ class Settings:
 
     Args:
         objects: by the names that messages use; what is neither optimizer nor scheduler is left out.
+        models: for the names of the optimizers' parameters.
 
     Attributes:
         given: for the checkpoint, plain.
     """
 
-    def __init__(self, objects: Mapping[str, Any]) -> None:
+    def __init__(self, objects: Mapping[str, Any], models: Iterable[nn.Module]) -> None:
         self._optimizers = {name: each for name, each in objects.items() if isinstance(each, Optimizer)}
         self._schedulers = {name: each for name, each in objects.items() if _is_scheduler(each)}
         self._over = {name: self._optimizers_of(each) for name, each in self._schedulers.items()}
         options = {name: _comparable(_options(each)) for name, each in self._optimizers.items()}
         self.given = options | {name: _comparable(each.state_dict()) for name, each in self._schedulers.items()}
+        names = {id(p): name for model in models for name, p in unwrap(model).named_parameters()}
+        self.given["parameters"] = {
+            name: [[names.get(id(p), "") for p in group["params"]] for group in each.param_groups]
+            for name, each in self._optimizers.items()
+        }
+        self.given["classes"] = {name: _classes(each) for name, each in (self._optimizers | self._schedulers).items()}
+
+    def in_our_order(self, name: str, before: Mapping[str, Any], state: Any) -> Any:
+        """An optimizer's state with its parameters in the order of this one's: by their names. CheckpointError."""
+        ours, theirs = self.given["parameters"].get(name), before.get("parameters", {}).get(name)
+        if ours is None or theirs in (None, ours):
+            return state
+        groups = zip(theirs, state["param_groups"], strict=True)
+        keys = {n: key for own, group in groups for n, key in zip(own, group["params"], strict=True)}
+        differing = sorted({n for own in ours for n in own} ^ set(keys))
+        if differing or len(ours) != len(theirs):
+            which = ", ".join(differing[:4]) or "others in each group"
+            raise CheckpointError(f"the checkpoint's {name} steps other parameters than this one: {which}")
+        pairs = zip(state["param_groups"], ours, strict=True)
+        return {**state, "param_groups": [{**group, "params": [keys[n] for n in own]} for group, own in pairs]}
 
     def load(self, before: Mapping[str, Any], states: Mapping[str, Any], put_back: Callable[..., None]) -> list[str]:
         """Lets `put_back` load the checkpoint into all objects, then gives them what the script changed.
@@ -49,22 +74,26 @@ class Settings:
             put_back: is called with `states`, those of schedulers that made the run's steps again replaced.
 
         Returns:
-            A line with both values of each setting that was changed, if any was.
+            `name=now (was then)` of each setting that was changed.
 
         Raises:
             ValueError: a changed scheduler has no place for where the run is.
+            CheckpointError: an optimizer is of another class, which may not be able to step with the state.
         """
         before = {**self.given, **before}  # what was no scheduler then has nothing to compare with
+        replaced = self._find_replaced(before["classes"])
         counting = {name: each for name, each in self._schedulers.items() if _counts_steps(each)}
-        changed = {name for name in counting if self._is_changed(name, before, states[name])}
+        changed = {name for name in counting if name in replaced or self._is_changed(name, before, states[name])}
         moving = {each for name in changed for each in self._over[name]}
         stepped = {name: each for name, each in counting.items() if name in changed or moving & {*self._over[name]}}
         _make_steps_again(stepped, states)
         ours = {name: copy_state({"groups": _options(each)})["groups"] for name, each in self._optimizers.items()}
         mine = {name: copy_state(each.state_dict()) for name, each in self._schedulers.items()}
-        put_back({**states, **{name: mine[name] for name in stepped}})
-        notes = []
+        put_back({**states, **{name: mine[name] for name in (*stepped, *replaced) if name in mine}})
+        notes = [f"{name}={self.given['classes'][name][0]} (was {was})" for name, was in replaced.items()]
         for name, scheduler in self._schedulers.items():
+            if name in replaced:
+                continue
             kept = {key: mine[name][key] for key, now in self.given[name].items() if now != before[name].get(key)}
             notes += _differences(f"{name} ", self.given[name], before[name])
             if kept and name not in stepped:
@@ -81,9 +110,19 @@ class Settings:
                     if moved or given[key] != then.get(key):
                         group[key] = value
                 if name in moving and rate != _comparable(group.get("lr")):
-                    notes.append(f"{where}learning rate {_show(group['lr'])} from here on (was {_show(rate)})")
-        text = ", ".join(dict.fromkeys(notes))
-        return [f"what the script changed replaces what the checkpoint holds: {text}"] if notes else []
+                    notes.append(f"{where}learning rate {show(group['lr'])} from here on (was {show(rate)})")
+        return list(dict.fromkeys(notes))
+
+    def _find_replaced(self, before: Mapping[str, list[str]]) -> dict[str, str]:
+        """By name the class that something had, if it has another. Optimizers need one that is made from the other."""
+        classes = {name: (ours, before.get(name, ours)) for name, ours in self.given["classes"].items()}
+        for name, (ours, theirs) in classes.items():
+            if name in self._optimizers and ours[0] not in theirs and theirs[0] not in ours:
+                raise CheckpointError(
+                    f"{name} is {ours[0]}, which may not be able to step with what {theirs[0]} has in the checkpoint. "
+                    f"Give it {theirs[0]}, or begin with resume='never'."
+                )
+        return {name: theirs[0] for name, (ours, theirs) in classes.items() if ours[0] != theirs[0]}
 
     def _optimizers_of(self, scheduler: Any) -> list[str]:
         """Return the optimizers whose rates it sets: the one it was given, and a wrapper with the same groups (SAM)."""
@@ -97,6 +136,12 @@ class Settings:
             or any(_rates(self.given[each]) != _rates(before[each]) for each in self._over[name])
             or _has_new_function(scheduler, state)
         )
+
+
+def _classes(value: object) -> list[str]:
+    """The names of its class and of those that this one was made from."""
+    own = type(value).__mro__[2 if is_sharded(value) else 0 :]
+    return [each.__qualname__ for each in own if each not in (Optimizer, LRScheduler, object)]
 
 
 def _is_scheduler(value: Any) -> bool:
@@ -132,6 +177,8 @@ def _make_steps_again(schedulers: Mapping[str, Any], saved: Mapping[str, Any]) -
 
 def _step_of(state: Mapping[str, Any]) -> int:
     # ChainedScheduler has no count of its own.
+    if "last_epoch" not in state and "_schedulers" not in state:
+        raise ValueError("the checkpoint's scheduler was of another class, and does not say how many steps it made")
     return int(state["last_epoch"]) if "last_epoch" in state else _step_of(state["_schedulers"][0])
 
 
@@ -174,10 +221,11 @@ def _differences(where: str, now: Mapping[str, Any], then: Mapping[str, Any]) ->
                 found += _differences(where, inner, was)
         elif now[name] != then.get(name) and name not in derived and (name == "_milestones" or name[0] != "_"):
             shown = name.removeprefix("initial_").removeprefix("_")
-            found.append(f"{where}{shown}={_show(now[name])} (was {_show(then.get(name))})")
+            found.append(f"{where}{shown}={show(now[name])} (was {show(then.get(name))})")
     return found
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
+    """A setting in a few characters."""
     value = _comparable(value)
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -18,6 +18,9 @@ from .session import require_session
 OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 
+STRATEGY = "_photinus_strategy"  # attribute of a wrapped model: the name that was given
+
+
 @overload
 def wrap(model: nn.Module, *, strategy: str = ..., sync_batch_norm: bool = ..., **options: Any) -> nn.Module: ...
 
@@ -113,6 +116,7 @@ def wrap(
     for each in optimizers:
         assert not _foreign_parameters(wrapped, each), f"strategy {strategy!r} lost parameters of an optimizer"
         _move_state(each)
+    vars(wrapped)[STRATEGY] = strategy
     return (wrapped, *optimizers) if optimizers else wrapped
 
 
