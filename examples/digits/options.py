@@ -16,7 +16,9 @@ def options(description: str | None, *, tensorboard: bool = False, deepspeed: bo
     add("--batch-size", "--batch_size", type=int, default=64, help="samples of a step over all processes; default 64")
     add("--out", "--log-path", "--log_path", default="runs/digits", help="folder for results; default runs/digits")
     add("--resume", default="auto", help="auto (default), never, or a checkpoint's or run's path")
-    add("--save-every-steps", "--save_every_steps", type=int, help="also save inside epochs; default: at their ends")
+    add(
+        "--save-every-steps", "--save_every_steps", type=int, help="also save inside epochs; default: every ten minutes"
+    )
     add("--strategy", default="ddp", help="ddp (default), zero1, zero2, zero3, torch-ddp, or dp for one process")
     add("--backend", "--dist-backend", "--dist_backend", default="auto", help="auto (default), photinus, gloo or nccl")
     add("--device", default="auto", help="auto (default), cpu, cuda or cuda:0")

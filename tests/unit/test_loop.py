@@ -516,6 +516,28 @@ def test_an_interruption_in_the_last_body_of_an_epoch_repeats_it(tmp_path: Path)
     assert [row["right"] for row in resumed["history"]] == [row["right"] for row in train(None)["history"]]
 
 
+def test_a_checkpoint_that_is_old_is_followed_by_another_inside_the_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(photinus.trainer.loop, "_SAVE_AFTER_S", 0.0)
+    monkeypatch.setattr(photinus.trainer.loop, "_MOST_COST", 1e-9)  # one such save in each start
+    run: dict[str, Any] = {"samples": 160, "epochs": 1}
+    with pytest.raises(CutOffError):
+        train(tmp_path, cut_at_step=19, **run)
+    assert _checkpoints(tmp_path) == ["step-00000002"]  # the ranks agreed after the first
+    left = [tmp_path / "checkpoints" / ".tmp-step-00000018-0a1b2c3d", tmp_path / ".losses.csv.4711.new"]
+    left[0].mkdir()
+    left[1].write_text("half")
+    with pytest.raises(CutOffError):
+        train(tmp_path, cut_at_step=3, **run)  # before anything is saved
+    assert not any(each.exists() for each in left)
+    resumed = train(tmp_path, **run)
+    assert resumed["began_at"] == 2
+    assert resumed["fingerprint"] == train(None, **run)["fingerprint"]
+    assert train(tmp_path / "none", save_every_steps=999, **run)["step"] == 20
+    assert _checkpoints(tmp_path / "none") == ["step-00000020"]
+
+
 def test_the_numbers_survive_restarts_without_gap_or_repetition(tmp_path: Path) -> None:
     for cut in (4, 9, 11):
         with pytest.raises(CutOffError):

@@ -54,7 +54,7 @@ def options(description: str | None, words: list[str] | None = None) -> argparse
         metavar="PATH",
         help="a checkpoint or a run; auto: the newest in --out (default); never",
     )
-    add("--save-every-steps", type=int, metavar="N", help="also save inside epochs; default: at their ends only")
+    add("--save-every-steps", type=int, metavar="N", help="also save inside epochs; default: every ten minutes")
     add("--strategy", default="ddp", help="ddp (default), zero1, zero2, zero3, torch-ddp, or dp for one process")
     backends = ("auto", "photinus", "nccl", "gloo", "mpi")
     add("--backend", "--dist-backend", default="auto", choices=backends, help="default auto: the best that is here")

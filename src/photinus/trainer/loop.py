@@ -61,6 +61,8 @@ from .session.wrapping import (
     check_second_models,
 )
 
+_SAVE_AFTER_S = 600.0  # where save_every_steps is None
+_MOST_COST = 0.02  # of the time, that such saves take
 _COUNTS = ("batch_size", "validate_every_steps", "save_every_steps", "save_every_epochs", "keep_last")
 
 
@@ -88,7 +90,8 @@ class Loop:
             of the weights, a second optimizer, a second model that is wrapped). Must be equal on all ranks.
         validate_every_steps: `validation_due` is true, and a row of metrics.csv ends, after every so many steps
             (counted over the whole run) and at the run's end; None: at ends of epochs.
-        save_every_steps: also save after every so many steps; None only at ends of epochs.
+        save_every_steps: also save after every so many steps; None: where the last checkpoint is ten minutes old (more,
+            where a save takes longer than 12 s: 2 % of the time at most), so that a kill costs no more than that.
         save_every_epochs: save at every so-manieth end of an epoch; the last one is always saved.
         keep_last: how many of the newest checkpoints stay.
         best: name of a logged metric; the checkpoint of the row where it was highest (with "-" before the name:
@@ -173,10 +176,11 @@ class Loop:
         self._batch: Batch | None = None  # the one whose body runs
         self._save_wanted = False
         self._waits_for_step = False  # a rank has gradients that are no part of a checkpoint
+        self._save_is_due = False  # by rank 0's clock
         self._stop_wanted = False
         self._takes_signals = suspend and out is not None  # else there would be nothing to resume from
         self._suspending = False  # all ranks have agreed to leave when the next checkpoint is saved
-        self._saved_step = -1
+        self._saved_step, self._saved_s, self._save_pause_s = -1, time.monotonic(), _SAVE_AFTER_S
         self._rng: Mapping[str, Any] | None = None  # to restore just before the first batch
         self._position = Position()
         with together("setting up the loop"):
@@ -550,8 +554,11 @@ class Loop:
             self._clock.other_ended()
             began = time.perf_counter()
             self._save()
-            position.leave_out(time.perf_counter() - began)
+            took_s = time.perf_counter() - began
+            position.leave_out(took_s)
+            self._saved_s, self._save_pause_s = time.monotonic(), max(_SAVE_AFTER_S, took_s / _MOST_COST)
             self._clock.skip()
+        self._save_wanted |= self._save_is_due  # after the next step
 
     def _has_to_wait(self) -> bool:
         """Whether gradients add up for a step that is to come, which are no part of a checkpoint: it waits for that."""
@@ -569,8 +576,9 @@ class Loop:
         """Brings the numbers of all ranks together, and agrees on stopping and on waiting with a checkpoint."""
         position = self._position
         saves = self.out is not None and (epoch_ended or self._save_wanted)
-        wishes = self._stop_wanted, saves and self._has_to_wait()
-        stops, self._waits_for_step = self._numbers.exchange(
+        due = self._folder is not None and time.monotonic() - self._saved_s >= self._save_pause_s
+        wishes = self._stop_wanted, saves and self._has_to_wait(), due and not saves and self._save_every_steps is None
+        stops, self._waits_for_step, self._save_is_due = self._numbers.exchange(
             position, self._folder, wishes, epoch=self.epoch, saves=saves
         )
         if stops:

@@ -206,9 +206,8 @@ class CheckpointFolder:
         try:
             with explain_no_space(self.folder, needed_bytes):
                 self.folder.mkdir(parents=True, exist_ok=True)
-                with lock_folder(self.folder) as has_locks:
-                    if has_locks:
-                        remove_debris(self.folder)
+                self.remove_debris()
+                with lock_folder(self.folder):
                     path = self._write(step, plain, needed_bytes, described, metric)
                     self._delete_old()
         except OSError as error:
@@ -216,6 +215,13 @@ class CheckpointFolder:
                 f"step {step} could not be saved in {self.folder}: {error}. Checkpoints written before are untouched."
             ) from error
         return path
+
+    def remove_debris(self) -> None:
+        """Removes what a process that was killed has left of a checkpoint. Raises OSError, CheckpointError."""
+        if self.folder.exists():
+            with lock_folder(self.folder) as has_locks:
+                if has_locks:
+                    remove_debris(self.folder)
 
     def newest(self) -> Checkpoint | None:
         """The checkpoint written last that is complete and good; None when there is none at all.

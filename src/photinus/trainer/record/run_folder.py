@@ -17,7 +17,7 @@ from ...errors import PhotinusError
 from ...runlog.events import append_event, read_events
 from ...runlog.plain_file import plain_file
 from ...runlog.process import this_process
-from ...runlog.run import CONFIG
+from ...runlog.run import CONFIG, FILES
 from ...runlog.tables import Row, RunFiles, StepLoss
 from ...runlog.windows import RANKS, Window, drop_windows_after
 from ..checkpoint.folder import CHECKPOINTS, CheckpointFolder
@@ -45,6 +45,10 @@ class RunFolder:
             best_is="lowest" if best and best.startswith("-") else "highest",
             metric_name=self._best,
         )
+        self._checkpoints.remove_debris()  # of a start that was killed while it wrote
+        for name in (*FILES, PICTURE):
+            for unfinished in path.glob(f".{name}.*.new"):
+                unfinished.unlink(missing_ok=True)
 
     def begin(
         self,
