@@ -1,7 +1,6 @@
 // The Python module photinus._native: the engine with nothing added but the interpreter's ways. The
 // interpreter lock is released in every wait; errors become the classes of photinus.errors; Ctrl-C ends a
 // wait.
-#include <cxxabi.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -26,6 +25,7 @@
 #include "engine/communicator.h"
 #include "hosts/meeting.h"
 #include "kernels/reduce.h"
+#include "python_objects.h"
 #include "shm/local_group.h"
 
 namespace nb = nanobind;
@@ -33,26 +33,6 @@ using namespace nb::literals;
 
 namespace photinus {
 namespace {
-
-// Gives the interpreter lock back while it lives. A thread that wants the lock again while the interpreter
-// ends is made to end by Python before 3.14; that would unwind through destructors and so terminate the
-// process. Such a thread sleeps here instead until the process is gone.
-class Unlocked {
- public:
-  Unlocked() : state_(PyEval_SaveThread()) {}
-  ~Unlocked() {
-    try {
-      PyEval_RestoreThread(state_);
-    } catch (abi::__forced_unwind&) {
-      while (true) pause();
-    }
-  }
-  Unlocked(const Unlocked&) = delete;
-  Unlocked& operator=(const Unlocked&) = delete;
-
- private:
-  PyThreadState* state_;
-};
 
 // The class of photinus.errors (or the built-in one) that stands for an engine error.
 nb::object python_class(ErrorKind kind) {
@@ -86,7 +66,6 @@ bool signal_arrived() {
 // At the interpreter's end all groups are left, which ends the calls of threads that nobody joins. They stay
 // where they are: such a thread would show its traceback meanwhile, and an interpreter that finds the lock of
 // its standard error held then aborts.
-std::atomic<bool> exiting{false};
 thread_local bool goes_on_at_exit = false;
 
 PyObject* thread_check = nullptr;  // Python's; never let go of
@@ -293,8 +272,10 @@ void raise_lost(Communicator& communicator, bool of_dropped) {
   if (const auto lost = communicator.take_failure(of_dropped)) throw Error(*lost);
 }
 
-std::shared_ptr<Work> submit(Communicator& communicator, const Submission& call) {
+std::shared_ptr<Work> submit(Communicator& communicator, const Submission& call, nb::handle keep) {
+  release_dropped();
   Submission given = made_here(call);
+  given.owner = owner_of(keep);
   Unlocked unlocked;
   std::shared_ptr<Work> work = communicator.submit(std::move(given));
   if (!call.asynchronous) finish(*work, call.stream);
@@ -311,8 +292,11 @@ void run(Communicator& communicator, const Submission& call) {
 
 std::shared_ptr<Work> message(Communicator& communicator, uint8_t operation, uintptr_t address,
                               uint64_t elems, uint8_t dtype, int64_t peer, int64_t tag, double timeout_s,
-                              bool asynchronous, std::shared_ptr<cuda::CudaDevice> device, uintptr_t stream) {
+                              bool asynchronous, nb::handle keep, std::shared_ptr<cuda::CudaDevice> device,
+                              uintptr_t stream) {
+  release_dropped();
   MessageCall call;
+  call.owner = owner_of(keep);
   call.operation = static_cast<Operation>(operation);
   call.dtype = static_cast<Dtype>(dtype);
   call.elems = elems;
@@ -465,6 +449,13 @@ NB_MODULE(_native, m) {
       .def_prop_ro("source_rank", &Work::source_rank)
       .def_prop_ro("description", &Work::description);
 
+  nb::class_<EndedWorks>(m, "EndedWorks")
+      .def(nb::new_([] { return std::make_shared<EndedWorks>(); }))
+      .def("put_when_ended", &EndedWorks::put_when_ended, "work"_a, "object"_a)
+      .def("take", &EndedWorks::take, "idle_s"_a)
+      .def("is_empty", &EndedWorks::is_empty)
+      .def("close", &EndedWorks::close);
+
   // The engine's word for what a call and its circumstances are together; Python knows no other record.
   nb::class_<Submission>(m, "Call", kCallDoc)
       .def("__init__", &make_call, "operation"_a, "send"_a = 0, "recv"_a = 0, "elems"_a = 0, "dtype"_a = 0,
@@ -506,10 +497,10 @@ NB_MODULE(_native, m) {
       .def_prop_ro("about_hosts", &Communicator::about_hosts)
       .def_prop_ro("rank", &Communicator::rank)
       .def_prop_ro("world_size", &Communicator::world_size)
-      .def("submit", &submit, "call"_a)
+      .def("submit", &submit, "call"_a, "keep"_a = nb::none())
       .def("run", &run, "call"_a)
       .def("message", &message, "operation"_a, "address"_a, "elems"_a, "dtype"_a, "peer"_a, "tag"_a,
-           "timeout_s"_a, "asynchronous"_a, "device"_a = nb::none(), "stream"_a = 0)
+           "timeout_s"_a, "asynchronous"_a, "keep"_a = nb::none(), "device"_a = nb::none(), "stream"_a = 0)
       .def("wait_outside", &Communicator::wait_outside, "key"_a, "timeout_s"_a)
       .def("abort", &Communicator::abort, "reason"_a, nb::call_guard<Unlocked>())
       .def("set_reason", &Communicator::set_reason, "reason"_a)

@@ -79,6 +79,7 @@ Collective::Collective(const std::shared_ptr<CollectiveState>& state, Submission
       sequence_(sequence),
       number_(sequence - state->own_calls),
       executor_(*group_->peers, *group_->options.device, state->operands, state->hosts.get()) {
+  owner_ = std::move(given_.owner);
   // A list's all_gather sends the same to everybody: its size is worth telling.
   if (has_parts() && given_.call.operation == Operation::all_gather)
     given_.call.elems = given_.send_parts[0].elems;

@@ -67,6 +67,7 @@ void Communicator::close() {
     while (lane->runs_by_itself() && !group_->is_over() && !patience.passed()) usleep(200);
   group_->leave("the communicator was closed on this rank");
   for (const auto& lane : lanes) group_->options.progress->drain(lane);
+  group_->options.progress->release_landed();
   group_->peers->close();
   std::lock_guard lock(mutex_);
   closed_ = true;

@@ -42,6 +42,7 @@ Error mismatch(const Offer& offer, const std::string& sender, const std::string&
 MessageWork::MessageWork(const std::shared_ptr<Group>& group, const std::shared_ptr<Watchdog>& watchdog,
                          const MessageCall& call)
     : group_(group), watchdog_(watchdog), call_(call), copy_(*group->options.device) {
+  owner_ = std::move(call_.owner);
   if (!call.device) return;
   copies_ = std::make_unique<DeviceCopies>(call.device, call.stream);
   host_tensors_ = std::make_unique<HostTensors>(*copies_, group->options.progress->arena());

@@ -28,6 +28,7 @@ struct MessageCall {
   uint32_t peer = 0;  // recv: may be kAnyRank
   int64_t tag = 0;
   const CallSite* site = nullptr;
+  std::shared_ptr<void> owner;  // as in Submission
   double timeout_s = 0;
   bool asynchronous = true;
 };

@@ -19,6 +19,7 @@ constexpr double kFirstCall_s = 10;
 constexpr double kStuck_s = kSleepSlice_s;
 
 std::atomic<bool (*)()> has_other_threads{nullptr};
+std::mutex acts_mutex;  // of all works: few have any
 
 // Announces a thread that is about to sleep, to its own process; and to the peers of groups, so that they
 // ring.
@@ -68,6 +69,24 @@ void Work::wait(double timeout_s, bool sees) {
 
 const Error* Work::error() const {
   return is_completed() && failure_ ? &failure_->error : nullptr;
+}
+
+void Work::when_ended(std::function<void()> act) {
+  {
+    std::lock_guard lock(acts_mutex);
+    acts_.push_back(std::move(act));
+  }
+  has_acts_.store(true, std::memory_order_seq_cst);  // one of the two threads sees what the other has set
+  if (done_.load(std::memory_order_seq_cst)) act_on_end();
+}
+
+void Work::act_on_end() {
+  std::vector<std::function<void()>> acts;
+  {
+    std::lock_guard lock(acts_mutex);
+    acts.swap(acts_);
+  }
+  for (const auto& act : acts) act();
 }
 
 bool Work::see() {
@@ -163,6 +182,29 @@ void Progress::end(Lane& lane, Work& work, std::optional<Error> error) {
   work.done_.store(true, std::memory_order_seq_cst);
   if (error && work.seen_.load()) work.see();
   wake_own_threads();
+  if (work.has_acts_.load(std::memory_order_seq_cst)) work.act_on_end();
+  if (work.owner_) release(kept);
+}
+
+// A list through the works themselves: what ends works may not fail for lack of memory.
+void Progress::release(std::shared_ptr<Work> ended) {
+  if (ended && ended->has_landed()) return ended->owner_.reset();
+  if (!ended && !has_landing_.load()) return;
+  std::lock_guard lock(landing_mutex_);
+  if (ended) {
+    ended->next_landing_ = std::move(landing_);
+    landing_ = std::move(ended);
+  }
+  for (std::shared_ptr<Work>* at = &landing_; *at;) {
+    if (!(*at)->has_landed()) {
+      at = &(*at)->next_landing_;
+      continue;
+    }
+    const std::shared_ptr<Work> landed = std::move(*at);
+    landed->owner_.reset();
+    *at = std::move(landed->next_landing_);
+  }
+  has_landing_.store(landing_ != nullptr);
 }
 
 void Progress::wake_own_threads() {
@@ -257,6 +299,7 @@ std::shared_ptr<Progress> Progress::of_this_process() {
 void Progress::submit(const std::shared_ptr<Lane>& lane, const std::shared_ptr<Work>& work,
                       bool asynchronous) {
   note_caller();
+  release_landed();
   work->progress_ = this;
   work->lane_ = lane;
   std::unique_lock lock(mutex_, std::defer_lock);

@@ -67,6 +67,8 @@ class Progress {
   void submit(const std::shared_ptr<Lane>& lane, const std::shared_ptr<Work>& work, bool asynchronous);
   // Drives a lane until it is empty; its works must be about to end (the group was aborted).
   void drain(const std::shared_ptr<Lane>& lane);
+  // Lets go of the tensors of works that have landed since they ended.
+  void release_landed() { release(nullptr); }
   // Whether this thread, which waits for something else than an operation, is all that could move the
   // process.
   bool is_idle_but_for_this_thread(double waited_s);
@@ -88,6 +90,7 @@ class Progress {
   bool is_stuck(Lane& lane, double waited_s) const;
   void end(Lane& lane, Work& work, std::optional<Error> error = std::nullopt);
   static Error fail(Work& work);
+  void release(std::shared_ptr<Work> ended);
   void wake_own_threads();
   void hand_over(Lane& lane);
   void call_thread(const std::shared_ptr<Lane>& lane);
@@ -105,6 +108,9 @@ class Progress {
   std::atomic<std::thread::id> caller_{};  // the first thread that submitted something
   std::atomic<bool> several_callers_{false};
   std::atomic<size_t> in_flight_{0};  // works of all lanes
+  std::mutex landing_mutex_;
+  std::shared_ptr<Work> landing_;  // has ended, but a GPU's copies have not: a list
+  std::atomic<bool> has_landing_{false};
   std::thread thread_;
 };
 

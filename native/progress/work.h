@@ -40,6 +40,9 @@ class Work {
   // From start to end, without the time in the queue; 0 of a brief one that never had to wait.
   double duration_s() const;
   virtual std::string description() const = 0;
+  // Calls `act` once it has ended: here and now, or on the thread that ends it. It must neither block nor
+  // throw.
+  void when_ended(std::function<void()> act);
   // The rank from which a message from any rank came; -1 for all else.
   virtual int source_rank() const { return -1; }
 
@@ -50,6 +53,8 @@ class Work {
   virtual bool has_landed() { return is_completed(); }
 
  protected:
+  // Owns what the work reads and writes: held from before it is queued until it has landed.
+  std::shared_ptr<void> owner_;
   double begun_s() const { return begun_s_; }
   // Done at once unless it has to wait: no clock is read for it before, as that takes longer than its work.
   bool is_brief_ = false;
@@ -72,10 +77,15 @@ class Work {
   virtual void end_wait() {}
 
  private:
+  void act_on_end();
+
   Progress* progress_ = nullptr;  // set from submission on; the work's group keeps it
   std::shared_ptr<Lane> lane_;
   std::shared_ptr<Failure> failure_;
   std::atomic<bool> seen_{false};
+  std::vector<std::function<void()>> acts_;  // when_ended
+  std::atomic<bool> has_acts_{false};
+  std::shared_ptr<Work> next_landing_;  // Progress::landing_
   bool begun_ = false;
   double begun_s_ = 0, ended_s_ = 0;
   std::atomic<bool> done_{false};

@@ -7,9 +7,8 @@ import os
 import sys
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import NamedTuple, TypeVar
 
@@ -112,11 +111,6 @@ class Group:
         self.rank = rank
         self.world_size = world_size
         self.name = name
-        # What calls in flight read and write must live until they are done, whatever the caller drops. Collectives end
-        # in order, messages in any.
-        self._in_flight: deque[tuple[Work, object]] = deque()
-        self._messages: list[tuple[Work, object]] = []
-        self._in_flight_lock = threading.Lock()
         self._owner = os.getpid()
         _open.add(self)
 
@@ -125,26 +119,17 @@ class Group:
 
         Args:
             call: the collective.
-            keep: an object that is kept alive until the collective is done and its copies on a GPU have ended, at most
-                until the next submit after that.
+            keep: an object that is kept alive from before the collective can begin until it is done and its copies on
+                a GPU have ended, whatever the caller drops.
 
         Raises:
             ValueError: wrong arguments, or a stream that is being captured into a graph; nothing was exchanged.
             AbortedError: the communicator is closed.
             OSError: the GPU's driver refused something.
         """
-        work: Work = self._native.submit(call)
-        if call.asynchronous or call.device is not None:
-            with self._in_flight_lock:
-                self._in_flight.append((work, keep))
-                self._let_go()
+        work = self._native.submit(call, keep)
         self.raise_lost()
         return work
-
-    def _let_go(self) -> None:
-        while self._in_flight and self._in_flight[0][0].has_landed():
-            self._in_flight.popleft()
-        self._messages = [entry for entry in self._messages if not entry[0].has_landed()]
 
     def raise_lost(self) -> bool:
         """Raises the error of a call that nobody can ask for any more; returns whether others are left.
@@ -153,15 +138,12 @@ class Group:
         """
         if not self._native.has_failures:
             return False
-        with self._in_flight_lock:
-            self._let_go()
         self._native.raise_lost(True)
         return True
 
-    @property
-    def run(self) -> Callable[[Call], None]:
-        """`run(call)` does a collective here and now, whatever the call says: `submit` without a handle, and faster."""
-        return self._native.run
+    def run(self, call: Call) -> None:
+        """Does a collective here and now, whatever the call says: `submit` without a handle, and faster."""
+        self._native.run(call)
 
     def message(
         self,
@@ -182,13 +164,9 @@ class Group:
         A send is done when the receiver has all of it. `Work.source_rank` tells where a message came from. `device` and
         `stream` are as in Call.
         """
-        work: Work = self._native.message(
-            operation, address, elems, dtype, peer, tag, timeout_s, asynchronous, device, stream
+        work = self._native.message(
+            operation, address, elems, dtype, peer, tag, timeout_s, asynchronous, keep, device, stream
         )
-        if asynchronous or device is not None:
-            with self._in_flight_lock:
-                self._messages.append((work, keep))
-                self._let_go()
         self.raise_lost()
         return work
 
@@ -241,15 +219,6 @@ class Group:
         if os.getpid() != self._owner:  # locks may be held by threads that the child does not have
             return
         self._native.close()
-        with self._in_flight_lock:
-            left = [*self._in_flight, *self._messages]
-            self._in_flight.clear()
-            self._messages.clear()
-        _landing.extend(left)
-        for _ in range(len(_landing)):
-            with suppress(IndexError):  # another group that is closed, perhaps by the garbage collector, took it
-                if not (entry := _landing.popleft())[0].has_landed():
-                    _landing.append(entry)
         _open.discard(self)
         with nullcontext() if sys.exc_info()[1] is None else printed(fails=False):  # another error is on its way
             self._native.raise_lost(False)
@@ -270,10 +239,6 @@ class Group:
             self.abort(f"{type(error).__name__}: {error}")
         self.close()
 
-
-# Of closed groups: a GPU may write to these tensors still. Without a lock, which the garbage collector would wait for
-# when it closes a group while this thread holds it.
-_landing: deque[tuple[Work, object]] = deque()
 
 # Left in order even when the user closes nothing: threads end before the interpreter does.
 _open: weakref.WeakSet[Group] = weakref.WeakSet()

@@ -130,27 +130,6 @@ with engine.Communicator(rank, world_size, address, timeout_s=30) as communicato
         assert f"photinus: [rank {ended.rank}, group world] nobody has waited for a call that failed: " in ended.err
 
 
-def test_the_garbage_collector_may_close_a_group_while_another_is_closed() -> None:
-    program = """
-import gc
-from photinus import group
-
-class Landed:
-    def has_landed(self):
-        return bool(gc.collect()) or True
-
-gc.disable()
-lost = engine.Communicator(0, 1, address)
-lost.itself = lost
-del lost
-group._landing.append((Landed(), None))
-engine.Communicator(0, 1, engine.new_address()).close()
-print(len(group._open), len(group._landing))
-"""
-    (ended,) = run_programs(program, world_size=1, timeout_s=20)
-    assert ended.out == "0 0\n"
-
-
 def test_a_script_that_destroys_no_group_ends_so_too() -> None:
     program = """
 import torch, torch.distributed as dist

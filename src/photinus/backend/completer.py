@@ -1,24 +1,23 @@
 """Completes the futures of a group's operations, from as many threads as its callbacks keep busy.
 
-Operations of one engine communicator end in the order in which they were submitted, so one thread at a time, the
-leader, waits for the oldest; when it ends, the leader appoints another thread before it runs the callbacks. A callback
-may therefore wait for further collectives, to any depth (with a fixed number of threads it deadlocks: PowerSGD's hook
-on one thread, gloo's two at depth 3). All ranks start such collectives in one order, because a thread that runs no
-callback starts none while callbacks of earlier ones are to come or run (`settle`). Without nesting it is one thread. It
-goes when nothing is left to complete: libraries' tests look for threads that stay. A moment later, that is, for a new
-thread costs several callbacks, and in a busy loop the next one comes within that moment.
-
-The pattern is leader/followers: Schmidt et al., "Leader/Followers", Pattern Languages of Programs 2000.
+Works that have ended, well or not, stand in one native queue, in the order of their ends. One thread at a time takes
+the next; while it runs the callbacks, another one takes over. A callback may therefore wait for further collectives,
+to any depth (with a fixed number of threads it deadlocks: PowerSGD's hook on one thread, gloo's two at depth 3). All
+ranks start such collectives in one order, because a thread that runs no callback starts none while callbacks of earlier
+ones are to come or run (`settle`). Without nesting it is one thread. It goes when nothing is left to complete:
+libraries' tests look for threads that stay. A moment later, that is, for a new thread costs several callbacks, and in a
+busy loop the next one comes within that moment.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+import traceback
 import warnings
-from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from .. import _native
 
@@ -26,20 +25,19 @@ _IDLE_S = 0.02
 
 Complete: TypeAlias = Callable[[BaseException | None], None]
 """Runs the callbacks of an operation that ended, with its error if it has one; may block."""
-Submit: TypeAlias = Callable[[Callable[[], object], Complete, bool], None]
-"""`submit(wait, complete, may_exchange)` of a completer, or its `submit_apart`."""
+Submit: TypeAlias = Callable[[Any, Callable[[], object], Complete, bool], None]
+"""A completer's `submit(handle, finish, complete, may_exchange)`."""
 
 
 class _Item(NamedTuple):
-    wait: Callable[[], object]  # blocks until the operation ended; raises its error
+    finish: Callable[[], object]  # raises the operation's error
     complete: Complete
-    round: int | None  # in which `unsettled` counts it
 
 
-def outcome(wait: Callable[[], object]) -> BaseException | None:
+def outcome(finish: Callable[[], object]) -> BaseException | None:
     """What it raises, if it does."""
     try:
-        wait()
+        finish()
     except Exception as raised:  # noqa: BLE001 - handed on to complete()
         return raised
     return None
@@ -49,49 +47,58 @@ class _Thread(threading.Thread):
     """Runs callbacks."""
 
 
-class Completer:
-    """See the module. Threads start with the first `submit`.
+def _runs_callbacks() -> bool:
+    return isinstance(threading.current_thread(), _Thread)
 
-    Attributes:
-        unsettled: operations whose callbacks may start collectives, and have not all run.
-    """
+
+class Completer:
+    """See the module. Threads start with the first `submit`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._changed = threading.Condition()
-        self._settled = threading.Condition(self._changed._lock)  # type: ignore[attr-defined]
-        self.unsettled = 0
-        self._round = 0
-        self._waiting: deque[_Item] = deque()
-        self._led = False  # a thread is in an item's wait()
-        self._appointed = False  # a thread was woken or started to lead, and has not come to it yet
-        self._idle = 0  # threads that wait to lead, those included that are just starting
-        self._closed = False
+        self._ended = _native.EndedWorks()
+        self._taking = threading.Lock()  # held by the thread that takes the next item, until it has seen to a successor
+        self._changed = threading.Condition()  # guards what follows
+        self._unsettled: dict[int, _Item] = {}  # items whose callbacks may start collectives, and have not all run
+        self._idle: set[threading.Thread] = set()  # that take items, or wait to
         self._threads: set[threading.Thread] = set()
 
-    def submit(self, wait: Callable[[], object], complete: Complete, may_exchange: bool = False) -> None:
-        """Calls `complete(error)` on a thread of its own as soon as `wait()` returned or raised `error`.
+    @property
+    def unsettled(self) -> int:
+        """Operations whose callbacks may start collectives, and have not all run."""
+        return len(self._unsettled)
+
+    def submit(self, handle: Any, finish: Callable[[], object], complete: Complete, may_exchange: bool = False) -> None:
+        """Calls `complete(error)` on a thread of its own once an operation has ended; `finish()` raises the error.
 
         Args:
             may_exchange: whether it may start collectives.
+
+        Raises:
+            RuntimeError: no thread can be started, and there is none that could do it. Then it is never called.
         """
+        item = _Item(finish, complete)
         with self._changed:
-            self.unsettled += may_exchange
-            self._waiting.append(_Item(wait, complete, self._round if may_exchange else None))
-            if not self._led:
-                self._appoint()
+            self._need_thread()
+            try:
+                if may_exchange:
+                    self._unsettled[id(item)] = item
+                self._ended.put_when_ended(handle, item)
+            except BaseException:
+                self._unsettled.pop(id(item), None)
+                raise
 
     def settle(self, timeout_s: float) -> None:
         """Waits until the callbacks that may start collectives have run, unless this thread runs one, of any group.
 
         After `timeout_s` seconds it gives those up for good, with a warning: they may wait for this thread.
         """
-        if isinstance(threading.current_thread(), _Thread):  # callbacks of two groups would wait for each other
+        if _runs_callbacks():  # callbacks of two groups would wait for each other
             return
-        with self._settled:
-            if self._settled.wait_for(lambda: not self.unsettled, timeout_s):
+        with self._changed:
+            if self._changed.wait_for(lambda: not self._unsettled, timeout_s):
                 return
-            self._round, self.unsettled = self._round + 1, 0
+            self._unsettled.clear()
         warnings.warn(
             f"group {self._name}: callbacks of earlier collectives have not ended within {timeout_s:g} s, and are not "
             f"waited for any more. If they start collectives, the ranks may start theirs in different orders.",
@@ -99,77 +106,63 @@ class Completer:
             stacklevel=2,
         )
 
-    def submit_apart(self, wait: Callable[[], object], complete: Complete, may_exchange: bool = False) -> None:
-        """The same for an operation that ends in no order with the others: on a thread that waits for it alone."""
-
-        def serve() -> None:
-            _native.go_on_at_exit()
-            try:
-                complete(outcome(wait))
-            finally:
-                self._threads.discard(threading.current_thread())
-
-        thread = _Thread(target=serve, name=f"photinus-completer-{self._name}", daemon=True)
-        with self._changed:
-            self._threads.add(thread)
-            thread.start()
-
     def close(self, timeout_s: float = 5.0) -> None:
         """Ends the threads after what is submitted, which the caller made end, and waits for them; idempotent."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._ended.close()
         deadline = time.monotonic() + timeout_s
-        # Anew each time: a thread that leads appoints others.
+        # Again each time: a thread that takes an item may start others.
         while others := [thread for thread in list(self._threads) if thread is not threading.current_thread()]:
             others[0].join(max(0.0, deadline - time.monotonic()))
             if time.monotonic() >= deadline:
                 return
 
-    def _appoint(self) -> None:  # with the lock held
-        if self._appointed:
-            return
+    def _need_thread(self) -> None:  # with the lock held
+        """Starts a thread unless one is idle. Where that fails, one that runs a callback takes the next item later."""
         if self._idle:
-            self._changed.notify()
-        else:
-            thread = _Thread(target=self._serve, name=f"photinus-completer-{self._name}", daemon=True)
+            return
+        thread = _Thread(target=self._serve, name=f"photinus-completer-{self._name}", daemon=True)
+        self._idle.add(thread)
+        self._threads.add(thread)
+        try:
             thread.start()
-            self._threads.add(thread)
-            self._idle += 1
-        self._appointed = True
+        except BaseException as error:
+            self._idle.discard(thread)
+            self._threads.discard(thread)  # if it has started all the same, it adds itself
+            if isinstance(error, RuntimeError) and self._threads and not _runs_callbacks():
+                return
+            raise
 
     def _serve(self) -> None:
         _native.go_on_at_exit()
-        try:
-            while (item := self._lead()) is not None:
-                error = outcome(item.wait)
-                with self._changed:
-                    self._led = False
-                    if self._waiting:
-                        self._appoint()
-                item.complete(error)
-                with self._changed:
-                    self._idle += 1
-                    self.unsettled -= item.round == self._round
-                    if not self.unsettled:
-                        self._settled.notify_all()
-                del item, error  # or an idle thread would keep the last operation's tensors
-        finally:
-            self._threads.discard(threading.current_thread())
-
-    def _lead(self) -> _Item | None:
-        """Waits, counted as idle, for an item and the lead, and takes both; None when this thread should end."""
-        with self._changed:
+        while (taken := self._take()) is not None:
+            item, error = taken
             try:
-                while self._led or not self._waiting:
-                    if self._closed and not self._waiting:
+                item.complete(error)
+            except Exception:  # noqa: BLE001 - nobody else would see it, and others wait for this thread
+                traceback.print_exc()
+            with self._changed:
+                self._unsettled.pop(id(item), None)
+                self._changed.notify_all()
+            del taken, item, error  # or an idle thread would keep the last operation's tensors
+
+    def _take(self) -> tuple[_Item, BaseException | None] | None:
+        """Waits, counted as idle, for an item, and finishes its operation; None when this thread should end."""
+        thread = threading.current_thread()
+        with self._changed:
+            self._threads.add(thread)
+            self._idle.add(thread)
+        with self._taking:
+            while True:
+                item: Any = self._ended.take(_IDLE_S)
+                error = None if item is None else outcome(item.finish)
+                with self._changed:
+                    if item is None and not self._ended.is_empty():
+                        continue
+                    self._idle.discard(thread)
+                    if item is None:
+                        self._threads.discard(thread)
                         return None
-                    if not self._changed.wait(_IDLE_S) and (self._led or not self._waiting):
-                        return None
-            finally:
-                self._idle -= 1
-            self._led, self._appointed = True, False
-            item = self._waiting.popleft()
-            if self._closed and not self._waiting:
-                self._changed.notify_all()  # there will be no other to lead for
-            return item
+                    if not self._ended.is_empty():
+                        with contextlib.suppress(RuntimeError):
+                            self._need_thread()
+                    return item, error

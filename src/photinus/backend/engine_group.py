@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import warnings
@@ -73,7 +74,7 @@ class EngineGroup(ProcessGroup):
         self._completer = Completer(label)
         self._updates = Updates()
         # C++ may hold a work whose Python half nobody else holds (DDP's join does), and would then wait for ever in the
-        # base class. Small ones only: what keeps a work keeps its tensors.
+        # base class. Small ones only: what keeps a work keeps its tensors' storages, and their graphs.
         self._recent: deque[EngineWork] = deque(maxlen=_RECENT_WORKS)
 
     def _do_and_look(self, call: Call) -> None:
@@ -160,8 +161,7 @@ class EngineGroup(ProcessGroup):
         work = kind(handle, outputs, self._completer.submit, finish)
         if event is not None:
             profiling.end_with(event, handle, self._completer.submit)
-        # A sparse tensor's size is not known before it has ended.
-        if all(t.layout is torch.strided for t in outputs) and sum(t.nbytes for t in outputs) <= _RECENT_BYTES:
+        if sum(map(_kept_bytes, outputs)) <= _RECENT_BYTES:
             self._recent.append(work)
         self._do = self._do_and_look
         self._raise_lost()
@@ -185,12 +185,10 @@ class EngineGroup(ProcessGroup):
         except BaseException:
             profiling.end(event)
             raise
-        # Messages end in any order, so none may stand in line behind another, nor a collective behind it.
-        apart = self._completer.submit_apart
         kind = EngineWork if memory.device is None else CudaWork
-        work = kind(handle, [output], apart, memory)
+        work = kind(handle, [output], self._completer.submit, memory)
         if event is not None:
-            profiling.end_with(event, handle, apart)
+            profiling.end_with(event, handle, self._completer.submit)
         self._do = self._do_and_look
         self._raise_lost()
         return work
@@ -246,6 +244,13 @@ class EngineGroup(ProcessGroup):
 
         self._submit = self._do = self._message = refuse
         super()._end(reason)
+
+
+def _kept_bytes(tensor: Tensor) -> float:
+    """How much memory a reference to the tensor keeps; infinite where that is not known, as of a graph."""
+    if tensor.layout is not torch.strided or tensor.grad_fn is not None:
+        return math.inf
+    return tensor.untyped_storage().nbytes()
 
 
 def whole(source: Tensor, target: Tensor) -> dict[str, int]:

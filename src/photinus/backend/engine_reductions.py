@@ -95,7 +95,7 @@ class EngineReductions(EngineGroup):
             tensor.shape,
         )
         if asynchronous or waiting_time.on or profiling.is_on():
-            return self._start(call, values, [tensor], memory)
+            return self._start(call, values.untyped_storage(), [tensor], memory)  # a tensor may get another storage
         self._do(call)  # here: the engine looks at each frame up to the user's, which costs 0.1 microseconds
         if memory:
             memory()

@@ -40,4 +40,4 @@ def end_with(event: Any, handle: Handle, submit: Submit) -> None:
 
     torch 2.11 leaves such events out.
     """
-    submit(partial(handle.wait, sees=False), lambda _: end(event), False)
+    submit(handle, partial(handle.wait, sees=False), lambda _: end(event), False)

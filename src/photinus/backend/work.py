@@ -6,7 +6,7 @@ Notes on c10d that this file answers to (torch 2.13):
 - A future's value is the list of result tensors; DDP's reducer crashes on anything else.
 - `Future.set_exception` stores a value that C++ takes for a result. A callback that raises makes a real error.
 - A call that is not asynchronous needs no work once it is done: None is the answer, as NCCL's (torch 2.8 on).
-- `dist.Work` keeps no reference to its Python half: see `ProcessGroup._recent`.
+- `dist.Work` keeps no reference to its Python half: see `EngineGroup._recent`.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class EngineWork(_Work):
     """An operation that the engine runs.
 
     Args:
-        submit: completes the future, in or out of line, when somebody asks for one.
+        submit: completes the future, when somebody asks for one.
         finish: copies results to the outputs; runs once, on the thread that first sees the operation's end.
     """
 
@@ -179,7 +179,7 @@ class EngineWork(_Work):
         if self._handle.is_completed():  # here and now: C++ asks after wait() and reads without waiting
             self._complete(ended, outcome(self._wait_and_finish))
         else:
-            self._submit(self._wait_and_finish, partial(self._complete, ended), may_exchange)
+            self._submit(self._handle, self._wait_and_finish, partial(self._complete, ended), may_exchange)
         return result
 
     def _new_future(self) -> Future[Any]:
