@@ -293,6 +293,14 @@ def test_values_that_make_no_sense_are_named_with_what_is_needed(words, told):
         parse_run([*words.split(), "x.py"])
 
 
+@pytest.mark.parametrize("heartbeat", ["0", "1"])
+def test_a_heartbeat_timeout_no_longer_than_a_beat_is_refused(heartbeat):
+    with pytest.raises(
+        UsageError, match=r"heartbeat_timeout needs 1.5 s or more: hosts send a sign of life each second"
+    ):
+        parse_run(["--rdzv-conf", f"heartbeat_timeout={heartbeat}", "x.py"])
+
+
 def test_an_address_of_ipv6_may_stand_in_brackets():
     for address in ("fd00::1", "[fd00::1]"):
         assert parse_run(["--nnodes", "2", "--master-addr", address, "x.py"]).hosts.leader == "fd00::1"

@@ -55,11 +55,13 @@ async def host(port: int, name: str, *, leads: bool = False, **more: Any) -> Hos
     return made
 
 
-def with_leader(test: Callable[[int], Coroutine[Any, Any, None]], said: list[str] | None = None) -> None:
+def with_leader(
+    test: Callable[[int], Coroutine[Any, Any, None]], said: list[str] | None = None, heartbeat_timeout_s: float = 30.0
+) -> None:
     async def run() -> None:
         listener = listen("127.0.0.1", 0)
         port: int = listener.getsockname()[1]
-        rules = Membership(2, 2, join_timeout_s=60.0, last_call_s=1.0)
+        rules = Membership(2, 2, join_timeout_s=60.0, last_call_s=1.0, heartbeat_timeout_s=heartbeat_timeout_s)
         said_by_leader = [] if said is None else said
         leader = Leader(KEY, rules, max_restarts=1, job_id="job", say=lambda text, _: said_by_leader.append(text))
         await leader.open(listener)
@@ -340,3 +342,30 @@ def test_what_a_host_had_to_say_to_a_lost_leader_is_not_told_to_the_one_it_finds
             again.writer.close()
 
     asyncio.run(asyncio.wait_for(test(), DEADLINE_S))
+
+
+def test_a_host_that_is_started_again_before_its_silence_is_noticed_gets_its_place_back(monkeypatch):
+    monkeypatch.setattr("photinus.launcher.hosts.leader._SILENT_S", 0.3)
+    said: list[str] = []
+
+    async def run(port: int) -> None:
+        async def beat(of: Host) -> None:
+            while True:
+                of.say("beat")
+                await asyncio.sleep(0.1)
+
+        first, silent = await host(port, "a", leads=True), await host(port, "b")
+        beating = asyncio.ensure_future(beat(first))
+        assert (await first.hear("form"))["attempt"] == 0
+        await asyncio.sleep(0.5)
+        again = await host(port, "b", launcher="another")
+        await first.hear("regroup")  # when the heartbeat's time is over
+        first.say("ready")
+        assert (await first.hear("form"))["attempt"] == 1
+        first.say("store", port=1)
+        assert (await again.hear("form"))["host_rank"] == 1
+        beating.cancel()
+        silent.writer.close()
+
+    with_leader(run, said, heartbeat_timeout_s=1.5)
+    assert "photinus: host b (127.0.0.1) waits for the place of a host that is silent\n" in said

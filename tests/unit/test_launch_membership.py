@@ -6,6 +6,7 @@ import pytest
 
 from photinus.launcher.hosts.membership import (
     Decide,
+    Drop,
     End,
     Form,
     Membership,
@@ -147,9 +148,32 @@ def test_a_host_that_is_importing_is_waited_for_before_the_start():
     rules = meeting(1, 3)
     come(rules, 0)
     rules.add(peer(1), 1.0)  # has proved itself, is not ready
-    assert rules.tick(6.0) == []
+    (said,) = rules.tick(6.0)
+    assert said.text.startswith("waiting for b (10.0.0.2) to be ready, 594 s more at most")
     (form,) = rules.ready(1, 7.0)
     assert len(form.peers) == 2
+
+
+def test_a_host_that_is_never_ready_is_left_out_after_the_join_timeout_and_may_come_later():
+    rules = meeting(1, 2, join_timeout_s=60.0)
+    come(rules, 0)
+    rules.add(peer(1), 1.0)
+    assert not any(isinstance(act, Form) for act in rules.tick(59.0))
+    (form,) = rules.tick(61.0)
+    assert [each.key for each in form.peers] == [0]
+    (regroup,) = rules.ready(1, 62.0)
+    assert (regroup.keys, regroup.unharmed) == ((0,), True)
+
+
+def test_a_host_that_never_reports_is_lost_after_the_join_timeout():
+    rules = meeting(2, join_timeout_s=60.0, restarts=("restart 1 of 1",))
+    come(rules, 0, 1)
+    assert rules.fail(0, report("the disk is full"), 10.0) == [Stop((1,))]
+    (said,) = rules.tick(20.0)
+    assert said.text.startswith("waiting for the reports of b (10.0.0.2), 50 s more at most")
+    drop, regroup = rules.tick(71.0)
+    assert drop == Drop(1)
+    assert regroup.reason == "host b (10.0.0.2) was lost: it did not report within 60 s (restart 1 of 1)"
 
 
 def test_a_host_that_comes_while_others_run_makes_them_gather_anew():
@@ -163,15 +187,18 @@ def test_a_host_that_comes_while_others_run_makes_them_gather_anew():
     assert form == Form((peer(0, leads=True), peer(1)), attempt=1)
 
 
-def test_workers_cannot_save_for_a_host_that_comes_when_others_of_them_are_done():
+@pytest.mark.parametrize("whole_host", [True, False])
+def test_a_host_that_comes_when_a_rank_has_ended_well_restarts_nobody(whole_host):
     rules = meeting(1, 3)
     come(rules, 0, 1)
     rules.tick(9.0)
-    rules.finish(1, 20.0)
+    _ = rules.finish(1, 20.0) if whole_host else rules.note_ended_rank()
     rules.add(peer(2), 21.0)
-    (regroup,) = rules.ready(2, 22.0)
-    assert isinstance(regroup, Regroup)
-    assert not regroup.unharmed
+    (said,) = rules.ready(2, 22.0)
+    assert said == Say("host c (10.0.0.3) has come, and waits: ranks ended well, and would start again")
+    rules.remove_host(0, "was lost", 30.0, lost=True)
+    (form,) = rules.ready(1, 31.0)  # it takes part in the next attempt
+    assert [each.key for each in form.peers] == [1, 2]
 
 
 def test_a_lost_host_ends_a_job_of_a_fixed_number():
@@ -257,7 +284,8 @@ def test_what_a_host_says_late_of_an_attempt_without_it_has_no_effect():
     assert rules.ready(0, 50.0) == []  # said twice
     (regroup,) = rules.ready(2, 51.0)
     assert isinstance(regroup, Regroup)
-    assert rules.tick(90.0) == []  # its workers have not ended yet
+    (said,) = rules.tick(90.0)  # its workers have not ended yet
+    assert "a (10.0.0.1) to be ready" in said.text
     (form,) = rules.ready(0, 91.0)
     assert form.attempt == 2
 

@@ -26,6 +26,7 @@ _RENDEZVOUS_OPTIONS = {
     "last_call_timeout": "last_call_s",
     "timeout": "join_timeout_s",
 }
+_LEAST_HEARTBEAT_S = 1.5
 _RENDEZVOUS_IDLE = {
     *("close_timeout", "keep_alive_interval", "keep_alive_max_attempt", "rank", "read_timeout"),
     *("store_type", "use_libuv"),
@@ -159,6 +160,10 @@ def _rendezvous_options(text: str) -> Mapping[str, float | bool]:
                 options[_RENDEZVOUS_OPTIONS[key]] = seconds(value)
             except ArgumentTypeError as error:
                 raise ArgumentTypeError(f"{key} {error}") from None
+            if key == "heartbeat_timeout" and float(value) < _LEAST_HEARTBEAT_S:
+                raise ArgumentTypeError(
+                    f"{key} needs {_LEAST_HEARTBEAT_S} s or more: hosts send a sign of life each second."
+                )
     return options
 
 

@@ -29,6 +29,7 @@ _TICK_S = 0.1
 _HANDSHAKE_S = 5.0
 _GOODBYE_S = 2.0
 _ENDS_S = 5.0
+_SILENT_S = 2.5 * messages.BEAT_S
 
 
 class Leader:
@@ -52,6 +53,7 @@ class Leader:
         self._keys = itertools.count()
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._own: int | None = None  # key of the leader's own host
+        self._heard_s: dict[int, float] = {}  # when each host was heard last
         self._launchers: dict[str, int] = {}  # keys by the name that each launcher gave itself
         self._torch: str | None = None
         self._token = ""
@@ -136,8 +138,7 @@ class Leader:
             why = "was lost, and comes back"
             self._carry_out(self._rules.remove_host(before, why, time.monotonic(), lost=True))
         try:
-            peer = self._peer(key, hello, writer)
-            self._rules.add(peer, time.monotonic())
+            peer = await self._admit(self._peer(key, hello, writer), writer)
         except membership.RefusedHostError as error:
             messages.write(writer, {"type": "end", "reason": f"this host cannot take part: {error}", "exit_code": 2})
             with contextlib.suppress(OSError, asyncio.TimeoutError):  # it reads that and closes; or it does not
@@ -151,6 +152,7 @@ class Leader:
         try:
             while True:
                 message = await messages.hear(reader, f"host {peer.name}", grace_s, self._tell)
+                self._heard_s[key] = time.monotonic()
                 if message["type"] == "leave":
                     why, lost = str(message["reason"]), False
                     if peer.leads:
@@ -167,9 +169,32 @@ class Leader:
             pass
         finally:
             self._writers.pop(key, None)
+            self._heard_s.pop(key, None)
             if peer.leads:  # it has the store
                 self._carry_out(self._rules.end(f"host {peer.name}, which leads, {why}", 1))
             self._carry_out(self._rules.remove_host(key, why, time.monotonic(), lost=lost))
+
+    async def _admit(self, peer: membership.PeerHost, writer: asyncio.StreamWriter) -> membership.PeerHost:
+        """Takes a host in. Without a place it waits while another host is silent: that may be this one, started again.
+
+        Raises:
+            RefusedHostError: it may not take part.
+        """
+        has_said = False
+        while True:
+            now_s = time.monotonic()
+            try:
+                self._rules.add(peer, now_s)
+                self._heard_s[peer.key] = now_s
+                return peer
+            except membership.RefusedHostError:
+                if self._rules.state == "ended" or now_s - min(self._heard_s.values(), default=now_s) < _SILENT_S:
+                    raise
+            if not has_said:
+                has_said = True
+                self._tell(f"host {peer.name} waits for the place of a host that is silent")
+            messages.write(writer, {"type": "beat"})
+            await asyncio.sleep(_TICK_S)
 
     def _peer(self, key: int, hello: dict[str, Any], writer: asyncio.StreamWriter) -> membership.PeerHost:
         version, hosts, torch = str(hello["version"]), tuple(hello["nnodes"]), str(hello["torch"])
@@ -213,6 +238,7 @@ class Leader:
         elif kind == "store lost" and key == self._own:
             self._carry_out(self._rules.lose_store(str(message["reason"]), now_s))
         elif kind == "ended":
+            self._rules.note_ended_rank()
             if self._own is not None:  # the store is there
                 self._send((self._own,), message)
         elif kind != "beat":
@@ -229,6 +255,8 @@ class Leader:
             elif isinstance(act, membership.Regroup):
                 self._tell(f"{act.reason}: the hosts that are there stop their workers and meet again")
                 self._send(act.keys, {"type": "save" if act.unharmed else "regroup"})
+            elif isinstance(act, membership.Drop):
+                self._writers[act.key].close()
             elif isinstance(act, membership.Decide):
                 self._decide(act)
             elif isinstance(act, membership.End):

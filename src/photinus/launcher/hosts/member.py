@@ -125,10 +125,7 @@ class Member:
 
         The workers of all hosts read it in the store that the leader's host holds.
         """
-        if self.leads:
-            self._store.tell_ended(ranks)
-        else:
-            self._send({"type": "ended", "ranks": list(ranks)})
+        self._send({"type": "ended", "ranks": list(ranks)})
 
     def report_finished(self) -> None:
         """Says that all workers of this host ended well; "done" will follow, or another order."""
@@ -200,7 +197,7 @@ class Member:
             if kind == "ended":
                 self._store.tell_ended(map(int, message["ranks"]))
             elif kind == "end":
-                told = f"the job ended: {message['reason']}"
+                told = f"the job ended: {message['reason'] or 'well, before this host took part'}"
                 self._over = JobEndedError(told, exit_code=int(message["exit_code"]))
             else:
                 return message

@@ -3,13 +3,17 @@
 The leader feeds in what happens, with the time, and carries out the acts that come back:
 
     gathering   hosts come in and say that they are ready. A fixed number of hosts starts when all are; a job whose
-                hosts come and go starts when the least are and no more came for a while (the last call), or all
-    running     a host that comes (and may) or goes makes the others gather anew; with a fixed number of hosts, one
-                that leaves ends the job, and one that is lost costs a restart, for which it has to come back
-    settling    a worker failed: all hosts end their workers and report; then there is a verdict on all of them
+                hosts come and go starts when the least are and no more came for a while (the last call), or all.
+                After join_timeout it starts without those that are not ready; with too few, it ends
+    running     a host that comes (and may) or goes makes the others gather anew, but one that comes when a rank has
+                ended well waits for the end, or the next attempt; with a fixed number of hosts, one that leaves ends
+                the job, and one that is lost costs a restart, for which it has to come back
+    settling    a worker failed: all hosts end their workers and report; then there is a verdict on all of them. A host
+                that has not reported after join_timeout is lost
     ended       for good
 
-A host that is lost while the others settle is the cause of what they saw.
+A host that is lost while the others settle is the cause of what they saw. Where hosts are waited for, a line says so
+after 3 s, and then once a minute.
 """
 
 from __future__ import annotations
@@ -71,6 +75,13 @@ class Regroup:
 
 
 @dataclass(frozen=True)
+class Drop:
+    """Close the connection to this host, which does not do what it was asked to; it may come back."""
+
+    key: int
+
+
+@dataclass(frozen=True)
 class Decide:
     """All have reported: find the verdict, tell all, and call `go_on`."""
 
@@ -95,7 +106,7 @@ class Say:
     text: str
 
 
-Act = Form | Stop | Regroup | Decide | End | Say
+Act = Form | Stop | Regroup | Drop | Decide | End | Say
 
 
 @dataclass
@@ -123,10 +134,11 @@ class Membership:
     _ready: set[int] = field(default_factory=set)
     _running: tuple[PeerHost, ...] = ()
     _finished: set[int] = field(default_factory=set)
+    _any_rank_ended: bool = False
     _reports: dict[int, Report] = field(default_factory=dict)
     _lost: list[str] = field(default_factory=list)
     _left: bool = False  # one of those went by itself, and does not come back
-    _since_s: float | None = None  # gathering began
+    _since_s: float | None = None  # gathering or settling began
     _enough_since_s: float | None = None
     _said_s: float | None = None
 
@@ -164,22 +176,30 @@ class Membership:
         self._ready.add(key)
         if self.state == "gathering":
             return self.tick(now_s)
+        if self.state == "running" and self._any_rank_ended:
+            return [Say(f"host {self._peers[key].name} has come, and waits: ranks ended well, and would start again")]
         if self.state == "running":
-            return self._regroup(f"host {self._peers[key].name} has come", now_s, unharmed=not self._finished)
+            return self._regroup(f"host {self._peers[key].name} has come", now_s, unharmed=True)
         return []
+
+    def note_ended_rank(self) -> None:
+        """A rank ended well while others run."""
+        self._any_rank_ended = True
 
     def fail(self, key: int, report: Report, now_s: float) -> list[Act]:
         """A worker of this host failed, or it was asked to stop and report: how its workers ended."""
         if self.state not in ("running", "settling") or not self._runs(key):
             return []
         first = self.state == "running"
-        self.state = "settling"
+        if first:
+            self.state, self._since_s, self._said_s = "settling", now_s, None
         self._reports[key] = report
         others = tuple(peer.key for peer in self._running if peer.key != key and peer.key in self._peers)
         return [*([Stop(others)] if first and others else []), *self._settle(now_s)]
 
     def finish(self, key: int, now_s: float) -> list[Act]:
         """All workers of this host ended well."""
+        self._any_rank_ended = True
         self._finished.add(key)
         if self.state == "running" and all(peer.key in self._finished for peer in self._running):
             return self._end("", 0)
@@ -226,32 +246,45 @@ class Membership:
 
     def tick(self, now_s: float) -> list[Act]:
         """What follows from the time alone; to be called a few times a second."""
-        if self.state != "gathering" or self._since_s is None:
+        if self.state not in ("gathering", "settling") or self._since_s is None:
             return []
+        is_over = now_s - self._since_s > self.join_timeout_s
+        if self.state == "settling":
+            late = [peer for peer in self._running if peer.key in self._peers and peer.key not in self._reports]
+            if is_over:
+                why = f"was lost: it did not report within {self.join_timeout_s:g} s"
+                drops = [Drop(peer.key) for peer in late]
+                return [*drops, *(act for peer in late for act in self.remove_host(peer.key, why, now_s, lost=True))]
+            return self._say_waiting(now_s, f"the reports of {', '.join(peer.name for peer in late)}")
         count = len(self._ready)
         if count < self.least:
             self._enough_since_s = None
-            if now_s - self._since_s > self.join_timeout_s:
+            if is_over:
                 return self._end(
                     f"only {count} of {self._wanted()} ready within {self.join_timeout_s:g} s; here: {self._names()}",
                     _FAILED,
                 )
-            return self._say_waiting(now_s)
+            return self._say_waiting(now_s, self._wanted())
         if self._enough_since_s is None:
             self._enough_since_s = now_s
         everybody = count == len(self._peers)
         last_call_s = self.last_call_s if self.attempt < 0 else min(_LAST_CALL_AGAIN_S, self.last_call_s)
-        if everybody and (count == self.most or now_s - self._enough_since_s >= last_call_s):
+        if is_over or (everybody and (count == self.most or now_s - self._enough_since_s >= last_call_s)):
             return self._form()
-        return []
+        if everybody:
+            return []
+        names = ", ".join(self._peers[key].name for key in self._order if key not in self._ready)
+        return self._say_waiting(now_s, f"{names} to be ready")
 
     def _form(self) -> list[Act]:
         self.state = "running"
         self.attempt += 1
-        self._running = _ranked([self._peers[key] for key in self._order])
-        self._order = [peer.key for peer in self._running]
+        self._running = _ranked([self._peers[key] for key in self._order if key in self._ready])
+        here = [peer.key for peer in self._running]
+        self._order = here + [key for key in self._order if key not in here]
         self._ready.clear()
         self._finished.clear()
+        self._any_rank_ended = False
         self._reports.clear()
         self._lost.clear()
         self._left = False
@@ -294,14 +327,14 @@ class Membership:
         self.state = "ended"
         return [End(reason, exit_code)]
 
-    def _say_waiting(self, now_s: float) -> list[Act]:
+    def _say_waiting(self, now_s: float, what: str) -> list[Act]:
         assert self._since_s is not None
         due_s = self._since_s + _SAY_AFTER_S if self._said_s is None else self._said_s + _SAY_EVERY_S
         if now_s < due_s:
             return []
         self._said_s = now_s
         left_s = self.join_timeout_s - (now_s - self._since_s)
-        return [Say(f"waiting for {self._wanted()}, {left_s:.0f} s more at most; here: {self._names()}")]
+        return [Say(f"waiting for {what}, {left_s:.0f} s more at most; here: {self._names()}")]
 
     def _runs(self, key: int) -> bool:
         return any(peer.key == key for peer in self._running)
