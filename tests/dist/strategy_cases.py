@@ -150,6 +150,14 @@ def numbers(state: Any) -> Any:
     return [numbers(value) for value in state] if isinstance(state, (list, tuple)) else state
 
 
+def held_by(training: Training) -> dict[str, int]:
+    """How many numbers this rank holds: of parameters, and of the optimizer's state."""
+    local = [p.to_local() if is_split(p) else p for p in training.model.parameters()]
+    remembered = [value for state in training.optimizer.state.values() for value in state.values()]
+    values = [v.to_local() if is_split(v) else v for v in remembered]
+    return {"parameters": sum(p.numel() for p in local), "optimizer": sum(v.numel() for v in values if v.dim())}
+
+
 class Payload:
     """Runs code where it is unpickled: it makes a file."""
 
@@ -219,7 +227,8 @@ class Cases:
         training.run(range(1))  # what it remembers of this must go
         photinus.load(path, model=training.model, optimizer=training.optimizer, scheduler=training.scheduler)
         parameters = numbers(state_of(training.model))
-        return {"parameters": parameters, "further": training.run(range(steps, steps + 2))}
+        held = held_by(training)["optimizer"]
+        return {"parameters": parameters, "held": held, "further": training.run(range(steps, steps + 2))}
 
     def load_each(self, strategy: str, folder: str) -> dict[str, str]:
         """By optimizer: whether a training that is saved and loaded by photinus.save and load goes on with the same
@@ -304,10 +313,7 @@ class Cases:
         """How many numbers this rank holds after two steps: of parameters, and of the optimizer's state."""
         training = Training(strategy)
         training.run(range(2))
-        local = [p.to_local() if is_split(p) else p for p in training.model.parameters()]
-        remembered = [value for state in training.optimizer.state.values() for value in state.values()]
-        values = [v.to_local() if is_split(v) else v for v in remembered]
-        return {"parameters": sum(p.numel() for p in local), "optimizer": sum(v.numel() for v in values if v.dim())}
+        return held_by(training)
 
     def overflow(self, strategy: str, optimizer: str) -> Any:
         """A step with a GradScaler where one number of one gradient, in the last rank's part, is infinite: all ranks
@@ -526,7 +532,9 @@ class Cases:
         training.model.load_state_dict(plain.state_dict())
         state = numbers(state_of(training.model))
         training.run(range(2))
-        return {"loaded": self.rank > 0 or state == numbers(plain.state_dict())}
+        trained = {name for name, _ in training.model.named_parameters()}
+        gathered = sum(value is not None for name, value in state_of(training.model).items() if name in trained)
+        return {"loaded": self.rank > 0 or state == numbers(plain.state_dict()), "gathered": gathered}
 
     def comm_buffers(self, strategy: str) -> int:
         """How often a step takes a buffer from the process group's own memory."""

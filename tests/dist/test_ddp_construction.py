@@ -61,7 +61,7 @@ def check_parameters_and_buffers_become_those_of_rank_0(group: dist.ProcessGroup
 
 
 def check_large_models_are_broadcast_in_pieces(group: dist.ProcessGroup) -> None:
-    from photinus.parallel.exchange.broadcast import broadcast_tensors
+    from photinus.parallel.exchange.broadcast import _pieces, broadcast_tensors
 
     torch.manual_seed(group.rank())
     tensors = [torch.randn(1000), torch.randn(3, 5).t(), torch.randn(50, 40).t(), torch.zeros(0), torch.ones(7).bool()]
@@ -69,6 +69,26 @@ def check_large_models_are_broadcast_in_pieces(group: dist.ProcessGroup) -> None
     torch.manual_seed(0)
     expected = [torch.randn(1000), torch.randn(3, 5).t(), torch.randn(50, 40).t()]
     assert all(torch.equal(a, b) for a, b in zip(tensors, expected, strict=False))
+    for piece in _pieces([*tensors, *(torch.zeros(70) for _ in range(5))], 600):
+        staged_whole = len(piece) == 1 and not piece[0].is_contiguous()
+        assert sum(part.nbytes for part in piece) <= 600 or staged_whole
+
+
+def check_states_of_all_ranks_come_to_rank_0_as_they_are(group: dist.ProcessGroup) -> None:
+    from photinus.parallel.exchange.state_exchange import gather_states
+
+    def state(rank: int) -> dict[Any, Any]:
+        tensors = [torch.full((2, 3), float(rank)).t(), torch.tensor(rank).bfloat16(), torch.zeros(0, 4)]
+        return {0: {"betas": (0.9, rank), "list": [None, True, "x"], "tensors": tensors}, "name": 1.5}
+
+    found = gather_states(state(group.rank()), group)
+    assert len(found) == (group.size() if group.rank() == 0 else 0)
+    for rank, each in enumerate(found):
+        tensors, wanted = each[0].pop("tensors"), state(rank)
+        assert all(torch.equal(a, b) for a, b in zip(tensors, wanted[0].pop("tensors"), strict=True))
+        assert [tensor.dtype for tensor in tensors] == [torch.float32, torch.bfloat16, torch.float32]
+        assert each == wanted
+        assert type(each[0]["betas"]) is tuple
 
 
 def check_different_models_are_refused_on_every_rank_within_a_second(group: dist.ProcessGroup) -> None:

@@ -236,12 +236,18 @@ def test_a_split_model_may_be_compiled_or_used_in_inference_mode_before_it_train
 def test_a_split_model_loads_a_plain_state(two: RankPool, strategy: str) -> None:
     for told in two.ask({"do": "load_plain", "strategy": strategy}):
         assert told["loaded"]
+    first, *others = (told["gathered"] for told in two.ask({"do": "load_plain", "strategy": strategy}))
+    assert first > 0
+    assert set(others) == {0}, "a rank that saves nothing keeps no whole tensors"
 
 
 def _goes_on(pool: RankPool, path: str, saved: str, loaded: str) -> None:
     before = pool.ask({"do": "save", "strategy": saved, "path": path})
     after = pool.ask({"do": "load", "strategy": loaded, "path": path})
     assert after[0]["parameters"] == before[0]["parameters"], (saved, loaded)
+    if loaded in ZERO and len(after) > 1:
+        parts = [told["held"] for told in after]
+        assert max(parts) < 0.6 * sum(parts), (saved, loaded)
     assert [told["further"] for told in after] == [told["further"] for told in before], (saved, loaded)
     mean = [sum(ranks) / len(ranks) for ranks in zip(*([s["loss"] for s in t["further"]] for t in before), strict=True)]
     assert plain_losses(path) == pytest.approx(mean, rel=1e-5), saved

@@ -33,6 +33,9 @@ def test_by_default_the_blocks_of_the_outermost_stacks_are_units() -> None:
     model = Transformer()
     assert _elems(model.blocks[0]) >= SMALLEST_UNIT_ELEMS > _elems(model.small)
     assert set(shard_units(model)) == set(model.blocks)
+    model.blocks = nn.ModuleList(nn.Linear(256, width, bias=False) for width in (256, 255))
+    assert _elems(model.blocks[0]) == SMALLEST_UNIT_ELEMS
+    assert shard_units(model) == [model.blocks[0]]
 
 
 def test_a_model_that_is_a_stack_itself_is_cut_into_its_layers() -> None:
