@@ -31,14 +31,14 @@ GIVEN = {
     'docs/how-to/backend.md: torch.distributed.init_process_group("photinus")': (
         "import os; os.environ.update(RANK='0', WORLD_SIZE='1', MASTER_ADDR='127.0.0.1', MASTER_PORT='0')"
     ),
-    "docs/launching.md: for step, batch in enumerate(batches, start=1):": (
+    "docs/how-to/preemption.md: for step, batch in enumerate(batches, start=1):": (
         "import os; os.environ['PHOTINUS_PREEMPT_AT_STEP'] = '3'\n"
         "batches = photinus.loader(range(20), batch_size=4)\n"
         "path, train = 'last.pt', lambda batch: None"
     ),
-    'docs/launching.md: photinus.Trainer(model, optimizer, loss_fn, epochs=3, batch_size=64, out="runs/x", '
+    'docs/how-to/watch.md: photinus.Trainer(model, optimizer, loss_fn, epochs=3, batch_size=64, out="runs/x", '
     "tensorboard=True).fit(train_set)": "",
-    'docs/launching.md: config = photinus.deepspeed_config("ds_config.json", auto={"lr": 3e-5, '
+    'docs/how-to/deepspeed.md: config = photinus.deepspeed_config("ds_config.json", auto={"lr": 3e-5, '
     '"train_micro_batch_size_per_gpu": 8})': (
         "import json; from pathlib import Path\n"
         "keys = {'train_micro_batch_size_per_gpu': 'auto', 'optimizer': {'type': 'AdamW', 'params': {'lr': 'auto'}}}\n"
@@ -47,11 +47,11 @@ GIVEN = {
     ),
 }
 # How a fragment ends, where that is not at its last line; and what it leaves.
-LEAVES = {"docs/launching.md: for step, batch in enumerate(batches, start=1):": 75}
+LEAVES = {"docs/how-to/preemption.md: for step, batch in enumerate(batches, start=1):": 75}
 LEFT = ["runs/one/metrics.csv", "last.pt", "runs/x/tensorboard"]
 
 ELSEWHERE = {  # Python blocks and commands that do not run here, and why
-    "docs/launching.md: trainer = TorchTrainer(": "a part of a script: tests/interop/test_scripts.py",
+    "docs/how-to/ray.md: trainer = TorchTrainer(": "a part of a script: tests/interop/test_scripts.py",
     'examples/interop/README.md: torch.distributed.init_process_group("photinus")': (
         "needs the extra interop: tests/interop/test_scripts.py"
     ),
@@ -128,6 +128,7 @@ def run_python(folder: Path, *words: str, given: str = "") -> str:
 
 def test_each_block_of_python_runs_as_it_stands_or_in_the_program_that_it_belongs_to(tmp_path: Path) -> None:
     chosen = [block for name, block in PYTHON.items() if name not in ELSEWHERE and name != ENGINE]
+    chosen.sort(key=lambda block: block.name in LEAVES)  # after a suspension the process is to end
     told = run_python(
         tmp_path, "-c", RUNNER, given=json.dumps([(each.name, GIVEN.get(each.name, ""), each.text) for each in chosen])
     )
@@ -201,6 +202,6 @@ def test_no_reason_outlives_its_snippet_and_each_names_a_test_that_is_there() ->
 
 def test_a_block_is_found_with_its_language_and_a_command_without_its_comment() -> None:
     assert Block("README.md", "python", "\nimport a\nb\n").name == "README.md: import a"
-    assert "photinus new digits" in commands("docs/launching.md")
+    assert "photinus new digits" in commands("docs/how-to/new-project.md")
     assert "pytest" in commands("src/photinus/templates/README.md")
     assert "python examples/digits/train.py" in commands("examples/digits/README.md")

@@ -1,4 +1,4 @@
-"""Which environment variables a host started over ssh is given (docs/launching.md): not those that describe a host."""
+"""Which environment variables a host started over ssh is given (docs/how-to/ssh.md): not those that describe a host."""
 
 from __future__ import annotations
 

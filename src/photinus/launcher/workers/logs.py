@@ -1,6 +1,6 @@
 """The workers' output in files: DIR/JOB/attempt_K/RANK/stdout.log and stderr.log, torchrun's layout.
 
-What goes where is decided per stream and local rank, with torchrun's flags (docs/launching.md has the table).
+What goes where is decided per stream and local rank, with torchrun's flags (docs/how-to/output.md has the table).
 `--local-ranks-filter` takes ranks off the terminal and leaves their files. Torchrun alone writes nothing for a bare
 --log-dir; whoever gives a folder wants something in it. RANK is the rank in the job, not on its host, so that several
 hosts can share a folder. Files are appended to: nothing of an earlier job of the same name is lost.
