@@ -51,7 +51,7 @@ def test_a_host_that_is_reached_but_does_not_reach_is_told_so():
     state, value, advice = found["a to b"]
     assert state == "bad"
     assert value == "b reaches a, but a does not reach b (timed out)"
-    assert "A firewall on b" in advice
+    assert "a firewall on b" in advice
 
 
 def test_hosts_that_do_not_reach_each_other_are_told_once():

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 import photinus.launcher.ssh.host as host_module
-import photinus.launcher.ssh.lines as lines_module
 from photinus.launcher.command_line.flags import HostFlags, LogFlags, RunFlags, SelectionFlags, parse_run
 from photinus.launcher.command_line.program import Program
 from photinus.launcher.command_line.usage import UsageError
@@ -310,20 +309,6 @@ def test_the_first_hosts_bytes_pass_as_they_are():
         first.take(said[begin : begin + 3])
     first.show_rest()
     assert pipe.text().encode() == said
-
-
-def test_a_question_of_rank_0_is_shown_and_others_start_a_line_of_their_own(monkeypatch):
-    pipe = Pipe()
-    screen = Screen(pipe.writing)
-    first, second = HostLines(screen, first=True), HostLines(screen, first=False)
-    first.take(b"rea")
-    first.show_overdue()  # not yet
-    second.take(b"[1] no\n")
-    first.take(b"dy? ")
-    monkeypatch.setattr(lines_module, "_QUIET_FILE_S", 0.0)
-    first.show_overdue()
-    second.take(b"[1] yes\n")
-    assert pipe.text() == "[1] no\nready? \n[1] yes\n"
 
 
 def test_neither_side_imports_torch():

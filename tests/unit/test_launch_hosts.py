@@ -14,7 +14,6 @@ import pytest
 
 from photinus.errors import LaunchError
 from photinus.launcher.command_line.flags import HostFlags
-from photinus.launcher.command_line.usage import UsageError
 from photinus.launcher.hosts import handshake, join, messages
 from photinus.launcher.hosts.handshake import HandshakeError, RefusedError, answer, key_of, prove
 from photinus.launcher.hosts.restart_policy import Report
@@ -254,7 +253,8 @@ def leader_of(name: str, monkeypatch: pytest.MonkeyPatch, *, own: list[str], out
 
     monkeypatch.setattr(join, "local_addresses_of", local)
     monkeypatch.setattr(join, "outside_addresses", lambda: outside)
-    found = join._own_addresses(name, must=True, wait_s=0.0, say=lambda text, alarm: said.append(text))
+    found = join._own_addresses(name, lambda text, alarm: said.append(text))
+    assert found is not None
     return found[0], "".join(said)
 
 
@@ -289,19 +289,15 @@ def test_other_names_are_taken_at_their_word(monkeypatch, name, own, outside):
     assert leader_of(name, monkeypatch, own=own, outside=outside) == (own[0], "")
 
 
-def test_a_leaders_name_that_does_not_resolve_is_told_when_the_time_is_over(monkeypatch):
-    def unknown(host: str) -> list[str]:
-        raise socket.gaierror(-2, "Name or service not known")
-
-    monkeypatch.setattr(join, "local_addresses_of", unknown)
-    monkeypatch.setattr(join, "_SAY_AFTER_S", 0.2)
+def test_a_leaders_name_that_does_not_resolve_is_waited_for_with_a_line_and_a_limit(monkeypatch):
+    monkeypatch.setattr("photinus.launcher.hosts.member._SAY_AFTER_S", 0.2)
     said: list[str] = []
-    with pytest.raises(
-        UsageError, match="--master-addr node9 does not resolve on this host: Name or service not known"
-    ):
-        join._own_addresses("node9", must=True, wait_s=0.6, say=lambda text, alarm: said.append(text))
-    assert said == ["photinus: --master-addr node9 does not resolve yet (Name or service not known): up to 0.6 s\n"]
-    assert join._own_addresses("node9", must=False, wait_s=0.0, say=lambda text, alarm: None) == []
+    flags = HostFlags((2, 2), node_rank=0, leader="nosuch.invalid", join_timeout_s=0.5)
+    with join.join_job(flags, job_id="j", max_restarts=0, environ={}, say=lambda text, _: said.append(text)) as member:
+        member.introduce(1, 0, (2, 2))
+        with pytest.raises(LaunchError, match=r"not there within 0.5 s: nosuch.invalid port 29500: \S+"):
+            member.meet(lambda: None)
+    assert said[0].startswith("photinus: waiting for the host that leads the job, at nosuch.invalid port 29500 (")
 
 
 def test_a_host_whose_name_resolves_one_look_up_later_leads(monkeypatch):

@@ -152,9 +152,7 @@ _TYPED_INSTEAD = {
 _OF_TORCHRUN = frozenset({
     "--nnodes", "--nproc-per-node", "--node-rank", "--master-addr", "--master-port", "--local-addr", "--rdzv-backend",
     "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--standalone", "--max-restarts", "--monitor-interval", "--role",
-    "--start-method", "--no-python", "--run-path", "--log-dir", "--redirects", "--tee", "--local-ranks-filter",
-    "--virtual-local-rank", "--logs-specs", "--numa-binding", "--signals-to-handle", "--duplicate-stdout-filters",
-    "--duplicate-stderr-filters", "--event-log-handler",
+    "--start-method", "--no-python", "--log-dir", "--redirects", "--tee", "--local-ranks-filter",
 })  # fmt: skip
 
 
@@ -165,7 +163,7 @@ def _told_by_torchrun(
     told = {}
     for variable, text in environ.items():
         flag = "--" + variable.removeprefix("PET_").lower().replace("_", "-")
-        if not variable.startswith("PET_") or not text or flag not in _OF_TORCHRUN or flag not in parser.flags:
+        if not variable.startswith("PET_") or not text or flag not in _OF_TORCHRUN:
             continue
         action = parser.flags[flag]
         name, is_switch = action.option_strings[0], action.nargs == 0

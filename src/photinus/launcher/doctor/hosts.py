@@ -31,13 +31,10 @@ _TRANSFER_S = 1.0
 _CLOCK_S = 1.0
 _SLOW = 0.5
 _COLUMN = 12
-_ADVICE = {
-    "timed out": "A firewall on {target} or between drops the packets, or the network is cut: let TCP pass on all "
-    "ports between the hosts of a job.",
-    "refused": "A firewall on {target} or between rejects the connection: let TCP pass on all ports between the hosts.",
-    "no route": "There is no way to {target}'s address: put the hosts into one network, or name {target} by an address "
-    "of the network that they share.",
-}
+_ADVICE = (
+    "Let TCP pass on all ports between the hosts (a firewall on {target} or between?), and name {target} by an address "
+    "of a network that they share."
+)
 
 
 @dataclass(frozen=True)
@@ -220,18 +217,17 @@ def _findings_of_unreached(pairs: Sequence[Pair]) -> list[Finding]:
     unreached = {(pair.source, pair.target): pair for pair in pairs if pair.error}
     findings = []
     for (source, target), pair in unreached.items():
-        advice = _ADVICE.get(pair.error, "Look at the network between them.")
         back = unreached.get((target, source))
         if back is None:
             value = f"{target} reaches {source}, but {source} does not reach {target} ({pair.error})"
-            advice = f"Connections are made from both sides. {advice.format(target=target)}"
+            advice = f"Connections are made from both sides. {_ADVICE.format(target=target)}"
             findings.append(Finding(_PAIRS, f"{source} to {target}", "bad", value, advice))
         elif source < target or back.error != pair.error:
             value = f"they do not reach each other ({pair.error})"
             name = f"{source}, {target}"
             if back.error != pair.error:
                 name, value = f"{source} to {target}", f"not reached ({pair.error}), nor the other way round"
-            findings.append(Finding(_PAIRS, name, "bad", value, advice.format(target=target)))
+            findings.append(Finding(_PAIRS, name, "bad", value, _ADVICE.format(target=target)))
     return findings
 
 

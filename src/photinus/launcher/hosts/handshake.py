@@ -12,7 +12,6 @@ that comes before the proof is interpreted: it is of fixed length, or at most 25
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import hmac
 import secrets
@@ -160,13 +159,6 @@ async def dial(
             if time.monotonic() - begun_s > _STRANGER_S:
                 raise LaunchError(_stranger(address, port, error)) from None
         await asyncio.sleep(_PAUSE_S)
-
-
-async def look(address: str, port: int, key: bytes) -> None:
-    """Looks once who is behind the port: nobody yet, or the leader, is well. LaunchError: something else is."""
-    with contextlib.suppress(OSError, asyncio.TimeoutError):
-        _, writer = await dial(address, port, key, "look")
-        writer.close()
 
 
 def _stranger(address: str, port: int, error: HandshakeError) -> str:

@@ -6,10 +6,8 @@ The host that leads is the one to which --master-addr (or --rdzv-endpoint) belon
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import socket
-import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,14 +17,13 @@ from ...world.own_address import is_loopback, means_this_host, outside_addresses
 from ..command_line.flags import HostFlags
 from ..command_line.usage import UsageError
 from ..workers.ports import PortTakenError, listen, local_addresses_of
-from .handshake import key_of, look
+from .handshake import key_of
 from .leader import Leader, start_leader
 from .member import Member
 from .membership import Membership
 
 DEFAULT_PORT = 29500
 _ANY = ("0.0.0.0", "::")
-_NAME_S, _NAME_STEP_S, _SAY_AFTER_S = 60.0, 0.5, 3.0
 
 
 @contextlib.contextmanager
@@ -41,7 +38,7 @@ def join_job(
     """Takes part in the job for the duration of the block; leads it, if this is the host to do so.
 
     Raises:
-        UsageError: nobody said who leads, or the name does not resolve.
+        UsageError: nobody said who leads.
         LaunchError: this host should lead and cannot listen there.
     """
     assert flags.nnodes is not None
@@ -83,8 +80,6 @@ def join_job(
 
         leading = stack.enter_context(contextlib.ExitStack())  # ends after the member, which says good-bye first
         leads, address, at_port = lead()
-        if not leads:
-            asyncio.run(look(address, at_port, key))
         member = Member(
             address,
             at_port,
@@ -114,9 +109,11 @@ def _listener(
     must = bool(flags.leads) or flags.node_rank == 0
     if flags.leads is False or (flags.node_rank is not None and flags.node_rank > 0):
         return None, leader
-    own = _own_addresses(leader, must=must, wait_s=min(flags.join_timeout_s, _NAME_S), say=say)
+    own = _own_addresses(leader, say)
     if flags.local_address is not None and (own or must):
         own = [flags.local_address]
+    if own is None:
+        return None, leader  # the member says what it waits for, and asks again
     if not own:
         if must:
             raise LaunchError(
@@ -136,34 +133,14 @@ def _listener(
         return None, leader if own[0] in _ANY else own[0]
 
 
-def _own_addresses(leader: str, *, must: bool, wait_s: float, say: Callable[[str, bool], None]) -> list[str]:
-    """The addresses of this host behind the leader's name, empty when it is another host's.
-
-    Raises:
-        UsageError: this host must lead, and the name does not resolve for `wait_s` seconds (a cluster's name server may
-            learn of a new host late).
-    """
-    began_s, has_said = time.monotonic(), False
-    while True:
-        try:
-            own = local_addresses_of(leader)
-            break
-        except OSError as error:
-            if leader == socket.gethostname():  # a host that does not know its own name
-                own = []
-                break
-            if not must:
-                return []  # the member goes on trying, and asks again
-            waited_s = time.monotonic() - began_s
-            if waited_s > wait_s:
-                raise UsageError(
-                    f"--master-addr {leader} does not resolve on this host: {error.strerror or error}."
-                ) from None
-            if waited_s > _SAY_AFTER_S and not has_said:
-                has_said = True
-                said = error.strerror or error
-                say(f"photinus: --master-addr {leader} does not resolve yet ({said}): up to {wait_s:g} s\n", False)
-        time.sleep(_NAME_STEP_S)
+def _own_addresses(leader: str, say: Callable[[str, bool], None]) -> list[str] | None:
+    """The addresses of this host behind the leader's name, empty when it is another host's; None: nobody's, yet."""
+    try:
+        own = local_addresses_of(leader)
+    except OSError:
+        if leader != socket.gethostname():
+            return None  # a cluster's name server may learn of a new host late
+        own = []  # a host that does not know its own name
     if not (means_this_host(leader, own) if own else leader == socket.gethostname()):
         return own
     # Debian's /etc/hosts has a host's own name at 127.0.1.1, where no other host reaches it; which of several networks

@@ -102,8 +102,6 @@ class Leader:
                 caller.accept()
                 messages.retry_soon(writer, self._rules.heartbeat_timeout_s)
                 await self._host(reader, writer)
-            elif kind == "look":
-                caller.accept()  # it only wanted to know whether this is the place
             else:
                 await caller.refuse(f"nothing here is called {kind!r}")
         except (OSError, asyncio.IncompleteReadError, asyncio.TimeoutError, messages.MessageError):

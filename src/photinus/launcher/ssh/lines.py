@@ -1,22 +1,18 @@
 """The output of several hosts on one terminal: the first host's as it comes, the others' in whole lines.
 
-The first host runs rank 0, whose output passes untouched: also the progress bar that stays on its line, and a question
-without a newline. Lines of other hosts never stand inside one of its lines, nor inside each other.
+The first host runs rank 0, whose output passes untouched, up to the last end of a line or state of a progress bar.
+Lines of other hosts never stand inside one of its lines, nor inside each other.
 """
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..workers.output import write_all
 
 _LINE_LIMIT_BYTES = 64 * 1024
-# How long an unfinished line of rank 0 is waited for, before what there is of it is shown.
-_QUIET_TERMINAL_S = 0.05
-_QUIET_FILE_S = 1.0
 
 
 @dataclass
@@ -59,12 +55,10 @@ class HostLines:
     screen: Screen
     first: bool
     _pending: bytes = b""
-    _since_s: float = 0.0
 
     def take(self, data: bytes) -> None:
         """More of the stream has come."""
         self._pending += data
-        self._since_s = time.monotonic()
         # A progress bar goes back to the line's start: up to there nothing is torn.
         end = self._pending.rfind(b"\n") + 1
         if self.first:
@@ -75,12 +69,6 @@ class HostLines:
         ready, self._pending = self._pending[:end], self._pending[end:]
         if ready:
             (self.screen.write if self.first else self.screen.write_lines)(ready)
-
-    def show_overdue(self) -> None:
-        """Shows the line of rank 0 that has not ended, when nothing came behind it for a while."""
-        quiet_s = _QUIET_TERMINAL_S if self.screen.terminal else _QUIET_FILE_S
-        if self.first and self._pending and time.monotonic() > self._since_s + quiet_s:
-            self.show_rest()
 
     def show_rest(self) -> None:
         """Shows the line that has not ended, as far as it has come."""

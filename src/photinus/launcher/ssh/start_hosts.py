@@ -243,8 +243,6 @@ class _Job:
             while host.output:
                 name, data = host.output.popleft()
                 lines[name].take(data)
-        for stream in self._lines[0].values():  # of the first host: of others, whole lines alone are shown
-            stream.show_overdue()
 
     def _report_interrupt(self, what: str) -> int:
         number = self._interrupts.received[0]

@@ -254,17 +254,15 @@ class Processes:
 
     def wait_for_leftovers(self, grace_s: float) -> None:
         """After a good end, waits for what the workers left running (a last `rsync &`); `stop` kills what remains."""
-        begun_s, has_said = time.monotonic(), False
-        while (left := self._leftovers()) and not self._interrupts.received:
-            waited_s = time.monotonic() - begun_s
-            if waited_s >= grace_s:
-                return
+        begun_s, waited_s, has_said = time.monotonic(), 0.0, False
+        while (left := self._leftovers()) and waited_s < grace_s and not self._interrupts.received:
             if waited_s > _SAY_LEFT_S and not has_said:
                 has_said = True
                 self._output.say(
                     f"photinus: all workers ended well; up to {grace_s:g} s (--stop-grace) for {_names(left)}\n"
                 )
             self.wait(min(0.1, grace_s - waited_s))
+            waited_s = time.monotonic() - begun_s
 
     def deaths(self) -> list[Death]:
         """How the workers ended that did not end well, by local rank."""

@@ -83,19 +83,9 @@ def describe(
     whatever file.
     """
     chain = [[type(link).__name__, _text(link)[:2000]] for link in _links(error)]
-    return {
-        "message": {
-            "message": f"{type(error).__name__}: {_text(error)}",
-            "extraInfo": {"py_callstack": traceback_text, "timestamp": str(int(time.time()))},
-        },
-        "photinus": {
-            "chain": chain,
-            "by": by,
-            "place": _place(error),
-            "exit_code": exit_code,
-            "raised_at_s": raised_at_s,
-        },
-    }
+    own = {"chain": chain, "by": by, "place": _place(error), "exit_code": exit_code, "raised_at_s": raised_at_s}
+    facts = {"py_callstack": traceback_text, "timestamp": str(int(time.time()))}
+    return {"message": {"message": f"{type(error).__name__}: {_text(error)}", "extraInfo": facts}, "photinus": own}
 
 
 def _links(error: BaseException) -> list[BaseException]:
@@ -121,20 +111,14 @@ def raised_by(error: BaseException) -> list[str]:
 def _raised_by(link: BaseException) -> str:
     import opcode
 
-    kind, frame = type(link), _last_frame(link)
-    code, place, module = b"", 0, ""
-    if frame is not None:
-        code, place, module = (
-            frame.tb_frame.f_code.co_code,
-            frame.tb_lasti,
-            frame.tb_frame.f_globals.get("__name__", ""),
-        )
+    kind, step = type(link), _last_frame(link)
+    module = "" if step is None else step.tb_frame.f_globals.get("__name__", "")
+    by_raise = step is None or opcode.opname[step.tb_frame.f_code.co_code[step.tb_lasti]] == "RAISE_VARARGS"
     owners = {name.partition(".")[0] for name in (kind.__module__, module)}
     if "photinus" in owners:
         return "photinus"
-    by_raise = not code or opcode.opname[code[place]] == "RAISE_VARARGS"
-    by_torch = not by_raise or ("torch" in owners and module != "torch._utils")
-    return "torch" if kind.__module__.startswith("torch") or (kind is RuntimeError and by_torch) else "other"
+    by_torch = kind is RuntimeError and (not by_raise or ("torch" in owners and module != "torch._utils"))
+    return "torch" if by_torch or kind.__module__.partition(".")[0] == "torch" else "other"
 
 
 def _text(error: BaseException) -> str:
