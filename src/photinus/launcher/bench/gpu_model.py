@@ -1,7 +1,7 @@
 """What an all_reduce through the host's memory can reach on GPUs, predicted from the bytes that it has to move.
 
-docs/how-to/gpus.md counts them, as HFReduce's paper does (arXiv:2408.14158, section IV-D3) without a network. Caches that
-keep chunks from memory, adding and latency are left out: it is what binds large tensors at most.
+docs/how-to/gpus.md counts them, as HFReduce's paper does (arXiv:2408.14158, section IV-D3) without a network. Caches
+that keep chunks from memory, adding and latency are left out: it is what binds large tensors at most.
 """
 
 from __future__ import annotations
