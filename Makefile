@@ -33,7 +33,7 @@ demo: $(VENV)/.demo
 # Python tests wait for each other's processes much of the time, so two run at once, and compilers, which give way, take
 # what is left, first of all while pip fetches and unpacks. Another PyTorch changes nothing about the rest.
 test:
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target python $(if $(TORCH),,check native sanitized)
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target python $(if $(TORCH),,docs check native sanitized)
 
 quick: setup
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target check python TESTS='tests/unit -m "not (slow or seconds)"'
@@ -135,7 +135,6 @@ gpu:
 	$(PYTHON) tools/gpu.py $(if $(FAKE),--fake)
 
 docs: setup
-	$(INSTALL) '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: setup

@@ -1,8 +1,8 @@
 """A hook of MkDocs: fills the reference pages from what the program itself says, and checks links into the source.
 
 In a page, `{{ commands }}` becomes the help of every command, `{{ variables }}` the table of environment variables and
-`{{ errors }}` the tree of errors with what each means. A link to a file outside of docs/ becomes its path: the site has
-no copy of the source, and a path that does not exist ends the build.
+`{{ errors }}` the tree of errors with what each means. The pages of benchmarks/ are part of the site. A link to another
+file outside of docs/ becomes its path: the site has no copy of the source. A path that does not exist ends the build.
 """
 
 from __future__ import annotations
@@ -11,14 +11,25 @@ import importlib
 import inspect
 import os
 import re
+from pathlib import Path
 from typing import Any
 
 from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
 
 from photinus import env, errors
 from photinus.launcher.cli import COMMANDS
 
-_OUTSIDE = re.compile(r"\[([^\]]*)\]\(((?:\.\./)+[^)#\s]+)(?:#[^)]*)?\)")
+_LINK = re.compile(r"\[([^\]]*)\]\((?![a-z]+:)([^)#\s]+)(#[^)]*)?\)")
+
+
+def on_files(files: Files, *, config: Any, **_: Any) -> Files:
+    """Add the pages of benchmarks/."""
+    root = Path(config["config_file_path"]).parent
+    for path in sorted((root / "benchmarks").rglob("*.md")):
+        place = path.relative_to(root).as_posix()
+        files.append(File(place, str(root), config["site_dir"], config["use_directory_urls"]))
+    return files
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
@@ -26,19 +37,20 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     for name, make in {"commands": commands, "variables": variables, "errors": error_list}.items():
         if f"{{{{ {name} }}}}" in markdown:
             markdown = markdown.replace(f"{{{{ {name} }}}}", make())
-    root, folder = os.path.dirname(config["config_file_path"]), os.path.dirname(page.file.abs_src_path)
+    root, source = Path(config["config_file_path"]).parent, Path(page.file.abs_src_path)
 
     def shown(link: re.Match[str]) -> str:
-        target = os.path.normpath(os.path.join(folder, link[2]))
-        if target.startswith(os.path.join(root, "docs", "")):
-            return link[0]
-        if not os.path.exists(target):
-            raise PluginError(f"{page.file.src_uri} links to {link[2]}, which does not exist")
-        path = os.path.relpath(target, root)
-        text = link[1].strip("`")
-        return f"`{path}`" if text in path else f"{link[1]} (`{path}`)"
+        text, target = link[1], Path(os.path.normpath(source.parent / link[2]))
+        if not target.exists():
+            raise PluginError(f"{source.relative_to(root)} links to {link[2]}, which does not exist")
+        path = target.relative_to(root)
+        if path.parts[0] == "docs" or (path.parts[0] == "benchmarks" and path.suffix == ".md"):
+            place = path.relative_to("docs") if path.parts[0] == "docs" else path
+            here = os.path.dirname(page.file.src_uri)
+            return f"[{text}]({os.path.relpath(place, here or '.')}{link[3] or ''})"
+        return f"`{path}`" if text.strip("`") in str(path) else f"{text} (`{path}`)"
 
-    return _OUTSIDE.sub(shown, markdown)
+    return _LINK.sub(shown, markdown)
 
 
 def commands() -> str:
