@@ -41,6 +41,7 @@ from .workers.output import Output
 from .workers.ports import listen
 from .workers.processes import as_subreaper
 from .workers.store import LOOPBACK, StoreProcess
+from .workers.worker import python_command
 
 if TYPE_CHECKING:
     from .hosts.member import Member
@@ -218,15 +219,12 @@ def dry_run_text(job: Job, logs: Logs) -> str:
     hosts, program, max_restarts = job.flags.hosts, job.flags.program, job.flags.max_restarts
     least, most = hosts.nnodes or (1, 1)
     host_rank = hosts.node_rank or 0
-    python = {"script": [sys.executable], "module": [sys.executable, "-m"], "program": []}[program.kind]
+    python = [] if program.kind == "program" else [*python_command(), *(["-m"] if program.kind == "module" else [])]
     command = [*python, program.target, *program.arguments_of("LOCAL_RANK")]
-    own = []
     formation = Formation((job.local_world_size,) * most, host_rank, 0, job.job_id, 0)
-    for rank in range(job.local_world_size):
-        environ = job.environ(formation, rank, _CHOSEN_LATER)
-        environ |= {"MASTER_PORT": _CHOSEN_LATER, "TORCHELASTIC_RUN_ID": _CHOSEN_LATER}
-        own.append({name: value for name, value in environ.items() if os.environ.get(name) != value or name in _SHOWN})
-    shared = {name: value for name, value in own[0].items() if all(each.get(name) == value for each in own)}
+    environ = job.environ(formation, 0, _CHOSEN_LATER)
+    environ |= {"MASTER_PORT": _CHOSEN_LATER, "TORCHELASTIC_RUN_ID": _CHOSEN_LATER}
+    shared = [name for name, value in sorted(environ.items()) if os.environ.get(name) != value or name in _SHOWN]
     lines = []
     if most > 1:
         lines = [
@@ -242,10 +240,11 @@ def dry_run_text(job: Job, logs: Logs) -> str:
         *([logs.describe()] if logs.writes else []),
         "",
         "in the environment of all:",
-        *(f"  {name}={value}" for name, value in sorted(shared.items())),
+        *(f"  {name}={environ[name]}" for name in shared if name not in ("LOCAL_RANK", "RANK", "ROLE_RANK")),
         "",
         "and of each:",
     ]
-    for each in own:
-        lines.append("  " + " ".join(f"{name}={value}" for name, value in sorted(each.items()) if name not in shared))
+    for local_rank in range(job.local_world_size):
+        rank = formation.first_rank + local_rank
+        lines.append(f"  LOCAL_RANK={local_rank} RANK={rank} ROLE_RANK={rank}")
     return "\n".join(lines)

@@ -186,7 +186,8 @@ class Leader:
                 self._heard_s[peer.key] = now_s
                 return peer
             except membership.RefusedHostError:
-                if self._rules.state == "ended" or now_s - min(self._heard_s.values(), default=now_s) < _SILENT_S:
+                silent_s = now_s - min(self._heard_s.values(), default=now_s)
+                if self._rules.state == "ended" or silent_s < _SILENT_S or writer.is_closing():
                     raise
             if not has_said:
                 has_said = True
