@@ -1,4 +1,4 @@
-"""README.zh-CN.md: its diffs run on two ranks, and it shows the same as README.md."""
+"""README.zh-CN.md: its diffs run on two ranks, and it shows the same as README.md and docs/coming-from.md."""
 
 from __future__ import annotations
 
@@ -71,3 +71,9 @@ def test_both_readmes_show_the_same_commands_and_the_same_first_diff() -> None:
         for page in (english, chinese)
     ]
     assert shown[0] == shown[1]
+
+
+def test_the_page_for_users_of_other_tools_has_the_same_diffs() -> None:
+    assert [each.text for each in blocks("docs/coming-from.md") if each.language == "diff"] == [
+        each.text for each in DIFFS[1:]
+    ]
