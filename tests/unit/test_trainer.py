@@ -332,7 +332,7 @@ def test_everything_that_is_wrong_is_told_at_once_when_the_trainer_is_made(
 
 
 def test_a_validation_set_that_is_none_is_refused_before_any_work(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="there is no dataset at 'absent'"):
+    with pytest.raises(TypeError, match=r"'absent' is a path, not a dataset \(and it does not exist"):
         _trainer(tmp_path).fit(points(), "absent")  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 
