@@ -175,7 +175,10 @@ def test_batch_sizes_that_do_not_fit_are_refused_with_all_numbers_and_the_world_
         ({"optimizer": {"params": {"lr": 1}}}, 'optimizer needs a "type"'),
         ({"optimizer": {"type": "OneBitAdam"}}, "'OneBitAdam' is not supported: it is 1-bit Adam of DeepSpeed"),
         ({"optimizer": {"type": "AdamV"}}, r"no such optimizer. Did you mean 'Adam"),
-        ({"optimizer": {"type": "SGD", "params": {"momentun": 0.9}}}, r"SGD\.momentun: .* Did you mean 'momentum'\?"),
+        (
+            {"optimizer": {"type": "SGD", "params": {"momentun": 0.9}}},
+            r"params\.momentun: .* mean 'momentum'\?",
+        ),
         ({"scheduler": {"type": "WarmupLr"}}, r"'WarmupLr' is not one of .* Did you mean 'WarmupLR'\?"),
         ({"scheduler": {"type": "WarmupDecayLR"}}, "WarmupDecayLR needs total_num_steps in its params"),
         ({"scheduler": {"type": "OneCycle", "params": {"cycle_first_stair_count": 4}}}, "stair_count is not supported"),
@@ -190,12 +193,15 @@ def test_what_is_unknown_or_not_supported_is_refused_by_name(change, words):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"bf16": {"enabled": "false"}}, r"bf16: {'enabled': 'false'}, but {\"enabled\": true} or"),
+        ({"bf16": {"enabled": "false"}}, "bf16.enabled: 'false', but true or false is needed, without quotes"),
         ({"bf16": "true"}, "bf16: 'true', but"),
         ({"zero_optimization": 2}, r"zero_optimization: 2, but an object {\.\.\.} is needed"),
         ({"optimizer": "AdamW"}, r"optimizer: 'AdamW', but an object"),
         ({"optimizer": {"type": "AdamW", "params": [1]}}, r"optimizer\.params: \[1\], but an object"),
-        ({"optimizer": {"type": "AdamW", "params": {"lr": "1e-4"}}}, r"optimizer\.params\.lr: '1e-4' is text"),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": "1e-4"}}},
+            r"params\.lr: '1e-4', but a number is needed, without quotes",
+        ),
         ({"optimizer": {"type": "AdamW", "params": {"betas": 0.9}}}, r"betas: 0\.9, but two numbers"),
         (
             {"scheduler": {"type": "LRRangeTest", "params": {"lr_range_test_step_size": 0}}},
@@ -206,6 +212,66 @@ def test_what_is_unknown_or_not_supported_is_refused_by_name(change, words):
 def test_values_of_the_wrong_kind_are_refused_by_name(change, words):
     with pytest.raises(ValueError, match=words):
         read({**SMALL, **change})
+
+
+ADAMW = {"type": "AdamW"}
+
+
+@pytest.mark.parametrize(
+    ("change", "auto", "words"),
+    [
+        ({"zero_optimization": {"stage": "auto"}}, {}, r'zero_optimization\.stage is "auto": say what'),
+        ({"zero_optimization": {"offload_optimizer": "auto"}}, {}, r'offload_optimizer is "auto": say what'),
+        (
+            {"zero_optimization": {"offload_optimizer": "auto"}},
+            {"offload_optimizer": {"device": "cpu"}},
+            "not supported",
+        ),
+        ({"zero_optimization": {"stage": 1.5}}, {}, r"stage: 1\.5, but 0, 1, 2 or 3"),
+        ({"zero_optimization": {"stage": True}}, {}, "stage: True, but 0, 1, 2 or 3"),
+        ({"zero_optimization": {"reduce_bucket_size": math.inf}}, {}, "reduce_bucket_size: inf, but a number of elem"),
+        ({"train_batch_size": {}}, {}, r"train_batch_size: \{\}, but a whole number above 0"),
+        ({"train_batch_size": 8.5}, {}, r"train_batch_size: 8\.5, but a whole number above 0"),
+        ({"gradient_clipping": math.nan}, {}, "gradient_clipping: nan, but a number above 0"),
+        ({"dataloader_drop_last": "false"}, {}, "dataloader_drop_last: 'false', but true or false is needed, without"),
+        ({"tensor_parallel": {"autotp_size": "auto"}}, {}, "tensor_parallel is not supported"),
+        ({"optimizer": {**ADAMW, "params": {"adam_w_mode": "false"}}}, {}, "adam_w_mode: 'false', but true or false"),
+        ({"optimizer": {**ADAMW, "params": {"lr": {}}}}, {}, r"params\.lr: \{\}, but a number"),
+        ({"optimizer": {**ADAMW, "params": {"eps": math.inf}}}, {}, r"params\.eps: inf, but a number"),
+        ({"optimizer": {**ADAMW, "params": {"lr": "auto"}}}, {"lr": "3e-5"}, r"params\.lr: '3e-5', but a number"),
+        (
+            {"optimizer": {**ADAMW, "params": {"lr": -1}}},
+            {},
+            r"optimizer\.params: AdamW does not take them: Inval",
+        ),
+        ({"optimizer": {"type": None}}, {}, 'optimizer needs a "type"'),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cubic"}}}, {}, "'cubic', but \"log\" or"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": [1]}}}, {}, r"\[1\], but a number"),
+        ({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": None}}}, {}, "needs total_num_steps"),
+        ({"bf16": {"enabled": "auto"}}, {"bf_16": True}, r"auto=\{'bf_16': \.\.\.\}: .*Did you mean 'bf16'\?"),
+        ({"bf16": {"enabled": "auto"}}, {"bf16": "yes"}, r"bf16\.enabled: 'yes', but true or false"),
+        ({}, {"learning_rate": 1.0}, "auto={'learning_rate'"),
+    ],
+)
+def test_what_has_another_kind_or_range_is_refused_by_name_before_any_work(change, auto, words):
+    with pytest.raises(ValueError, match=words):
+        read({**SMALL, **change}, auto=auto)
+
+
+def test_whole_floats_nulls_and_a_byte_order_mark_are_understood(tmp_path):
+    content = {
+        "train_batch_size": 8.0, "gradient_clipping": None, "bf16": None, "steps_per_print": "auto",
+        "zero_optimization": {"stage": 2.0, "reduce_bucket_size": None, "overlap_comm": "auto", "offload_param": None},
+        "optimizer": {"type": "AdamW", "params": {"lr": None, "fused": None}}, "scheduler": None,
+    }  # fmt: skip
+    path = tmp_path / "ds.json"
+    path.write_text("\ufeff" + json.dumps(content), encoding="utf-8")
+    config = read(path)
+    assert (config.train_batch_size, config.strategy, config.notes) == (8, "zero2", ())
+    assert config.wrap_options() == {"strategy": "zero2"}
+    assert config.make_optimizer(nn.Linear(1, 1).parameters()).defaults["lr"] == 0.001
+    off = {"offload_optimizer": "auto"}
+    assert read({**SMALL, "zero_optimization": off}, auto={"offload_optimizer": {"device": "none"}}).strategy == "ddp"
 
 
 def test_a_world_without_ranks_is_refused():

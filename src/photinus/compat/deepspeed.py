@@ -23,29 +23,17 @@ from ..trainer.data.arguments import whole_number
 from ..trainer.session.progress import say
 from ..trainer.session.session import current_session
 from ..world import World
-from .deepspeed_keys import NOTED, READ, REFUSED, ZERO_NOTED, ZERO_READ, ZERO_REFUSED, check_keys, in_force, sort_out
+from .deepspeed_keys import ADAM, BATCHES, BF16, CHOICE, NUMBER, ROOT, SCHEDULE, ZERO, kinds_of, read
 from .deepspeed_schedules import SCHEDULES, Schedule, make_schedule
 
 _STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
-_ADAM = {
-    "lr": 0.001,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "weight_decay": 0.0,
-    "amsgrad": False,
-}  # DeepSpeed's own defaults: torch's AdamW decays by 0.01
+# DeepSpeed's own defaults: torch's AdamW decays by 0.01.
+_ADAM = {"lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}
 _OWN_OPTIMIZERS = {
-    "lamb": "FusedLamb",
-    "onebitadam": "1-bit Adam",
-    "onebitlamb": "1-bit LAMB",
-    "zerooneadam": "0/1 Adam",
-    "lion": "FusedLion",
+    "lamb": "FusedLamb", "lion": "FusedLion", "onebitadam": "1-bit Adam", "onebitlamb": "1-bit LAMB",
+    "zerooneadam": "0/1 Adam", "muadam": "muP's Adam", "muadamw": "muP's AdamW", "musgd": "muP's SGD",
     "muon": "Muon, which needs some parameters stepped by another optimizer",
-    "muadam": "muP's Adam",
-    "muadamw": "muP's AdamW",
-    "musgd": "muP's SGD",
-}
-_BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+}  # fmt: skip
 _BYTES_OF_A_GRADIENT = 4
 
 
@@ -151,10 +139,13 @@ def deepspeed_config(
     if world_size is None:
         world_size = session.world_size if session is not None else World.from_env().world_size
     whole_number("world_size", world_size, least=1)
-    filled = _fill(content, dict(auto or {}))
-    notes = sort_out(filled, "", read=READ, noted=NOTED, refused=REFUSED)
-    strategy, strategy_options, zero_notes = _zero(filled.get("zero_optimization") or {})
-    train, micro, accumulation = _batch_sizes(filled, world_size)
+    auto = _check_auto({name: value for name, value in (auto or {}).items() if value is not None})
+    notes: list[str] = []
+    keys = read(content, "", ROOT, auto, notes)
+    strategy, strategy_options = _zero(
+        read(keys.get("zero_optimization", {}), "zero_optimization.", ZERO, auto, notes), notes
+    )
+    train, micro, accumulation = _batch_sizes(keys, world_size)
     config = DeepSpeedConfig(
         train_batch_size=train,
         micro_batch_size=micro,
@@ -162,12 +153,12 @@ def deepspeed_config(
         world_size=world_size,
         strategy=strategy,
         strategy_options=strategy_options,
-        precision=_precision(filled),
-        clip_norm=_clip_norm(filled.get("gradient_clipping")),
-        drop_last=filled.get("dataloader_drop_last"),
-        optimizer=_optimizer(filled["optimizer"]) if filled.get("optimizer") else None,
-        scheduler=_scheduler(filled["scheduler"]) if filled.get("scheduler") else None,
-        notes=(*notes, *zero_notes),
+        precision=_precision(keys, auto, notes),
+        clip_norm=keys.get("gradient_clipping") or None,
+        drop_last=keys.get("dataloader_drop_last"),
+        optimizer=_optimizer(keys["optimizer"], auto, notes) if keys.get("optimizer") else None,
+        scheduler=_scheduler(keys["scheduler"], auto, notes) if keys.get("scheduler") else None,
+        notes=tuple(notes),
     )
     if config.notes and (session.is_main if session is not None else World.from_env().rank == 0):
         say("\n".join(f"DeepSpeed's configuration: {note}" for note in config.notes))
@@ -180,7 +171,7 @@ def _content(source: Any) -> dict[str, Any]:
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(f"deepspeed_config needs a path or a dict, got {type(source).__name__}")
     try:
-        content = json.loads(Path(source).read_text())
+        content = json.loads(Path(source).read_text(encoding="utf-8-sig"))  # some editors begin a file with a mark
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{source} is no JSON: {error}") from None
     if not isinstance(content, dict):
@@ -188,45 +179,30 @@ def _content(source: Any) -> dict[str, Any]:
     return content
 
 
-# -- "auto" ----------------------------------------------------------------------------------------------------------
+def _check_auto(auto: dict[str, Any]) -> dict[str, Any]:
+    known = {*ROOT, *ZERO, *ADAM}
+    known = known.union(*map(kinds_of, (*_optimizers().values(), *SCHEDULES.values())))
+    for name in auto:
+        if name not in known:
+            meant = hint(str(name), known, show=repr)
+            raise ValueError(f"auto={{{name!r}: ...}}: DeepSpeed's configuration has no such key.{meant}")
+    top = {"warmup_max_lr": auto["lr"]} if "lr" in auto else {}
+    return {"warmup_min_lr": 0.0, **top, **auto}
 
 
-def _fill(content: Mapping[str, Any], auto: dict[str, Any]) -> dict[str, Any]:
-    """The content without the word "auto"."""
-    auto.setdefault("warmup_min_lr", 0.0)
-    if "lr" in auto:
-        auto.setdefault("warmup_max_lr", auto["lr"])
-    left_out = object()
-
-    def fill(value: Any, name: str, path: str) -> Any:
-        if isinstance(value, Mapping):
-            inner = {key: fill(each, key, f"{path}.{key}" if path else key) for key, each in value.items()}
-            return {key: each for key, each in inner.items() if each is not left_out}
-        if value != "auto":
-            return value
-        if path in ("fp16.enabled", "bf16.enabled", "bfloat16.enabled"):
-            section = path.partition(".")[0]  # "bfloat16" is the older name of "bf16"
-            return bool(auto.get(section) or (section == "bfloat16" and auto.get("bf16")))
-        if name in auto:
-            return auto[name]
-        if name in _BATCHES or path.startswith("zero_optimization."):
-            return left_out
-        raise ValueError(f'{path} is "auto": say what it is with deepspeed_config(..., auto={{"{name}": ...}})')
-
-    filled: dict[str, Any] = fill(dict(content), "", "")
-    return filled
+def _optimizers() -> dict[str, Any]:
+    """By name those of torch that any model can be trained by."""
+    names = [name for name in dir(torch.optim) if name[:1].isupper() and name not in ("Optimizer", "Muon")]
+    return {name: getattr(torch.optim, name) for name in names}
 
 
 # -- the parts -------------------------------------------------------------------------------------------------------
 
 
-def _batch_sizes(content: Mapping[str, Any], world_size: int) -> tuple[int, int, int]:
+def _batch_sizes(keys: Mapping[str, Any], world_size: int) -> tuple[int, int, int]:
     """Samples of a step over all ranks, samples of a forward on one, forwards of a step: two make the third."""
-    given = {name: content[name] for name in _BATCHES if content.get(name) is not None}
-    for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}: {value!r}, but a whole number above 0 is needed")
-    train, micro, times = (given.get(name) for name in _BATCHES)
+    given = {name: keys[name] for name in BATCHES if name in keys}
+    train, micro, times = (given.get(name) for name in BATCHES)
     if train is None and micro is None:
         raise ValueError(
             'train_batch_size or train_micro_batch_size_per_gpu is needed; if both are "auto", give one in auto={...}'
@@ -250,136 +226,81 @@ def _batch_sizes(content: Mapping[str, Any], world_size: int) -> tuple[int, int,
     return train, micro, times
 
 
-def _zero(section: Any) -> tuple[str, dict[str, Any], list[str]]:
-    """Strategy, its options, notes."""
-    if isinstance(section, bool):  # as very old files have it
-        section = {"stage": int(section)}
-    notes = sort_out(section, "zero_optimization.", read=ZERO_READ, noted=ZERO_NOTED, refused=ZERO_REFUSED)
-    stage = section.get("stage", 0)
-    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        raise ValueError(f"zero_optimization.stage: {stage!r}, but 0, 1, 2 or 3 is needed")
-    strategy, options = _STRATEGIES[stage], {}
-    elements = section.get("reduce_bucket_size")
-    if elements is not None:
-        if isinstance(elements, bool) or not isinstance(elements, (int, float)) or not elements >= 1:
-            raise ValueError(f"zero_optimization.reduce_bucket_size: {elements!r}, but a number of elements is needed")
-        if stage < 2:
-            options["bucket_cap_mb"] = elements * _BYTES_OF_A_GRADIENT / 2**20
-        else:
-            notes.append(
-                "zero_optimization.reduce_bucket_size has no effect here: gradients are exchanged block by block"
-            )
-    return strategy, options, notes
+def _zero(keys: Mapping[str, Any], notes: list[str]) -> tuple[str, dict[str, Any]]:
+    """Strategy, and its options."""
+    stage, elements = keys.get("stage", 0), keys.get("reduce_bucket_size")
+    options = {} if elements is None else {"bucket_cap_mb": elements * _BYTES_OF_A_GRADIENT / 2**20}
+    if options and stage >= 2:
+        options = {}
+        notes.append("zero_optimization.reduce_bucket_size has no effect here: gradients are exchanged block by block")
+    return _STRATEGIES[stage], options
 
 
-def _precision(content: Mapping[str, Any]) -> str:
-    sections = {name: content.get(name) or {} for name in ("fp16", "bf16", "bfloat16")}
-    for name, section in sections.items():
-        enabled = section.get("enabled", False) if isinstance(section, Mapping) else section
-        if enabled and not isinstance(enabled, bool):
-            raise ValueError(f'{name}: {section!r}, but {{"enabled": true}} or {{"enabled": false}} is needed')
-        if isinstance(section, Mapping) and in_force(name, section) and "enabled" not in section:
+def _precision(keys: Mapping[str, Any], auto: Mapping[str, Any], notes: list[str]) -> str:
+    on = set()
+    for name in ("fp16", "bf16", "bfloat16"):
+        section = keys.get(name, {})
+        if section and "enabled" not in section:
             raise ValueError(f'{name} does not say whether it is on: add "enabled": true or false')
-    on = [name for name, section in sections.items() if section is True or dict(section or {}).get("enabled")]
+        if name == "fp16":
+            section = {key: value for key, value in section.items() if key == "enabled"}
+        given = {"enabled": auto.get(name, auto.get("bf16", False) if name == "bfloat16" else False)}
+        if read(section, f"{name}.", BF16, given, notes).get("enabled"):
+            on.add(name)
     if "fp16" in on:
         raise ValueError(
             "fp16 is not supported: the Trainer has no loss scaler. Take bf16, which needs none; or keep a loop of "
             'your own, with a torch.amp.GradScaler given to Loop(..., state={"scaler": scaler}), and take fp16 out.'
         )
-    if isinstance(sections["bf16"], Mapping):
-        wider = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
-        check_keys(sections["bf16"], "bf16.", {"enabled", "immediate_grad_update", "check_grad_overflow", *wider})
-        for name in wider:
-            if sections["bf16"].get(name):
-                raise ValueError(f"bf16.{name} is not supported: parameters and optimizer states stay float32")
     return "bfloat16" if on else "float32"
 
 
-def _clip_norm(value: Any) -> float | None:
-    if value is None or value == 0:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
-        raise ValueError(f"gradient_clipping: {value!r}, but a number above 0 (or 0 for none) is needed")
-    return float(value)
-
-
-def _type_and_params(section: Any, where: str) -> tuple[str, dict[str, Any]]:
-    check_keys(section, f"{where}.", {"type", "params", "legacy_fusion"})
-    name = section.get("type")
-    if not isinstance(name, str):
+def _choice(section: Any, where: str, auto: Mapping[str, Any], notes: list[str]) -> tuple[str, dict[str, Any]]:
+    """Type and parameters."""
+    keys = read(section, f"{where}.", CHOICE, auto, notes)
+    if "type" not in keys:
         raise ValueError(f'{where} needs a "type", the name of the {where}')
-    params = section.get("params") or {}
-    check_keys(params, f"{where}.params.", params)
-    for key, value in params.items():
-        if isinstance(value, str) and _is_number(value):  # as "1e-4", which YAML takes for text
-            raise ValueError(
-                f"{where}.params.{key}: {value!r} is text, but a number is needed: write it without quotes"
-            )
-    return name, dict(params)
+    return keys["type"], keys.get("params", {})
 
 
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _optimizer(section: Mapping[str, Any]) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    name, params = _type_and_params(section, "optimizer")
+def _optimizer(
+    section: Any, auto: Mapping[str, Any], notes: list[str]
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    name, given = _choice(section, "optimizer", auto, notes)
     lower = name.lower()
     if lower in _OWN_OPTIMIZERS:
         raise ValueError(
             f"optimizer.type {name!r} is not supported: it is {_OWN_OPTIMIZERS[lower]} of DeepSpeed. Take AdamW or "
             f"SGD, or leave the optimizer out and make your own in the script."
         )
-    if lower in ("adam", "adamw"):
+    kind: Any = next((kind for each, kind in _optimizers().items() if each.lower() == lower), None)
+    if kind is None:
+        near = hint(name, _optimizers(), show=repr)
+        raise ValueError(f"optimizer.type {name!r}: torch.optim has no such optimizer.{near}")
+    is_adam = lower in ("adam", "adamw")
+    params = read(given, "optimizer.params.", {**kinds_of(kind), **(ADAM if is_adam else {})}, auto, notes)
+    if is_adam:
         params.pop("torch_adam", None)
-        if params.pop("bias_correction", True) is not True:
+        if not params.pop("bias_correction", True):
             raise ValueError("optimizer.params.bias_correction false is not supported: torch's Adam always corrects")
         decoupled = params.pop("adam_w_mode", True) or lower == "adamw"  # true also for "Adam": DeepSpeed's default
-        kind: Any = torch.optim.AdamW if decoupled else torch.optim.Adam
+        kind = torch.optim.AdamW if decoupled else torch.optim.Adam
         params = _ADAM | params
-    else:
-        names = [each for each in dir(torch.optim) if each[:1].isupper() and each not in ("Optimizer", "Muon")]
-        found = next((each for each in names if each.lower() == lower), None)
-        if found is None:
-            near = hint(name, names, show=repr)
-            raise ValueError(f"optimizer.type {name!r}: torch.optim has no such optimizer.{near}")
-        kind = getattr(torch.optim, found)
-    accepted = set(inspect.signature(kind).parameters) - {"params", "model", "closure"}
-    check_keys(params, f"optimizer.params.{name}.", accepted)
-    if "betas" in params:
-        if not isinstance(params["betas"], (list, tuple)):
-            raise ValueError(f"optimizer.params.betas: {params['betas']!r}, but two numbers [..., ...] are needed")
-        params["betas"] = tuple(params["betas"])
+    try:
+        kind([torch.zeros(1, requires_grad=True)], **params)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"optimizer.params: {kind.__name__} does not take them: {error}") from None
     return kind, params
 
 
-def _scheduler(section: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    name, params = _type_and_params(section, "scheduler")
+def _scheduler(section: Any, auto: Mapping[str, Any], notes: list[str]) -> tuple[str, dict[str, Any]]:
+    name, given = _choice(section, "scheduler", auto, notes)
     if name not in SCHEDULES:
         near = hint(name, SCHEDULES, " Leave it out, and make a torch scheduler in the script.", show=repr)
         raise ValueError(f"scheduler.type {name!r} is not one of {', '.join(SCHEDULES)}.{near}")
-    for key in ("cycle_first_stair_count", "cycle_second_stair_count", "last_batch_iteration"):
-        if name == "OneCycle" and key in params and params.pop(key) not in (0, None, -1):
-            raise ValueError(f"scheduler.params.{key} is not supported: leave it out")
-    if params.get("last_batch_iteration") == -1:
-        del params["last_batch_iteration"]
-    known = inspect.signature(SCHEDULES[name]).parameters
-    check_keys(params, f"scheduler.params.{name}.", known)
-    missing = [key for key, each in known.items() if each.default is each.empty and params.get(key) is None]
+    needed = inspect.signature(SCHEDULES[name]).parameters
+    params = read(given, "scheduler.params.", {**kinds_of(SCHEDULES[name], NUMBER), **SCHEDULE}, auto, notes)
+    missing = [key for key, each in needed.items() if each.default is each.empty and key not in params]
     if missing:
         raise ValueError(f"scheduler {name} needs {' and '.join(missing)} in its params")
-    if params.get("warmup_type", "log") not in ("log", "linear"):
-        raise ValueError(f'scheduler.params.warmup_type: {params["warmup_type"]!r}, but "log" or "linear" is needed')
-    for key, value in params.items():
-        if key in ("cycle_first_step_size", "lr_range_test_step_size") and value == 0:
-            raise ValueError(f"scheduler.params.{key}: 0, but a number above 0 is needed")
-        if isinstance(value, (list, tuple)):
-            raise ValueError(
-                f"scheduler.params.{key}: {value!r}, but one number for all parameter groups is needed; make a torch "
-                f"scheduler in the script for one per group"
-            )
     return name, params

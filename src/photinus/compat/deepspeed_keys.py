@@ -1,65 +1,90 @@
-"""The keys of DeepSpeed's JSON: which are read, which have no effect here and why, which are refused and why."""
+"""The keys of DeepSpeed's JSON: what value each takes; which have no effect here, which are refused, and why."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import inspect
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..spelling import hint
 
-READ = frozenset(
-    {
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "optimizer",
-        "scheduler",
-        "fp16",
-        "bf16",
-        "bfloat16",
-        "gradient_clipping",
-        "zero_optimization",
-        "dataloader_drop_last",
-    }
-)
+Kind = Callable[[Any], Any]
+"""Returns a value as it is used here. Raises ValueError with what is needed."""
+
+
+class Noted(str):
+    """Why a key has no effect here."""
+
+
+class Refused(str):
+    """Why a key is not supported."""
+
+
+Table = Mapping[str, Kind | Noted | Refused]
+
+
+def _kind(needed: str, fits: Callable[[Any], bool], use: Kind = lambda value: value) -> Kind:
+    def check(value: Any) -> Any:
+        if not fits(value):
+            raise ValueError(f"{needed} is needed")
+        return use(value)
+
+    return check
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
+
+
+_FLAG = _kind("true or false", lambda v: isinstance(v, bool))
+_COUNT = _kind("a whole number above 0", lambda v: _is_number(v) and v >= 1 and v == int(v), int)
+NUMBER = _kind("a number", _is_number)
+_POSITIVE = _kind("a number above 0", lambda v: _is_number(v) and v > 0)
+_TEXT = _kind("text", lambda v: isinstance(v, str))
+_PAIR = _kind("two numbers [..., ...]", lambda v: isinstance(v, (list, tuple)) and len(v) == 2, tuple)
+_OBJECT = _kind("an object {...}", lambda v: isinstance(v, Mapping), dict)
+
+
+def _object_or_flag(use: Kind) -> Kind:
+    return _kind(
+        "an object {...}",
+        lambda v: isinstance(v, (bool, Mapping)),
+        lambda v: use(v) if isinstance(v, bool) else dict(v),
+    )
+
+
 _NO_EFFECT = "has no effect here"
-NOTED: dict[str, str] = {
+_NOTED = {
     "steps_per_print": "has no effect here: progress is shown for every step, and losses.csv holds each of them",
     "wall_clock_breakdown": "is always on here: `photinus top` and `photinus report` show where a step's time goes",
     "zero_allow_untested_optimizer": "has no effect here: every optimizer of torch.optim is allowed",
-    "zero_force_ds_cpu_optimizer": _NO_EFFECT,
-    "dump_state": _NO_EFFECT,
+    "zero_force_ds_cpu_optimizer dump_state disable_allgather timers": _NO_EFFECT,
+    "seq_parallel_communication_data_type use_node_local_storage": _NO_EFFECT,
     "memory_breakdown": "has no effect here: `photinus top` shows memory",
-    "prescale_gradients": "has no effect here: gradients are averaged in one way on every rank",
-    "gradient_predivide_factor": "has no effect here: gradients are averaged in one way on every rank",
+    "prescale_gradients gradient_predivide_factor": f"{_NO_EFFECT}: gradients are averaged in one way on every rank",
     "sparse_gradients": "has no effect here: sparse gradients are exchanged as such by themselves",
     "fp32_allreduce": "has no effect here: narrow types are added in float32 anyway",
-    "disable_allgather": _NO_EFFECT,
     "communication_data_type": "has no effect here: gradients are exchanged in their own type",
-    "seq_parallel_communication_data_type": _NO_EFFECT,
     "data_types": "has no effect here: gradients add up in the parameters' type",
     "activation_checkpointing": "concerns only models that call deepspeed.checkpointing; use torch.utils.checkpoint",
     "flops_profiler": "has no effect here: see photinus.trace",
     "comms_logger": "has no effect here: see photinus.trace and `photinus bench`",
     "tensorboard": "has no effect here: give the Trainer tensorboard=True",
-    "wandb": "has no effect here: log in a callback of the Trainer",
-    "comet": "has no effect here: log in a callback of the Trainer",
+    "wandb comet": "has no effect here: log in a callback of the Trainer",
     "csv_monitor": "is always on here: metrics.csv and losses.csv",
     "aio": "has no effect here: nothing is moved to a disk",
     "checkpoint": "has no effect here: see `photinus.Loop` for when and where checkpoints are saved",
     "load_universal_checkpoint": "has no effect here: every checkpoint loads at any world size and strategy",
-    "use_node_local_storage": _NO_EFFECT,
-    "timers": _NO_EFFECT,
 }
-REFUSED: dict[str, str] = {
+_REFUSED = {
     "amp": 'NVIDIA apex is not used; take "bf16": {"enabled": true}',
     "autotuning": "nothing tunes the configuration by itself; write down the numbers that it found",
     "compression_training": "compression is not supported; take it out, or compress the model before training",
     "quantize_training": "quantised training is not supported",
     "elasticity": "`photinus run --nnodes LEAST:MOST` is elastic by itself: batch sizes are global; take it out",
     "sparse_attention": "attention is the model's affair",
-    "data_efficiency": "curricula and data routing are not supported; sample in the data set",
-    "curriculum_learning": "curricula are not supported; sample in the data set",
+    "data_efficiency curriculum_learning": "curricula and data routing are not supported; sample in the data set",
     "progressive_layer_drop": "dropping layers is the model's affair",
     "eigenvalue": "eigenvalues of the Hessian are not computed",
     "hybrid_engine": "the engine for RLHF has no counterpart",
@@ -72,84 +97,137 @@ REFUSED: dict[str, str] = {
     "graph_harvesting": "CUDA graphs of the optimizer are not supported",
     "zenflow": "offloading is not supported: all states stay on the device",
 }
-ZERO_READ = frozenset({"stage", "reduce_bucket_size"})
-_SPEED_ONLY = """
-    allgather_partitions allgather_bucket_size overlap_comm reduce_scatter contiguous_gradients
-    round_robin_gradients sub_group_size ignore_unused_parameters legacy_stage1
-    stage3_prefetch_bucket_size stage3_max_live_parameters stage3_max_reuse_distance
-    stage3_param_persistence_threshold stage3_model_persistence_threshold
+_ZERO_NOTED = {
+    """
+    allgather_partitions allgather_bucket_size overlap_comm reduce_scatter contiguous_gradients round_robin_gradients
+    sub_group_size ignore_unused_parameters legacy_stage1 stage3_prefetch_bucket_size stage3_max_live_parameters
+    stage3_max_reuse_distance stage3_param_persistence_threshold stage3_model_persistence_threshold
     stage3_use_all_reduce_for_fetch_params stage3_module_granularity_threshold load_from_fp32_weights
     elastic_checkpoint memory_efficient_linear use_multi_rank_bucket_allreduce override_module_apply
-    log_trace_cache_warnings use_all_reduce_for_fetch_params prefetch_bucket_size
-    param_persistence_threshold max_live_parameters max_reuse_distance
-"""
-ZERO_NOTED: dict[str, str] = dict.fromkeys(
-    _SPEED_ONLY.split(),
-    "has no effect on the results: when what is exchanged is the strategy's affair here",
-) | {
-    f"{name}_weights_on_model_save": "is not needed: checkpoints hold whole tensors in plain names"
-    for name in ("stage3_gather_16bit", "stage3_gather_fp16", "gather_16bit")
+    log_trace_cache_warnings use_all_reduce_for_fetch_params prefetch_bucket_size param_persistence_threshold
+    max_live_parameters max_reuse_distance
+    """: "has no effect on the results: when what is exchanged is the strategy's affair here",
+    """
+    stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save
+    gather_16bit_weights_on_model_save
+    """: "is not needed: checkpoints hold whole tensors in plain names",
 }
-_OFFLOAD = (
-    "parameters and optimizer states stay on their device here. Split them further (stage 3), use more processes, or "
-    'take it out (or give it "device": "none")'
-)
-ZERO_REFUSED: dict[str, str] = {
-    "offload_optimizer": _OFFLOAD,
-    "offload_param": _OFFLOAD,
-    "cpu_offload": _OFFLOAD,
-    "cpu_offload_params": _OFFLOAD,
-    "cpu_offload_use_pin_memory": _OFFLOAD,
+_ZERO_REFUSED = {
+    "offload_optimizer offload_param cpu_offload cpu_offload_params cpu_offload_use_pin_memory": "parameters and "
+    "optimizer states stay on their device here. Split them further (stage 3), use more processes, or take it out (or "
+    'give it "device": "none")',
     "zero_hpz_partition_size": "a second partition inside a host (ZeRO++) is not supported",
-    "zero_quantized_weights": "quantised exchange (ZeRO++) is not supported",
-    "zero_quantized_nontrainable_weights": "quantised exchange (ZeRO++) is not supported",
-    "zero_quantized_gradients": "quantised exchange (ZeRO++) is not supported",
-    "mics_shard_size": "sharding in groups smaller than the world (MiCS) is not supported",
-    "mics_hierarchical_params_gather": "sharding in groups smaller than the world (MiCS) is not supported",
-    "zeropp_loco_param": "quantised exchange (ZeRO++) is not supported",
+    """
+    zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients zeropp_loco_param
+    """: "quantised exchange (ZeRO++) is not supported",
+    "mics_shard_size mics_hierarchical_params_gather": "sharding in groups smaller than the world (MiCS) is not "
+    "supported",
     "leaf_module": "blocks that are gathered whole are the strategy's `shard` option here",
 }
-_OFF_NUMBERS = {"zero_hpz_partition_size": 1, "sequence_parallel_size": 1, "mics_shard_size": -1}
 
 
-def in_force(name: str, value: Any) -> bool:
+def _table(kinds: Mapping[str, Kind], noted: Mapping[str, str], refused: Mapping[str, str]) -> Table:
+    found: dict[str, Kind | Noted | Refused] = {**kinds}
+    found |= {name: Noted(why) for names, why in noted.items() for name in names.split()}
+    return found | {name: Refused(why) for names, why in refused.items() for name in names.split()}
+
+
+BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+ROOT = _table(
+    {
+        **dict.fromkeys(
+            BATCHES, _kind("a whole number above 0", lambda v: _is_number(v) and v >= 1 and v == int(v), int)
+        ),
+        **dict.fromkeys(("optimizer", "scheduler"), _OBJECT),
+        **dict.fromkeys(("fp16", "bf16", "bfloat16"), _object_or_flag(lambda flag: {"enabled": flag})),
+        "gradient_clipping": _kind("a number above 0 (or 0 for none)", lambda v: _is_number(v) and v >= 0, float),
+        "zero_optimization": _object_or_flag(lambda flag: {"stage": int(flag)}),  # as very old files have it
+        "dataloader_drop_last": _FLAG,
+    },
+    _NOTED,
+    _REFUSED,
+)
+ZERO = _table(
+    {
+        "stage": _kind("0, 1, 2 or 3", lambda v: _is_number(v) and v in range(4), int),
+        "reduce_bucket_size": _kind("a number of elements", lambda v: _is_number(v) and v >= 1),
+    },
+    _ZERO_NOTED,
+    _ZERO_REFUSED,
+)
+BF16 = _table(
+    {"enabled": _FLAG},
+    {"immediate_grad_update check_grad_overflow": _NO_EFFECT},
+    {"bf16_master_weights_and_grads bf16_optimizer_states": "parameters and optimizer states stay float32"},
+)
+CHOICE = _table({"type": _TEXT, "params": _OBJECT}, {"legacy_fusion": _NO_EFFECT}, {})
+ADAM = dict.fromkeys(("torch_adam", "bias_correction", "adam_w_mode"), _FLAG)
+SCHEDULE = _table({}, {}, {"cycle_first_stair_count cycle_second_stair_count last_batch_iteration": "leave it out"})
+_BY_NAME = {
+    "warmup_type": _kind('"log" or "linear"', lambda v: v in ("log", "linear")),
+    "cycle_first_step_size": _POSITIVE,
+    "lr_range_test_step_size": _POSITIVE,
+}
+_BY_DEFAULT = ((bool, _FLAG), ((int, float), NUMBER), (tuple, _PAIR), (str, _TEXT))
+_OFF = {"zero_hpz_partition_size": 1, "sequence_parallel_size": 1, "mics_shard_size": -1, "last_batch_iteration": -1}
+
+
+def kinds_of(function: Callable[..., Any], none: Kind = lambda value: value) -> dict[str, Kind]:
+    """What a function's arguments take, by their defaults; `none` is for those without one."""
+    return {
+        name: _BY_NAME.get(name) or next((kind for cls, kind in _BY_DEFAULT if isinstance(each.default, cls)), none)
+        for name, each in inspect.signature(function).parameters.items()
+        if name != "params"
+    }
+
+
+def read(
+    section: Mapping[str, Any], where: str, table: Table, auto: Mapping[str, Any], notes: list[str]
+) -> dict[str, Any]:
+    """The values of a section that count here, as they are used. A null stands for the default.
+
+    Args:
+        where: the section's place, such as "zero_optimization.".
+        auto: what stands for "auto", by key.
+        notes: takes a line for each key in force that has no effect.
+
+    Raises:
+        ValueError: names the key, what is needed, the reason or the closest known key, and what to do.
+    """
+    found = {}
+    for name, value in section.items():
+        if name not in table:
+            known = sorted(table)
+            those = f" Known here: {', '.join(known)}." * (len(known) < 15)
+            meant = hint(str(name), known, those, show=repr)
+            raise ValueError(f"{where}{name}: DeepSpeed's configuration has no such key.{meant}")
+        entry = table[name]
+        if value == "auto":
+            if name not in auto and (name in (*BATCHES, "reduce_bucket_size") or isinstance(entry, Noted)):
+                continue  # sizes follow from each other, or are the strategy's
+            if name not in auto:
+                ask = f'deepspeed_config(..., auto={{"{name}": ...}})'
+                raise ValueError(f'{where}{name} is "auto": say what it is with {ask}')
+            value = auto[name]
+        if isinstance(entry, Refused) and _in_force(name, value):
+            raise ValueError(f"{where}{name} is not supported: {entry}.")
+        if isinstance(entry, str) or value is None:
+            notes += [f"{where}{name} {entry}"] * _in_force(name, value)
+            continue
+        try:
+            found[name] = entry(value)
+        except ValueError as error:
+            quoted = ", without quotes" * (isinstance(value, str) and entry is not _TEXT)
+            raise ValueError(f"{where}{name}: {value!r}, but {error}{quoted}") from None
+    return found
+
+
+def _in_force(name: str, value: Any) -> bool:
     """Whether a key asks for something: not null, false, 0, {}, {"enabled": false} or {"device": "none"}."""
     if isinstance(value, Mapping):
         if "device" in value and str(value["device"]).lower() == "none":
             return False
         if name == "tensor_parallel":
-            return int(value.get("autotp_size", 0)) > 1
+            return value.get("autotp_size") not in (None, 0, 1)
         return bool(value) and value.get("enabled", True) is not False
-    return bool(value) and value != _OFF_NUMBERS.get(name)
-
-
-def sort_out(
-    section: Mapping[str, Any],
-    where: str,
-    *,
-    read: Iterable[str],
-    noted: Mapping[str, str],
-    refused: Mapping[str, str],
-) -> list[str]:
-    """Refuses what is unknown or not supported; returns a line for each key in force that has no effect.
-
-    Raises:
-        ValueError: names the key, the closest known one or the reason, and what to do.
-    """
-    check_keys(section, where, {*read, *noted, *refused})
-    for name, reason in refused.items():
-        if name in section and in_force(name, section[name]):
-            raise ValueError(f"{where}{name} is not supported: {reason}.")
-    return [f"{where}{name} {noted[name]}" for name in section if name in noted and in_force(name, section[name])]
-
-
-def check_keys(section: Mapping[str, Any], where: str, known: Iterable[str]) -> None:
-    """Refuses unknown keys, and what is no object with keys."""
-    if not isinstance(section, Mapping):
-        raise ValueError(f"{where.rstrip('.')}: {section!r}, but an object {{...}} is needed")
-    known = sorted(known)
-    for name in section:
-        if name not in known:
-            those = f" Known here: {', '.join(known)}." * (len(known) < 15)
-            meant = hint(str(name), known, those, show=repr)
-            raise ValueError(f"{where}{name}: DeepSpeed's configuration has no such key.{meant}")
+    return bool(value) and value != _OFF.get(name)
