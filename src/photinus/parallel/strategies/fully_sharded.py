@@ -128,12 +128,11 @@ class FullyShardedStrategy(Strategy):
         }
         if self.options.get("mp_policy") is not None:
             settings["mp_policy"] = self.options["mp_policy"]
-        units = [*shard_units(model, self.options.get("shard")), model]
-        for unit in units:
+        for unit in [*shard_units(model, self.options.get("shard")), model]:
             fully_shard(unit, **settings)
         if self.options.get("find_unused_parameters"):
             cast(Any, model).set_reduce_scatter_unused_params(True)
-            UnusedParameters(units, model, group, lambda: vars(model).get("inside_no_sync", False))
+            UnusedParameters(model, group)
         watch_updates = getattr(group, "watch_updates", None)
         if watch_updates is not None:  # backend photinus then says which ranks are a step apart
             watch_updates(model.parameters())

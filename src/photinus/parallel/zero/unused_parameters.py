@@ -1,13 +1,11 @@
-"""Parameters that no rank used in a backward: FSDP2 gives them zeros, and an optimizer would step them by those.
+"""Parameters that no rank used in a backward: FSDP2 gives them zeros, by which momentum and weight decay move them.
 
-Weight decay and momentum move a parameter whose gradient is zero, and leave alone one that has none. DDP gives none
-where no rank used a parameter, so each rank here notes which ones its backward reached, and after the backward, in one
-exchange of 4 bytes per parameter, all ranks take the zeros away that nobody added to.
+DDP leaves them without a gradient. So each rank notes which parameters its backward reached, and after the backward, in
+one exchange of 4 bytes per parameter, all ranks take the zeros away that nobody added to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,41 +19,32 @@ _KEPT = "photinus_kept"  # on a gradient that some rank made: later backwards ad
 
 
 class UnusedParameters:
-    """Watches a model that FSDP2 has split, with `set_reduce_scatter_unused_params(True)`.
+    """Watches a model that FSDP2 has split, with `set_reduce_scatter_unused_params(True)`."""
 
-    Args:
-        units: its parts that gather their parameters, the model among them.
-        group: of the ranks.
-        accumulates: whether a backward adds up gradients without an exchange.
-    """
-
-    def __init__(
-        self, units: Sequence[nn.Module], model: nn.Module, group: dist.ProcessGroup, accumulates: Callable[[], bool]
-    ) -> None:
-        self._parameters, self._group, self._accumulates = list(model.parameters()), group, accumulates
-        self._watched: MutableMapping[torch.Tensor, bool] = WeakIdKeyDictionary()  # gathered parameters
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+        self._model, self._group, self._parameters = model, group, list(model.parameters())
+        self._own = {(part, name): p for part in model.modules() for name, p in part._parameters.items()}
+        self._watched: Any = WeakIdKeyDictionary()  # gathered parameters
         self._used: set[nn.Parameter] = set()  # since they last got a gradient from all ranks
         self._task = -1
-        for unit in units:
-            places = [
-                (part, name, p) for part in unit.modules() for name, p in part._parameters.items() if p is not None
-            ]
-            unit.register_forward_pre_hook(_disable_dynamo(partial(self._watch, places)))  # after FSDP's own
+        for unit in model.modules():
+            if hasattr(unit, "set_requires_gradient_sync"):  # this hook runs after FSDP's own, which gathers
+                unit.register_forward_pre_hook(_disable_dynamo(partial(self._watch)))
 
-    def _watch(self, places: Sequence[tuple[nn.Module, str, Any]], *_: Any) -> None:
-        for part, name, parameter in places:
-            gathered = part._parameters.get(name)
-            if gathered is not None and gathered is not parameter and gathered not in self._watched:
-                self._watched[gathered] = True
-                if gathered.requires_grad:
-                    gathered.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                        partial(self._note, parameter)
-                    )
+    def _watch(self, unit: nn.Module, _: Any) -> None:
+        for part in unit.modules():
+            for name, gathered in part._parameters.items():
+                own: Any = self._own.get((part, name))
+                if gathered is not own and gathered is not None and gathered not in self._watched:
+                    self._watched[gathered] = gathered.requires_grad
+                    if gathered.requires_grad:
+                        note: Any = gathered.register_post_accumulate_grad_hook
+                        note(partial(self._note, own))
 
-    def _note(self, parameter: nn.Parameter, _: torch.Tensor) -> None:
-        self._used.add(parameter)
+    def _note(self, own: nn.Parameter, _: torch.Tensor) -> None:
+        self._used.add(own)
         task = torch._C._current_graph_task_id()
-        if task != self._task and not self._accumulates():
+        if task != self._task and not vars(self._model).get("inside_no_sync"):
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._end)  # after FSDP's, which came first
 

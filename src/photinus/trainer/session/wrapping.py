@@ -155,14 +155,14 @@ def check_second_models(model: nn.Module, others: Mapping[str, Any], world_size:
     Raises:
         ValueError: some of the parameters are in no wrapped model.
     """
-    models = [("model", model), *((f"state[{name!r}]", m) for name, m in others.items() if isinstance(m, nn.Module))]
-    wrapped = [part for _, each in models for part in each.modules() if exchanges_gradients(part)]
+    plain = {f"state[{name!r}]": each for name, each in others.items() if isinstance(each, nn.Module)}
+    wrapped = [part for each in (model, *plain.values()) for part in each.modules() if exchanges_gradients(part)]
     averaged = {id(parameter) for each in wrapped for parameter in each.parameters()}
     for name, optimizer in others.items() if world_size > 1 else ():
         groups = getattr(optimizer, "param_groups", ())
         alone = [p for group in groups for p in group["params"] if p.requires_grad and id(p) not in averaged]
         if alone:
-            owners = (f"{where} ({type(each).__name__})" for where, each in models if _has(each, alone[0]))
+            owners = (f"{where} ({type(m).__name__})" for where, m in plain.items() if alone[0] in set(m.parameters()))
             raise ValueError(
                 f"state[{name!r}] ({type(optimizer).__name__}) steps {len(alone)} parameters of "
                 f"{next(owners, 'none of the models given to the loop')}, which nothing averages: {world_size} ranks "
@@ -206,10 +206,6 @@ def check_scheduler(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer])
             f"the loop's optimizer, whose rate would stay as it is: make the scheduler anew, over this optimizer (or "
             f"give the other one in state=...)"
         )
-
-
-def _has(model: nn.Module, parameter: torch.Tensor) -> bool:
-    return any(each is parameter for each in model.parameters())
 
 
 def _foreign_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
