@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import photinus
+from photinus.runlog.tables import read_rows
 from tests.small_run import FEATURES, points
 
 
@@ -27,6 +28,41 @@ def test_four_small_batches_step_like_one_large_one():
     small, parts = fit(batch_size=4, accumulate=4)
     torch.testing.assert_close(small, large)
     assert parts.metrics["loss"] == pytest.approx(whole.metrics["loss"], rel=1e-5)
+
+
+DIVIDED = {
+    "/ 4": lambda loss: loss / 4,
+    "* 0.25": lambda loss: loss * 0.25,
+    "/= 4": lambda loss: loss.div_(4),
+    "/ tensor": lambda loss: loss / torch.tensor(4.0),
+}
+
+
+@pytest.mark.parametrize("written", [*DIVIDED, "another constant", "each its own step"])
+def test_a_loss_that_is_divided_by_the_batches_of_a_step_is_logged_whole(tmp_path, written):
+    def logged(name, divided, every=4, **options):
+        torch.manual_seed(3)
+        model = torch.nn.Linear(FEATURES, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with photinus.init("gloo", "cpu"):
+            loop = photinus.Loop(model, optimizer, points(48), batch_size=4, steps=22, out=tmp_path / name, seed=1,
+                                 progress=False, curves=False)  # fmt: skip
+            for x, y in loop:
+                loop.backward(divided(cross_entropy(model(x), y)), **options)
+                if loop.step % every == 0 or loop.epoch_ended:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return [row["loss"] for row in read_rows(tmp_path / name / "losses.csv")]
+
+    if written == "each its own step":  # then it is the loss that is meant
+        whole = logged("whole", lambda loss: loss, every=1, share=0.25)
+        assert logged("divided", lambda loss: loss / 4, every=1) == pytest.approx([loss / 4 for loss in whole])
+    elif written == "another constant":  # which says nothing of the batches; known from the second step on
+        whole = logged("whole", lambda loss: loss, share=1 / 8)
+        assert logged("divided", lambda loss: loss / 8)[4:] == pytest.approx([loss / 8 for loss in whole[4:]])
+    else:
+        whole = logged("whole", lambda loss: loss, share=0.25)
+        assert logged("divided", DIVIDED[written]) == pytest.approx(whole)
 
 
 class Counting:

@@ -44,6 +44,8 @@ class Backwards:
         self._watched = False  # while a body of the loop runs
         self._body = 0  # the running one, from 1
         self._settled = 0  # the last body after which no optimizer had gradients to use
+        self._group = 0  # bodies whose gradients added up, up to the last one
+        self._groups: set[int] = set()  # such numbers, of whole steps
         # By optimizer: the last body with a backward that gave it gradients, and the last with a step, or 0.
         self._reached = [0] * len(optimizers)
         self._stepped = [0] * len(optimizers)
@@ -99,10 +101,18 @@ class Backwards:
     def body_ended(self) -> bool:
         """The body came to its end, or was left. Returns whether it used all gradients that it made, and no others."""
         self._watched = False
+        self._group = self._body - self._settled
         if self.unstepped:
             return False
-        before, self._settled = self._settled, self._body
-        return before == self._body - 1
+        self._settled = self._body
+        self._groups.add(self._group)
+        return self._group == 1
+
+    def adds_up_over(self, batches: int) -> bool:
+        """Return whether the gradients of N batches add up for a step, as far as is known: of the first one, not more
+        than N so far. Of several optimizers this is not known."""
+        seen = batches in self._groups if self._groups else self._group <= batches
+        return seen and len(self._optimizers) == 1
 
     def add(self) -> bool:
         """One more backward is made. Returns whether its loss counts: a closure's first evaluation, not those after."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,8 @@ class _Step:
     number: int
     epoch: int
     batch: Batch
-    parts: list[tuple[Tensor, float]] = field(default_factory=list)  # of the running body: losses and their shares
+    # Of the running body: losses, their shares, and by what the loss was divided before it came.
+    parts: list[tuple[Tensor, float, int]] = field(default_factory=list)
     loss: Tensor | None = None  # this rank's mean, on its device: nothing waits for that until `exchange`
 
 
@@ -55,16 +57,19 @@ class RunNumbers:
 
     def add(self, loss: Tensor, share: float) -> None:
         """Takes a loss of the running step: scalar, mean over this rank's samples."""
-        self._steps[-1].parts.append((loss.detach().float().reshape(()), share))
+        self._steps[-1].parts.append((loss.detach().float().reshape(()), share, divisor_of(loss)))
 
-    def end_step(self, *, alone: bool) -> None:
+    def end_step(self, *, alone: bool, adds_up_over: Callable[[int], bool]) -> None:
         """The body is over. Several losses add up: by their shares where its gradients are all of an optimizer's step
-        (`alone`), else whole, as the body is one of several with such shares."""
+        (`alone`), else whole, as the body is one of several with such shares. Where gradients of N bodies add up
+        (`adds_up_over`), a loss that came divided by N has the share 1 / N."""
         step = self._steps[-1]
         parts, step.parts = step.parts, []
-        whole = 1.0 if alone and len(parts) > 1 else max((share for _, share in parts), default=1.0)
-        for loss, share in parts:
+        whole = 1.0 if alone and len(parts) > 1 else max((share for _, share, _ in parts), default=1.0)
+        for loss, share, divisor in parts:
             loss = loss if share == whole else loss * (share / whole)
+            if not alone and share == 1.0 and divisor > 1 and adds_up_over(divisor):
+                loss = loss * divisor
             step.loss = loss if step.loss is None else step.loss + loss
 
     def drop_last(self) -> None:
@@ -147,3 +152,17 @@ class RunNumbers:
             window = self._times.window(step=position.step, epoch=epoch, start=position.start, at_once=at_once)
             if window is not None:
                 folder.append_window(window)
+
+
+def divisor_of(loss: Tensor) -> int:
+    """N where the loss was computed as something / N, or * (1 / N), with a whole number of 2 or more; else 1."""
+    node: Any = loss.grad_fn
+    try:
+        other = node._saved_other if node and node.name() in ("DivBackward0", "MulBackward0") else None
+    except RuntimeError:  # a backward has freed what was saved
+        return 1
+    if other is None or other.numel() != 1 or other.is_cuda or other.requires_grad:  # a GPU would have to be waited for
+        return 1
+    value = float(other)
+    divisor = 1 / value if value and node.name() == "MulBackward0" else value
+    return round(divisor) if 2 <= divisor < math.inf and math.isclose(divisor, round(divisor), rel_tol=1e-6) else 1
