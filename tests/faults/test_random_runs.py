@@ -106,6 +106,8 @@ def plan(seed: int) -> dict[str, Any]:
         "dropout": 0.3 if same else 0.0,
         "seed": seed,
     }
+    left = options["samples"] % options["batch_size"]
+    options["samples"] += _RANKS - left if 0 < left < _RANKS else 0  # a batch needs a sample for each rank
     per_epoch = options["samples"] // options["batch_size"]
     per_epoch += (not options["drop_last"]) and options["samples"] % options["batch_size"] > 0
     steps, epochs = r.randint(3, 3 * per_epoch), r.randint(1, 3)

@@ -127,16 +127,8 @@ class Saves:
                 raise CheckpointError(f"{path} is no checkpoint of a Loop: it lacks {', '.join(sorted(missing))}")
             position = Position.from_dict(content["position"])
             samples_done = position.batches_done * content["run"]["batch_size"]
-            changed = check_fits(content["run"], options, samples_done)
+            changed = check_fits(content["run"], options, samples_done, steps_per_epoch)
             position.batches_done = samples_done // options["batch_size"]
-            if position.batches_done >= steps_per_epoch:
-                names = [each for each in ("batch_size", "drop_last") if content["run"].get(each) != options[each]]
-                raise ValueError(
-                    f"cannot go on inside an epoch: {samples_done} of {options['samples']} samples are done, and "
-                    f"no batch is left with "
-                    + " and ".join(f"{each}={options[each]} (was {content['run'].get(each)})" for each in names)
-                    + ". Set it back, or resume from a checkpoint at the end of an epoch."
-                )
             given = content["run"].get("given", self._settings.given)  # earlier versions did not save it
             content["optimizer"] = self._settings.in_our_order("optimizer", given, content["optimizer"])
             self._check_objects(content, path)

@@ -114,7 +114,7 @@ def _has_checkpoint(out: Path) -> bool:
     return bool(CheckpointFolder(out / CHECKPOINTS)._paths())
 
 
-def check_fits(saved: Mapping[str, Any], now: Mapping[str, Any], samples_done: int) -> list[str]:
+def check_fits(saved: Mapping[str, Any], now: Mapping[str, Any], samples_done: int, steps_per_epoch: int) -> list[str]:
     """Compares a run's options at the checkpoint with those now; returns `name=now (was then)` of each that changed.
 
     Args:
@@ -125,13 +125,15 @@ def check_fits(saved: Mapping[str, Any], now: Mapping[str, Any], samples_done: i
     """
     both = [name for name in RUN_SPEC[:-2] if name in saved and name in now]
     changed = [name for name in both if saved[name] != now[name]]
-    for name in set(changed).intersection(_REFUSED_INSIDE_AN_EPOCH) if samples_done else ():
-        if name != "batch_size" or samples_done % now[name]:
+    batches, rest = divmod(samples_done, now["batch_size"])
+    for name in changed if samples_done else ():
+        repeats = name in _REFUSED_INSIDE_AN_EPOCH and (name != "batch_size" or rest)
+        if repeats or (name in ("batch_size", "drop_last") and batches >= steps_per_epoch):
             raise ValueError(
                 f"cannot go on inside an epoch: {name} was {saved[name]} when the checkpoint was saved and is "
-                f"{now[name]} now, and {samples_done} samples of the epoch are done, so the rest of it would repeat or "
-                f"skip samples. Set it back to {saved[name]}, resume from a checkpoint at the end of an epoch, or "
-                f'start anew with resume="never".'
+                f"{now[name]} now, and {samples_done} samples of the epoch are done, so its rest would "
+                f"{'repeat or skip samples' if repeats else 'have no batch'}. Set it back to {saved[name]}, resume "
+                f'from a checkpoint at the end of an epoch, or start anew with resume="never".'
             )
     return [f"{name}={show(now[name])} (was {show(saved[name])})" for name in changed]
 
