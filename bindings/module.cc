@@ -9,6 +9,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -58,7 +59,7 @@ nb::object python_class(ErrorKind kind) {
 
 // Asks the interpreter whether a signal's handler has raised; handlers run on the main thread only.
 bool signal_arrived() {
-  if (gettid() != getpid()) return false;
+  if (syscall(SYS_gettid) != getpid()) return false;  // gettid(): since glibc 2.30
   nb::gil_scoped_acquire locked;
   return PyErr_CheckSignals() != 0;
 }

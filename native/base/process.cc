@@ -18,6 +18,8 @@
 #include "base/clock.h"
 #include "base/error.h"
 
+#pragma weak sigabbrev_np  // since glibc 2.32; wheels run with 2.28, too
+
 namespace photinus {
 namespace {
 
@@ -35,7 +37,7 @@ constexpr unsigned long kGetInfo = _IOWR(0xFF, 11, ProcessInfo);
 std::string describe(int status) {
   if (WIFSIGNALED(status)) {
     int number = WTERMSIG(status);
-    const char* short_name = sigabbrev_np(number);
+    const char* short_name = sigabbrev_np ? sigabbrev_np(number) : nullptr;
     return short_name ? text("was killed by SIG%s", short_name) : text("was killed by signal %d", number);
   }
   return text("exited with code %d", WEXITSTATUS(status));

@@ -6,6 +6,8 @@
 #include <immintrin.h>
 #endif
 
+#include "base/processor.h"
+
 namespace photinus::host {
 
 #if defined(__x86_64__)
@@ -41,7 +43,7 @@ void copy_streaming(void* to, const void* from, size_t bytes) {
   if (head > bytes) head = bytes;
   const size_t lines = (bytes - head) / kLine * kLine;
   copy(out, in, head);
-  if (__builtin_cpu_supports("avx"))
+  if (vector_instructions().avx)
     stream_lines_avx(out + head, in + head, lines);
   else
     stream_lines(out + head, in + head, lines);

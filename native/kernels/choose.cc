@@ -1,12 +1,9 @@
 // Which instruction set runs, decided once from what the processor says.
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
-
 #include <cstdlib>
 #include <string>
 
 #include "base/error.h"
+#include "base/processor.h"
 #include "kernels/reduce.h"
 
 namespace photinus {
@@ -42,31 +39,16 @@ const char* name(InstructionSet set) {
   return "?";
 }
 
-#if defined(__x86_64__)
-// Clang 14's __builtin_cpu_supports does not know it.
-static bool has_f16c() {
-  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
-}
-#endif
-
 bool has(InstructionSet set) {
-#if defined(__x86_64__)
-  __builtin_cpu_init();
   switch (set) {
     case InstructionSet::baseline:
       return true;
     case InstructionSet::avx2:
-      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
+      return vector_instructions().avx2;
     case InstructionSet::avx512:
-      return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-             has(InstructionSet::avx2);
+      return vector_instructions().avx512;
   }
   return false;
-#else
-  return set == InstructionSet::baseline;
-#endif
 }
 
 InstructionSet choose_instruction_set(const char* wish) {

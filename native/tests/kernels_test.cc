@@ -1,3 +1,6 @@
+#include <fstream>
+#include <iterator>
+#include <string>
 #include <thread>
 #include <type_traits>
 
@@ -263,6 +266,17 @@ TEST(a_wish_for_an_instruction_set_is_granted_or_refused_with_the_choices) {
   CHECK_CONTAINS(message, "PHOTINUS_INSTRUCTION_SET=avx1024");
   CHECK_CONTAINS(message, std::string("the choices are ") + name(InstructionSet::baseline));
 }
+
+#if defined(__x86_64__)
+TEST(a_processor_has_the_instruction_sets_that_linux_lists) {
+  std::ifstream file("/proc/cpuinfo");
+  const std::string listed{std::istreambuf_iterator<char>(file), {}};
+  auto lists = [&](const char* flag) { return listed.find(std::string(" ") + flag) != std::string::npos; };
+  CHECK(has(InstructionSet::avx2) == (lists("avx2") && lists("fma") && lists("f16c")));
+  CHECK(has(InstructionSet::avx512) ==
+        (lists("avx512f") && lists("avx512bw") && lists("avx512vl") && lists("avx512dq")));
+}
+#endif
 
 TEST(integer_averages_do_not_overflow_on_the_way) {
   uint8_t a = 200, b = 201, out = 0;
