@@ -9,8 +9,23 @@
 #include <string>
 #include <utility>
 
+#ifdef Py_LIMITED_API
+// CPython has these since 3.11, though not in its stable ABI. Should one lack them, calls have no line.
+#pragma weak PyFrame_GetBack
+#pragma weak PyFrame_GetLasti
+extern "C" {
+PyFrameObject* PyFrame_GetBack(PyFrameObject* frame);
+int PyFrame_GetLasti(PyFrameObject* frame);
+}
+#endif
+
 namespace photinus {
 namespace {
+
+// The stable ABI does not know that frames and code are objects.
+PyObject* object(auto* frame_or_code) {
+  return reinterpret_cast<PyObject*>(frame_or_code);
+}
 
 // All of this is guarded by the interpreter's lock, and leaked: calls may come while the interpreter ends.
 std::vector<std::string>& folders() {
@@ -34,9 +49,9 @@ bool ends_with(const std::string& text, const std::string& end) {
 // notebooks make new ones in each cell.
 constexpr size_t kKept = 256;
 void keep(PyCodeObject*& slot, PyCodeObject* code) {
-  Py_INCREF(code);
+  Py_INCREF(object(code));
   PyCodeObject* const before = std::exchange(slot, code);
-  Py_XDECREF(before);
+  Py_XDECREF(object(before));
 }
 size_t slot_of(PyCodeObject* code, int instruction = 0) {
   return (reinterpret_cast<uintptr_t>(code) / 64 + static_cast<unsigned>(instruction)) % kKept;
@@ -44,8 +59,8 @@ size_t slot_of(PyCodeObject* code, int instruction = 0) {
 
 std::string file_of(PyCodeObject* code) {
   std::string file;
-  if (PyObject* name = PyObject_GetAttrString(reinterpret_cast<PyObject*>(code), "co_filename")) {
-    if (const char* text = PyUnicode_AsUTF8(name)) file = text;
+  if (PyObject* name = PyObject_GetAttrString(object(code), "co_filename")) {
+    if (const char* text = PyUnicode_AsUTF8AndSize(name, nullptr)) file = text;
     Py_DECREF(name);
   }
   PyErr_Clear();
@@ -124,10 +139,13 @@ void set_library_folders(std::vector<std::string> given) {
 
 const CallSite* call_site() {
   PyFrameObject* frame = PyEval_GetFrame();
+#ifdef Py_LIMITED_API
+  if (!PyFrame_GetBack || !PyFrame_GetLasti) return nullptr;
+#endif
   if (!frame) return nullptr;
   PyFrameObject* innermost = frame;
-  Py_INCREF(innermost);
-  Py_INCREF(frame);
+  Py_INCREF(object(innermost));
+  Py_INCREF(object(frame));
   const CallSite* site = nullptr;
   bool votes = true;
   while (frame) {
@@ -135,9 +153,9 @@ const CallSite* call_site() {
     const Facts facts = facts_of(code);
     votes &= !facts.is_neutral;
     if (!facts.is_library) site = site_of(frame, code, votes);
-    Py_DECREF(code);
+    Py_DECREF(object(code));
     PyFrameObject* caller = site ? nullptr : PyFrame_GetBack(frame);
-    Py_DECREF(frame);
+    Py_DECREF(object(frame));
     frame = caller;
   }
   // Where every frame is a library's (a hook that C++ calls, a callback), the innermost one must do, without
@@ -145,9 +163,9 @@ const CallSite* call_site() {
   if (!site) {
     PyCodeObject* code = PyFrame_GetCode(innermost);
     site = site_of(innermost, code, false);
-    Py_DECREF(code);
+    Py_DECREF(object(code));
   }
-  Py_DECREF(innermost);
+  Py_DECREF(object(innermost));
   return site;
 }
 

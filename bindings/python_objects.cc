@@ -1,6 +1,5 @@
 #include "python_objects.h"
 
-#include <cxxabi.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -41,7 +40,7 @@ std::atomic<bool> exiting{false};
 Unlocked::~Unlocked() {
   try {
     PyEval_RestoreThread(state_);
-  } catch (abi::__forced_unwind&) {
+  } catch (...) {  // abi::__forced_unwind, which libc++ has no name for
     while (true) pause();
   }
 }
