@@ -1,5 +1,5 @@
-"""The version of Photinus: pyproject.toml has the same, and a test compares them."""
+"""The version of Photinus, in its one place: builds read it from here."""
 
 from __future__ import annotations
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
