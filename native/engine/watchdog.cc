@@ -58,12 +58,11 @@ double Watchdog::look(WaitState& wait, const std::function<std::vector<uint32_t>
                      ? text(" %s;", group_.peers->who(rank).c_str())
                      : text(" %s is at #%llu;", group_.peers->who(rank).c_str(),
                             static_cast<unsigned long long>(group_.peers->value(rank, Counter::posted)));
-    throw Error(
-        ErrorKind::timeout,
-        message +
-            " a longer step there, a missing call, or a hang. Raise the timeout (timeout=, or "
-            "PHOTINUS_TIMEOUT_S) if the step may take longer." +
-            what_they_do(missing));
+    throw Error(ErrorKind::timeout,
+                message +
+                    " a longer step there, a missing call, or a hang. Raise the timeout (timeout=, or "
+                    "PHOTINUS_TIMEOUT_S) if the step may take longer." +
+                    what_they_do(missing));
   }
   return nap_s;
 }
