@@ -231,6 +231,7 @@ def test_damaged_checkpoints_only_are_an_error_not_a_fresh_start(tmp_path: Path)
     [
         (lambda path: (path / "model.pt").unlink(), "model.pt is missing"),
         (lambda path: (path / "model.pt").write_bytes(b""), "model.pt is damaged: it has 0 bytes instead of"),
+        (lambda path: (path / "model.pt").open("ab").write(b"\0"), r"model.pt is damaged: it has \d+ bytes instead of"),
         (lambda path: shutil.copy(path / "position.pt", path / "model.pt"), "model.pt is damaged"),
         (lambda path: shutil.copy(path.parent / "step-00000001/model.pt", path / "model.pt"), "model.pt is damaged"),
         (lambda path: shutil.copy(path.parent / "step-00000001/manifest.json", path), "holds step 1.*mixed from two"),
