@@ -67,20 +67,6 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return tokens, tokens.sum(dim=1) % TOKENS
 
 
-class Spoiling:
-    """A strategy's verbs, with something done between backward and step."""
-
-    def __init__(self, verbs: Any, between: Callable[[], None]) -> None:
-        self._verbs, self._between = verbs, between
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._verbs, name)
-
-    def step(self, *arguments: Any) -> None:
-        self._between()
-        self._verbs.step(*arguments)
-
-
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.02),
@@ -106,6 +92,7 @@ class Training:
             self.model, given_back = photinus.wrap(net, self.optimizer, strategy=strategy, **options)
             assert given_back is self.optimizer
         self.verbs = strategy_of(self.model)
+        self.between: Callable[[], None] = lambda: None  # backward and step
 
     def step(
         self, number: int, *, parts: int = 1, clip: float | None = None, scaler: Any = None, autocast: bool = False
@@ -120,11 +107,15 @@ class Training:
             with self.verbs.no_sync(self.model) if part < parts - 1 else nullcontext():
                 with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
                     loss = cross_entropy(self.model(x), y) / parts
-                self.verbs.backward(self.model, loss if scaler is None else scaler.scale(loss))
+                (loss if scaler is None else scaler.scale(loss)).backward()
             told["loss"] += float(loss.detach())
         if clip is not None:
             told["norm"] = float(self.verbs.clip(self.model, clip))
-        self.verbs.step(self.optimizer, scaler)
+        self.between()
+        if scaler is None:
+            self.optimizer.step()
+        else:
+            scaler.step(self.optimizer)
         if scaler is not None:
             scaler.update()
             told["scale"] = scaler.get_scale()
@@ -206,7 +197,7 @@ class Cases:
             average.module = photinus.wrap(average.module, strategy=strategy)
         for number in range(4):
             tokens, targets = (values.chunk(self.world_size)[self.rank] for values in batch(number))
-            strategy_of(model).backward(model, cross_entropy(model(tokens), targets))
+            cross_entropy(model(tokens), targets).backward()
             optimizer.step()
             optimizer.zero_grad()
             average.update_parameters(model)
@@ -330,9 +321,9 @@ class Cases:
             elif self.rank == self.world_size - 1:
                 parameter.grad.to_local()[-1, -1] = float("inf")
 
-        verbs, training.verbs = training.verbs, Spoiling(training.verbs, spoil)  # type: ignore[assignment]
+        training.between = spoil
         told.append(training.step(1, scaler=scaler))
-        training.verbs = verbs
+        training.between = lambda: None
         after = numbers(training.states())
         for state in (before, after):
             state["model"] = {name: v for name, v in state["model"].items() if "norm." not in name}  # forward counts

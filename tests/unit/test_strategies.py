@@ -84,13 +84,13 @@ class TestEachStrategy:
         for step in range(3):
             first, second = torch.randn(2, 4, 2, generator=torch.Generator().manual_seed(step))
             with verbs.no_sync(wrapped):
-                verbs.backward(wrapped, wrapped(first).square().mean())
-            verbs.backward(wrapped, wrapped(second).square().mean())
+                wrapped(first).square().mean().backward()
+            wrapped(second).square().mean().backward()
             plain(first).square().mean().backward()
             plain(second).square().mean().backward()
             norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
             assert verbs.clip(wrapped, 0.1).item() == pytest.approx(norm.item(), rel=1e-6)
-            verbs.step(optimizer)
+            optimizer.step()
             plain_optimizer.step()
             optimizer.zero_grad()
             plain_optimizer.zero_grad()
@@ -237,8 +237,8 @@ def test_a_model_that_torch_split_without_us_has_the_same_verbs() -> None:
     fully_shard(model)
     verbs = strategy_of(model)
     with verbs.no_sync(model):
-        verbs.backward(model, model(torch.ones(1, 2)).sum())
-    verbs.backward(model, model(torch.ones(1, 2)).sum())
+        model(torch.ones(1, 2)).sum().backward()
+    model(torch.ones(1, 2)).sum().backward()
     norm = verbs.clip(model, 1e-3)
     assert type(norm) is torch.Tensor
     whole = [p.grad.full_tensor() for p in model.parameters()]

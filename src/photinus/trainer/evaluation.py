@@ -250,14 +250,18 @@ class _Chosen(ShardedOnce):
         return replace(place, indices=[self._chosen[each] for each in place.indices])
 
 
-def _forward_pair(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-    if not isinstance(batch, Sequence) or len(batch) != 2:
-        raise TypeError(
-            f"evaluate expects batches (inputs, targets), but got a {type(batch).__name__}"
-            f"{f' of {len(batch)} parts' if isinstance(batch, Sequence) else ''}; give forward=... that takes "
-            f"(model, batch) and returns (outputs, targets)"
-        )
+def pair_of(batch: Any, who: str, advice: str) -> tuple[Any, Any]:
+    """Refuses a batch whose parts are no inputs and targets: a tensor of two samples would be taken for them."""
+    if isinstance(batch, (Tensor, Mapping, str)) or (isinstance(batch, Sequence) and len(batch) != 2):
+        parts = f" of {len(batch)} parts" if isinstance(batch, Sequence) else ""
+        raise TypeError(f"{who} batches (inputs, targets), but got a {type(batch).__name__}{parts}: {advice}")
     inputs, targets = batch
+    return inputs, targets
+
+
+def _forward_pair(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    advice = "give forward=... that takes (model, batch) and returns (outputs, targets)"
+    inputs, targets = pair_of(batch, "evaluate expects", advice)
     return model(inputs), targets
 
 

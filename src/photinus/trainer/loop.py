@@ -365,7 +365,7 @@ class Loop:
         self.record(loss, share=share)
         weighted = loss if weight == 1.0 else loss * weight
         self._clock.backward_began()
-        self._strategy.backward(self._wrapped, weighted if scaler is None else scaler.scale(weighted))
+        (weighted if scaler is None else scaler.scale(weighted)).backward()
         self._clock.backward_ended()
 
     @property

@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..parallel import find_strategy, strategy_of
 from ..parallel.exchange.agreement import JSON
-from ..parallel.strategies.strategy import Strategy
 from ..runlog.tables import OWN_COLUMNS, Row
 from ..runlog.units import plural
 from ..spelling import hint
@@ -26,7 +25,7 @@ from .checkpoint.states import unwrap
 from .data.arguments import check_all, refuse_if, whole_number
 from .data.datasets import check_dataset, taken_apart
 from .data.rng import seed_everything
-from .evaluation import BatchMean, Metric, evaluate
+from .evaluation import BatchMean, Metric, evaluate, pair_of
 from .loop import Loop, check_options
 from .record.curves import PICTURE
 from .session.progress import show_metrics
@@ -36,6 +35,7 @@ from .session.wrapping import wrap
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 Callback = Callable[[Loop], None]
 _PRECISIONS = ("float32", "bfloat16")
+_ADVICE = "make them with collate_fn=..., or keep a Loop of your own, whose body takes any"
 
 
 @dataclass(frozen=True)
@@ -218,9 +218,9 @@ class Trainer:
             loop = Loop(model, optimizer, train_set, **self._loop_options, _body=self._body)
             if not loop.finished:
                 model.train()
-            strategy, began = strategy_of(model), loop.step
+            began = loop.step
             for batch in loop:
-                inputs, targets = _pair(batch)
+                inputs, targets = pair_of(batch, "the Trainer needs", _ADVICE)
                 first, end = self._step_of(loop, began)
                 last = loop.step == end
                 with nullcontext() if last else loop.no_sync():
@@ -228,7 +228,7 @@ class Trainer:
                         loss = self._loss_fn(model(inputs), targets)
                     loop.backward(loss, share=1 / (end - first))
                 if last:
-                    self._step(loop, strategy, optimizer)
+                    self._step(loop, optimizer)
                 measured: dict[str, float] = {}
                 if loop.validation_due and valid_set is not None:
                     with self._autocast():
@@ -276,10 +276,10 @@ class Trainer:
         start = loop.group_began + done // self._accumulate * self._accumulate
         return max(start, began), min(start + self._accumulate, loop.steps)
 
-    def _step(self, loop: Loop, strategy: Strategy, optimizer: torch.optim.Optimizer) -> None:
+    def _step(self, loop: Loop, optimizer: torch.optim.Optimizer) -> None:
         if self._clip_norm is not None:
             loop.clip(self._clip_norm)
-        strategy.step(optimizer)
+        optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         whole = (loop.step - loop.group_began) % self._accumulate == 0
         if whole and self._scheduler is not None and self._scheduler_every == "step":
@@ -340,18 +340,6 @@ def _check_kinds(loss_fn: Any, metrics: Any, scheduler: Any, callbacks: Any) -> 
             f"scheduler is {kind}, but an object with a step() is needed, such as "
             f"torch.optim.lr_scheduler.StepLR(optimizer, 10)"
         )
-
-
-def _pair(batch: Any) -> tuple[Any, Any]:
-    """Refuses a batch whose parts are no inputs and targets: a tensor of two samples would be taken for them."""
-    if isinstance(batch, (Tensor, Mapping, str)) or (isinstance(batch, Sequence) and len(batch) != 2):
-        parts = f" of {len(batch)} parts" if isinstance(batch, Sequence) else ""
-        raise TypeError(
-            f"the Trainer needs batches (inputs, targets), but got a {type(batch).__name__}{parts}: make them with "
-            f"collate_fn=..., or keep a Loop of your own, whose body takes any"
-        )
-    inputs, targets = batch
-    return inputs, targets
 
 
 def _check_steps_without_arguments(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -31,15 +30,6 @@ class DDPStrategy(Strategy):
         """Wraps in `photinus.DistributedDataParallel`; optimizers stay as they are."""
         device_ids = None if device.type == "cpu" else [device]
         return DistributedDataParallel(model, device_ids=device_ids, **self.options)
-
-    def unwrap(self, wrapped: nn.Module) -> nn.Module:
-        """The model inside."""
-        return wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
-
-    def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[None]:
-        """See `DistributedDataParallel.no_sync`."""
-        self._require_made(wrapped)
-        return cast(DistributedDataParallel, wrapped).no_sync()
 
     @classmethod
     def recognizes(cls, part: nn.Module | Optimizer) -> bool:

@@ -82,22 +82,19 @@ class Strategy(ABC):
                 them, before or after.
         """
 
-    @abstractmethod
     def unwrap(self, wrapped: nn.Module) -> nn.Module:
         """The user's model, with plain names; its parameters may be this rank's parts (see `save`)."""
+        return cast(nn.Module, wrapped.module) if self.recognizes(wrapped) else wrapped
 
     # -- training ----------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[None]:
         """A context in which forward and backward accumulate gradients without averaging them.
 
         The next backward outside averages the sums. Raises TypeError when this strategy did not wrap the model.
         """
-
-    def backward(self, wrapped: nn.Module, loss: torch.Tensor) -> None:
-        """Gradients of a scalar loss, the mean over this rank's samples; what arrives is the mean over the ranks."""
-        loss.backward()  # type: ignore[no-untyped-call]
+        self._require_made(wrapped)
+        return cast("AbstractContextManager[None]", cast(Any, wrapped).no_sync())
 
     def clip(self, wrapped: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales all gradients down so that their norm, over all parameters of the whole model, is at most `max_norm`.
@@ -108,13 +105,6 @@ class Strategy(ABC):
             The norm before, shape [], equal on all ranks.
         """
         return torch.nn.utils.clip_grad_norm_(self.unwrap(wrapped).parameters(), max_norm, norm_type)
-
-    def step(self, optimizer: Optimizer, scaler: Any = None) -> None:
-        """One optimizer step, through a `torch.amp.GradScaler` where one is given (its `update` is the caller's)."""
-        if scaler is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
 
     # -- states ------------------------------------------------------------------------------------------------------
 

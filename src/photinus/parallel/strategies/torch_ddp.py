@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -26,15 +25,6 @@ class TorchDDPStrategy(Strategy):
         _ = self.group  # where there is none, the error says what to do, as torch's would not
         device_ids = None if device.type == "cpu" else [device]
         return nn.parallel.DistributedDataParallel(model, device_ids=device_ids, **self.options)
-
-    def unwrap(self, wrapped: nn.Module) -> nn.Module:
-        """The model inside."""
-        return cast(nn.Module, wrapped.module) if self.recognizes(wrapped) else wrapped
-
-    def no_sync(self, wrapped: nn.Module) -> AbstractContextManager[None]:
-        """See `torch.nn.parallel.DistributedDataParallel.no_sync`."""
-        self._require_made(wrapped)
-        return cast("AbstractContextManager[None]", wrapped.no_sync())  # type: ignore[operator]
 
     @classmethod
     def recognizes(cls, part: nn.Module | Optimizer) -> bool:

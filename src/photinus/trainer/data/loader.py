@@ -15,6 +15,7 @@ random seeds and from which batch on is decided here and in sampler.py.
 from __future__ import annotations
 
 import errno
+import operator
 import shutil
 import socket
 import warnings
@@ -32,7 +33,7 @@ from torch.utils.data import default_collate as torch_collate
 from ... import env
 from ...errors import LoaderTimeoutError, PhotinusError
 from ...world import World
-from .arguments import place, whole_number
+from .arguments import whole_number
 from .datasets import check_dataset, indexable, taken_apart
 from .devices import pin_memory, to_device
 from .rng import check_seed
@@ -159,8 +160,7 @@ def loader(
         raise ValueError(f"give both rank and world_size or neither; got rank={rank}, world_size={world_size}")
     if rank is None or world_size is None:
         rank, world_size = _place()
-    rank, world_size = place(rank, world_size)
-    batch_size, seed = whole_number("batch_size", batch_size, least=1), check_seed(seed)
+    seed = check_seed(seed)
     num_workers = whole_number("num_workers", num_workers or 0)
     device = None if device is None else torch.device(device)
     if collate_fn is not None and not callable(collate_fn):
@@ -188,7 +188,7 @@ def loader(
         }
         if prefetch_factor is not None:
             options["prefetch_factor"] = whole_number("prefetch_factor", prefetch_factor, least=1)
-    return Loader(dataset, shares, batch_size, seed, collate_fn, num_workers, pin, device, options)
+    return Loader(dataset, shares, operator.index(batch_size), seed, collate_fn, num_workers, pin, device, options)
 
 
 class Loader:
