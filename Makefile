@@ -119,6 +119,7 @@ soak: native apart sanitized
 	  $(BUILD_DIR)/native/tests/soak $$run $$(($(SOAK_S) / 2)) 4 || exit 1; \
 	done
 	for run in address thread; do \
+	  build/$$run/tests/owners_test --whole || exit 1; \
 	  build/$$run/tests/soak $$(($(SOAK_S) / 2)) 3 || exit 1; \
 	  build/$$run/tests/soak --hosts robin $$(($(SOAK_S) / 2)) 4 || exit 1; \
 	  build/$$run/tests/soak --cuda $$(($(SOAK_S) / 2)) 3 || exit 1; \

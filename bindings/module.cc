@@ -108,9 +108,6 @@ class ArenaBuffer {
     return PyBuffer_FillInfo(view, self, buffer->address_, static_cast<Py_ssize_t>(buffer->bytes_), 0, flags);
   }
 
-  uintptr_t address() const { return reinterpret_cast<uintptr_t>(address_); }
-  size_t bytes() const { return bytes_; }
-
  private:
   std::shared_ptr<Arena> arena_;
   size_t bytes_;
@@ -244,12 +241,6 @@ void make_call(Submission* made, uint8_t operation, uintptr_t send, uintptr_t re
   call->stream = stream_of(stream);
 }
 
-Parts parts_of(const std::vector<Part>& given) {
-  Parts parts;
-  for (const Part& part : given) parts.emplace_back(reinterpret_cast<uintptr_t>(part.buffer), part.elems);
-  return parts;
-}
-
 // The call with what is known only where it is made.
 Submission made_here(const Submission& call) {
   Submission given = call;
@@ -293,13 +284,14 @@ void run(Communicator& communicator, const Submission& call) {
 
 std::shared_ptr<Work> message(Communicator& communicator, uint8_t operation, uintptr_t address,
                               uint64_t elems, uint8_t dtype, int64_t peer, int64_t tag, double timeout_s,
-                              bool asynchronous, nb::handle keep, std::shared_ptr<cuda::CudaDevice> device,
-                              uintptr_t stream) {
+                              bool asynchronous, nb::handle keep, std::string kind,
+                              std::shared_ptr<cuda::CudaDevice> device, uintptr_t stream) {
   release_dropped();
   MessageCall call;
   call.owner = owner_of(keep);
   call.operation = static_cast<Operation>(operation);
   call.dtype = static_cast<Dtype>(dtype);
+  call.kind = std::move(kind);
   call.elems = elems;
   call.buffer = reinterpret_cast<void*>(address);
   call.peer = peer < 0 ? kAnyRank : static_cast<uint32_t>(peer);
@@ -422,9 +414,7 @@ NB_MODULE(_native, m) {
 
   nb::class_<ArenaBuffer>(m, "ArenaBuffer", nb::type_slots(arena_buffer_slots))
       .def("__init__",
-           [](ArenaBuffer* self, size_t bytes) { new (self) ArenaBuffer(Arena::of_this_process(), bytes); })
-      .def_prop_ro("address", &ArenaBuffer::address)
-      .def_prop_ro("nbytes", &ArenaBuffer::bytes);
+           [](ArenaBuffer* self, size_t bytes) { new (self) ArenaBuffer(Arena::of_this_process(), bytes); });
 
   nb::class_<cuda::CudaDevice>(m, "CudaDevice")
       .def_ro("index", &cuda::CudaDevice::index)
@@ -464,25 +454,7 @@ NB_MODULE(_native, m) {
            "label"_a = "", "updates"_a = 0, "wire_dtype"_a = nb::none(), "shape"_a = nb::none(),
            "sends"_a = nb::tuple(), "recvs"_a = nb::tuple(), "device"_a = nb::none(), "stream"_a = 0)
       .def_prop_ro("operation", [](const Submission& c) { return static_cast<uint8_t>(c.call.operation); })
-      .def_prop_ro("send", [](const Submission& c) { return reinterpret_cast<uintptr_t>(c.send); })
-      .def_prop_ro("recv", [](const Submission& c) { return reinterpret_cast<uintptr_t>(c.recv); })
-      .def_prop_ro("elems", [](const Submission& c) { return c.call.elems; })
-      .def_prop_ro("dtype", [](const Submission& c) { return static_cast<uint8_t>(c.call.dtype); })
-      .def_prop_ro("reduction", [](const Submission& c) { return static_cast<uint8_t>(c.call.reduction); })
-      .def_prop_ro("root", [](const Submission& c) { return c.call.root; })
-      .def_ro("timeout_s", &Submission::timeout_s)
-      .def_ro("asynchronous", &Submission::asynchronous)
-      .def_ro("factor", &Submission::factor)
-      .def_ro("label", &Submission::label)
-      .def_ro("updates", &Submission::updates)
-      .def_prop_ro("wire_dtype",
-                   [](const Submission& c) {
-                     return c.call.wire ? std::optional(static_cast<uint8_t>(*c.call.wire)) : std::nullopt;
-                   })
-      .def_prop_ro("sends", [](const Submission& c) { return parts_of(c.send_parts); })
-      .def_prop_ro("recvs", [](const Submission& c) { return parts_of(c.recv_parts); })
-      .def_ro("device", &Submission::device)
-      .def_prop_ro("stream", [](const Submission& c) { return reinterpret_cast<uintptr_t>(c.stream); });
+      .def_ro("asynchronous", &Submission::asynchronous);
 
   nb::class_<OutsideWait>(m, "OutsideWait")
       .def("look", &OutsideWait::look, "missing"_a, "description"_a, nb::call_guard<Unlocked>());
@@ -496,12 +468,11 @@ NB_MODULE(_native, m) {
           [](const Communicator& c) { return std::tuple(c.speeds().latency_s, c.speeds().bytes_per_s); })
       .def("under_way_s", &Communicator::under_way_s)
       .def_prop_ro("about_hosts", &Communicator::about_hosts)
-      .def_prop_ro("rank", &Communicator::rank)
-      .def_prop_ro("world_size", &Communicator::world_size)
       .def("submit", &submit, "call"_a, "keep"_a = nb::none())
       .def("run", &run, "call"_a)
       .def("message", &message, "operation"_a, "address"_a, "elems"_a, "dtype"_a, "peer"_a, "tag"_a,
-           "timeout_s"_a, "asynchronous"_a, "keep"_a = nb::none(), "device"_a = nb::none(), "stream"_a = 0)
+           "timeout_s"_a, "asynchronous"_a, "keep"_a = nb::none(), "kind"_a = "", "device"_a = nb::none(),
+           "stream"_a = 0)
       .def("wait_outside", &Communicator::wait_outside, "key"_a, "timeout_s"_a)
       .def("abort", &Communicator::abort, "reason"_a, nb::call_guard<Unlocked>())
       .def("set_reason", &Communicator::set_reason, "reason"_a)

@@ -215,7 +215,18 @@ Explanation explain(const Call& call, const Levels& levels, uint32_t rank, bool 
           predicted_s(model, call, levels, algorithm, sizes, net), reason};
 }
 
+// Of a rank alone: at most a copy.
+static Plan lone_plan(const Call& call, Algorithm algorithm) {
+  Plan plan{algorithm, {}, {}};
+  const uint64_t bytes = call.elems * size_bytes(call.dtype);
+  if (call.operation == Operation::barrier || bytes == 0) return plan;
+  plan.after.push_back(multiplies(call) ? reduce_step({{Place::recv}}, {{Place::send}}, bytes)
+                                        : copy_step({Place::recv}, {Place::send}, bytes));
+  return plan;
+}
+
 Plan shm_plan(const Call& call, Seat seat, Algorithm algorithm, const SlotSizes& sizes) {
+  if (seat.ranks == 1) return lone_plan(call, algorithm);
   switch (call.operation) {
     case Operation::all_reduce:
       return shm_all_reduce(call, seat, algorithm, sizes);

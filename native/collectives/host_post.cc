@@ -10,16 +10,16 @@ constexpr size_t kTextLimit = RankBlock::kTextBytes - 1;
 
 // What of a call travels, as it lies in memory: both ends have the same byte order.
 struct CallBytes {
-  uint64_t elems;
-  uint32_t root, label, site, shape;
-  uint8_t operation, dtype, reduction, has_parts, wire, device, unused[2];
+  uint64_t elems, label, shape;
+  uint32_t root, site;
+  uint8_t operation, dtype, reduction, has_parts, wire, device, strict_sites, unused;
 };
 struct PostBytes {
   uint64_t sequence, parts_sum;
   int32_t least, most;
   uint8_t told, has_all_sites, calls, unused[5];
 };
-static_assert(sizeof(CallBytes) == 32 && sizeof(PostBytes) == 32, "no bytes between");
+static_assert(sizeof(CallBytes) == 40 && sizeof(PostBytes) == 32, "no bytes between");
 static_assert(sizeof(PostBytes) + (2 + sizeof(RankSet::Words)) +
                       HostPost::kMostCalls * (sizeof(CallBytes) + 2 + sizeof(RankSet::Words) +
                                               2 * (1 + kTextLimit) + RankBlock::kShapeBytes) <=
@@ -140,7 +140,7 @@ void merge(HostPost& post, const HostPost& heard) {
 bool agrees(const HostPost& post) {
   const CallDescriptor& first = post.calls[0].facts;
   const bool by_root = follows_root(first);
-  uint32_t shape = 0;
+  uint64_t shape = 0;
   for (const PostedCall& call : post.calls)
     if (!by_root || call.ranks.has(first.root)) shape = shape ? shape : call.facts.shape;
   return post.left_out.is_empty() && std::all_of(post.calls.begin(), post.calls.end(), [&](const auto& call) {
@@ -174,16 +174,17 @@ size_t encode(const HostPost& post, std::byte* to) {
   for (const PostedCall& call : post.calls) {
     const CallDescriptor& d = call.facts;
     const CallBytes facts{d.elems,
-                          d.root,
                           d.label,
-                          d.site,
                           d.shape,
+                          d.root,
+                          d.site,
                           static_cast<uint8_t>(d.operation),
                           static_cast<uint8_t>(d.dtype),
                           static_cast<uint8_t>(d.reduction),
                           d.has_parts,
                           static_cast<uint8_t>(d.wire),
                           static_cast<uint8_t>(d.device),
+                          d.strict_sites,
                           {}};
     writer.put(&facts, sizeof facts);
     writer.put(call.ranks);
@@ -216,7 +217,6 @@ std::optional<HostPost> decode(const std::byte* from, size_t bytes) {
         facts.device > static_cast<uint8_t>(DeviceType::cuda))
       return std::nullopt;
     CallDescriptor& d = call.facts;
-    d.sequence = head.sequence;
     d.elems = facts.elems;
     d.root = static_cast<uint16_t>(facts.root);
     d.label = facts.label;
@@ -225,7 +225,8 @@ std::optional<HostPost> decode(const std::byte* from, size_t bytes) {
     d.operation = static_cast<Operation>(facts.operation);
     d.dtype = static_cast<Dtype>(facts.dtype);
     d.reduction = static_cast<Reduction>(facts.reduction);
-    d.has_parts = facts.has_parts;
+    d.has_parts = facts.has_parts & 1;
+    d.strict_sites = facts.strict_sites & 1;
     d.wire = static_cast<Dtype>(facts.wire);
     d.device = static_cast<DeviceType>(facts.device);
   }

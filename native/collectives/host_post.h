@@ -16,7 +16,7 @@ namespace photinus {
 
 struct HostPost {
   static constexpr size_t kMostCalls = 4;
-  static constexpr size_t kMostBytes = 2048;  // encoded
+  static constexpr size_t kMostBytes = 2112;  // encoded
 
   uint64_t sequence = 0;
   std::vector<PostedCall> calls;  // that differ, or came from different lines; in the order of hearing

@@ -53,18 +53,19 @@ std::string describe(const PostedCall& posted) {
     out += " of shape " + posted.shape;
   if (!posted.label.empty()) out += " labelled '" + posted.label + "'";
   if (!posted.site.empty()) out += " at " + posted.site;
+  if (d.strict_sites) out += " with PHOTINUS_STRICT_SITES=1";
   return out;
 }
 
 bool agree(const CallDescriptor& a, const CallDescriptor& b) {
   return a.operation == b.operation && a.dtype == b.dtype && a.device == b.device && a.wire == b.wire &&
          a.reduction == b.reduction && a.root == b.root && a.has_parts == b.has_parts &&
-         (a.has_parts || a.elems == b.elems) && a.label == b.label;
+         a.strict_sites == b.strict_sites && (a.has_parts || a.elems == b.elems) && a.label == b.label;
 }
 
 bool agree(const std::vector<CallDescriptor>& calls) {
   const bool by_root = follows_root(calls[0]);
-  uint32_t shape = calls[by_root ? calls[0].root : 0].shape;
+  uint64_t shape = calls[by_root ? calls[0].root : 0].shape;
   for (const CallDescriptor& call : calls) {
     if (!agree(calls[0], call)) return false;
     if (shape && call.shape && call.shape != shape) return false;

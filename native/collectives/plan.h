@@ -146,6 +146,9 @@ struct Call {
   DeviceType device = DeviceType::cpu;  // where the tensors lie; nothing to a barrier
   bool operator==(const Call&) const = default;
 };
+inline bool multiplies(const Call& call) {  // each rank's values by its own factor
+  return has_reduction(call.operation) && call.reduction == Reduction::premul_sum;
+}
 
 struct Seat {
   uint32_t rank = 0, ranks = 1;

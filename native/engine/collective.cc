@@ -6,6 +6,7 @@
 #include <cassert>
 #include <cstring>
 
+#include "base/hash.h"
 #include "base/log.h"
 #include "collectives/choose.h"
 #include "collectives/device_plans.h"
@@ -20,29 +21,18 @@ constexpr double kAwaitPeers_s = 1;
 constexpr uint64_t kBriefBytes = 4 << 10;                // of tensors that are added within a microsecond
 constexpr size_t kPlansKept = 64, kStepsKept = 1 << 17;  // of some 128 bytes
 
-uint32_t hash_of(const std::string& text) {
-  uint32_t hash = 0x811c9dc5;
-  for (char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x01000193;
-  return hash ? hash : 1;
-}
-
-template <size_t kBytes>
-void put(char (&field)[kBytes], const std::string& value) {
-  const size_t length = std::min(value.size(), sizeof field - 1);
-  std::memcpy(field, value.data(), length);
-  field[length] = '\0';
-}
-
 }  // namespace
 
 CallSite CallSite::of(const std::string& text) {
-  return {text, hash_of(text), true};
+  const uint64_t hash = fnv1a(text);
+  return {text, static_cast<uint32_t>(hash ^ hash >> 32) | 1, true};
 }
 
 void Shape::add(int64_t size) {
   if (dims < kMost) sizes[dims] = size;
   dims += 1;
-  hash = (hash ^ static_cast<uint32_t>(size ^ size >> 32)) * 0x01000193 | 1;
+  hash = (hash ^ static_cast<uint64_t>(size)) * 0x9e3779b97f4a7c15;
+  hash = (hash ^ hash >> 32) | 1;
 }
 
 std::string Shape::text() const {
@@ -87,7 +77,8 @@ Collective::Collective(const std::shared_ptr<CollectiveState>& state, Submission
               given_.call.device == DeviceType::cpu;
   if (given_.call.device == DeviceType::cpu) return;
   copies_ = std::make_unique<DeviceCopies>(given_.device, given_.stream);
-  if (!state->rings || has_parts())
+  const bool is_moved_only = group_->ranks() == 1 && !multiplies(given_.call);
+  if ((!state->rings || has_parts()) && !is_moved_only)
     host_tensors_ = std::make_unique<HostTensors>(*copies_, group_->options.progress->arena());
 }
 
@@ -161,7 +152,7 @@ void Collective::order(void* stream) {
 // Whether the last copy to a device is queued.
 bool Collective::end_copies(bool& moved) {
   if (host_tensors_ && !host_tensors_->give_back(moved)) return false;
-  if (!host_tensors_) state_->rings->count_on(results_);
+  if (has_device_plan()) state_->rings->count_on(results_);
   copies_->end();
   return true;
 }
@@ -209,7 +200,7 @@ void Collective::begin_steps() {
   memory.send = static_cast<std::byte*>(const_cast<void*>(given_.send));
   memory.recv = static_cast<std::byte*>(given_.recv);
   memory.sequence = sequence_;
-  memory.copies = copies_.get();
+  memory.copies = host_tensors_ ? nullptr : copies_.get();
   if (state_->hosts) memory.landing = state_->hosts->landing();
   if (has_parts()) {
     memory.send_parts.clear();
@@ -256,7 +247,6 @@ void Collective::post() {
   if (given_.shape.hash && posted.shape != given_.shape.hash) put(own.shapes[side], given_.shape.text());
   posted = CallDescriptor{};
   posted.shape = given_.shape.hash;
-  posted.sequence = sequence_;
   posted.elems = call.elems;
   posted.operation = call.operation;
   posted.dtype = call.dtype;
@@ -271,7 +261,8 @@ void Collective::post() {
     posted.recv_offset =
         group_->peers->place(given_.recv, call.operation == Operation::all_gather ? all : one);
   }
-  posted.label = given_.label.empty() ? 0 : hash_of(given_.label);
+  posted.label = given_.label.empty() ? 0 : fnv1a(given_.label);
+  posted.strict_sites = group_->options.strict_sites;
   posted.site = site;
   posted.factor = given_.factor;
   posted.updates = given_.updates;
@@ -435,7 +426,7 @@ std::vector<uint32_t> Collective::needed() {
   return others;
 }
 
-double Collective::look(bool caller_waits) {
+double Collective::look(Alone caller) {
   const auto describe = [this] { return description(); };
   if (!wait_)
     wait_.emplace(begun_s(), given_.timeout_s > 0 ? given_.timeout_s : group_->options.limits.timeout_s);
@@ -449,7 +440,7 @@ double Collective::look(bool caller_waits) {
   if (executor_.copy().is_running())
     return state_->watchdog->look_at_copy(*wait_, executor_.copy().nap_s(), {}, describe);
   const double nap_s =
-      state_->watchdog->look(*wait_, [this] { return missing(); }, describe, group_->id, caller_waits);
+      state_->watchdog->look(*wait_, [this] { return missing(); }, describe, group_->id, caller);
   return has_device_plan() ? std::min(nap_s, state_->rings->nap_s()) : nap_s;
 }
 

@@ -39,10 +39,10 @@ struct CallSite {
 // Of a call's tensors, which all have the same: ranks compare it. Begins as that of a single number.
 struct Shape {
   static constexpr size_t kMost = 8;  // are shown
-  uint32_t hash = 0;                  // 0: not compared
+  uint64_t hash = 0;                  // 0: not compared
   size_t dims = 0;
   int64_t sizes[kMost];
-  static Shape scalar() { return {0x811c9dc5, 0, {}}; }
+  static Shape scalar() { return {0xcbf29ce484222325, 0, {}}; }
   void add(int64_t size);
   std::string text() const;
 };
@@ -101,7 +101,7 @@ class Collective final : public Work {
  private:
   Poll advance() override;
   Poll go_on();
-  double look(bool caller_waits) override;
+  double look(Alone caller) override;
   void fail() override;
   void abandon(const std::string& reason) override { group_->abort(reason); }
   void end_wait() override { group_->peers->own().page->wait_record.clear(); }
@@ -111,7 +111,7 @@ class Collective final : public Work {
   void begin();
   void work_on_host();
   void begin_steps();
-  bool has_device_plan() const { return copies_ && !host_tensors_; }
+  bool has_device_plan() const { return copies_ && !host_tensors_ && state_->rings; }
   bool end_copies(bool& moved);
   bool run_steps(bool& moved);
   void post();

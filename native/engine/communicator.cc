@@ -2,6 +2,9 @@
 
 #include <unistd.h>
 
+#include <algorithm>
+#include <compare>
+
 #include "base/clock.h"
 #include "base/error.h"
 #include "collectives/choose.h"
@@ -9,6 +12,20 @@
 
 namespace photinus {
 namespace {
+
+// Bytes that a call reads or writes.
+struct Bytes {
+  uintptr_t begin, end;
+  Bytes(const void* at, uint64_t bytes) : begin(reinterpret_cast<uintptr_t>(at)), end(begin + bytes) {}
+  bool overlaps(const Bytes& other) const { return begin < other.end && other.begin < end && begin != end; }
+  auto operator<=>(const Bytes&) const = default;
+};
+
+constexpr const char* kOverlap =
+    "the result overlaps what the call reads. In place are: all_reduce, reduce and broadcast in one buffer; "
+    "a "
+    "reduce_scatter into this rank's own slice of its input; an all_gather from its own slice of the result; "
+    "this rank's part for itself. Give any other call a buffer of its own";
 
 constexpr size_t kIdleLanes = 64;
 constexpr double kFarewell_s = 1;  // in which calls that nobody waits for may end before the group is left
@@ -122,6 +139,12 @@ void Communicator::check(const Submission& given) const {
     const bool recvs = call.operation != Operation::reduce || call.root == group_->rank();
     if (call.elems > 0 && call.operation != Operation::barrier && (!given.send || (recvs && !given.recv)))
       throw invalid("a buffer is missing");
+    const uint64_t one = call.elems * size_bytes(call.dtype), all = one * ranks, own = one * group_->rank();
+    const bool gathers = call.operation == Operation::all_gather;
+    const bool scatters = call.operation == Operation::reduce_scatter;
+    const Bytes read(given.send, scatters ? all : one), written(given.recv, gathers ? all : one);
+    const bool in_place = read.begin + (scatters ? own : 0) == written.begin + (gathers ? own : 0);
+    if (recvs && !in_place && given.send && read.overlaps(written)) throw invalid(kOverlap);
     return;
   }
   if (given.send_parts.size() != ranks || given.recv_parts.size() != ranks)
@@ -133,6 +156,22 @@ void Communicator::check(const Submission& given) const {
       if ((*list)[peer].elems > 0 && !(*list)[peer].buffer)
         throw invalid(text("the buffer for rank %u is missing", peer));
     }
+  auto bytes_of = [&](const Part& part) { return Bytes(part.buffer, part.elems * size_bytes(call.dtype)); };
+  const Bytes own = bytes_of(given.recv_parts[group_->rank()]);
+  const bool own_stays = own == bytes_of(given.send_parts[group_->rank()]);
+  std::vector<Bytes> written;
+  for (const Part& part : given.recv_parts)
+    if (part.elems > 0) written.push_back(bytes_of(part));
+  std::sort(written.begin(), written.end());
+  for (size_t i = 1; i < written.size(); ++i)
+    if (written[i].overlaps(written[i - 1])) throw invalid("two parts to receive overlap");
+  for (const Part& part : given.send_parts) {
+    const Bytes read = bytes_of(part);
+    auto next = std::partition_point(written.begin(), written.end(),
+                                     [&](const Bytes& other) { return other.end <= read.begin; });
+    for (; next != written.end() && next->begin < read.end; ++next)
+      if (read.overlaps(*next) && !(own_stays && *next == own)) throw invalid(kOverlap);
+  }
 }
 
 void Communicator::check(const MessageCall& call) const {
@@ -185,8 +224,10 @@ std::shared_ptr<Work> Communicator::submit(Submission given) {
   } catch (const Error& error) {  // of the caller's stream
     end_if_broken(error, describe(call, sequence_ + 1));
   }
-  group_->options.progress->submit(collectives_, work, asynchronous);
+  // A rank alone waits for nobody, and needs no thread.
+  group_->options.progress->submit(collectives_, work, asynchronous && group_->ranks() > 1);
   sequence_ += 1;
+  if (asynchronous && group_->ranks() == 1) group_->options.progress->drain(collectives_);
   return work;
 }
 

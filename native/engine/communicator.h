@@ -47,10 +47,10 @@ class Communicator {
 
   // Starts a collective; the buffers must live until it is done. all_reduce, reduce and broadcast work in
   // place when send equals recv; reduce_scatter's recv may be the own slice of send, all_gather's send the
-  // own slice of recv; no other overlap. reduce writes only the root's recv. all_to_all, gather and scatter,
-  // and all_gather of different sizes, take parts: one buffer for each rank (empty ones where nothing goes).
-  // Throws Error(invalid_argument) before anything is exchanged. With `asynchronous` it runs by itself;
-  // without, when somebody waits for it.
+  // own slice of recv; any other overlap is refused. reduce writes only the root's recv. all_to_all, gather
+  // and scatter, and all_gather of different sizes, take parts: one buffer for each rank (empty ones where
+  // nothing goes). Throws Error(invalid_argument) before anything is exchanged. With `asynchronous` it runs
+  // by itself; without, when somebody waits for it.
   std::shared_ptr<Work> submit(Submission submission);
   std::shared_ptr<Work> submit(const Call& call, const void* send, void* recv, double timeout_s = 0,
                                bool asynchronous = true);

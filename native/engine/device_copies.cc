@@ -16,12 +16,13 @@ DeviceCopies::DeviceCopies(std::shared_ptr<cuda::CudaDevice> device, cuda::CUstr
 
 // One that fails to begin may be under way all the same. What is brought tells that the event was reached, so
 // one way waits.
-uint64_t DeviceCopies::start(Way way, void* to, const void* from, size_t bytes) {
+uint64_t DeviceCopies::start(Way way, void* to, const void* from, size_t bytes, bool within_gpu) {
   uint64_t& newest = newest_[static_cast<size_t>(way)];
   try {
     if (begin_) device_->engines.wait_for(begin_, way);
     begin_.reset();
-    newest = device_->engines.start_copy(to, from, bytes, false);
+    newest = within_gpu ? device_->engines.start_copy_within(to, from, bytes)
+                        : device_->engines.start_copy(to, from, bytes, false);
   } catch (const Error&) {
     newest = device_->engines.newest(way);
     throw;

@@ -22,7 +22,7 @@ class DeviceCopies {
 
   const std::shared_ptr<cuda::CudaDevice>& device() const { return device_; }
   // Begins one; returns its ticket.
-  uint64_t start(cuda::Way way, void* to, const void* from, size_t bytes);
+  uint64_t start(cuda::Way way, void* to, const void* from, size_t bytes, bool within_gpu = false);
   // Whether the first `count` to the host have landed.
   bool have_come(uint64_t count);
   // The ticket of the last one of that way; 0: there was none.

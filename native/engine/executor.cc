@@ -41,11 +41,14 @@ bool Executor::run(const std::vector<Step>& steps, size_t& next, const Call& cal
   for (; next < steps.size(); ++next) {
     const Step& step = steps[next];
     switch (step.kind) {
-      case Step::Kind::copy:
-        if (!copy_.run(memory.find(step.to, peers_), memory.find(step.from, peers_), step.bytes,
-                       step.past_caches))
+      case Step::Kind::copy: {
+        std::byte *const to = memory.find(step.to, peers_), *const from = memory.find(step.from, peers_);
+        if (memory.copies)
+          memory.copies->start(cuda::Way::to_gpu, to, from, step.bytes, true);
+        else if (to != from && !copy_.run(to, from, step.bytes, step.past_caches))
           return false;
         break;
+      }
       case Step::Kind::reduce:
         reduce(step, call, memory);
         break;

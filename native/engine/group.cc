@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "base/hash.h"
 #include "device/host.h"
 #include "shm/shm_peers.h"
 
@@ -54,11 +55,9 @@ GroupOptions checked(GroupOptions options) {
   return options;
 }
 
-// FNV-1a; all ranks have the same address.
+// All ranks have the same address.
 uint64_t id_of(const std::string& address, uint64_t fallback) {
-  uint64_t hash = 0xcbf29ce484222325;
-  for (char c : address) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3;
-  return address.empty() ? fallback : hash | 1;
+  return address.empty() ? fallback : fnv1a(address);
 }
 
 std::shared_ptr<Peers> meet(const GroupOptions& options, const std::optional<Levels>& levels) {

@@ -13,15 +13,13 @@ namespace {
 constexpr uint64_t kRingBytes = 512 << 10;
 constexpr uint64_t kPieceBytes = 128 << 10;
 
-std::string describe(Operation operation, DeviceType device, Dtype dtype, uint64_t elems) {
-  return text("%s of %s%s[%llu]", name(operation), device == DeviceType::cuda ? "CUDA " : "", name(dtype),
-              static_cast<unsigned long long>(elems));
+std::string describe(Operation operation, DeviceType device, Dtype dtype, uint64_t elems, const char* kind) {
+  return text("%s of %s%s[%llu]%s%s", name(operation), device == DeviceType::cuda ? "CUDA " : "", name(dtype),
+              static_cast<unsigned long long>(elems), *kind ? " that are " : "", kind);
 }
 
-void put(char (&field)[RankBlock::kTextBytes], const CallSite* site) {
-  const size_t length = site ? std::min(site->text.size(), sizeof field - 1) : 0;
-  if (site) std::memcpy(field, site->text.data(), length);
-  field[length] = '\0';
+std::string text_of(const CallSite* site) {
+  return site ? site->text : "";
 }
 
 std::string at(const char* site) {
@@ -29,12 +27,14 @@ std::string at(const char* site) {
 }
 
 Error mismatch(const Offer& offer, const std::string& sender, const std::string& receiver) {
-  return Error(ErrorKind::mismatch,
-               sender + " called " + describe(Operation::send, offer.device, offer.dtype, offer.elems) +
-                   at(offer.send_site) + ", but " + receiver + " called " +
-                   describe(Operation::recv, offer.recv_device, offer.recv_dtype, offer.recv_elems) +
-                   at(offer.recv_site) + text(" (tag %lld)", static_cast<long long>(offer.tag.load())) +
-                   "; nothing was received. Both must name the same size and type, on CPUs or on GPUs.");
+  return Error(
+      ErrorKind::mismatch,
+      sender + " called " +
+          describe(Operation::send, offer.device, offer.dtype, offer.elems, offer.send_kind) +
+          at(offer.send_site) + ", but " + receiver + " called " +
+          describe(Operation::recv, offer.recv_device, offer.recv_dtype, offer.recv_elems, offer.recv_kind) +
+          at(offer.recv_site) + text(" (tag %lld)", static_cast<long long>(offer.tag.load())) +
+          "; nothing was received. Both must name the same size and type, on CPUs or on GPUs.");
 }
 
 }  // namespace
@@ -49,7 +49,7 @@ MessageWork::MessageWork(const std::shared_ptr<Group>& group, const std::shared_
 }
 
 std::string MessageWork::description() const {
-  std::string out = describe(call_.operation, device(), call_.dtype, call_.elems);
+  std::string out = describe(call_.operation, device(), call_.dtype, call_.elems, call_.kind.c_str());
   out += call_.operation == Operation::send ? " to " : " from ";
   out += call_.peer == kAnyRank ? "any rank" : text("rank %u", call_.peer);
   out += text(" (tag %lld) in group ", static_cast<long long>(call_.tag)) + group_->options.name;
@@ -116,7 +116,7 @@ void MessageWork::fail() {
   if (host_tensors_) host_tensors_->give_up(group_->is_failed());
 }
 
-double MessageWork::look(bool caller_waits) {
+double MessageWork::look(Alone caller) {
   const auto describe = [this] { return description(); };
   if (host_tensors_ && phase_ != Phase::exchanging) {
     std::function<std::vector<uint32_t>()> receiver;
@@ -140,7 +140,7 @@ double MessageWork::look(bool caller_waits) {
   }
   lane |= 1;  // 0 is a thread that waits for nothing
   // Any rank may still answer a receive from any rank, so no cycle of waits goes through it.
-  return watchdog_->look(*wait_, missing, describe, lane, caller_waits && call_.peer != kAnyRank);
+  return watchdog_->look(*wait_, missing, describe, lane, call_.peer == kAnyRank ? Alone::no : caller);
 }
 
 // --- sending
@@ -172,7 +172,8 @@ bool Send::make_offer() {
     offer->ring_bytes = ring_ ? std::min(bytes(), kRingBytes) : 0;
     offer->filled.store(0, std::memory_order_relaxed);
     offer->drained.store(0, std::memory_order_relaxed);
-    put(offer->send_site, call_.site);
+    put(offer->send_kind, call_.kind);
+    put(offer->send_site, text_of(call_.site));
     offer_ = offer;
     fill();
     offer->set({order_, OfferState::offered});
@@ -321,11 +322,13 @@ Poll Receive::exchange() {
   if (!offer_) {
     if (!take_offer() && !(group_->peers->poll() && take_offer())) return Poll::blocked;
     moved = true;
-    if (offer_->dtype != call_.dtype || offer_->device != device() || offer_->elems != call_.elems) {
+    if (offer_->dtype != call_.dtype || offer_->device != device() || offer_->elems != call_.elems ||
+        offer_->send_kind != call_.kind.substr(0, kKindBytes - 1)) {
       offer_->recv_dtype = call_.dtype;
       offer_->recv_device = device();
       offer_->recv_elems = call_.elems;
-      put(offer_->recv_site, call_.site);
+      put(offer_->recv_kind, call_.kind);
+      put(offer_->recv_site, text_of(call_.site));
       const Error error = mismatch(*offer_, group_->peers->who(source_), group_->peers->who(group_->rank()));
       offer_->set({order_, OfferState::refused});
       group_->peers->show(source_, *offer_);

@@ -21,6 +21,7 @@ inline constexpr uint32_t kAnyRank = UINT32_MAX;
 struct MessageCall {
   Operation operation = Operation::send;  // or recv
   Dtype dtype = Dtype::float32;
+  std::string kind;  // what the elements are that travel as `dtype`, if not that; equal on both sides
   uint64_t elems = 0;
   void* buffer = nullptr;
   std::shared_ptr<cuda::CudaDevice> device;  // as in Submission
@@ -50,7 +51,7 @@ class MessageWork : public Work {
  protected:
   Poll advance() override;
   virtual Poll exchange() = 0;  // between memory of hosts
-  double look(bool caller_waits) override;
+  double look(Alone caller) override;
   void fail() override;
   void abandon(const std::string& reason) override { group_->abort(reason); }
   void end_wait() override { group_->peers->own().page->wait_record.clear(); }

@@ -16,6 +16,7 @@ namespace {
 constexpr double kOwnPause_s = 1.5;
 // A cycle must stand for so long before it counts.
 constexpr double kCycleStands_s = 0.02;
+constexpr double kSuspicion_s = 0.5;  // for so long, if a thread may free it yet, until it is spoken of
 constexpr size_t kRanksTold = 4;
 
 std::string brackets(const std::vector<uint32_t>& ranks) {
@@ -32,7 +33,7 @@ std::string list_of(const std::vector<uint32_t>& ranks) {
 }  // namespace
 
 double Watchdog::look(WaitState& wait, const std::function<std::vector<uint32_t>()>& missing_now,
-                      const Describe& description, uint64_t lane, bool caller_waits) {
+                      const Describe& description, uint64_t lane, Alone caller) {
   const double now = note_look(wait);
   if (group_.is_over()) group_.check(description());
   if (!look_for_ends(wait, missing_now, "", description)) return 0;
@@ -47,7 +48,8 @@ double Watchdog::look(WaitState& wait, const std::function<std::vector<uint32_t>
   }
   double nap_s = std::min(kSleepSlice_s, std::max(wait.deadline.left_s(), 0.001));
   if (wait.consequence_since_s > 0) nap_s = std::min(nap_s, 0.01);
-  if (caller_waits) nap_s = std::min(nap_s, look_for_deadlock(wait, missing, description, lane, now));
+  if (caller != Alone::no)
+    nap_s = std::min(nap_s, look_for_deadlock(wait, missing, description, lane, caller, now));
   if (wait.deadline.passed()) {
     std::string message =
         text("%s: rank %u of %u waited %.1f s for %s, which ", description().c_str(), group_.rank(),
@@ -217,13 +219,14 @@ void Watchdog::look_for_life(const WaitState& wait, const std::vector<uint32_t>&
 // cannot end: somebody called another group, another order, or a receive that nobody answers. It may lead
 // through any process that this one has met, whatever the group. A record may be stale, of a process that
 // could go on but was not given a core yet; so a cycle counts only when each process in it has looked again
-// since it was seen, and found itself still stuck: those that are stuck cannot free each other.
+// since it was seen, and found itself still stuck: those that are stuck cannot free each other. A process
+// with threads that may call something yet does not affirm that it is stuck, so its cycle is only spoken of.
 double Watchdog::look_for_deadlock(WaitState& wait, const std::vector<uint32_t>& missing,
-                                   const Describe& description, uint64_t lane, double now) {
+                                   const Describe& description, uint64_t lane, Alone caller, double now) {
   // Who waits for this rank may be about to go on by what it has sent: it does not affirm that it is stuck.
   if (group_.peers->has_data_under_way()) return kSleepSlice_s;
   ProcessPage& mine = *group_.peers->own().page;
-  mine.wait_record.affirm();
+  if (caller == Alone::yes) mine.wait_record.affirm();
   std::vector<uint64_t> waits_for;
   for (uint32_t rank : missing) waits_for.push_back((*group_.peers)[rank].page->id.load());
   if (wait.published != missing || wait.published_for != waits_for ||
@@ -284,9 +287,12 @@ double Watchdog::look_for_deadlock(WaitState& wait, const std::vector<uint32_t>&
     wait.affirmed = affirmed;
     wake_all();
   }
-  bool all_looked_again = true;
+  bool all_looked_again = caller == Alone::yes;
   for (size_t i = 0; i < cycle.size(); ++i) all_looked_again &= affirmed[i] > wait.affirmed[i] + 1;
-  if (!all_looked_again || now - wait.cycle_since_s < kCycleStands_s + group_.peers->transit_s()) {
+  const double stood_s = now - wait.cycle_since_s - group_.peers->transit_s();
+  const bool is_suspected = !all_looked_again && stood_s > kSuspicion_s;
+  if (is_suspected && wait.has_spoken_of_cycle) return kSleepSlice_s;
+  if (!is_suspected && (!all_looked_again || stood_s < kCycleStands_s)) {
     wake_all();
     return 0.005;
   }
@@ -294,11 +300,18 @@ double Watchdog::look_for_deadlock(WaitState& wait, const std::vector<uint32_t>&
     auto process = processes.find(id);
     return process ? process->name : group_.peers->who(group_.rank());
   };
-  std::string message =
-      "deadlock: ranks wait for each other and can never go on: " + named(own_id) + " in " + description();
+  std::string message = (is_suspected ? "ranks wait for each other, perhaps for ever: "
+                                      : "deadlock: ranks wait for each other and can never go on: ") +
+                        named(own_id) + " in " + description();
   for (auto stop = cycle.rbegin(); stop != cycle.rend(); ++stop)
     message += "; " + stop->process.name + " in " + stop->facts.text;
   message += ". Every rank must make its groups, and call their operations, in the same order.";
+  if (is_suspected) {
+    wait.has_spoken_of_cycle = true;
+    say(message + text(" Unless a thread that has called nothing yet frees them, this wait ends in %.0f s.",
+                       wait.deadline.left_s()));
+    return kSleepSlice_s;
+  }
   std::vector<WaitRecord::Wait> waits;  // first of the one that waits for this rank, and will look here
   for (const Stop& stop : cycle) waits.push_back({stop.process.page->id.load(), stop.facts.version});
   waits.push_back({own_id, wait.published_version});

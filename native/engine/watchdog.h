@@ -30,6 +30,7 @@ struct WaitState {
   uint64_t cycle = 0;                   // fingerprint of the cycle that was seen last
   double cycle_since_s = 0;
   std::vector<uint64_t> affirmed;  // by its processes, when it was first seen
+  bool has_spoken_of_cycle = false;
 };
 
 class Watchdog {
@@ -40,11 +41,10 @@ class Watchdog {
   explicit Watchdog(Group& group) : group_(group), signs_(group.ranks()) {}
 
   // `missing`: gives the ranks for which the operation waits now; none if it need not wait. `lane`: of the
-  // operation, the same on all ranks for operations that these do one after the other. `caller_waits`:
-  // nothing else will be called by this process meanwhile, and nothing else is in flight. Throws to end the
+  // operation, the same on all ranks for operations that these do one after the other. Throws to end the
   // wait; returns for how long it need not be called again.
   double look(WaitState& wait, const std::function<std::vector<uint32_t>()>& missing,
-              const Describe& description, uint64_t lane, bool caller_waits);
+              const Describe& description, uint64_t lane, Alone caller);
   // The same for an operation that waits for a copy of its own, after which it may look again in `nap_s`.
   // `needed`: the ranks without which it cannot end then; may be empty.
   double look_at_copy(WaitState& wait, double nap_s, const std::function<std::vector<uint32_t>()>& needed,
@@ -65,7 +65,7 @@ class Watchdog {
   void look_for_life(const WaitState& wait, const std::vector<uint32_t>& missing, const Describe& description,
                      double now);
   double look_for_deadlock(WaitState& wait, const std::vector<uint32_t>& missing, const Describe& description,
-                           uint64_t lane, double now);
+                           uint64_t lane, Alone caller, double now);
   void learn_of_deadlock(const WaitState& wait);
   [[noreturn]] void end_deadlock(const std::vector<WaitRecord::Wait>& waits, const std::string& message);
 

@@ -273,6 +273,7 @@ void NetPeers::show(uint32_t peer, Offer& offer) {
   shown.elems = mine ? offer.elems : offer.recv_elems;
   shown.dtype = mine ? offer.dtype : offer.recv_dtype;
   shown.device = mine ? offer.device : offer.recv_device;
+  std::memcpy(shown.kind, mine ? offer.send_kind : offer.recv_kind, sizeof shown.kind);
   std::memcpy(shown.site, mine ? offer.send_site : offer.recv_site, sizeof shown.site);
   Link* const to = link(peer, mine ? LinkUse::send : LinkUse::receive);
   say(to, kOffer, 0, std::as_bytes(std::span(&shown, 1)));

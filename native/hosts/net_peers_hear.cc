@@ -129,6 +129,7 @@ void NetPeers::hear_offer(uint32_t from, Reader& reader) {
     offer.recv_dtype = shown->dtype;
     offer.recv_device = shown->device;
     offer.recv_elems = shown->elems;
+    std::memcpy(offer.recv_kind, shown->kind, sizeof offer.recv_kind - 1);
     std::memcpy(offer.recv_site, shown->site, sizeof offer.recv_site - 1);
     offer.set(word);
   } else if (word.state == OfferState::offered) {
@@ -137,6 +138,7 @@ void NetPeers::hear_offer(uint32_t from, Reader& reader) {
     offer.dtype = shown->dtype;
     offer.device = shown->device;
     offer.elems = shown->elems;
+    std::memcpy(offer.send_kind, shown->kind, sizeof offer.send_kind - 1);
     std::memcpy(offer.send_site, shown->site, sizeof offer.send_site - 1);
     offer.set(word);
   }

@@ -59,6 +59,7 @@ struct OfferShown {
   uint64_t elems = 0;
   Dtype dtype{};
   DeviceType device{};
+  char kind[kKindBytes] = {};
   char site[RankBlock::kTextBytes] = {};
 };
 

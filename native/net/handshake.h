@@ -21,7 +21,7 @@
 
 namespace photinus {
 
-inline constexpr uint32_t kLinkVersion = 1;
+inline constexpr uint32_t kLinkVersion = 2;
 inline constexpr size_t kNameBytes = 64;  // of a job, a group or a host, with the zero at its end
 
 // What a process speaks; both ends must speak the same.
@@ -30,7 +30,7 @@ struct Dialect {
   char byte_order = own_byte_order();  // of frames: 'l', or 'b' for big endian
   static char own_byte_order();
   bool operator==(const Dialect&) const = default;
-  std::string text() const;  // "version 1, little endian"
+  std::string text() const;  // "version 2, little endian"
 };
 
 // A process as a member of a group.

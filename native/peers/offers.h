@@ -32,6 +32,8 @@ struct OfferWord {
   static OfferWord of(uint64_t word) { return {word >> 3, static_cast<OfferState>(word & 7)}; }
 };
 
+inline constexpr size_t kKindBytes = 24;
+
 struct alignas(64) Offer {
   std::atomic<uint64_t> word{0};
   std::atomic<int64_t> tag{0};
@@ -40,8 +42,9 @@ struct alignas(64) Offer {
   uint64_t elems = 0, recv_elems = 0;
   uint64_t offset = 0;      // in the sender's memory that peers see
   uint64_t ring_bytes = 0;  // 0: all data lie at `offset`; otherwise they flow through so many bytes there
-  alignas(64) std::atomic<uint64_t> filled{0};   // bytes, by the sender
-  alignas(64) std::atomic<uint64_t> drained{0};  // bytes, by the receiver
+  alignas(64) std::atomic<uint64_t> filled{0};        // bytes, by the sender
+  alignas(64) std::atomic<uint64_t> drained{0};       // bytes, by the receiver
+  char send_kind[kKindBytes], recv_kind[kKindBytes];  // of elements that travel as another type: "uint16"
   char send_site[RankBlock::kTextBytes];
   char recv_site[RankBlock::kTextBytes];
 

@@ -14,6 +14,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <string>
 
 #include "base/dtype.h"
 #include "peers/shared_text.h"
@@ -24,24 +25,24 @@ inline constexpr uint64_t kNowhere = UINT64_MAX;
 
 // What a rank is about to do; ranks compare these before any data is used. One cache line.
 struct alignas(64) CallDescriptor {
-  uint64_t sequence = 0;
+  uint64_t label = 0,
+           shape = 0;  // hashes of the texts beside it; 0: none, or the rank's tensors have several shapes
   uint64_t elems = 0;
   Operation operation = Operation::barrier;
   Dtype dtype = Dtype::float32;
   Reduction reduction = Reduction::sum;
-  uint8_t has_parts = 0;  // whether the rank's parts stand beside it
+  uint8_t has_parts : 1 = 0;     // whether the rank's parts stand beside it
+  uint8_t strict_sites : 1 = 0;  // whether calls that look out of step are errors
   uint16_t root = 0;
   Dtype wire = Dtype::float32;  // in which partial results cross between hosts; that of the elements: as ever
   DeviceType device = DeviceType::cpu;
   uint64_t send_offset = kNowhere;  // where the buffers lie in memory that peers see, kNowhere: elsewhere
   uint64_t recv_offset = kNowhere;
-  uint32_t label = 0;  // hashes of the texts beside it; 0: none
-  uint32_t site = 0;
-  double factor = 1;  // of premul_sum: the rank's own
+  uint32_t site = 0;  // as label
   // How often the rank has updated the parameters whose gradients the group exchanges, plus one; negative
   // where ranks may differ in it since the call before; 0: it does not tell.
   int32_t updates = 0;
-  uint32_t shape = 0;  // hash of that of all the rank's tensors; 0: they differ, or it does not tell
+  double factor = 1;  // of premul_sum: the rank's own
 };
 static_assert(sizeof(CallDescriptor) == 64);
 
@@ -61,6 +62,12 @@ inline constexpr int kStepBits = 24;
 inline constexpr uint64_t kMaxSequence = (uint64_t{1} << 40) - 1, kMaxSteps = (uint64_t{1} << kStepBits) - 1;
 inline uint64_t mark(uint64_t sequence, uint64_t step) {
   return sequence << kStepBits | step;
+}
+
+// Writes a text into a field, as far as it fits.
+template <size_t kBytes>
+void put(char (&field)[kBytes], const std::string& value) {
+  field[value.copy(field, kBytes - 1)] = '\0';
 }
 
 enum class Presence : uint32_t { absent, active, left, failed };

@@ -3,6 +3,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <filesystem>
+#include <fstream>
 
 #include "base/error.h"
 #include "base/interrupt.h"
@@ -12,13 +14,24 @@
 namespace photinus {
 namespace {
 
-// So long after somebody began to wait, a thread that has called nothing is taken for one that never will.
+// So long after somebody began to wait, a thread that has called nothing is suspected of never doing so.
 constexpr double kFirstCall_s = 10;
 // From when a wait may be for ever. Before, it would cost more than it tells to ask the interpreter, and to
 // show peers what this one waits for.
 constexpr double kStuck_s = kSleepSlice_s;
 
-std::atomic<bool (*)()> has_other_threads{nullptr};
+// Whether the process has threads beside this one and the engine's own.
+bool has_unknown_threads() {
+  std::error_code none;
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task", none)) {
+    std::string name;
+    std::ifstream(task.path() / "comm") >> name;
+    if (task.path().filename() != std::to_string(gettid()) && !name.starts_with("photinus-")) return true;
+  }
+  return bool(none);
+}
+
+std::atomic<bool (*)()> has_other_threads{has_unknown_threads};
 std::mutex acts_mutex;  // of all works: few have any
 
 // Announces a thread that is about to sleep, to its own process; and to the peers of groups, so that they
@@ -213,14 +226,14 @@ void Progress::wake_own_threads() {
 }
 
 // Lets the blocked head decide whether to wait on.
-double Progress::look_at(Lane& lane, bool caller_waits) {
+double Progress::look_at(Lane& lane, Alone caller) {
   std::unique_lock driving(lane.driving_, std::try_to_lock);
   if (!driving) return kSleepSlice_s;
   Work* const work = lane.first_.load(std::memory_order_seq_cst);
   if (!work || !work->begun_) return kSleepSlice_s;
   std::optional<Error> error;
   try {
-    return work->look(caller_waits);
+    return work->look(caller);
   } catch (...) {
     error = fail(*work);
   }
@@ -233,32 +246,32 @@ void Progress::give_up(Lane& lane, Work& work) {
   work.abandon("interrupted by a signal while waiting for " + work.description());
   while (!work.is_completed()) {
     if (drive(lane, false) == Drive::locked) usleep(100);
-    if (!work.is_completed()) look_at(lane, false);
+    if (!work.is_completed()) look_at(lane, Alone::no);
   }
 }
 
 // Whether this thread, waiting for a lane, is all that could move the process: all calls come from it, and
 // nothing is in flight but this lane.
-bool Progress::is_stuck(Lane& lane, double waited_s) const {
-  if (!is_only_caller(waited_s)) return false;
+Alone Progress::is_stuck(Lane& lane, double waited_s) const {
+  const Alone caller = is_only_caller(waited_s);
   std::lock_guard lock(lane.mutex_);
-  return in_flight_.load() == lane.queue_.size();
+  return in_flight_.load() == lane.queue_.size() ? caller : Alone::no;
 }
 
-bool Progress::is_idle_but_for_this_thread(double waited_s) {
+Alone Progress::is_idle_but_for_this_thread(double waited_s) {
   note_caller();
-  return is_only_caller(waited_s) && in_flight_.load() == 0;
+  return in_flight_.load() == 0 ? is_only_caller(waited_s) : Alone::no;
 }
 
-bool Progress::is_only_caller(double waited_s) const {
+Alone Progress::is_only_caller(double waited_s) const {
   if (several_callers_.load(std::memory_order_relaxed) || caller_.load() != std::this_thread::get_id())
-    return false;
-  bool (*const check)() = has_other_threads.load();
-  return waited_s > kFirstCall_s || !check || !check();
+    return Alone::no;
+  if (!has_other_threads.load()()) return Alone::yes;
+  return waited_s > kFirstCall_s ? Alone::perhaps : Alone::no;
 }
 
 void Progress::set_thread_check(bool (*check)()) {
-  has_other_threads.store(check);
+  has_other_threads.store(check ? check : has_unknown_threads);
 }
 
 void Progress::note_caller() {
@@ -365,7 +378,7 @@ void Progress::run() {
     double nap_s = kSleepSlice_s;
     for (const auto& lane : lanes) {
       if (lane->waiters_.load()) continue;
-      nap_s = std::min(nap_s, look_at(*lane, false));
+      nap_s = std::min(nap_s, look_at(*lane, Alone::no));
       hand_over(*lane);
     }
     return nap_s;
@@ -438,10 +451,10 @@ void Progress::wait(Work& work, double timeout_s, Interrupts interrupts) {
     if (first_look_s == 0) first_look_s = now;
     if (blocked_since_s == 0) blocked_since_s = now;
     const double rest_s = blocked_since_s + kStuck_s - now;
-    bool stuck = false;
+    Alone stuck = Alone::no;
     try {
       // Who waits with a limit goes on after it, and may then do what the others wait for.
-      stuck = timeout_s == 0 && rest_s <= 0 && is_stuck(*lane, now - first_look_s);
+      if (timeout_s == 0 && rest_s <= 0) stuck = is_stuck(*lane, now - first_look_s);
     } catch (...) {  // the thread check runs the interpreter, and so a signal's handler, which may raise
       give_up(*lane, work);
       throw;

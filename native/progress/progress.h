@@ -71,9 +71,10 @@ class Progress {
   void release_landed() { release(nullptr); }
   // Whether this thread, which waits for something else than an operation, is all that could move the
   // process.
-  bool is_idle_but_for_this_thread(double waited_s);
+  Alone is_idle_but_for_this_thread(double waited_s);
   // Asked before a thread is taken for the only one from which calls come: whether the process has others
-  // that may make a first one yet. Without: it has none. For all that drive, to be set before they do.
+  // that may make a first one yet. Null: any that is not the engine's may. For all that drive, to be set
+  // before they do.
   static void set_thread_check(bool (*has_other_threads)());
 
  private:
@@ -83,11 +84,11 @@ class Progress {
   void run();
   enum class Drive : uint8_t { locked, blocked, moved, empty };
   Drive drive(Lane& lane, bool as_progress_thread);
-  double look_at(Lane& lane, bool caller_waits);
+  double look_at(Lane& lane, Alone caller);
   void give_up(Lane& lane, Work& work);
   void note_caller();
-  bool is_only_caller(double waited_s) const;
-  bool is_stuck(Lane& lane, double waited_s) const;
+  Alone is_only_caller(double waited_s) const;
+  Alone is_stuck(Lane& lane, double waited_s) const;
   void end(Lane& lane, Work& work, std::optional<Error> error = std::nullopt);
   static Error fail(Work& work);
   void release(std::shared_ptr<Work> ended);

@@ -17,6 +17,10 @@ namespace photinus {
 class Lane;
 class Progress;
 
+// Whether a thread that waits is all that could move its process: all calls come from it, and nothing else is
+// in flight. `perhaps`: there are threads that may make a first call yet.
+enum class Alone : uint8_t { no, perhaps, yes };
+
 // An operation's error. Its group keeps it until somebody has seen it, or it has been raised elsewhere.
 struct Failure {
   explicit Failure(const Error& error_) : error(error_) {}
@@ -63,9 +67,8 @@ class Work {
   // Does what can be done now. Throws when it failed.
   virtual Poll advance() = 0;
   // Called before a thread sleeps while the work is blocked; throws to end it, and returns for how many
-  // seconds it need not be called again. `caller_waits`: it is the one thread from which all the process's
-  // calls come, so nothing else will be called meanwhile.
-  virtual double look(bool caller_waits) = 0;
+  // seconds it need not be called again. `caller`: the thread that waits.
+  virtual double look(Alone caller) = 0;
   // It ended with an error, the exception being handled, which other operations of its group may have to
   // know.
   virtual void fail() = 0;

@@ -23,7 +23,7 @@ namespace photinus {
 namespace {
 
 constexpr uint64_t kMagic = 0x70686f74696e7573;  // "photinus"
-constexpr uint32_t kProtocol = 3;
+constexpr uint32_t kProtocol = 4;
 constexpr const char* kPrefix = "photinus2:";
 constexpr double kHelloLimit_s = 2;  // a connection that says nothing for so long is dropped
 

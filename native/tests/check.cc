@@ -98,6 +98,7 @@ void run_ranks(uint32_t world_size, const std::function<void(Communicator&)>& bo
 //   X_test --schedules N [FIRST]  N schedules from FIRST on, each of one of the tests that take any peers
 int main(int argc, char** argv) {
   using namespace photinus::test;
+  photinus::Progress::set_thread_check(has_no_other_threads);
   if (argc > 1 && std::strcmp(argv[1], "--whole") == 0) whole() = true, --argc, ++argv;
   if (argc > 2 && std::strcmp(argv[1], "--only") == 0) {
     std::erase_if(tests(), [&](const Test& test) { return !std::strstr(test.name, argv[2]); });

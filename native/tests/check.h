@@ -51,6 +51,11 @@ inline bool& whole() {
   return now;
 }
 
+// Of a process in which ranks are threads (Progress::set_thread_check); what tests begin with.
+inline bool has_no_other_threads() {
+  return false;
+}
+
 [[noreturn]] void fail_check(const char* file, int line, const std::string& what);
 
 // A test reads as a sentence: TEST(all_ranks_get_the_same_bits) { ... }

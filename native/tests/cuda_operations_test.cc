@@ -219,7 +219,15 @@ TEST(nothing_is_locked_before_the_first_tensor) {
     work->wait();
     work->order(seat.stream);
     CHECK(seat.read(at, 40) == ints(10, 5));
-    CHECK_CONTAINS(fake().alive(), "2 registrations");
+    std::byte* const other = seat.tensor(ints(10, 0));
+    Submission gather = seat.all_reduce(at, 10);
+    gather.call.operation = Operation::all_gather;
+    gather.recv = other;
+    const auto moved = communicator.submit(gather);
+    CHECK(moved->is_completed());
+    moved->order(seat.stream);
+    CHECK(seat.read(other, 40) == ints(10, 5));
+    CHECK_CONTAINS(fake().alive(), "1 registrations");  // a rank alone moves tensors within its GPU
   });
   run_gpu_ranks(2, "", [](Communicator& communicator, const GpuRank& seat) {
     std::byte* const at = seat.tensor(ints(10, int(communicator.rank())));

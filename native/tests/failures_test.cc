@@ -270,7 +270,7 @@ struct WantedBack {
     is_wanted_back = true;
   }
   ~WantedBack() {
-    Progress::set_thread_check(nullptr);
+    Progress::set_thread_check(has_no_other_threads);
     set_interrupt_check(nullptr);
   }
 };
@@ -291,7 +291,7 @@ TEST_ANY_HOSTS(who_waits_for_a_moment_does_not_ask_the_interpreter_whether_it_wa
       communicator.submit(sum_of(1), &x, &x)->wait();
     }
     CHECK(asked <= (now_s() - start) / 0.05);
-    Progress::set_thread_check(nullptr);
+    Progress::set_thread_check(has_no_other_threads);
     return "";
   });
 }

@@ -162,7 +162,7 @@ TEST(who_does_not_fit_is_refused_with_what_was_said_and_what_is_here) {
       {judged(member(1), member(0), 0, 3), "it makes links of 3 streams for data, and here they have 1",
        true},
       {judged(member(1), member(0), 0, 1, {7, 'l'}), "it speaks version 7, little endian", false},
-      {judged(member(1), member(0), 0, 1, {kLinkVersion, 'b'}), "it speaks version 1, big endian", false},
+      {judged(member(1), member(0), 0, 1, {kLinkVersion, 'b'}), "it speaks version 2, big endian", false},
   };
   for (const auto& each : refused) {
     CHECK(each.judgement.answer == Answer::refused);

@@ -208,6 +208,28 @@ TEST_ANY_HOSTS(a_cycle_over_groups_that_share_no_rank_is_told_to_every_rank_of_i
   }
 }
 
+TEST_ANY_HOSTS(a_thread_that_makes_its_first_call_later_may_open_a_cycle) {
+  const std::string address = new_address();
+  auto reports = run_processes(2, [&](Communicator& first) -> std::string {
+    const auto second = second_group(address, "second");
+    Progress::set_thread_check(nullptr);
+    float x = 1, y = 1;
+    if (first.rank() == 1) {
+      second->submit(sum_of(1), &y, &y)->wait();
+      first.submit(sum_of(1), &x, &x)->wait();
+      return "";
+    }
+    std::thread other([&] {
+      usleep(1000000);
+      second->submit(sum_of(1), &y, &y)->wait();
+    });
+    first.submit(sum_of(1), &x, &x)->wait();
+    other.join();
+    return "";
+  });
+  for (const Report& report : reports) CHECK(report.text.empty());
+}
+
 TEST_ANY_HOSTS(a_cycle_that_another_thread_or_an_asynchronous_operation_opens_is_no_deadlock) {
   const auto addresses = new_addresses(4);
   auto reports = run_processes(4, [&](Communicator& all) -> std::string {
@@ -318,7 +340,7 @@ TEST(silence_counts_from_the_wait_in_which_it_is_heard) {
   usleep(100000);
   network->lost(0, 1).store(false);
   auto look = [&](WaitState& wait) {
-    watchdog.look(wait, [] { return std::vector<uint32_t>{1}; }, [] { return "a call"; }, 1, false);
+    watchdog.look(wait, [] { return std::vector<uint32_t>{1}; }, [] { return "a call"; }, 1, Alone::no);
   };
   WaitState first(now_s(), 60);
   look(first);

@@ -24,8 +24,8 @@ TEST(who_does_not_belong_is_refused_and_both_sides_are_named) {
       {member(1), 2, 1, {}, "it wants rank 2, and here is rank 0"},
       {member(1), 0, 2, {}, "it makes links of 2 streams for data, and here they have 1"},
       {member(1, "wrong"), 0, 1, {}, "it does not know the secret of group world of job job, attempt 1"},
-      {member(1), 0, 1, {9, 'l'}, "speaks version 1, little endian"},
-      {member(1), 0, 1, {kLinkVersion, 'b'}, "this process version 1, big endian"},
+      {member(1), 0, 1, {9, 'l'}, "speaks version 2, little endian"},
+      {member(1), 0, 1, {kLinkVersion, 'b'}, "this process version 2, big endian"},
   };
   std::vector<std::unique_ptr<Connections>> callers;
   std::vector<std::shared_ptr<Opening>> openings;

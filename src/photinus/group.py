@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import NamedTuple, TypeVar
@@ -156,16 +156,18 @@ class Group:
         timeout_s: float = 0.0,
         asynchronous: bool = True,
         keep: object = None,
+        kind: str = "",
         device: CudaDevice | None = None,
         stream: int = 0,
     ) -> Work:
         """Starts a send or recv (from OPERATIONS) on raw memory; ANY_RANK as `peer` receives from whoever sends first.
 
-        A send is done when the receiver has all of it. `Work.source_rank` tells where a message came from. `device` and
-        `stream` are as in Call.
+        A send is done when the receiver has all of it. `Work.source_rank` tells where a message came from. `kind` names
+        elements that travel as another type ("uint16" as int16): the receiver must name the same. `keep` is as in
+        `submit`; `device` and `stream` are as in Call.
         """
         work = self._native.message(
-            operation, address, elems, dtype, peer, tag, timeout_s, asynchronous, keep, device, stream
+            operation, address, elems, dtype, peer, tag, timeout_s, asynchronous, keep, kind, device, stream
         )
         self.raise_lost()
         return work
@@ -223,8 +225,8 @@ class Group:
         with nullcontext() if sys.exc_info()[1] is None else printed(fails=False):  # another error is on its way
             self._native.raise_lost(False)
 
-    def __del__(self) -> None:
-        if hasattr(self, "_owner"):  # it had been made
+    def __del__(self, is_at_end: Callable[[], bool] = sys.is_finalizing) -> None:  # modules' names may be gone
+        if hasattr(self, "_owner") and not is_at_end():  # it had been made, and is not closed at exit
             with printed():
                 self.close()
 
@@ -269,7 +271,10 @@ atexit.register(_close_all)
 def _has_other_threads() -> bool:
     """Whether threads that are not ours run beside this one: any may be about to make its first call."""
     own = threading.current_thread()
-    return any(each is not own and not each.name.startswith("photinus-") for each in threading.enumerate())
+    return any(
+        each is not own and (getattr(each, "runs_callback", False) or not each.name.startswith("photinus-"))
+        for each in threading.enumerate()
+    )
 
 
 _native.set_thread_check(_has_other_threads)

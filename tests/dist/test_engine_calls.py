@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -472,6 +474,36 @@ def test_ranks_whose_other_threads_make_their_first_calls_later_are_not_deadlock
     assert run(threads_that_begin_later, 2) == [True, True]
 
 
+def one_thread_begins_later(rank: int, world_size: int, address: str) -> bool:
+    with joined(rank, world_size, address) as communicator:
+        other = further(communicator, "other")
+        if rank == 1:
+            other.all_reduce(np.ones(4, np.float32))
+            communicator.all_reduce(np.ones(4, np.float32))
+            return True
+
+        def call_later() -> None:
+            time.sleep(13)
+            other.all_reduce(np.ones(4, np.float32))
+
+        thread = threading.Thread(target=call_later)
+        thread.start()
+        communicator.all_reduce(np.ones(4, np.float32))
+        thread.join()
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_a_thread_that_makes_its_first_call_after_13_seconds_is_waited_for_and_spoken_of() -> None:
+    arguments = {"address": engine.new_address()}
+    results = run_ranks(f"{HERE}:one_thread_begins_later", world_size=2, arguments=arguments)
+    assert values(results) == [True, True]
+    for result in results:
+        assert result.output.count("ranks wait for each other, perhaps for ever: ") == 1, result.output
+        assert "Unless a thread that has called nothing yet frees them" in result.output
+
+
 def unequal_parts(rank: int, world_size: int, address: str) -> str:
     with joined(rank, world_size, address) as communicator:
         outs = [np.full(4, -1.0) for _ in range(world_size)]
@@ -584,9 +616,6 @@ def test_a_call_is_a_record_that_serves_many_times_with_or_without_a_handle() ->
     send, recv = array.ctypes.data, out.ctypes.data
     premul_sum = engine.REDUCTIONS["premul_sum"]
     call = engine.Call(ALL_REDUCE, send, recv, 2, reduction=premul_sum, factor=0.5, timeout_s=9.0, label="loss")
-    assert (call.operation, call.send, call.recv, call.elems, call.dtype) == (ALL_REDUCE, send, recv, 2, 0)
-    assert (call.reduction, call.factor, call.timeout_s, call.label) == (premul_sum, 0.5, 9.0, "loss")
-    assert (call.root, call.updates, call.asynchronous, call.sends, call.recvs) == (0, 0, True, [], [])
     with engine.Communicator(0, 1, engine.new_address()) as communicator:
         for turn in range(3):
             array[:] = [turn, 4]
@@ -598,7 +627,6 @@ def test_a_call_is_a_record_that_serves_many_times_with_or_without_a_handle() ->
             communicator.run(call)  # waits, though the call says that it is asynchronous
             assert out.tolist() == [5, 2]
         parts = engine.Call(engine.OPERATIONS["all_to_all"], sends=[(send, 2)], recvs=((recv, 2),), asynchronous=False)
-        assert (parts.sends, parts.recvs) == ([(send, 2)], [(recv, 2)])
         assert communicator.submit(parts).is_completed()
         assert out.tolist() == array.tolist()
 
@@ -678,3 +706,112 @@ def test_a_closed_communicator_says_so() -> None:
     communicator.close()
     with pytest.raises(errors.AbortedError, match=r"all_reduce of float32\[3\] \(sum\) in group workers: .* is closed"):
         communicator.all_reduce(f32(3))
+
+
+# --- what was compared too little ------------------------------------------------------------------------------------
+
+
+def two_labels(rank: int, world_size: int, address: str) -> str:
+    with joined(rank, world_size, address) as communicator:
+        array = np.ones(4, np.float32)
+        found = error_of(lambda: communicator.all_reduce(array, label=["costarring", "liquid"][rank]))
+        communicator.all_reduce(array, label="altarage")
+        return found
+
+
+@pytest.mark.timeout(60)
+def test_labels_of_one_hash_of_32_bits_are_told_apart() -> None:
+    for message in run(two_labels, 2):
+        assert message.startswith("MismatchError")
+        assert "labelled 'costarring'" in message
+        assert "labelled 'liquid'" in message
+
+
+def strict_on_one(rank: int, world_size: int, store: str) -> str:
+    import torch
+    import torch.distributed as dist
+
+    if rank == 1:
+        os.environ["PHOTINUS_STRICT_SITES"] = "1"
+    made = dist.FileStore(store, world_size)
+    found = error_of(lambda: dist.init_process_group("photinus", store=made, rank=rank, world_size=world_size))
+    return found or error_of(lambda: dist.all_reduce(torch.ones(300_000)))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("hosts", [None, "ab"])
+def test_strict_sites_on_one_rank_only_is_an_error_on_all(hosts: str | None, tmp_path: Path) -> None:
+    arguments = {"store": str(tmp_path / "store")}
+    for message in values(run_ranks(f"{HERE}:strict_on_one", world_size=2, arguments=arguments, hosts=hosts)):
+        assert message.startswith("MismatchError"), message
+        assert "with PHOTINUS_STRICT_SITES=1" in message
+
+
+def kinds_of_messages(rank: int, world_size: int, store: str) -> list[str]:
+    import torch
+    import torch.distributed as dist
+
+    made = dist.FileStore(store, world_size)
+    dist.init_process_group("photinus", store=made, rank=rank, world_size=world_size)
+    found = []
+    sent = [torch.full((3,), 65535, dtype=torch.uint16), torch.ones(4, dtype=torch.float8_e5m2), torch.zeros(3)]
+    wanted = [torch.zeros(3, dtype=torch.int16), torch.zeros(4, dtype=torch.uint8), torch.zeros(3)]
+    for there, here in zip(sent, wanted, strict=True):
+        found.append(error_of(lambda t=there: dist.send(t, 1) if rank == 0 else None))
+        found[-1] += error_of(lambda t=here: dist.recv(t, 0) if rank == 1 else None)
+    assert not any(tensor.any() for tensor in wanted)
+    return found
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("hosts", [None, "ab"])
+def test_messages_of_other_types_but_equal_size_are_refused_by_name(hosts: str | None, tmp_path: Path) -> None:
+    arguments = {"store": str(tmp_path / "store")}
+    for found in values(run_ranks(f"{HERE}:kinds_of_messages", world_size=2, arguments=arguments, hosts=hosts)):
+        assert "called send of int16[3] that are uint16 at" in found[0], found
+        assert "called recv of int16[3] at" in found[0]
+        assert "called send of uint8[4] that are float8_e5m2 at" in found[1]
+        assert "called recv of uint8[4] at" in found[1]
+        assert found[2] == ""
+
+
+def overlapping(rank: int, world_size: int, address: str) -> None:
+    with joined(rank, world_size, address) as communicator:
+        both, half = np.arange(8, dtype=np.float32), slice(4 * rank, 4 * rank + 4)
+        other = slice(4 - 4 * rank, 8 - 4 * rank)
+        one, parts = np.arange(4, dtype=np.float32), [both[:4], both[4:]]
+        wrong: list[Callable[[], Any]] = [
+            lambda: communicator.all_gather(both, both[other]),
+            lambda: communicator.all_gather(both, both[2:6]),
+            lambda: communicator.reduce_scatter(both[other], both),
+            lambda: communicator.reduce_scatter(both[half.start + 1 - 2 * rank :][:4], both),
+            lambda: communicator.all_gather_list(parts, both[other]),
+            lambda: communicator.all_gather_list([one, one], both[half]),
+            lambda: communicator.all_to_all(parts, parts[::-1]),
+            lambda: communicator.all_to_all(parts, parts),
+        ]
+        if rank == 0:
+            wrong.append(lambda: communicator.gather([one, one], both[:4]))
+            wrong.append(lambda: communicator.scatter(both[4:], parts))
+        for call in wrong:
+            with pytest.raises(ValueError, match="overlap"):
+                call()
+        assert both.tolist() == list(range(8))
+        communicator.all_gather(both, both[half])
+        communicator.all_gather_list(parts, both[half])
+        assert both.tolist() == list(range(8))
+        communicator.all_reduce(both)
+        communicator.reduce_scatter(both[half], both)
+        assert both[half].tolist() == [4.0 * each for each in range(8)][half]
+        if rank == 0:
+            communicator.gather([both[:4], one], both[:4])
+            communicator.scatter(both[:4], [both[:4], one])
+        else:
+            communicator.gather(None, one)
+            communicator.scatter(one, None)
+        communicator.all_gather_list([both[:2], both[2:4]], both[2 * rank :][:2])
+
+
+@pytest.mark.timeout(60)
+def test_results_that_overlap_what_a_call_reads_are_refused_but_in_place() -> None:
+    run(overlapping, 2)

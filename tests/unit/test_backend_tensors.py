@@ -12,7 +12,6 @@ from photinus import engine
 from photinus.backend import options
 from photinus.backend.device_map import ByDevice
 from photinus.backend.engine_reductions import _one_behind_the_other
-from photinus.backend.single_rank import Alone
 from photinus.backend.tensors import DTYPES, Memory, allocate, is_dense, reals, transfer_type
 from photinus.backend.through_engine import ThroughEngine
 from photinus.engine import Call
@@ -78,24 +77,34 @@ def test_reductions_that_mean_nothing_are_refused() -> None:
 
 
 def test_a_rank_alone_does_and_refuses_what_several_do() -> None:
-    alone = Alone()
     all_reduce, reductions = engine.OPERATIONS["all_reduce"], engine.REDUCTIONS
     refused = {"avg": torch.bool, "band": torch.float32, "bxor": torch.bfloat16, "premul_sum": torch.int32}
-    for reduction, dtype in refused.items():
-        with pytest.raises(ValueError, match=f"{reduction} means nothing on elements of {dtype}"):
-            alone.submit(Call(all_reduce, 0, 0, 1, DTYPES[dtype], reductions[reduction]))
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        values, result = torch.tensor([2.0, -4.0], dtype=dtype), torch.zeros(2, dtype=dtype)
-        given, wanted, kind = values.data_ptr(), result.data_ptr(), reductions["premul_sum"]
-        alone.run(Call(all_reduce, given, wanted, 2, DTYPES[dtype], kind, factor=0.25))
-        assert result.tolist() == [0.5, -1.0]
-    with pytest.raises(MismatchError, match="sends itself 3 elements and receives 4"):
-        alone.submit(Call(engine.OPERATIONS["all_to_all"], sends=[(8, 3)], recvs=[(8, 4)]))
-    with pytest.raises(ValueError, match="no other rank"):
-        alone.message(engine.OPERATIONS["send"], 8, 1, DTYPES[torch.float32], 0)
-    alone.close()
+    with engine.Communicator(0, 1, engine.new_address()) as alone:
+        for reduction, dtype in refused.items():
+            with pytest.raises(ValueError, match="this reduction means nothing on this element type"):
+                alone.submit(Call(all_reduce, 8, 8, 1, DTYPES[dtype], reductions[reduction]))
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            for operation in ("all_reduce", "reduce", "reduce_scatter"):
+                values, result = torch.tensor([2.0, -4.0], dtype=dtype), torch.zeros(2, dtype=dtype)
+                given, wanted, kind = values.data_ptr(), result.data_ptr(), reductions["premul_sum"]
+                operation_code = engine.OPERATIONS[operation]
+                alone.run(Call(operation_code, given, wanted, 2, DTYPES[dtype], kind, factor=0.25))
+                assert result.tolist() == [0.5, -1.0]
+                assert values.tolist() == [2.0, -4.0]
+        one, two = torch.tensor([1.0, 2.0]), torch.zeros(2)
+        for operation in ("all_gather", "reduce_scatter", "all_reduce"):
+            work = alone.submit(Call(engine.OPERATIONS[operation], one.data_ptr(), two.data_ptr(), 2))
+            assert work.is_completed()  # it waits for nobody
+            assert two.tolist() == [1.0, 2.0]
+            two.zero_()
+        part = (one.data_ptr(), 2)
+        exchanged = alone.submit(Call(engine.OPERATIONS["all_to_all"], sends=[part], recvs=[(two.data_ptr(), 1)]))
+        with pytest.raises(MismatchError, match=r"rank 0 sends 2 elements to rank 0.*expects 1"):
+            exchanged.wait()
+        with pytest.raises(ValueError, match="exchange messages with itself"):
+            alone.message(engine.OPERATIONS["send"], 8, 1, DTYPES[torch.float32], 0)
     with pytest.raises(AbortedError):
-        alone.submit(Call(all_reduce, 0, 0, 1, DTYPES[torch.float32]))
+        alone.submit(Call(all_reduce, 8, 8, 1, DTYPES[torch.float32]))
 
 
 def test_the_factor_of_a_premultiplied_sum_is_found_in_its_reduce_op() -> None:

@@ -173,18 +173,35 @@ uint64_t CopyEngines::start_copy(void* to, const void* from, size_t bytes, bool)
         text("a copy of %zu bytes from %p to %p: exactly one of them must lie in host memory that was added "
              "for copies with %s, and the other one in the GPU's memory",
              bytes, from, to, gpu_->name().c_str()));
-  const Way way = to_host ? Way::to_host : Way::to_gpu;
+  const auto there = reinterpret_cast<CUdeviceptr>(to_host ? from : to);
+  return start(to_host ? Way::to_host : Way::to_gpu, [&](const Driver& driver, CUstream stream) {
+    if (to_host)
+      gpu_->call(driver.cuMemcpyDtoHAsync, to, there, bytes, stream);
+    else
+      gpu_->call(driver.cuMemcpyHtoDAsync, there, from, bytes, stream);
+  });
+}
+
+uint64_t CopyEngines::start_copy_within(void* to, const void* from, size_t bytes) {
+  if (bytes == 0) return 0;
+  std::lock_guard lock(mutex_);
+  return start(Way::to_gpu, [&](const Driver& driver, CUstream stream) {
+    if (to == from) return;  // what stands before it in the stream is waited for all the same
+    gpu_->call(driver.cuMemcpyDtoDAsync, reinterpret_cast<CUdeviceptr>(to),
+               reinterpret_cast<CUdeviceptr>(from), bytes, stream);
+  });
+}
+
+// With the lock held.
+template <class Copy>
+uint64_t CopyEngines::start(Way way, const Copy& copy) {
   Engine& engine = engines_[index_of(way)];
   const uint64_t number = ++engine.begun;  // also when what follows fails: it may be written nevertheless
   try {
     gpu_->within([&] {
-      const Driver& driver = gpu_->driver();
-      if (to_host)
-        gpu_->call(driver.cuMemcpyDtoHAsync, to, reinterpret_cast<CUdeviceptr>(from), bytes, engine.stream);
-      else
-        gpu_->call(driver.cuMemcpyHtoDAsync, reinterpret_cast<CUdeviceptr>(to), from, bytes, engine.stream);
-      gpu_->call(driver.cuStreamWriteValue32, engine.stream, engine.landed_at, static_cast<uint32_t>(number),
-                 CU_STREAM_WRITE_VALUE_DEFAULT);
+      copy(gpu_->driver(), engine.stream);
+      gpu_->call(gpu_->driver().cuStreamWriteValue32, engine.stream, engine.landed_at,
+                 static_cast<uint32_t>(number), CU_STREAM_WRITE_VALUE_DEFAULT);
     });
   } catch (const Error& error) {  // the copy may be under way
     if (settle(engine, kSettle_s)) {

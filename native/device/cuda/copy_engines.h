@@ -57,6 +57,8 @@ class CopyEngines final : public Device {
 
   // One of the two lies in added memory, the other one in the GPU's.
   uint64_t start_copy(void* to, const void* from, size_t bytes, bool past_caches) override;
+  // Both lie in the GPU's: it stands in line with those to the GPU.
+  uint64_t start_copy_within(void* to, const void* from, size_t bytes);
   bool poll(uint64_t ticket) override;
   double nap_s(uint64_t ticket) const override;
   // The ticket of the copy of that way that was begun last, even if beginning it failed.
@@ -95,6 +97,8 @@ class CopyEngines final : public Device {
   CopyEngines(std::shared_ptr<const Gpu> gpu, Unmade) : gpu_(std::move(gpu)) {}
   static size_t index_of(Way way) { return static_cast<size_t>(way); }
   static uint64_t ticket_of(uint64_t number, Way way) { return number << 1 | index_of(way); }
+  template <class Copy>
+  uint64_t start(Way way, const Copy& copy);
   Event take_event();
   bool is_added(const void* from, size_t bytes) const;
   void check_capture(CUstream caller) const;

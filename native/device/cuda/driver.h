@@ -88,6 +88,7 @@ class Driver {
   Entry<CUdeviceptr*, void*, unsigned> cuMemHostGetDevicePointer{all_, "cuMemHostGetDevicePointer"};
   Entry<void*, CUdeviceptr, size_t, CUstream> cuMemcpyDtoHAsync{all_, "cuMemcpyDtoHAsync"};
   Entry<CUdeviceptr, const void*, size_t, CUstream> cuMemcpyHtoDAsync{all_, "cuMemcpyHtoDAsync"};
+  Entry<CUdeviceptr, CUdeviceptr, size_t, CUstream> cuMemcpyDtoDAsync{all_, "cuMemcpyDtoDAsync"};
 };
 
 // Whether a result says that the process's context on the GPU is of no more use, whatever is called: a

@@ -215,6 +215,10 @@ const std::map<std::string, void*>& entry_points() {
          return gpu().start_copy("cuMemcpyHtoDAsync", Operation::to_gpu, reinterpret_cast<void*>(to), from,
                                  bytes, stream);
        })},
+      {"cuMemcpyDtoDAsync", address(+[](CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
+         return gpu().start_copy("cuMemcpyDtoDAsync", Operation::to_gpu, reinterpret_cast<void*>(to),
+                                 reinterpret_cast<void*>(from), bytes, stream);
+       })},
   };
   return *all;
 }

@@ -248,7 +248,9 @@ CUresult FakeGpu::start_copy(const char* name, Operation::Kind kind, void* to, c
                              CUstream stream) {
   return enter(name, kContext, [&] {
     const bool to_host = kind == Operation::to_host;
-    if (!is_registered(to_host ? to : from, bytes) || !is_on_gpu(to_host ? from : to, bytes))
+    const bool within = std::strcmp(name, "cuMemcpyDtoDAsync") == 0;
+    if (!(within ? is_on_gpu(from, bytes) : is_registered(to_host ? to : from, bytes)) ||
+        !is_on_gpu(to_host ? from : to, bytes))
       return CUDA_ERROR_INVALID_VALUE;
     double lasts_s = longest_s_ * std::uniform_real_distribution()(random_);
     for (const Fault& fault : faults_)
@@ -298,7 +300,8 @@ bool FakeGpu::carry_out(std::unique_lock<std::mutex>& lock, unsigned worker) {
   const bool copies = operation.kind == Operation::to_host || operation.kind == Operation::to_gpu;
   auto is_there = [&] {
     const bool to_host = operation.kind == Operation::to_host;
-    return is_registered(to_host ? operation.to : operation.from, operation.bytes) &&
+    const void* const here = to_host ? operation.to : operation.from;
+    return (is_registered(here, operation.bytes) || (!to_host && is_on_gpu(here, operation.bytes))) &&
            is_on_gpu(to_host ? operation.from : operation.to, operation.bytes);
   };
   auto unlocked = [&](auto&& what) {

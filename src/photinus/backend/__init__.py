@@ -27,7 +27,6 @@ outside_dynamo     keeps torch.compile out of code that hands addresses to nativ
 process_exit       what a process with open groups leaves behind: a reason for its peers, and no thread in native code
 process_group      the face of a process group towards torch
 profiling          collectives in torch.profiler's timeline
-single_rank        the communicator of a group of one: every collective is at most a copy, done when it is called
 sparse             all_reduce of sparse tensors: every rank gathers all ranks' entries and adds them up in rank order
 tensors            which memory a call works on: dense copies of tensors that are not dense, and the way back
 through_engine     the process group: every collective and message goes through the engine

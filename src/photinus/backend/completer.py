@@ -25,7 +25,7 @@ _IDLE_S = 0.02
 
 Complete: TypeAlias = Callable[[BaseException | None], None]
 """Runs the callbacks of an operation that ended, with its error if it has one; may block."""
-Submit: TypeAlias = Callable[[Any, Callable[[], object], Complete, bool], None]
+Submit: TypeAlias = Callable[[_native.Work, Callable[[], object], Complete, bool], None]
 """A completer's `submit(handle, finish, complete, may_exchange)`."""
 
 
@@ -44,7 +44,9 @@ def outcome(finish: Callable[[], object]) -> BaseException | None:
 
 
 class _Thread(threading.Thread):
-    """Runs callbacks."""
+    """Runs callbacks, which may start collectives."""
+
+    runs_callback = False
 
 
 def _runs_callbacks() -> bool:
@@ -58,7 +60,10 @@ class Completer:
         self._name = name
         self._ended = _native.EndedWorks()
         self._taking = threading.Lock()  # held by the thread that takes the next item, until it has seen to a successor
-        self._changed = threading.Condition()  # guards what follows
+        self._lock = (
+            threading.Lock()
+        )  # guards what follows; a condition's may stay locked where a signal's handler raises
+        self._settled = threading.Condition(self._lock)
         self._unsettled: dict[int, _Item] = {}  # items whose callbacks may start collectives, and have not all run
         self._idle: set[threading.Thread] = set()  # that take items, or wait to
         self._threads: set[threading.Thread] = set()
@@ -68,7 +73,9 @@ class Completer:
         """Operations whose callbacks may start collectives, and have not all run."""
         return len(self._unsettled)
 
-    def submit(self, handle: Any, finish: Callable[[], object], complete: Complete, may_exchange: bool = False) -> None:
+    def submit(
+        self, handle: _native.Work, finish: Callable[[], object], complete: Complete, may_exchange: bool = False
+    ) -> None:
         """Calls `complete(error)` on a thread of its own once an operation has ended; `finish()` raises the error.
 
         Args:
@@ -78,7 +85,7 @@ class Completer:
             RuntimeError: no thread can be started, and there is none that could do it. Then it is never called.
         """
         item = _Item(finish, complete)
-        with self._changed:
+        with self._lock:
             self._need_thread()
             try:
                 if may_exchange:
@@ -95,8 +102,8 @@ class Completer:
         """
         if _runs_callbacks():  # callbacks of two groups would wait for each other
             return
-        with self._changed:
-            if self._changed.wait_for(lambda: not self._unsettled, timeout_s):
+        with self._lock:
+            if self._settled.wait_for(lambda: not self._unsettled, timeout_s):
                 return
             self._unsettled.clear()
         warnings.warn(
@@ -134,28 +141,31 @@ class Completer:
 
     def _serve(self) -> None:
         _native.go_on_at_exit()
+        thread: Any = threading.current_thread()
         while (taken := self._take()) is not None:
             item, error = taken
+            thread.runs_callback = True
             try:
                 item.complete(error)
             except Exception:  # noqa: BLE001 - nobody else would see it, and others wait for this thread
                 traceback.print_exc()
-            with self._changed:
+            thread.runs_callback = False
+            with self._lock:
                 self._unsettled.pop(id(item), None)
-                self._changed.notify_all()
+                self._settled.notify_all()
             del taken, item, error  # or an idle thread would keep the last operation's tensors
 
     def _take(self) -> tuple[_Item, BaseException | None] | None:
         """Waits, counted as idle, for an item, and finishes its operation; None when this thread should end."""
         thread = threading.current_thread()
-        with self._changed:
+        with self._lock:
             self._threads.add(thread)
             self._idle.add(thread)
         with self._taking:
             while True:
                 item: Any = self._ended.take(_IDLE_S)
                 error = None if item is None else outcome(item.finish)
-                with self._changed:
+                with self._lock:
                     if item is None and not self._ended.is_empty():
                         continue
                     self._idle.discard(thread)

@@ -17,18 +17,19 @@ from typing import Any
 from torch import Tensor
 from torch.futures import Future
 
+from ..engine import Work
 from . import cuda
 from .completer import Submit
 from .outside_dynamo import outside_dynamo
 from .tensors import Memory
-from .work import EngineWork, Handle
+from .work import EngineWork
 
 
 @outside_dynamo
 class CudaWork(EngineWork):
     """See the module."""
 
-    def __init__(self, handle: Handle, outputs: Sequence[Tensor], submit: Submit, memory: Memory | None) -> None:
+    def __init__(self, handle: Work, outputs: Sequence[Tensor], submit: Submit, memory: Memory | None) -> None:
         super().__init__(handle, outputs, submit)
         assert memory is not None
         assert memory.device is not None

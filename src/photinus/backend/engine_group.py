@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from .. import engine, env
-from ..engine import Call
+from ..engine import Call, Work
 from ..errors import AbortedError, CollectiveError
 from ..waiting_time import waiting_time
 from . import cuda, options, profiling
@@ -27,11 +27,10 @@ from .cuda_work import CudaWork
 from .inner_gloo import InnerGloo, Limit
 from .outside_dynamo import outside_dynamo
 from .process_group import ProcessGroup
-from .single_rank import Alone
-from .tensors import Memory
+from .tensors import Memory, transfer_type
 from .updates import Updates
 from .wires import Wires
-from .work import EngineWork, Handle
+from .work import EngineWork
 
 Part = engine.Part
 
@@ -56,7 +55,7 @@ class EngineGroup(ProcessGroup):
 
     def __init__(
         self,
-        communicator: engine.Communicator | Alone,
+        communicator: engine.Communicator,
         gloo: InnerGloo,
         store: Store,
         limit: Limit,
@@ -66,11 +65,11 @@ class EngineGroup(ProcessGroup):
     ) -> None:
         super().__init__(gloo, store, limit, label, devices)
         self._wires = wires
-        self._communicator: engine.Communicator | Alone | None = communicator
-        self._submit: Callable[..., Handle] = communicator.submit
+        self._communicator: engine.Communicator | None = communicator
+        self._submit: Callable[..., Work] = communicator.submit
         self._do: Callable[[Call], None] = communicator.run
         self._run_now = communicator.run
-        self._message: Callable[..., Handle] = communicator.message
+        self._message: Callable[..., Work] = communicator.message
         self._completer = Completer(label)
         self._updates = Updates()
         # C++ may hold a work whose Python half nobody else holds (DDP's join does), and would then wait for ever in the
@@ -83,7 +82,7 @@ class EngineGroup(ProcessGroup):
 
     def _raise_lost(self) -> None:
         """Raises the error of a small work that nobody but this group has. (The engine does it for all others.)"""
-        if self.communicator is None or not self.communicator.raise_lost():
+        if self._communicator is None or not self._communicator.raise_lost():
             return
         dropped = [work._handle for work in [*self._recent] if sys.getrefcount(work) <= _OWN_REFERENCES]
         failed = [handle for handle in dropped if handle.error(sees=False) is not None and not handle.see()]
@@ -92,8 +91,8 @@ class EngineGroup(ProcessGroup):
 
     @property
     def communicator(self) -> engine.Communicator | None:
-        """The engine's; None for one rank alone."""
-        return self._communicator if isinstance(self._communicator, engine.Communicator) else None
+        """The engine's; None when the group was destroyed."""
+        return self._communicator
 
     def watch_updates(self, parameters: Iterable[Tensor]) -> None:
         """Compares from now on how often the ranks update these parameters, at the calls of FSDP."""
@@ -101,7 +100,7 @@ class EngineGroup(ProcessGroup):
 
     def under_way_s(self) -> dict[int, float]:
         """By rank of another host with which this one has a link: for how many seconds bytes were under way on it."""
-        return self.communicator.under_way_s() if self.communicator else {}
+        return self._communicator.under_way_s() if self._communicator else {}
 
     def _run(
         self, given: Any, operation: int, memory: Memory, outputs: Sequence[Tensor], **fields: Any
@@ -172,21 +171,21 @@ class EngineGroup(ProcessGroup):
         self._completer.settle(min(self._limit.timeout_s, env.WAITING_S.get()))
 
     def _run_message(
-        self, event_name: str, operation: int, values: Tensor, code: int, peer: int, tag: int, output: Tensor,
-        memory: Memory,
+        self, event_name: str, operation: int, values: Tensor, peer: int, tag: int, output: Tensor, memory: Memory,
     ) -> EngineWork:  # fmt: skip
         """Starts a send or recv. torch waits on the works, or, with isend and irecv, its user does."""
+        code, kind = transfer_type(output.dtype)
         event = profiling.begin(event_name)
         try:
             handle = self._message(
                 operation, values.data_ptr(), values.numel(), code, peer, tag, self._limit.timeout_s, True, memory,
-                **self._place(memory),
+                kind, **self._place(memory),
             )  # fmt: skip
         except BaseException:
             profiling.end(event)
             raise
-        kind = EngineWork if memory.device is None else CudaWork
-        work = kind(handle, [output], self._completer.submit, memory)
+        work_type = EngineWork if memory.device is None else CudaWork
+        work = work_type(handle, [output], self._completer.submit, memory)
         if event is not None:
             profiling.end_with(event, handle, self._completer.submit)
         self._do = self._do_and_look
@@ -195,7 +194,7 @@ class EngineGroup(ProcessGroup):
 
     def _place(self, memory: Memory) -> dict[str, Any]:
         """Which GPU a call is on, and what it begins behind. Raises HostError where CUDA can't be used."""
-        if memory.device is None or self.communicator is None:  # one rank alone needs no engine
+        if memory.device is None:
             return {}
         cuda.check_build()
         return {"device": engine.cuda_device(memory.device.index), "stream": cuda.streams.current(memory.device)}

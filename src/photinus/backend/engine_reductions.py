@@ -153,6 +153,12 @@ class EngineReductions(EngineGroup):
             )
         check_same_dtype("reduce_scatter", [output, *inputs])
         if any(tensor.numel() != output.numel() for tensor in inputs):
+            own = (output.data_ptr(), output.data_ptr() + output.nbytes)
+            for tensor in inputs[self._rank + 1 :]:  # which are read when the output is written
+                if tensor.nbytes and tensor.data_ptr() < own[1] and own[0] < tensor.data_ptr() + tensor.nbytes:
+                    raise ValueError(
+                        "reduce_scatter: the output overlaps an input for another rank; give it a buffer of its own"
+                    )
             works = [self._reduce(given, tensor, output, root) for root, tensor in enumerate(inputs)]
             return JoinedWork(works, [output])
         memory = Memory()

@@ -50,13 +50,13 @@ class Meeting:
     Attributes:
         session: a text that no other group, attempt or job has.
         members: by group rank.
-        address: of the engine's rendezvous; None for one rank alone.
+        address: of the engine's rendezvous.
         job, attempt: rank 0's, from its launcher. (Those of torchrun count restarts of their own.)
     """
 
     session: str
     members: tuple[Member, ...]
-    address: str | None
+    address: str
     job: str = ""
     attempt: int = 0
 
@@ -105,7 +105,7 @@ def meet(
     """
     me = Member(engine.host_id(), socket.gethostname(), os.getpid(), engine.network_id(), _address_towards(store))
     if world_size == 1:
-        return Meeting(secrets.token_hex(8), (me,), None)
+        return Meeting(secrets.token_hex(8), (me,), engine.new_address())
     joining = Joining(store, rank, world_size, timeout_s=timeout_s, name=name, members=members, world=world)
     store = PrefixStore("photinus", store)
     try:

@@ -19,7 +19,6 @@ from . import device_map, hosts
 from .cards import LOOPBACK, choose_addresses
 from .inner_gloo import InnerGloo, Limit
 from .process_group import ProcessGroup
-from .single_rank import Alone
 from .through_engine import ThroughEngine
 from .wires import Options, wires
 
@@ -66,28 +65,24 @@ def _make_ours(given: _DistributedBackendOptions, own: Options, devices: Sequenc
     meeting = hosts.meet(
         store, rank, size, timeout_s=limit.timeout_s, name=label, members=members, world=world and world.communicator
     )
-    communicator: engine.Communicator | Alone
-    if meeting.address is None:
-        communicator = Alone()
-    else:
-        communicator = engine.Communicator(
-            rank,
-            size,
-            meeting.address,
-            timeout_s=min(limit.timeout_s, _JOINING_S),
-            name=label,
-            places=meeting.places(),
-            job=meeting.job,
-            attempt=meeting.attempt,
-            speeds=world.communicator.speeds if world and world.communicator else (0.0, 0.0),
-        )
+    communicator = engine.Communicator(
+        rank,
+        size,
+        meeting.address,
+        timeout_s=min(limit.timeout_s, _JOINING_S),
+        name=label,
+        places=meeting.places(),
+        job=meeting.job,
+        attempt=meeting.attempt,
+        speeds=world.communicator.speeds if world and world.communicator else (0.0, 0.0),
+    )
     try:
         private = PrefixStore(f"photinus/{meeting.session}", store)
         address = LOOPBACK if meeting.one_host else choose_addresses(meeting.members, rank)[0]
         gloo = InnerGloo(private, rank, size, limit, address)
         if rank == 0 and size > 1:
             hosts.tidy(store, meeting)
-            if isinstance(communicator, engine.Communicator) and communicator.about_hosts and not members:
+            if communicator.about_hosts and not members:
                 line = f"photinus: {size} ranks on {meeting.hosts()}; {communicator.about_hosts}"
                 print(line, file=sys.stderr, flush=True)
         served = [torch.device(device) for device in devices]

@@ -11,7 +11,7 @@ from .. import engine
 from . import options
 from .engine_group import EngineGroup
 from .outside_dynamo import outside_dynamo
-from .tensors import Memory, transfer_type
+from .tensors import Memory
 
 _SEND = engine.OPERATIONS["send"]
 _RECV = engine.OPERATIONS["recv"]
@@ -24,9 +24,8 @@ class Messages(EngineGroup):
     def send(self, tensors: Any, dstRank: int, tag: int = 0) -> dist.Work:  # noqa: N803
         """Sends a tensor to a rank of the group; done when that rank has it."""
         tensor = options.one_tensor(tensors, "send")
-        code, _ = transfer_type(tensor.dtype)
         memory = Memory()
-        return self._run_message("send", _SEND, memory.input(tensor), code, dstRank, tag, tensor, memory)
+        return self._run_message("send", _SEND, memory.input(tensor), dstRank, tag, tensor, memory)
 
     def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> dist.Work:  # noqa: N803
         """Receives a tensor from a rank of the group."""
@@ -37,7 +36,6 @@ class Messages(EngineGroup):
         return self._receive("recvAnySource", options.one_tensor(tensors, "recv"), engine.ANY_RANK, tag)
 
     def _receive(self, event_name: str, tensor: Tensor, peer: int, tag: int) -> dist.Work:
-        code, _ = transfer_type(tensor.dtype)
         memory = Memory()
         values = memory.output(tensor, load=False)
-        return self._run_message(event_name, _RECV, values, code, peer, tag, tensor, memory)
+        return self._run_message(event_name, _RECV, values, peer, tag, tensor, memory)

@@ -82,7 +82,7 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
 
     @property
     def communicator(self) -> engine.Communicator | None:
-        """The engine's; None for one rank alone, and when the group was destroyed."""
+        """The engine's; None when the group was destroyed."""
         return None
 
     @property

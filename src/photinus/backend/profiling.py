@@ -11,7 +11,6 @@ from torch.autograd import profiler
 from .. import engine
 from .completer import Submit
 from .name import NAME
-from .work import Handle
 
 _OPERATION_NAMES = {code: name for name, code in engine.OPERATIONS.items()}
 is_on = torch._C._autograd._profiler_enabled
@@ -35,7 +34,7 @@ def end(event: Any) -> None:
         event.__exit__(None, None, None)
 
 
-def end_with(event: Any, handle: Handle, submit: Submit) -> None:
+def end_with(event: Any, handle: engine.Work, submit: Submit) -> None:
     """Ends the event with the operation, on another thread: that is what makes it asynchronous in the timeline.
 
     torch 2.11 leaves such events out.

@@ -17,12 +17,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future, collect_all
 
+from ..engine import Work
 from ..errors import CollectiveError, PhotinusError
 from ..waiting_time import waiting_time
 from . import cuda
@@ -33,35 +34,6 @@ from .tensors import Memory
 NO_TIMEOUT = timedelta(0)
 
 _making_future = threading.Lock()
-
-
-class Handle(Protocol):
-    """What the engine returns for an operation (photinus.engine.Work)."""
-
-    def wait(self, timeout_s: float = 0.0, sees: bool = True) -> None:
-        """Blocks until the operation has ended; raises its error, which then nobody else need raise if `sees`."""
-
-    def is_completed(self) -> bool:
-        """Whether the operation has ended."""
-
-    def error(self, sees: bool = True) -> BaseException | None:
-        """Its error, if it ended with one."""
-
-    def see(self) -> bool:
-        """Says that its error, which it may yet get, has been seen, and whether it had been before."""
-
-    def duration_s(self) -> float:
-        """How long it took."""
-
-    def order(self, stream: int) -> None:
-        """What is put into a GPU's stream from now on runs after the operation's copies, which wait() saw queued."""
-
-    def has_landed(self) -> bool:
-        """Whether no copy of the operation reads or writes its tensors any more."""
-
-    @property
-    def source_rank(self) -> int:
-        """Where a message came from."""
 
 
 class _Work(dist.Work):
@@ -106,7 +78,7 @@ class EngineWork(_Work):
 
     def __init__(
         self,
-        handle: Handle,
+        handle: Work,
         outputs: Sequence[Tensor],
         submit: Submit,
         finish: Memory | None = None,
