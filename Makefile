@@ -27,7 +27,6 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: always demo test quick test-all setup check native apart sanitized address thread slow soak python gpu docs wheel bench \
   format clean
-.PHONY: always demo test quick test-all setup check native apart sanitized address thread slow soak python gpu wheel bench format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/photinus run --nproc-per-node 2 examples/digits/train.py --backend photinus --out runs/digits
