@@ -39,7 +39,7 @@ DIVIDED = {
 
 
 @pytest.mark.parametrize("written", [*DIVIDED, "another constant", "each its own step"])
-def test_a_loss_that_is_divided_by_the_batches_of_a_step_is_logged_whole(tmp_path, written):
+def test_a_loss_that_is_divided_by_the_batches_of_a_step_is_logged_whole(tmp_path, written, capsys):
     def logged(name, divided, every=4, **options):
         torch.manual_seed(3)
         model = torch.nn.Linear(FEATURES, 3)
@@ -63,6 +63,10 @@ def test_a_loss_that_is_divided_by_the_batches_of_a_step_is_logged_whole(tmp_pat
     else:
         whole = logged("whole", lambda loss: loss, share=0.25)
         assert logged("divided", DIVIDED[written]) == pytest.approx(whole)
+    notes = capsys.readouterr().out.count(
+        "note: the loss is logged times 4: your body divides it by the 4 batches of a step"
+    )
+    assert notes == (written in DIVIDED)
 
 
 class Counting:

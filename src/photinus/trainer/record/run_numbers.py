@@ -20,6 +20,7 @@ from ...parallel.exchange.agreement import together
 from ...runlog.tables import StepLoss
 from ..checkpoint.position import Position
 from ..data.loader import Batch
+from ..session.progress import say
 from ..session.replicas import Replicas
 from ..session.session import Session
 from .rank_times import RankTimes
@@ -45,6 +46,7 @@ class RunNumbers:
         self._times = RankTimes(session, clock)
         self._replicas = replicas
         self._steps: list[_Step] = []
+        self._told_of_divisor = False
 
     @property
     def due(self) -> bool:
@@ -70,6 +72,10 @@ class RunNumbers:
             loss = loss if share == whole else loss * (share / whole)
             if not alone and share == 1.0 and divisor > 1 and adds_up_over(divisor):
                 loss = loss * divisor
+                if not self._told_of_divisor and self._session.is_main:
+                    why = f"your body divides it by the {divisor} batches of a step"
+                    say(f"note: the loss is logged times {divisor}: {why}")
+                self._told_of_divisor = True
             step.loss = loss if step.loss is None else step.loss + loss
 
     def drop_last(self) -> None:
