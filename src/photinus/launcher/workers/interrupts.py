@@ -53,13 +53,11 @@ class Interrupts:
         if number == signal.SIGUSR1:
             self.suspension_wanted = True
             return
-        if number == signal.SIGWINCH:
-            self.signal_workers(signal.SIGWINCH)
-            return
-        if number == signal.SIGTSTP:
-            self.signal_workers(signal.SIGSTOP)
-            os.kill(os.getpid(), signal.SIGSTOP)  # goes on behind this line after SIGCONT (`fg`)
-            self.signal_workers(signal.SIGCONT)
+        if number in _PASSED_ON:
+            self.signal_workers(signal.SIGSTOP if number == signal.SIGTSTP else signal.SIGWINCH)
+            if number == signal.SIGTSTP:
+                os.kill(os.getpid(), signal.SIGSTOP)  # goes on behind this line after SIGCONT (`fg`)
+                self.signal_workers(signal.SIGCONT)
             return
         # `timeout` and schedulers signal a process and its group: what then comes twice at once is one request.
         now_s = time.monotonic()

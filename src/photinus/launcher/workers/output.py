@@ -299,10 +299,9 @@ def _is_lasting_terminal(target: int) -> bool:
     """
     if not os.isatty(target) or signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         return False
-    try:
+    with contextlib.suppress(OSError):  # not the terminal that controls this process: no SIGHUP will come of it
         return os.tcgetpgrp(target) in (0, os.getpgrp())
-    except OSError:  # not the terminal that controls this process: no SIGHUP will come of it
-        return True
+    return True
 
 
 def _last_state(line: bytes) -> bytes:

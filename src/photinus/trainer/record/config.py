@@ -43,10 +43,7 @@ _PREFIXES = (
     "ROCR_",
     "TORCH_",
 )
-_OF_ONE_START = {
-    each.name
-    for each in (env.LAUNCH, env.EXPECTED_WORLD_SIZE, env.LISTEN_FD, env.HOST_ID, env.STARTED_AS, env.STATUS_FILE)
-}
+_OF_ONE_START = (env.LAUNCH, env.EXPECTED_WORLD_SIZE, env.LISTEN_FD, env.HOST_ID, env.STARTED_AS, env.STATUS_FILE)
 
 
 def describe_start(
@@ -148,10 +145,8 @@ def _command() -> list[str]:
 
 def _notable(environ: Mapping[str, str]) -> dict[str, str]:
     """Variables that may change how a training runs, without what belongs to one start only."""
-    notable: dict[str, str] = mask(
-        {name: environ[name] for name in sorted(environ) if name.startswith(_PREFIXES) and name not in _OF_ONE_START}
-    )
-    return notable
+    left_out = {each.name for each in _OF_ONE_START}
+    return dict(mask({n: environ[n] for n in sorted(environ) if n.startswith(_PREFIXES) and n not in left_out}))
 
 
 def _versions() -> dict[str, str | None]:
