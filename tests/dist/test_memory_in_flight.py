@@ -140,7 +140,7 @@ def interrupted(rank: int, world_size: int, address: str, store: str, kind: str)
     return found
 
 
-@pytest.mark.parametrize("kind", ["engine", "torch", "storage"])
+@pytest.mark.parametrize("kind", ["engine", "storage", pytest.param("torch", marks=pytest.mark.slow)])
 def test_a_call_that_is_interrupted_at_any_line_keeps_its_memory_until_it_ends(kind: str, tmp_path: Path) -> None:
     arguments = {"address": engine.new_address(), "store": str(tmp_path / "store"), "kind": kind}
     results = run_ranks(f"{__name__}:interrupted", world_size=2, arguments=arguments)
