@@ -210,3 +210,30 @@ def test_random_interruptions_and_failed_threads_leave_no_future_open_and_spoil_
     assert found.pop("stopped") > moments / 10
     assert found.pop("refused") >= 0  # where the thread of the call before was gone
     assert found == {"open": 0, "in use": 0, "spoilt": 0, "masked": False}
+
+
+def kept(rank: int, world_size: int, store: str) -> list[int]:
+    import torch
+
+    dist = _torch_group(rank, world_size, store)
+    arrays: list[weakref.ref[Any]] = []
+
+    def make() -> Any:
+        array = np.ones(1 << 16, np.float32)
+        arrays.append(weakref.ref(array))
+        return torch.from_numpy(array)
+
+    for _ in range(40):
+        dist.all_reduce(make()[:1], async_op=True).wait()
+    views = sum(array() is not None for array in arrays)
+    for _ in range(40):
+        values = make().requires_grad_()
+        dist.all_reduce((values * values).sum(), async_op=True).wait()
+    del values
+    gc.collect()
+    return [views, sum(array() is not None for array in arrays)]
+
+
+def test_calls_that_have_ended_keep_no_storage_of_a_view_and_no_graph(tmp_path: Path) -> None:
+    arguments = {"store": str(tmp_path / "store")}
+    assert values(run_ranks(f"{__name__}:kept", world_size=1, arguments=arguments)) == [[0, 0]]
