@@ -53,7 +53,13 @@ def test_whatever_the_package_imports_is_installed_with_it() -> None:
 def test_the_wheel_has_every_file_that_stands_beside_the_modules(tmp_path: Path) -> None:
     pytest.importorskip("scikit_build_core", reason="what builds wheels is not installed beside the tests")
     command = [sys.executable, "-m", "pip", "wheel", str(REPOSITORY), "--no-build-isolation", "--no-deps", "--quiet"]
-    command += ["-Cwheel.cmake=false", f"-Cbuild-dir={tmp_path / 'build'}", "--wheel-dir", str(tmp_path)]
+    command += [
+        "-Cwheel.cmake=false",
+        "-Cwheel.py-api=py3",
+        f"-Cbuild-dir={tmp_path / 'build'}",
+        "--wheel-dir",
+        str(tmp_path),
+    ]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     (wheel,) = tmp_path.glob("*.whl")
     listed = subprocess.run(["git", "ls-files", "src"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
