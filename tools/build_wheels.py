@@ -42,7 +42,8 @@ def build(pythons: list[str], arch: str, out: Path, folder: Path) -> None:
     run(BIN / "uv", "build", "--sdist", "--out-dir", folder, REPOSITORY)
     (sdist,) = folder.glob("*.tar.gz")
     environ = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", **compiler_for(arch, folder)}
-    tag = f"manylinux_{GLIBC.replace('.', '_')}_{arch}"
+    # auditwheel knows other processors' platforms by looking at the wheel alone.
+    tag = f"manylinux_{GLIBC.replace('.', '_')}_{arch}" if arch == platform.machine() else "auto"
     for python in pythons:
         if arch != platform.machine():
             environ["SETUPTOOLS_EXT_SUFFIX"] = f".cpython-{python.replace('.', '')}-{arch}-linux-gnu.so"
