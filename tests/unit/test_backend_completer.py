@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -102,6 +104,18 @@ def test_close_runs_what_was_submitted_and_leaves_no_thread(done: engine.Work) -
     completer.close()
     assert seen == list(range(20))
     assert not [thread for thread in threading.enumerate() if "closing" in thread.name]
+
+
+def test_close_in_a_forked_child_waits_for_no_thread_of_its_parent(done: engine.Work) -> None:
+    completer, over = Completer("test"), threading.Event()
+    completer.submit(done, _nothing, lambda _: over.wait(20))
+    if not (child := os.fork()):
+        signal.alarm(10)
+        completer.close(timeout_s=60)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    over.set()
+    completer.close()
 
 
 def test_an_idle_thread_holds_nothing_of_the_last_operation(done: engine.Work, monkeypatch: pytest.MonkeyPatch) -> None:

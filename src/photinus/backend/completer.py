@@ -117,8 +117,8 @@ class Completer:
         """Ends the threads after what is submitted, which the caller made end, and waits for them; idempotent."""
         self._ended.close()
         deadline = time.monotonic() + timeout_s
-        # Again each time: a thread that takes an item may start others.
-        while others := [thread for thread in list(self._threads) if thread is not threading.current_thread()]:
+        # Again each time: a thread that takes an item may start others. A forked child has none of its parent's.
+        while others := [each for each in {*self._threads} - {threading.current_thread()} if each.is_alive()]:
             others[0].join(max(0.0, deadline - time.monotonic()))
             if time.monotonic() >= deadline:
                 return
