@@ -306,6 +306,46 @@ def test_a_closure_logs_its_first_loss_and_a_plain_backward_inside_is_an_error(w
         train_on(lambda loss: loss.backward())
 
 
+@pytest.mark.parametrize(("every", "parts"), [(1, 1), (1, 2), (4, 1)])
+def test_losses_are_logged_alike_where_a_scaler_leaves_steps_out(
+    tmp_path: Path, world: Any, every: int, parts: int
+) -> None:
+    def logged(out: Path, left_out: tuple[int, ...]) -> list[float]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        loop = _loop(Numbered(32), epochs=3, out=out, curves=False)
+        for _ in loop:
+            for _ in range(parts):  # the outermost half of the first loss has nothing to do with the batches of a step
+                loss = _loss(loop, float(loop.step)) / (every if every > 1 else 2)
+                loop.backward(loss, share=1 / parts, scaler=scaler)
+            if loop.step % every == 0:
+                if loop.step in left_out:
+                    next(loop.model.parameters()).grad[0] = math.inf  # type: ignore[index]
+                scaler.step(loop._optimizer)
+                scaler.update()
+                loop._optimizer.zero_grad()
+        return [row["loss"] for row in read_rows(out / "losses.csv")]
+
+    whole = logged(tmp_path / "all", ())
+    assert whole == [float(step) / (1 if every > 1 else 2) for step in range(1, 25)]
+    assert logged(tmp_path / "some", (every, 2 * every, 4 * every)) == whole
+
+
+def test_an_optimizer_with_a_backward_before_its_closure_logs_the_loss_of_that(world: Any) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.LBFGS(model.parameters())  # in place of SAM
+    loop = photinus.Loop(model, optimizer, Numbered(4), batch_size=4, epochs=1, progress=False)
+    for batch in loop:
+
+        def closure() -> Tensor:
+            loss = model(batch.float()[:, None]).square().mean()  # noqa: B023 - called in this body
+            loop.backward(loss)
+            return loss
+
+        first = closure().item()
+        optimizer.step(closure)
+    assert loop.history[0]["loss"] == first
+
+
 def test_gradients_made_by_hand_are_recorded_by_hand(world: Any) -> None:
     loop = _loop(Numbered(10), epochs=1, drop_last=False)
     optimizer = loop._optimizer
@@ -916,6 +956,20 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path, world: Any
     assert adam.defaults.keys() <= adam.param_groups[0].keys()
 
 
+@pytest.mark.parametrize(("kind", "option"), [("AdamW", "amsgrad"), ("RMSprop", "centered"), ("RMSprop", "momentum")])
+def test_an_option_that_needs_more_state_than_was_saved_is_refused(
+    tmp_path: Path, world: Any, kind: str, option: str
+) -> None:
+    for value in (False, True):
+        model = torch.nn.Linear(1, 1)
+        optimizer = getattr(torch.optim, kind)(model.parameters(), **{option: value})
+        options: dict[str, Any] = {"out": tmp_path, "epochs": 1 + value, "progress": False, "curves": False}
+        with pytest.raises(CheckpointError, match=f"{option}=True, which needs state") if value else nullcontext():
+            _typed(
+                loop := photinus.Loop(model, optimizer, Numbered(4), batch_size=4, **options), optimizer, loop.backward
+            )
+
+
 def test_what_is_logged_after_the_end_belongs_to_the_last_row(tmp_path: Path, world: Any) -> None:
     loop = _loop(epochs=2, out=tmp_path)
     for _ in loop:
@@ -1048,7 +1102,7 @@ def test_a_run_whose_optimizer_is_never_seen_to_step_is_saved_and_told(
     loop = _loop(Numbered(120), batch_size=1, epochs=2, out=tmp_path, save_every_steps=100, keep_last=9)
     for _ in loop:
         loop.backward(_loss(loop))  # whose gradients are used in a way of its own
-        loop.model.zero_grad()
+        loop.model.zero_grad(set_to_none=False)
     assert _checkpoints(tmp_path) == ["step-00000120", "step-00000200", "step-00000240"]
     assert capsys.readouterr().out.count("no step of the optimizer was seen") == 1
 

@@ -102,11 +102,20 @@ class Backwards:
         """The body came to its end, or was left. Returns whether it used all gradients that it made, and no others."""
         self._watched = False
         self._group = self._body - self._settled
+        return self._settle(self._body) and self._group == 1
+
+    def _settle(self, body: int) -> bool:
+        """Returns whether no optimizer has gradients of the bodies up to this one to use: they were, or are gone, as
+        where a GradScaler leaves a step out."""
+        for place, optimizer in enumerate(self._optimizers):
+            if self._reached[place] > self._stepped[place] and _are_gone(optimizer):
+                self._stepped[place] = self._reached[place]
         if self.unstepped:
             return False
-        self._settled = self._body
-        self._groups.add(self._group)
-        return self._group == 1
+        if body > self._settled:
+            self._groups.add(body - self._settled)
+            self._settled = body
+        return True
 
     def adds_up_over(self, batches: int) -> bool:
         """Return whether the gradients of N batches add up for a step, as far as is known: of the first one, not more
@@ -117,6 +126,8 @@ class Backwards:
     def add(self) -> bool:
         """One more backward is made. Returns whether its loss counts: a closure's first evaluation, not those after."""
         self._made += 1
+        if max(self._reached) < self._body:
+            self._settle(self._body - 1)
         for place in self._always_reached:
             self._reach(place)
         for place, parameter in self._witnesses.items():
@@ -144,6 +155,10 @@ class Backwards:
             self._replicas.note(f"before {self._call(place)}", between)
         if closure is None:
             return None
+        # SAM's step has a backward before it, too, whose loss is the one to log.
+        self._evaluations = int(
+            len(self._optimizers) == 1 and self._reached[place] == self._body > self._stepped[place]
+        )
         others = {name: value for name, value in kwargs.items() if name != "closure"}
         return (optimizer, partial(self._evaluate, closure), *args[2:]), others
 
@@ -185,6 +200,11 @@ class Backwards:
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _are_gone(optimizer: torch.optim.Optimizer) -> bool:
+    # Those of split parameters lie elsewhere while they are not averaged.
+    return all(each.grad is None and not is_split(each) for each in _parameters_of(optimizer))
 
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
