@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, RMSprop
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from ...errors import CheckpointError
@@ -78,9 +78,11 @@ class Settings:
 
         Raises:
             ValueError: a changed scheduler has no place for where the run is.
-            CheckpointError: an optimizer is of another class, which may not be able to step with the state.
+            CheckpointError: an optimizer is of another class, or has an option, that cannot step with the state.
         """
         before = {**self.given, **before}  # what was no scheduler then has nothing to compare with
+        for name, optimizer in self._optimizers.items():
+            _check_state_holds(name, optimizer, self.given[name], before[name])
         replaced = self._find_replaced(before["classes"])
         counting = {name: each for name, each in self._schedulers.items() if _counts_steps(each)}
         changed = {name for name in counting if name in replaced or self._is_changed(name, before, states[name])}
@@ -136,6 +138,18 @@ class Settings:
             or any(_rates(self.given[each]) != _rates(before[each]) for each in self._over[name])
             or _has_new_function(scheduler, state)
         )
+
+
+def _check_state_holds(name: str, optimizer: Optimizer, now: list[Any], then: list[Any]) -> None:
+    """Refuses options that need what the state does not hold: torch makes it in the first step alone."""
+    needing = ["amsgrad", "centered"] + ["momentum"] * isinstance(optimizer, RMSprop)
+    for group, before in zip(now, then, strict=True):
+        for option in needing:
+            if group.get(option) and not before.get(option):
+                raise CheckpointError(
+                    f"{name} has {option}={show(group[option])}, which needs state that the checkpoint does not hold, "
+                    f"saved with {option}={show(before.get(option))}. Set it back, or begin with resume='never'."
+                )
 
 
 def _classes(value: object) -> list[str]:
