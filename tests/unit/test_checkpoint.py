@@ -218,7 +218,7 @@ def test_damaged_checkpoints_only_are_an_error_not_a_fresh_start(tmp_path: Path)
     folder = CheckpointFolder(tmp_path)
     folder.save(1, state(1), description={})
     (tmp_path / "step-00000001" / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used: .*has no manifest.json.*begin anew"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used: .*has no manifest.json.*start over"):
         folder.newest()
     (tmp_path / "step-00000001" / "model.pt").unlink()
     folder.save(2, state(2), description={})  # one without a manifest may be another's: it is not deleted

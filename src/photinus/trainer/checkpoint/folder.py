@@ -339,7 +339,7 @@ class CheckpointFolder:
             return found
         if refused:
             raise CheckpointError(
-                f"no checkpoint in {self.folder} can be used: {'; '.join(refused)}. To begin anew, delete them or take "
+                f"no checkpoint in {self.folder} can be used: {'; '.join(refused)}. To start over, delete them or take "
                 f"another folder."
             )
         return None

@@ -133,7 +133,7 @@ def check_fits(saved: Mapping[str, Any], now: Mapping[str, Any], samples_done: i
                 f"cannot go on inside an epoch: {name} was {saved[name]} when the checkpoint was saved and is "
                 f"{now[name]} now, and {samples_done} samples of the epoch are done, so its rest would "
                 f"{'repeat or skip samples' if repeats else 'have no batch'}. Set it back to {saved[name]}, resume "
-                f'from a checkpoint at the end of an epoch, or start anew with resume="never".'
+                f'from a checkpoint at the end of an epoch, or start over with resume="never".'
             )
     return [f"{name}={show(now[name])} (was {show(saved[name])})" for name in changed]
 

@@ -87,4 +87,4 @@ class Length:
             else f"{self.wanted} of {plural(self.wanted, self.unit[:-1])} done"
         )
         more = max(self.wanted, position.stopped_of, position.step if self.epochs is None else position.epochs_done)
-        return done, f"use --{self.unit} N with N above {more}, or resume='never' to begin anew"
+        return done, f"use --{self.unit} N with N above {more}, or resume='never' to start over"
