@@ -220,8 +220,8 @@ static Plan lone_plan(const Call& call, Algorithm algorithm) {
   Plan plan{algorithm, {}, {}};
   const uint64_t bytes = call.elems * size_bytes(call.dtype);
   if (call.operation == Operation::barrier || bytes == 0) return plan;
-  plan.after.push_back(multiplies(call) ? reduce_step({{Place::recv}}, {{Place::send}}, bytes)
-                                        : copy_step({Place::recv}, {Place::send}, bytes));
+  plan.after.push_back(computes_alone(call) ? reduce_step({{Place::recv}}, {{Place::send}}, bytes)
+                                            : copy_step({Place::recv}, {Place::send}, bytes));
   return plan;
 }
 

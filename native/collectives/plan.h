@@ -150,6 +150,11 @@ inline bool multiplies(const Call& call) {  // each rank's values by its own fac
   return has_reduction(call.operation) && call.reduction == Reduction::premul_sum;
 }
 
+// Whether a rank alone has more to do than a copy: bytes of booleans become 0 or 1, as where several add.
+inline bool computes_alone(const Call& call) {
+  return multiplies(call) || (has_reduction(call.operation) && call.dtype == Dtype::boolean);
+}
+
 struct Seat {
   uint32_t rank = 0, ranks = 1;
 };

@@ -77,7 +77,7 @@ Collective::Collective(const std::shared_ptr<CollectiveState>& state, Submission
               given_.call.device == DeviceType::cpu;
   if (given_.call.device == DeviceType::cpu) return;
   copies_ = std::make_unique<DeviceCopies>(given_.device, given_.stream);
-  const bool is_moved_only = group_->ranks() == 1 && !multiplies(given_.call);
+  const bool is_moved_only = group_->ranks() == 1 && !computes_alone(given_.call);
   if ((!state->rings || has_parts()) && !is_moved_only)
     host_tensors_ = std::make_unique<HostTensors>(*copies_, group_->options.progress->arena());
 }

@@ -44,7 +44,7 @@ assert options.local_rank == (world.local_rank if "expect" in os.environ.get("LO
 )
 FOUR_GPUS = """
 import os, sys
-def device_count():
+def device_count(kind="cuda"):
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return 4 if visible is None else len([name for name in visible.split(",") if name])
 from photinus.launcher import run, supervise
