@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -40,7 +40,13 @@ class RunningJob:
     started: ClassVar[list[RunningJob]] = []
 
     def __init__(
-        self, words: Sequence[str | Path], *, cwd: Path | None = None, stderr: int = subprocess.PIPE, **environ: str
+        self,
+        words: Sequence[str | Path],
+        *,
+        cwd: Path | None = None,
+        stderr: int = subprocess.PIPE,
+        prepare: Callable[[], object] | None = None,
+        **environ: str,
     ) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "photinus", "run", *map(str, words)],
@@ -50,6 +56,7 @@ class RunningJob:
             text=True,
             cwd=cwd,
             env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
+            preexec_fn=prepare,
         )
         self.started.append(self)
 

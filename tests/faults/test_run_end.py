@@ -188,7 +188,7 @@ def test_children_of_a_killed_worker_are_ended_before_the_restart(tmp_path):
 
 LEAVES = """
 import subprocess, sys
-subprocess.Popen(["sh", "-c", sys.argv[1]], start_new_session=True)
+subprocess.Popen(["sh", "-c", sys.argv[1]])
 """
 
 
@@ -202,6 +202,35 @@ def test_what_a_job_left_running_at_its_good_end_may_finish_within_the_grace(tmp
     assert "photinus: killed what the workers left running: sh -c sleep 100; true (pid " in ended.err
 
 
+def test_a_daemon_that_a_job_started_outlives_its_good_end(tmp_path):
+    text = """
+import subprocess, sys
+nowhere = subprocess.DEVNULL
+kid = subprocess.Popen(["sleep", "100"], start_new_session=True, stdout=nowhere, stderr=nowhere)
+with open(sys.argv[1], "w") as file:
+    file.write(str(kid.pid))
+"""
+    ended = run_job("--nproc-per-node", "1", "--cpu", script(tmp_path, text), tmp_path / "pid")
+    daemon = int((tmp_path / "pid").read_text())
+    assert (ended.code, ended.err, alive(daemon)) == (0, "", True)
+    os.kill(daemon, signal.SIGKILL)
+
+
+def test_what_a_shell_had_left_that_became_the_launcher_is_not_touched(tmp_path):
+    path = script(
+        tmp_path, f"import os, time\nwhile not os.path.exists({str(tmp_path / 'pid')!r}):\n    time.sleep(0.01)\n"
+    )
+    text = f'(sleep 1; sleep 100 & echo $! > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/pid) & exec "$@"'
+    command = [sys.executable, "-m", "photinus", "run", "--cpu", "--nproc-per-node", "1", str(path)]
+    quiet = subprocess.DEVNULL
+    done = subprocess.run(
+        ["sh", "-c", text, "sh", *command], stdin=quiet, stdout=quiet, stderr=quiet, timeout=DEADLINE_S
+    )
+    left = int((tmp_path / "pid").read_text())
+    assert (done.returncode, alive(left)) == (0, True)
+    os.kill(left, signal.SIGKILL)
+
+
 WAITS_FOR_A_NEW_SIZE = """
 import os, signal, sys, time
 signal.signal(signal.SIGWINCH, lambda *_: sys.exit(0))
@@ -212,8 +241,10 @@ time.sleep(100)
 """
 
 
-def test_ctrl_z_and_a_new_size_of_the_terminal_reach_the_workers(tmp_path):
-    job = RunningJob(["--nproc-per-node", "1", "--cpu", script(tmp_path, WAITS_FOR_A_NEW_SIZE), tmp_path])
+@pytest.mark.parametrize("shell_waits", [True, False])
+def test_ctrl_z_and_a_new_size_of_the_terminal_reach_the_workers(tmp_path, shell_waits):
+    words = ["--nproc-per-node", "1", "--cpu", script(tmp_path, WAITS_FOR_A_NEW_SIZE), tmp_path]
+    job = RunningJob(words, prepare=os.setpgrp if shell_waits else os.setsid)
     job.wait_for(tmp_path / "pid")
     worker = int((tmp_path / "pid").read_text())
 
@@ -225,9 +256,10 @@ def test_ctrl_z_and_a_new_size_of_the_terminal_reach_the_workers(tmp_path):
             time.sleep(0.005)
 
     job.send(signal.SIGTSTP)
-    wait_for(stopped=True)
-    job.send(signal.SIGCONT)
-    wait_for(stopped=False)
+    if shell_waits:  # else nobody could make it go on (`ssh -t host photinus run`, the first process of a container)
+        wait_for(stopped=True)
+        job.send(signal.SIGCONT)
+        wait_for(stopped=False)
     job.send(signal.SIGWINCH)
     assert job.end().code == 0
 

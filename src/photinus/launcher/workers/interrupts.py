@@ -56,7 +56,9 @@ class Interrupts:
         if number in _PASSED_ON:
             self.signal_workers(signal.SIGSTOP if number == signal.SIGTSTP else signal.SIGWINCH)
             if number == signal.SIGTSTP:
-                os.kill(os.getpid(), signal.SIGSTOP)  # goes on behind this line after SIGCONT (`fg`)
+                signal.signal(number, signal.SIG_DFL)  # which stops nobody where no shell could say `fg`
+                signal.raise_signal(number)  # goes on behind this line after SIGCONT
+                signal.signal(number, self.note)
                 self.signal_workers(signal.SIGCONT)
             return
         # `timeout` and schedulers signal a process and its group: what then comes twice at once is one request.

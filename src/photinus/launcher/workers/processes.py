@@ -7,7 +7,8 @@
     stop    a signal, a grace, then SIGKILL, for the workers first and then for what they left running
 
 What a worker started and left, also in a session of its own, becomes the launcher's child (see as_subreaper), which
-reaps it.
+reaps it. So does what a shell had left that then became the launcher (`exec`), or, in a container whose first process
+the launcher is, anybody; that lacks the variables that workers have.
 
 A worker that has ended is left unreaped until `stop`: as long as it is there, its pid and process group cannot become
 another's, and a kill cannot strike a stranger.
@@ -48,6 +49,7 @@ _SAY_LEFT_S = 1.0
 _SETTLE_STEP_S = 0.01
 _PR_SET_CHILD_SUBREAPER = 36
 _RECORD_LIMIT_BYTES = 1 << 20
+_OF_A_WORKER = f"{env.STATUS_FILE.name}="
 
 
 @dataclass
@@ -253,9 +255,16 @@ class Processes:
         self._kill()
 
     def wait_for_leftovers(self, grace_s: float) -> None:
-        """After a good end, waits for what the workers left running (a last `rsync &`); `stop` kills what remains."""
+        """After a good end, waits for what the workers left running (a last `rsync &`); `stop` kills what remains.
+
+        What has a session of its own (tmux, ssh-agent) is meant to go on, and is left alone.
+        """
         begun_s, waited_s, has_said = time.monotonic(), 0.0, False
-        while (left := self._leftovers()) and waited_s < grace_s and not self._interrupts.received:
+        while not self._interrupts.received:
+            self._others |= {pid for pid in self._leftovers() if not self._is_in_session(pid)}
+            left = self._leftovers()
+            if not left or waited_s >= grace_s:
+                return
             if waited_s > _SAY_LEFT_S and not has_said:
                 has_said = True
                 self._output.say(
@@ -382,15 +391,24 @@ class Processes:
         new = _children_of(os.getpid()) - self._others - {worker.process.pid for worker in self._workers}
         for pid in tuple(new):
             with contextlib.suppress(ChildProcessError):
-                if os.waitpid(pid, os.WNOHANG)[0]:
+                marked = _OF_A_WORKER in text_of(Path(f"/proc/{pid}/environ"))
+                if os.waitpid(pid, os.WNOHANG)[0] or not (marked or self._is_in_session(pid)):
                     new.remove(pid)
         found: set[int] = set()
         while new:
             found |= new
-            new = set().union(*map(_children_of, new)) - found
+            new = set().union(*map(_children_of, new)) - found - self._others
         return found
 
+    def _is_in_session(self, pid: int) -> bool:
+        """Whether it has stayed in the session of a worker."""
+        with contextlib.suppress(ProcessLookupError):
+            return os.getsid(pid) in {worker.process.pid for worker in self._workers}
+        return True  # it has just ended
+
     def _kill(self) -> None:
+        if left := self._leftovers():
+            self._output.say(f"photinus: killed what the workers left running: {_names(left)}\n")
         for worker in self._workers:
             worker.killed_by_us |= worker.status is None
             # The group may be gone from a worker that never got to be its leader, or belong to no one we may signal.
@@ -406,13 +424,10 @@ class Processes:
             worker.process.wait()
             os.close(worker.pidfd)
         deadline = time.monotonic() + _LEFT_DIES_WITHIN_S
-        if left := self._leftovers():
-            self._output.say(f"photinus: killed what the workers left running: {_names(left)}\n")
-        while left and time.monotonic() < deadline:
+        while (left := self._leftovers()) and time.monotonic() < deadline:
             for pid in left:
                 _signal(pid, signal.SIGKILL)
             time.sleep(0.002)
-            left = self._leftovers()
         for worker in self._workers:
             self._guard.release(worker.process.pid)
 
