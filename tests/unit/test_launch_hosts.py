@@ -293,7 +293,9 @@ def test_a_leaders_name_that_does_not_resolve_is_waited_for_with_a_line_and_a_li
     monkeypatch.setattr("photinus.launcher.hosts.member._SAY_AFTER_S", 0.2)
     said: list[str] = []
     flags = HostFlags((2, 2), node_rank=0, leader="nosuch.invalid", join_timeout_s=0.5)
-    with join.join_job(flags, job_id="j", max_restarts=0, environ={}, say=lambda text, _: said.append(text)) as member:
+    with join.join_job(
+        flags, job_id="j", max_restarts=0, stop_grace_s=1.0, environ={}, say=lambda text, _: said.append(text)
+    ) as member:
         member.introduce(1, 0, (2, 2))
         with pytest.raises(LaunchError, match=r"not there within 0.5 s: nosuch.invalid port 29500: \S+"):
             member.meet(lambda: None)
@@ -312,7 +314,9 @@ def test_a_host_whose_name_resolves_one_look_up_later_leads(monkeypatch):
 
     monkeypatch.setattr(join, "local_addresses_of", late)
     flags = HostFlags((1, 2), leader="late.invalid", port=port, last_call_s=0.0, join_timeout_s=20.0)
-    with join.join_job(flags, job_id="job", max_restarts=0, environ={}, say=lambda *_: None) as member:
+    with join.join_job(
+        flags, job_id="job", max_restarts=0, stop_grace_s=1.0, environ={}, say=lambda *_: None
+    ) as member:
         assert not member.leads
         member.introduce(3, None, (1, 2))
         formation = member.meet(lambda: None)

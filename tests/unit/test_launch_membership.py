@@ -176,6 +176,15 @@ def test_a_host_that_never_reports_is_lost_after_the_join_timeout():
     assert regroup.reason == "host b (10.0.0.2) was lost: it did not report within 60 s (restart 1 of 1)"
 
 
+def test_hosts_have_the_stop_grace_to_end_their_workers_on_top_of_the_join_timeout():
+    rules = meeting(2, join_timeout_s=60.0)
+    rules.stop_grace_s = 300.0
+    come(rules, 0, 1)
+    rules.fail(0, report("the disk is full"), 10.0)
+    assert all(isinstance(act, Say) for act in rules.tick(369.0))
+    assert any(isinstance(act, Drop) for act in rules.tick(371.0))
+
+
 def test_a_host_that_comes_while_others_run_makes_them_gather_anew():
     rules = meeting(1, 2)
     come(rules, 0)

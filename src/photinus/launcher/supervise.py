@@ -172,7 +172,14 @@ def _join(stack: ExitStack, flags: RunFlags, job_id: str, environ: Mapping[str, 
     from .hosts.join import join_job  # with asyncio, which one host does without
 
     return stack.enter_context(
-        join_job(hosts, job_id=job_id, max_restarts=flags.max_restarts, environ=environ, say=output.say)
+        join_job(
+            hosts,
+            job_id=job_id,
+            max_restarts=flags.max_restarts,
+            stop_grace_s=flags.stop_grace_s,
+            environ=environ,
+            say=output.say,
+        )
     )
 
 

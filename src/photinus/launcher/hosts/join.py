@@ -32,6 +32,7 @@ def join_job(
     *,
     job_id: str,
     max_restarts: int,
+    stop_grace_s: float,
     environ: Mapping[str, str],
     say: Callable[[str, bool], None],
 ) -> Iterator[Member]:
@@ -73,7 +74,8 @@ def join_job(
                 )
             if address in _ANY:
                 address = "127.0.0.1" if address == "0.0.0.0" else "::1"
-            rules = Membership(*nnodes, flags.join_timeout_s, flags.last_call_s, flags.heartbeat_timeout_s)
+            times_s = flags.join_timeout_s, flags.last_call_s, flags.heartbeat_timeout_s, stop_grace_s
+            rules = Membership(*nnodes, *times_s)
             leader = Leader(key, rules, max_restarts=max_restarts, job_id=job_id, say=tell)
             leading.enter_context(start_leader(leader, listener))
             return True, address, bound

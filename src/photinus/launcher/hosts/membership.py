@@ -5,11 +5,12 @@ The leader feeds in what happens, with the time, and carries out the acts that c
     gathering   hosts come in and say that they are ready. A fixed number of hosts starts when all are; a job whose
                 hosts come and go starts when the least are and no more came for a while (the last call), or all.
                 After join_timeout it starts without those that are not ready; with too few, it ends
+                From the second attempt on hosts end their workers first, for which --stop-grace is added to it
     running     a host that comes (and may) or goes makes the others gather anew, but one that comes when a rank has
                 ended well waits for the end, or the next attempt; with a fixed number of hosts, one that leaves ends
                 the job, and one that is lost costs a restart, for which it has to come back
     settling    a worker failed: all hosts end their workers and report; then there is a verdict on all of them. A host
-                that has not reported after join_timeout is lost
+                that has not reported after join_timeout and --stop-grace is lost
     ended       for good
 
 A host that is lost while the others settle is the cause of what they saw. Where hosts are waited for, a line says so
@@ -118,6 +119,7 @@ class Membership:
         join_timeout_s: how long the least number may take to come.
         last_call_s: how long more are waited for when the least are there.
         heartbeat_timeout_s: how long a host may be silent before it counts as lost.
+        stop_grace_s: how long workers may take to end.
         spend_restart: takes one of the restarts that are left and says which, or nothing when none is.
     """
 
@@ -126,6 +128,7 @@ class Membership:
     join_timeout_s: float
     last_call_s: float
     heartbeat_timeout_s: float = 30.0
+    stop_grace_s: float = 0.0
     spend_restart: Callable[[], str] = lambda: ""
     state: str = "gathering"
     attempt: int = -1
@@ -248,11 +251,12 @@ class Membership:
         """What follows from the time alone; to be called a few times a second."""
         if self.state not in ("gathering", "settling") or self._since_s is None:
             return []
-        is_over = now_s - self._since_s > self.join_timeout_s
+        limit_s = self._limit_s()
+        is_over = now_s - self._since_s > limit_s
         if self.state == "settling":
             late = [peer for peer in self._running if peer.key in self._peers and peer.key not in self._reports]
             if is_over:
-                why = f"was lost: it did not report within {self.join_timeout_s:g} s"
+                why = f"was lost: it did not report within {limit_s:g} s"
                 drops = [Drop(peer.key) for peer in late]
                 return [*drops, *(act for peer in late for act in self.remove_host(peer.key, why, now_s, lost=True))]
             return self._say_waiting(now_s, f"the reports of {', '.join(peer.name for peer in late)}")
@@ -261,7 +265,7 @@ class Membership:
             self._enough_since_s = None
             if is_over:
                 return self._end(
-                    f"only {count} of {self._wanted()} ready within {self.join_timeout_s:g} s; here: {self._names()}",
+                    f"only {count} of {self._wanted()} ready within {limit_s:g} s; here: {self._names()}",
                     _FAILED,
                 )
             return self._say_waiting(now_s, self._wanted())
@@ -333,8 +337,11 @@ class Membership:
         if now_s < due_s:
             return []
         self._said_s = now_s
-        left_s = self.join_timeout_s - (now_s - self._since_s)
+        left_s = self._limit_s() - (now_s - self._since_s)
         return [Say(f"waiting for {what}, {left_s:.0f} s more at most; here: {self._names()}")]
+
+    def _limit_s(self) -> float:
+        return self.join_timeout_s + (self.stop_grace_s if self.attempt >= 0 else 0.0)
 
     def _runs(self, key: int) -> bool:
         return any(peer.key == key for peer in self._running)
