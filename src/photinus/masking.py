@@ -7,14 +7,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _MASK = "***"
-# HF_TOKEN, --wandb-api-key, db.password, AWS_SECRET_ACCESS_KEY; not max_tokens or tokenizer.
-_SECRET = re.compile(r"(.*[-_.])?(secret|token|passw(or)?d|credentials?|(api|access|private|secret)[-_]?key)", re.I)
+# HF_TOKEN, --wandb-api-key, db.password, AWS_SECRET_ACCESS_KEY; not max_tokens or tokenizer, nor pad_token.
+_SECRET = re.compile(
+    r"(?!(.*[-_.])?(pad|bos|eos|unk|sep|cls|mask|image|special|start|end)[-_]?token$)"
+    r"(.*[-_.]|hf)?(secret|token|passw(or)?d|passphrase|credentials?|(api|access|private|secret|wandb)[-_]?key)",
+    re.I,
+)
 
 
 def mask(value: Any, name: str = "") -> Any:
     """Returns text of this name, or of such names inside of it, masked; all else as it is."""
     if isinstance(value, Mapping):
         return {key: mask(each, str(key)) for key, each in value.items()}
+    if isinstance(value, list):
+        return [mask(each, name) for each in value]
     return _MASK if value and isinstance(value, str) and _SECRET.fullmatch(name) else value
 
 
@@ -24,5 +30,6 @@ def mask_words(words: Sequence[str]) -> list[str]:
     for word, before in zip(words, ("", *words), strict=False):
         name, equals, value = word.partition("=")
         is_value = before.startswith("-") and not word.startswith("-")
-        masked.append(mask(word, before.lstrip("-")) if is_value else f"{name}{equals}{mask(value, name.lstrip('-'))}")
+        shown = f"{name}{equals}{mask(value, name.lstrip('-+'))}"  # also --env HF_TOKEN=VALUE
+        masked.append(mask(shown, before.lstrip("-")) if is_value else shown)
     return masked

@@ -72,7 +72,9 @@ def test_a_start_says_how_to_start_it_again_and_keeps_no_secret(monkeypatch: pyt
         ("--hf_token x --lr 1", "--hf_token *** --lr 1"),
         ("--wandb-api-key=x train.py", "--wandb-api-key=*** train.py"),
         ("db.password=x HF_TOKEN=x", "db.password=*** HF_TOKEN=***"),
+        ("--env HF_TOKEN=x +token=x", "--env HF_TOKEN=*** +token=***"),
         ("--push-token --lr 1", "--push-token --lr 1"),
+        ("--pad_token <pad> --model.eos-token=</s>", "--pad_token <pad> --model.eos-token=</s>"),
         ("--max_tokens 5 --tokenizer gpt2 --key-size 8", "--max_tokens 5 --tokenizer gpt2 --key-size 8"),
     ],
 )
@@ -88,8 +90,8 @@ def test_secrets_of_the_scripts_options_and_command_are_masked_and_the_file_is_o
         start = describe_start(session, resumed_from=None, resumed_step=0, launch={})
     assert start["command"][-2:] == ["--hf_token", "***"]
     assert start["started_with"].endswith("--hf_token '***'")
-    save_config(tmp_path, {}, {"hf_token": "x", "wandb": {"api_key": "x"}, "lr": 1, "eos_token": 2}, {}, go_on=False)
-    assert read_config(tmp_path)["user"] == {"hf_token": "***", "wandb": {"api_key": "***"}, "lr": 1, "eos_token": 2}
+    save_config(tmp_path, {}, {"hf_token": "x", "wandb": [{"api_key": "x"}], "lr": 1, "eos_token": 2}, {}, go_on=False)
+    assert read_config(tmp_path)["user"] == {"hf_token": "***", "wandb": [{"api_key": "***"}], "lr": 1, "eos_token": 2}
     assert (tmp_path / "config.json").stat().st_mode & 0o777 == 0o600
 
 
