@@ -128,7 +128,9 @@ TALKS_AND_NOTES = """
 import sys, time
 from pathlib import Path
 print("begun", flush=True)
+deadline = time.monotonic() + 60.0  # a test that was killed says nothing
 while not Path(f"{sys.argv[0]}.go").exists():
+    assert time.monotonic() < deadline
     time.sleep(0.01)
 for number in range(1000):
     print("a line", number, flush=True)
