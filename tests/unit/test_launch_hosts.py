@@ -321,3 +321,25 @@ def test_a_host_whose_name_resolves_one_look_up_later_leads(monkeypatch):
         member.introduce(3, None, (1, 2))
         formation = member.meet(lambda: None)
         assert (member.leads, formation.workers, formation.host_rank) == (True, (3,), 0)
+
+
+def test_a_name_that_resolves_late_to_another_leader_of_this_host_is_dialled_there(monkeypatch):
+    for limit in ("_HANDSHAKE_S", "_STRANGER_S"):
+        monkeypatch.setattr(f"photinus.launcher.hosts.handshake.{limit}", 0.1)
+    looks = iter([socket.gaierror(-2, "Name or service not known")] * 2)
+
+    def late(host: str) -> list[str]:
+        if error := next(looks, None):
+            raise error
+        return ["127.0.0.1"]
+
+    monkeypatch.setattr(join, "outside_addresses", list)
+    monkeypatch.setattr(join, "local_addresses_of", late)
+    with listen("127.0.0.1", 0) as taken:
+        flags = HostFlags((2, 2), leader="late.invalid", port=taken.getsockname()[1], join_timeout_s=2.0)
+        with join.join_job(
+            flags, job_id="job", max_restarts=0, stop_grace_s=1.0, environ={}, say=lambda *_: None
+        ) as member:
+            member.introduce(1, None, (2, 2))
+            with pytest.raises(LaunchError, match=r"127\.0\.0\.1 port \d+ does not answer as the host that leads"):
+                member.meet(lambda: None)

@@ -309,8 +309,8 @@ class Member:
                     raise LaunchError(f"the host that leads the job leads it no longer: {where}: {why}") from None
             if not (again or self.leads):  # the name may mean this host by now
                 found = await asyncio.get_running_loop().run_in_executor(None, self._lead)
-                if found[0]:
-                    self.leads, self._address, self._port = found
+                self.leads, self._address, self._port = found
+                if self.leads:
                     self._hello = {**self._hello, "leads": True}
                     continue
             waited_s = time.monotonic() - begun_s
