@@ -115,10 +115,10 @@ class Completer:
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Ends the threads after what is submitted, which the caller made end, and waits for them; idempotent."""
-        self._ended.close()
         deadline = time.monotonic() + timeout_s
-        # Again each time: a thread that takes an item may start others. A forked child has none of its parent's.
+        # Again each time: a thread that takes an item may start others. A forked child has none, and locks nothing.
         while others := [each for each in {*self._threads} - {threading.current_thread()} if each.is_alive()]:
+            self._ended.close()
             others[0].join(max(0.0, deadline - time.monotonic()))
             if time.monotonic() >= deadline:
                 return

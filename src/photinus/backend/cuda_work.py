@@ -5,7 +5,7 @@
 - A future is completed there, too, so that torch orders everybody who waits for it behind that stream.
 - The tensors' memory may be given back, and reused, only behind the engine's copies, which no allocator knows of. So
   the call's memory is held until somebody's stream is ordered behind them, which then is told to the allocator, or,
-  if nobody waits, until a later call of the group finds that they have landed (`Group.submit`).
+  if nobody waits, until a later call of any group finds that they have landed.
 """
 
 from __future__ import annotations
