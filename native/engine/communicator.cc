@@ -23,9 +23,8 @@ struct Bytes {
 
 constexpr const char* kOverlap =
     "the result overlaps what the call reads. In place are: all_reduce, reduce and broadcast in one buffer; "
-    "a "
-    "reduce_scatter into this rank's own slice of its input; an all_gather from its own slice of the result; "
-    "this rank's part for itself. Give any other call a buffer of its own";
+    "a reduce_scatter into this rank's own slice of its input; an all_gather from its own slice of the "
+    "result; this rank's part for itself. Give any other call a buffer of its own";
 
 constexpr size_t kIdleLanes = 64;
 constexpr double kFarewell_s = 1;  // in which calls that nobody waits for may end before the group is left
@@ -164,7 +163,8 @@ void Communicator::check(const Submission& given) const {
     if (part.elems > 0) written.push_back(bytes_of(part));
   std::sort(written.begin(), written.end());
   for (size_t i = 1; i < written.size(); ++i)
-    if (written[i].overlaps(written[i - 1])) throw invalid("two parts to receive overlap");
+    if (written[i].overlaps(written[i - 1]))
+      throw invalid("two parts to receive overlap; give each a buffer of its own");
   for (const Part& part : given.send_parts) {
     const Bytes read = bytes_of(part);
     auto next = std::partition_point(written.begin(), written.end(),
