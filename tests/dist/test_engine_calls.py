@@ -794,7 +794,7 @@ def overlapping(rank: int, world_size: int, address: str) -> None:
             wrong.append(lambda: communicator.gather([one, one], both[:4]))
             wrong.append(lambda: communicator.scatter(both[4:], parts))
         for call in wrong:
-            with pytest.raises(ValueError, match="overlap.* buffer of its own"):
+            with pytest.raises(ValueError, match=r"overlap.* buffer of its own"):
                 call()
         assert both.tolist() == list(range(8))
         communicator.all_gather(both, both[half])
