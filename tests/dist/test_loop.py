@@ -16,6 +16,7 @@ import torch.distributed as dist
 import photinus
 from photinus.errors import WorldSizeError
 from photinus.runlog.tables import read_rows
+from photinus.trainer.data import rng
 from tests.ranks import run_ranks, values
 from tests.small_run import Net, Numbered, train
 
@@ -97,6 +98,7 @@ def agree(rank: int, world_size: int, out: str) -> dict[str, Any]:
                 loop.stop()  # one rank alone
         found["stopped at"] = loop.step
 
+        torch.seed()  # it is the loop's own seed that counts
         found["drawn"] = [next(torch.rand(()).item() for _ in _loop(epochs=1)) for _ in range(2)]
         found["different loops"] = _error(lambda: _loop(epochs=2 + rank))
         found["one wrong rank"] = _error(lambda: _loop(batch_size=0 if rank == 1 else BATCH_SIZE))
@@ -157,6 +159,9 @@ def test_ranks_agree_on_stopping_on_errors_and_on_what_they_run(tmp_path: Path) 
         assert "No space left on device" in found["full disk"]
     assert "rank 1 (" in first["one wrong rank"]
     assert len({*first["drawn"], *second["drawn"]}) == 4  # each rank and each loop its own
+    with torch.random.fork_rng():
+        rng.seed_everything(rng.derive_seed(1, "loop", 2), rank=1)
+        assert second["drawn"][0] == torch.rand(()).item()
     assert first["model before"] != second["model before"]
     assert first["model after"] == second["model after"]
     # Numbers are equal on all ranks, written once and by rank 0 only, which alone speaks.

@@ -161,6 +161,8 @@ class Loop:
         _body: Mapping[str, JSON] | None = None,
     ) -> None:
         self._session = session = require_session("photinus.Loop")
+        session.loops += 1
+        self._number = session.loops
         self.out: Path | None = None
         self.resumed_from: Path | None = None
         self.checkpoint: Path | None = None
@@ -530,10 +532,10 @@ class Loop:
             self._rng = None
         elif self._position.step == 0 and self._session.rank > 0:
             # Up to here all ranks may have drawn the same numbers (equal splits of the data, equal models); dropout
-            # must differ. Rank 0 goes on as a process that is alone would. What was drawn before decides, too, so that
-            # a second loop does not draw the first one's numbers again.
-            drawn = torch.randint(2**62, (), device="cpu").item()
-            rng.seed_everything(rng.derive_seed(self._seed, int(drawn)), rank=self._session.rank)
+            # must differ. Rank 0 goes on as a process that is alone would. A second loop of the session does not draw
+            # the first one's numbers again, whether that one has anything left to do or not.
+            seed = self._seed if self._number == 1 else rng.derive_seed(self._seed, "loop", self._number)
+            rng.seed_everything(seed, rank=self._session.rank)
 
     def _after_body(self, batch: Batch, *, row_ended: bool, epoch_ended: bool) -> None:
         """What happens between two bodies, in this order: losses, the row, the checkpoint."""

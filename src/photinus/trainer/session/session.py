@@ -51,6 +51,7 @@ class Session:
         launcher: who started the processes, "none" for a plain `python script.py`.
         seed: what the random generators were seeded with, None when they were not.
         aside_s: seconds spent in work beside training (validation), left out of the throughput.
+        loops: how many loops were made in it.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Session:
         self.launcher = place.launcher
         self.seed = seed
         self.aside_s = 0.0
+        self.loops = 0
         self._owned = owned
         self._open = True
         self._outer: Session | None = None
