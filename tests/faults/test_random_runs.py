@@ -193,6 +193,9 @@ def start(rank: int, number: int, folder: Path, the_plan: dict[str, Any]) -> str
     if rank >= world_size:
         return None
     log = folder / f"samples-{number}-{rank}"
+    if rank == 0:
+        saved = [int(path.name.split("-")[1]) for path in (folder / "run" / "checkpoints").glob("step-*")]
+        (folder / f"saved-{number}").write_text(str(max(saved, default=0)))
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -240,6 +243,11 @@ def differences(folder: Path, the_plan: dict[str, Any]) -> list[str]:
     wanted, got = samples_of(folder, range(1)), samples_of(folder, range(1, len(the_plan["starts"])))
     if wanted != got:
         told.append(f"samples: {wanted} != {got}")
+    for number in range(1, len(the_plan["starts"])):  # a run that always began anew would end alike
+        saved = int((folder / f"saved-{number}").read_text())
+        began = min(samples_of(folder, range(number, number + 1)), default=None)
+        if began not in (None, saved + 1):
+            told.append(f"start {number} began with step {began} where a checkpoint of step {saved} was")
     columns = {"losses.csv": ("step", "epoch", "loss", "samples"), "metrics.csv": ("epoch", "step", "loss")}
     for name, kept in columns.items():
         rows = [[[row[c] for c in kept if c in row] for row in read_rows(each / name)] for each in (straight, run)]
