@@ -355,8 +355,9 @@ class Loop:
             loss: mean over this rank's samples, shape [] or [1].
             share: what this loss counts in the optimizer's step: 1/4 for each of four batches whose gradients add up,
                 or for each of four parts of one. A batch's logged loss stays whole. Several calls in one body add up:
-                by their shares where it makes a step of its own. In a closure, its first evaluation is logged. The loss
-                divided by 4, with the share 1, means and logs the same where the gradients of four batches add up.
+                by their shares where it makes a step of its own. In a closure, its first evaluation is logged, or the
+                backward before it (SAM). The loss divided by 4, with the share 1, means and logs the same where the
+                gradients of four batches add up.
             scaler: a `torch.amp.GradScaler` that scales the loss; its `step` and `update` are the body's affair.
 
         Raises:
