@@ -93,6 +93,9 @@ def test_secrets_of_the_scripts_options_and_command_are_masked_and_the_file_is_o
     save_config(tmp_path, {}, {"hf_token": "x", "wandb": [{"api_key": "x"}], "lr": 1, "eos_token": 2}, {}, go_on=False)
     assert read_config(tmp_path)["user"] == {"hf_token": "***", "wandb": [{"api_key": "***"}], "lr": 1, "eos_token": 2}
     assert (tmp_path / "config.json").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "config.json").chmod(0o640)  # to share it with a group, once
+    save_config(tmp_path, {}, {}, {}, go_on=True)
+    assert (tmp_path / "config.json").stat().st_mode & 0o777 == 0o640
 
 
 def test_a_config_that_is_no_json_is_named(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def describe_start(
 def save_config(
     folder: Path, options: Mapping[str, Any], user: Mapping[str, Any], start: Mapping[str, Any], *, go_on: bool
 ) -> None:
-    """Writes `config.json` into the folder, readable by this user alone; what is named like a secret is masked.
+    """Writes `config.json` into the folder, readable by this user alone unless its mode was changed; masks secrets.
 
     Args:
         options: what decides the run: batch size, epochs, seed, samples, strategy ...
@@ -84,7 +84,9 @@ def save_config(
     """
     earlier = read_config(folder).get("starts", []) if go_on else []
     content = {"options": _plain(options), "user": mask(_plain(user)), "starts": [*earlier, start]}
-    write_atomically(folder / CONFIG, json.dumps(content, indent=2) + "\n", mode=0o600)
+    path = folder / CONFIG
+    mode = path.stat().st_mode & 0o777 if path.is_file() else 0o600  # a group that shares the folder changes it once
+    write_atomically(path, json.dumps(content, indent=2) + "\n", mode=mode)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -92,6 +94,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
     Raises:
         ValueError: the file is no JSON object.
+        PermissionError: it is another user's, who does not share it.
     """
     path = folder / CONFIG
     try:
@@ -99,6 +102,9 @@ def read_config(folder: Path) -> dict[str, Any]:
             content = json.load(file)
     except FileNotFoundError:
         return {}
+    except PermissionError as error:
+        why = "the run is another user's, who can share it (chmod g+r config.json)"
+        raise PermissionError(error.errno, why, str(path)) from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}); mend it or move it away") from error
     if not isinstance(content, dict):
