@@ -88,61 +88,61 @@ EXPECTED_WORLD_SIZE: Variable[int | None] = Variable(
     "PHOTINUS_WORLD_SIZE",
     _count,
     None,
-    "world size that the launcher means; set by `photinus run`, checked by init and by the backend",
+    "expected world size; set by `photinus run`, checked by photinus.init and by the backend",
 )
 TIMEOUT_S: Variable[float] = Variable(
-    "PHOTINUS_TIMEOUT_S", _seconds, 300.0, "deadline in seconds of a collective for which no other was given"
+    "PHOTINUS_TIMEOUT_S", _seconds, 300.0, "timeout in seconds of a collective, unless you give another"
 )
 GRACE_S: Variable[float] = Variable(
     "PHOTINUS_GRACE_S",
     _seconds,
     120.0,
-    "how many seconds a rank may show no sign of life (stopped, swapped out, frozen) before others give it up",
+    "seconds without a sign of life (stopped, swapped out, frozen) after which other ranks count a rank as lost",
 )
 WAITING_S: Variable[float] = Variable(
     "PHOTINUS_WAITING_S",
     _seconds,
     5.0,
-    "after how many seconds a waiting rank says, in one line on standard error, for whom and in what it waits",
+    "seconds before a waiting rank prints which ranks and which operation it waits for",
 )
 STRICT_SITES: Variable[bool] = Variable(
     "PHOTINUS_STRICT_SITES",
     _switch,
     False,
-    "1: calls that look alike, but come from lines that show ranks out of step, are an error and not a warning",
+    "1: equal calls from different source lines, which show ranks out of step, are an error instead of a warning",
 )
 RANKS_PER_GPU: Variable[int] = Variable(
     "PHOTINUS_RANKS_PER_GPU",
     _count,
     1,
-    "how many ranks of a host may share a GPU, on purpose (to try a job of several on one); `photinus run` sets it "
-    "for --ranks-per-gpu",
+    "number of ranks that may share a GPU (to test a job of several ranks on one GPU); `photinus run` sets it for "
+    "--ranks-per-gpu",
 )
 FULL_TRACEBACK: Variable[bool] = Variable(
     "PHOTINUS_FULL_TRACEBACK",
     _switch,
     False,
-    "1: what an uncaught error shows has the frames of Photinus too, which are left out where they say nothing",
+    "1: the traceback of an uncaught error also shows the frames inside Photinus",
 )
 HOST_ID: Variable[str | None] = Variable(
     "PHOTINUS_HOST_ID",
     str,
     None,
-    "identity of this host; ranks with equal identities share memory (default: found out)",
+    "identity of this host; ranks with the same identity share memory (default: detected)",
 )
 INTERFACE: Variable[tuple[str, ...]] = Variable(
     "PHOTINUS_INTERFACE",
     lambda text: tuple(name.strip() for name in text.split(",") if name.strip()),
     (),
-    "network cards (eth0,eth1) over which ranks of several hosts exchange tensors (default: what GLOO_SOCKET_IFNAME "
-    "names, which `photinus run` sets, else the one with the way to the other hosts)",
+    "network cards (eth0,eth1) over which ranks of several hosts exchange tensors (default: GLOO_SOCKET_IFNAME, which "
+    "`photinus run` sets, else the card that reaches the other hosts)",
 )
 LEVELS: Variable[tuple[int, ...] | None] = Variable(
     "PHOTINUS_LEVELS",
     _levels,
     None,
-    "in which groups hosts exchange: sizes whose product is the number of hosts, like 2,2 for groups on as many; or "
-    "unmeasured, which goes by that number alone (default: by the speeds that are measured while a group forms)",
+    "groups in which hosts exchange: sizes whose product is the number of hosts, like 2,2 for four hosts; or "
+    "unmeasured: by the number of hosts alone (default: by speeds measured while the group starts)",
 )
 BACKEND: Variable[str] = Variable(
     "PHOTINUS_BACKEND", str, "auto", "torch.distributed backend that photinus.init uses when none is given"
@@ -158,7 +158,7 @@ JOB_SECRET: Variable[str | None] = Variable(
     "PHOTINUS_JOB_SECRET",
     str,
     None,
-    "words that the launchers of one job on several hosts know, and nobody else; never handed on to workers",
+    "secret text that only the launchers of one job on several hosts know; never passed to workers",
 )
 LISTEN_FD: Variable[int | None] = Variable(
     "PHOTINUS_LISTEN_FD",
@@ -170,8 +170,8 @@ STARTED_AS: Variable[str | None] = Variable(
     "PHOTINUS_STARTED_AS",
     str,
     None,
-    "the name under which `photinus run --hostfile` knows this host, which sets it: all hosts share a terminal then, "
-    "and what concerns all is told there once",
+    "name of this host in the file of `photinus run --hostfile`, which sets it: all hosts share a terminal then, "
+    "and messages about all hosts are printed once",
 )
 LAUNCH: Variable[str | None] = Variable(
     "PHOTINUS_LAUNCH",
@@ -183,27 +183,27 @@ PREEMPT_AT_STEP: Variable[int | None] = Variable(
     "PHOTINUS_PREEMPT_AT_STEP",
     _count,
     None,
-    "a trial of preemption: rank 0 is asked to suspend when it has done this step, in the job's first attempt",
+    "test of preemption: rank 0 suspends the job after this step, in the first attempt",
 )
 STATUS_FILE: Variable[str | None] = Variable(
     "PHOTINUS_STATUS_FILE",
     str,
     None,
-    "where a worker tells its launcher how far it is and whether it can suspend; set by `photinus run`",
+    "file in which a worker reports its step to the launcher, and whether it can suspend; set by `photinus run`",
 )
 OUT: Variable[str | None] = Variable(
     "PHOTINUS_OUT",
     str,
     None,
-    "the folder of the run that the attempt before was in when it ended, and which of the script's runs that is; set "
-    "by `photinus run`, for scripts that name it by the time or their pid",
+    "folder of the run in which the attempt before ended, and its number in the script; set by `photinus run`, for "
+    "scripts that name the folder by time or pid",
 )
 ATTEMPT: Variable[int] = Variable(
     "PHOTINUS_ATTEMPT",
     int,
     0,
-    "how often the launcher has started the workers before, also without a failure (a suspension, a host that came); "
-    "set by `photinus run`, and torchrun's TORCHELASTIC_RESTART_COUNT counts where it is not",
+    "number of earlier starts of the workers, also without a failure (a suspension, a new host); set by `photinus "
+    "run` (default: torchrun's TORCHELASTIC_RESTART_COUNT)",
     "TORCHELASTIC_RESTART_COUNT",
 )
 JOB_ID: Variable[str] = Variable("TORCHELASTIC_RUN_ID", str, "", "the job's name; set by the launcher")

@@ -60,7 +60,7 @@ def test_help_of_run_fits_a_terminal_and_names_every_flag(capsys, words):
         (["run", "--nproc_node", "2", "x.py"], "Did you mean --nproc-per-node?"),
         (["run", "no_such_script.py"], "script no_such_script.py does not exist"),
         (["run", ""], "the script's name is empty"),
-        (["run", "x" * 300], f"{'x' * 300}: File name too long. Give another path"),
+        (["run", "x" * 300], f"{'x' * 300}: File name too long. Use another path"),
         (["report", "~nobody-of-that-name/run"], "there is no such folder"),
         (["bench", "--nproc-per-node", "1"], "needs a whole number, 2 to 1024"),
     ],
@@ -128,7 +128,7 @@ def test_a_disk_that_is_full_is_told(monkeypatch, capsys):
     with contextlib.suppress(OSError), open("/dev/full", "w") as full:  # which it tries once more when it is closed
         monkeypatch.setattr(sys, "stdout", full)
         assert main(["run", "--slurm", "--nproc-per-node", "2", __file__]) == 1
-    assert capsys.readouterr().err == "photinus: No space left on device: the output is not whole.\n"
+    assert capsys.readouterr().err == "photinus: No space left on device: the output was truncated.\n"
 
 
 def test_an_error_that_nobody_can_read_keeps_its_exit_code():

@@ -22,12 +22,12 @@ from .command_line.usage import UsageError
 
 COMMANDS = {
     "run": ("photinus.launcher.run", "start a script on all devices of this host, and restart it when a rank dies"),
-    "new": ("photinus.launcher.new", "make a project that trains as it is, to be changed file by file"),
-    "doctor": ("photinus.launcher.doctor.examine", "say what works on this machine, by trying it"),
+    "new": ("photinus.launcher.new", "create a project that trains as it is, to start from"),
+    "doctor": ("photinus.launcher.doctor.examine", "check what works on this machine"),
     "bench": ("photinus.launcher.bench.measure", "measure collectives over each backend, and what limits them"),
     "top": ("photinus.launcher.viewing.top", "show a run while it trains: progress, loss, where the time goes"),
     "report": ("photinus.launcher.viewing.report", "make one HTML page of a run, or of several to compare"),
-    "completion": ("photinus.launcher.completion", "a script that completes these words in bash, zsh or fish"),
+    "completion": ("photinus.launcher.completion", "shell completion for bash, zsh or fish"),
 }
 
 _WRONG_USE = 2
@@ -51,8 +51,8 @@ def _help() -> str:
         "  photinus new digits                         a project to start from",
         "  photinus doctor                             which backends work here, and how fast?",
         "  photinus bench --plot bandwidth.png",
-        "  photinus top                                how goes it, which rank is slow?",
-        "  photinus report runs/digits                 curves and all else, on one page",
+        "  photinus top                                live progress; which rank is slow?",
+        "  photinus report runs/digits                 curves, times and options on one page",
         "  photinus run --help",
     ]
     return "\n".join(lines)
@@ -123,10 +123,10 @@ def _run(words: list[str]) -> int:
         return 128 + signal.SIGPIPE
     except OSError as error:  # of a path: another user's, with too long a name, on a file server that was lost
         if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return _tell(f"{error.strerror}: the output is not whole.", 1)
+            return _tell(f"{error.strerror}: the output was truncated.", 1)
         if error.filename is None or error.errno not in _OF_A_PATH:
             raise
-        return _tell(f"{_host()}{error.filename}: {error.strerror}. Give another path, or see to it.", _WRONG_USE)
+        return _tell(f"{_host()}{error.filename}: {error.strerror}. Use another path or fix permissions.", _WRONG_USE)
 
 
 def _dispatch(words: list[str]) -> int:

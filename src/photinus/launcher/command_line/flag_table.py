@@ -14,62 +14,62 @@ _SECTIONS = {
         "is no GPU. default: auto",
         "--cpu": "train on the CPU: the workers see no GPU",
         "--device 0,3": "the workers see these GPUs only, one each",
-        "--oversubscribe": "more than 4 workers on a core are meant",
-        "--ranks-per-gpu N": "so many workers share each GPU; to try a job",
-        "--num-gpus --num-accelerators N": "so many workers on a host, each with a GPU",
-        "--max-restarts K": "start all workers anew, at most K times, when one fails. default: 3",
-        "--stop-grace --shutdown-timeout SECONDS": "time to leave, or to save, for workers that are asked to by "
-        "SIGTERM, before they are killed. default: 30",
-        "--preempt-after SECONDS": "a trial: after so long, all save, leave and start again",
+        "--oversubscribe": "allow more than 4 workers per core",
+        "--ranks-per-gpu N": "run N workers per GPU (for testing)",
+        "--num-gpus --num-accelerators N": "run N workers per host, each with a GPU",
+        "--max-restarts K": "restart all workers, at most K times, when one fails. default: 3",
+        "--stop-grace --shutdown-timeout SECONDS": "seconds between SIGTERM and SIGKILL, for workers to "
+        "save and exit. default: 30",
+        "--preempt-after SECONDS": "test of preemption: after SECONDS all save, exit and start again",
         "--use-env --no-local-rank": "do not give --local_rank to a script that takes it",
         "--role NAME": "the workers' ROLE_NAME. default: default",
-        "--no-python": "what follows is a program, not a Python script",
+        "--no-python": "run a program that is not a Python script",
         "-m --module MODULE": "run a module, as `python -m` does; ends the flags",
-        "--dry-run": "only say what would be started, with which environment",
+        "--dry-run": "show what would start, with which environment",
     },
     "several hosts, the same command on each": {
-        "--nnodes N|LEAST:MOST": "hosts of the job; LEAST:MOST: they may come and go. default: 1",
-        "--node-rank R": "which host this is, from 0; default: as they come",
-        "--master-addr HOST": "the host that leads, where the others find it",
-        "--master-port PORT": "and its port; 0 on one host: any. default: 29500",
-        "--rdzv-endpoint HOST:PORT": "the same two in one",
-        "--rdzv-id ID": "the job's name: hosts of another are refused",
-        "--rdzv-backend NAME": "c10d or static, as in torchrun; the same here",
-        "--rdzv-conf KEY=VALUE,...": "join_timeout: seconds to wait for the other hosts (600); last_call_timeout: to "
-        "wait for more than the least (5); heartbeat_timeout: until a silent host counts as lost (30)",
-        "--local-addr ADDRESS": "of this host, to listen on and be reached at",
+        "--nnodes N|LEAST:MOST": "number of hosts; LEAST:MOST: hosts may join and exit. default: 1",
+        "--node-rank R": "number of this host, from 0. default: order of joining",
+        "--master-addr HOST": "address of the leading host",
+        "--master-port PORT": "port of the leading host; 0 on one host: any. default: 29500",
+        "--rdzv-endpoint HOST:PORT": "--master-addr and --master-port in one",
+        "--rdzv-id ID": "name of the job; hosts of a different job are refused",
+        "--rdzv-backend NAME": "c10d or static, as in torchrun; both mean the same here",
+        "--rdzv-conf KEY=VALUE,...": "join_timeout: seconds to wait for the other hosts (600); last_call_timeout: for "
+        "more than the minimum (5); heartbeat_timeout: until a silent host counts as lost (30)",
+        "--local-addr ADDRESS": "address of this host on which it listens",
     },
     "several hosts, started from here over ssh": {
         "--hostfile -H FILE": "lines like `host slots=4`",
         "--include -i HOST:0,1@HOST2": "only these hosts and devices of the file, or of localhost",
-        "--exclude -e HOST:0@HOST2": "all but these",
+        "--exclude -e HOST:0@HOST2": "all hosts and devices except these",
         "--num-nodes N": "the first N hosts of the file",
-        "--ssh COMMAND": "how to reach them. default: ssh",
-        "--ssh-port PORT": "the port of their ssh",
-        "--export NAME,...": "environment variables to hand over as well",
+        "--ssh COMMAND": "ssh command. default: ssh",
+        "--ssh-port PORT": "port of the ssh servers",
+        "--export NAME,...": "also pass these environment variables",
     },
     "output": {
-        "--log-dir --enable-each-rank-log DIR": "the output of each rank also in files there",
-        "--redirects -r 0..3": "1 stdout, 2 stderr, 3 both: to the files only",
-        "--tee -t 0..3": "the same, to the files and the terminal",
+        "--log-dir --enable-each-rank-log DIR": "also write the output of each rank into files in DIR",
+        "--redirects -r 0..3": "write to the files only: 1 stdout, 2 stderr, 3 both",
+        "--tee -t 0..3": "write to the files and the terminal: 1, 2 or 3",
         "--local-ranks-filter 0,2": "show only these ranks of a host",
     },
     "schedulers": {
         "--slurm": "write the batch script for this job instead",
-        "--name NAME": "the job's name there",
-        "--time LIMIT": "the batch job's time limit",
-        "--partition NAME": "its partition",
-        "--gpus-per-node N": "GPUs to ask the scheduler for. default: as many as workers",
+        "--name NAME": "name of the batch job",
+        "--time LIMIT": "time limit of the batch job",
+        "--partition NAME": "partition of the batch job",
+        "--gpus-per-node N": "GPUs to request. default: one per worker",
         "--sbatch OPTION": "any other line for the batch script, like --mem=64G",
-        "--output FILE": "where to write script or manifest. default: stdout",
-        "--submit": "hand the batch script to sbatch at once",
+        "--output FILE": "file for the batch script. default: stdout",
+        "--submit": "submit the batch script to sbatch",
     },
-    "taken from other launchers, with nothing to set here": {
-        "--standalone": "one host: what is run without --nnodes anyway",
-        "--monitor-interval SECONDS": "a worker's end is seen at once",
-        "--start-method NAME": "workers are always fresh processes",
+    "accepted from other launchers, without effect": {
+        "--standalone": "one host is the default",
+        "--monitor-interval SECONDS": "the end of a worker is noticed immediately",
+        "--start-method NAME": "workers are always new processes",
         "--force-multi": "one host is a job like any other",
-        "--no-ssh-check": "all hosts are looked at first anyway",
+        "--no-ssh-check": "all hosts are always checked first",
     },
 }
 # Those whose values are called otherwise in RunFlags and its parts.
@@ -133,7 +133,7 @@ _ABSENT = {
 }
 _ABOUT = """\
 Starts the script once per device, each process with its rank and world size.
-When one fails, says which and of what, and starts all anew from the last
+When one fails, reports which and why, and restarts all from the last
 checkpoint. Dashes and underscores in flags are the same."""
 _MORE_HELP = """\
 examples:
