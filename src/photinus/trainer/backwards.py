@@ -120,7 +120,7 @@ class Backwards:
     def adds_up_over(self, batches: int) -> bool:
         """Return whether the gradients of N batches add up for a step, as far as is known: of the first one, not more
         than N so far. Of several optimizers this is not known."""
-        seen = batches in self._groups if self._groups else self._group <= batches
+        seen = batches in self._groups if self._groups else self._group <= batches <= _SURE_BODIES
         return seen and len(self._optimizers) == 1
 
     def add(self) -> bool:
