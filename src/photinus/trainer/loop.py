@@ -72,28 +72,28 @@ class Loop:
     Args:
         model: wrapped by `photinus.wrap` (or by torch's DDP or FSDP2); plain where there is one process.
         optimizer: over the model's parameters.
-        train_set: map-style data set, equal on all ranks; or torch's DataLoader over one, which is taken apart (see
-            `photinus.loader`): its batch size, shuffle, drop_last, collate_fn and workers hold where None stands here.
+        train_set: map-style data set, equal on all ranks; or torch's DataLoader over one (see `photinus.loader`): its
+            batch size, shuffle, drop_last, collate_fn and workers are used where the argument here is None.
         batch_size: samples of one step over ALL ranks, at least one for each. Parts may differ by one sample.
-        epochs: the run ends after so many, counted from its very start.
-        steps: in place of epochs: the run ends after so many batches, inside an epoch perhaps, which ends there too.
+        epochs: the run ends after N epochs, counted from its first start.
+        steps: instead of epochs: the run ends after N batches. If that is inside an epoch, the epoch ends there too.
         out: folder of the run: checkpoints, metrics.csv, losses.csv, ranks.jsonl, events.jsonl, config.json,
             curves.png; `photinus top` and `photinus report` show it. None writes nothing.
-        resume: "auto" goes on from the newest complete checkpoint in `out`; "never" (or None) begins anew and moves
-            what is in `out` aside; a path is a checkpoint, or a run's folder. A run that began so in `out`, and was
-            suspended or restarted by its launcher (from a path: killed), goes on. Options and schedules that the script
+        resume: "auto" continues from the newest complete checkpoint in `out`; "never" (or None) starts over and moves
+            what is in `out` aside; a path is a checkpoint, or a run's folder. If such a run was suspended, or
+            restarted by its launcher (from a path: killed), it continues. Options and schedules that the script
             changed since replace the checkpoint's, and a line shows both: a cosine over more epochs continues along
             the new curve. All else is the checkpoint's.
         seed: of the order of the samples, and of dropout on ranks other than 0; default the session's, else 0.
-        scheduler: learning-rate scheduler, saved and restored; stepping it is the body's affair.
+        scheduler: learning-rate scheduler, saved and restored; the body calls its `step`.
         state: more objects with state_dict and load_state_dict to save and restore, by name (a GradScaler, an average
             of the weights, a second optimizer, a second model that is wrapped). Must be equal on all ranks.
-        validate_every_steps: `validation_due` is true, and a row of metrics.csv ends, after every so many steps
-            (counted over the whole run) and at the run's end; None: at ends of epochs.
-        save_every_steps: also save after every so many steps; None: where the last checkpoint is ten minutes old (more,
-            where a save takes longer than 12 s: 2 % of the time at most), so that a kill costs no more than that.
-        save_every_epochs: save at every so-manieth end of an epoch; the last one is always saved.
-        keep_last: how many of the newest checkpoints stay.
+        validate_every_steps: `validation_due` is true, and a row of metrics.csv ends, every N steps (counted over the
+            whole run) and at the run's end; None: at the end of each epoch.
+        save_every_steps: also save every N steps; None: when the last checkpoint is ten minutes old (older, if a save
+            takes longer than 12 s: 2 % of the time at most), so that a kill costs no more than that.
+        save_every_epochs: save at the end of every Nth epoch; the last one is always saved.
+        keep_last: number of the newest checkpoints to keep.
         best: name of a logged metric; the checkpoint of the row where it was highest (with "-" before the name:
             lowest) stays too. Each row gets a checkpoint then (where gradients add up, after the next step).
         num_workers: processes that load data, per rank; default none.
@@ -104,11 +104,11 @@ class Loop:
         curves: whether rank 0 draws `curves.png` at the end.
         tensorboard: whether rank 0 also writes event files for TensorBoard, in `tensorboard/` of `out`.
         config: the script's own options (a dict or an argparse.Namespace), recorded in config.json.
-        compare_parameters: whether the ranks see to it that they hold the same parameters, before each checkpoint and
-            as often as costs at most 0.5 % of the time. False if they are to differ for a while (local SGD); then
+        compare_parameters: whether the ranks check that they hold the same parameters, before each checkpoint and as
+            often as costs at most 0.5 % of the time. False if they should differ for a while (local SGD); then
             `wrap(..., check_ranks=False)` too.
-        suspend: on SIGTERM or SIGUSR1 to any rank, all finish the same step, save, and leave (`photinus.Suspended`),
-            to be resumed later. Only with `out`; False leaves the signals their meaning.
+        suspend: on SIGTERM or SIGUSR1 to any rank, all finish the same step, save, and exit (`photinus.Suspended`), to
+            be resumed later. Only with `out`; False does not handle these signals.
 
     Raises:
         ValueError, TypeError: an argument that cannot be right; the message says which, and what was needed.

@@ -79,11 +79,11 @@ class Trainer:
         optimizer: over the model's parameters.
         loss_fn: `loss_fn(outputs, targets)`, the mean over the batch.
         epochs: the run ends after N epochs, counted from its very start.
-        steps: in place of epochs: the run ends after so many batches, and validates then, too.
+        steps: instead of epochs: the run ends after N batches, and validates then, too.
         batch_size: samples of one step over ALL ranks, at least one for each. Default: the DataLoader's.
-        accumulate: the optimizer makes a step after so many batches, on the mean of their gradients: its batch is
+        accumulate: the optimizer makes a step after N batches, on the mean of their gradients: its batch is
             batch_size * accumulate samples. The count goes on over the ends of epochs; a run's last batches make a
-            step even where they are fewer, on their mean. (Not where `loop.stop()` ends it, which is not foreseen.)
+            step even where they are fewer, on their mean. (Except when `loop.stop()` ends the run early.)
         precision: "float32", or "bfloat16": forward, loss and validation under torch.autocast, parameters and
             optimizer in float32.
         out: folder of the run; None writes nothing.
@@ -100,7 +100,7 @@ class Trainer:
             of seed 0, and dropout differs from run to run. To have the model's first weights depend on it too, make the
             model inside `with photinus.init(seed=...):`.
         device, backend: as for `photinus.init`; used when no session is open.
-        validate_every_steps: validate after every so many batches and at the run's end, in place of at ends of epochs.
+        validate_every_steps: validate every N batches and at the run's end, instead of at the end of each epoch.
         valid_batch_size: samples of one validation forward on one rank; default 64, or a DataLoader's.
         callbacks: called as callback(loop) whenever validation is due, after it; they may call `loop.log(...)` and
             `loop.stop()`.
