@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from photinus import env
 from photinus.launcher.cli import main
 from tests.fork_server import REPOSITORY
 from tests.made_run import write_run
@@ -171,7 +172,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         config["starts"][-1]["folder"] = str(tmp_path)
         (run / "config.json").write_text(json.dumps(config))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")  # put back: a launch in this process changes it
+    for name in ("TORCH_DEVICE_BACKEND_AUTOLOAD", env.LAUNCH.name):  # put back: a launch in this process changes them
+        monkeypatch.setenv(name, "1")
     return tmp_path
 
 

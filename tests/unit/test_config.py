@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import photinus
+from photinus import env
 from photinus.masking import mask_words
 from photinus.trainer import dataset_folder
 from photinus.trainer.record.config import describe_start, read_config, save_config, user_options
@@ -86,6 +87,7 @@ def test_secrets_of_the_scripts_options_and_command_are_masked_and_the_file_is_o
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", "--hf_token", "x"])
+    monkeypatch.delenv(env.LAUNCH.name, raising=False)
     with photinus.init("gloo", "cpu") as session:
         start = describe_start(session, resumed_from=None, resumed_step=0, launch={})
     assert start["command"][-2:] == ["--hf_token", "***"]
