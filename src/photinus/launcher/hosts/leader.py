@@ -68,6 +68,9 @@ class Leader:
 
     async def close(self) -> None:
         """Lets the last words reach the others, and closes the port."""
+        deadline = time.monotonic() + _GOODBYE_S
+        while self._own in self._writers and time.monotonic() < deadline:  # why the own host leaves may be on its way
+            await asyncio.sleep(0.01)
         self._carry_out(self._rules.end("the host that leads ended before it had started workers", 1))
         self._ticking.cancel()
         self._server.close()
