@@ -245,9 +245,8 @@ def _goes_on(pool: RankPool, path: str, saved: str, loaded: str) -> None:
     before = pool.ask({"do": "save", "strategy": saved, "path": path})
     after = pool.ask({"do": "load", "strategy": loaded, "path": path})
     assert after[0]["parameters"] == before[0]["parameters"], (saved, loaded)
-    if loaded in ZERO and len(after) > 1:
-        parts = [told["held"] for told in after]
-        assert max(parts) < 0.6 * sum(parts), (saved, loaded)
+    if loaded in ZERO and len(after) > 1:  # each rank keeps its own part of what was loaded
+        assert sum(told["held"] for told in after) == 2 * sum(p.numel() for p in Net().parameters() if p.requires_grad)
     assert [told["further"] for told in after] == [told["further"] for told in before], (saved, loaded)
     mean = [sum(ranks) / len(ranks) for ranks in zip(*([s["loss"] for s in t["further"]] for t in before), strict=True)]
     assert plain_losses(path) == pytest.approx(mean, rel=1e-5), saved
