@@ -1,4 +1,4 @@
-"""Which points lie inside a circle? Plain PyTorch, on one device. `train.py` beside it does the same on many."""
+"""Learn which points lie inside a circle: plain PyTorch, on one device. `train.py` beside it does so on many."""
 
 import torch
 from torch import nn

@@ -58,7 +58,7 @@ struct Submission {
   double factor = 1;                         // of premul_sum: this rank's own
   std::string label;                         // calls match only when their labels do
   const CallSite* site = nullptr;
-  std::shared_ptr<void> owner;  // of the buffers, which live at least as long; null: the caller sees to it
+  std::shared_ptr<void> owner;  // of the buffers, which live at least as long; null: the caller keeps them
   Shape shape{};
   int32_t updates = 0;   // see CallDescriptor
   double timeout_s = 0;  // 0: the group's

@@ -193,7 +193,7 @@ class EngineGroup(ProcessGroup):
         return work
 
     def _place(self, memory: Memory) -> dict[str, Any]:
-        """Which GPU a call is on, and what it begins behind. Raises HostError where CUDA can't be used."""
+        """Return which GPU a call is on, and what it begins behind. Raises HostError where CUDA can't be used."""
         if memory.device is None:
             return {}
         cuda.check_build()
@@ -246,7 +246,7 @@ class EngineGroup(ProcessGroup):
 
 
 def _kept_bytes(tensor: Tensor) -> float:
-    """How much memory a reference to the tensor keeps; infinite where that is not known, as of a graph."""
+    """Return how much memory a reference to the tensor keeps; infinite where that is not known, as of a graph."""
     if tensor.layout is not torch.strided or tensor.grad_fn is not None:
         return math.inf
     return tensor.untyped_storage().nbytes()

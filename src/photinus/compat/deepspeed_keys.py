@@ -162,7 +162,7 @@ _OFF = {"zero_hpz_partition_size": 1, "sequence_parallel_size": 1, "mics_shard_s
 
 
 def kinds_of(function: Callable[..., Any], none: Kind = lambda value: value) -> dict[str, Kind]:
-    """What a function's arguments take, by their defaults; `none` is for those without one."""
+    """Return what a function's arguments take, by their defaults; `none` is for those without one."""
     return {
         name: _BY_NAME.get(name) or next((kind for cls, kind in _BY_DEFAULT if isinstance(each.default, cls)), none)
         for name, each in inspect.signature(function).parameters.items()
@@ -212,7 +212,7 @@ def read(
 
 
 def _in_force(name: str, value: Any) -> bool:
-    """Whether a key asks for something: not null, false, 0, {}, {"enabled": false} or {"device": "none"}."""
+    """Return whether a key asks for something: not null, false, 0, {}, {"enabled": false} or {"device": "none"}."""
     if isinstance(value, Mapping):
         if "device" in value and str(value["device"]).lower() == "none":
             return False

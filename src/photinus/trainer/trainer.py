@@ -253,7 +253,7 @@ class Trainer:
             )
 
     def _wrap(self, session: Session) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """The wrapped model and its optimizer; of an earlier fit in this session the same."""
+        """Return the wrapped model and its optimizer, the same as in an earlier `fit` of this `photinus.init`."""
         if self._wrapped is not None and self._wrapped[0] is not session:
             if any(strategy_of(part).splits(part) for part in self._wrapped[1:]):
                 raise ValueError(

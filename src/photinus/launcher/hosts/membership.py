@@ -6,7 +6,7 @@ The leader feeds in what happens, with the time, and carries out the acts that c
                 hosts come and go starts when the least are and no more came for a while (the last call), or all.
                 After join_timeout it starts without those that are not ready; with too few, it ends
                 From the second attempt on hosts end their workers first, for which --stop-grace is added to it
-    running     a host that comes (and may) or goes makes the others gather anew, but one that comes when a rank has
+    running     a host that comes (and may) or goes makes the others gather again, but one that comes when a rank has
                 ended well waits for the end, or the next attempt; with a fixed number of hosts, one that leaves ends
                 the job, and one that is lost costs a restart, for which it has to come back
     settling    a worker failed: all hosts end their workers and report; then there is a verdict on all of them. A host
