@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from tests.ranks import run_ranks, values
 
 STEPS, WRONG = 6, 3
@@ -39,8 +41,10 @@ RIGHTS = [
 ]
 
 
-def test_a_rank_out_of_step_is_told_at_once_and_a_right_script_never() -> None:
-    found = values(run_ranks(f"{__name__}:_cases", world_size=2, backend="photinus", timeout_s=200))
+@pytest.mark.parametrize("thread", ["on its own thread", "on a thread of autograd"])
+def test_a_rank_out_of_step_is_told_at_once_and_a_right_script_never(thread: str) -> None:
+    cases = "_cases" if thread == "on its own thread" else "_cases_as_for_a_gpu"
+    found = values(run_ranks(f"{__name__}:{cases}", world_size=2, backend="photinus", timeout_s=200))
     for case in WRONGS:
         for rank, text in enumerate(of_rank[case] for of_rank in found):
             assert text is not None, f"rank {rank}, {case}: trained on in silence"
@@ -62,6 +66,13 @@ def _wrong_step(case: str) -> int:
 
 def _cases(rank: int, world_size: int) -> dict[str, str | None]:
     return {case: _outcome(_train if case in WRONGS else _rights[case], case, rank) for case in [*WRONGS, *RIGHTS]}
+
+
+def _cases_as_for_a_gpu(rank: int, world_size: int) -> dict[str, str | None]:
+    from tests.device_thread import backward_as_for_a_gpu
+
+    backward_as_for_a_gpu()
+    return _cases(rank, world_size)
 
 
 def _outcome(run: Callable[..., None], case: str, rank: int) -> str | None:

@@ -82,11 +82,13 @@ class Updates:
 
     def told(self) -> int:
         """What a call that is made now tells the other ranks (see engine.Communicator.submit)."""
-        if _thread() != self._training_thread:  # 0 where there is no DDP
+        if not self._training_thread:  # there is no DDP
             return 0
         made = self._made + 1
-        if _graph_task() != -1:
+        if _graph_task() != -1:  # for GPUs on a thread of autograd's
             return made
+        if _thread() != self._training_thread:
+            return 0
         return made if _is_of_training(_caller()) else -made
 
     def count_step(self, optimizer: Optimizer) -> None:

@@ -142,7 +142,9 @@ class EngineWork(_Work):
         with _making_future:
             if self._future is None:
                 # C++ adds no callback that starts a collective, and must go on: DDP asks for each bucket's future.
-                self._future = self._make_future("get_future" in sys._getframe(1).f_code.co_names)
+                # Autograd's threads for GPUs have no frame of Python below this one.
+                caller = sys._getframe().f_back
+                self._future = self._make_future(caller is not None and "get_future" in caller.f_code.co_names)
             return self._future
 
     def _make_future(self, may_exchange: bool) -> Future[Any]:
