@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from photinus.errors import PhotinusError, UnsuitableModelError
+from photinus.parallel.ddp.buffer_sync import _Arrival
 from photinus.parallel.ddp.options import buffer_sync_options, capacities
 from photinus.parallel.exchange.collectives import wait_all
 from photinus.parallel.reducer.buckets import ParameterSpec, assign_buckets
@@ -131,3 +135,24 @@ def test_capacities_and_buffer_options() -> None:
     assert buffer_sync_options(None, False) == (False, True)
     with pytest.warns(FutureWarning, match="forward_sync_buffers"):
         assert buffer_sync_options(False, None) == (False, False)
+
+
+class OnGpu(torch.Tensor):
+    """A CPU tensor that says it lies on a GPU."""
+
+    is_cuda = True
+
+
+def test_buffers_of_a_gpu_arrive_without_a_comparison_for_which_the_host_would_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = SimpleNamespace(rank=lambda: 1)
+    places = [torch.ones(3), torch.tensor(7), torch.full((2, 2), 5.0)]
+    buffers: list[torch.Tensor] = [torch.zeros_like(each).as_subclass(OnGpu) for each in places]
+    work = SimpleNamespace(wait=lambda: True, is_completed=lambda: True)
+    staging: Any = SimpleNamespace(places=places, group=group, start=lambda tensors, source: work)
+    versions = [buffer._version for buffer in buffers]
+    monkeypatch.delattr(torch, "equal")
+    _Arrival(staging, buffers, 0).wait()
+    assert all(bool((buffer == place).all()) for buffer, place in zip(buffers, places, strict=True))
+    assert [buffer._version for buffer in buffers] == versions, "a graph that is kept would say that they changed"

@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules.batchnorm import _NormBase
 
-from ..exchange.broadcast import Staging
+from ..exchange.broadcast import Staging, copy_each
 from ..exchange.collectives import Pending
 
 BufferHook = Callable[[Any, dict[str, torch.Tensor]], Any]
@@ -103,7 +103,12 @@ class BufferSync:
 
 
 class _Arrival:
-    """Buffers under way. Those that arrive as they were are not written to: a graph that is kept may hold them."""
+    """Buffers under way.
+
+    On the CPU, those that arrive unchanged are not written: a graph that is kept may hold them. On a GPU the host would
+    wait for each comparison, and so for the whole backward: a step of ResNet-50 on an H200 took 41 ms, and with torch's
+    class 23. There all are written, and autograd is not informed, as in torch's class.
+    """
 
     def __init__(self, staging: Staging, buffers: list[torch.Tensor], source: int) -> None:
         self._places = staging.places
@@ -113,6 +118,10 @@ class _Arrival:
     def wait(self) -> object:
         self._work.wait()
         with torch.no_grad():
+            if any(buffer.is_cuda for buffer in self._buffers):
+                with _unsafe_preserve_version_counter(tuple(self._buffers)):
+                    copy_each(self._buffers, self._places)
+                return None
             for buffer, place in zip(self._buffers, self._places, strict=False):
                 if not torch.equal(buffer, place.to(buffer.device)):
                     buffer.copy_(place)

@@ -49,10 +49,31 @@ def gather_state(state: Any) -> Any:
     def whole(tensor: torch.Tensor) -> torch.Tensor | None:
         if not is_split(tensor):
             return tensor
-        full: torch.Tensor = tensor.detach().full_tensor()  # type: ignore[attr-defined]
+        full = _gather(tensor.detach())
         return full.cpu() if keeps else None
 
     return map_state(state, whole)
+
+
+def _gather(tensor: Any) -> torch.Tensor:
+    """Returns `tensor.full_tensor()`, by a call that every backend has for its devices.
+
+    torch's own uses a call that gloo has for the CPU only: with CUDA tensors the process crashes (torch 2.11, see
+    pytorch#132471).
+    """
+    from torch.distributed.tensor import Shard
+
+    count = tensor.shape[0] if tensor.dim() else 0
+    if tuple(tensor.placements) != (Shard(0),) or count == 0:
+        full: torch.Tensor = tensor.full_tensor()
+        return full
+    local, group = tensor.to_local(), tensor.device_mesh.get_group()
+    rows = -(-count // group.size())  # of each rank but the last ones, as torch.chunk cuts
+    padded = local.new_zeros((rows, *local.shape[1:]))
+    padded[: len(local)] = local
+    gathered: torch.Tensor = local.new_empty((rows * group.size(), *local.shape[1:]))
+    dist.all_gather_into_tensor(gathered, padded, group=group)
+    return gathered[:count]
 
 
 def copy_state(state: Any, device: torch.device | None = None) -> Any:
