@@ -1,8 +1,9 @@
 // Threads of the engine: named, and deaf to signals, so that the interpreter's handlers run on the user's
-// threads.
+// threads; and how a thread waits without sleep.
 #pragma once
 
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 
 #include <string>
@@ -35,6 +36,19 @@ std::thread start_thread(const char* name, Body&& body) {
                                        ". Raise the limit on processes (ulimit -u, pids.max of the control "
                                        "group) or on memory (ulimit -v).");
   }
+}
+
+// One turn of spinning.
+inline void pause_cpu() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+// Gives the core to whoever wants it.
+inline void yield_cpu() {
+  sched_yield();
 }
 
 }  // namespace photinus

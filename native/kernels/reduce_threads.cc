@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <system_error>
 
+#include "base/clock.h"
 #include "base/thread.h"
 
 namespace photinus {
@@ -12,6 +13,21 @@ namespace {
 
 // Whole cache lines of each source and destination; small, since who comes late takes what is left.
 constexpr uint64_t kPieceElems = 4096;
+// Chunks come from a GPU 50 to 100 us apart, and to wake a thread takes as long as to add one. (Two ranks on
+// an H200, with the helpers awake: 1 MiB in 125 us instead of 194, 46 x 4 MiB in 14.3 ms instead of 16.0, 64
+// MiB as before, for twice the processor time.) Data loaders may want the cores, hence the yielding.
+constexpr double kPause_s = 20e-6, kYield_s = 200e-6;
+
+template <class Condition>
+void wait_awake(Condition&& is_met) {
+  const double start = now_s();
+  for (double waited = 0; !is_met() && waited < kYield_s; waited = now_s() - start) {
+    if (waited < kPause_s)
+      for (int turn = 0; turn < 16 && !is_met(); ++turn) pause_cpu();
+    else
+      yield_cpu();
+  }
+}
 
 }  // namespace
 
@@ -74,20 +90,26 @@ void ReduceThreads::reduce(Dtype from, Dtype to, Reduction reduction, Instructio
     job_ = &job;
     ++jobs_;
   }
-  called_.notify_all();
+  called_.notify_all();  // those that spin come without
   job.run();
+  {
+    std::lock_guard lock(mutex_);
+    job_ = nullptr;  // who comes now has nothing to do
+  }
+  wait_awake([this] { return busy_ == 0; });
   std::unique_lock lock(mutex_);
-  job_ = nullptr;  // who comes now has nothing to do
   done_.wait(lock, [this] { return busy_ == 0; });
 }
 
 void ReduceThreads::help() {
-  std::unique_lock lock(mutex_);
   for (uint64_t seen = 0;;) {
-    called_.wait(lock, [&] { return ending_ || (job_ && jobs_ != seen); });
+    wait_awake([&] { return ending_ || jobs_ != seen; });
+    std::unique_lock lock(mutex_);
+    called_.wait(lock, [&] { return ending_ || jobs_ != seen; });
     if (ending_) return;
     seen = jobs_;
     Job* const job = job_;
+    if (!job) continue;  // the others were done first
     ++busy_;
     lock.unlock();
     job->run();

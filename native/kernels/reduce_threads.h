@@ -2,6 +2,7 @@
 // chunks come from GPUs a rank whose share of the cores has some to spare divides a piece among several.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
@@ -21,7 +22,8 @@ class ReduceThreads {
   // So many bytes of all sources at least are worth waking a thread.
   static constexpr uint64_t kWorthBytes = 256 << 10;
 
-  // They start with the first large reduction, and sleep between two.
+  // They start with the first large reduction. Between two they spin for a while, then sleep: they have cores
+  // of their own.
   explicit ReduceThreads(uint32_t helpers) : helpers_(helpers) {}
   ~ReduceThreads();
   ReduceThreads(const ReduceThreads&) = delete;
@@ -42,9 +44,10 @@ class ReduceThreads {
   std::mutex mutex_;  // guards what follows
   std::condition_variable called_, done_;
   Job* job_ = nullptr;  // whoever finds it may join
-  uint64_t jobs_ = 0;
-  uint32_t busy_ = 0;
-  bool ending_ = false;
+  // Changed with the lock held, and looked at without.
+  std::atomic<uint64_t> jobs_ = 0;
+  std::atomic<uint32_t> busy_ = 0;
+  std::atomic<bool> ending_ = false;
 };
 
 }  // namespace photinus

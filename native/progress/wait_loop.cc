@@ -1,14 +1,8 @@
 #include "progress/wait_loop.h"
 
-#include <sched.h>
-
 #include "base/cores.h"
 
 namespace photinus {
-
-void yield_cpu() {
-  sched_yield();
-}
 
 SpinTimes SpinTimes::for_ranks(uint32_t ranks_on_host) {
   SpinTimes times;

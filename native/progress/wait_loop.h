@@ -6,21 +6,11 @@
 
 #include "base/clock.h"
 #include "base/futex.h"
+#include "base/thread.h"
 
 namespace photinus {
 
 inline constexpr double kSleepSlice_s = 0.1;  // a waiter looks around at least this often, whatever happens
-
-// One turn of spinning.
-inline void pause_cpu() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-// Gives the core to whoever wants it.
-void yield_cpu();
 
 // How long to wait in which way before sleeping. Long pauses are poison when ranks exceed cores: a spinning
 // rank burns the time slice of the rank it waits for (measured: ten times slower), so the pause is then kept
