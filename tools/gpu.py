@@ -63,17 +63,17 @@ def stages(fake: bool) -> list[Stage]:
     loads = f"import sys; sys.path.insert(0, {str(SITE)!r}); from photinus import engine; print(engine.__file__)"
     return [
         Stage("machine", 20, (python, __file__, "--machine")),
-        Stage("build", 90, (python, *build, ".")),
+        Stage("build", 80, (python, *build, ".")),
         Stage("engine", 5, (python, "-S", "-c", loads)),
         tests("photinus", 55),
-        Stage("collectives", 80, (python, "benchmarks/gpu_collectives.py")),
+        Stage("collectives", 70, (python, "benchmarks/gpu_collectives.py")),
         tests("two_ranks", 35, over="photinus"),
-        tests("training", 50),
+        tests("training", 35),
         Stage("overlap", 50, (python, "benchmarks/gpu_overlap.py")),
         tests("one_rank", 30),
-        tests("commands", 45),
+        tests("commands", 65),
         tests("two_ranks", 25, over="gloo"),
-        Stage("steps", 35, (python, "benchmarks/gpu_steps.py")),
+        Stage("steps", 50, (python, "benchmarks/gpu_steps.py")),
     ]
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from benchmarks.ranks.added_on_gpu import AddedOnGpu
 from photinus.launcher.contestants.rank import through_host
+from photinus.launcher.workers.devices import usable_cores
 from tests.fake_cuda import FakeGpu, RealGpu
 from tests.gpu.device import DEVICE, HAS_GPU, settle
 
@@ -24,7 +25,7 @@ class Reductions:
     """Without a GPU ours has tensors that pass for a GPU's, over the driver that is none, and the others the CPU's."""
 
     def __init__(self, rank: int, world_size: int, address: str) -> None:
-        torch.set_num_threads(1)
+        torch.set_num_threads(max(1, usable_cores() // world_size))  # one does not fill the memory's channels
         self.rank, self.world_size = rank, world_size
         if HAS_GPU:
             torch.cuda.set_device(DEVICE)
@@ -68,10 +69,11 @@ class Reductions:
     def _call(self, name: str, tensors: list[torch.Tensor]) -> Callable[[], object]:
         first = tensors[0]
         if name == COPIES:
-            return through_host(first)
+            copies = [through_host(each) for each in tensors]
+            return lambda: [copy() for copy in copies]
         if name == HOST_COPY:
-            there = first.clone()
-            return lambda: there.copy_(first)
+            there = [each.clone() for each in tensors]
+            return lambda: [to.copy_(each) for to, each in zip(there, tensors, strict=True)]
         if name == GPU_ADDS:
             folder = "/dev/shm" if os.path.isdir("/dev/shm") else str(Path(os.environ["STORE_OF_TEST"]).parent)
             path = Path(folder, f"photinus-{os.getppid()}-{first.numel()}")

@@ -109,7 +109,8 @@ def _measure(options: Namespace, backends: Sequence[str], ranks: int) -> tuple[l
 
 def _take_turns(everybody: Sequence[Contestant], operation: str, seconds: float) -> dict[str, float]:
     """The median over the rounds for each contestant: in each round everybody has one turn."""
-    paths = {each.name: COPY if each.name in COPIES else operation for each in everybody}
+    copies = {COPY: COPY, HOST_COPY: f"{COPY}:threads"}
+    paths = {each.name: copies.get(each.name, operation) for each in everybody}
     calls = {each.name: each.calls_for(seconds, paths[each.name]) for each in everybody}
     rounds = [{each.name: each.run(paths[each.name], calls[each.name]) for each in everybody} for _ in range(_ROUNDS)]
     times = {each.name: [taken[each.name] for taken in rounds] for each in everybody}

@@ -7,9 +7,10 @@ Asleep in a read from FOLDER/RANK.in until told to run; answers each command wit
     quit
 
 A path is an operation, on tensors as the backend offers them (photinus: in its arena), or OPERATION:ordinary. "copy"
-is no collective: each rank copies as many bytes from one tensor to another, or from a GPU to the host and back. A file
-of its own; imports nothing of Photinus, as a user's script would, and torch only as a program: contestants without
-torch use `serve`.
+is no collective: each rank copies as many bytes from one tensor to another, or from a GPU to the host and back;
+"copy:threads" does so with all cores, for one does not fill the channels of a server's memory. A file of its own;
+imports nothing of Photinus, as a user's script would, and torch only as a program: contestants without torch use
+`serve`.
 """
 
 from __future__ import annotations
@@ -131,6 +132,8 @@ def _operation(path: str, elems: int, dtype: Any, device: Any, world_size: int) 
             return tensor.zero_()
         return torch.zeros(count, dtype=dtype, device=device)
 
+    if kind == "threads":
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))
     whole = zeros(elems)
     if name == "copy" and device.type == "cuda":
         return through_host(whole)
