@@ -57,7 +57,8 @@ from .timeline import Timeline
 from .used_parameters import UsedParameters
 
 _COPIED_TOGETHER_BYTES = 32 * 1024
-"""Smaller gradients are copied with their bucket's others by one call; larger ones at once, hot from being made."""
+"""Smaller gradients, and on a GPU all, are copied with their bucket's others by one call. A larger one on the CPU is
+copied at once, while it is in the caches."""
 
 _NO_TASK = -2  # autograd says -1 outside of a backward
 
@@ -333,7 +334,7 @@ class Reducer:
         static = self.static_graph
 
         simple = static is None and self.options.last_after != slot.index
-        small = slot.parameter.numel() * slot.parameter.element_size() <= _COPIED_TOGETHER_BYTES
+        together = self.device.type != "cpu" or slot.parameter.nbytes <= _COPIED_TOGETHER_BYTES
         streams = self._streams
 
         def on_gradient(parameter: torch.Tensor) -> None:
@@ -351,7 +352,7 @@ class Reducer:
                 self._note_undefined(slot)
                 return
             bucket = slot.bucket
-            if small and simple and bucket is not None and self._open:
+            if together and simple and bucket is not None and self._open:
                 bucket.arriving.append(slot)  # one call copies them when the bucket is complete
             elif self._open:
                 self._launcher.bring_home([slot])
