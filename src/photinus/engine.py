@@ -49,9 +49,9 @@ __all__ = [
 
 
 def pass_over_frames_of(paths: Sequence[str]) -> None:
-    """Names libraries between the user and the engine, which are no place in the user's program; replaces earlier ones.
+    """Set which libraries lie between the user's program and the engine; replaces an earlier list.
 
-    Messages quote the line of the innermost frame outside of them. Photinus itself always counts as one.
+    Messages quote the innermost line of the program outside of these. Photinus itself always counts as one.
 
     Args:
         paths: files, or folders that end with a slash.
@@ -66,21 +66,21 @@ _NETWORK = "/proc/self/ns/net"
 
 
 def new_address(at: Sequence[str] = ()) -> str:
-    """A new printable rendezvous of one group: the name of an abstract Unix socket and a secret of 128 bits.
+    """Create the address of one group: printable text with the name of an abstract Unix socket and a 128-bit secret.
 
-    One rank makes it and brings it to the others by any means (a store, an argument). Nothing appears in the file
-    system; only processes that have the address can join, and of those on this host only the same user's.
+    One rank creates it and sends it to the others by any means (a store, an argument). Nothing appears in the file
+    system. Only processes that have the address can join; on this host, only processes of the same user.
 
     Args:
-        at: for ranks on several hosts, where rank 0, which then makes the address, listens: what `listen` returned.
-            The other ranks listen on the card with the way there, unless they listen already.
+        at: for ranks on several hosts: what `listen` returned on rank 0, which must then create the address. The other
+            ranks listen on the network card that reaches rank 0, unless they listen already.
     """
     address: str = _native.new_address()
     return "@".join((address, *filter(None, [",".join(at)])))
 
 
 def host_id() -> str:
-    """A text that is equal for processes that can share memory: same boot, network namespace and user.
+    """Return a text that is equal for processes that can share memory: same boot, network namespace and user.
 
     PHOTINUS_HOST_ID overrides it.
     """
@@ -88,7 +88,7 @@ def host_id() -> str:
 
 
 def network_id() -> str:
-    """A text that is equal for processes that have loopback in common: same boot and network namespace."""
+    """Return a text that is equal for processes that have loopback in common: same boot and network namespace."""
     try:
         with open(_BOOT_ID) as file:
             boot = file.read().strip()
@@ -103,31 +103,31 @@ def network_id() -> str:
 
 
 def listen(addresses: Sequence[str]) -> list[str]:
-    """Opens this process's listener for ranks of other hosts, on some addresses of this host; once for all groups.
+    """Open this process's listener for ranks of other hosts, on addresses of this host. It serves all groups.
 
     Args:
-        addresses: of IPv4 or IPv6, in digits. Nobody who does not know a group's address is let in.
+        addresses: IPv4 or IPv6 addresses, in digits. Only peers that know a group's address are let in.
 
     Returns:
-        Where it listens, "ip:port" each: for the `Place` of this process. The same again for the same addresses.
+        "ip:port" of each, for the `Place` of this process. The same addresses give the same result again.
 
     Raises:
-        ValueError: text that is no address, or other addresses than before.
-        HostError: no address of this host, or the process may open too few descriptors (ulimit -n).
+        ValueError: a text is not an address, or the addresses are not those of the first call.
+        HostError: this host does not have an address, or the process may open too few descriptors (ulimit -n).
     """
     found: list[str] = _native.listen(list(addresses))
     return found
 
 
 def allocate(nbytes: int) -> memoryview:
-    """Writable bytes in this process's arena, which peers see; given back when the last view of them is dropped.
+    """Allocate bytes in this process's arena, which peers see. They are freed when the last view of them is dropped.
 
     Args:
-        nbytes: how many, at least 0. Memory is taken when it is first touched. Contents are undefined.
+        nbytes: number of bytes, at least 0. Memory is taken at the first touch. The contents are undefined.
 
     Raises:
         ValueError: nbytes is negative.
-        HostError: the arena (address space of twice the machine's memory) has no gap so large.
+        HostError: the arena (address space of twice the machine's memory) has no gap of this size.
     """
     if nbytes < 0:
         raise ValueError(f"allocate({nbytes}): needs a number of bytes of at least 0")
@@ -135,33 +135,33 @@ def allocate(nbytes: int) -> memoryview:
 
 
 def cuda_device(index: int) -> CudaDevice:
-    """The copy engines of a GPU: what calls on tensors in its memory name as their `device`.
+    """Return the copy engines of a GPU. Calls on tensors in its memory name them as their `device`.
 
-    There is one in a process, opened at the first call; `index` and `name` are its attributes. The GPU's driver, 12.0
-    or newer, is looked for here and not before.
+    A process has one such object per GPU, created at the first call, with the attributes `index` and `name`. The driver
+    (CUDA 12.0 or newer) is looked for here and not before.
 
     Args:
-        index: of the GPU, as CUDA_VISIBLE_DEVICES counts.
+        index: index of the GPU, as CUDA_VISIBLE_DEVICES counts.
 
     Raises:
-        HostError: what is missing, and what to do: no driver, one too old, no GPU, one that is another process's.
-        ValueError: there is no GPU of this index.
+        HostError: there is no driver, it is too old, there is no GPU, or it is another process's; says what to do.
+        ValueError: there is no GPU with this index.
     """
     return _native.cuda_device(index)
 
 
 def call_site() -> str:
-    """Where in the user's program this runs, as messages quote it ("train.py:41"); empty when that is not known."""
+    """Return the line of the user's program that runs now, as messages quote it ("train.py:41"); "" if unknown."""
     site: str = _native.call_site()
     return site
 
 
 @contextmanager
 def label(text: str) -> Iterator[None]:
-    """Names what this thread's collectives inside the `with` block are about, for example a parameter.
+    """Label this thread's collectives inside `with`, for example with the name of a parameter.
 
-    Ranks whose labels differ get MismatchError: so are equal-sized tensors in different orders found, which look alike
-    otherwise. Works for torch.distributed's calls on backend photinus too. At most 127 bytes are kept.
+    If labels differ between ranks, the ranks get MismatchError. This finds tensors of equal size in different orders.
+    It works for torch.distributed's calls on backend photinus too. At most 127 bytes are kept.
 
         with engine.label(name):
             dist.all_reduce(parameter.grad)
@@ -181,17 +181,17 @@ def explain(
     *,
     speeds: tuple[float, float] = (0.0, 0.0),
 ) -> tuple[str, list[dict[str, Any]]]:
-    """How calls on tensors in arenas would run on some hosts, which need not be there.
+    """Return how calls on tensors in arenas would run on some hosts, which need not exist.
 
     Args:
-        counts: of ranks, on each host.
-        operation: a collective without parts.
-        sizes_elems: of the calls, as `Communicator` counts them.
-        speeds: between the hosts, as `Communicator.speeds` says them; 0: those of docs/scale.md's model.
+        counts: number of ranks on each host.
+        operation: name of a collective without parts.
+        sizes_elems: sizes of the calls in elements, as `Communicator` counts them.
+        speeds: speeds between the hosts, like `Communicator.speeds`; 0: those of the model in docs/scale.md.
 
     Returns:
         The list of levels with its reason, empty for one host; and for each size its algorithm, levels, kernels,
-        seconds by the model, and the reason.
+            seconds by the model, and the reason.
     """
     about, rows = _native.explain_hosts(
         list(counts), env.LEVELS.get(), speeds, OPERATIONS[operation], DTYPES[dtype], list(sizes_elems)
@@ -218,14 +218,15 @@ class Communicator(Group):
         wire_dtype: str | None = None,
         asynchronous: bool = False,
     ) -> Work:
-        """Combines all ranks' arrays (same shape and type) into each of them, as a binary tree over ranks.
+        """Reduce the arrays of all ranks (same shape and type) into each of them, in the order of a binary tree over
+        ranks.
 
         Args:
-            reduction: see REDUCTIONS; `factor` is this rank's of "premul_sum".
-            label: what the array is, for example a parameter's name: ranks whose labels differ get MismatchError.
-            wire_dtype: the type in which values travel between hosts, for sums, averages and products: "bfloat16" or
-                "float16" for float32 (half the bytes; all ranks still get the same bits), "float32" for these two (the
-                bits of one host, at 1.5 times the bytes). Equal on all ranks; without effect on one host.
+            reduction: a name in REDUCTIONS; `factor` is this rank's factor for "premul_sum".
+            label: name of the array, such as a parameter's: ranks whose labels differ get MismatchError.
+            wire_dtype: type of the values between hosts, for sums, averages and products. "bfloat16" or "float16" for
+                float32: half the bytes, and still the same bits on all ranks. "float32" for these two: the bits of one
+                host, 1.5 times the bytes. Equal on all ranks; no effect on one host.
         """
         given = facts(array, writable=True)
         return self._call("all_reduce", given, given[0], reduction, 0, asynchronous, array, factor, label, wire_dtype)
@@ -240,52 +241,52 @@ class Communicator(Group):
         wire_dtype: str | None = None,
         asynchronous: bool = False,
     ) -> Work:
-        """Combines all ranks' arrays into rank `root`'s, as all_reduce does; the others' arrays stay as they are."""
+        """Reduce the arrays of all ranks into rank `root`'s, as all_reduce does. The other arrays stay as they are."""
         given = facts(array, writable=self.rank == root)
         root = self._root(root)
         return self._call("reduce", given, given[0], reduction, root, asynchronous, array, factor, "", wire_dtype)
 
     def all_to_all(self, outs: Sequence[Any], arrays: Sequence[Any], *, asynchronous: bool = False) -> Work:
-        """Sends arrays[r] to rank r and receives outs[r] from it; sizes may differ from pair to pair."""
+        """Send arrays[r] to rank r and receive outs[r] from it. Sizes may differ from pair to pair."""
         return self._exchange("all_to_all", outs, arrays, 0, asynchronous)
 
     def gather(self, outs: Sequence[Any] | None, array: Any, root: int = 0, *, asynchronous: bool = False) -> Work:
-        """Brings all ranks' arrays, which may differ in size, to rank `root`: outs[r] there, None elsewhere."""
+        """Send all ranks' arrays, which may differ in size, to rank `root`: into outs[r] there (None elsewhere)."""
         arrays: list[Any] = [None] * self.world_size
         arrays[self._root(root)] = array
         return self._exchange("gather", outs if self.rank == root else None, arrays, root, asynchronous)
 
     def scatter(self, out: Any, arrays: Sequence[Any] | None, root: int = 0, *, asynchronous: bool = False) -> Work:
-        """Sends rank `root`'s arrays[r] (None elsewhere) to rank r; sizes may differ."""
+        """Send rank `root`'s arrays[r] (None elsewhere) to rank r. Sizes may differ."""
         outs: list[Any] = [None] * self.world_size
         outs[self._root(root)] = out
         return self._exchange("scatter", outs, arrays if self.rank == root else None, root, asynchronous)
 
     def all_gather_list(self, outs: Sequence[Any], array: Any, *, asynchronous: bool = False) -> Work:
-        """Brings all ranks' arrays, which may differ in size, to all ranks: outs[r] is rank r's."""
+        """Send all ranks' arrays, which may differ in size, to all ranks: rank r's into outs[r]."""
         return self._exchange("all_gather", outs, [array] * self.world_size, 0, asynchronous)
 
     def send(self, array: Any, peer: int, tag: int = 0, *, asynchronous: bool = False) -> Work:
-        """Sends an array to a rank, which must receive one of the same size and type; done when it has."""
+        """Send an array to a rank, which must receive one of the same size and type. Done when the rank has it."""
         address, elems, dtype, _ = facts(array, writable=False)
         if peer < 0:
             raise ValueError(f"send: {peer} is not a rank of this group of {self.world_size}")
         return self.message(OPERATIONS["send"], address, elems, dtype, peer, tag, 0.0, asynchronous, array)
 
     def recv(self, array: Any, peer: int = ANY_RANK, tag: int = 0, *, asynchronous: bool = False) -> Work:
-        """Receives an array from a rank, or from whichever sends first with this tag (`Work.source_rank`)."""
+        """Receive an array from a rank, or from the first rank that sends with this tag (`Work.source_rank`)."""
         address, elems, dtype, _ = facts(array, writable=True)
         if peer < ANY_RANK:
             raise ValueError(f"recv: {peer} is not a rank of this group of {self.world_size}")
         return self.message(OPERATIONS["recv"], address, elems, dtype, peer, tag, 0.0, asynchronous, array)
 
     def broadcast(self, array: Any, root: int = 0, *, asynchronous: bool = False) -> Work:
-        """Copies rank `root`'s array into every rank's array."""
+        """Copy rank `root`'s array into every rank's array."""
         given = facts(array, writable=self.rank != root)
         return self._call("broadcast", given, given[0], "sum", self._root(root), asynchronous, array)
 
     def all_gather(self, out: Any, array: Any, *, asynchronous: bool = False) -> Work:
-        """Puts all ranks' arrays, one behind the other in rank order, into `out` (world_size times as long)."""
+        """Copy all ranks' arrays, in rank order, into `out` (world_size times as long)."""
         _, elems, dtype, _ = given = facts(array, writable=False)
         recv, room, out_dtype, _ = facts(out, writable=True)
         self._fits("all_gather", "out", room, out_dtype, elems * self.world_size, dtype)
@@ -300,7 +301,7 @@ class Communicator(Group):
         wire_dtype: str | None = None,
         asynchronous: bool = False,
     ) -> Work:
-        """Combines all ranks' arrays and puts this rank's part (1 / world_size of them) into `out`.
+        """Reduce the arrays of all ranks and write this rank's part (1 / world_size of them) into `out`.
 
         `wire_dtype` is as in all_reduce, and nothing is rounded after the last addition.
         """
@@ -313,7 +314,7 @@ class Communicator(Group):
         )
 
     def barrier(self, *, asynchronous: bool = False) -> Work:
-        """Returns when all ranks have called it."""
+        """Wait until all ranks have called it."""
         return self.submit(Call(OPERATIONS["barrier"], asynchronous=asynchronous))
 
     def _call(

@@ -2,25 +2,25 @@
 
     PhotinusError (RuntimeError)
     ├── CollectiveError            an exchange between ranks did not complete
-    │   ├── PeerLostError          a peer died, left or failed; names the first cause
-    │   ├── CollectiveTimeoutError (also TimeoutError) a deadline passed; names the ranks that are missing
+    │   ├── PeerLostError          a peer died, exited or failed; names the first cause
+    │   ├── CollectiveTimeoutError (also TimeoutError) a timeout passed; names the ranks that are missing
     │   ├── MismatchError          ranks called different collectives at the same sequence number
     │   └── AbortedError           the communicator was aborted or closed
-    ├── OldTorchError              (also ImportError) the installed PyTorch is older than what Photinus runs on
+    ├── OldTorchError              (also ImportError) the installed PyTorch is too old
     ├── MissingLibraryError        (also ImportError) a library that Photinus needs is not installed
-    ├── NotInitializedError        a collective or session was used before it was set up
+    ├── NotInitializedError        a session or process group was used before it was set up
     ├── ModelMismatchError         (also ValueError) ranks hold different models
-    ├── UnsuitableModelError       (also ValueError) a model or an argument that cannot be wrapped
-    ├── MissingGradientError       a backward brought no gradient to a parameter that is reduced over the ranks
+    ├── UnsuitableModelError       (also ValueError) the model or an argument cannot be wrapped
+    ├── MissingGradientError       a parameter that is averaged over the ranks got no gradient in backward
     ├── NonFiniteGradientError     a gradient holds NaN or infinity
-    ├── LoaderTimeoutError         (also TimeoutError) no batch came from the loader's workers in time
-    ├── WorldSizeError             the world is not the one that the launcher meant
-    ├── HostError                  (also OSError) this host lacks or refuses what we need: memory, an address, CUDA
-    ├── DeviceError                the device asked for is absent, or too few devices for the local ranks
-    ├── LaunchError                workers could not be started, or a worker failed for good
-    └── CheckpointError            no checkpoint, or one that is incomplete or corrupt
+    ├── LoaderTimeoutError         (also TimeoutError) the loader's workers gave no batch in time
+    ├── WorldSizeError             the world size differs from the launcher's
+    ├── HostError                  (also OSError) this host lacks or refuses memory, an address or CUDA
+    ├── DeviceError                the device does not exist, or there are fewer devices than local ranks
+    ├── LaunchError                workers could not start, or one failed and no restart was left
+    └── CheckpointError            a checkpoint is missing, incomplete or corrupt, or could not be written
 
-Wrong arguments raise ValueError or TypeError, as everywhere in Python. A message says what was given, what was
+Wrong arguments raise ValueError or TypeError, as everywhere in Python. A message says what was given, what is
 needed, which rank (host, parameter) it concerns, and what to do.
 """
 
@@ -56,15 +56,15 @@ class PhotinusError(RuntimeError):
 
 
 class CollectiveError(PhotinusError):
-    """A collective did not complete; do not use its output (after a mismatch it is unchanged)."""
+    """A collective did not complete. Do not use its output (after a mismatch it is unchanged)."""
 
 
 class PeerLostError(CollectiveError):
-    """A peer died, left or failed while (or before) this rank needed it."""
+    """A peer died, exited or failed while (or before) this rank needed it."""
 
 
 class CollectiveTimeoutError(CollectiveError, TimeoutError):
-    """A collective passed its deadline; the message names the ranks that had not arrived."""
+    """A collective reached its timeout. The message names the ranks that had not arrived."""
 
 
 class MismatchError(CollectiveError):
@@ -80,11 +80,11 @@ class OldTorchError(PhotinusError, ImportError):
 
 
 class MissingLibraryError(PhotinusError, ModuleNotFoundError):
-    """A library that Photinus needs is not installed: it was installed without its dependencies, or not by pip.
+    """A library that Photinus needs is not installed (for example after `pip install --no-deps`).
 
     Args:
-        what: needs it, as the user typed it.
-        library: its name on PyPI.
+        what: part of Photinus that needs it, as the user typed it.
+        library: name of the library on PyPI.
     """
 
     def __init__(self, what: str, library: str) -> None:
@@ -97,31 +97,31 @@ class MissingLibraryError(PhotinusError, ModuleNotFoundError):
 
 
 class NotInitializedError(PhotinusError):
-    """Something that needs a session or a process group was used before there was one."""
+    """A session or process group was used before it was set up."""
 
 
 class ModelMismatchError(PhotinusError, ValueError):
-    """The ranks of a group hold different models; the message names the first difference and both sides."""
+    """The ranks of a group hold different models. The message shows the first difference on both sides."""
 
 
 class MissingGradientError(PhotinusError):
-    """A backward brought no gradient to a parameter that is reduced over the ranks; the message names it."""
+    """A parameter that is averaged over the ranks got no gradient in backward. The message names it."""
 
 
 class NonFiniteGradientError(PhotinusError):
-    """A gradient holds NaN or infinity; the message names the first rank and parameter. Raised on every rank."""
+    """A gradient holds NaN or infinity. Raised on every rank; the message names the first rank and parameter."""
 
 
 class UnsuitableModelError(PhotinusError, ValueError):
-    """A model or an argument that cannot be wrapped. (RuntimeError too, because torch's class raises that for some.)"""
+    """The model or an argument cannot be wrapped. (RuntimeError too, because torch's class raises that for some.)"""
 
 
 class LoaderTimeoutError(PhotinusError, TimeoutError):
-    """No batch came from the workers of a `photinus.loader` within its `timeout_s`."""
+    """The workers of a `photinus.loader` gave no batch within its `timeout_s`."""
 
 
 class WorldSizeError(PhotinusError):
-    """The world size differs from the one that the launcher meant."""
+    """The world size differs from the launcher's."""
 
 
 class HostError(PhotinusError, OSError):
@@ -129,14 +129,14 @@ class HostError(PhotinusError, OSError):
 
 
 class DeviceError(PhotinusError):
-    """The device that was asked for does not exist here, or there are fewer devices than local ranks."""
+    """The device does not exist here, or there are fewer devices than local ranks."""
 
 
 class LaunchError(PhotinusError):
-    """The launcher could not start the workers, or a worker failed more often than it may.
+    """The launcher could not start the workers, or a worker failed and no restart was left.
 
     Attributes:
-        exit_code: what the launcher exits with: the first cause's own code, 128 + signal for a killed worker.
+        exit_code: exit code of the launcher: that of the first cause, 128 + signal for a killed worker.
     """
 
     def __init__(self, message: str, *, exit_code: int = 1) -> None:
@@ -145,4 +145,4 @@ class LaunchError(PhotinusError):
 
 
 class CheckpointError(PhotinusError):
-    """A checkpoint is absent, incomplete or corrupt, and nothing was loaded from it; or it could not be written."""
+    """A checkpoint is missing, incomplete or corrupt, and nothing was loaded from it; or it could not be written."""

@@ -32,12 +32,12 @@ Part = tuple[int, int]
 
 
 class Place(NamedTuple):
-    """Where a rank of a group over several hosts is.
+    """The place of a rank, in a group over several hosts.
 
     Attributes:
         host_key: equal for ranks that share memory (`engine.host_id`).
-        host_name, pid: for messages.
-        links: where ranks of other hosts reach it: what `engine.listen` returned there.
+        host_name, pid: shown in messages.
+        links: addresses where ranks of other hosts reach it: what `engine.listen` returned there.
     """
 
     host_key: str
@@ -50,31 +50,31 @@ _G = TypeVar("_G", bound="Group")
 
 
 class Group:
-    """The operations of a group of ranks, which share memory where they are on one host.
+    """A group of ranks and its operations. Ranks on one host share memory.
 
-    Collectives run in the order in which they are submitted, one at a time; messages (send, recv) run beside them, in
-    order for each peer, direction and tag; different communicators are independent. All methods may be called from
-    any thread. Ranks that call different collectives all get MismatchError, before any output is written, with both
-    sides' calls and the lines of the program in which they stand; the group stays usable, except after a deadlock.
-    An error of an asynchronous call for which nobody has waited is raised by the next call, or by `close`.
+    Collectives run one at a time, in the order in which they are submitted. Messages (send, recv) run beside them, in
+    order for each peer, direction and tag. Different communicators are independent. All methods are thread-safe. If
+    ranks call different collectives, all get MismatchError before any output is written. It shows both calls and their
+    lines in the program. The group stays usable, except after a deadlock. If nobody waits for an asynchronous call that
+    fails, the next call or `close` raises.
 
     Args:
-        rank: this process, 0 <= rank < world_size.
-        world_size: number of processes of the group.
+        rank: rank of this process, 0 <= rank < world_size.
+        world_size: number of processes in the group.
         address: from `new_address()`, the same on all ranks.
-        timeout_s: deadline of the meeting, and of collectives that bring no other. Default PHOTINUS_TIMEOUT_S (300).
+        timeout_s: timeout of the rendezvous, and the default for collectives. Default: PHOTINUS_TIMEOUT_S (300).
         name: the group's name in messages.
-        grace_s: how long a rank may show no sign of life before the others give it up. Default PHOTINUS_GRACE_S (120).
-        chunk_bytes: of what tensors outside the arena travel in; a multiple of 64, equal on all ranks. Default 256 KiB.
-        places: where each rank is, the same on all ranks; empty when all are on one host.
-        job, attempt: which job the group is of, and how often it was restarted; the same on all ranks. With `places`,
-            processes of other jobs and attempts are turned away with a line that names both.
-        speeds: between hosts, of a group that holds all ranks of this one (`Group.speeds`): then nothing is measured.
+        grace_s: seconds without a sign of life after which a rank counts as lost. Default: PHOTINUS_GRACE_S (120).
+        chunk_bytes: size of chunks outside the arena; a multiple of 64, equal on all ranks. Default: 256 KiB.
+        places: place of each rank, the same on all ranks; empty if all are on one host.
+        job, attempt: name of the job and number of its restarts, the same on all ranks. With `places`, processes of
+            different jobs and attempts are refused and logged.
+        speeds: `Group.speeds` of a group with all ranks of this one, used instead of measuring.
 
     Raises:
-        CollectiveTimeoutError: not all ranks came in time; names those that are missing.
-        ValueError: wrong arguments, a PHOTINUS_INSTRUCTION_SET that this processor does not have, or this rank was
-            refused (its rank is taken, another world size).
+        CollectiveTimeoutError: not all ranks joined in time; names those that are missing.
+        ValueError: arguments are wrong; this processor lacks PHOTINUS_INSTRUCTION_SET; or this rank was refused (its
+            rank is taken, or its world size differs).
     """
 
     def __init__(
@@ -115,15 +115,14 @@ class Group:
         _open.add(self)
 
     def submit(self, call: Call, keep: object = None) -> Work:
-        """Starts a collective on raw memory; `call` says whether it waits here for its end.
+        """Start a collective on raw memory. `call` says whether to wait here for its end.
 
         Args:
             call: the collective.
-            keep: an object that is kept alive from before the collective can begin until it is done and its copies on
-                a GPU have ended, whatever the caller drops.
+            keep: an object to keep alive until the collective is done and its copies on a GPU have ended.
 
         Raises:
-            ValueError: wrong arguments, or a stream that is being captured into a graph; nothing was exchanged.
+            ValueError: arguments are wrong, or a graph is being captured on the stream; nothing was exchanged.
             AbortedError: the communicator is closed.
             OSError: the GPU's driver refused something.
         """
@@ -132,9 +131,9 @@ class Group:
         return work
 
     def raise_lost(self) -> bool:
-        """Raises the error of a call that nobody can ask for any more; returns whether others are left.
+        """Raise the error of a call that nobody can ask for any more. Return whether others are left.
 
-        Called behind a call, so that ranks that learn of it at different calls stay in step.
+        It is called after a call, so that ranks that learn of it at different calls stay in step.
         """
         if not self._native.has_failures:
             return False
@@ -142,7 +141,7 @@ class Group:
         return True
 
     def run(self, call: Call) -> None:
-        """Does a collective here and now, whatever the call says: `submit` without a handle, and faster."""
+        """Run a collective and wait for it, whatever the call says: like `submit` without a handle, and faster."""
         self._native.run(call)
 
     def message(
@@ -160,10 +159,10 @@ class Group:
         device: CudaDevice | None = None,
         stream: int = 0,
     ) -> Work:
-        """Starts a send or recv (from OPERATIONS) on raw memory; ANY_RANK as `peer` receives from whoever sends first.
+        """Start a send or recv (from OPERATIONS) on raw memory. With ANY_RANK as `peer`, recv takes the first message.
 
-        A send is done when the receiver has all of it. `Work.source_rank` tells where a message came from. `kind` names
-        elements that travel as another type ("uint16" as int16): the receiver must name the same. `keep` is as in
+        A send is done when the receiver has all of it. `Work.source_rank` is the sender of a message. `kind` names
+        elements that travel as a different type ("uint16" as int16): the receiver must name the same. `keep` is as in
         `submit`; `device` and `stream` are as in Call.
         """
         work = self._native.message(
@@ -173,51 +172,51 @@ class Group:
         return work
 
     def wait_outside(self, key: str, timeout_s: float) -> OutsideWait:
-        """Begins a wait for ranks of this group by other means than an operation, as for ranks that join a further one.
+        """Begin a wait for ranks of this group by other means than an operation, as for ranks that join another group.
 
-        Whoever waits calls `look(missing, description)` now and then: it says after a while for whom it waits, and
-        raises when one of these ranks has gone, the ranks wait for each other, or the deadline has passed.
+        The waiting code calls `look(missing, description)` now and then. `look` logs after a while which ranks are
+        missing. It raises when one of them has exited, the ranks wait for each other, or the timeout has passed.
 
         Args:
-            key: what is waited for, the same text on all ranks that wait for the same.
-            timeout_s: deadline in seconds.
+            key: name of the wait, the same text on all ranks that wait for the same.
+            timeout_s: timeout in seconds.
         """
         return self._native.wait_outside(key, timeout_s)
 
     def explain(self, operation: str, elems: int, dtype: str = "float32", *, in_arena: bool = True) -> str:
-        """How a call would run, and why, for people."""
+        """Return how a call would run, and why, as text for people."""
         text: str = self._native.explain(OPERATIONS[operation], elems, DTYPES[dtype], in_arena)
         return text
 
     @property
     def speeds(self) -> tuple[float, float]:
-        """Between hosts, as measured: the latency one way in seconds, and bytes a second; 0 for what is not known."""
+        """Return the measured latency between hosts (one way, seconds) and the bytes per second; 0 where unknown."""
         return self._native.speeds
 
     @property
     def about_hosts(self) -> str:
-        """What was measured between the group's hosts, and the levels it takes, with the reason; empty on one host."""
+        """Return text on what was measured between hosts, and the levels with their reason; "" on one host."""
         text: str = self._native.about_hosts
         return text
 
     def under_way_s(self) -> dict[int, float]:
-        """By rank of another host with which this one exchanges: for how many seconds bytes were under way on the link.
+        """Return the seconds during which bytes were under way on each link to another host, by the rank there.
 
-        As the kernel counts it, since the link was made: sent and not acknowledged yet, without the time in which the
-        other end took nothing. Empty where it does not tell.
+        The kernel counts them since the link was opened: bytes sent and not acknowledged, without the time in which the
+        other end took nothing. Empty if it does not.
         """
         return dict(self._native.under_way_s())
 
     def abort(self, reason: str) -> None:
-        """Ends everything here and, at once, at peers that wait for this rank. Later calls raise AbortedError."""
+        """End everything here, and immediately at peers that wait for this rank. Later calls raise AbortedError."""
         self._native.abort(reason)
 
     def set_reason(self, text: str) -> None:
-        """Leaves a text that peers read as this rank's own reason if it goes away; an empty text takes it back."""
+        """Set the text that peers read as this rank's reason if it exits. An empty text removes it."""
         self._native.set_reason(text)
 
     def close(self) -> None:
-        """Leaves the group in order. Idempotent; also done at exit. In a forked child it does nothing."""
+        """Leave the group in order. Idempotent; also done at exit. In a forked child it does nothing."""
         if os.getpid() != self._owner:  # locks may be held by threads that the child does not have
             return
         self._native.close()
@@ -255,7 +254,7 @@ def _close_all() -> None:
 
 @contextmanager
 def printed(*, fails: bool = True) -> Iterator[None]:
-    """Prints what nobody could catch, as at the interpreter's end; `fails`: exit code 0 becomes 1."""
+    """Print the error that nobody could catch, as at the interpreter's end; `fails`: exit code 0 becomes 1."""
     try:
         yield
     except CollectiveError as error:

@@ -119,18 +119,17 @@ def deepspeed_config(
     world_size: int | None = None,
     auto: Mapping[str, Any] | None = None,
 ) -> DeepSpeedConfig:
-    """Reads a DeepSpeed configuration. Rank 0 says in a line what of it has no effect here.
+    """Read a DeepSpeed configuration. Rank 0 logs which keys have no effect here.
 
     Args:
         source: path of the JSON file, or its content.
-        world_size: number of ranks; default: the session's, else the launcher's.
-        auto: what stands for "auto", as Hugging Face's files have it, by key: {"lr": 3e-5,
-            "train_micro_batch_size_per_gpu": 8, "total_num_steps": 1000, "bf16": True}. The maximum of a warm-up is
-            `lr`, its minimum 0, batch sizes follow from each other, fp16 and bf16 are off, and bucket sizes are the
-            strategy's, unless they are given.
+        world_size: number of ranks. Default: the session's, else the launcher's.
+        auto: values for "auto" in the file, by key: {"lr": 3e-5, "train_micro_batch_size_per_gpu": 8,
+            "total_num_steps": 1000, "bf16": True}. Without a value, a warm-up goes from 0 to `lr`, batch sizes follow
+            from each other, fp16 and bf16 are off, and bucket sizes are the strategy's.
 
     Raises:
-        ValueError: a key is unknown, not supported, wrong, or "auto" and not given; says which, and what to do.
+        ValueError: a key is unknown, not supported, wrong, or "auto" without a value; the message says what to do.
         TypeError: the source is neither a path nor a mapping.
         OSError: the file cannot be read.
     """

@@ -44,7 +44,7 @@ def launch(
     cpu: bool = False,
     oversubscribe: bool = False,
 ) -> list[T]:
-    """Calls `main(*args, **kwargs)` in several processes of one job and returns what each rank returned, in rank order.
+    """Run `main(*args, **kwargs)` in several processes on this host. Return the result of each rank, in rank order.
 
         def train(lr):
             with photinus.init() as world:
@@ -53,22 +53,22 @@ def launch(
 
         accuracies = photinus.launch(train, nprocs=2, args=(0.1,))
 
-    Ranks find their place as under `photinus run` (`photinus.init`, or RANK, WORLD_SIZE and so on). Rank 0's output
-    appears as it is, that of the others marked with their rank, in a notebook too.
+    A process gets its rank as under `photinus run` (`photinus.init`, or RANK, WORLD_SIZE, ...). Rank 0's output appears
+    unchanged. Lines of other ranks begin with the rank. This works in notebooks too.
 
     Args:
-        main: any function that can be pickled by value, with all that it refers to.
-        nprocs: a number, or "auto" (one per GPU, or per usable core), "gpu", "cpu".
-        args, kwargs: its arguments, the same on every rank.
-        max_restarts: how often all ranks are started anew when one fails.
-        cpu: the processes see no GPU.
-        oversubscribe: more than 4 processes on a core, without GPUs, are meant.
+        main: any function that cloudpickle can send, with everything that it uses.
+        nprocs: number of processes; or "auto" (one per GPU, or per usable core without GPUs), "gpu", "cpu".
+        args, kwargs: arguments of `main`, the same on every rank.
+        max_restarts: restart all ranks, at most N times, when one fails. Default: 0.
+        cpu: hide the GPUs from the processes.
+        oversubscribe: allow more than 4 processes per core on CPUs.
 
     Raises:
         TypeError: main is not callable.
-        ValueError: nprocs or max_restarts make no sense, or the call cannot be pickled; says what cannot.
-        LaunchError: a rank failed for good; quotes the first cause. Or this process is itself a rank of a job, or one
-            of several tasks of srun or mpirun.
+        ValueError: nprocs or max_restarts is out of range, or the call cannot be pickled; the message quotes why.
+        LaunchError: a rank failed and no restart was left; the message quotes the first cause. Or this process is
+            itself a rank of a job, or one of several tasks of srun or mpirun.
     """
     _check(main, nprocs, max_restarts)
     try:

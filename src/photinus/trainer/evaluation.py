@@ -97,28 +97,28 @@ def evaluate(
     forward: Forward | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> float | dict[str, float]:
-    """The mean of a metric over a data set, computed by all ranks together. Every rank must call it.
+    """Return the mean of a metric over a data set, computed by all ranks together. Every rank must call it.
 
-    The model is unwrapped, in eval mode and without gradients meanwhile; each module's mode is restored after.
+    During the call the model is unwrapped, in eval mode and without gradients. Then each module gets its mode back.
 
     Args:
-        model: wrapped or plain.
-        dataset: map-style; an item is a pair (input, target), unless `forward` knows better. Of a DataLoader, its data
-            set, batch size, collate_fn and workers are taken, where they are not given here.
-        metric: `metric(outputs, targets)` gives one value per sample, shape [n], any dtype; or several by name.
-        batch_size: samples of one forward on one rank; default 64.
-        num_workers: processes that load data, per rank; default none.
-        forward: `forward(model, batch)` gives (outputs, targets); default: the batch is (inputs, targets).
-        collate_fn: makes a batch of a list of items; torch's default.
+        model: wrapped or plain model.
+        dataset: map-style data set of pairs (input, target), or of anything else if `forward` is given. Or a
+            DataLoader, whose batch size, collate_fn and workers are used where the argument here is None.
+        metric: function metric(outputs, targets) that returns one value per sample, shape [n], or a dict of them.
+        batch_size: samples of one forward on one rank. Default: 64.
+        num_workers: number of processes that load data, per rank. Default: 0.
+        forward: function forward(model, batch) that returns (outputs, targets). Default: a batch is (inputs, targets).
+        collate_fn: function that makes a batch of a list of items. Default: torch's default_collate.
 
     Returns:
-        The mean over all samples as a float, or a dict of means by name.
+        The mean over all samples as a float; for a dict of metrics, a dict of means.
 
     Raises:
-        ValueError: an empty data set, a metric that does not give one value per sample, or ranks that differ in the
-            names of the metrics, the batch size or the number of samples.
-        TypeError: the data set has no length, the model is no module, or a metric no function.
-        PhotinusError: another rank failed; names it.
+        ValueError: the data set is empty; a metric does not return one value per sample; or the names of the metrics,
+            the batch size or the number of samples differ between ranks.
+        TypeError: the data set has no length, the model is not a module, or a metric is not a function.
+        PhotinusError: another rank failed; the message names it.
     """
     session = require_session("photinus.evaluate")
     metrics: dict[str, Any] = dict(metric) if isinstance(metric, Mapping) else {"metric": metric}

@@ -14,16 +14,16 @@ from .launchers import Told, read_scheduler, read_torchrun
 
 @dataclass(frozen=True)
 class World:
-    """A process's place in its job.
+    """The place of a process in its job.
 
     Attributes:
-        rank: this process, 0 <= rank < world_size.
-        world_size: number of processes of the job.
+        rank: rank of this process, 0 <= rank < world_size.
+        world_size: number of processes in the job.
         local_rank: index of this process on its host.
-        local_world_size: number of processes of the job on this host (world_size when the launcher does not say).
+        local_world_size: number of the job's processes on this host (world_size if the launcher does not say).
         host_rank: index of this host in the job.
-        launcher: which launcher's variables were found; "the environment" for RANK and WORLD_SIZE of neither torchrun
-            nor `photinus run`, "none" for a plain `python script.py`.
+        launcher: name of the launcher whose variables were found; "the environment" for RANK and WORLD_SIZE from
+            neither torchrun nor `photinus run`; "none" for a plain `python script.py`.
     """
 
     rank: int = 0
@@ -35,21 +35,21 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the one that logs and saves."""
+        """Return whether this is rank 0, the rank that logs and saves."""
         return self.rank == 0
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> World:
-        """Reads the place from the environment: torchrun's variables first, then those of MPI, then Slurm's.
+        """Read the place from the environment: torchrun's variables first, then MPI's, then Slurm's.
 
-        RANK=-1 (the old templates' "not distributed") and no variables at all both mean a world of one. Slurm's
-        variables count only inside `srun`, since `salloc` and `sbatch` set some of them for a plain shell.
+        RANK=-1 ("not distributed" in older templates) and no variables at all both mean a world of one. Slurm's
+        variables count only inside `srun`, because `salloc` and `sbatch` set some of them for a plain shell.
 
         Raises:
-            WorldSizeError: rank and world size contradict each other, one is given without the other, the world size
-                differs from what the launcher means (PHOTINUS_WORLD_SIZE), or srun or mpirun started more processes
-                than have met (each would train alone).
-            ValueError: a variable is not a whole number, or a list of Slurm's is none.
+            WorldSizeError: rank and world size do not fit each other, or one of them is missing; the world size differs
+                from the launcher's (PHOTINUS_WORLD_SIZE); or srun or mpirun started more processes than the world has,
+                and each world would train alone.
+            ValueError: a variable is not a whole number, or a list of Slurm's cannot be read.
         """
         environ = os.environ if environ is None else environ
         by_torchrun, by_scheduler = read_torchrun(environ), read_scheduler(environ)

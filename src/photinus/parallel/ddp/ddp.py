@@ -54,72 +54,70 @@ from .torch_surface import TorchSurface
 
 
 class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
-    """Wraps a module whose gradients are averaged over the ranks of a process group, overlapped with backward.
+    """Wrap a module and average its gradients over the ranks of a process group while backward runs.
 
-    Every rank makes it at the same point with the same model. Construction checks that the models are the same and
-    copies parameters and buffers of the group's rank 0 to all. `param.grad` holds, after `backward()`, the average
-    over the ranks. `isinstance(model, torch.nn.parallel.DistributedDataParallel)` holds.
+    All ranks create it at the same point, with the same model. The constructor checks that the models are the same, and
+    copies the parameters and buffers of the group's rank 0 to all ranks. After `backward()`, `param.grad` holds the
+    average over the ranks. `isinstance(model, torch.nn.parallel.DistributedDataParallel)` is True.
 
     Args:
-        module: the model; at least one parameter requires grad; all parameters on one device. Names in its attribute
-            `_ddp_params_and_buffers_to_ignore` are left alone.
-        device_ids: None, or one GPU: tensors among the inputs are then moved there, and so is a model on the CPU.
-        output_device: None or that same GPU.
-        dim: dimension of the batch; kept for callers of torch's class, one device per process never splits.
-        broadcast_buffers: older name of `forward_sync_buffers`; False leaves buffers alone at construction too.
-        init_sync: check and copy at construction. Without it the caller answers for equal models.
+        module: the model. At least one parameter requires a gradient; all parameters are on one device. Names in its
+            attribute `_ddp_params_and_buffers_to_ignore` are ignored.
+        device_ids: None, or a list of one GPU. Tensors among the inputs move there, and so does a model on the CPU.
+        output_device: None or the same GPU.
+        dim: dimension of the batch, as in torch's class. It has no effect: one device per process never splits a batch.
+        broadcast_buffers: older name of `forward_sync_buffers`. False also leaves buffers alone in the constructor.
+        init_sync: check and copy in the constructor. If False, you must ensure that the models are equal.
         process_group: default: the default group.
-        bucket_cap_mb: cap of a bucket in MiB. None means 25, and between hosts on backend photinus what they exchange
-            in 30 ms, if that is less (1 Gbit/s: 3.4), but at least 1. Results do not depend on it.
-        find_unused_parameters: some parameters may get no gradient, other ones on each rank. They count as zero; one
-            that got a gradient on no rank keeps `grad` as it was (None). Costs a walk through the graph per forward.
-        check_reduction: without effect, as in torch's class.
-        gradient_as_bucket_view: gradients are views of buckets that the next backward writes to, even where someone
-            kept one. False: a gradient that someone kept survives; buckets then change their memory instead. Neither
-            copies gradients back after the exchange.
-        static_graph: every step uses the same parameters in the same way. What is unused is learned in the first.
-        delay_all_reduce_named_params: (name, parameter) pairs that are exchanged behind all others …
-        param_to_hook_all_reduce: … and not before the gradient of this parameter has come.
+        bucket_cap_mb: largest size of a bucket in MiB. Default: 25. Between hosts on backend photinus, the default is
+            what they exchange in 30 ms if that is less (1 Gbit/s: 3.4), but at least 1. Results do not depend on it.
+        find_unused_parameters: let parameters have no gradient, different ones on each rank. These count as zero. If a
+            parameter has none on any rank, its `grad` stays as it was (None). Each forward walks through the graph.
+        check_reduction: no effect, as in torch's class.
+        gradient_as_bucket_view: gradients are views of buckets, and the next backward overwrites them, even if you kept
+            one. If False, a gradient that you kept stays valid: the bucket then gets other memory. Neither copies
+            gradients back after the exchange.
+        static_graph: every step uses the same parameters in the same way. The first step shows which are unused.
+        delay_all_reduce_named_params: (name, parameter) pairs to exchange after all others, and ...
+        param_to_hook_all_reduce: ... not before the gradient of this parameter is ready.
         mixed_precision: torch's `_MixedPrecision`, or an object with its attributes; see
-            `photinus.parallel.ddp.mixed_precision`. Not together with reentrant or other checkpoints inside the model.
-        device_mesh: a mesh of one dimension, whose group is taken; in place of process_group.
-        skip_all_reduce_unused_params: with find_unused_parameters, do not exchange buckets of which no parameter is
-            used. The same ones must be unused on every rank.
-        bucket_cap_mb_list: caps of the first, second, … bucket in place of bucket_cap_mb.
-        batched_grad_copy: without effect: gradients are copied once in any case.
-        forward_sync_buffers: at the end of each backward that is exchanged, buffers are set to rank 0's, so that all
-            ranks evaluate and save the same model; forwards exchange none. (See `photinus.parallel.ddp.buffer_sync`.)
-        nan_guard: when a gradient is not finite, every rank raises an error at the end of backward, which names the
-            first rank and parameter. Costs one read of the gradients.
-        check_ranks: the ranks tell each other, along with the gradients, how many optimizer steps they have made, and
-            after every fourth a digest of the next part of the parameters. Ranks that are out of step are an error with
-            the next exchange, other weights with the first one (all differ) to after 128 steps (one element does); on
-            GPUs, with skip_all_reduce_unused_params and under communication hooks (these: steps only) with every 64th
-            exchange. Seen are steps of torch.optim optimizers. False: for weights that differ on purpose.
-        wire_dtype: the type in which gradients, and nothing else, travel between hosts, on backend photinus. bfloat16
-            or float16: float32 gradients in half the bytes; they are added in float32, and all ranks get the same bits.
-            (In float16 a sum over the ranks beyond 65,504 becomes infinite.) float32: 16-bit gradients are not rounded
-            on the way. Inside a host nothing changes, so on one host it has no effect. Not with communication hooks.
+            `photinus.parallel.ddp.mixed_precision`. It does not work with activation checkpoints inside the model.
+        device_mesh: a mesh of one dimension, whose group is used instead of process_group.
+        skip_all_reduce_unused_params: with find_unused_parameters, do not exchange buckets without a used parameter.
+            The same parameters must be unused on every rank.
+        bucket_cap_mb_list: largest sizes of the first, second, ... bucket, instead of bucket_cap_mb.
+        batched_grad_copy: no effect: gradients are always copied once.
+        forward_sync_buffers: set the buffers of all ranks to rank 0's at the end of each backward that is exchanged, so
+            that all ranks evaluate and save the same model. Forwards exchange no buffers. (See
+            `photinus.parallel.ddp.buffer_sync`.)
+        nan_guard: if a gradient is not finite, raise on every rank at the end of backward. The error names the first
+            rank and parameter. Costs one read of the gradients.
+        check_ranks: check that all ranks have made the same number of optimizer steps and hold the same parameters.
+            Out-of-step ranks raise at the next exchange; diverged weights raise within 1 to 128 steps, depending on how
+            much differs. On GPUs, with skip_all_reduce_unused_params and with communication hooks (these: steps only),
+            the check runs at every 64th exchange. Only torch.optim optimizers are seen. False: weights may differ.
+        wire_dtype: type of the gradients between hosts, on backend photinus. bfloat16 or float16: float32 gradients
+            take half the bytes; they are added in float32, and all ranks get the same bits. (A sum over the ranks
+            beyond 65,504 becomes infinite in float16.) float32: 16-bit gradients are not rounded on the way. No effect
+            within a host. Not with communication hooks.
 
     Attributes:
         module: the model.
         reducer: exchanges the gradients; has `sync_grad`, `filter_unused_parameters(outputs)`, `stop()`.
         require_backward_grad_sync: False inside `no_sync`.
-        require_forward_param_sync: whether the next backward broadcasts buffers (if forward_sync_buffers).
-        late_gradient_errors: (of the class) torch's class notices at the next forward that a gradient was missing,
-            after a step with gradients that are no averages. True: so do subclasses with this one.
+        require_forward_param_sync: True if the next backward broadcasts buffers (with forward_sync_buffers).
+        late_gradient_errors: (of the class) True: a missing gradient raises at the next forward, as in torch's class,
+            after a step with gradients that are not averages.
 
-    On CPUs, making one lets malloc keep the memory that a step frees, unless the user has set malloc's own variables
-    (see `photinus.malloc`): the pages are there for the next step, and do not go back to the system between.
+    On CPUs, malloc then keeps the memory that a step frees, unless you set malloc's variables (see `photinus.malloc`).
 
     Raises:
         NotInitializedError: there is no process group.
-        ModelMismatchError: (a ValueError, on every rank) models or options differ between ranks.
-        MismatchError: (by backward, on every rank) the ranks are out of step, see check_ranks. Weights that differ are
-            a ModelMismatchError, too.
+        ModelMismatchError: (a ValueError, on every rank) models or options (in backward: weights) differ between ranks.
+        MismatchError: (in backward, on every rank) the ranks are out of step; see check_ranks.
         DeviceError: two ranks have their models on one GPU, and PHOTINUS_RANKS_PER_GPU does not allow it.
-        UnsuitableModelError: (a ValueError) the model or the arguments do not fit; the message says why. Also by a
-            forward, when parameters came or went after wrapping.
+        UnsuitableModelError: (a ValueError) the model or an argument does not fit; the message says why. Also in
+            forward, if parameters were added or removed after wrapping.
     """
 
     late_gradient_errors: ClassVar[bool] = False
@@ -288,7 +286,7 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
     # The compiler leaves this frame alone and compiles the module that it calls, cut where buckets end.
     @_disable_dynamo(recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward; see the class for what is exchanged before and after."""
+        """Run the module's forward. The class says what is exchanged before and after."""
         with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             with self._inside_ddp_forward():
@@ -376,11 +374,11 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
 
     @property
     def syncs(self) -> bool:
-        """Whether the backward of a forward now would be exchanged: outside `no_sync`, with `reducer.sync_grad`."""
+        """Return whether backward of a forward now would exchange: outside `no_sync`, with `reducer.sync_grad`."""
         return self.require_backward_grad_sync and self.reducer.sync_grad
 
     def will_sync_module_buffers(self) -> bool:
-        """Whether the backward of a forward now would synchronise buffers."""
+        """Return whether backward of a forward now would synchronize buffers."""
         return (
             self.require_forward_param_sync
             and self.forward_sync_buffers
@@ -396,7 +394,7 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
 
     @property
     def broadcast_buffers(self) -> bool:
-        """Older name of `forward_sync_buffers`."""
+        """Return `forward_sync_buffers`, of which this is the older name."""
         return self.forward_sync_buffers
 
     @broadcast_buffers.setter
@@ -405,10 +403,10 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it, neither gradients nor buffers are exchanged: gradients accumulate on each rank.
+        """Exchange neither gradients nor buffers inside `with`: gradients accumulate on each rank.
 
-        The next backward outside averages the sums. The forward has to be inside too, as with torch's class. What was
-        in force before is restored on exit, exceptions included.
+        The next backward outside averages the sums. The forward must be inside too, as with torch's class. On exit,
+        also by an exception, the setting from before is restored.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -420,17 +418,17 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
     # ---- hooks and optimizers
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """From now on `hook(state, bucket)` takes the place of the average; once, before the first backward.
+        """Let `hook(state, bucket)` replace the average. Call it once, before the first backward.
 
         Args:
-            state: given to the hook; hooks keep their memory in it.
-            hook: takes a `torch.distributed.GradBucket`-like object as its parameter `bucket`, whose buffer holds this
-                rank's gradients, undivided; returns a `torch.futures.Future` of what it is to become. All hooks of
-                `torch.distributed.algorithms.ddp_comm_hooks` do.
+            state: first argument of the hook; hooks keep their memory in it.
+            hook: function of (state, bucket). `bucket` is like a `torch.distributed.GradBucket`; its buffer holds this
+                rank's gradients, undivided. It returns a `torch.futures.Future` of the reduced buffer. All hooks of
+                `torch.distributed.algorithms.ddp_comm_hooks` work.
 
         Raises:
             TypeError, ValueError: not such a function.
-            RuntimeError: there is one already.
+            PhotinusError: there is a hook already, or mixed_precision or wire_dtype is in use.
         """
         try:
             check_hook(hook)

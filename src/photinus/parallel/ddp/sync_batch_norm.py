@@ -30,18 +30,18 @@ from ...waiting_time import waiting_time
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch normalisation whose statistics in training are those of the global batch.
+    """Batch normalization that uses the statistics of the global batch in training.
 
     Input [N, C] or [N, C, ...]; output of the same shape and dtype. In evaluation, without a process group, or in a
-    group of one, it does exactly what `torch.nn.BatchNorm` does. Unlike `torch.nn.SyncBatchNorm` it works on the CPU.
+    group of one, it computes exactly what torch's BatchNorm computes. Unlike `torch.nn.SyncBatchNorm` it works on CPUs.
 
     Args:
-        num_features: C.
-        eps, momentum, affine, track_running_stats, device, dtype: as of `torch.nn.BatchNorm2d`.
-        process_group: the ranks that share a batch; default: the default group at the time of the forward.
+        num_features: number of channels, C.
+        eps, momentum, affine, track_running_stats, device, dtype: as for `torch.nn.BatchNorm2d`.
+        process_group: the ranks that share a batch. Default: the default group at the time of the forward.
 
     Raises (from forward):
-        ValueError: an input of fewer than 2 dimensions, or a global batch of one value per channel in training.
+        ValueError: the input has fewer than 2 dimensions, or the global batch has one value per channel in training.
     """
 
     process_group: dist.ProcessGroup | None
@@ -67,7 +67,7 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalises `input`; in training also updates the running statistics, equally on all ranks."""
+        """Normalize `input`. In training, also update the running statistics, equally on all ranks."""
         self._check_input_dim(input)
         group = self._group()
         if not self.training or group is None:
@@ -131,19 +131,19 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
-        """See the function of the same name."""
+        """Replace every BatchNorm in `module`, as `photinus.parallel.convert_sync_batchnorm` does."""
         return convert_sync_batchnorm(module, process_group)
 
 
 def convert_sync_batchnorm(module: nn.Module, process_group: dist.ProcessGroup | None = None) -> nn.Module:
-    """Turns every BatchNorm in `module` (torch's SyncBatchNorm too) into ours; returns the module.
+    """Replace every BatchNorm in `module` (torch's SyncBatchNorm too) by ours, and return the module.
 
-    The new layers hold the same parameter and buffer objects, hooks and settings, so that optimizers and tied layers
-    stay as they are. `module` itself is changed, unless it is a batch norm: then the new layer is returned. A group
-    that is given holds for layers that are ours already, too.
+    The new layers have the same parameter and buffer objects, hooks and settings, so optimizers and tied layers stay
+    valid. `module` itself is changed. If it is a batch norm itself, the new layer is returned. A group that is given
+    also applies to layers that are ours already.
 
     Raises:
-        ValueError: a lazy batch norm that is not initialised yet.
+        ValueError: a lazy batch norm is not initialized yet.
     """
     return _convert(module, process_group, {})
 

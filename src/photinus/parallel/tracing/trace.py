@@ -87,21 +87,21 @@ class Shares:
 
 
 def trace(path: str | os.PathLike[str], *, skip: int = 0, steps: int | None = None) -> Trace:
-    """Records the steps that run inside `with`, on every rank, into one file.
+    """Record the steps inside `with`, on every rank, into one file.
 
-    A step is a forward of a `photinus.DistributedDataParallel` outside of `no_sync` and all that follows until the
-    next one: backward, the exchange of each bucket, the wait for averages that backward could not hide, and every
-    `torch.optim` optimizer's step. With a process group, all ranks have to enter and leave.
+    A step is a forward of a `photinus.DistributedDataParallel` outside of `no_sync`, and everything until the next one:
+    backward, the exchange of each bucket, the wait for averages that backward could not hide, and each step of a
+    `torch.optim` optimizer. With a process group, all ranks must enter and exit the block.
 
     Args:
-        path: of the file, written by rank 0 at the end. When the steps end with an exception, each rank writes what
-            it has beside it, as NAME.rankR.json (NAME.json with one rank), because other ranks may be gone.
-        skip: so many steps are left out at first (the first ones are slower: buckets are learned, memory is touched).
-        steps: so many are recorded; None: all that follow.
+        path: path of the file, which rank 0 writes at the end. If an exception ends the block, other ranks may be gone,
+            so each rank writes its own part to NAME.rankR.json (with one rank: NAME.json).
+        skip: number of first steps to leave out. They are slower: buckets are built, memory is touched. Default: 0.
+        steps: number of steps to record. Default: all that follow.
 
     Raises:
-        ValueError: skip or steps is negative, or the folder does not exist.
-        PhotinusError: another trace is on in this process.
+        ValueError: skip is below 0, steps is below 1, or the folder does not exist.
+        PhotinusError: this process is recording another trace.
     """
     path = Path(path)
     if skip < 0 or (steps is not None and steps < 1):

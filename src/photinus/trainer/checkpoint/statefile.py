@@ -35,22 +35,22 @@ _END_MAGIC = b"PK\x05\x06"
 
 
 def save(path: str | os.PathLike[str], **state: Any) -> None:
-    """Saves the state of everything given in one file: atomically, by rank 0, called by all ranks.
+    """Save objects in one file, atomically. All ranks call it; rank 0 writes.
 
         photinus.save("runs/x/last.pt", model=model, optimizer=optimizer, loader=batches, epoch=epoch)
 
-    When this returns, on any rank, the file is complete and on disk; when it raises, it raises on all ranks, and
-    what `path` held before is untouched.
+    When it returns on any rank, the file is complete and on disk. When it raises, it raises on all ranks, and `path` is
+    unchanged.
 
     Args:
-        path: of the file; missing folders are made.
-        state: by name: objects with state_dict (models wrapped or not: names are the user's own), tensors, numbers,
-            text, and lists and dicts of such. Of a `photinus.loader` the place is saved: the order of the samples goes
-            on, inside an epoch too.
+        path: path of the file. Missing folders are created.
+        state: by name: objects with state_dict, tensors, numbers, text, and lists and dicts of these. A model may be
+            wrapped; the file has the names of the plain model. Of a `photinus.loader` the position is saved, so that
+            the order of the samples continues, also inside an epoch.
 
     Raises:
-        TypeError: something could not be read back safely.
-        CheckpointError: the file could not be written (disk full: path, needed and free bytes).
+        TypeError: an object cannot be saved so that it loads safely.
+        CheckpointError: the file could not be written (disk full: with the path, the bytes needed and the bytes free).
     """
     path = Path(path)
     with together(f"saving {path}", is_long=True):
@@ -62,25 +62,25 @@ def save(path: str | os.PathLike[str], **state: Any) -> None:
 
 
 def load(path: str | os.PathLike[str], *, best: Any = None, step: Any = None, **objects: Any) -> dict[str, Any]:
-    """Loads what `save` (or torch.save of a dict, or a Loop) wrote: into all the objects or into none, on all ranks.
+    """Load what `save` (or torch.save of a dict, or a Loop) wrote: into all objects or into none, on all ranks.
 
         saved = photinus.load("runs/x/last.pt", model=model, optimizer=optimizer, loader=batches)
         epoch = saved["epoch"]
         photinus.load("runs/x", model=model, best="accuracy")
 
     Args:
-        path: of the file; or a run's folder, or a checkpoint in it. Ranks that do not see it get it from rank 0.
-        best: of a run's folder the checkpoint with the highest metric of this name ("-loss": lowest), not the newest.
-        step: of a run's folder the checkpoint of this step.
-        objects: by the names under which they were saved; each with load_state_dict. Optimizers and schedulers get
-            the options that were saved, as in torch; of a Loop's checkpoints those that the script changed are its own.
+        path: a file, a run's folder, or a checkpoint in it. Ranks that cannot see it get it from rank 0.
+        best: in a run's folder, load the checkpoint with the highest metric of this name ("-loss": the lowest).
+        step: in a run's folder: load the checkpoint of this step.
+        objects: objects with load_state_dict, by the names under which they were saved. Optimizers and schedulers get
+            the saved options, as in torch. (A Loop keeps options that the script changed.)
 
     Returns:
         The entries of the file for which no object was given; tensors on the CPU.
 
     Raises:
-        CheckpointError: the file is absent, damaged or for other objects; raised on all ranks when it is so on one,
-            and then no object was changed on any.
+        CheckpointError: the file is missing, damaged or of other objects. It is raised on all ranks if it happens on
+            one, and then no object on any rank has changed.
         TypeError: an object has no load_state_dict.
     """
     where = Path(path)

@@ -36,7 +36,7 @@ _AS_THEY_ARE = (type(None), bool, int, float, complex, str, bytes, torch.Size, t
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The user's own module inside wrappers: DistributedDataParallel (torch's, ours), DataParallel, torch.compile's."""
+    """Return the user's module inside DistributedDataParallel (torch's or ours), DataParallel or torch.compile."""
     while True:
         inner = getattr(module, "_orig_mod", None)  # torch.compile's OptimizedModule
         if not isinstance(inner, nn.Module):

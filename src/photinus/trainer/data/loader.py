@@ -100,37 +100,36 @@ def loader(
     multiprocessing_context: str | None = None,
     timeout_s: float | None = None,
 ) -> Loader:
-    """This rank's share of a map-style dataset, in batches.
+    """Return a loader of this rank's share of a map-style dataset, in batches.
 
     Args:
-        dataset: anything with __len__ and __getitem__ (or __getitems__); or torch's DataLoader over such a one, which
-            is taken apart: what is None here is what it was given. Its batch size counts as that over all ranks, but
-            under a DistributedSampler as that of each.
-        batch_size: samples per step over all ranks. For training at least one for each; their parts differ by one
-            sample where it cannot be divided evenly, and have weights: see `Loader.weight`.
-        train: False is for validation: the dataset's order, every sample exactly once over all ranks, no padding;
-            ranks may then differ by one in their number of batches. `shuffle` and `drop_last` do not apply.
-        shuffle: a new order in each epoch, a function of (seed, epoch) alone. Default: as `train`.
-        seed: of the order, and of the generators (Python's, numpy's and torch's global ones) that __getitem__ and the
-            collate function draw from: each sample has its own seed, a function of (seed, epoch, sample).
-            With __getitems__ there is one for the batch.
-        drop_last: leave out an epoch's last, short batch; default: True.
-        num_workers: worker processes that fetch; default: none. A TensorDataset (or a Subset of one) is indexed in this
-            process instead, which is faster, unless there is a collate function.
-        pin_memory: default: when the device is a GPU.
-        collate_fn: default: torch's default_collate.
-        rank, world_size: default: those of torch.distributed when it is initialised, else those that the launcher
-            set in the environment. Give both or none.
-        device: where the batches' tensors go; None leaves them where they are.
-        persistent_workers: keep the workers from epoch to epoch, with their copy of the dataset; default: False.
-        prefetch_factor: batches that each worker prepares ahead; default: torch's (2).
+        dataset: an object with __len__ and __getitem__ (or __getitems__), or torch's DataLoader over one. The
+            DataLoader's settings are used for arguments that are None here. Its batch size is that of all ranks
+            together; with a DistributedSampler, that of each rank.
+        batch_size: samples of a step over all ranks; for training at least one per rank. If it cannot be divided
+            evenly, the ranks' parts differ by one sample and have weights: see `Loader.weight`.
+        train: False for validation: the dataset's order, every sample exactly once over all ranks, without padding.
+            Ranks may then differ by one in their number of batches. `shuffle` and `drop_last` do not apply.
+        shuffle: use a new order in each epoch, which depends only on (seed, epoch). Default: as `train`.
+        seed: seed of the order, and of Python's, numpy's and torch's generators in __getitem__ and the collate
+            function. Each sample has a seed from (seed, epoch, sample); __getitems__ and collate functions have one per
+            batch.
+        drop_last: leave out the last, short batch of an epoch. Default: True.
+        num_workers: number of processes that load data, per rank. Default: 0. A TensorDataset (or a Subset of one) is
+            indexed in this process, which is faster, unless there is a collate function.
+        pin_memory: use pinned memory. Default: True if `device` is a GPU.
+        collate_fn: function that makes a batch of a list of samples. Default: torch's default_collate.
+        rank, world_size: place of this rank. Give both or none. Default: torch.distributed's if it is initialized, else
+            the launcher's.
+        device: device to which the tensors of a batch move. Default: they do not move.
+        persistent_workers: keep the workers, with their copy of the dataset, for the next epoch. Default: False.
+        prefetch_factor: batches that each worker prepares ahead. Default: torch's (2).
         worker_init_fn: called in each worker with its number; torch's get_worker_info().dataset.dataset is yours.
-        multiprocessing_context: how workers start ("fork", "forkserver", "spawn"); default: Python's.
-        timeout_s: how long to wait for a worker's batch; default: PHOTINUS_TIMEOUT_S (300 s), 0: without end.
+        multiprocessing_context: how workers start ("fork", "forkserver", "spawn"). Default: Python's.
+        timeout_s: seconds to wait for a worker's batch; 0: no limit. Default: PHOTINUS_TIMEOUT_S (300).
 
     Raises:
-        TypeError: the dataset is iterable-style or no dataset at all, an argument has the wrong type, or the batch size
-            is missing.
+        TypeError: not a dataset, or iterable-style; an argument has a wrong type; or batch_size is missing.
         ValueError: batch size, world size and dataset do not fit each other.
     """
     if isinstance(dataset, DataLoader):

@@ -11,16 +11,17 @@ from .session import require_session
 
 
 def backward(loss: Tensor, *, weight: float | None = None) -> None:
-    """Backward of a scalar loss, for people who own their loop and their loader.
+    """Run backward of a scalar loss, in a loop of your own.
 
     Args:
-        loss: mean over this rank's samples of the batch, shape [] or [1].
-        weight: `batch.weight` of the loader's batch, with which the mean over the ranks is the mean over the global
-            batch. Default: that of the batch that a pass over a `photinus.loader` handed out last, else 1.
+        loss: mean over this rank's samples of the batch; a tensor with one element.
+        weight: `batch.weight` of the loader's batch, which makes the mean over ranks that over the global batch.
+            Default: the weight of the last batch of a running `photinus.loader`, else 1.
 
     Raises:
-        NotInitializedError: a launcher started several processes and `photinus.init()` was not called.
-        ValueError: the loss is not a scalar, or nothing in it requires a gradient.
+        NotInitializedError: a launcher started several processes, and `photinus.init()` was not called.
+        TypeError: the loss is not a tensor.
+        ValueError: the loss does not have exactly one element, or nothing in it requires a gradient.
     """
     require_session("photinus.backward")
     check_loss(loss)

@@ -56,11 +56,11 @@ _own: Watch | None = None  # of `suspend_requested`
 
 
 class Suspended(SystemExit):
-    """Ends the process with EXIT_CODE after its work was saved. `photinus run` starts it again; torchrun with
-    --max-restarts does, too.
+    """SystemExit with code 75, raised after the work was saved. `photinus run` then starts the job again, and so does
+    torchrun with --max-restarts.
 
     Args:
-        words: what was saved and where, for people, such as "step 120, saved in runs/x/checkpoints/step-00000120".
+        words: text for people: what was saved and where, "step 120, saved in runs/x/checkpoints/step-00000120".
     """
 
     def __init__(self, words: str) -> None:
@@ -72,10 +72,10 @@ class Suspended(SystemExit):
 
 
 def suspend_requested() -> bool:
-    """Whether the job was asked to suspend: call it once after each step, on all ranks; all get the same answer.
+    """Return whether the job was asked to suspend. Call it once after each step, on all ranks: all get the same answer.
 
-    The first call begins to take SIGTERM and SIGUSR1, until the session closes; handlers that a script has set for
-    them are still called, and an ignored signal stays ignored. After True it stays True: save, then `suspend`.
+    The first call starts to handle SIGTERM and SIGUSR1, until the session closes. A script's own handlers are still
+    called, and an ignored signal stays ignored. After True it stays True: save, then call `suspend`.
 
     Raises:
         CollectiveTimeoutError: the job was asked to suspend, and a rank did not answer within PHOTINUS_TIMEOUT_S.
@@ -89,13 +89,13 @@ def suspend_requested() -> bool:
 
 
 def suspend(words: str = "") -> NoReturn:
-    """Ends this process so that the launcher starts it again, if it still runs, without counting a failure.
+    """End this process so that a launcher that still runs starts it again, without counting a failure.
 
     Args:
-        words: what was saved and where; the launcher says it.
+        words: text for people: what was saved and where. The launcher logs it.
 
     Raises:
-        Suspended: always; a SystemExit with code 75, so that `with` blocks are left in order.
+        Suspended: always. It is a SystemExit with code 75, so `with` blocks close in order.
     """
     raise Suspended(words)
 

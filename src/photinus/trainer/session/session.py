@@ -37,21 +37,21 @@ from .rank_store import open_given_store, open_store
 
 
 class Session:
-    """One process's view of the job, from `photinus.init()` until its end. Made by `init`, not by hand.
+    """This process's view of the job, from `photinus.init()`, which creates it, until its end.
 
     Attributes:
-        rank: this process, 0 <= rank < world_size.
-        world_size: number of processes that met.
+        rank: rank of this process, 0 <= rank < world_size.
+        world_size: number of processes in the job.
         local_rank: index of this process on its host.
         local_world_size: number of the job's processes on this host.
-        device: where this process computes.
+        device: device on which this process computes.
         backend: name of the torch.distributed backend in use.
         host: name of this host.
-        hosts: each rank's host name, by rank.
-        launcher: who started the processes, "none" for a plain `python script.py`.
-        seed: what the random generators were seeded with, None when they were not.
-        aside_s: seconds spent in work beside training (validation), left out of the throughput.
-        loops: how many loops were made in it.
+        hosts: host name of each rank, by rank.
+        launcher: name of the launcher; "none" for a plain `python script.py`.
+        seed: seed of the random generators, or None.
+        aside_s: seconds of work beside training (validation), not counted in the throughput.
+        loops: number of loops created in this session.
     """
 
     def __init__(
@@ -76,16 +76,16 @@ class Session:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the one that logs and saves."""
+        """Return whether this is rank 0, the rank that logs and saves."""
         return self.rank == 0
 
     @property
     def exchange_device(self) -> torch.device:
-        """Where small tensors for exchanges live: the host, or this rank's device for nccl, which knows no other."""
+        """Return the device for small tensors to exchange: this rank's GPU with nccl, else the CPU."""
         return self.device if self.backend == "nccl" else torch.device("cpu")
 
     def at_end(self, tell: Callable[[BaseException | None], None]) -> None:
-        """Calls `tell` once when the session ends, with the error that ended it, None for a good end."""
+        """Call `tell` once when the session ends, with the error that ended it, or None."""
         self._at_end.append(tell)
 
     def __enter__(self) -> Session:
@@ -106,7 +106,7 @@ class Session:
             warnings.warn(f"rank {self.rank}: closing the process group failed too: {second}", stacklevel=2)
 
     def close(self) -> None:
-        """Ends the session and destroys the process group if `init` made it. May be called again."""
+        """End the session, and destroy the process group if `init` created it. A second call does nothing."""
         global _current
         if not self._open:
             return
@@ -119,7 +119,7 @@ class Session:
             dist.destroy_process_group()
 
     def close_at_exit(self) -> None:
-        """As `close`, when the interpreter leaves, perhaps because of an error that nobody caught."""
+        """Close the session when the interpreter exits, perhaps because of an error that nobody caught."""
         self._tell_end(getattr(sys, "last_value", None))
         self.close()
 
@@ -142,25 +142,26 @@ def init(
     seed: int | None = None,
     timeout_s: float | None = None,
 ) -> Session:
-    """Joins the ranks of the job and returns this process's session, a context manager.
+    """Join the ranks of the job and return this process's session, a context manager.
 
     Args:
-        backend: "auto" or any torch.distributed backend: "photinus", "gloo", "nccl". "auto" takes PHOTINUS_BACKEND if
-            that is set, else photinus for CPUs (gloo where the engine is not built), and for CUDA devices what
-            `photinus bench --device cuda` found fastest here; without that nccl, or photinus where ranks share a
-            GPU. Rank 0 says so in one line. A process group that is there already is kept, and left open at the end.
-        device: "auto" (cuda:local_rank where CUDA is there, else cpu), "cpu", "cuda" (cuda:local_rank) or "cuda:i".
-        seed: seeds Python's, numpy's and torch's generators, alike on all ranks, so that models and splits of the
-            data made next are equal; a Loop then gives each rank numbers of its own. None leaves them alone.
-        timeout_s: deadline in seconds of each collective; default PHOTINUS_TIMEOUT_S (300).
+        backend: "auto", or a backend of torch.distributed such as "photinus", "gloo" or "nccl". "auto" takes
+            PHOTINUS_BACKEND if that is set. Otherwise it takes photinus on CPUs (gloo if the engine is not built). On
+            CUDA devices it takes the backend that `photinus bench --device cuda` found fastest on this machine; without
+            that nccl, or photinus if ranks share a GPU. Rank 0 logs the choice. An existing process group is used, and
+            stays open.
+        device: "auto" (cuda:LOCAL_RANK if there is CUDA, else cpu), "cpu", "cuda" (cuda:LOCAL_RANK) or "cuda:i".
+        seed: seeds the generators of Python, numpy and torch. The seed is the same on all ranks, so models and splits
+            of the data are equal; a Loop then gives each rank its own numbers. Default: the generators are not seeded.
+        timeout_s: timeout of each collective in seconds. Default: PHOTINUS_TIMEOUT_S (300).
 
     Raises:
-        DeviceError: CUDA was asked for and is absent, this host runs more ranks than it has devices, or several ranks
-            share one, which `photinus run --ranks-per-gpu` allows, though not with nccl.
-        WorldSizeError: the processes that met are not the world that the launcher meant, or this one would train
-            alone although others were started beside it.
-        NotInitializedError: the launcher's variables do not say where the ranks meet, or they could not meet there.
-        ValueError: the backend is unknown, or the timeout is not above 0.
+        DeviceError: there is no CUDA device but one was asked for; this host has more ranks than devices; or ranks
+            share a device (`photinus run --ranks-per-gpu` allows it, but not with nccl).
+        WorldSizeError: the ranks that joined are not the launcher's world; or this process would train alone beside
+            others.
+        NotInitializedError: the launcher's variables name no rendezvous address, or the ranks could not join there.
+        ValueError: the backend or device is unknown, or timeout_s is not above 0.
     """
     global _current
     tracebacks.install()

@@ -51,52 +51,52 @@ def wrap(
     sync_batch_norm: bool = True,
     **options: Any,
 ) -> nn.Module | tuple[Any, ...]:
-    """Moves the model to this rank's device and makes the ranks train it together.
+    """Move the model to this rank's device and make the ranks train it together.
 
         model, optimizer = photinus.wrap(model, optimizer, strategy="zero3")
 
-    | strategy | each rank holds | over |
+    | strategy | each rank holds | from |
     |---|---|---|
     | "ddp" | everything | `photinus.DistributedDataParallel` |
     | "torch-ddp" | everything | torch's DistributedDataParallel |
-    | "zero1" | parameters, gradients, its part of the optimizer's state | ours, and torch's ZeroRedundancyOptimizer |
-    | "zero2" | its part; from forward to backward all parameters | torch's FSDP2 |
-    | "zero3" | its part; a unit's parameters while it computes | torch's FSDP2 |
+    | "zero1" | parameters, gradients, its part of the optimizer state | ours, and torch's ZeroRedundancyOptimizer |
+    | "zero2" | its part; all parameters from forward to backward | torch's FSDP2 |
+    | "zero3" | its part; the parameters of a unit while the unit computes | torch's FSDP2 |
     | "dp" | everything: one process with several devices | torch's DataParallel |
 
-    All train the same model, and their checkpoints load in each other. Use what is returned, and only `forward` of it:
-    under "zero2" and "zero3" that is the model itself, whose parameters are now others (this rank's parts), and all
-    ranks have to call it equally often. Optimizers stay the objects that they were, so schedulers and hooks made over
-    them stay right; but other references to the old parameters, and optimizers not given here, do not. A moving average
-    of the weights (torch's AveragedModel) is made before, and under "zero2" and "zero3" what it holds is wrapped, too:
+    All strategies train the same model, and each loads the checkpoints of the others. Use the returned model, and call
+    only its `forward`. Under "zero2" and "zero3" it is the same object with new parameters (this rank's parts), and all
+    ranks must call it equally often. Optimizers stay the same objects, so schedulers and hooks on them stay valid.
+    Other references to the old parameters, and optimizers that are not given here, do not. Make a moving average of the
+    weights (torch's AveragedModel) before `wrap`. Under "zero2" and "zero3" wrap its module too:
 
         average = AveragedModel(model)
         model, optimizer = photinus.wrap(model, optimizer, strategy="zero3")
         average.module = photinus.wrap(average.module, strategy="zero3")
 
-    There `use_buffers=True` works with an `avg_fn`, not with a `multi_avg_fn`: torch cannot average parts and whole
+    There, `use_buffers=True` works with an `avg_fn`, but not with a `multi_avg_fn`: torch cannot mix parts and whole
     tensors in one call.
 
     Args:
-        model: a plain module; every rank's starts with rank 0's parameters and buffers.
-        optimizer, more: optimizers over the model's parameters. What they remember of earlier steps moves to the
-            device, and is split, with the parameters. Optional, but "zero1" wants them, and under "zero2" and "zero3"
-            one that is not given has to be made after, from the wrapped model's parameters.
-        strategy: a name of `photinus.parallel.STRATEGIES`.
-        sync_batch_norm: whether BatchNorm uses the statistics of the global batch instead of each rank's part.
-        options: of the strategy; "ddp" and "zero1" have those of DistributedDataParallel, such as `bucket_cap_mb` and
-            `find_unused_parameters`; "zero2" and "zero3" have `shard`, the submodules that are gathered and dropped as
-            units (a function or a list of classes; default: the blocks in outermost ModuleLists and Sequentials).
+        model: a plain module. All ranks start with rank 0's parameters and buffers.
+        optimizer, more: optimizers of the model's parameters. Their state (momentum, ...) moves to the device and is
+            split with the parameters. "zero1" needs them. Under "zero2" and "zero3", make an optimizer that is not
+            given after `wrap`, from the wrapped model's parameters.
+        strategy: a name in `photinus.parallel.STRATEGIES`. Default: "ddp".
+        sync_batch_norm: let BatchNorm use the statistics of the global batch, not of each rank's part. Default: True.
+        options: options of the strategy. "ddp" and "zero1" take those of DistributedDataParallel, such as
+            `bucket_cap_mb` and `find_unused_parameters`. "zero2" and "zero3" take `shard`: the submodules to gather and
+            free as units (function or list of classes; default: blocks of the outermost ModuleLists and Sequentials).
 
     Returns:
-        The wrapped model; with optimizers a tuple of it and them.
+        The wrapped model; with optimizers, a tuple of the model and them.
 
     Raises:
-        ValueError: an unknown strategy, a model without parameters that require gradients, a model that is wrapped
-            already, an optimizer that steps other parameters than the model's, something that the strategy does not
-            suit, such as "dp" in several processes, or optimizers or options that differ between the ranks.
-        TypeError: an option that the strategy does not have, or an optimizer that cannot be split.
-        NotInitializedError: a launcher started several processes and `photinus.init()` was not called.
+        ValueError: the strategy is unknown or does not fit (such as "dp" in several processes); the model is wrapped
+            already, or has no parameters that require gradients; an optimizer steps parameters that are not the
+            model's; or optimizers or options differ between the ranks.
+        TypeError: the strategy does not have this option, or an optimizer cannot be split.
+        NotInitializedError: a launcher started several processes, and `photinus.init()` was not called.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, but wrap needs a torch.nn.Module")
