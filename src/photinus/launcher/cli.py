@@ -21,12 +21,12 @@ from ..version import __version__
 from .command_line.usage import UsageError
 
 COMMANDS = {
-    "run": ("photinus.launcher.run", "start a script on all devices of this host, and restart it when a rank dies"),
-    "new": ("photinus.launcher.new", "create a project that trains as it is, to start from"),
+    "run": ("photinus.launcher.run", "start a script on all devices of this host; restart on failure"),
+    "new": ("photinus.launcher.new", "create a small project to start from"),
     "doctor": ("photinus.launcher.doctor.examine", "check what works on this machine"),
     "bench": ("photinus.launcher.bench.measure", "measure collectives over each backend, and what limits them"),
     "top": ("photinus.launcher.viewing.top", "show a run while it trains: progress, loss, where the time goes"),
-    "report": ("photinus.launcher.viewing.report", "make one HTML page of a run, or of several to compare"),
+    "report": ("photinus.launcher.viewing.report", "write one HTML page about a run, or several to compare"),
     "completion": ("photinus.launcher.completion", "shell completion for bash, zsh or fish"),
 }
 
@@ -36,7 +36,7 @@ _OF_A_PATH = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errn
 
 def _help() -> str:
     lines = [
-        f"photinus {__version__}: trains one PyTorch model on many devices in unison",
+        f"photinus {__version__}: train one PyTorch model on many devices",
         "",
         "usage: photinus COMMAND ...",
         "",
@@ -49,10 +49,10 @@ def _help() -> str:
         "  photinus run train.py                       one process per GPU (or core)",
         "  photinus run --nproc-per-node 2 train.py --epochs 3",
         "  photinus new digits                         a project to start from",
-        "  photinus doctor                             which backends work here, and how fast?",
+        "  photinus doctor                             which backends work here?",
         "  photinus bench --plot bandwidth.png",
         "  photinus top                                live progress; which rank is slow?",
-        "  photinus report runs/digits                 curves, times and options on one page",
+        "  photinus report runs/digits                 curves, times, options: one page",
         "  photinus run --help",
     ]
     return "\n".join(lines)

@@ -21,7 +21,7 @@ _MORE = """\
 
 def parser() -> Parser:
     """The command line."""
-    about = "Prints a script that lets the shell complete photinus commands and their flags."
+    about = "Print a script that lets the shell complete photinus commands and their flags."
     made = Parser("completion", "|".join(_SHELLS), about=about, more=_MORE)
     made.add("shell", metavar="SHELL", one_of=_SHELLS, help=f"one of {', '.join(_SHELLS)}")
     return made

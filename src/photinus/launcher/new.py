@@ -31,11 +31,11 @@ def parser() -> Parser:
     made = Parser(
         "new",
         "DIR",
-        about="Makes a project in the folder DIR that trains as it is, on one process or many:\n"
-        "a script, its options, a config file, a test and a README.",
+        about="Create a project in the folder DIR: a script, its options, a config file, a test\n"
+        "and a README. It trains without changes, on one process or many.",
         more="example:\n  photinus new digits",
     )
-    made.add("folders", metavar="DIR", nargs="*", help="a folder that is new or empty")
+    made.add("folders", metavar="DIR", nargs="*", help="a new or empty folder")
     return made
 
 

@@ -18,9 +18,9 @@ _MOST_RANKS = 1024
 _UNITS = {"B": 1, "K": 1 << 10, "KiB": 1 << 10, "M": 1 << 20, "MiB": 1 << 20, "G": 1 << 30, "GiB": 1 << 30}
 
 _ABOUT = """\
-Measures collectives on this host, over every backend that works here, taking
-turns in one run, beside what the ranks reach when they only copy memory. Says
-what limits each, and which one to choose. Lists are separated by commas."""
+Measure collectives on this host over every backend that works here, in turns.
+Compare them with plain memory copies by the same ranks. Print what limits each
+backend, and which one to choose. Separate lists by commas."""
 _MORE = """\
 examples:
   photinus bench
@@ -29,45 +29,45 @@ examples:
   photinus bench --device cuda
   photinus bench --explain --hosts 4x8 --latency-us 25 --rate-gbit 10
 
-algbw is the tensor's bytes divided by the time; busbw counts what each rank has
-to move for it, as nccl-tests do, so that it can be compared between operations
-and numbers of ranks. The tensor is the whole one: what all ranks together give
-to reduce_scatter, or get from all_gather, is divided among them.
+algbw is the size divided by the time. busbw counts the bytes that each rank has
+to move for it, as nccl-tests do: compare it between operations and numbers of
+ranks. The size is that of the whole tensor: reduce_scatter's input on each
+rank, all_gather's output.
 
-exit code: 0; 1 when a backend that was asked for failed; 2 for wrong use, or
-a device that is absent."""
+exit code: 0; 1 if a backend that you asked for failed; 2 for wrong use, or if
+the device does not exist."""
 
 
 def parser() -> Parser:
     """The command line. A value that is None is to be found out here."""
     made = Parser("bench", "[flags]", about=_ABOUT, more=_MORE)
-    ranks = "ranks. default: one per GPU, or per usable core (2 to 8); at least 2"
+    ranks = "number of ranks, at least 2. default: one per GPU, or per usable core (2 to 8)"
     made.add("--nproc-per-node", metavar="N", dest="ranks", type=whole_number(2, _MOST_RANKS), help=ranks)
-    where = "where the tensors lie. cuda: what is fastest is kept, and taken by backend auto from then on; ranks share "
-    where += "GPUs where there are fewer, and nccl does not take part then. default: cpu, but nccl's on GPUs"
+    where = "device of the tensors. cuda: the fastest backend is saved, and backend auto uses it from then on; with "
+    where += "fewer GPUs than ranks, ranks share GPUs, without nccl. default: cpu (nccl: GPUs)"
     made.add("--device", metavar="cpu|cuda", one_of=("cpu", "cuda"), default="cpu", help=where)
-    operations = f"of {', '.join(_OPERATIONS)}. default: all_reduce"
+    operations = f"operations: {', '.join(_OPERATIONS)}. default: all_reduce"
     usual = ("all_reduce",)
     made.add("--ops", metavar="LIST", dest="operations", some_of=_OPERATIONS, default=usual, help=operations)
-    sizes = "like 4K,1M,64M. default: 4K to 64M in steps of 4"
+    sizes = "sizes of the tensor, like 4K,1M,64M. default: 4K, 16K, ... 64M"
     made.add("--sizes", metavar="LIST", dest="sizes_bytes", type=_sizes, default=_SIZES, help=sizes)
-    types = f"{', '.join(DTYPES)}. default: float32"
+    types = f"one of {', '.join(DTYPES)}. default: float32"
     made.add("--dtype", metavar="TYPE", one_of=tuple(DTYPES), default="float32", help=types)
-    backends = f"of {', '.join(_BACKENDS)}. default: all that work here"
+    backends = f"backends: {', '.join(_BACKENDS)}. default: all that work here"
     made.add("--backends", metavar="LIST", some_of=_BACKENDS, help=backends)
-    lasts = "that each measurement lasts, about. default: 0.3"
+    lasts = "approximate time of each measurement. default: 0.3"
     made.add("--seconds", metavar="S", type=positive_seconds, default=0.3, help=lasts)
-    made.add("--json", action="store_true", dest="as_json", help="the figures as JSON, for programs")
+    made.add("--json", action="store_true", dest="as_json", help="print the figures as JSON")
     made.add("--plot", metavar="FILE.png", type=_picture, help="draw bandwidth over size")
-    how = "measure nothing: print how the engine runs each call, why, and for how long by its model (docs/scale.md)"
+    how = "measure nothing: print how the engine runs each call, why, and the time by its model (docs/scale.md)"
     made.add("--explain", action="store_true", help=how)
-    where = "to explain: like 4x8 or 3+1, the ranks of each host. default: all on this one"
+    where = "with --explain: ranks of each host, like 4x8 or 3+1. default: all ranks on one host"
     made.add("--hosts", metavar="LIST", type=_hosts, default=(), help=where)
-    lasts = "to explain: one way between hosts, as the line at a job's start says. default: 3"
+    lasts = "with --explain: latency between hosts, one way, in microseconds, as a job logs it at its start. default: 3"
     made.add("--latency-us", metavar="US", type=positive_seconds, default=3.0, help=lasts)
-    rate = "to explain: of a host's card. default: 200"
+    rate = "with --explain: bandwidth of a host's network card in Gbit/s. default: 200"
     made.add("--rate-gbit", metavar="GBIT", type=positive_seconds, default=200.0, help=rate)
-    each = "for each measurement. default: 120"
+    each = "timeout of each measurement. default: 120"
     made.add("--timeout", metavar="SECONDS", dest="timeout_s", type=positive_seconds, default=120.0, help=each)
     return made
 

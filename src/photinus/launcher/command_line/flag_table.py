@@ -13,54 +13,54 @@ _SECTIONS = {
         "--nproc-per-node N|auto|gpu|cpu": "workers on a host. auto: one per GPU, or one per usable core where there "
         "is no GPU. default: auto",
         "--cpu": "train on the CPU: the workers see no GPU",
-        "--device 0,3": "the workers see these GPUs only, one each",
+        "--device 0,3": "use only these GPUs, one per worker",
         "--oversubscribe": "allow more than 4 workers per core",
         "--ranks-per-gpu N": "run N workers per GPU (for testing)",
         "--num-gpus --num-accelerators N": "run N workers per host, each with a GPU",
-        "--max-restarts K": "restart all workers, at most K times, when one fails. default: 3",
+        "--max-restarts K": "if a worker fails, restart all, at most K times. default: 3",
         "--stop-grace --shutdown-timeout SECONDS": "seconds between SIGTERM and SIGKILL, for workers to "
         "save and exit. default: 30",
-        "--preempt-after SECONDS": "test of preemption: after SECONDS all save, exit and start again",
+        "--preempt-after SECONDS": "test preemption: after SECONDS all workers save, exit and restart",
         "--use-env --no-local-rank": "do not give --local_rank to a script that takes it",
-        "--role NAME": "the workers' ROLE_NAME. default: default",
+        "--role NAME": "ROLE_NAME of the workers. default: default",
         "--no-python": "run a program that is not a Python script",
-        "-m --module MODULE": "run a module, as `python -m` does; ends the flags",
-        "--dry-run": "show what would start, with which environment",
+        "-m --module MODULE": "run a module, like `python -m`; must be the last flag",
+        "--dry-run": "print what would start, and its environment",
     },
     "several hosts, the same command on each": {
         "--nnodes N|LEAST:MOST": "number of hosts; LEAST:MOST: hosts may join and exit. default: 1",
         "--node-rank R": "number of this host, from 0. default: order of joining",
         "--master-addr HOST": "address of the leading host",
-        "--master-port PORT": "port of the leading host; 0 on one host: any. default: 29500",
+        "--master-port PORT": "port of the leading host. 0: any (one host only). default: 29500",
         "--rdzv-endpoint HOST:PORT": "--master-addr and --master-port in one",
         "--rdzv-id ID": "name of the job; hosts of a different job are refused",
         "--rdzv-backend NAME": "c10d or static, as in torchrun; both mean the same here",
-        "--rdzv-conf KEY=VALUE,...": "join_timeout: seconds to wait for the other hosts (600); last_call_timeout: for "
-        "more than the minimum (5); heartbeat_timeout: until a silent host counts as lost (30)",
-        "--local-addr ADDRESS": "address of this host on which it listens",
+        "--rdzv-conf KEY=VALUE,...": "seconds. join_timeout=600: for LEAST hosts to join; last_call_timeout=5: then "
+        "for more; heartbeat_timeout=30: until a silent host counts as lost",
+        "--local-addr ADDRESS": "address on which this host listens",
     },
     "several hosts, started from here over ssh": {
         "--hostfile -H FILE": "lines like `host slots=4`",
-        "--include -i HOST:0,1@HOST2": "only these hosts and devices of the file, or of localhost",
-        "--exclude -e HOST:0@HOST2": "all hosts and devices except these",
-        "--num-nodes N": "the first N hosts of the file",
+        "--include -i HOST:0,1@HOST2": "use only these hosts and devices of the file, or of localhost",
+        "--exclude -e HOST:0@HOST2": "use all hosts and devices except these",
+        "--num-nodes N": "use the first N hosts of the file",
         "--ssh COMMAND": "ssh command. default: ssh",
         "--ssh-port PORT": "port of the ssh servers",
-        "--export NAME,...": "also pass these environment variables",
+        "--export NAME,...": "pass these environment variables too",
     },
     "output": {
-        "--log-dir --enable-each-rank-log DIR": "also write the output of each rank into files in DIR",
-        "--redirects -r 0..3": "write to the files only: 1 stdout, 2 stderr, 3 both",
-        "--tee -t 0..3": "write to the files and the terminal: 1, 2 or 3",
+        "--log-dir --enable-each-rank-log DIR": "also write each rank's output to files in DIR",
+        "--redirects -r 0..3": "write to the files only: 0 nothing, 1 stdout, 2 stderr, 3 both",
+        "--tee -t 0..3": "write to the files and the terminal: as --redirects",
         "--local-ranks-filter 0,2": "show only these ranks of a host",
     },
     "schedulers": {
-        "--slurm": "write the batch script for this job instead",
+        "--slurm": "write a batch script for this job, and start nothing",
         "--name NAME": "name of the batch job",
         "--time LIMIT": "time limit of the batch job",
         "--partition NAME": "partition of the batch job",
         "--gpus-per-node N": "GPUs to request. default: one per worker",
-        "--sbatch OPTION": "any other line for the batch script, like --mem=64G",
+        "--sbatch OPTION": "another option for the batch script, like --mem=64G",
         "--output FILE": "file for the batch script. default: stdout",
         "--submit": "submit the batch script to sbatch",
     },
@@ -132,9 +132,9 @@ _ABSENT = {
     "--deepspeed": "it belongs to the script: put it after the script's name",
 }
 _ABOUT = """\
-Starts the script once per device, each process with its rank and world size.
-When one fails, reports which and why, and restarts all from the last
-checkpoint. Dashes and underscores in flags are the same."""
+Start the script once per device. Each process gets its rank and world size. If
+a worker fails, report which one and why, and restart all workers; Loop and
+Trainer then resume. Dashes and underscores in flags are the same."""
 _MORE_HELP = """\
 examples:
   photinus run train.py                       all GPUs, or all cores
@@ -143,9 +143,9 @@ examples:
   photinus run --nnodes 2 --master-addr node1 train.py         on both hosts
   photinus run --hostfile hosts --include a:0,1@b train.py     from one of them
 
-exit code: 0 when all workers ended well; the first cause's own otherwise
-(128 + signal for a killed worker); 130 after Ctrl-C, 143 after SIGTERM; 2 for
-wrong use."""
+exit code: 0 if all workers exit with 0; else that of the worker that failed
+first (128 + signal if it was killed); 130 after Ctrl-C; 143 after SIGTERM; 2
+for wrong use."""
 
 
 def run_parser() -> Parser:

@@ -55,7 +55,7 @@ class Parser(argparse.ArgumentParser):
         self._absent = absent or {}
         self._sections: dict[str, Any] = {}
         self._repeated: set[str] = set()
-        self.add("--help", also=("-h",), action="help", help="this text")
+        self.add("--help", also=("-h",), action="help", help="show this text")
 
     def add(
         self,

@@ -19,12 +19,12 @@ from .software import ask_engine, ask_torch, look_at_software
 _TIMEOUT_S = 120.0
 
 _ABOUT = """\
-Looks at this machine and says what works: processors, memory and limits, the
+Check this machine and show what works: processors, memory and limits, the
 engine, torch, GPUs and their links, network interfaces, and every backend
-of torch.distributed, really tried in two processes.
+of torch.distributed, by running each in two processes.
 
-With --hosts, looks at several hosts, which it reaches over ssh: versions,
-clocks, and whether every host reaches every other, how soon and how fast."""
+With --hosts or --hostfile, check several hosts over ssh: versions, clocks, and
+whether every host reaches every other, with latency and bandwidth."""
 _MORE = """\
 examples:
   photinus doctor
@@ -39,13 +39,13 @@ def parser() -> Parser:
     """The command line."""
     several = "--hosts a,b,c [--json] [--ssh COMMAND] [--ssh-port PORT]"
     made = Parser("doctor", "[--json] [--timeout SECONDS]", several, about=_ABOUT, more=_MORE)
-    made.add("--json", action="store_true", help="the findings as JSON, for programs")
-    limit = "for each thing that is tried. default: 120"
+    made.add("--json", action="store_true", help="print the findings as JSON")
+    limit = "timeout of each check. default: 120"
     made.add("--timeout", metavar="SECONDS", type=positive_seconds, default=_TIMEOUT_S, help=limit)
-    made.add("--hosts", metavar="a,b,c", help="these hosts (root@a uses another account)")
-    made.add("--hostfile", metavar="FILE", help="the hosts of a file, as for `photinus run`")
-    made.add("--ssh", metavar="COMMAND", default="ssh", help="how to reach them. default: ssh")
-    made.add("--ssh-port", metavar="PORT", type=port, help="the port of their ssh")
+    made.add("--hosts", metavar="a,b,c", help="hosts to check (root@a: as a different user)")
+    made.add("--hostfile", metavar="FILE", help="file with the hosts, as for `photinus run`")
+    made.add("--ssh", metavar="COMMAND", default="ssh", help="ssh command. default: ssh")
+    made.add("--ssh-port", metavar="PORT", type=port, help="port of the ssh servers")
     return made
 
 

@@ -19,28 +19,28 @@ from .run_argument import run_folder
 _POINTS = 300
 
 _ABOUT = """\
-Makes one HTML page of a run: curves of loss and metrics, speed, where the time
-of a step goes on each rank, what happened when, options, versions and machine.
-The page needs no network and no other file, so it can be mailed. Several RUNs
-are drawn over each other, with the options in which they differ.
+Write one HTML page about a run: curves of loss and metrics, speed, where the
+time of a step goes on each rank, events, options, versions and machine. The
+page needs no network and no other file, so you can mail it. Several RUNs share
+the plots, and the options in which they differ are listed.
 
-RUN is a run's folder, or a folder with runs in it, of which the newest is
-taken. default: the newest below this folder. A run that still trains, or was
-cut off, is shown as far as it came."""
+RUN is the run's folder, or a folder with runs: then the newest is taken.
+default: the newest run below the current folder. A run that still trains, or
+was interrupted, is shown as far as it got."""
 _MORE = """\
 examples:
   photinus report runs/digits
   photinus report runs/baseline runs/larger-batch -o compared.html
   photinus report -o - | gzip > report.html.gz
 
-exit code: 0; 1 when the page could not be written; 2 for wrong use."""
+exit code: 0; 1 if the page could not be written; 2 for wrong use."""
 
 
 def parser() -> Parser:
     """The command line."""
     made = Parser("report", "[RUN ...] [-o FILE.html]", about=_ABOUT, more=_MORE)
     made.add("runs", metavar="RUN", nargs="*", help=SUPPRESS)
-    where = "where to write. default: report.html in the run's folder, or here for several; - is standard output"
+    where = "file to write. default: report.html in the run's folder (several: in this folder); - is standard output"
     made.add("--out", also=("-o", "--output"), metavar="FILE.html", help=f"(or -o) {where}")
     return made
 

@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from rich.console import Console, Group
 
 _ABOUT = """\
-Shows a run while it trains: how far it is, loss and metrics, where the time of
-a step goes, each rank's own time, waiting and memory, which rank holds the
-others up, and what happened last. It reads the run's folder only, so it may be
-started and left at any time, on any host that sees the folder.
+Show a run while it trains: progress, loss and metrics, where the time of a step
+goes, each rank's times and memory, which rank slows the others down, and the
+latest events. It reads only the run's folder. Start and quit it at any time, on
+any host that can read the folder.
 
-RUN is the run's folder (the script's out=... or --out), or a folder with runs
-in it, of which the newest is shown. default: the newest below this folder"""
+RUN is the run's folder (out=... or --out of the script), or a folder with runs:
+then the newest is shown. default: the newest run below the current folder"""
 _MORE = """\
-keys: q or Ctrl-C leaves.
+keys: q or Ctrl-C quits.
 
 examples:
   photinus top
@@ -48,8 +48,8 @@ def parser() -> Parser:
     """The command line."""
     made = Parser("top", "[RUN] [--once] [--interval SECONDS]", about=_ABOUT, more=_MORE)
     made.add("runs", metavar="RUN", nargs="*", help=SUPPRESS)
-    made.add("--once", action="store_true", help="print it once and end; so it is where the output is no terminal")
-    made.add("--interval", metavar="SECONDS", type=_interval, default=1.0, help="how often to look. default: 1")
+    made.add("--once", action="store_true", help="print it once and exit (default if the output is not a terminal)")
+    made.add("--interval", metavar="SECONDS", type=_interval, default=1.0, help="seconds between updates. default: 1")
     return made
 
 
