@@ -63,7 +63,7 @@ def test_a_sound_house_passes(house: Path) -> None:
         ),
         ("world/new_file.py", "", "world/__init__.py: new_file is not in the list"),
     ],
-    ids=["up", "up inside a room", "onto a roof", "forbidden", "front door", "circle", "list"],
+    ids=["up", "up inside a room", "onto a roof", "forbidden", "budget", "front door", "circle", "list"],
 )
 def test_a_planted_fault_of_python_is_named(house: Path, file: str, line: str, said: str) -> None:
     path = house / "src/photinus" / file

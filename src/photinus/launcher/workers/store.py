@@ -129,7 +129,7 @@ class StoreProcess:
 def _load_tcp_store() -> Any:
     """TCPStore without torch's Python, which takes three times as long to import as the C++ to load.
 
-    With whole torch the first training step of 2 workers on 2 cores came 11 % later (6.9 s instead of 6.2, medians of 6).
+    With all of torch the first training step of 2 workers on 2 cores came 11 % later (6.9 instead of 6.2 s).
 
     Raises:
         AttributeError, ImportError, RuntimeError: not with this torch.
