@@ -17,7 +17,7 @@ from pathlib import Path
 from imb import Imb
 from turns import Contestant
 
-from photinus.launcher.contestants.contestant import Commands, torch_ranks
+from photinus.tools.contestants.contestant import Commands, torch_ranks
 
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parent

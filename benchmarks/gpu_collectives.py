@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # tests.rank_po
 
 from benchmarks.gpu_results import tell
 from benchmarks.ranks.gpu_rank import COPIES, GPU_ADDS, HOST_COPY
-from photinus.launcher.bench.gpu_model import predict
-from photinus.launcher.bench.options import size_name
+from photinus.tools.bench.options import size_name
+from photinus.tools.bench.result import predict
 from tests.fake_cuda import library
 from tests.gpu.device import FAKE
 from tests.rank_pool import RankError, RankPool

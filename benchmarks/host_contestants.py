@@ -14,7 +14,7 @@ import engines
 from emulated import CARDS, Counters, Layout
 from turns import Contestant
 
-from photinus.launcher.contestants.contestant import Commands
+from photinus.tools.contestants.contestant import Commands
 
 __all__ = [
     "GLOO",

@@ -18,7 +18,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 from photinus import env, errors
-from photinus.launcher.cli import COMMANDS
+from photinus.cli.main import COMMANDS
 
 _LINK = re.compile(r"\[([^\]]*)\]\((?![a-z]+:)([^)#\s]+)(#[^)]*)?\)")
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.ranks.added_on_gpu import AddedOnGpu
-from photinus.launcher.contestants.rank import through_host
-from photinus.launcher.workers.devices import usable_cores
+from photinus.run.local.devices import usable_cores
+from photinus.tools.contestants.rank import through_host
 from tests.fake_cuda import FakeGpu, RealGpu
 from tests.gpu.device import DEVICE, HAS_GPU, settle
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-_FILE = Path(__file__).parents[2] / "src/photinus/launcher/contestants/rank.py"
+_FILE = Path(__file__).parents[2] / "src/photinus/tools/contestants/rank.py"
 _SPEC = importlib.util.spec_from_file_location("contestants_rank", _FILE)
 assert _SPEC is not None
 assert _SPEC.loader is not None

@@ -1,5 +1,5 @@
 // The handshake of a connection: both ends prove that they know the group's secret, before either believes a
-// word. It is the launcher's construction (src/photinus/launcher/hosts/handshake.py) with messages of fixed
+// word. It is the launcher's construction (src/photinus/job/channel.py) with messages of fixed
 // size; here are the messages, without sockets.
 //
 //   listener -> caller   challenge: version, byte order, a nonce

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .compat.deepspeed import deepspeed_config as deepspeed_config
-    from .launcher.from_python import launch as launch
+    from .job.world import World as World
     from .parallel import DistributedDataParallel as DistributedDataParallel
     from .parallel import SyncBatchNorm as SyncBatchNorm
     from .parallel import trace as trace
+    from .run.from_python import launch as launch
     from .trainer import Loop as Loop
     from .trainer import Suspended as Suspended
     from .trainer import Trainer as Trainer
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from .trainer import suspend_requested as suspend_requested
     from .trainer import unwrap as unwrap
     from .trainer import wrap as wrap
-    from .world import World as World
 
 from . import errors
 from .errors import *  # noqa: F403 - the whole tree; the module is small, and needs nothing
@@ -39,13 +39,13 @@ _HOMES = {
     name: f"photinus.{home}"
     for home, names in {
         "compat.deepspeed": ("deepspeed_config",),
-        "launcher.from_python": ("launch",),
+        "run.from_python": ("launch",),
         "parallel": ("DistributedDataParallel", "SyncBatchNorm", "trace"),
         "trainer": (
             *("Loop", "Suspended", "Trainer", "backward", "evaluate", "init", "load", "loader", "save"),
             *("suspend", "suspend_requested", "unwrap", "wrap"),
         ),
-        "world": ("World",),
+        "job.world": ("World",),
     }.items()
     for name in names
 }

@@ -19,10 +19,9 @@ from typing import Any
 
 from . import _native, env
 from ._native import Call, CudaDevice, Work
-from .arrays import DTYPES, facts
 from .errors import HostError
-from .group import ANY_RANK, OPERATIONS, REDUCTIONS, Group, Part, Place
-from .world.own_address import reaches_from
+from .group import ANY_RANK, DTYPES, OPERATIONS, REDUCTIONS, Group, Part, Place, facts
+from .job.own_address import reaches_from
 
 __all__ = [
     "ANY_RANK",

@@ -1,7 +1,7 @@
 """Every PHOTINUS_ variable, declared once.
 
 An explicit argument always beats a variable, and a variable beats the default. Variables of the field
-(RANK, WORLD_SIZE, ...) are read in `photinus.world`, which knows the launchers that set them.
+(RANK, WORLD_SIZE, ...) are read in `photinus.job`, which knows the launchers that set them.
 """
 
 from __future__ import annotations

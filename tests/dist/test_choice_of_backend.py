@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
+from photinus.job.world import World
 from photinus.trainer.session import session
-from photinus.world import World
 from tests.ranks import run_ranks, values
 
 

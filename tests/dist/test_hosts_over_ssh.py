@@ -141,7 +141,7 @@ def test_what_ssh_says_of_unknown_and_refused_keys_is_shown(place):
 
 
 def test_ssh_to_this_machine_and_a_shell_that_prints(tmp_path):
-    greeting = f"ForceCommand echo Welcome; exec {sys.executable} -m photinus.launcher.ssh.remote"
+    greeting = f"ForceCommand echo Welcome; exec {sys.executable} -m photinus.run.ssh.remote"
     with ssh_server(tmp_path, more=greeting) as server:
         (tmp_path / "hosts").write_text("localhost slots=1\nroot@127.0.0.1 slots=1\n")
         words = ["--ssh", server.ssh, "--hostfile", tmp_path / "hosts", "--master-port", "0"]
@@ -159,7 +159,7 @@ def test_ssh_to_this_machine_and_a_shell_that_prints(tmp_path):
 
 OLD_REMOTE = """
 import json, sys
-from photinus.launcher.ssh.command import MARK
+from photinus.run.ssh.command import MARK
 hello = {"photinus": "0.0.1", "address": None, "seen": None}
 sys.stdout.buffer.write(MARK + json.dumps({"hello": hello}).encode() + b"\\n")
 sys.stdout.flush()
@@ -170,7 +170,7 @@ sys.stdin.read()
 @pytest.mark.parametrize(
     ("answers", "told"),
     [
-        ("/nowhere/python -m photinus.launcher.ssh.remote", "ssh exited with code 127: "),
+        ("/nowhere/python -m photinus.run.ssh.remote", "ssh exited with code 127: "),
         (
             f"{sys.executable} -c 'import photinus.nothing_of_the_kind'",
             "No module named 'photinus.nothing_of_the_kind'",

@@ -13,19 +13,19 @@ PLAY = """
 import os, sys
 from contextlib import closing
 from pathlib import Path
-from photinus.launcher.workers.guard import start_guard
-from photinus.launcher.workers.interrupts import handle_signals
-from photinus.launcher.workers.output import Output
-from photinus.launcher.workers.processes import as_subreaper
-from photinus.launcher.workers.store import StoreProcess
+from photinus.run.local.guard import start_guard
+from photinus.run.local.interrupts import handle_signals
+from photinus.run.local.output import Output
+from photinus.run.local.processes import as_subreaper
+from photinus.run.local.store import StoreProcess
 
 folder = Path(sys.argv[1])
 with start_guard() as guard, handle_signals() as interrupts, closing(StoreProcess()) as store:
-    from photinus.launcher.agent import Agent
-    from photinus.launcher.hosts.peer_hosts import OneHost
-    from photinus.launcher.workers.job import Job
-    from photinus.launcher.command_line.flags import RunFlags
-    from photinus.launcher.command_line.program import Program
+    from photinus.run.agent import Agent
+    from photinus.run.agent import OneHost
+    from photinus.run.local.job import Job
+    from photinus.cli.flags import RunFlags
+    from photinus.cli.program import Program
 
     class Leader(OneHost):
         '''Orders to meet anew in the very moment in which the agent sees the failure.'''

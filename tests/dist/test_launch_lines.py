@@ -24,7 +24,7 @@ from tests.dist.test_run_hosts import free_port
 SCRIPT = """
 import json, os, sys
 from pathlib import Path
-from photinus.world import World
+from photinus import World
 world = World.from_env()
 names = ("CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE")
 note = {name: os.environ.get(name) for name in names}
@@ -47,9 +47,9 @@ import os, sys
 def device_count(kind="cuda"):
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return 4 if visible is None else len([name for name in visible.split(",") if name])
-from photinus.launcher import run, supervise
-run.count_gpus = supervise.count_gpus = device_count
-from photinus.launcher.cli import main
+from photinus.run import command, supervise
+command.count_gpus = supervise.count_gpus = device_count
+from photinus.cli.main import main
 main()
 """
 

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import pytest
 
-from photinus.launcher.workers.devices import usable_cores
+from photinus.run.local.devices import usable_cores
 
 DEADLINE_S = 120.0
 # By which the launcher sees that a script's training has begun.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from photinus.launcher.cli import main
+from photinus.cli.main import main
 from photinus.runlog.run import Run
 from photinus.runlog.slow_links import slow_links
 from photinus.runlog.stragglers import stragglers

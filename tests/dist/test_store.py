@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 from photinus.backend import joining
 from photinus.errors import NotInitializedError
+from photinus.job.rendezvous import Rendezvous
+from photinus.job.world import World
 from photinus.trainer.session import rank_store
 from photinus.trainer.session.rank_store import open_store
-from photinus.world import Rendezvous, World
 from tests.ranks import RankResult, run_ranks
 
 

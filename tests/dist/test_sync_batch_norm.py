@@ -14,12 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from photinus.parallel import (
-    DistributedDataParallel,
-    SyncBatchNorm,
-    convert_sync_batchnorm,
-    wrap_model,
-)
+from photinus.parallel import DistributedDataParallel, SyncBatchNorm, convert_sync_batchnorm, wrap_model
 from tests.dist.ddp_checks import assert_equal_on_all_ranks, expect, run_each_check
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}

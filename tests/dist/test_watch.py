@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 import photinus
-from photinus.launcher.cli import main
+from photinus.cli.main import main
 from photinus.runlog.run import Run
 from photinus.runlog.stragglers import shares, stragglers
 from photinus.waiting_time import waiting_time

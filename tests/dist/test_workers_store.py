@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from photinus.launcher.workers.store import LOOPBACK, StoreProcess
-from photinus.world.ended import ended
+from photinus.job.attempt import ended
+from photinus.run.local.store import LOOPBACK, StoreProcess
 
 WITHOUT_PIECES = """
 import os

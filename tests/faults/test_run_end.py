@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from photinus.launcher.hosts.restart_policy import backoff_s
+from photinus.job.restart_policy import backoff_s
 from tests.dist.test_run import DEADLINE_S, RunningJob, run_job, script
 
 # Each rank starts a child that does not listen to SIGTERM (as a data loader that hangs), and notes both.
@@ -121,7 +121,7 @@ def test_a_killed_launcher_leaves_no_worker_no_child_and_no_guard(tmp_path):
 def test_a_store_whose_launcher_was_killed_before_it_began_ends_at_once():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
-        command = [sys.executable, "-m", "photinus.launcher.workers.store", str(theirs.fileno()), "1"]
+        command = [sys.executable, "-m", "photinus.run.local.store", str(theirs.fileno()), "1"]
         assert subprocess.run(command, pass_fds=[theirs.fileno()], timeout=30).returncode == 128 + signal.SIGKILL
 
 
@@ -162,9 +162,7 @@ def test_workers_die_with_the_launcher_even_when_the_guard_is_killed_with_it(tmp
     job, pids = start_family(tmp_path, world_size=1)
     worker, child = pids
     others = [pid for pid in descendants(job.process.pid) if pid != worker]
-    [guard] = [
-        pid for pid in others if b"photinus.launcher.workers.store" not in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
+    [guard] = [pid for pid in others if b"photinus.run.local.store" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(guard, signal.SIGKILL)
     job.send(signal.SIGKILL)
     try:

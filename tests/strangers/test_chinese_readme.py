@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from photinus import env
-from photinus.launcher.cli import main
+from photinus.cli.main import main
 from tests.strangers.documents import Block, blocks
 
 PAGE = "README.zh-CN.md"

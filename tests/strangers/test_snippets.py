@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from photinus import env
-from photinus.launcher.cli import main
+from photinus.cli.main import main
 from tests.fork_server import REPOSITORY
 from tests.made_run import write_run
 from tests.strangers.documents import PAGES, Block, blocks, commands

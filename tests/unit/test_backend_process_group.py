@@ -8,7 +8,7 @@ import torch
 from photinus.backend import Options
 from photinus.backend.make_group import _check_world_size
 from photinus.errors import WorldSizeError
-from photinus.world.ranks import name_ranks
+from photinus.job.world import name_ranks
 
 
 def test_the_world_must_be_as_large_as_the_launcher_means(monkeypatch: pytest.MonkeyPatch) -> None:

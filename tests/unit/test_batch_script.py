@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from photinus.launcher.command_line.flags import parse_run
-from photinus.launcher.command_line.usage import UsageError
-from photinus.launcher.schedulers.sbatch import batch_script, main
+from photinus.cli.flags import parse_run
+from photinus.cli.parser import UsageError
+from photinus.run.schedulers.sbatch import batch_script, main
 
 
 def written(*words: str) -> str:

@@ -11,15 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from photinus.launcher.bench import measure
-from photinus.launcher.bench.options import parse_bench, size_name
-from photinus.launcher.bench.result import COPY, Result, bus_factor, choose, limits
-from photinus.launcher.bench.table import print_table
-from photinus.launcher.cli import main
-from photinus.launcher.command_line.usage import UsageError
-from photinus.launcher.contestants import contestant
-from photinus.launcher.contestants.contestant import Contestant, torch_ranks
-from photinus.launcher.contestants.rank import serve
+from photinus.cli.main import main
+from photinus.cli.parser import UsageError
+from photinus.tools.bench import measure
+from photinus.tools.bench.options import parse_bench, size_name
+from photinus.tools.bench.result import COPY, Result, bus_factor, choose, limits, print_table
+from photinus.tools.contestants import contestant
+from photinus.tools.contestants.contestant import Contestant, torch_ranks
+from photinus.tools.contestants.rank import serve
 
 MIB = 1 << 20
 Capture = pytest.CaptureFixture[str]
@@ -70,9 +69,7 @@ def test_wrong_use_is_told_before_anything_is_measured(words: list[str], told: s
 def test_help_fits_a_terminal_and_needs_no_torch(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--help"]) == 0
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
-    code = (
-        "import sys; from photinus.launcher.cli import main; main(['bench', '--help']); print('torch' in sys.modules)"
-    )
+    code = "import sys; from photinus.cli.main import main; main(['bench', '--help']); print('torch' in sys.modules)"
     imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert imported.stdout.endswith("False\n")
 

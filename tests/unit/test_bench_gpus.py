@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from photinus.launcher.bench import measure
-from photinus.launcher.bench.gpu_model import explain_gpus, predict
-from photinus.launcher.bench.measure import keep_choice
-from photinus.launcher.bench.options import parse_bench
-from photinus.launcher.bench.result import COPY, HOST_COPY, Result, limits
-from photinus.launcher.cli import main
-from photinus.launcher.contestants.rank import through_host
+from photinus.cli.main import main
+from photinus.tools.bench import measure
+from photinus.tools.bench.measure import keep_choice
+from photinus.tools.bench.options import parse_bench
+from photinus.tools.bench.result import COPY, HOST_COPY, Result, explain_gpus, limits, predict
+from photinus.tools.contestants.rank import through_host
 from photinus.verdict import Setting, driver_version, look_up_verdict
 
 MIB = 1 << 20

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 import photinus
-from photinus.launcher.cli import main
+from photinus.cli.main import main
 
 
 def photinus_command(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -92,16 +92,16 @@ def test_run_refuses_a_wrong_variable_before_any_worker_starts_and_tells_a_missp
 
 @pytest.mark.parametrize("what", ["main(['run', '--help'])", "import photinus", "main(['completion', 'bash'])"])
 def test_neither_run_nor_the_front_door_imports_what_only_pictures_and_manifests_need(what):
-    code = f"import sys; from photinus.launcher.cli import main; {what}; print(*sys.modules)"
+    code = f"import sys; from photinus.cli.main import main; {what}; print(*sys.modules)"
     imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert "photinus.launcher.cli" in imported.stdout.splitlines()[-1]
+    assert "photinus.cli.main" in imported.stdout.splitlines()[-1]
     assert not {"torch", "numpy", "matplotlib", "rich", "jinja2", "yaml"} & set(
         imported.stdout.splitlines()[-1].split()
     )
 
 
 def test_help_starts_without_torch_in_under_300_ms_of_processor_time():
-    code = "import sys; from photinus.launcher.cli import main; main(['run', '--help']); print('torch' in sys.modules)"
+    code = "import sys; from photinus.cli.main import main; main(['run', '--help']); print('torch' in sys.modules)"
     imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert imported.stdout.endswith("False\n")
     before = resource.getrusage(resource.RUSAGE_CHILDREN)  # not the wall's clock: the machine may be busy

@@ -6,16 +6,9 @@ import re
 
 import pytest
 
-from photinus.launcher.command_line.flags import (
-    HostFlags,
-    LogFlags,
-    RunFlags,
-    SchedulerFlags,
-    SelectionFlags,
-    parse_run,
-)
-from photinus.launcher.command_line.program import Program
-from photinus.launcher.command_line.usage import UsageError
+from photinus.cli.flags import HostFlags, LogFlags, RunFlags, SchedulerFlags, SelectionFlags, parse_run
+from photinus.cli.parser import UsageError
+from photinus.cli.program import Program
 
 
 @pytest.mark.parametrize(

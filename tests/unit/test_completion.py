@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from photinus.launcher.cli import main
+from photinus.cli.main import main
 
 
 def script(capsys: pytest.CaptureFixture[str], shell: str) -> str:
@@ -43,7 +43,7 @@ def test_bash_completes(capsys: pytest.CaptureFixture[str], words: list[str], of
 
 
 def test_every_command_is_offered(capsys: pytest.CaptureFixture[str]) -> None:
-    from photinus.launcher import cli
+    from photinus.cli import main as cli
 
     offered = completed(script(capsys, "bash"), "photinus", "")
     assert [word for word in offered if not word.startswith("-")] == list(cli.COMMANDS)

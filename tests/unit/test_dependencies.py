@@ -64,7 +64,7 @@ def test_the_wheel_has_every_file_that_stands_beside_the_modules(tmp_path: Path)
     (wheel,) = tmp_path.glob("*.whl")
     listed = subprocess.run(["git", "ls-files", "src"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     wanted = {line.removeprefix("src/") for line in listed.stdout.splitlines()} - {"photinus/templates/ruff.toml"}
-    assert "photinus/launcher/viewing/page.html.j2" in wanted
+    assert "photinus/tools/view/page.html.j2" in wanted
     assert wanted <= set(zipfile.ZipFile(wheel).namelist())
 
 
@@ -118,7 +118,7 @@ def test_a_missing_library_is_told_in_one_sentence_with_the_command_that_brings_
 
 def test_the_command_line_tells_a_missing_library_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("pass")
-    command = f"from photinus.launcher.cli import main; sys.exit(main(['run', {str(tmp_path / 'train.py')!r}]))"
+    command = f"from photinus.cli.main import main; sys.exit(main(['run', {str(tmp_path / 'train.py')!r}]))"
     ended = run_without({"torch"}, command)
     assert ended.returncode == 1
     assert ended.stderr.startswith("photinus: LaunchError: photinus run needs PyTorch, which ")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from photinus.cli.flags import HostFlags, parse_run
+from photinus.cli.parser import UsageError
 from photinus.errors import LaunchError
-from photinus.launcher.command_line.flags import HostFlags, parse_run
-from photinus.launcher.command_line.usage import UsageError
-from photinus.launcher.schedulers.detect_scheduler import place_hosts
+from photinus.run.schedulers.detect_scheduler import place_hosts
 
 
 def srun(rank: int, per_host: str, hosts: str, tasks: int, **more: str) -> dict[str, str]:

@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from photinus.launcher.cli import main
-from photinus.launcher.contestants import contestant
-from photinus.launcher.doctor import backends, examine, network, software
-from photinus.launcher.doctor.finding import Finding, as_json, exit_code, print_findings
-from photinus.launcher.doctor.host import look_at_host
-from photinus.launcher.doctor.network import look_at_network
-from photinus.launcher.doctor.software import ask_child
+from photinus.cli.main import main
+from photinus.tools.contestants import contestant
+from photinus.tools.doctor import examine, host, software
+from photinus.tools.doctor.finding import Finding, as_json, exit_code, print_findings
+from photinus.tools.doctor.host import look_at_host, look_at_network
+from photinus.tools.doctor.software import ask_child
 
 TORCH = {
     "version": "2.13.0",
@@ -143,7 +142,7 @@ def test_an_interface_without_an_address_is_no_way_to_other_hosts(tmp_path: Path
 
 
 def test_a_host_name_that_does_not_resolve_is_told_with_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network.socket, "gethostname", lambda: "no-such-host.invalid")
+    monkeypatch.setattr(host.socket, "gethostname", lambda: "no-such-host.invalid")
     finding = named(look_at_network(), "host name")
     assert finding.state == "note"
     assert "GLOO_SOCKET_IFNAME" in finding.advice
@@ -199,7 +198,7 @@ def test_a_child_that_hangs_is_given_up() -> None:
 
 @pytest.mark.seconds
 def test_each_backend_is_tried_in_two_processes() -> None:
-    found = backends.look_at_backends(TORCH, 120)
+    found = software.look_at_backends(TORCH, 120)
     assert [(finding.name, finding.state) for finding in found] == [
         ("photinus", "good"),
         ("gloo", "good"),
@@ -213,7 +212,7 @@ def test_each_backend_is_tried_in_two_processes() -> None:
 
 @pytest.mark.seconds
 def test_a_backend_that_fails_is_bad_with_its_last_words() -> None:
-    finding = backends._try("nonsense", 120)
+    finding = software._try("nonsense", 120)
     assert finding.state == "bad"
     assert re.search("rank [01] ended with code 1: ", finding.value)
     assert "nonsense" in finding.value
@@ -224,7 +223,7 @@ def test_a_backend_that_hangs_is_ended_at_the_deadline(tmp_path: Path, monkeypat
     (tmp_path / "rank.py").write_text("import time; time.sleep(300)")
     monkeypatch.setattr(contestant, "_RANK", tmp_path / "rank.py")
     start = time.monotonic()
-    finding = backends._try("photinus", 1.0)
+    finding = software._try("photinus", 1.0)
     assert time.monotonic() - start < 30
     assert (finding.state, finding.value.partition(" (")[0]) == ("bad", "no answer within 1 s")
     left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True)
@@ -232,7 +231,7 @@ def test_a_backend_that_hangs_is_ended_at_the_deadline(tmp_path: Path, monkeypat
 
 
 def test_without_torch_no_backend_is_tried() -> None:
-    assert backends.look_at_backends(None, 1) == []
+    assert software.look_at_backends(None, 1) == []
 
 
 # ---- the command
@@ -283,8 +282,6 @@ def test_its_help_needs_no_torch_and_fits_a_terminal(capsys: pytest.CaptureFixtu
     shown = capsys.readouterr().out
     assert "exit code: 0 when all is well" in shown
     assert max(map(len, shown.splitlines())) <= 80
-    code = (
-        "import sys; from photinus.launcher.cli import main; main(['doctor', '--help']); print('torch' in sys.modules)"
-    )
+    code = "import sys; from photinus.cli.main import main; main(['doctor', '--help']); print('torch' in sys.modules)"
     imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert imported.stdout.endswith("False\n")

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from photinus.launcher.doctor import gpus
-from photinus.launcher.doctor.finding import Finding
-from photinus.launcher.doctor.gpu_links import measure
-from photinus.launcher.doctor.gpus import look_at_gpus
+from photinus.tools.doctor import gpus
+from photinus.tools.doctor.finding import Finding
+from photinus.tools.doctor.gpu_links import measure
+from photinus.tools.doctor.gpus import look_at_gpus
 
 TORCH = {"built_for_cuda": True, "hip": None, "gpus": [{"name": "RTX 4090", "bytes": 24 << 30}] * 2}
 LINK = {"to_host": 25.1e9, "to_gpu": 24.8e9, "both": 21.3e9}

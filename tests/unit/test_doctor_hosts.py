@@ -9,8 +9,8 @@ import time
 import pytest
 from rich.console import Console
 
-from photinus.launcher.doctor.hosts import Pair, judge, matrix, rounds
-from photinus.launcher.ssh.remote_probe import answer
+from photinus.run.ssh.remote_probe import answer
+from photinus.tools.doctor.hosts import Pair, judge, matrix, rounds
 
 FACTS = {"photinus": "1.0", "python": "3.11.2", "torch": "2.13.0+cpu", "cores": 2}
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from photinus.launcher.cli import main
+from photinus.cli.main import main
 
 GOLDEN = Path(__file__).with_name("golden_lines.txt")
 WRITE = os.environ.get("GOLDEN") == "write"

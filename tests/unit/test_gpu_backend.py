@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from photinus.job.world import World
 from photinus.trainer.session import gpu_backend, placement
 from photinus.trainer.session.gpu_backend import Choice, Gpus, agree_on_backend, choose_among
 from photinus.verdict import Setting, Verdict, driver_version, keep_verdict, look_up_verdict
-from photinus.world import World
 
 NONE = Verdict("", "")
 FAST = Verdict("photinus", "2.0 × as fast as nccl at 16 MiB")

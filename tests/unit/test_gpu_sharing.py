@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from photinus.errors import DeviceError
+from photinus.job.world import World
 from photinus.parallel.exchange.gpu_sharing import gpu_identity, refuse_shared_gpus
 from photinus.trainer.session import gpu_backend
 from photinus.trainer.session.gpu_backend import check_gpus
 from photinus.trainer.session.placement import choose_device
-from photinus.world import World
 
 ONE, OTHER = "GPU one (H100) of host a", "GPU other (H100) of host a"
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from photinus.world.host_list import expand_hosts
-from photinus.world.slurm import tasks_per_host
+from photinus.job.slurm import expand_hosts, tasks_per_host
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from photinus.launcher.command_line.usage import UsageError
-from photinus.launcher.ssh.hostfile import parse_hostfile, read_hostfile
+from photinus.cli.parser import UsageError
+from photinus.run.ssh.hostfile import parse_hostfile, read_hostfile
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from photinus.launcher.command_line.flags import RunFlags, SelectionFlags, parse_run
-from photinus.launcher.command_line.usage import UsageError
-from photinus.launcher.ssh.hostfile import parse_hostfile
-from photinus.launcher.ssh.selection import for_this_host, select
+from photinus.cli.flags import RunFlags, SelectionFlags, parse_run
+from photinus.cli.parser import UsageError
+from photinus.run.ssh.hostfile import parse_hostfile
+from photinus.run.ssh.selection import for_this_host, select
 
 HOSTS = parse_hostfile("a slots=4\nb slots=4\nc slots=2\n", "hosts")
 

@@ -12,18 +12,16 @@ from pathlib import Path
 
 import pytest
 
-import photinus.launcher.ssh.host as host_module
-from photinus.launcher.command_line.flags import HostFlags, LogFlags, RunFlags, SelectionFlags, parse_run
-from photinus.launcher.command_line.program import Program
-from photinus.launcher.command_line.usage import UsageError
-from photinus.launcher.ssh.command import is_here, remote_command, ssh_command
-from photinus.launcher.ssh.environ import exported_variables, variable_files
-from photinus.launcher.ssh.host import Hosts, RemoteHost
-from photinus.launcher.ssh.hostfile import Host
-from photinus.launcher.ssh.lines import HostLines, Screen
-from photinus.launcher.ssh.selection import Share, host_words
-from photinus.launcher.ssh.start_hosts import start_hosts
-from photinus.launcher.workers.interrupts import handle_signals
+import photinus.run.ssh.host as host_module
+from photinus.cli.flags import HostFlags, LogFlags, RunFlags, SelectionFlags, parse_run
+from photinus.cli.parser import UsageError
+from photinus.cli.program import Program
+from photinus.run.local.interrupts import handle_signals
+from photinus.run.ssh.command import exported_variables, is_here, remote_command, ssh_command, variable_files
+from photinus.run.ssh.host import HostLines, Hosts, RemoteHost, Screen
+from photinus.run.ssh.hostfile import Host
+from photinus.run.ssh.selection import Share, host_words
+from photinus.run.ssh.start_hosts import start_hosts
 from photinus.version import __version__
 
 A = Host("a", 4, None, "hosts:1")
@@ -136,7 +134,7 @@ def test_neither_secret_nor_environment_stands_in_the_command():
     assert any(word.startswith("ConnectTimeout=") for word in command)
     assert command[-2] == "root@node1"
     assert command[-1].startswith("cd /; exec ")
-    assert command[-1].endswith(" -m photinus.launcher.ssh.remote")
+    assert command[-1].endswith(" -m photinus.run.ssh.remote")
     assert "ssh" not in remote_command(Host("localhost"), here=True)
 
 
@@ -209,7 +207,7 @@ HELLO = f'MARK + b\'{{"hello": {{"photinus": "{__version__}", "address": null, "
 
 def test_answers_are_read_behind_what_a_shell_prints_and_output_behind_the_last_order(hosts, monkeypatch):
     program = (
-        "import os, sys\nfrom photinus.launcher.ssh.command import MARK\n"
+        "import os, sys\nfrom photinus.run.ssh.command import MARK\n"
         f"for byte in b'motd\\n' + {HELLO}: os.write(1, bytes([byte]))\n"
         "sys.stdin.readline(); os.write(1, b'{\"prepared\": {}}\\n')\n"
         "sys.stdin.readline(); os.write(1, b'{\"x\": 1}'); os.write(2, b'words')\n"
@@ -230,7 +228,7 @@ def test_answers_are_read_behind_what_a_shell_prints_and_output_behind_the_last_
 @pytest.mark.timeout(60)
 def test_a_host_that_takes_nothing_holds_up_nobody_and_gets_all_of_it_later(hosts, monkeypatch):
     program = (
-        "import os, sys\nfrom photinus.launcher.ssh.command import MARK\n"
+        "import os, sys\nfrom photinus.run.ssh.command import MARK\n"
         f"os.write(1, {HELLO})\nos.kill(os.getpid(), 19)\n"
         "os.write(1, b'{\"read\": %d}\\n' % len(sys.stdin.readline())); sys.stdin.read()"
     )
@@ -262,7 +260,7 @@ def test_what_ssh_says_in_place_of_a_hello_is_shown_with_its_exit_code(hosts, mo
 
 
 def test_an_answer_of_another_program_is_refused(hosts, monkeypatch):
-    program = "import os\nfrom photinus.launcher.ssh.command import MARK\nos.write(1, MARK + b'hello\\n'); input()"
+    program = "import os\nfrom photinus.run.ssh.command import MARK\nos.write(1, MARK + b'hello\\n'); input()"
     host = remote_host(hosts, monkeypatch, program)
     assert hosts.wait(lambda: host.done, 20)
     assert host.trouble is not None
@@ -313,7 +311,7 @@ def test_the_first_hosts_bytes_pass_as_they_are():
 
 def test_neither_side_imports_torch():
     code = (
-        "import sys, photinus.launcher.ssh.remote, photinus.launcher.ssh.start_hosts\n"
+        "import sys, photinus.run.ssh.remote, photinus.run.ssh.start_hosts\n"
         "print([name for name in ('torch', 'numpy') if name in sys.modules])"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)

@@ -6,9 +6,9 @@ import os
 
 import pytest
 
+from photinus.cli.parser import UsageError
 from photinus.errors import DeviceError
-from photinus.launcher.command_line.usage import UsageError
-from photinus.launcher.workers.devices import (
+from photinus.run.local.devices import (
     WorkerCount,
     check_devices,
     choose_worker_count,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from photinus.launcher.command_line.flags import RunFlags
-from photinus.launcher.command_line.program import Program
-from photinus.launcher.workers import job
-from photinus.launcher.workers.job import Formation, Job
-from photinus.world import World
+from photinus.cli.flags import RunFlags
+from photinus.cli.program import Program
+from photinus.job.attempt import Formation
+from photinus.job.world import World
+from photinus.run.local import job
+from photinus.run.local.job import Job
 
 FORMATION = Formation((2, 2), host_rank=1, attempt=2, job_id="job", store_port=1234, restarts=1)
 

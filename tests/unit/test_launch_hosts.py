@@ -12,14 +12,14 @@ from collections.abc import Callable
 
 import pytest
 
+from photinus.cli.flags import HostFlags
 from photinus.errors import LaunchError
-from photinus.launcher.command_line.flags import HostFlags
-from photinus.launcher.hosts import handshake, join, messages
-from photinus.launcher.hosts.handshake import HandshakeError, RefusedError, answer, key_of, prove
-from photinus.launcher.hosts.restart_policy import Report
-from photinus.launcher.workers import ports
-from photinus.launcher.workers.deaths import Death, Raised
-from photinus.launcher.workers.ports import PortTakenError, listen, local_addresses_of
+from photinus.job import channel, ports
+from photinus.job.channel import HandshakeError, RefusedError, answer, key_of, prove
+from photinus.job.deaths import Death, Raised
+from photinus.job.ports import PortTakenError, listen, local_addresses_of
+from photinus.job.restart_policy import Report
+from photinus.run.local import join
 
 
 def test_a_taken_port_is_named_with_how_to_find_its_holder():
@@ -180,17 +180,17 @@ def test_a_proof_that_was_heard_serves_no_other_purpose_and_no_second_time():
 
 
 def test_silence_at_the_port_is_a_leader_that_is_stopped_where_it_was_known_and_a_stranger_elsewhere(monkeypatch):
-    monkeypatch.setattr(handshake, "_HANDSHAKE_S", 0.1)
-    monkeypatch.setattr(handshake, "_STRANGER_S", 0.2)
+    monkeypatch.setattr(channel, "_HANDSHAKE_S", 0.1)
+    monkeypatch.setattr(channel, "_STRANGER_S", 0.2)
     with listen("127.0.0.1", 0) as silent:
         where = silent.getsockname()
         with pytest.raises(asyncio.TimeoutError):
-            asyncio.run(handshake.dial(*where, b"key", "host", known=True))
+            asyncio.run(channel.dial(*where, b"key", "host", known=True))
         with pytest.raises(
             LaunchError,
             match="does not answer as the host that leads this job: it accepts the connection and says noth",
         ):
-            asyncio.run(handshake.dial(*where, b"key", "host"))
+            asyncio.run(channel.dial(*where, b"key", "host"))
 
 
 class Marker:
@@ -207,14 +207,14 @@ def test_a_message_is_json_and_nothing_else(tmp_path, monkeypatch):
         reader = asyncio.StreamReader()
         reader.feed_data(data)
         reader.feed_eof()
-        return await messages.read(reader)
+        return await channel.read(reader)
 
     payload = pickle.dumps(Marker())
-    with pytest.raises(messages.MessageError, match="no JSON"):
+    with pytest.raises(channel.MessageError, match="no JSON"):
         asyncio.run(read(len(payload).to_bytes(4, "big") + payload))
-    with pytest.raises(messages.MessageError, match=r"a message of \d+ bytes"):
+    with pytest.raises(channel.MessageError, match=r"a message of \d+ bytes"):
         asyncio.run(read(b"\xff\xff\xff\xff"))
-    with pytest.raises(messages.MessageError, match="no JSON object"):
+    with pytest.raises(channel.MessageError, match="no JSON object"):
         asyncio.run(read(b"\0\0\0\x02[]"))
     assert list(tmp_path.iterdir()) == []
 
@@ -226,7 +226,7 @@ def test_a_report_travels_by_ages_and_comes_back_the_same():
         Death(3, 1, 44, "b", 1, now - 1.0, 9.0, raised=raised),
         Death(2, 0, 43, "b", -9, now - 0.5, 9.0, ended_by_us=True),
     )
-    back = messages.report_from_json(messages.report_to_json(Report(deaths, (5, 6), 120, 100)))
+    back = channel.report_from_json(channel.report_to_json(Report(deaths, (5, 6), 120, 100)))
     assert (back.finished, back.steps, back.saved) == ((5, 6), 120, 100)
     assert back.deaths[0].raised is not None
     assert (back.deaths[0].raised.chain, back.deaths[0].raised.place) == (raised.chain, raised.place)
@@ -238,8 +238,8 @@ def test_a_report_travels_by_ages_and_comes_back_the_same():
             before.status,
             before.ended_by_us,
         )
-    with pytest.raises(messages.MessageError, match="no report"):
-        messages.report_from_json({"deaths": [{"rank": 1}], "finished": []})
+    with pytest.raises(channel.MessageError, match="no report"):
+        channel.report_from_json({"deaths": [{"rank": 1}], "finished": []})
 
 
 def leader_of(name: str, monkeypatch: pytest.MonkeyPatch, *, own: list[str], outside: list[str]) -> tuple[str, str]:
@@ -290,7 +290,7 @@ def test_other_names_are_taken_at_their_word(monkeypatch, name, own, outside):
 
 
 def test_a_leaders_name_that_does_not_resolve_is_waited_for_with_a_line_and_a_limit(monkeypatch):
-    monkeypatch.setattr("photinus.launcher.hosts.member._SAY_AFTER_S", 0.2)
+    monkeypatch.setattr("photinus.job.client._SAY_AFTER_S", 0.2)
     said: list[str] = []
     flags = HostFlags((2, 2), node_rank=0, leader="nosuch.invalid", join_timeout_s=0.5)
     with join.join_job(
@@ -325,7 +325,7 @@ def test_a_host_whose_name_resolves_one_look_up_later_leads(monkeypatch):
 
 def test_a_name_that_resolves_late_to_another_leader_of_this_host_is_dialled_there(monkeypatch):
     for limit in ("_HANDSHAKE_S", "_STRANGER_S"):
-        monkeypatch.setattr(f"photinus.launcher.hosts.handshake.{limit}", 0.1)
+        monkeypatch.setattr(f"photinus.job.channel.{limit}", 0.1)
     looks = iter([socket.gaierror(-2, "Name or service not known")] * 2)
 
     def late(host: str) -> list[str]:

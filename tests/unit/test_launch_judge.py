@@ -6,9 +6,9 @@ import signal
 
 import pytest
 
-from photinus.launcher.hosts.restart_policy import Attempt, Report, RestartPolicy, reason_to_stop
-from photinus.launcher.workers.deaths import Death, Raised
-from photinus.status import Status, read
+from photinus.job.deaths import Death, Raised
+from photinus.job.restart_policy import Attempt, Report, RestartPolicy, reason_to_stop
+from photinus.job.status import Status, read
 
 KILLED = -signal.SIGKILL
 

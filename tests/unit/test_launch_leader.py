@@ -16,15 +16,17 @@ from typing import Any
 import pytest
 
 from photinus import __version__
-from photinus.launcher.hosts import member, messages
-from photinus.launcher.hosts.handshake import answer, dial, key_of
-from photinus.launcher.hosts.leader import Leader, start_leader
-from photinus.launcher.hosts.membership import Membership
-from photinus.launcher.hosts.peer_hosts import JobEndedError
-from photinus.launcher.hosts.relay import Relay
-from photinus.launcher.hosts.restart_policy import Report
-from photinus.launcher.workers.deaths import Death, Raised
-from photinus.launcher.workers.ports import listen
+from photinus.job import channel
+from photinus.job import client as member
+from photinus.job.attempt import JobEndedError
+from photinus.job.channel import answer, dial, key_of
+from photinus.job.deaths import Death, Raised
+from photinus.job.membership import Membership
+from photinus.job.ports import listen
+from photinus.job.relay import Relay
+from photinus.job.restart_policy import Report
+from photinus.job.server import Leader, start_leader
+from photinus.run.local.store import StoreProcess
 
 KEY = key_of("secret", "job")
 DEADLINE_S = 30.0
@@ -37,12 +39,12 @@ class Host:
         self.reader, self.writer = reader, writer
 
     def say(self, kind: str, **fields: Any) -> None:
-        messages.write(self.writer, {"type": kind, **fields})
+        channel.write(self.writer, {"type": kind, **fields})
 
     async def hear(self, kind: str) -> dict[str, Any]:
         """The next message of this kind."""
         while True:
-            message = await messages.read(self.reader)
+            message = await channel.read(self.reader)
             if message["type"] == kind:
                 return message
 
@@ -98,7 +100,7 @@ async def store() -> asyncio.Server:
 
 def failure() -> dict[str, Any]:
     death = Death(2, 0, 7, "b", 1, 0.0, 1.0, raised=Raised((("OSError", "disk"),), "Traceback ..."))
-    return messages.report_to_json(Report((death,), (), steps=1))
+    return channel.report_to_json(Report((death,), (), steps=1))
 
 
 def test_workers_reach_the_store_of_their_attempt_and_those_of_an_earlier_one_are_refused():
@@ -120,7 +122,7 @@ def test_workers_reach_the_store_of_their_attempt_and_those_of_an_earlier_one_ar
 
         second.say("report", report=failure())
         await first.hear("stop")
-        first.say("report", report=messages.report_to_json(Report((), ())))
+        first.say("report", report=channel.report_to_json(Report((), ())))
         verdict = await second.hear("verdict")
         assert (verdict["restart"], verdict["rank"], verdict["host"]) == (True, 2, "b")
         assert "rank 2 (pid 7) raised OSError: disk" in said[-1]
@@ -287,7 +289,13 @@ class PlayedLeader:
         where = "127.0.0.1", server.sockets[0].getsockname()[1], KEY
         limits = {"join_timeout_s": DEADLINE_S, "heartbeat_timeout_s": heartbeat_timeout_s}
         made = member.Member(
-            *where, leads=False, lead=lambda: (False, *where[:2]), comes_back=True, say=lambda *_: None, **limits
+            *where,
+            leads=False,
+            lead=lambda: (False, *where[:2]),
+            comes_back=True,
+            say=print,
+            store=StoreProcess(),
+            **limits,
         )
         await asyncio.to_thread(made.introduce, 2, None, (2, 2))
         try:
@@ -334,7 +342,7 @@ def test_what_a_host_had_to_say_to_a_lost_leader_is_not_told_to_the_one_it_finds
             has_said.set()
             again = await leader.came.get()
             meeting = asyncio.ensure_future(asyncio.to_thread(coming.meet, lambda: None))
-            heard = [(await messages.read(again.reader))["type"] for _ in range(2)]
+            heard = [(await channel.read(again.reader))["type"] for _ in range(2)]
             assert heard == ["hello", "ready"]
             again.say("end", reason="enough", exit_code=0)
             with pytest.raises(JobEndedError, match="enough"):
@@ -345,7 +353,7 @@ def test_what_a_host_had_to_say_to_a_lost_leader_is_not_told_to_the_one_it_finds
 
 
 def test_a_host_that_is_started_again_before_its_silence_is_noticed_gets_its_place_back(monkeypatch):
-    monkeypatch.setattr("photinus.launcher.hosts.leader._SILENT_S", 0.3)
+    monkeypatch.setattr("photinus.job.server._SILENT_S", 0.3)
     said: list[str] = []
 
     async def run(port: int) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from photinus.launcher.command_line.program import Program, add_local_rank
+from photinus.cli.program import Program, add_local_rank
 
 UNDERSCORE = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--local_rank', type=int)\n"
 DASH = UNDERSCORE.replace("--local_rank", "--local-rank")

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from photinus.launcher.command_line.flags import LogFlags, parse_run
-from photinus.launcher.command_line.usage import UsageError
-from photinus.launcher.workers.logs import BOTH, Logs
-from photinus.launcher.workers.output import Output
+from photinus.cli.flags import LogFlags, parse_run
+from photinus.cli.parser import UsageError
+from photinus.run.local.logs import BOTH, Logs
+from photinus.run.local.output import Output
 
 OUT, ERR, NONE = frozenset({"out"}), frozenset({"err"}), frozenset[str]()
 

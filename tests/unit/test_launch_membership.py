@@ -4,20 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from photinus.launcher.hosts.membership import (
-    Decide,
-    Drop,
-    End,
-    Form,
-    Membership,
-    PeerHost,
-    RefusedHostError,
-    Regroup,
-    Say,
-    Stop,
-)
-from photinus.launcher.hosts.restart_policy import Report
-from photinus.launcher.workers.deaths import Death, Raised
+from photinus.job.deaths import Death, Raised
+from photinus.job.membership import Decide, Drop, End, Form, Membership, PeerHost, RefusedHostError, Regroup, Say, Stop
+from photinus.job.restart_policy import Report
 
 
 def meeting(

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from photinus.launcher.workers.output import Output
+from photinus.run.local.output import Output
 
 
 class Pipes:

@@ -14,14 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from photinus.launcher.command_line.flags import RunFlags
-from photinus.launcher.command_line.program import Program
-from photinus.launcher.workers.deaths import root_cause, suspension_words
-from photinus.launcher.workers.guard import Guard
-from photinus.launcher.workers.interrupts import Interrupted, handle_signals
-from photinus.launcher.workers.job import Formation, Job
-from photinus.launcher.workers.output import Output
-from photinus.launcher.workers.processes import Processes, as_subreaper
+from photinus.cli.flags import RunFlags
+from photinus.cli.program import Program
+from photinus.job.attempt import Formation
+from photinus.job.deaths import root_cause, suspension_words
+from photinus.run.local.guard import Guard
+from photinus.run.local.interrupts import Interrupted, handle_signals
+from photinus.run.local.job import Job
+from photinus.run.local.output import Output
+from photinus.run.local.processes import Processes, as_subreaper
 
 DEADLINE_S = 30.0
 LOST_PEER = "exec('from photinus.errors import PeerLostError; raise PeerLostError()')\n"
@@ -282,7 +283,7 @@ def test_a_worker_that_is_killed_from_outside_while_it_is_stopped_is_told_from_t
 
 
 def test_a_worker_that_sigterm_only_asks_to_suspend_is_ended_at_once_as_sigterm_would(tmp_path):
-    text = "from photinus import status\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nstatus.tell(letter='r')\n"
+    text = "from photinus.job import status\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nstatus.tell(letter='r')\n"
     with workers(tmp_path, f"{text}open({str(tmp_path / 'ready')!r}, 'w')\ntime.sleep(100)\n", 1) as (processes, _, _):
         wait_until((tmp_path / "ready").exists)
         begun = time.monotonic()
@@ -365,7 +366,7 @@ def test_a_worker_that_cannot_be_started_ends_the_others(tmp_path):
 
 LAUNCHER = """
 import os, subprocess, sys, time
-from photinus.launcher.workers.guard import start_guard
+from photinus.run.local.guard import start_guard
 with start_guard() as guard:
     kid = subprocess.Popen(["sleep", "100"], start_new_session=True)
     gone = subprocess.Popen(["sleep", "100"], start_new_session=True)
@@ -405,7 +406,7 @@ def test_the_guard_kills_protected_groups_only_when_the_launcher_did_not_take_le
 
 def test_a_guard_that_was_killed_does_not_disturb_its_launcher():
     code = (
-        "import os, signal\nfrom photinus.launcher.workers.guard import start_guard\n"
+        "import os, signal\nfrom photinus.run.local.guard import start_guard\n"
         "with start_guard() as guard:\n"
         "    os.kill(guard.pid, signal.SIGKILL)\n"
         "    os.waitid(os.P_PID, guard.pid, os.WEXITED | os.WNOWAIT)\n"

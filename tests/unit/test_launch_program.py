@@ -8,8 +8,8 @@ import zipfile
 
 import pytest
 
-from photinus.launcher.command_line.program import Program, check_program
-from photinus.launcher.command_line.usage import UsageError
+from photinus.cli.parser import UsageError
+from photinus.cli.program import Program, check_program
 
 
 @pytest.fixture(autouse=True)

@@ -7,15 +7,7 @@ import signal
 
 import pytest
 
-from photinus.launcher.workers.deaths import (
-    Death,
-    Raised,
-    exit_code_of,
-    exit_message,
-    failure_text,
-    root_cause,
-    signature,
-)
+from photinus.job.deaths import Death, Raised, exit_code_of, exit_message, failure_text, root_cause, signature
 
 KILLED = -signal.SIGKILL
 GLOO_LOSS = (

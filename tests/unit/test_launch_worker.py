@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-import photinus.launcher.workers.worker as worker
-from photinus.launcher.workers.deaths import Raised
+import photinus.run.local.worker as worker
+from photinus.job.deaths import Raised
 
 WORKER = worker.__file__
 

@@ -42,16 +42,16 @@ def test_a_sound_house_passes(house: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "line", "said"),
     [
-        ("world/ranks.py", "from ..backend import name", "world (floor 2) imports backend (6)"),
+        ("job/world.py", "from ..backend import name", "job (floor 2) imports backend (6)"),
         (
             "parallel/exchange/works.py",
             "from ..reducer import buckets",
             "parallel.exchange.works imports parallel.reducer.buckets, which lies above it",
         ),
         (
-            "launcher/hosts/messages.py",
+            "run/local/output.py",
             "from ..supervise import supervise",
-            "launcher.hosts.messages imports launcher.supervise, which lies above it",
+            "run.local.output imports run.supervise, which lies above it",
         ),
         ("runlog/tail.py", "def late() -> None:\n    import torch", "runlog may not import torch"),
         ("compat/__init__.py", "# more\n" * 1000, "src/photinus/compat: 1"),
@@ -61,7 +61,7 @@ def test_a_sound_house_passes(house: Path) -> None:
             "def late() -> None:\n    from .events import EVENTS",
             "a circle of imports: runlog.",
         ),
-        ("world/new_file.py", "", "world/__init__.py: new_file is not in the list"),
+        ("job/new_file.py", "", "job/__init__.py: new_file is not in the list"),
     ],
     ids=["up", "up inside a room", "onto a roof", "forbidden", "budget", "front door", "circle", "list"],
 )
@@ -73,8 +73,8 @@ def test_a_planted_fault_of_python_is_named(house: Path, file: str, line: str, s
 
 
 def test_a_file_that_is_gone_but_listed_is_named(house: Path) -> None:
-    (house / "src/photinus/world/hydra.py").unlink()
-    assert "world/__init__.py: the list names hydra, which is not there" in check(house)
+    (house / "src/photinus/job/relay.py").unlink()
+    assert "job/__init__.py: the list names relay, which is not there" in check(house)
 
 
 def test_an_include_that_goes_up_is_named(house: Path) -> None:

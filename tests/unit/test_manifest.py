@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from photinus import env
-from photinus.launcher.command_line.flags import parse_run
+from photinus.cli.flags import parse_run
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "kubernetes"
 SCHEMAS = Path(__file__).parents[1] / "schedulers" / "schemas"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from photinus.launcher.cli import main
+from photinus.cli.main import main
 
 EVERY = ["train.py", "model.py", "data.py", "config.ini", "options.py", "test_train.py", "README.md", ".gitignore"]
 _OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "PHOTINUS_WORLD_SIZE")
@@ -191,7 +191,7 @@ def test_wrong_use_is_told_in_a_line(
 
 
 def test_torch_is_never_imported(tmp_path: Path) -> None:
-    code = "import sys; from photinus.launcher.cli import main; main(sys.argv[1:]); print('torch' in sys.modules)"
+    code = "import sys; from photinus.cli.main import main; main(sys.argv[1:]); print('torch' in sys.modules)"
     for words in (["new", "--help"], ["new", str(tmp_path / "x")]):
         done = python(tmp_path, code, *words)
         assert done.stdout.endswith("False\n"), done.stderr

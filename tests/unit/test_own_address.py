@@ -10,13 +10,8 @@ import sys
 
 import pytest
 
-from photinus.world import own_address as module
-from photinus.world.own_address import (
-    addresses_of_interfaces,
-    interface_of,
-    outside_addresses,
-    own_address,
-)
+from photinus.job import own_address as module
+from photinus.job.own_address import addresses_of_interfaces, interface_of, outside_addresses, own_address
 
 
 @pytest.fixture
@@ -42,8 +37,8 @@ def test_addresses_of_ipv6_that_mean_something_on_one_cable_only_are_left_out(mo
 
 
 ASK = """
-from photinus.launcher.workers.ports import local_addresses_of
-from photinus.world.own_address import interface_of, outside_addresses
+from photinus.job.ports import local_addresses_of
+from photinus.job.own_address import interface_of, outside_addresses
 print(outside_addresses(), [interface_of(each) for each in ("10.1.1.1", "10.1.1.2", "::ffff:10.1.1.2", "10.1.1.3")])
 print(local_addresses_of("10.1.1.2"), local_addresses_of("10.9.9.9"), local_addresses_of("127.0.0.9"))
 """

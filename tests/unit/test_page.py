@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-import photinus.launcher.viewing.page
-from photinus.launcher.cli import main
-from photinus.launcher.viewing.page import labels_of, page
-from photinus.launcher.viewing.view import view
+import photinus.tools.view.page
+from photinus.cli.main import main
 from photinus.runlog.chart import DARK, LIGHT, Chart, Series
 from photinus.runlog.curve import Curve
 from photinus.runlog.figures import mean_windows
 from photinus.runlog.run import Run
 from photinus.runlog.tables import RunFiles, StepLoss
 from photinus.runlog.windows import PHASES, RANKS
+from photinus.tools.view.page import labels_of, page
+from photinus.tools.view.view import view
 from tests.made_run import BEGAN_S, window, write_run
 
 VOID = {"meta", "source", "br", "hr", "img", "input", "link"}
@@ -312,7 +312,7 @@ def contrast(a: str, b: str) -> float:
 
 def schemes() -> dict[str, dict[str, str]]:
     """The colours of the page, by name: those of its style sheet, and those that it shares with its pictures."""
-    text = (Path(photinus.launcher.viewing.page.__file__).parent / "style.css").read_text()
+    text = (Path(photinus.tools.view.page.__file__).parent / "style.css").read_text()
     light, dark = (
         dict(re.findall(r"--(\w+): (#\w+);", half)) for half in text.split("@media (prefers-color-scheme: dark)")
     )

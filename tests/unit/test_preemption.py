@@ -12,9 +12,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import photinus
-from photinus.launcher.hosts.restart_policy import Report, RestartPolicy
-from photinus.launcher.workers.deaths import Death, Raised
-from photinus.launcher.workers.interrupts import handle_signals
+from photinus.job.deaths import Death, Raised
+from photinus.job.restart_policy import Report, RestartPolicy
+from photinus.run.local.interrupts import handle_signals
 from photinus.trainer.session import preemption
 from tests.small_run import Net, points, train
 

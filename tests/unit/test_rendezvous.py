@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from photinus.errors import NotInitializedError
-from photinus.world import World, find_rendezvous
-from photinus.world.hydra import hydra_proxy
-from photinus.world.rendezvous import port_of
+from photinus.job.rendezvous import find_rendezvous, hydra_proxy, port_of
+from photinus.job.world import World
 
 STEP = {
     "SLURM_JOB_ID": "4711",

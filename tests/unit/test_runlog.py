@@ -16,8 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from photinus.launcher.cli import main
-from photinus.launcher.viewing.event_text import describe_event
+from photinus.cli.main import main
 from photinus.runlog.curve import Curve
 from photinus.runlog.events import EVENTS, append_event, read_event, read_events
 from photinus.runlog.find import find_runs, newest_run
@@ -29,6 +28,7 @@ from photinus.runlog.tables import LOSSES, METRICS, RunFiles
 from photinus.runlog.tail import Tail
 from photinus.runlog.units import step_time
 from photinus.runlog.windows import PHASES, RANKS, Window, drop_windows_after, read_window
+from photinus.tools.view.event_text import describe_event
 from tests.made_run import BEGAN_S, put_in_the_way, window, write_run
 
 

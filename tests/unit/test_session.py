@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 import photinus
 from photinus.errors import DeviceError, NotInitializedError, WorldSizeError
+from photinus.job.world import World
 from photinus.parallel.exchange.agreement import from_rank_0, together
 from photinus.trainer.session.session import Session, choose_backend, choose_device, current_session, require_session
-from photinus.world import World
 from tests.small_run import train
 
 _LAUNCHER = (

@@ -23,9 +23,9 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.screen import Screen
 
-from photinus.launcher.cli import main
-from photinus.launcher.viewing.view import parts, sparkline, view
+from photinus.cli.main import main
 from photinus.runlog.run import Run
+from photinus.tools.view.view import parts, sparkline, view
 from tests.made_run import BEGAN_S, write_run
 
 SLOW = {1: {"forward": 0.003, "waiting": 0.0}, 0: {"waiting": 0.0024}}
@@ -232,7 +232,7 @@ def test_without_a_terminal_it_is_printed_once_in_plain_text(
 def test_it_starts_without_torch(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
     code = (
-        "import sys; from photinus.launcher.cli import main; main(['top', '--once', sys.argv[1]]); "
+        "import sys; from photinus.cli.main import main; main(['top', '--once', sys.argv[1]]); "
         "main(['report', sys.argv[1], '-o', '-']); print('torch' in sys.modules)"
     )
     ended = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)

@@ -31,7 +31,7 @@ ENTRANCES = {
     ),
     "our DDP": "import photinus; photinus.DistributedDataParallel",
     "the trainer": "from photinus import Loop",
-    "the launcher": "from photinus.launcher.cli import main; sys.exit(main(['run', '--cpu', __file__]))",
+    "the launcher": "from photinus.cli.main import main; sys.exit(main(['run', '--cpu', __file__]))",
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from photinus.errors import WorldSizeError
-from photinus.world import World, check_company
+from photinus.job.world import World, check_company
 
 
 def test_no_variables_mean_a_world_of_one():

@@ -71,7 +71,7 @@ def register() -> None:
             dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
             _registered = True
             if "PHOTINUS_STATUS_FILE" in os.environ:  # env.STATUS_FILE: a launcher's worker, whatever its script is
-                from ..status import count_optimizer_steps
+                from ..job.status import count_optimizer_steps
 
                 count_optimizer_steps()
     except Exception as error:  # noqa: BLE001 - anything raised here would break `import torch`

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from .. import env
 from ..errors import HostError
-from ..world.own_address import addresses_of_interfaces, is_loopback, outside_addresses, reaches_from
+from ..job.own_address import addresses_of_interfaces, is_loopback, outside_addresses, reaches_from
 
 LOOPBACK = "127.0.0.1"
 

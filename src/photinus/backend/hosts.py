@@ -35,8 +35,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from .. import engine, env
 from ..errors import CollectiveError, MismatchError, PeerLostError
-from ..world.own_address import interface_of, reaches_from
-from ..world.ranks import name_ranks
+from ..job.own_address import interface_of, reaches_from
+from ..job.world import name_ranks
 from .cards import Member, choose_addresses
 from .joining import Joining, name_came
 

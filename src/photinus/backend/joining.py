@@ -15,8 +15,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from .. import engine, env
 from ..errors import CollectiveTimeoutError, PeerLostError
-from ..world.ended import ended
-from ..world.ranks import name_ranks
+from ..job.attempt import ended
+from ..job.world import name_ranks
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
 _LOOK_EVERY_S = 0.1

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from .. import engine, env
 from ..errors import WorldSizeError
-from ..world.ranks import name_ranks
+from ..job.world import name_ranks
 from . import device_map, hosts
 from .cards import LOOPBACK, choose_addresses
 from .inner_gloo import InnerGloo, Limit

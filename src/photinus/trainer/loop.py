@@ -23,13 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from .. import env, status
+from .. import env
 from ..errors import PhotinusError
+from ..job import status
+from ..job.world import name_ranks
 from ..parallel import strategy_of, unwrap_compiled
 from ..parallel.exchange.agreement import JSON, check_alike, from_rank_0, together
 from ..parallel.tracing.recording import recorded_span
 from ..runlog.tables import OWN_COLUMNS, Row
-from ..world.ranks import name_ranks
 from .backwards import Backwards
 from .checkpoint.durable import explain_no_space, require_space
 from .checkpoint.folder import Checkpoint, on_all_ranks
@@ -53,13 +54,7 @@ from .session.loss import check_loss
 from .session.progress import Progress, say, show_metrics
 from .session.replicas import Replicas, describe_replicas
 from .session.session import require_session
-from .session.wrapping import (
-    STRATEGY,
-    check_exchanges_gradients,
-    check_optimizer,
-    check_scheduler,
-    check_second_models,
-)
+from .session.wrapping import STRATEGY, check_exchanges_gradients, check_optimizer, check_scheduler, check_second_models
 
 _SAVE_AFTER_S = 600.0  # where save_every_steps is None
 _MOST_COST = 0.02  # of the time, that such saves take

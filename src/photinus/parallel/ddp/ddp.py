@@ -35,14 +35,7 @@ from ..reducer.graph import current_task
 from ..reducer.options import ReducerOptions
 from ..reducer.reducer import Reducer
 from .buffer_sync import BufferSync
-from .checks import (
-    check_delayed,
-    check_device_ids,
-    check_wire_dtype,
-    device_to_move_to,
-    one_device,
-    sparse_parameters,
-)
+from .checks import check_delayed, check_device_ids, check_wire_dtype, device_to_move_to, one_device, sparse_parameters
 from .fused_optimizer import OptimizersInBackward
 from .held_parameters import HeldParameters, take_over_parameters
 from .join import UnevenInputs, common_rank, tell_ranks

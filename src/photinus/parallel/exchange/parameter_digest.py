@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import ModelMismatchError
-from ...world.ranks import name_ranks
+from ...job.world import name_ranks
 from .collectives import control_device
 from .tensors import dense_strides
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ... import env
 from ...errors import ModelMismatchError
-from ...world.ranks import name_ranks
+from ...job.world import name_ranks
 from .collectives import all_gather_bytes
 from .gpu_sharing import refuse_shared_gpus
 from .tensors import dense_strides

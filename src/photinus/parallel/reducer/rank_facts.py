@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ...errors import MismatchError
-from ...world.ranks import name_ranks
+from ...job.world import name_ranks
 from ..exchange.collectives import Average, control_device
 from ..exchange.parameter_digest import ParameterPieces, compare_parameters
 from .gradient_memory import Slot

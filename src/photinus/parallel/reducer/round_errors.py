@@ -8,7 +8,7 @@ import torch
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
 
 from ...errors import MissingGradientError
-from ...world.ranks import name_ranks
+from ...job.world import name_ranks
 from .gradient_memory import Slot
 from .options import ReducerOptions
 from .timeline import Timeline

@@ -71,9 +71,9 @@ def _gather(tensor: Any) -> torch.Tensor:
     rows = -(-count // group.size())  # of each rank but the last ones, as torch.chunk cuts
     padded = local.new_zeros((rows, *local.shape[1:]))
     padded[: len(local)] = local
-    gathered: torch.Tensor = local.new_empty((rows * group.size(), *local.shape[1:]))
-    dist.all_gather_into_tensor(gathered, padded, group=group)
-    return gathered[:count]
+    gathered: torch.Tensor = local.new_empty((group.size(), *padded.shape))
+    dist.all_gather(list(gathered), padded, group=group)
+    return gathered.flatten(0, 1)[:count]
 
 
 def copy_state(state: Any, device: torch.device | None = None) -> Any:

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ...job.world import name_ranks
 from ...parallel.exchange.agreement import JSON, from_rank_0, gather_per_rank, place_in_group, together
 from ...parallel.exchange.collectives import control_device, resolve_group
-from ...world.ranks import name_ranks
 
 _PIECE_BYTES = 64 << 20
 

@@ -32,7 +32,7 @@ from torch.utils.data import default_collate as torch_collate
 
 from ... import env
 from ...errors import LoaderTimeoutError, PhotinusError
-from ...world import World
+from ...job.world import World
 from .arguments import whole_number
 from .datasets import check_dataset, indexable, taken_apart
 from .devices import pin_memory, to_device

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from ... import env
+from ...job.world import World
 from ...parallel.exchange.gpu_sharing import gpu_identity, refuse_shared_gpus
 from ...verdict import COMMAND, Setting, Verdict, driver_version, look_up_verdict
-from ...world import World
 from .progress import say
 
 _choices = _checks = 0  # sessions of this process, equal on all ranks: each has keys of its own

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from ... import env
 from ...errors import DeviceError
-from ...world import World
-from ...world.slurm import has_a_gpu_of_its_own
+from ...job.slurm import has_a_gpu_of_its_own
+from ...job.world import World
 
 
 def choose_device(

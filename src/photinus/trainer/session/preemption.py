@@ -33,10 +33,11 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from ... import env, status
+from ... import env
 from ...errors import CollectiveTimeoutError, PhotinusError
+from ...job import status
+from ...job.world import name_ranks
 from ...parallel.exchange.agreement import place_in_group
-from ...world.ranks import name_ranks
 
 EXIT_CODE = 75
 """What a process that has suspended itself leaves with: EX_TEMPFAIL of sysexits.h, "try again later"."""

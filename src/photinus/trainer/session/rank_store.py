@@ -1,6 +1,6 @@
 """How ranks that srun or mpirun started find each other, without a launcher of ours that would keep a store for them.
 
-Rank 0 listens at the agreed port (see `photinus.world.rendezvous`) on the one interface that the ranks use, and starts
+Rank 0 listens at the agreed port (see `photinus.job.rendezvous`) on the one interface that the ranks use, and starts
 torch's store at a port of its own choice. Each other rank says which job and rank it is, in one line, and is told the
 store's port:
 
@@ -29,10 +29,10 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from ... import env
 from ...errors import CollectiveTimeoutError, NotInitializedError, PhotinusError
-from ...world import Rendezvous, World
-from ...world.own_address import own_address
-from ...world.ranks import name_ranks
-from ...world.slurm import reachable_address
+from ...job.own_address import own_address
+from ...job.rendezvous import Rendezvous
+from ...job.slurm import reachable_address
+from ...job.world import World, name_ranks
 from .progress import say
 
 _LINE_LIMIT_BYTES = 1024

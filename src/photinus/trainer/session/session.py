@@ -25,9 +25,10 @@ from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from ... import env, tracebacks
 from ...errors import CollectiveError, NotInitializedError, WorldSizeError
+from ...job.own_address import interface_of, own_address, reaches_from
+from ...job.rendezvous import find_rendezvous
+from ...job.world import World, check_company
 from ...parallel.exchange.agreement import gather_per_rank
-from ...world import World, check_company, find_rendezvous
-from ...world.own_address import interface_of, own_address, reaches_from
 from ..data.rng import seed_everything
 from . import preemption
 from .gpu_backend import agree_on_backend, check_gpus

@@ -1,0 +1,120 @@
+"""`photinus new DIR`: a project that trains as it is, to be changed file by file.
+
+Its files lie in `photinus/templates`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from .parser import Parser, UsageError
+
+_HOME = Path(__file__).resolve().parent.parent / "templates"
+_OTHER_NAMES = {"gitignore": ".gitignore"}  # as a .gitignore it would have its say in the source tree
+_NOT_COPIED = frozenset({"ruff.toml"})
+_ALLOWED_THERE = frozenset({".git"})
+_TITLE = "# PROJECT"
+
+
+_ABOUT = "a convolutional network on handwritten digits, with the Trainer or a loop of your own"
+_NEEDS = (("torch", "torch"), ("sklearn", "scikit-learn"), ("pytest", "pytest"))  # to import, to install
+
+
+def parser() -> Parser:
+    """The command line."""
+    made = Parser(
+        "new",
+        "DIR",
+        about="Create a project in the folder DIR: a script, its options, a config file, a test\n"
+        "and a README. It trains without changes, on one process or many.",
+        more="example:\n  photinus new digits",
+    )
+    made.add("folders", metavar="DIR", nargs="*", help="a new or empty folder")
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Makes the project that the words after `photinus new` describe, says what to do next, and returns 0."""
+    folders = parser().parse(arguments).folders
+    if not folders or not folders[0]:
+        raise UsageError("which folder? Usage: photinus new DIR.")
+    if len(folders) > 1:
+        raise UsageError(f"one folder is needed, but {len(folders)} are named: {' '.join(map(shlex.quote, folders))}.")
+    folder = Path(folders[0])
+    _check_empty(folder)
+    print(_summary(folder, _write(folder)))
+    return 0
+
+
+def _check_empty(folder: Path) -> None:
+    """Nothing of the user's is written over: the folder is new, or empty but for a repository."""
+    if not os.path.lexists(folder):
+        return
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is a file; give a folder that is new or empty.")
+    if there := sorted(set(os.listdir(folder)) - _ALLOWED_THERE):
+        shown = ", ".join(there[:5]) + (f" and {len(there) - 5} more" if len(there) > 5 else "")
+        raise UsageError(
+            f"{folder} is not empty: {shown} {'is' if len(there) == 1 else 'are'} in it. Give a new folder."
+        )
+
+
+def _write(folder: Path) -> list[str]:
+    """Writes the project's files and returns their names; leaves nothing of them when that fails."""
+    sources = {
+        _OTHER_NAMES.get(file.name, file.name): file
+        for file in sorted(_HOME.iterdir())
+        if file.is_file() and file.suffix != ".pyc" and file.name not in _NOT_COPIED
+    }
+    made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    written: list[Path] = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, source in sources.items():
+            text = source.read_text(encoding="utf-8")
+            if name == "README.md":
+                text = text.replace(_TITLE, f"# {folder.resolve().name}", 1)
+            written.append(folder / name)
+            written[-1].write_text(text, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        for path in written:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        for path in made:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        raise UsageError(f"{folder} cannot be written: {error.strerror} ({error.filename}).") from error
+    return [name for name in _MEANINGS if name in sources] + sorted(sources.keys() - _MEANINGS)
+
+
+_MEANINGS = {  # in the order in which one reads them
+    "train.py": "the training",
+    "model.py": "the network",
+    "data.py": "where the data comes from",
+    "config.ini": "what is done when the command line does not say otherwise",
+    "options.py": "the command line",
+    "test_train.py": "learns, resumes exactly, same losses on one process",
+    "README.md": "how to go on",
+}
+
+
+def _summary(folder: Path, files: Sequence[str]) -> str:
+    missing = [package for module, package in _NEEDS if importlib.util.find_spec(module) is None]
+    lines = [f"made {folder}: {_ABOUT}", ""]
+    lines += [f"  {file:<16}{_MEANINGS.get(file, '')}".rstrip() for file in files]
+    lines += ["", "next:"]
+    if folder.resolve() != Path.cwd():
+        lines.append(f"  cd {shlex.quote(str(folder))}")
+    if missing:
+        lines.append(f"  {'pip install ' + ' '.join(missing):<28}not here yet")
+    lines += [
+        f"  {'photinus run train.py':<28}one process per GPU, or per core",
+        f"  {'python train.py':<28}one process",
+        f"  {'pytest':<28}is it still right? half a minute on a CPU",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,204 @@
+"""What the command lines of all commands have in common: argparse, with errors that say what to type instead."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+from ..spelling import closest, hint
+
+
+class UsageError(ValueError):
+    """The command line cannot be carried out as typed; the message says why and what to type instead."""
+
+
+class Parser(argparse.ArgumentParser):
+    """The parser of one command. In flags, dashes and underscores are the same.
+
+    Args:
+        command: its name, like "bench".
+        usage: what follows the name in help, in one way or several.
+        about: what it does, and `more`: examples, exit codes; both wrapped by hand.
+        passes_on: the flags end at the first word that is none (or behind the value of `-m`), and what follows is not
+            looked at.
+        renamed: other programs' flags, and what they are called here.
+        absent: other programs' flags that have nothing to do here, and what to do instead.
+
+    Attributes:
+        flags: each spelling, with dashes, and argparse's action for it; `words`: the actions of words.
+        offered: what may follow a flag or stand for a word, by its first spelling, where that can be listed.
+    """
+
+    def __init__(
+        self,
+        command: str,
+        *usage: str,
+        about: str,
+        more: str = "",
+        passes_on: bool = False,
+        renamed: Mapping[str, str] | None = None,
+        absent: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(
+            prog=f"photinus {command}",
+            usage="\n       ".join(f"%(prog)s {way}" for way in usage),
+            description=about,
+            epilog=more,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            add_help=False,
+            allow_abbrev=False,
+            exit_on_error=False,
+        )
+        self.flags: dict[str, argparse.Action] = {}
+        self.words: list[argparse.Action] = []
+        self.offered: dict[str, Sequence[str]] = {}
+        self.passes_on = passes_on
+        self._renamed = renamed or {}
+        self._absent = absent or {}
+        self._sections: dict[str, Any] = {}
+        self._repeated: set[str] = set()
+        self.add("--help", also=("-h",), action="help", help="show this text")
+
+    def add(
+        self,
+        name: str,
+        *,
+        section: str = "flags",
+        also: Sequence[str] = (),
+        one_of: Sequence[str] = (),
+        some_of: Sequence[str] = (),
+        **options: Any,
+    ) -> None:
+        """Declares a flag, or a word. A switch has `action="store_true"`; all other flags need a `metavar`.
+
+        Args:
+            name: with its dashes, if it has any; `also`: other spellings, which help does not show.
+            section: of help.
+            one_of: what the value may be; some_of: what a list with commas may hold (the value is a tuple).
+            options: argparse's. A `type` raises ArgumentTypeError, saying what is needed.
+        """
+        if one_of or some_of:
+            options["type"] = _choice(one_of) if one_of else _choices(some_of)
+            self.offered[name] = one_of or some_of
+        if not name.startswith("-"):
+            self.words.append(self.add_argument(name, **options))
+            return
+        if section not in self._sections:
+            self._sections[section] = self.add_argument_group(section)
+        if options.get("action") == "append":
+            self._repeated.add(name)
+        self.flags.update(dict.fromkeys((name, *also), self._sections[section].add_argument(name, **options)))
+
+    def parse(
+        self, typed: Sequence[str], unless_typed: Mapping[str, tuple[str, str]] | None = None
+    ) -> argparse.Namespace:
+        """The values by their names, and with them `given` and `rest`.
+
+        `given`: of each flag that was typed, by its first spelling, the one that was used and the text behind it.
+        `rest`: what was not looked at. `--help` prints the help and raises SystemExit.
+
+        Args:
+            typed: the words of the command line.
+            unless_typed: by its first spelling, a flag that comes from elsewhere: from where, and the text.
+
+        Raises:
+            UsageError: the words cannot be carried out; says why and what to type instead.
+        """
+        rest = list(typed)
+        given: dict[str, tuple[str, str]] = {}
+        try:
+            words: list[str] = []
+            flags = list(self._split(rest, given, words))
+            for name, (source, text) in (unless_typed or {}).items():
+                if name not in given:
+                    given[name] = (source, text)
+                    flags.append(name if self.flags[name].nargs == 0 else f"{name}={text}")
+            values = super().parse_args([*flags, *words])
+        except argparse.ArgumentError as error:
+            action = self.flags.get(error.argument_name or "")
+            what = " ".join(given[action.option_strings[0]]) if action is not None else self.prog
+            raise UsageError(f"{what}: {error.message}") from None
+        values.given, values.rest = given, tuple(rest)
+        return values
+
+    @staticmethod
+    def refuse_without(given: Mapping[str, tuple[str, str]], words: Sequence[str], *needed: str) -> None:
+        """Raises UsageError for flags of `parse`'s `given` that mean something only with one of the needed ones."""
+        for word in words:
+            if word in given and not any(flag in given for flag in needed):
+                typed = " ".join(filter(None, given[word]))
+                raise UsageError(f"{typed} means something only with {' or '.join(needed)}.")
+
+    def error(self, message: str) -> NoReturn:
+        """What argparse finds beside wrong values: too few words, or too many."""
+        raise UsageError(f"{self.prog}: {message}. See `{self.prog} --help`.")
+
+    def _split(self, rest: list[str], given: dict[str, tuple[str, str]], words: list[str]) -> Iterator[str]:
+        """Takes flags out of `rest` as --name=value, which argparse never doubts, and words that do not end them."""
+        while rest:
+            if not rest[0].startswith("-") or rest[0] == "-":
+                if self.passes_on:
+                    return
+                words.append(rest.pop(0))
+                continue
+            word = rest.pop(0)
+            if word == "--":
+                continue
+            spelling, equals, text = word.partition("=")
+            action = self._find(spelling)
+            name = action.option_strings[0]
+            if action.nargs == 0 and equals:
+                raise UsageError(f"{spelling} takes no value, but got {text!r}.")
+            if action.nargs is None and not equals:
+                # A flag where the value should be; but -1 is a value (and a wrong one), and sbatch's options begin so.
+                is_flag = rest and rest[0].startswith("-") and rest[0] != "-" and not rest[0][1].isdigit()
+                if not rest or (is_flag and name not in self._repeated):
+                    raise UsageError(f"{spelling} needs a value: {action.metavar}.")
+                equals, text = "=", rest.pop(0)
+            if name in given and given[name][1] != text and name not in self._repeated:
+                raise UsageError(f"{name} is given twice: {given[name][1]} and {text}.")
+            given[name] = (spelling, text)
+            yield f"{name}={text}" if name.startswith("--") and equals else name
+            if not name.startswith("--") and equals:
+                yield text
+            if name == "-m" and self.passes_on:
+                return
+
+    def _find(self, spelling: str) -> argparse.Action:
+        name = spelling.replace("_", "-") if spelling.startswith("--") else spelling
+        if name in self.flags:
+            return self.flags[name]
+        if name in self._renamed:
+            raise UsageError(f"unknown flag {spelling}. It is called {self._renamed[name]} here.")
+        if name in self._absent:
+            raise UsageError(f"{spelling} is another launcher's flag, and not here: {self._absent[name]}.")
+        near = closest(name, [*self.flags, *self._renamed])
+        if near is not None:
+            near = self._renamed.get(near) or self.flags[near].option_strings[0]
+            raise UsageError(f"unknown flag {spelling}. Did you mean {near}?")
+        own = "; the script's own stand after its name" if self.passes_on else ""
+        raise UsageError(f"unknown flag {spelling}. `{self.prog} --help` lists the flags{own}.")
+
+
+def _choice(known: Sequence[str]) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in known:
+            needed = " or ".join(filter(None, (", ".join(known[:-1]), known[-1])))
+            raise argparse.ArgumentTypeError(f"needs {needed}.{hint(text, known)}")
+        return text
+
+    return read
+
+
+def _choices(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    def read(text: str) -> tuple[str, ...]:
+        words = tuple(dict.fromkeys(text.replace(",", " ").split()))
+        for word in words:
+            if word not in known:
+                raise argparse.ArgumentTypeError(f"there are {', '.join(known)}, but no {word}.{hint(word, known)}")
+        if not words:
+            raise argparse.ArgumentTypeError(f"needs one or more of {', '.join(known)}.")
+        return words
+
+    return read

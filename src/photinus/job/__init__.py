@@ -1,0 +1,22 @@
+"""A job of several processes: who they are, where they meet, and what their launchers tell each other. Torch-free.
+
+    world           World: rank, local rank and world size, as the launcher says       (what users see)
+    launchers       the variables of torchrun, Open MPI, MVAPICH2, MPICH, Intel MPI and Slurm
+    slurm           a step of srun, what its job asked for, and Slurm's short way to write many host names
+    rendezvous      the address and port at which the ranks find each other
+    own_address     the address by which other hosts know this one
+    ports           listening on one address of this host
+    status          what a worker shows its launcher while it runs
+    deaths          how workers ended, which of them was the first cause, and the words for it. Pure functions
+    restart_policy  after a failed attempt: what is said, and whether there is another
+    membership      the rules by which hosts start, stop, start again and end. No sockets, clock, processes
+    attempt         one attempt at a job: who takes part, which ranks have ended, and what other hosts want
+    channel         launchers' connections: both ends prove that they know the job's secret, then send JSON
+    relay           brings this host's workers to the store on the leader's host
+    server          the leading host's end, in a thread of its own: one port, behind which hosts meet and the store is
+    client          a host's end: dials the leader, proves itself, and speaks for this host's agent
+
+Reads the environment it is given, and refuses contradictions instead of guessing.
+"""
+
+from __future__ import annotations

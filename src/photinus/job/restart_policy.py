@@ -1,0 +1,191 @@
+"""After a failed attempt: what is said, and whether there is another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .deaths import Death, ended_by_suspension, exit_code_of, failure_text, root_cause, signature, suspension_text
+from .world import name_ranks
+
+_QUICK_S = 10.0
+_BACKOFF_LIMIT_S = 5.0
+_CLOSED = ("closed by peer", "reset by peer", "broken pipe")
+
+
+def backoff_s(quick_failures: int) -> float:
+    """Seconds to wait before the next attempt after so many in a row that failed soon: 0, 0, 1, 2, 4, then 5."""
+    return min(_BACKOFF_LIMIT_S, 2.0 ** (quick_failures - 2)) if quick_failures >= 2 else 0.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """How the workers of one host ended in an attempt that failed.
+
+    Attributes:
+        deaths: of those that did not end well; empty when the host's workers only had to be stopped.
+        finished: the ranks that ended with exit code 0.
+        steps, saved: the most that one of the workers told of (see status.py).
+        run: the run that the steps are counted in; empty where each process counts its own from 0.
+        oom: kills for want of memory during the attempt, in words.
+    """
+
+    deaths: tuple[Death, ...]
+    finished: tuple[int, ...]
+    steps: int = 0
+    saved: int = -1
+    oom: str = ""
+    run: str = ""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What is remembered of an attempt that has ended: its first cause, and the steps it told of (see Report)."""
+
+    cause: Death
+    steps: int
+    run: str = ""
+
+    @property
+    def error(self) -> tuple[str, str] | None:
+        """Type and place of the exception that ended it; None when something else did."""
+        raised = self.cause.raised
+        return None if raised is None else (raised.type_name, raised.place)
+
+
+def reason_to_stop(
+    now: Attempt, earlier: Sequence[Attempt], *, unknown: bool = False, finished: Sequence[int] = ()
+) -> str | None:
+    """Why another attempt would fail as this one did; None when it may go better.
+
+    That is asked of exceptions only. A signal, a lost rank or host, and a process killed for want of memory have their
+    causes outside the program. An exception mostly has not:
+
+        before the first step of a run   it comes again: what it needs is as it was
+        later, for the first time        it may have been the moment's fault
+        at the same place again          unless training got no further than before: no step in this attempt, or a
+                                         step of the run that an earlier attempt had reached. Steps that each process
+                                         counts from 0 do not tell how far a script is that resumes by itself
+
+    Args:
+        now: the attempt that has just failed.
+        earlier: those before it, in order.
+        unknown: there were more, of which nobody knows how many steps they did.
+        finished: the ranks that ended with exit code 0. One that others still needed made no mistake that they could
+            see, and does the same again: it has fewer batches, or leaves its loop alone.
+    """
+    raised, error = now.cause.raised, now.error
+    if _left_early(now.cause, finished):
+        return f"{name_ranks(finished, 8)} ended with exit code 0 while others had more to do, which would come again"
+    if raised is None or error is None or now.cause.consequence or raised.lost_a_child:
+        return None
+    name, place = (f"exit code {raised.exit_code}" if error[0] == "SystemExit" else error[0]), error[1]
+    if not unknown and not any(attempt.steps for attempt in (*earlier, now)):
+        return f"{name} before the first step of the training would come again"
+    reached = max((attempt.steps for attempt in earlier if now.run and attempt.run == now.run), default=0)
+    if now.steps <= reached and any(attempt.error == error for attempt in earlier):
+        return f"{name} came again{f' at {place}' if place else ''}, and training got no further than before"
+    return None
+
+
+def _left_early(cause: Death, finished: Sequence[int]) -> bool:
+    """Whether the first to fail missed a rank that had ended well; gloo knows only that a connection was closed."""
+    if not finished or cause.raised is None or not cause.raised.lost_a_peer:
+        return False
+    signs = ("has left the group",) if cause.raised.type_name == "PeerLostError" else _CLOSED
+    return any(sign in cause.raised.text.lower() for sign in signs)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What follows from a failure.
+
+    Attributes:
+        restart: whether there is another attempt.
+        delay_s: seconds to wait before it.
+        rank, host: of the first cause.
+        exit_code: of the job, if this was the last attempt.
+        text: the whole block for the terminal.
+        short: the same in two lines, for the other hosts' terminals.
+        suspended: nothing failed: the workers saved and left, and are started again.
+        restarts: how many have been spent: on failed workers, lost hosts and a lost store.
+    """
+
+    restart: bool
+    delay_s: float
+    rank: int
+    host: str
+    exit_code: int
+    text: str
+    short: str
+    suspended: bool = False
+    restarts: int = 0
+
+
+class RestartPolicy:
+    """Knows the failures of a job so far. `restarts` is the number of restarts ordered."""
+
+    def __init__(self, max_restarts: int) -> None:
+        self._max_restarts = max_restarts
+        self.restarts = 0
+        self._quick_failures = 0
+        self._quick_suspensions = 0
+        self._attempts: list[Attempt] = []
+
+    def spend_restart(self) -> str:
+        """Takes one of the restarts: "restart 1 of 3", or "" when none is left."""
+        if self.restarts >= self._max_restarts:
+            return ""
+        self.restarts += 1
+        return f"restart {self.restarts} of {self._max_restarts}"
+
+    def decide(self, reports: Sequence[Report], *, world_size: int, attempt: int) -> Verdict:
+        """Finds the first cause among the deaths that all hosts report (at least one) and decides."""
+        deaths = [death for report in reports for death in report.deaths]
+        cause = root_cause(deaths)
+        furthest = max(reports, key=lambda report: report.steps)
+        now, earlier = Attempt(cause, furthest.steps, furthest.run), tuple(self._attempts)
+        self._attempts.append(now)
+        if ended_by_suspension(deaths):
+            return self._after_suspension(cause, deaths, world_size)
+        self._quick_suspensions = 0
+        self._quick_failures = self._quick_failures + 1 if cause.lived_s < _QUICK_S else 0
+        # Attempts that ended because hosts came or went were judged by nobody.
+        finished = sorted(rank for report in reports for rank in report.finished)
+        why_not = reason_to_stop(now, earlier, unknown=attempt > len(earlier), finished=finished)
+        again = bool(earlier) and signature(cause) == signature(earlier[-1].cause)
+        restart = self.spend_restart() if why_not is None else ""
+        delay_s = backoff_s(self._quick_failures) if restart else 0.0
+        if restart:
+            workers = f"all {world_size} workers" if world_size > 1 else "the worker"
+            saved = max(report.saved for report in reports)
+            place = f" from the checkpoint of step {saved}" if saved >= 0 else ""
+            next_step = f"restarting {workers}{place} ({restart})" + (f" in {delay_s:.0f} s" if delay_s else "")
+        elif why_not is not None:
+            next_step = f"not restarting: {why_not}"
+        elif self._max_restarts == 0:
+            next_step = "not restarting (--max-restarts 0)"
+        else:
+            next_step = f"no restart is left of {self._max_restarts}"
+        text = failure_text(
+            deaths,
+            finished=finished,
+            attempt=attempt,
+            next_step=next_step,
+            oom=next(report.oom for report in reports if cause in report.deaths),
+            seen_before=again and restart != "",
+        )
+        head = next(line for line in text.splitlines() if line.startswith("photinus: "))
+        short = f"{head} (host {cause.host})\nphotinus: {next_step}\n"
+        where = cause.rank, cause.host, exit_code_of(cause)
+        if _left_early(cause, finished):
+            theirs = [death.host for report in reports if finished[0] in report.finished for death in report.deaths]
+            where = finished[0], (theirs or [cause.host])[0], exit_code_of(cause)
+        return Verdict(restart != "", delay_s, *where, text, short, restarts=self.restarts)
+
+    def _after_suspension(self, cause: Death, deaths: Sequence[Death], world_size: int) -> Verdict:
+        """Another attempt, which costs none of the restarts; but workers that suspend at once again are slowed down."""
+        self._quick_suspensions = self._quick_suspensions + 1 if cause.lived_s < _QUICK_S else 0
+        delay_s = backoff_s(self._quick_suspensions)
+        text = suspension_text(deaths, world_size=world_size, delay_s=delay_s)
+        return Verdict(True, delay_s, cause.rank, cause.host, exit_code_of(cause), text, text, suspended=True)

@@ -1,0 +1,238 @@
+"""A step of Slurm's srun as one of its tasks sees it, and what the job around it asked for."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+_MOST_HOSTS = 100_000
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?\Z")
+
+
+def expand_hosts(text: str) -> tuple[str, ...]:
+    """The host names that a Slurm node list stands for, in its order.
+
+    Any number of bracketed parts in a name are understood, the last one running fastest: "r[1-2]n[1-2]" is r1n1, r1n2,
+    r2n1, r2n2. The width of a range's first number is kept: [08-10] is 08, 09, 10.
+
+    Raises:
+        ValueError: the text is no such list, or stands for more than 100,000 hosts.
+    """
+    names: list[str] = []
+    for item in _items(text):
+        parts = [
+            _choices(part, text) if part.startswith("[") else [part] for part in re.findall(r"\[[^]]*\]|[^[]+", item)
+        ]
+        if len(names) + math.prod(map(len, parts)) > _MOST_HOSTS:
+            raise ValueError(f"host list {_short(text)} stands for more than {_MOST_HOSTS} hosts")
+        names += ["".join(pieces) for pieces in itertools.product(*parts)]
+    return tuple(names)
+
+
+def _items(text: str) -> Iterator[str]:
+    """The parts between commas that stand outside of brackets."""
+    start, inside = 0, False
+    for position, letter in enumerate(text + ","):
+        if letter in "[]":
+            if inside == (letter == "["):
+                raise ValueError(f"host list {_short(text)}: {letter!r} at character {position + 1} has no partner")
+            inside = not inside
+        elif letter == "," and (not inside or position == len(text)):
+            item = text[start:position].strip()
+            if inside or not item:
+                what = "a bracket is not closed" if inside else f"a name is missing before character {position + 1}"
+                raise ValueError(f"host list {_short(text)}: {what}")
+            yield item
+            start = position + 1
+
+
+def _choices(bracket: str, text: str) -> list[str]:
+    found: list[str] = []
+    for word in bracket[1:-1].split(","):
+        match = _RANGE.match(word.strip())
+        if match is None:
+            raise ValueError(f"host list {_short(text)}: {word!r} in brackets is neither a number nor a range like 1-4")
+        low, high = match[1], match[2] or match[1]
+        if int(high) < int(low) or int(high) - int(low) >= _MOST_HOSTS:
+            raise ValueError(f"host list {_short(text)}: the range {word.strip()} is empty or too long")
+        found += [str(number).zfill(len(low)) for number in range(int(low), int(high) + 1)]
+    return found
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 80 else text[:77] + "...")
+
+
+T = TypeVar("T")
+
+# Slurm runs the batch script and the shell of salloc as steps of their own, with these numbers: no srun of the user's.
+_NOT_BY_SRUN = frozenset({"4294967290", "4294967291", "4294967292", "4294967293", "batch", "interactive", "extern"})
+_MOST_TASKS = 10_000_000
+
+
+@dataclass(frozen=True)
+class SlurmStep:
+    """What srun tells each task that it starts.
+
+    Attributes:
+        job_id: of the job; each element of a job array has its own.
+        step_id: counts the calls of srun in the job, from 0.
+        rank, tasks: this task, and how many there are.
+        local_rank, local_tasks: the same on this host; local_tasks is None where Slurm does not say.
+        host_rank: this host among those of the step.
+        hosts: their names, in the order of the ranks; empty where Slurm does not say.
+        tasks_per_host: tasks on each of them; empty where Slurm does not say.
+    """
+
+    job_id: str
+    step_id: str
+    rank: int
+    tasks: int
+    local_rank: int
+    local_tasks: int | None
+    host_rank: int
+    hosts: tuple[str, ...]
+    tasks_per_host: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """What a job asked for, as a process inside it sees it, srun or not.
+
+    Attributes:
+        job_id: of the job.
+        tasks: how many; 1 where it did not say.
+        hosts: how many.
+    """
+
+    job_id: str
+    tasks: int
+    hosts: int
+
+
+def slurm_step(environ: Mapping[str, str]) -> SlurmStep | None:
+    """The step of srun that this process is a task of; None outside of srun, also in a batch script's own shell.
+
+    Raises:
+        ValueError: a variable of Slurm holds what cannot be read; names it.
+    """
+    step_id = environ.get("SLURM_STEP_ID", "")
+    if not step_id or step_id in _NOT_BY_SRUN or "SLURM_PROCID" not in environ:
+        return None
+    # The step's own numbers: SLURM_NTASKS and its like may still be those of the job around it.
+    tasks = _number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+    if tasks is None:
+        raise ValueError(f"srun started step {step_id}, but neither SLURM_STEP_NUM_TASKS nor SLURM_NTASKS is set")
+    host_rank = _number(environ, "SLURM_NODEID") or 0
+    per_host = _read(environ, ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), tasks_per_host)
+    if sum(per_host) != tasks or host_rank >= len(per_host):
+        per_host = ()
+    rank = _number(environ, "SLURM_PROCID") or 0
+    local_rank = _number(environ, "SLURM_LOCALID")
+    return SlurmStep(
+        job_id=environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID") or "0",
+        step_id=step_id,
+        rank=rank,
+        tasks=tasks,
+        local_rank=rank if local_rank is None else local_rank,
+        local_tasks=per_host[host_rank] if per_host else None,
+        host_rank=host_rank,
+        hosts=_read(environ, ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"), expand_hosts),
+        tasks_per_host=per_host,
+    )
+
+
+def slurm_job(environ: Mapping[str, str]) -> SlurmJob | None:
+    """The job that this process is inside of, by sbatch, salloc or srun; None outside of Slurm.
+
+    Raises:
+        ValueError: a variable of Slurm holds what cannot be read; names it.
+    """
+    job_id = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
+    if not job_id:
+        return None
+    hosts = _number(environ, "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1
+    per_host = _read(environ, ("SLURM_TASKS_PER_NODE",), tasks_per_host)
+    asked = _number(environ, "SLURM_NTASKS", "SLURM_NPROCS")
+    if asked is None and (each := _number(environ, "SLURM_NTASKS_PER_NODE")) is not None:
+        asked = each * hosts
+    # Without a number of tasks, TASKS_PER_NODE counts the cores: nobody asked for so many processes.
+    return SlurmJob(job_id, tasks=asked or 1, hosts=max(hosts, len(per_host)))
+
+
+def tasks_per_host(text: str) -> tuple[int, ...]:
+    """Reads Slurm's tasks per node: "2(x3),1" is 2, 2, 2, 1.
+
+    Raises:
+        ValueError: it is no such list.
+    """
+    counts: list[int] = []
+    for word in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word.strip())
+        times = int(match[2] or 1) if match else 0
+        if match is None or times > _MOST_TASKS:
+            raise ValueError(f"{word.strip()!r} is no number of tasks like 4 or 2(x3)")
+        counts += [int(match[1])] * times
+    return tuple(counts)
+
+
+def has_a_gpu_of_its_own(environ: Mapping[str, str]) -> bool:
+    """Whether Slurm shows each task other GPUs (--gpus-per-task, --gpu-bind), so that each counts its own from 0."""
+    bound = environ.get("SLURM_GPU_BIND", "").removeprefix("verbose,").removeprefix("quiet,")
+    if bound:
+        return bound.startswith(("single", "per_task", "map_gpu", "mask_gpu"))
+    return bool(environ.get("SLURM_GPUS_PER_TASK")) or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
+
+
+def reachable_address(host: str) -> str:
+    """The name itself where it resolves; else the address that Slurm's own configuration has for the host.
+
+    Clusters whose compute nodes are in no name server have NodeAddr in slurm.conf, which `scontrol` tells.
+    """
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        pass
+    else:
+        return host
+    if shutil.which("scontrol") is None:
+        return host
+    try:
+        told = subprocess.run(
+            ["scontrol", "--oneliner", "show", "node", host], capture_output=True, text=True, timeout=10.0, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return host
+    match = re.search(r"\bNodeAddr=(\S+)", told.stdout)
+    return match[1] if match else host
+
+
+def _number(environ: Mapping[str, str], *names: str) -> int | None:
+    """The first of these variables that is set, as a number."""
+    for name in names:
+        text = environ.get(name)
+        if text:
+            try:
+                return int(text)
+            except ValueError:
+                raise ValueError(f"{name}={text!r} (from Slurm) is not a whole number") from None
+    return None
+
+
+def _read(environ: Mapping[str, str], names: Sequence[str], parse: Callable[[str], tuple[T, ...]]) -> tuple[T, ...]:
+    """The first of these variables that is set, parsed; empty when none is."""
+    for name in names:
+        text = environ.get(name)
+        if text:
+            try:
+                return parse(text)
+            except ValueError as error:
+                raise ValueError(f"{name}={text!r} (from Slurm) cannot be read: {error}") from None
+    return ()

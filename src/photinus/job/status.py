@@ -1,0 +1,92 @@
+"""What a worker tells its launcher while it runs, in a memory file of the launcher's: one line, fixed but for its end.
+
+    letter   what a request to suspend would find here:
+                 r  it would be heard; SIGTERM would end the worker if it were not for that
+                 c  it would be heard; SIGTERM calls a handler of the script as well
+                 s  the worker is saving
+                 -  it would not be heard
+    steps    how far training is: the run's step where a Loop says it, else the steps of torch's optimizers in this
+             process, or its calls of `suspend_requested`; 0 before the first
+    saved    the run's step at its newest checkpoint, of this process or resumed from; -1 for none
+    out      NUMBER:FOLDER of the run that it is in, and how many it began before; empty outside
+
+The launcher reads it when the worker is dead, too: a restart makes sense only if there is something to go on with.
+Without a launcher that reads, everything here does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass, replace
+
+from .. import env
+
+HEARD = "rcs"
+ONLY_ASKED_BY_SIGTERM = "rs"
+_WIDTH = 20
+
+
+@dataclass(frozen=True)
+class Status:
+    """See the module's docstring."""
+
+    letter: str = "-"
+    steps: int = 0
+    saved: int = -1
+    out: str = ""
+
+
+_told = Status()
+_file: int | None = None
+_counts = True  # as long as nobody who knows better has told of steps
+
+
+def tell(
+    *, letter: str | None = None, steps: int | None = None, saved: int | None = None, out: str | None = None
+) -> None:
+    """Tells what has changed."""
+    global _told, _counts
+    _counts = _counts and steps is None
+    _write(
+        Status(
+            _told.letter if letter is None else letter,
+            _told.steps if steps is None else steps,
+            _told.saved if saved is None else saved,
+            _told.out if out is None else out,
+        )
+    )
+
+
+def count_optimizer_steps() -> None:
+    """From now on tells of each step of a torch.optim optimizer, until `tell` is given steps by somebody."""
+    if env.STATUS_FILE.get() is None:
+        return
+    import torch
+
+    from ..optimizer_steps import OptimizerSteps
+
+    def count(_: object) -> None:
+        if _counts and not torch.compiler.is_compiling():
+            _write(replace(_told, steps=_told.steps + 1))
+
+    OptimizerSteps(ended=count)
+
+
+def read(text: str) -> Status:
+    """What a worker has told last; `text` is the content of its file, perhaps empty."""
+    steps, saved = text[1 : 1 + _WIDTH], text[1 + _WIDTH : 1 + 2 * _WIDTH]
+    out = text[1 + 2 * _WIDTH :].partition("\n")[0]
+    return Status(text[:1], int(steps), int(saved), out) if text else Status()
+
+
+def _write(status: Status) -> None:
+    global _told, _file
+    _told = status
+    path = env.STATUS_FILE.get() if _file is None else None
+    if path is not None:
+        with contextlib.suppress(OSError):  # inherited from a launcher that is gone, or not our own: nobody reads
+            _file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    if _file is not None:
+        line = f"{status.letter}{status.steps:>{_WIDTH}}{status.saved:>{_WIDTH}}{status.out}\n"
+        os.pwrite(_file, line.encode(errors="surrogateescape"), 0)

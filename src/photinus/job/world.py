@@ -1,0 +1,139 @@
+"""A process's place in its job."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .. import env
+from ..errors import WorldSizeError
+from .launchers import Told, read_scheduler, read_torchrun
+from .slurm import slurm_job
+
+
+@dataclass(frozen=True)
+class World:
+    """The place of a process in its job.
+
+    Attributes:
+        rank: rank of this process, 0 <= rank < world_size.
+        world_size: number of processes in the job.
+        local_rank: index of this process on its host.
+        local_world_size: number of the job's processes on this host (world_size if the launcher does not say).
+        host_rank: index of this host in the job.
+        launcher: name of the launcher whose variables were found; "the environment" for RANK and WORLD_SIZE from
+            neither torchrun nor `photinus run`; "none" for a plain `python script.py`.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    host_rank: int = 0
+    launcher: str = "none"
+
+    @property
+    def is_main(self) -> bool:
+        """Return whether this is rank 0, the rank that logs and saves."""
+        return self.rank == 0
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> World:
+        """Read the place from the environment: torchrun's variables first, then MPI's, then Slurm's.
+
+        RANK=-1 ("not distributed" in older templates) and no variables at all both mean a world of one. Slurm's
+        variables count only inside `srun`, because `salloc` and `sbatch` set some of them for a plain shell.
+
+        Raises:
+            WorldSizeError: rank and world size do not fit each other, or one of them is missing; the world size differs
+                from the launcher's (PHOTINUS_WORLD_SIZE); or srun or mpirun started more processes than the world has,
+                and each world would train alone.
+            ValueError: a variable is not a whole number, or a list of Slurm's cannot be read.
+        """
+        environ = os.environ if environ is None else environ
+        by_torchrun, by_scheduler = read_torchrun(environ), read_scheduler(environ)
+        meant = env.EXPECTED_WORLD_SIZE.get(environ)
+        told = by_torchrun or (None if meant == 1 else by_scheduler)  # 1: each of the scheduler's tasks is alone
+        world = cls() if told is None else cls._from(told)
+        if meant is not None and meant != world.world_size:
+            raise WorldSizeError(
+                f"the launcher means a world of {meant} processes ({env.EXPECTED_WORLD_SIZE.name}={meant}), but this "
+                f"process finds a world of {world.world_size}. Do not change RANK or WORLD_SIZE in the script; start "
+                f"it with `photinus run --nproc-per-node N` for another size."
+            )
+        if meant is None and by_torchrun is not None and by_scheduler is not None:
+            check_participants(world.world_size, by_scheduler, environ)
+        return world
+
+    @classmethod
+    def _from(cls, told: Told) -> World:
+        rank = -1 if told.rank is None else told.rank
+        world_size = -1 if told.world_size is None else told.world_size
+        if rank == -1 and world_size in (-1, 0, 1):
+            return cls()
+        rank_name, size_name, local_rank_name, local_size_name = told.names
+        if rank < 0 or world_size < 1 or rank >= world_size:
+            raise WorldSizeError(
+                f"{rank_name}={_show(told.rank)} and {size_name}={_show(told.world_size)} (from {told.launcher}) do "
+                f"not fit: a job of W processes needs both, with ranks 0 to W-1. Start with `photinus run` or "
+                f"torchrun, or unset both for one process."
+            )
+        local_world_size = world_size if told.local_world_size is None else told.local_world_size
+        local_rank = rank if told.local_rank is None else told.local_rank
+        if not 0 <= local_rank < local_world_size <= world_size:
+            raise WorldSizeError(
+                f"{local_rank_name}={local_rank} but this host runs {local_world_size} processes of the job "
+                f"({local_size_name if told.local_world_size is not None else 'no variable says how many'}, from "
+                f"{told.launcher}), which has {world_size}."
+            )
+        host_rank = told.host_rank
+        if host_rank is None:
+            # Launchers fill hosts evenly and in order, or deal the ranks out (mpirun --map-by node). Some ranks have
+            # the same place on their host either way; they are taken to be in order.
+            hosts = -(-world_size // local_world_size)
+            host_rank = rank % hosts if rank % local_world_size != local_rank else rank // local_world_size
+        return cls(rank, world_size, local_rank, local_world_size, host_rank, told.launcher)
+
+
+def _show(value: int | None) -> str:
+    return "not set" if value is None else str(value)
+
+
+def name_ranks(ranks: Sequence[object], most: int | None = None) -> str:
+    """For messages: `rank 3`, or `ranks 0, 1`; of more than `most` the first ones, and how many there are."""
+    more = f", ... ({len(ranks)} ranks)" if most is not None and len(ranks) > most else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:most]))}{more}"
+
+
+def check_participants(world_size: int, scheduler: Told, environ: Mapping[str, str]) -> None:
+    """Refuses RANK and WORLD_SIZE of a job that has fewer members than srun or mpirun has started processes.
+
+    Each of those processes is a rank, or a launcher of ranks (which then sets GROUP_WORLD_SIZE, the number of them).
+    """
+    started = scheduler.world_size or 1
+    launchers = environ.get("GROUP_WORLD_SIZE", "")
+    members, said_by = (int(launchers), "GROUP_WORLD_SIZE") if launchers.isdigit() else (world_size, "WORLD_SIZE")
+    if members >= started:
+        return
+    raise WorldSizeError(
+        f"{scheduler.launcher} started {started} processes ({scheduler.names[1]}={started}), but this one finds a job "
+        f"of {members} ({said_by}={environ.get(said_by, 'not set')}): they would train side by side, each a model of "
+        f"its own. Leave RANK and WORLD_SIZE unset and {scheduler.launcher} says who is who; a launcher of processes "
+        f"(photinus run) is started once per host. If separate trainings are meant, set "
+        f"{env.EXPECTED_WORLD_SIZE.name}={world_size}."
+    )
+
+
+def check_company(environ: Mapping[str, str]) -> None:
+    """Refuses a process that nobody has started as one of several, and that is inside a Slurm job of several tasks."""
+    if env.EXPECTED_WORLD_SIZE.get(environ) is not None:
+        return
+    job = slurm_job(environ)
+    if job is None or job.tasks == 1:
+        return
+    raise WorldSizeError(
+        f"Slurm job {job.job_id} has {job.tasks} tasks, but this process was not started by srun and would train "
+        f"alone, in a world of 1. Start it with `srun python ...`, or with `photinus run` for processes on this host. "
+        f"If one process is meant, set {env.EXPECTED_WORLD_SIZE.name}=1."
+    )

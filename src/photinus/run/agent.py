@@ -1,0 +1,292 @@
+"""The attempts of a job on this host: meet the other hosts, start the workers, watch them, and again where it may help.
+
+What follows from a failure is decided elsewhere (`restart_policy`, on one host for all); here it is carried out.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ..errors import LaunchError
+from ..job.attempt import Formation, JobEndedError, Order
+from ..job.deaths import exit_message, failure_text, suspension_words
+from ..job.restart_policy import Report, RestartPolicy, Verdict
+from .local.cgroup import OomKills, oom_kills, oom_since
+from .local.guard import Guard
+from .local.interrupts import FROM_A_KEYBOARD, Interrupted, Interrupts
+from .local.job import Job
+from .local.output import Output
+from .local.processes import Processes
+from .local.store import StoreProcess
+
+if TYPE_CHECKING:
+    from ..job.client import Member
+
+_LOOK_S = 0.5
+_SETTLE_S = 0.3
+_CULPRIT_S = 3.0
+_KEYBOARD_GRACE_S = 1.5  # in place of --stop-grace, where somebody sits waiting
+
+
+class OneHost:
+    """No peers to meet or to hear of: meets at once, decides by itself, and is done when its workers are."""
+
+    def __init__(self, job: Job, say: Callable[[str, bool], None], store: StoreProcess) -> None:
+        self._job = job
+        self._policy = RestartPolicy(job.flags.max_restarts)
+        self._say = say
+        self._store = store
+        self._attempt = -1
+        self._finished = False
+
+    fd = None  # nobody gives orders
+
+    def meet(self, check: Callable[[], None]) -> Formation:
+        """The next attempt, with a store of its own."""
+        check()
+        self._attempt += 1
+        port = self._store.open(self._job.flags.hosts.port or 0)
+        workers, restarts = (self._job.local_world_size,), self._policy.restarts
+        return Formation(workers, 0, self._attempt, self._job.job_id, port, restarts=restarts)
+
+    def order(self) -> Order | None:
+        """Done, once the workers are; to meet again, when the store is lost and a restart is left."""
+        lost = self._store.loss()
+        if not lost:
+            return "done" if self._finished else None
+        restart = self._policy.spend_restart()
+        if not restart:
+            raise JobEndedError(f"{lost}, and no restart is left of {self._job.flags.max_restarts}")
+        self._say(f"photinus: {lost}: starting all workers again ({restart})\n", True)
+        return "regroup"
+
+    def report_ended(self, ranks: Sequence[int]) -> None:
+        """The other workers find it in their store."""
+        self._store.tell_ended(ranks)
+
+    def report_finished(self) -> None:
+        """All is done."""
+        self._finished = True
+
+    def verdict_on(self, report: Report, check: Callable[[], None]) -> Verdict | Order:
+        """The verdict on this host's workers."""
+        verdict = self._policy.decide([report], world_size=self._job.local_world_size, attempt=self._attempt)
+        self._say(verdict.text, not verdict.suspended)
+        return verdict
+
+    def leave(self, reason: str, exit_code: int) -> None:
+        """Nobody is there to be told."""
+
+
+class Agent:
+    """Runs a job's workers on this host through all attempts.
+
+    Args:
+        job: what to run.
+        peers: the other hosts, or that there are none.
+        guard, output, interrupts: see their modules.
+
+    Attributes:
+        suspension: words for it, when the workers saved and left because the launcher was asked to end.
+        ended_workers: whether there were workers to be ended when `run` left.
+    """
+
+    def __init__(
+        self, job: Job, peers: OneHost | Member, *, guard: Guard, output: Output, interrupts: Interrupts
+    ) -> None:
+        self._job = job
+        self._grace_s = job.flags.stop_grace_s
+        self._peers = peers
+        self._guard = guard
+        self._output = output
+        self._interrupts = interrupts
+        self._processes: Processes | None = None
+        self._began_s: float | None = None
+        self._tried = False  # --preempt-after
+        self._told_waiting = False
+        self.suspension: str | None = None
+        self.ended_workers = False
+
+    def run(self) -> Verdict | None:
+        """Returns None when the workers of all hosts have ended well, or the verdict on a failure for good.
+
+        Raises:
+            Interrupted: the launcher was asked to end; the workers have been ended.
+            JobEndedError: the other hosts ended the job.
+            LaunchError: workers could not be started.
+        """
+        delay_s = 0.0
+        try:
+            while True:
+                formation = self._peers.meet(self._raise_if_interrupted)
+                self._interrupts.comes_within(delay_s)
+                self._raise_if_interrupted()
+                oom_before = oom_kills()
+                processes = self._start(formation)
+                order = self._watch(processes)
+                if order == "done":
+                    processes.wait_for_leftovers(self._grace_s)
+                    self._end(signal.SIGTERM, 0.0)
+                    return None
+                answer: Order | Verdict = order
+                if order == "stop":
+                    answer = self._report(processes, oom_before)
+                else:
+                    self._regroup(processes, order, formation.attempt)
+                self._end(signal.SIGTERM, self._grace_s)
+                self._forget()
+                delay_s = 0.0
+                if isinstance(answer, Verdict):
+                    if not answer.restart:
+                        return answer
+                    delay_s = answer.delay_s
+        except Interrupted:
+            number = self._interrupts.first
+            grace_s = _KEYBOARD_GRACE_S if number in FROM_A_KEYBOARD else self._grace_s
+            # Ctrl-C arrives as KeyboardInterrupt; whatever else ends the launcher asks a worker in the usual way.
+            self._end(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM, grace_s)
+            raise
+        finally:
+            self.ended_workers = self._processes is not None
+            self._end(signal.SIGTERM, self._grace_s)
+            self._forget()
+
+    def _start(self, formation: Formation) -> Processes:
+        """Starts this host's workers. LaunchError: one of them cannot be started."""
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            raise LaunchError("the working directory was removed: workers cannot be started again in it") from None
+        self._output.begin_attempt(formation.attempt, formation.job_id)
+        self._processes = processes = Processes(
+            self._job,
+            formation,
+            guard=self._guard,
+            output=self._output,
+            interrupts=self._interrupts,
+            orders=self._peers.fd,
+        )
+        try:
+            processes.start()
+        except OSError as error:
+            raise LaunchError(
+                f"{self._job.local_world_size} workers could not be started on {socket.gethostname()}: {error}. "
+                f"Those that were have been ended."
+            ) from error
+        return processes
+
+    def _watch(self, processes: Processes) -> Order:
+        """Waits until the job is done, the hosts are to meet anew, or a worker of this or another host has failed."""
+        told_finished = False
+        told_ended: set[int] = set()
+        while True:
+            processes.wait(_LOOK_S)
+            self._raise_if_interrupted()
+            self._pass_on_suspension(processes)
+            processes.kill_overdue(self._grace_s)
+            if processes.any_running() and (ended := set(processes.finished_ranks()) - told_ended):
+                told_ended |= ended
+                self._peers.report_ended(sorted(ended))
+            order = self._peers.order()
+            if order is None and not processes.any_running() and not processes.any_failed() and not told_finished:
+                told_finished = True
+                self._peers.report_finished()
+                order = self._peers.order()
+            if order is not None:
+                return order  # before failures: nobody judges those any more that come with an order to meet anew
+            if processes.any_failed():
+                return "stop"
+
+    def _report(self, processes: Processes, oom_before: OomKills | None) -> Verdict | Order:
+        """Ends the workers after a failure and tells the peers how they ended; returns what follows."""
+        # Ranks that suspend leave at about the same time, each when it is done with what it has open.
+        quiet_s = self._grace_s if processes.suspensions() else 0.0
+        processes.settle(max(_SETTLE_S, quiet_s), max(_CULPRIT_S, quiet_s))
+        self._raise_if_interrupted()
+        self._end(signal.SIGTERM, self._grace_s)
+        self._raise_if_interrupted()
+        deaths, finished = tuple(processes.deaths()), tuple(processes.finished_ranks())
+        for death in deaths:
+            self._output.add_to_log(death.rank, exit_message(death))
+        steps, saved, oom = processes.steps(), processes.saved_step(), oom_since(oom_before)
+        report = Report(deaths, finished, steps, saved, oom, processes.out())
+        return self._peers.verdict_on(report, self._raise_if_interrupted)
+
+    def _regroup(self, processes: Processes, order: Order, attempt: int) -> None:
+        if processes.suspensions():  # another host's ranks asked them to; they leave when all is saved
+            processes.settle(self._grace_s, self._grace_s)
+        if processes.any_failed():
+            own = [death for death in processes.deaths() if not (death.consequence or death.suspended)]
+            if own:
+                told = failure_text(
+                    own,
+                    finished=processes.finished_ranks(),
+                    attempt=attempt,
+                    next_step="starting all workers again",
+                )
+                self._output.say(told, alarm=True)
+        elif order == "save" and processes.can_suspend():
+            words = self._suspend(processes)
+            if words is not None:
+                self._output.say(f"photinus: {words}; all workers start again\n")
+
+    def _end(self, ask: signal.Signals, grace_s: float) -> None:
+        if self._processes is not None:
+            self._processes.stop(ask, grace_s)
+            self._output.drain(0.5)
+
+    def _forget(self) -> None:
+        if self._processes is not None:
+            self._job = replace(self._job, out=self._processes.out())
+            self._processes.close()
+            self._processes = None
+
+    def _raise_if_interrupted(self) -> None:
+        number = self._interrupts.first
+        if number is not None:
+            self._let_save(number)  # before the other hosts hear of it: their ranks take part
+            self._peers.leave(f"left, ended by {number.name}", 128 + number)
+            raise Interrupted
+
+    def _let_save(self, number: signal.Signals) -> None:
+        """The launcher was asked to end, and nobody sits waiting at a keyboard: workers that can save first."""
+        processes = self._processes
+        if number not in (signal.SIGTERM, signal.SIGHUP) or processes is None or not processes.can_suspend():
+            return
+        self.suspension = self._suspend(processes)
+
+    def _suspend(self, processes: Processes) -> str | None:
+        """Lets the workers save and leave; returns words for that, None when they did not."""
+        began_s = time.monotonic()
+        processes.suspend(self._grace_s)
+        if processes.suspensions():
+            return suspension_words(processes.suspensions())
+        in_time = time.monotonic() - began_s < self._grace_s
+        why = "ended before they had saved" if in_time else f"had not saved within {self._grace_s:g} s (--stop-grace)"
+        self._output.say(f"photinus: the workers {why}: steps since their last checkpoint are lost\n")
+        return None
+
+    def _pass_on_suspension(self, processes: Processes) -> None:
+        """SIGUSR1 to the launcher is for its workers, as soon as they hear it."""
+        preempt_after_s, interrupts = self._job.flags.preempt_after_s, self._interrupts
+        self._began_s = self._began_s or time.monotonic()
+        if preempt_after_s is not None and not self._tried:
+            self._tried = time.monotonic() - self._began_s >= preempt_after_s
+            interrupts.suspension_wanted |= self._tried
+        if not interrupts.suspension_wanted:
+            return
+        if processes.can_suspend():
+            interrupts.suspension_wanted = self._told_waiting = False
+            processes.ask_to_suspend()
+        elif not self._told_waiting:
+            self._told_waiting = True
+            self._output.say(
+                "photinus: asked to suspend; no worker is inside a loop that saves (photinus.Loop with `out`, or "
+                "photinus.suspend_requested) yet: waiting for one\n"
+            )

@@ -1,0 +1,14 @@
+"""This host's part of a job: its workers started, watched and ended, their output and store, its place in the job.
+
+join         who leads a job on several hosts, and this host's way into it
+job          a job as decided before anything starts, and the environment that a worker finds
+devices      how many workers this host gets: one per GPU, one per usable core, or as many as the user says
+processes    the worker processes of one attempt on this host: started, watched and ended
+worker       runs in each worker before the script: a file of its own, imports nothing of Photinus
+store        the store of an attempt: torch's TCPStore on the loopback interface, in a child process of the launcher
+output       the workers' lines on the launcher's terminal, and in log files
+logs         the workers' output in files: DIR/JOB/attempt_K/RANK/stdout.log and stderr.log, torchrun's layout
+interrupts   Ctrl-C, SIGTERM and their like, noted when they come and acted upon at safe points
+guard        ends everything when the launcher itself is killed
+cgroup       what the kernel says about this control group: CPU quota, memory limit, kills
+"""

@@ -1,0 +1,140 @@
+"""How many workers this host gets: one per GPU, one per usable core, or as many as the user says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ...cli.parser import UsageError
+from ...errors import DeviceError
+from .cgroup import cpu_quota_cores
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_MOST_PER_CORE = 4
+# NVIDIA's driver, the same under Windows' Linux, AMD's: what torch counts as CUDA devices needs one of them.
+_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+
+
+@dataclass(frozen=True)
+class WorkerCount:
+    """Number of workers on this host, and why (empty when the user gave the number)."""
+
+    count: int
+    reason: str = ""
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: its affinity, cut by the control group's CPU quota; at least 1."""
+    cores = len(os.sched_getaffinity(0))
+    quota = cpu_quota_cores()
+    return max(1, min(cores, int(quota)) if quota is not None else cores)
+
+
+def count_gpus(kind: str = "cuda") -> int:
+    """GPUs that torch sees (CUDA_VISIBLE_DEVICES included), asked in a child process: torch is not imported here.
+
+    It is not asked where no driver of a GPU is loaded: the import takes seconds. `kind`: cuda, or Intel's xpu.
+
+    Raises:
+        DeviceError: torch cannot say.
+    """
+    if kind == "cuda" and not any(os.path.exists(path) for path in _DRIVERS):
+        return 0
+    question = f"import torch; print(torch.{kind}.device_count())"  # starts no CUDA context
+    environ = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    asked = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, env=environ)
+    if asked.returncode != 0:
+        said = asked.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        raise DeviceError(f"torch cannot say how many GPUs there are: {said[0]}")
+    return int(asked.stdout.split()[-1])
+
+
+def visible_devices(numbers: Sequence[int], visible: str | None) -> str:
+    """CUDA_VISIBLE_DEVICES for the GPUs of these numbers, counted among those that are visible now.
+
+    Raises:
+        DeviceError: fewer are visible.
+    """
+    if visible is None:
+        return ",".join(map(str, numbers))
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    missing = [number for number in numbers if number >= len(names)]
+    if missing:
+        raise DeviceError(
+            f"--device asks for GPU {missing[0]}, but {VISIBLE}={visible!r} shows {len(names)} here, numbered from 0."
+        )
+    return ",".join(names[number] for number in numbers)
+
+
+def check_devices(numbers: Sequence[int], present: int) -> None:
+    """Raises DeviceError unless torch sees as many GPUs as `--device` names, once only those are visible."""
+    if present < len(numbers):
+        raise DeviceError(
+            f"--device {','.join(map(str, numbers))} names {len(numbers)} GPU{'s' * (len(numbers) > 1)}, but torch "
+            f"sees {present} of them here. `photinus doctor` lists those that there are; --cpu trains without."
+        )
+
+
+def gpu_names(workers: int, present: int, visible: str | None, ranks_per_gpu: int) -> tuple[str, ...]:
+    """What messages call each worker's GPU, by local rank: "GPU 3", as nvidia-smi numbers them; () without GPUs."""
+    if present * ranks_per_gpu < workers:
+        return ()
+    numbers = [name.strip() for name in visible.split(",")] if visible else list(map(str, range(present)))
+    return tuple(f"GPU {numbers[worker // ranks_per_gpu]}" for worker in range(workers))
+
+
+def choose_worker_count(
+    wanted: int | str,
+    *,
+    cpu_only: bool,
+    gpus: Callable[[], int],
+    cores: Callable[[], int],
+    ranks_per_gpu: int = 1,
+    oversubscribe: bool = False,
+) -> WorkerCount:
+    """Turns `--nproc-per-node` into a number of workers for this host.
+
+    Args:
+        wanted: a number above 0, or "auto" (GPUs if there are any, else cores), "gpu", "cpu".
+        cpu_only: the workers see no GPU (`--cpu`), so GPUs neither count nor limit.
+        gpus: number of GPUs; asked only when it matters, since it needs torch.
+        cores: number of usable cores.
+        ranks_per_gpu: so many workers share each GPU.
+        oversubscribe: without GPUs, any number of workers may share the cores.
+
+    Raises:
+        UsageError: a number that must be a slip: too many for the cores.
+        DeviceError: GPUs were asked for and there is none, or there are fewer than workers.
+    """
+    if isinstance(wanted, int):
+        present = 0 if cpu_only else gpus()
+        if 0 < present * ranks_per_gpu < wanted:
+            room = "each worker needs one of its own" if ranks_per_gpu == 1 else f"each has room for {ranks_per_gpu}"
+            raise DeviceError(
+                f"--nproc-per-node {wanted} asks for {wanted} workers, but this host has {present} "
+                f"GPU{'s' if present > 1 else ''}, and {room}. Give --nproc-per-node {present * ranks_per_gpu}, or "
+                f"--cpu to train on the CPU. (--ranks-per-gpu {-(-wanted // present)} lets them share, to try a job.)"
+            )
+        if present == 0 and wanted > _MOST_PER_CORE * cores() and not oversubscribe:
+            raise UsageError(
+                f"--nproc-per-node {wanted} asks for {wanted} workers, but this host has {cores()} usable "
+                f"core{'s' * (cores() > 1)} for them and no GPU. More than {_MOST_PER_CORE} on a core "
+                f"({_MOST_PER_CORE * cores()} here) only take turns: if they are meant, add --oversubscribe."
+            )
+        return WorkerCount(wanted)
+    asked = wanted == "gpu" or (wanted == "auto" and not cpu_only)
+    present = gpus() if asked else 0
+    if present > 0:
+        why = "one per GPU" if ranks_per_gpu == 1 else f"{ranks_per_gpu} per GPU"
+        return WorkerCount(present * ranks_per_gpu, why)
+    if wanted == "gpu":
+        hidden = os.environ.get(VISIBLE)
+        raise DeviceError(
+            "--nproc-per-node gpu asks for one worker per GPU, but torch sees 0 GPUs here"
+            + (f" ({VISIBLE}={hidden!r})" if hidden is not None else "")
+            + f". Give a number, or cpu for one worker per usable core ({cores()} here)."
+        )
+    return WorkerCount(cores(), "one per usable core" + ("; torch sees no GPU here" if asked else ""))

@@ -1,0 +1,82 @@
+"""A job as decided before anything starts, and the environment variables that a worker of an attempt finds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ... import env
+from ...cli.flags import RunFlags
+from ...job.attempt import Formation
+from .devices import usable_cores
+from .store import LOOPBACK
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run and how: as the user asked (`flags`), and what was found out since.
+
+    Attributes:
+        local_world_size: workers on this host.
+        base_environ: the launcher's environment, which the workers inherit.
+        gpus: the name of each worker's GPU, by local rank; empty where there are none.
+        temporary: folder of the job, see `worker.use_folder`; empty where there is none.
+        out: the run that the attempt before was in, see `status`.
+    """
+
+    flags: RunFlags
+    job_id: str
+    local_world_size: int
+    base_environ: Mapping[str, str]
+    gpus: tuple[str, ...] = ()
+    temporary: str = ""
+    out: str = ""
+
+    def environ(self, formation: Formation, local_rank: int, error_file: str) -> dict[str, str]:
+        """The whole environment of a worker in an attempt, which writes about its end into `error_file`.
+
+        The user's own OMP_NUM_THREADS and GLOO_SOCKET_IFNAME win; the rest of the job's variables are the launcher's
+        word. Torch reads TORCHELASTIC_USE_AGENT_STORE=True as "the launcher hosts the store", so no worker listens on
+        MASTER_PORT and the death of rank 0 does not take the store with it.
+        """
+        rank, world_size = formation.first_rank + local_rank, formation.world_size
+        hosts, local_world_size = len(formation.workers), formation.workers[formation.host_rank]
+        environ = dict(self.base_environ)
+        if env.EXPECTED_WORLD_SIZE.name in environ and environ.get("GLOO_SOCKET_IFNAME") == "lo":
+            del environ["GLOO_SOCKET_IFNAME"]  # set by the launcher of a worker in which this one runs
+        environ.update(
+            {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_RANK": str(local_rank),
+                "LOCAL_WORLD_SIZE": str(local_world_size),
+                "GROUP_RANK": str(formation.host_rank),
+                "GROUP_WORLD_SIZE": str(hosts),
+                "ROLE_NAME": self.flags.role,
+                "ROLE_RANK": str(rank),
+                "ROLE_WORLD_SIZE": str(world_size),
+                "MASTER_ADDR": LOOPBACK,
+                "MASTER_PORT": str(formation.store_port),
+                env.ATTEMPT.name: str(formation.attempt),
+                "TORCHELASTIC_RESTART_COUNT": str(formation.restarts),
+                "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+                "TORCHELASTIC_MAX_RESTARTS": str(self.flags.max_restarts),
+                "TORCHELASTIC_RUN_ID": formation.job_id,
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_ERROR_FILE": error_file,
+                env.EXPECTED_WORLD_SIZE.name: str(world_size),
+            }
+        )
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // local_world_size)))
+        environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+        # gloo would look for the interface of the host's name, which may not resolve or be another network's.
+        interface = "lo" if hosts == 1 else formation.interface
+        if interface is not None:
+            environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        for variable in (env.JOB_SECRET, env.LISTEN_FD, env.STARTED_AS):
+            environ.pop(variable.name, None)
+        if self.flags.cpu:
+            environ["CUDA_VISIBLE_DEVICES"] = ""
+            # Accelerate and Transformers' Trainer, unless told so, train on the CPU with one process each, in silence.
+            environ.setdefault("ACCELERATE_USE_CPU", "true")
+        return environ

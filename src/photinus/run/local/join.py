@@ -1,0 +1,161 @@
+"""Who leads a job on several hosts, and this host's way into it.
+
+The host that leads is the one to which --master-addr (or --rdzv-endpoint) belongs; with --node-rank, the one of rank
+0. It listens on that address only. When two launchers of one host could lead, the first to have the port does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from ... import env
+from ...cli.flags import HostFlags
+from ...cli.parser import UsageError
+from ...errors import LaunchError
+from ...job.channel import key_of
+from ...job.client import Member
+from ...job.membership import Membership
+from ...job.own_address import is_loopback, means_this_host, outside_addresses
+from ...job.ports import PortTakenError, listen, local_addresses_of
+from ...job.server import Leader, start_leader
+from .store import StoreProcess
+
+DEFAULT_PORT = 29500
+_ANY = ("0.0.0.0", "::")
+
+
+@contextlib.contextmanager
+def join_job(
+    flags: HostFlags,
+    *,
+    job_id: str,
+    max_restarts: int,
+    stop_grace_s: float,
+    environ: Mapping[str, str],
+    say: Callable[[str, bool], None],
+) -> Iterator[Member]:
+    """Takes part in the job for the duration of the block; leads it, if this is the host to do so.
+
+    Raises:
+        UsageError: nobody said who leads.
+        LaunchError: this host should lead and cannot listen there.
+    """
+    assert flags.nnodes is not None
+    nnodes, name = flags.nnodes, flags.leader
+    if name is None:
+        least, most = nnodes
+        raise UsageError(
+            f"--nnodes {least if least == most else f'{least}:{most}'} needs the host that leads: give --master-addr "
+            f"HOST, the same on every host (and --master-port, if {DEFAULT_PORT} is taken there)."
+        )
+    port = DEFAULT_PORT if flags.port is None else flags.port
+    key = key_of(env.JOB_SECRET.get(environ) or "", flags.job_id or "")
+    with contextlib.ExitStack() as stack:
+        # A reader of this launcher's output that is paused (less) must not hold up signs of life.
+        saying = stack.enter_context(ThreadPoolExecutor(1, "photinus-say"))
+
+        def tell(text: str, alarm: bool) -> None:
+            saying.submit(say, text, alarm)
+
+        def lead() -> tuple[bool, str, int]:
+            """Leads, if this is the host to do so; where the leader is in any case."""
+            listener, address = _listener(flags, name, port, environ, say)
+            if listener is None:
+                return False, address, port
+            address, bound = listener.getsockname()[:2]
+            secret = env.JOB_SECRET.get(environ)
+            if secret is None and not is_loopback(address):
+                say(
+                    f"photinus: leads at {address} port {bound} without a secret: whoever reaches that port can take "
+                    f"part. Set {env.JOB_SECRET.name} to the same random words on every host.\n",
+                    False,
+                )
+            if address in _ANY:
+                address = "127.0.0.1" if address == "0.0.0.0" else "::1"
+            times_s = flags.join_timeout_s, flags.last_call_s, flags.heartbeat_timeout_s, stop_grace_s
+            rules = Membership(*nnodes, *times_s)
+            leader = Leader(key, rules, max_restarts=max_restarts, job_id=job_id, say=tell)
+            leading.enter_context(start_leader(leader, listener))
+            return True, address, bound
+
+        leading = stack.enter_context(contextlib.ExitStack())  # ends after the member, which says good-bye first
+        leads, address, at_port = lead()
+        member = Member(
+            address,
+            at_port,
+            key,
+            leads=leads,
+            lead=lead,
+            join_timeout_s=flags.join_timeout_s,
+            heartbeat_timeout_s=flags.heartbeat_timeout_s,
+            comes_back=max_restarts > 0 or nnodes[0] < nnodes[1],
+            say=tell,
+            store=StoreProcess(),
+        )
+        stack.callback(member.close)
+        try:
+            yield member
+        except LaunchError as error:
+            member.leave(f"left: {error}", error.exit_code)
+            raise
+
+
+def _listener(
+    flags: HostFlags, leader: str, port: int, environ: Mapping[str, str], say: Callable[[str, bool], None]
+) -> tuple[socket.socket | None, str]:
+    """The leader's socket, None when another host (or another launcher of this one) leads; and the leader's address."""
+    number = env.LISTEN_FD.get(environ)
+    if number is not None:
+        return socket.socket(fileno=number), leader
+    must = bool(flags.leads) or flags.node_rank == 0
+    if flags.leads is False or (flags.node_rank is not None and flags.node_rank > 0):
+        return None, leader
+    own = _own_addresses(leader, say)
+    if flags.local_address is not None and (own or must):
+        own = [flags.local_address]
+    if own is None:
+        return None, leader  # the member says what it waits for, and asks again
+    if not own:
+        if must:
+            raise LaunchError(
+                f"this host is to lead, but --master-addr {leader} is no address of it. Give its own address, or with "
+                f"--local-addr what it is to listen on (0.0.0.0: all its addresses).",
+                exit_code=2,
+            )
+        return None, leader
+    if port == 0:
+        raise UsageError("--master-port 0 on several hosts: the others could not know the port. Give a number.")
+    try:
+        return listen(own[0], port), own[0]
+    except PortTakenError:
+        if must:
+            raise
+        # Perhaps by this job's leader: the member finds out, and names who it is otherwise.
+        return None, leader if own[0] in _ANY else own[0]
+
+
+def _own_addresses(leader: str, say: Callable[[str, bool], None]) -> list[str] | None:
+    """The addresses of this host behind the leader's name, empty when it is another host's; None: nobody's, yet."""
+    try:
+        own = local_addresses_of(leader)
+    except OSError:
+        if leader != socket.gethostname():
+            return None  # a cluster's name server may learn of a new host late
+        own = []  # a host that does not know its own name
+    if not (means_this_host(leader, own) if own else leader == socket.gethostname()):
+        return own
+    # Debian's /etc/hosts has a host's own name at 127.0.1.1, where no other host reaches it; which of several networks
+    # the others mean by the name cannot be known here.
+    outside = outside_addresses()
+    if not outside:  # all launchers of this job are on this host
+        return own or ["127.0.0.1"]
+    where = outside[0] if len(outside) == 1 else f"all addresses ({', '.join(outside)})"
+    say(
+        f"photinus: {leader} is {own[0] if own else 'nothing'} to this host itself, where no other reaches it: the job "
+        f"is led at {where} (--local-addr names another address)\n",
+        False,
+    )
+    return outside if len(outside) == 1 else ["0.0.0.0"]

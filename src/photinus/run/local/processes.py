@@ -1,0 +1,475 @@
+"""The worker processes of one attempt on this host: started, watched and ended.
+
+    start   each worker in a session and process group of its own, protected by the guard
+    wait    sleeps until a worker ends (pidfd), an interrupt comes or the time is over
+    settle  after the first failure: lets the others say what they saw
+    suspend asks them to save and leave, where they can
+    stop    a signal, a grace, then SIGKILL, for the workers first and then for what they left running
+
+What a worker started and left, also in a session of its own, becomes the launcher's child (see as_subreaper), which
+reaps it. So does what a shell had left that then became the launcher (`exec`), or, in a container whose first process
+the launcher is, anybody; that lacks the variables that workers have.
+
+A worker that has ended is left unreaped until `stop`: as long as it is there, its pid and process group cannot become
+another's, and a kill cannot strike a stranger.
+
+What a worker writes about its end (an exception, the stack at a fatal signal) goes into memory files of the launcher
+that the worker opens as /proc/LAUNCHER/fd/N. They have no name in any folder, so nothing can be left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import glob
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ... import env
+from ...job.attempt import Formation
+from ...job.deaths import Death, Raised
+from ...job.status import HEARD, ONLY_ASKED_BY_SIGTERM, Status, read
+from .cgroup import text_of
+from .guard import Guard
+from .interrupts import Interrupts
+from .job import Job
+from .output import Output
+from .worker import python_command
+
+_WORKER_FILE = str(Path(__file__).with_name("worker.py"))
+_KILLED_DIES_WITHIN_S = 5.0
+_LEFT_ENDS_WITHIN_S, _LEFT_DIES_WITHIN_S = 0.5, 0.5
+_SAY_LEFT_S = 1.0
+_SETTLE_STEP_S = 0.01
+_PR_SET_CHILD_SUBREAPER = 36
+_RECORD_LIMIT_BYTES = 1 << 20
+_OF_A_WORKER = f"{env.STATUS_FILE.name}="
+
+
+@dataclass
+class _Worker:
+    rank: int
+    local_rank: int
+    process: subprocess.Popen[bytes]
+    pidfd: int
+    error_file: int  # memory files, see the module's docstring
+    fault_file: int
+    status_file: int
+    started_at_s: float
+    status: int | None = None  # exit code or minus the signal, once it has ended
+    seen_at_s: float = 0.0
+    recorded_at_s: float | None = None  # when the launcher first saw that it had raised
+    asked_to_leave: bool = False  # by the launcher, while it ran well
+    killed_by_us: bool = False
+    ended_outright: bool = False  # by SIGKILL where SIGTERM would only have asked it to save
+    overdue_s: float | None = None
+
+    def record(self) -> Raised | None:
+        """What it has written about its uncaught exception so far."""
+        return Raised.from_json(_content(self.error_file)) if os.fstat(self.error_file).st_size else None
+
+    def has_raised(self) -> bool:
+        """Whether it has come to its end by an exception. (A record of torch's `@record` may have been survived.)"""
+        record = self.record()
+        return record is not None and record.raised_at_s is not None
+
+    def ask(self, number: signal.Signals) -> None:
+        """Sends a signal, and makes a stopped process (SIGSTOP) go on, so that it can act upon it."""
+        for each in (number, signal.SIGCONT):
+            signal.pidfd_send_signal(self.pidfd, each)
+
+    def hears(self, letters: str) -> bool:
+        """Whether the letter of its status is one of these (see status.py)."""
+        return self.last_status().letter in letters
+
+    def last_status(self) -> Status:
+        """What it has told of itself last."""
+        return read(_content(self.status_file))
+
+    def has_suspended(self) -> bool:
+        """Whether it has recorded that it saved its work and leaves."""
+        record = self.record()
+        return record is not None and record.suspended
+
+    def is_leaving(self) -> bool:
+        """Whether it has raised, its own hooks are done, and it only has to leave (see `worker._fail`)."""
+        return self.has_raised() and _content(self.error_file).endswith("\n")
+
+
+class Processes:
+    """The workers of one attempt. Made, started, watched and stopped by one thread.
+
+    `orders` is a file descriptor that also ends a `wait` when it is readable.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        formation: Formation,
+        *,
+        guard: Guard,
+        output: Output,
+        interrupts: Interrupts,
+        orders: int | None = None,
+    ) -> None:
+        self._job = job
+        self._formation = formation
+        self._guard = guard
+        self._output = output
+        self._interrupts = interrupts
+        self._workers: list[_Worker] = []
+        self._poll = select.poll()
+        self._poll.register(interrupts.fd, select.POLLIN)
+        if orders is not None:
+            self._poll.register(orders, select.POLLIN)
+        self._asked_at_s: float | None = None  # when `suspend` did
+        self._others: set[int] = set()  # this process's children before the workers: guard, store
+        self._stopped = False
+
+    def start(self) -> None:
+        """Starts all workers of this host; when one cannot be started, ends the others and raises OSError."""
+        self._others = _children_of(os.getpid())
+        self._interrupts.signal_workers = self._signal_all
+        try:
+            for local_rank in range(self._job.local_world_size):
+                self._workers.append(self._start(local_rank))
+        except OSError:
+            self.stop(signal.SIGKILL, 0.0)
+            raise
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns when a worker has ended, an interrupt has come, or the time is over."""
+        events = self._poll.poll(max(0.0, timeout_s) * 1000)
+        self._interrupts.drain()
+        if events:
+            self._note_ends()
+        self._leftovers()
+
+    def any_failed(self) -> bool:
+        """Whether a worker has ended other than well."""
+        return any(worker.status not in (None, 0) for worker in self._workers)
+
+    def any_running(self) -> bool:
+        """Whether a worker has not ended."""
+        return any(worker.status is None for worker in self._workers)
+
+    def can_suspend(self) -> bool:
+        """Whether a running worker would hear a request to suspend."""
+        return not self._stopped and any(w.status is None and w.hears(HEARD) for w in self._workers)
+
+    def suspensions(self) -> list[Raised]:
+        """What the workers have recorded that saved and are leaving, or have left, because they were asked to."""
+        records = [worker.record() for worker in self._workers]
+        return [record for record in records if record is not None and record.suspended]
+
+    def ask_to_suspend(self) -> None:
+        """Sends SIGUSR1 to the workers that hear it; their ranks agree on a step, save and leave."""
+        for worker in self._workers:
+            if worker.status is None and worker.hears(HEARD):
+                signal.pidfd_send_signal(worker.pidfd, signal.SIGUSR1)
+
+    def suspend(self, grace_s: float) -> None:
+        """Sends SIGTERM to all workers and waits until they have saved and left; `stop` has to follow, with this grace.
+
+        Returns earlier when one ends otherwise, without which the rest cannot save, or the user has asked twice.
+        """
+        self._asked_at_s = time.monotonic()
+        deadline = self._asked_at_s + grace_s
+        for worker in self._workers:
+            if worker.status is None:
+                worker.asked_to_leave = True
+                worker.ask(signal.SIGTERM)
+        self._wait_for_ends(deadline, lambda: self._interrupts.forced or self._any_ended_unsaved())
+
+    def kill_overdue(self, grace_s: float) -> None:
+        """Kills workers that raised an exception but have not left: the others wait for them in vain.
+
+        A process can hang in its last moments (threads that are not daemons, a communicator's destructor).
+        """
+        now = time.monotonic()
+        for worker in self._workers:
+            if worker.status is not None or not worker.is_leaving():
+                continue
+            if worker.recorded_at_s is None:
+                worker.recorded_at_s = now
+            elif now - worker.recorded_at_s > grace_s and worker.overdue_s is None:
+                worker.overdue_s = now - worker.recorded_at_s
+                worker.killed_by_us = True
+                signal.pidfd_send_signal(worker.pidfd, signal.SIGKILL)
+
+    def settle(self, timeout_s: float, culprit_timeout_s: float) -> None:
+        """After the first failure, gives the other ranks a moment to fail by themselves and say why.
+
+        Ends early when each has ended or recorded an exception. While all that is known are consequences of a loss
+        (the kernel may take long to end a process with much memory or a GPU), waits up to `culprit_timeout_s`.
+        """
+        begun_at_s = time.monotonic()
+        while not self._interrupts.received:
+            elapsed_s = time.monotonic() - begun_at_s
+            silent = [w for w in self._workers if w.status is None and not w.has_raised()]
+            culprit_known = any(not death.consequence for death in self.deaths())
+            if elapsed_s > (timeout_s if culprit_known or not silent else culprit_timeout_s):
+                return
+            if not silent and (culprit_known or not self.any_running()):
+                return
+            self.wait(_SETTLE_STEP_S)
+
+    def stop(self, ask: signal.Signals, grace_s: float) -> None:
+        """Ends all workers, then what they left running: `ask`, then SIGKILL after the grace. Idempotent.
+
+        Whom `suspend` has asked is not asked again, and has what is left of the grace. A second interrupt
+        cuts it short. A stopped process (SIGSTOP) is made to go on, so that it can leave. What the workers left has
+        SIGTERM and a moment, for which the next attempt waits.
+        """
+        if self._stopped:
+            return
+        self._stopped = True
+        self._note_ends()
+        deadline = (self._asked_at_s or time.monotonic()) + grace_s
+        for worker in self._workers:
+            if worker.status is None:
+                asked, worker.asked_to_leave = worker.asked_to_leave, not worker.has_raised()
+                # SIGINT would only make an interpreter that is still starting print where it was interrupted.
+                started = os.fstat(worker.fault_file).st_size > 0
+                ask_it = ask if started else signal.SIGTERM
+                if ask_it == signal.SIGTERM and worker.hears(ONLY_ASKED_BY_SIGTERM):
+                    worker.ended_outright = True
+                    ask_it = signal.SIGKILL
+                elif asked:
+                    continue
+                worker.ask(ask_it)
+        self._wait_for_ends(deadline, lambda: self._interrupts.forced)
+        deadline = min(deadline, time.monotonic() + _LEFT_ENDS_WITHIN_S)
+        if not self.any_running():
+            for pid in self._leftovers():
+                _signal(pid, signal.SIGTERM)
+                _signal(pid, signal.SIGCONT)
+            while self._leftovers() and time.monotonic() < deadline and not self._interrupts.forced:
+                time.sleep(_SETTLE_STEP_S)
+        self._kill()
+
+    def wait_for_leftovers(self, grace_s: float) -> None:
+        """After a good end, waits for what the workers left running (a last `rsync &`); `stop` kills what remains.
+
+        What has a session of its own (tmux, ssh-agent) is meant to go on, and is left alone.
+        """
+        begun_s, waited_s, has_said = time.monotonic(), 0.0, False
+        while not self._interrupts.received:
+            self._others |= {pid for pid in self._leftovers() if not self._is_in_session(pid)}
+            left = self._leftovers()
+            if not left or waited_s >= grace_s:
+                return
+            if waited_s > _SAY_LEFT_S and not has_said:
+                has_said = True
+                self._output.say(
+                    f"photinus: all workers ended well; up to {grace_s:g} s (--stop-grace) for {_names(left)}\n"
+                )
+            self.wait(min(0.1, grace_s - waited_s))
+            waited_s = time.monotonic() - begun_s
+
+    def deaths(self) -> list[Death]:
+        """How the workers ended that did not end well, by local rank."""
+        host = socket.gethostname()
+        deaths = []
+        for worker in self._workers:
+            if worker.status in (None, 0):
+                continue
+            assert worker.status is not None
+            # A worker that was asked to leave has no failure of its own, unless somebody else killed it just then.
+            outright = worker.ended_outright and worker.status == -signal.SIGKILL
+            struck = worker.status == -signal.SIGKILL and not worker.killed_by_us and not outright
+            stack = [line for line in _content(worker.fault_file).splitlines() if _WORKER_FILE not in line]
+            deaths.append(
+                Death(
+                    rank=worker.rank,
+                    local_rank=worker.local_rank,
+                    pid=worker.process.pid,
+                    host=host,
+                    gpu=self._job.gpus[worker.local_rank] if self._job.gpus else "",
+                    status=-signal.SIGTERM if outright else worker.status,
+                    seen_at_s=worker.seen_at_s,
+                    lived_s=worker.seen_at_s - worker.started_at_s,
+                    raised=worker.record(),
+                    ended_by_us=worker.asked_to_leave and not struck,
+                    fault_stack="\n".join(stack),
+                    overdue_s=worker.overdue_s,
+                    last_lines=self._output.last_lines(worker.rank),
+                    log=str(self._output.log_of(worker.rank) or ""),
+                )
+            )
+        return deaths
+
+    def finished_ranks(self) -> list[int]:
+        """The ranks that ended with exit code 0 before they were asked to leave."""
+        return [worker.rank for worker in self._workers if worker.status == 0 and not worker.asked_to_leave]
+
+    def steps(self) -> int:
+        """How many steps of training the workers have told of."""
+        return max(worker.last_status().steps for worker in self._workers)
+
+    def saved_step(self) -> int:
+        """The step of the newest checkpoint that they have told of; -1 for none."""
+        return max(worker.last_status().saved for worker in self._workers)
+
+    def out(self) -> str:
+        """The run that they were in (see status.py)."""
+        return max((worker.last_status().out for worker in self._workers), default="")
+
+    def close(self) -> None:
+        """Lets go of the records of the ended workers."""
+        assert self._stopped
+        for worker in self._workers:
+            for file in (worker.error_file, worker.fault_file, worker.status_file):
+                os.close(file)
+        self._workers.clear()
+
+    def _start(self, local_rank: int) -> _Worker:
+        program, rank = self._job.flags.program, self._formation.first_rank + local_rank
+        files = [os.memfd_create(f"photinus-{what}-{rank}") for what in ("error", "fault", "status")]
+        error_file, fault_file, status_file = files
+        error_path, fault_path, status_path = (f"/proc/{os.getpid()}/fd/{file}" for file in files)
+        command = [*python_command(), _WORKER_FILE, str(os.getpid()), fault_path, self._job.temporary]
+        command += [program.kind, program.target, *program.arguments_of(local_rank)]
+        environ = self._job.environ(self._formation, local_rank, error_path)
+        stdout, stderr = self._output.ends_for(rank, local_rank)
+        try:
+            process = subprocess.Popen(
+                command,
+                env={**environ, env.STATUS_FILE.name: status_path, env.OUT.name: self._job.out},
+                stdin=None if rank == 0 else subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
+            )
+        except OSError:
+            for file in files:
+                os.close(file)
+            raise
+        finally:
+            for end in (stdout, stderr):
+                if end is not None:
+                    os.close(end)
+        self._guard.protect(process.pid)
+        pidfd = os.pidfd_open(process.pid)
+        self._poll.register(pidfd, select.POLLIN)
+        return _Worker(rank, local_rank, process, pidfd, error_file, fault_file, status_file, time.monotonic())
+
+    def _wait_for_ends(self, deadline: float, enough: Callable[[], bool]) -> None:
+        """Until all workers have ended, it is enough, or the monotonic clock is at the deadline."""
+        while self.any_running() and time.monotonic() < deadline and not enough():
+            self.wait(min(0.1, deadline - time.monotonic()))
+
+    def _any_ended_unsaved(self) -> bool:
+        return any(worker.status not in (None, 0) and not worker.has_suspended() for worker in self._workers)
+
+    def _note_ends(self) -> None:
+        now = time.monotonic()
+        for worker in self._workers:
+            if worker.status is not None:
+                continue
+            ended = os.waitid(os.P_PIDFD, worker.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None:
+                continue
+            worker.status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+            worker.seen_at_s = now
+            self._poll.unregister(worker.pidfd)
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        """Signals the groups of workers that run; from a signal handler."""
+        for worker in self._workers:
+            if worker.status is None:
+                _signal(-worker.process.pid, number)
+
+    def _leftovers(self) -> set[int]:
+        """Reaps what ended of that which workers have left, and returns the pids of the rest."""
+        new = _children_of(os.getpid()) - self._others - {worker.process.pid for worker in self._workers}
+        for pid in tuple(new):
+            with contextlib.suppress(ChildProcessError):
+                marked = _OF_A_WORKER in text_of(Path(f"/proc/{pid}/environ"))
+                if os.waitpid(pid, os.WNOHANG)[0] or not (marked or self._is_in_session(pid)):
+                    new.remove(pid)
+        found: set[int] = set()
+        while new:
+            found |= new
+            new = set().union(*map(_children_of, new)) - found - self._others
+        return found
+
+    def _is_in_session(self, pid: int) -> bool:
+        """Whether it has stayed in the session of a worker."""
+        with contextlib.suppress(ProcessLookupError):
+            return os.getsid(pid) in {worker.process.pid for worker in self._workers}
+        return True  # it has just ended
+
+    def _kill(self) -> None:
+        if left := self._leftovers():
+            self._output.say(f"photinus: killed what the workers left running: {_names(left)}\n")
+        for worker in self._workers:
+            worker.killed_by_us |= worker.status is None
+            # The group may be gone from a worker that never got to be its leader, or belong to no one we may signal.
+            _signal(-worker.process.pid, signal.SIGKILL)
+        self._wait_for_ends(time.monotonic() + _KILLED_DIES_WITHIN_S, lambda: False)
+        for worker in self._workers:
+            if worker.status is None:
+                self._output.say(
+                    f"photinus: rank {worker.rank} (pid {worker.process.pid}) has not died {_KILLED_DIES_WITHIN_S:g} s "
+                    f"after SIGKILL: it may hang in the kernel (a device, a network file system) and hold its device\n"
+                )
+                continue
+            worker.process.wait()
+            os.close(worker.pidfd)
+        deadline = time.monotonic() + _LEFT_DIES_WITHIN_S
+        while (left := self._leftovers()) and time.monotonic() < deadline:
+            for pid in left:
+                _signal(pid, signal.SIGKILL)
+            time.sleep(0.002)
+        for worker in self._workers:
+            self._guard.release(worker.process.pid)
+
+
+@contextlib.contextmanager
+def as_subreaper() -> Iterator[None]:
+    """During the block, orphans among this process's descendants become its children.
+
+    So the children of a killed worker can be waited for, instead of being left to process 1 (in a container often
+    a program that never buries anybody).
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # refused only by kernels before 3.4; then process 1 adopts
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def _children_of(pid: int) -> set[int]:
+    found: list[str] = []
+    for file in glob.glob(f"/proc/{pid}/task/*/children"):
+        with contextlib.suppress(OSError):  # it has just ended
+            found += Path(file).read_text().split()
+    return set(map(int, found))
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    """Signals a process, or a group under its negative number, unless it is gone or another user's by now."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def _names(pids: set[int]) -> str:
+    """The first processes of these, by command and pid, and how many more there are."""
+    words = []
+    for pid in sorted(pids)[:3]:
+        command = text_of(Path(f"/proc/{pid}/cmdline")).replace("\0", " ").strip()
+        words.append(f"{command[:60] or 'a process'} (pid {pid})")
+    return ", ".join(words) + f" and {len(pids) - 3} more" * (len(pids) > 3)
+
+
+def _content(file: int) -> str:
+    return os.pread(file, _RECORD_LIMIT_BYTES, 0).decode("utf-8", "replace")

@@ -1,0 +1,123 @@
+"""Where `photinus run` finds itself when srun or mpirun started it once on each host."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import replace
+
+from ... import env
+from ...cli.flags import RunFlags
+from ...cli.parser import UsageError
+from ...errors import LaunchError, NotInitializedError
+from ...job.launchers import Told, read_scheduler, read_torchrun
+from ...job.own_address import own_address
+from ...job.rendezvous import find_rendezvous
+from ...job.slurm import reachable_address, slurm_job
+from ...job.world import World
+
+
+def place_hosts(
+    flags: RunFlags,
+    environ: MutableMapping[str, str] | None = None,
+    *,
+    resolve: Callable[[str], str] = reachable_address,
+) -> RunFlags:
+    """The flags with what the scheduler around this process says about the hosts, where the user said nothing of them.
+
+    A secret that the job's processes share already is put into the environment, for the launchers to prove themselves.
+
+    `resolve` makes an address of a host's name; the default asks Slurm about names that the resolver does not know.
+
+    Raises:
+        UsageError: the scheduler started several launchers on one host, each of which would start a whole job; or it
+            holds several hosts, and this launcher was started on one of them only.
+        LaunchError: the environment contradicts itself, or does not say where the hosts meet.
+    """
+    environ = os.environ if environ is None else environ
+    hosts = flags.hosts
+    if hosts.nnodes is not None or flags.selection.hostfile is not None:
+        return flags
+    if read_torchrun(environ) is not None and "TORCHELASTIC_RUN_ID" in environ:
+        return flags  # a worker of a launcher, which starts processes of its own
+    try:
+        told = read_scheduler(environ)
+        if told is None:
+            _refuse_one_of_several_hosts(environ)
+            return flags
+        world = World.from_env({name: value for name, value in environ.items() if name not in _OF_RANKS})
+        _refuse_several_on_one_host(world, told)
+        if world.world_size == 1:
+            return flags
+        # A typed leader wins, and then MASTER_ADDR and MASTER_PORT, as for ranks that have no launcher of ours.
+        place = None if hosts.leader is not None else find_rendezvous(world, environ)
+    except NotInitializedError as error:
+        raise LaunchError(str(error)) from error
+    except UsageError:
+        raise
+    except ValueError as error:
+        raise LaunchError(f"the environment cannot be read: {error}") from error
+    leader = hosts.leader if place is None else resolve(place.address)
+    assert leader is not None
+    listen_on = hosts.local_address
+    if listen_on is None and world.rank == 0:
+        try:
+            listen_on = own_address(leader, () if place is None else place.hosts[1:2])
+        except OSError as error:
+            raise LaunchError(
+                f"this host, the first of {world.world_size} that {told.launcher} chose, does not know its own name "
+                f"{leader}: {error.strerror or error}. Export MASTER_ADDR, an address that every host knows."
+            ) from error
+    # mpirun of Open MPI makes 128 random bits per job for its fast networks, and hands them to its own processes only.
+    secret = env.JOB_SECRET.get(environ) or environ.get("OMPI_MCA_orte_precondition_transports")
+    if secret:
+        environ[env.JOB_SECRET.name] = secret
+    found = replace(
+        hosts,
+        nnodes=(world.world_size, world.world_size),
+        node_rank=world.rank,
+        leader=leader,
+        local_address=listen_on,
+    )
+    if place is not None:
+        job_id = hosts.job_id or (place.job or f"{place.address}:{place.port}").replace(" ", "-")
+        found = replace(found, port=place.port if hosts.port is None else hosts.port, job_id=job_id)
+    return replace(flags, hosts=found)
+
+
+# Variables of an outer or earlier launcher; what counts here is who started the launchers.
+_OF_RANKS = frozenset(
+    {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "PHOTINUS_WORLD_SIZE"}
+)
+
+
+def _refuse_several_on_one_host(world: World, told: Told) -> None:
+    per_host = told.step.tasks_per_host if told.step is not None else ()
+    most = max(per_host, default=world.local_world_size)
+    if world.world_size == 1 or most == 1:
+        return
+    starter, once, direct = _WORDS.get(told.launcher, _WORDS["MPICH"])
+    raise UsageError(
+        f"{starter} started `photinus run` {world.world_size} times, {most} of them on one host, and each would start "
+        f"workers for the whole host. Either one launcher per host: `{once} photinus run ...`; or no launcher, and "
+        f"{told.launcher}'s own processes are the ranks: `{direct.format(world.world_size)} python train.py`."
+    )
+
+
+_WORDS = {
+    "Slurm": ("srun", "srun --ntasks-per-node=1", "srun --ntasks={}"),
+    "Open MPI": ("mpirun", "mpirun --map-by ppr:1:node", "mpirun -np {}"),
+    "MPICH": ("mpiexec", "mpiexec -ppn 1", "mpiexec -n {}"),
+}
+
+
+def _refuse_one_of_several_hosts(environ: Mapping[str, str]) -> None:
+    """In a batch script or the shell of salloc, photinus run would use the first host, and leave the others idle."""
+    job = slurm_job(environ)
+    if job is None or job.hosts == 1:
+        return
+    raise UsageError(
+        f"Slurm job {job.job_id} holds {job.hosts} hosts, but photinus run was started on this one only. Start it on "
+        f"each of them: `srun --ntasks-per-node=1 photinus run ...`; or say that this host is enough: "
+        f"`photinus run --nnodes 1 ...`."
+    )

@@ -1,0 +1,11 @@
+"""A job on several hosts that is started from one place, over ssh.
+
+command        the command that starts `remote` on a host, the environment it gets there, and whether a host is this one
+host           one host, seen from where the user typed: the connection to it, and its output in whole lines
+hostfile       the file of hosts, as DeepSpeed and Open MPI have it: a host on each line, and how many workers it takes
+lifeline       the standard input of a `photinus run` that another host started: signals, and whether anybody is there
+remote         what `photinus run --hostfile` and `photinus doctor --hosts` start on each host, over ssh
+remote_probe   what a host answers to `photinus doctor --hosts`: versions, clock, and how well it reaches another host
+selection      which hosts and devices a job gets (--include, --exclude, ...), and the words for each host
+start_hosts    a job on several hosts, started from one place: `photinus run --hostfile FILE`
+"""

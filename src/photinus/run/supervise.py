@@ -1,0 +1,257 @@
+"""One job on this host, from its start to its exit code: the guard, the signals, the output, and the agent."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import shlex
+import shutil
+import socket
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import ExitStack, closing, contextmanager
+from typing import TYPE_CHECKING
+
+from .. import env
+from ..cli.flags import RunFlags
+from ..errors import LaunchError
+from ..job.attempt import Formation, JobEndedError
+from ..job.ports import listen
+from ..masking import mask_words
+from ..torch_version import check_torch
+from .agent import Agent, OneHost
+from .local.devices import (
+    VISIBLE,
+    WorkerCount,
+    check_devices,
+    choose_worker_count,
+    count_gpus,
+    gpu_names,
+    usable_cores,
+    visible_devices,
+)
+from .local.guard import Guard, start_guard
+from .local.interrupts import Interrupted, Interrupts, handle_signals
+from .local.job import Job
+from .local.logs import Logs
+from .local.output import Output
+from .local.processes import as_subreaper
+from .local.store import LOOPBACK, StoreProcess
+from .local.worker import python_command
+from .ssh.lifeline import hold_lifeline
+
+if TYPE_CHECKING:
+    from ..job.client import Member
+
+_SHOWN = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")  # whoever has set them
+_CHOSEN_LATER = "chosen when it starts"
+
+_SIGNAL_TO_ALL_S = 0.3
+_LONGEST_FOLDER_BYTES = 107 - len("/listener-12345678")
+
+
+def supervise(flags: RunFlags) -> int:
+    """Runs the job that the flags describe, through all its attempts, and returns the exit code.
+
+    Raises:
+        DeviceError: fewer GPUs than asked for.
+        LaunchError: workers could not be started, or one failed for good; carries the exit code.
+        OldTorchError: torch is too old.
+    """
+    if not _has_torch():
+        raise LaunchError(
+            f"photinus run needs PyTorch, which {sys.executable} does not have. Install it as pytorch.org says for "
+            f"your device, or start photinus with the Python that has it."
+        )
+    check_torch()
+    environ = dict(os.environ)
+    job_id = flags.hosts.job_id or uuid.uuid4().hex
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with ExitStack() as stack:
+        guard = stack.enter_context(start_guard())  # it forks, so it comes before all threads
+        interrupts = stack.enter_context(handle_signals())
+        if env.STARTED_AS.get() is not None:
+            hold_lifeline(flags.stop_grace_s)
+        output = stack.enter_context(closing(Output()))
+        output.gives_up = lambda: interrupts.forced
+        temporary = stack.enter_context(_temporary_folder(guard))
+        store = stack.enter_context(closing(StoreProcess()))
+        environ[env.RANKS_PER_GPU.name] = str(flags.ranks_per_gpu)
+        try:
+            with interrupts.raise_at_once():
+                # A port that is taken is told at once, and other hosts find this one while torch counts GPUs.
+                member = _join(stack, flags, job_id, environ, output)
+                chosen, gpus = _choose_workers(flags, environ)
+        except Interrupted:
+            return _report_interrupt(interrupts, output, 0)
+        if chosen.reason:
+            where = "" if (name := env.STARTED_AS.get()) is None else f"host {name}: "
+            plural = "s" if chosen.count != 1 else ""
+            output.say(f"photinus: {where}{chosen.count} worker{plural} ({chosen.reason})\n")
+        job = Job(flags, job_id, chosen.count, environ, gpus, temporary)
+        logs = Logs(flags.logs)
+        logs.check(job.local_world_size)
+        if flags.dry_run:
+            print(dry_run_text(job, logs))
+            return 0
+        logs.open()
+        output.log_to(logs)
+        peers = _peers(job, member, output, store)
+        agent = Agent(job, peers, guard=guard, output=output, interrupts=interrupts)
+        try:
+            with as_subreaper():
+                verdict = agent.run()
+        except Interrupted:
+            if agent.suspension is not None:
+                output.say(f"photinus: {agent.suspension}; the same command goes on from there\n")
+            return _report_interrupt(interrupts, output, chosen.count * agent.ended_workers)
+        except JobEndedError:
+            # A signal to all hosts: another's end is no news then, if it arrives first.
+            if interrupts.comes_within(_SIGNAL_TO_ALL_S if env.STARTED_AS.get() is not None else 0.0):
+                return _report_interrupt(interrupts, output, chosen.count * agent.ended_workers)
+            raise
+    if verdict is None:
+        return 0
+    if member is not None and not member.leads and env.STARTED_AS.get() is not None:
+        return verdict.exit_code
+    after = f" after {verdict.restarts} restart{'s' * (verdict.restarts > 1)}" if verdict.restarts else ""
+    where = f" of host {verdict.host}" if member is not None else ""
+    raise LaunchError(
+        f"the job failed{after}; the first cause was rank {verdict.rank}{where}, see above "
+        f"(exit code {verdict.exit_code})",
+        exit_code=verdict.exit_code,
+    )
+
+
+def _choose_workers(flags: RunFlags, environ: MutableMapping[str, str]) -> tuple[WorkerCount, tuple[str, ...]]:
+    """How many workers this host gets, and the name of each one's GPU; with --device, no other GPU is visible then.
+
+    Raises:
+        UsageError: more workers than can be meant.
+        DeviceError: fewer GPUs than asked for.
+    """
+    is_xpu = flags.nproc_per_node == "xpu"
+    gpus = functools.cache(functools.partial(count_gpus, "xpu" if is_xpu else "cuda"))
+    wanted = "gpu" if is_xpu else flags.nproc_per_node
+    if flags.devices is not None:
+        environ[VISIBLE] = os.environ[VISIBLE] = visible_devices(flags.devices, environ.get(VISIBLE))
+        wanted = len(flags.devices) * flags.ranks_per_gpu
+    chosen = choose_worker_count(
+        wanted,
+        cpu_only=flags.cpu,
+        gpus=gpus,
+        cores=usable_cores,
+        ranks_per_gpu=flags.ranks_per_gpu,
+        oversubscribe=flags.oversubscribe,
+    )
+    if flags.devices is not None:
+        check_devices(flags.devices, gpus())
+    present = gpus() if gpus.cache_info().currsize else 0  # not asked where GPUs do not matter
+    return chosen, gpu_names(chosen.count, present, environ.get(VISIBLE), flags.ranks_per_gpu)
+
+
+def _has_torch() -> bool:
+    try:
+        return importlib.util.find_spec("torch") is not None
+    except ModuleNotFoundError:  # by a finder that hides it
+        return False
+
+
+def _join(stack: ExitStack, flags: RunFlags, job_id: str, environ: Mapping[str, str], output: Output) -> Member | None:
+    """The other hosts of the job, None when there are none; a port that the user named is looked at first."""
+    hosts = flags.hosts
+    several = hosts.nnodes is not None and hosts.nnodes[1] > 1
+    if flags.dry_run or not several:
+        if hosts.port and not several:
+            listen(LOOPBACK, hosts.port).close()
+        return None
+    from .local.join import join_job  # with asyncio, which one host does without
+
+    return stack.enter_context(
+        join_job(
+            hosts,
+            job_id=job_id,
+            max_restarts=flags.max_restarts,
+            stop_grace_s=flags.stop_grace_s,
+            environ=environ,
+            say=output.say,
+        )
+    )
+
+
+def _peers(job: Job, member: Member | None, output: Output, store: StoreProcess) -> OneHost | Member:
+    if member is None:
+        return OneHost(job, output.say, store)
+    hosts = job.flags.hosts
+    assert hosts.nnodes is not None
+    member.introduce(job.local_world_size, hosts.node_rank, hosts.nnodes)
+    return member
+
+
+def _report_interrupt(interrupts: Interrupts, output: Output, workers: int) -> int:
+    number = interrupts.first
+    assert number is not None
+    if env.STARTED_AS.get() is None:
+        few = {0: "no worker was running", 1: "its worker was ended"}
+        what = few.get(workers, f"{workers} workers were ended")
+        output.say(f"photinus: ended by {number.name}: {what}\n")
+    return 128 + number
+
+
+@contextmanager
+def _temporary_folder(guard: Guard) -> Iterator[str]:
+    """A folder for the workers' sockets, gone when the launcher is; empty where there can be none."""
+    try:
+        folder = tempfile.mkdtemp(prefix="photinus-")
+    except OSError:  # a full disk, or read-only: a job that makes no sockets runs all the same
+        yield ""
+        return
+    guard.remove(folder)
+    try:
+        # A socket's path has 107 bytes at most, 18 of them behind ours; multiprocessing's own may be shorter.
+        yield folder if len(os.fsencode(folder)) <= _LONGEST_FOLDER_BYTES else ""
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def dry_run_text(job: Job, logs: Logs) -> str:
+    """The job as text: the command, what all workers share, and what is each one's own.
+
+    With several hosts the ranks are known only for the first, unless the hosts run equally many workers.
+    """
+    hosts, program, max_restarts = job.flags.hosts, job.flags.program, job.flags.max_restarts
+    least, most = hosts.nnodes or (1, 1)
+    host_rank = hosts.node_rank or 0
+    python = [] if program.kind == "program" else [*python_command(), *(["-m"] if program.kind == "module" else [])]
+    command = [*python, program.target, *program.arguments_of("LOCAL_RANK")]
+    formation = Formation((job.local_world_size,) * most, host_rank, 0, job.job_id, 0)
+    environ = job.environ(formation, 0, _CHOSEN_LATER)
+    environ |= {"MASTER_PORT": _CHOSEN_LATER, "TORCHELASTIC_RUN_ID": _CHOSEN_LATER}
+    shared = [name for name, value in sorted(environ.items()) if os.environ.get(name) != value or name in _SHOWN]
+    lines = []
+    if most > 1:
+        lines = [
+            f"{most if least == most else f'{least} to {most}'} hosts, which are numbered "
+            + ("by --node-rank" if hosts.node_rank is not None else "as they come")
+            + f"; this one as number {host_rank}, if {most} of them run as many workers:"
+        ]
+    count = f"{job.local_world_size} worker{'s' * (job.local_world_size != 1)}"
+    lines += [
+        f"{count} on {socket.gethostname()}, in {os.getcwd()}:",
+        f"  {shlex.join(mask_words(command))}",
+        f"restarted at most {max_restarts} time{'s' * (max_restarts != 1)} when one fails",
+        *([logs.describe()] if logs.writes else []),
+        "",
+        "in the environment of all:",
+        *(f"  {name}={environ[name]}" for name in shared if name not in ("LOCAL_RANK", "RANK", "ROLE_RANK")),
+        "",
+        "and of each:",
+    ]
+    for local_rank in range(job.local_world_size):
+        rank = formation.first_rank + local_rank
+        lines.append(f"  LOCAL_RANK={local_rank} RANK={rank} ROLE_RANK={rank}")
+    return "\n".join(lines)

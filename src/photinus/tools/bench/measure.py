@@ -1,0 +1,183 @@
+"""`photinus bench`: lets all backends take turns, prints the table, says what limits them and which to choose."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import platform
+import shutil
+import statistics
+import sys
+import textwrap
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+from ...errors import DeviceError, LaunchError
+from ...run.local.devices import usable_cores
+from ...verdict import Setting, driver_version, keep_verdict
+from ...version import __version__
+from ..contestants.contestant import Contestant, torch_ranks
+from ..doctor.software import ask_engine, ask_torch
+from .options import DTYPES, parse_bench, size_name
+from .options import parser as parser  # each command has its own, in the module of its main
+from .result import COPIES, COPY, HOST_COPY, Result, choose, explain_gpus, limits
+
+_PARTS = "all_to_all"
+_BY_PARTS = "small: through flat slots; from arenas where a sender's tensors lie there; chunk by chunk else"
+_WHOLE = ("reduce_scatter", "all_gather")
+
+
+def print_explanation(options: Namespace, ranks: int) -> None:
+    """Prints a table, or JSON; `ranks`: on this host, where no hosts are given. LaunchError: no engine works here."""
+    hosts = options.hosts or (ranks,)
+    explained = [_explain(options, hosts, operation) for operation in options.operations]
+    if options.as_json:
+        print(json.dumps({"hosts": hosts, "unit": "seconds by the model", "operations": explained}, indent=1))
+        return
+    on = f"{len(hosts)} host{'s' * (len(hosts) > 1)}"
+    print(f"{sum(hosts)} ranks on {on}, {options.dtype} in arenas; times by the model of docs/scale.md\n")
+    for each in explained:
+        if each["levels"]:
+            print(f"{each['operation']}: {each['levels']}")
+        for call in each["calls"]:
+            what = call["algorithm"] + (f" over {call['levels']}" if call["levels"] else "")
+            time = f"{call['seconds'] * 1e6:.4g} µs"
+            size = size_name(call["bytes"])
+            print(f"{size:>9}  {each['operation']:<14} {time:>12}  {what:<16} {call['kernels']}  {call['reason']}")
+
+
+def _explain(options: Namespace, hosts: tuple[int, ...], operation: str) -> dict[str, Any]:
+    item = DTYPES[options.dtype]
+    parts = sum(hosts) if operation in _WHOLE else 1
+    sizes = [max(1, size // item // parts) for size in sorted(options.sizes_bytes)]
+    if operation == _PARTS:
+        return {"operation": operation, "levels": _BY_PARTS, "calls": []}
+    speeds = (options.latency_us * 1e-6, options.rate_gbit / 8e-9)
+    asked = {"counts": hosts, "operation": operation, "sizes_elems": sizes, "dtype": options.dtype, "speeds": speeds}
+    answer, error = ask_engine(options.timeout_s, json.dumps(asked))
+    if answer is None:
+        raise LaunchError(f"the engine does not work here: {error}")
+    levels, calls = answer["explained"]
+    calls = [{"bytes": elems * item * parts, **call} for elems, call in zip(sizes, calls, strict=True)]
+    return {"operation": operation, "levels": levels, "calls": calls}
+
+
+_ROUNDS = 3
+_LEAST_BYTES = 1 << 20  # below, it is latency that is compared
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measures; returns 1 when a backend that was asked for failed, else 0."""
+    options = parse_bench(arguments)
+    if options.explain:
+        print_explanation(options, options.ranks or max(2, min(8, usable_cores())))
+        return 0
+    if options.plot is not None:
+        importlib.import_module("matplotlib")  # found missing before anything is measured
+    torch, error = ask_torch(options.timeout_s)
+    if torch is None:
+        raise LaunchError(f"photinus bench needs PyTorch: {error}")
+    gpus, on_gpus = torch["gpus"], options.device == "cuda"
+    ranks = options.ranks or max(2, len(gpus) or min(8, usable_cores()))
+    asked = "--device cuda" if on_gpus else "--backends nccl" if "nccl" in (options.backends or ()) else ""
+    if asked and not gpus:
+        raise DeviceError(f"photinus bench {asked}: torch sees no GPU here. `photinus doctor` says why.")
+    usable = ["photinus", "gloo"]
+    usable += ["nccl"] if torch["available"]["nccl"] and len(gpus) >= ranks else []
+    usable += ["ucc"] if torch["available"]["ucc"] and not on_gpus else []
+    wanted = options.backends or usable
+    results, absent = _measure(options, wanted, ranks)
+    backends = [name for name in wanted if name not in absent]
+    if not backends or not results:
+        raise LaunchError("; ".join(f"{name} failed: {reason}" for name, reason in absent.items()))
+    from .result import plot, print_table
+
+    best, reason = choose(results, backends)
+    kept = keep_choice(options, usable, results, torch, best, reason)
+    title = f"{ranks} ranks, {options.dtype}, {usable_cores()} usable cores"
+    title += f", tensors on {len(gpus)} x {gpus[0]['name']}" if on_gpus else ""
+    if options.as_json:
+        told: dict[str, Any] = {"title": title, "photinus": __version__, "torch": torch["version"]}
+        told |= {"unit": "seconds per call, GB/s", "results": [each.as_json() for each in results], "absent": absent}
+        print(json.dumps({**told, "choose": best, "because": reason, "kept": kept}, indent=1))
+    else:
+        print(f"{title}; {platform.machine()}, torch {torch['version']}, Photinus {__version__}\n")
+        print_table(results, backends)
+        print()
+        lines = [line for name in backends for line in limits(results, name, through_host=on_gpus)]
+        lines += explain_gpus(results[-1], len(gpus)) if on_gpus else []
+        lines += [f"{name}: did not take part: {why}" for name, why in absent.items()]
+        for line in [*lines, "", f"Choose {best}: {reason}.", *filter(None, [kept])]:
+            print(textwrap.fill(line, shutil.get_terminal_size().columns, subsequent_indent="  "))
+    if options.plot is not None:
+        plot(results, backends, f"Collectives on one host: {title}", options.plot)
+        print(f"The picture is in {options.plot}.", file=sys.stderr)
+    return int(bool(options.backends and absent))
+
+
+def _measure(options: Namespace, backends: Sequence[str], ranks: int) -> tuple[list[Result], dict[str, str]]:
+    """All results, and why some backends have none."""
+    from rich.console import Console
+
+    results: list[Result] = []
+    everybody = [
+        Contestant(name, torch_ranks(name, ranks, device=options.device), ranks, timeout_s=options.timeout_s)
+        for name in (*backends, COPY)
+    ]
+    if options.device == "cuda":
+        everybody.append(Contestant(HOST_COPY, torch_ranks(COPY, ranks), ranks, timeout_s=options.timeout_s))
+    console = Console(stderr=True, highlight=False)  # a line that says what is measured now, where that is a terminal
+    with contextlib.ExitStack() as stack, console.status("starting") as status:
+        for each in everybody:
+            stack.enter_context(each)
+        for operation in options.operations:
+            for size in sorted(options.sizes_bytes):
+                item = DTYPES[options.dtype]
+                elems = max(1, size // item // ranks) * ranks
+                status.update(f"{operation} {elems * item} bytes")
+                for each in everybody:
+                    each.prepare(options.dtype, elems * item)
+                seconds = _take_turns(everybody, operation, options.seconds / _ROUNDS)
+                results.append(Result(operation, elems * item, options.dtype, ranks, seconds))
+    of_backends = [each for each in everybody if each.name not in COPIES]
+    return results, {each.name: each.absent for each in of_backends if each.absent is not None}
+
+
+def _take_turns(everybody: Sequence[Contestant], operation: str, seconds: float) -> dict[str, float]:
+    """The median over the rounds for each contestant: in each round everybody has one turn."""
+    copies = {COPY: COPY, HOST_COPY: f"{COPY}:threads"}
+    paths = {each.name: copies.get(each.name, operation) for each in everybody}
+    calls = {each.name: each.calls_for(seconds, paths[each.name]) for each in everybody}
+    rounds = [{each.name: each.run(paths[each.name], calls[each.name]) for each in everybody} for _ in range(_ROUNDS)]
+    times = {each.name: [taken[each.name] for taken in rounds] for each in everybody}
+    return {name: statistics.median(t for t in taken if t) for name, taken in times.items() if None not in taken}
+
+
+def keep_choice(
+    options: Namespace, usable: Sequence[str], results: Sequence[Result], torch: dict[str, Any], best: str, why: str
+) -> str:
+    """Keeps the choice on GPUs for backend "auto"; a line that says so, or why not. "" where no GPU was measured.
+
+    `usable`: all backends that these ranks could take; `torch`: what `ask_torch` found.
+    """
+    if options.device != "cuda":
+        return ""
+    left_out = [name for name in usable if options.backends is not None and name not in options.backends]
+    of_buckets = [each for each in results if each.operation == "all_reduce" and each.size_bytes >= _LEAST_BYTES]
+    gpus = tuple(torch["gpus"][rank % len(torch["gpus"])]["uuid"] for rank in range(results[0].ranks))
+    reason = ""
+    if left_out:
+        reason = f"{', '.join(left_out)} was left out"
+    elif results[0].operation != "all_reduce" or not of_buckets:
+        reason = "it takes an all_reduce of 1 MiB or more to tell"
+    elif not all(gpus):
+        reason = "torch does not tell these GPUs apart"
+    if reason:
+        return f'This is not kept for backend "auto": {reason}.'
+    try:
+        path = keep_verdict(Setting(gpus, driver_version(), torch["version"]), best, why)
+    except OSError as error:
+        return f'This cannot be kept for backend "auto": {error}.'
+    return f'Kept in {path}: on these GPUs, {len(gpus)} ranks with backend "auto" take {best} from now on.'

@@ -1,0 +1,204 @@
+"""One measurement, its bandwidths; and what many of them mean: what limits a backend here, and which one to choose."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...runlog.units import bandwidth
+from .options import size_name
+
+COPY, HOST_COPY = COPIES = ("copy", "copy in host memory")
+"""No backends: what all ranks take to copy their tensor at once (those on GPUs: to the host and back); and to copy as
+much in the host's memory, where tensors lie on GPUs."""
+_BUCKET_BYTES = 25 << 20
+"""What torch's and our DDP exchange at once."""
+_LATENCY_BOUND = 0.5  # of a call's time that a call of next to nothing takes
+_MEMORY_BOUND = 0.5  # of what copying reaches
+_OWN_WORK = {
+    "photinus": "steps through shared memory, waiting for the other ranks",
+    "gloo": "sockets, extra copies",
+    "nccl": "kernels, links between the GPUs",
+    "ucc": "whichever transport it chose",
+}
+
+
+def bus_factor(operation: str, ranks: int) -> float:
+    """What busbw is of algbw (the formulas of nccl-tests, doc/PERFORMANCE.md)."""
+    if operation == "all_reduce":
+        return 2 * (ranks - 1) / ranks
+    return 1.0 if operation in ("broadcast", COPY) else (ranks - 1) / ranks
+
+
+@dataclass(frozen=True)
+class Result:
+    """Mean times of one operation and size: {backend: seconds}, with what COPIES take."""
+
+    operation: str
+    size_bytes: int
+    dtype: str
+    ranks: int
+    seconds: dict[str, float]
+
+    def algbw(self, backend: str) -> float:
+        """Bytes of the tensor per second, in GB/s."""
+        return self.size_bytes / self.seconds[backend] / 1e9
+
+    def busbw(self, backend: str) -> float:
+        """What each rank has to move for it, per second, in GB/s."""
+        return self.algbw(backend) * bus_factor(self.operation, self.ranks)
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        read = {"operation": self.operation, "bytes": self.size_bytes, "dtype": self.dtype, "ranks": self.ranks}
+        read |= {"seconds": self.seconds, "algbw": {name: self.algbw(name) for name in self.seconds}}
+        return read | {"busbw": {name: self.busbw(name) for name in self.seconds if name not in COPIES}}
+
+
+def limits(results: Sequence[Result], backend: str, *, through_host: bool = False) -> list[str]:
+    """A sentence about small and one about large tensors.
+
+    `through_host`: they lie on GPUs, and are copied to the host and back; nccl need not do that.
+    """
+    known = [each for each in results if backend in each.seconds and each.operation == results[0].operation]
+    if not known:
+        return []
+    smallest, largest = known[0], known[-1]
+    overhead = smallest.seconds[backend]
+    lines = []
+    bound = [each for each in known if overhead >= _LATENCY_BOUND * each.seconds[backend]]
+    if len(bound) < len(known) or len(known) == 1:
+        what = f"the {overhead * 1e6:.0f} µs that a call takes whatever its size"
+        lines.append(f"{backend}: up to {size_name(bound[-1].size_bytes)} the limit is {what}.")
+    else:
+        lines.append(f"{backend}: at every size here, most of the time is what a call takes in any case.")
+    if COPY in largest.seconds and largest is not smallest and not (through_host and backend == "nccl"):
+        # An all_reduce reads and writes each byte once at least, as a copy does.
+        share = largest.seconds[COPY] / largest.seconds[backend]
+        size = size_name(largest.size_bytes)
+        copy, limit = ("copies to the host and back", "PCIe or host memory") if through_host else ("a copy", "memory")
+        if share >= 1:
+            whole = copy if through_host else "a copy of the tensor"
+            lines.append(f"{backend}: at {size} it is as fast as {whole}: {limit} is the limit.")
+        elif share >= _MEMORY_BOUND:
+            lines.append(f"{backend}: at {size} it runs at {share:.0%} of the speed of {copy}: {limit} is the limit.")
+        else:
+            lines.append(
+                f"{backend}: at {size} it runs at {share:.0%} of the speed of {copy}: its own work "
+                f"({_OWN_WORK[backend]}) is the limit, not {limit}."
+            )
+    return lines
+
+
+def choose(results: Sequence[Result], backends: Sequence[str]) -> tuple[str, str]:
+    """The backend for training here, and why: the fastest near the size of a gradient bucket."""
+    operation = results[0].operation
+    known = [each for each in results if each.operation == operation and any(name in each.seconds for name in backends)]
+    near = min(known, key=lambda each: abs(math.log(each.size_bytes / _BUCKET_BYTES)))
+    ranked = sorted((name for name in backends if name in near.seconds), key=lambda name: near.seconds[name])
+    best, size = ranked[0], size_name(near.size_bytes)
+    if len(ranked) == 1:
+        return best, f"it is the only one that was measured, {near.algbw(best):.1f} GB/s at {size}"
+    ratio = near.seconds[ranked[1]] / near.seconds[best]
+    reason = f"{ratio:.1f} × as fast as {ranked[1]} at {size}, near the size in which gradients travel"
+    small = known[0]
+    faster = [n for n in ranked[1:] if n in small.seconds and small.seconds[n] < small.seconds.get(best, 0) / 1.2]
+    if faster:
+        reason += f" (for single small tensors {faster[0]} is faster)"
+    return best, reason
+
+
+_OTHERS = (2, 4, 8)
+
+
+def predict(gpus: int, link: float, memory: float) -> tuple[float, str]:
+    """Bytes of the tensor per second that an all_reduce reaches at most, and what binds: "PCIe" or "host memory".
+
+    Args:
+        gpus: ranks of one host, each with a GPU.
+        link: bytes per second of a GPU's link, each way while the other way is busy and all GPUs copy.
+        memory: bytes per second of the host's memory, read and written taken together.
+    """
+    return min((link, "PCIe"), (memory / (3 * gpus + 1), "host memory"))
+
+
+def explain_gpus(result: Result, gpus: int) -> list[str]:
+    """The ceiling here, and for other numbers of such GPUs, from the largest tensor's result on so many GPUs."""
+    if COPY not in result.seconds or HOST_COPY not in result.seconds:
+        return []
+    link = result.size_bytes / result.seconds[COPY]
+    memory = 2 * result.ranks * result.size_bytes / result.seconds[HOST_COPY]  # each copy reads and writes
+    here, binds = predict(result.ranks, link, memory)
+    each = "link" if result.ranks <= gpus else "rank's share of a link"
+    lines = [
+        f"An all_reduce through the host reaches {bandwidth(here)} here at most, and {binds} binds. "
+        f"(Predicted from counted bytes: each {each} carries the tensor both ways, at {bandwidth(link)} while all "
+        f"copy; host memory carries it {3 * result.ranks + 1} times, at {bandwidth(memory)}.)"
+    ]
+    if result.ranks <= gpus:
+        others = {number: predict(number, link, memory) for number in _OTHERS if number != result.ranks}
+        words = ", ".join(f"{number}: {bandwidth(ceiling)} ({what})" for number, (ceiling, what) in others.items())
+        lines.append(f"Predicted for other numbers of such GPUs, if their links stay as fast: {words}.")
+    return lines
+
+
+def print_table(results: Sequence[Result], backends: Sequence[str]) -> None:
+    """Prints three columns for each backend: two fit 80 columns, and more go beyond rather than lose figures."""
+    from rich.console import Console
+    from rich.table import Table
+
+    made = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    made.add_column("size", justify="right")
+    made.add_column("operation")
+    for name in backends:
+        for head in (f"{name}\nµs", "\nalgbw", "\nbusbw"):
+            made.add_column(head, justify="right", min_width=7, no_wrap=True)
+    made.add_column("copy\nGB/s", justify="right")
+    for result in results:
+        cells = []
+        for name in backends:
+            time = result.seconds.get(name, math.nan) * 1e6
+            known = [f"{time:.1f}" if time < 1000 else f"{time:.0f}"]
+            known += [f"{speed(name):.2f}" for speed in (result.algbw, result.busbw) if name in result.seconds]
+            cells += known if name in result.seconds else ["–"] * 3
+        copy = f"{result.algbw(COPY):.1f}" if COPY in result.seconds else "–"
+        made.add_row(size_name(result.size_bytes), result.operation, *cells, copy)
+    console = Console(highlight=False)
+    console.width = max(console.width, 31 + 25 * len(backends))
+    console.print(made)
+
+
+def plot(results: Sequence[Result], backends: Sequence[str], title: str, path: Path) -> None:
+    """Draws bandwidth over size, a line for each backend and operation."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), constrained_layout=True)
+    operations = list(dict.fromkeys(each.operation for each in results))
+    styles = ("-", "--", ":", "-.", (0, (1, 3)))
+    for number, backend in enumerate(backends):
+        for operation, style in zip(operations, styles, strict=False):
+            chosen = [each for each in results if each.operation == operation and backend in each.seconds]
+            label = backend if len(operations) == 1 else f"{backend}, {operation}"
+            sizes, speeds = [each.size_bytes for each in chosen], [each.algbw(backend) for each in chosen]
+            axes.plot(sizes, speeds, linestyle=style, color=f"C{number}", marker="o", markersize=4, label=label)
+    copied = [each for each in results if each.operation == operations[0] and COPY in each.seconds]
+    speeds = [each.algbw(COPY) for each in copied]
+    axes.plot([each.size_bytes for each in copied], speeds, color="0.6", label="all ranks copy memory")
+    sizes = sorted({each.size_bytes for each in results})
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(sizes, [size_name(size) for size in sizes], rotation=30)
+    axes.minorticks_off()
+    axes.set_xlabel("tensor")
+    axes.set_ylabel("GB/s (tensor's bytes / time)")
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

@@ -1,0 +1,10 @@
+"""`photinus doctor`: what works on this machine, found by trying it.
+
+finding     what one look found; all of it on the terminal, by section
+hosts       several hosts, over ssh: versions, and every pair tried both ways
+host        processors, memory, limits, the engine's needs; interfaces, addresses, the host's own name
+software    Python, torch, launchers: other programs, asked with a deadline; every backend, really tried
+gpus        GPUs, their links with the host and each other, how fast copies go
+gpu_links   how fast, and whether GPUs reach each other: a program, for a driver may hang
+examine     the command: options, all looks, exit code
+"""

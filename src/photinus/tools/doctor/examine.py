@@ -1,0 +1,80 @@
+"""`photinus doctor`: looks at everything, shows a table, and says with its exit code whether all is well."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Sequence
+
+from ...cli.flag_values import port, positive_seconds
+from ...cli.parser import Parser, UsageError
+from .finding import as_json, exit_code, print_findings
+from .gpus import look_at_gpus
+from .host import look_at_host, look_at_network
+from .software import ask_engine, ask_torch, look_at_backends, look_at_software
+
+_TIMEOUT_S = 120.0
+
+_ABOUT = """\
+Check this machine and show what works: processors, memory and limits, the
+engine, torch, GPUs and their links, network interfaces, and every backend
+of torch.distributed, by running each in two processes.
+
+With --hosts or --hostfile, check several hosts over ssh: versions, clocks, and
+whether every host reaches every other, with latency and bandwidth."""
+_MORE = """\
+examples:
+  photinus doctor
+  photinus doctor --json | python -m json.tool
+  photinus doctor --hosts node1,node2
+
+exit code: 0 when all is well; 1 when something needs attention; 2 for wrong
+use."""
+
+
+def parser() -> Parser:
+    """The command line."""
+    several = "--hosts a,b,c [--json] [--ssh COMMAND] [--ssh-port PORT]"
+    made = Parser("doctor", "[--json] [--timeout SECONDS]", several, about=_ABOUT, more=_MORE)
+    made.add("--json", action="store_true", help="print the findings as JSON")
+    limit = "timeout of each check. default: 120"
+    made.add("--timeout", metavar="SECONDS", type=positive_seconds, default=_TIMEOUT_S, help=limit)
+    made.add("--hosts", metavar="a,b,c", help="hosts to check (root@a: as a different user)")
+    made.add("--hostfile", metavar="FILE", help="file with the hosts, as for `photinus run`")
+    made.add("--ssh", metavar="COMMAND", default="ssh", help="ssh command. default: ssh")
+    made.add("--ssh-port", metavar="PORT", type=port, help="port of the ssh servers")
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Examines this machine, or several hosts; returns 0 when all is well, else 1. Raises UsageError."""
+    asked = parser().parse(arguments)
+    Parser.refuse_without(asked.given, ("--ssh", "--ssh-port"), "--hosts", "--hostfile")
+    if asked.hosts is not None or asked.hostfile is not None:
+        return _examine_hosts(asked)
+    timeout_s = asked.timeout
+    findings = [*look_at_host(), *look_at_network()]
+    torch, error = ask_torch(timeout_s)
+    findings += look_at_software((torch, error), ask_engine(timeout_s), timeout_s)
+    findings += look_at_gpus(torch, timeout_s)
+    findings += look_at_backends(torch, timeout_s)
+    if asked.json:
+        print(json.dumps(as_json(findings), indent=1))
+    else:
+        print_findings(findings)
+    return exit_code(findings)
+
+
+def _examine_hosts(asked: Namespace) -> int:
+    from ...run.ssh.hostfile import parse_hostfile, read_hostfile
+    from .hosts import examine_hosts
+
+    if asked.hosts is not None and asked.hostfile is not None:
+        raise UsageError(
+            f"--hosts {asked.hosts} and --hostfile {asked.hostfile} contradict each other: leave out one of them."
+        )
+    if asked.hostfile is not None:
+        hosts = read_hostfile(asked.hostfile)
+    else:
+        hosts = parse_hostfile("\n".join(dict.fromkeys(asked.hosts.replace(",", " ").split())), "--hosts")
+    return examine_hosts(hosts, ssh=asked.ssh, ssh_port=asked.ssh_port, timeout_s=asked.timeout, json_only=asked.json)

@@ -1,0 +1,163 @@
+"""Python, Photinus, torch, and the launchers that are installed. What may fail or hang is asked in a child process."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from ...runlog.units import bandwidth
+from ...torch_version import OLDEST, is_too_old
+from ...version import __version__
+from ..contestants.contestant import Contestant, torch_ranks
+from .finding import LATE, Finding, assess
+
+_SECTION = "Software"
+
+_ASK_TORCH = """
+import json, torch, torch.distributed as dist
+cuda = torch.cuda.is_available()
+count = torch.cuda.device_count() if cuda else 0
+facts = {
+    "version": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip, "built_for_cuda":
+    torch.backends.cuda.is_built(), "cuda_works": cuda, "distributed": dist.is_available(),
+    "available": {n: bool(getattr(dist, f"is_{n}_available", lambda: False)()) for n in ("gloo", "nccl", "mpi", "ucc")},
+    "photinus": "photinus" in dist.Backend.backend_list if dist.is_available() else False,
+    "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda and dist.is_nccl_available() else None,
+    "gpus": [{"name": p.name, "bytes": p.total_memory, "capability": [p.major, p.minor],
+              "uuid": str(getattr(p, "uuid", ""))} for p in map(torch.cuda.get_device_properties, range(count))],
+}
+print(json.dumps(facts))
+"""
+
+
+Answer = tuple[dict[str, Any] | None, str]
+"""Facts, or None and why there are none."""
+
+
+def ask_child(words: Sequence[str], timeout_s: float) -> Answer:
+    """The JSON that a program of this Python prints last; or None, and why not."""
+    try:
+        asked = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return None, LATE.format(timeout_s)
+    last = asked.stdout.strip().splitlines()[-1:]
+    if asked.returncode == 0 and last:
+        answer: dict[str, Any] = json.loads(last[0])
+        return answer, ""
+    said = asked.stderr.strip().splitlines()[-1:] or [f"ended with code {asked.returncode} and said nothing"]
+    return None, said[0]
+
+
+def output_of(command: Sequence[str], timeout_s: float) -> str:
+    """What a program prints, or why it cannot be asked."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{command[0]}: {error}"
+
+
+def ask_torch(timeout_s: float) -> Answer:
+    """What torch says, in a child process, of its versions, backends and GPUs."""
+    return ask_child(["-c", _ASK_TORCH], timeout_s)
+
+
+def ask_engine(timeout_s: float, *words: str) -> Answer:
+    """What the engine says of itself here, or to `words` (photinus.engine says which there are)."""
+    return ask_child(["-m", "photinus.engine", *words], timeout_s)
+
+
+def look_at_software(torch: Answer, engine: Answer, timeout_s: float) -> list[Finding]:
+    """Python, Photinus, its engine, torch and the other launchers."""
+    python = f"{platform.python_version()} ({sys.executable}), Photinus {__version__}"
+    others = [_program(name, title, timeout_s) for name, title in (("mpirun", "MPI"), ("srun", "Slurm"))]
+    return [assess(_SECTION, "Python", python), _engine(*engine), _torch(*torch), *others]
+
+
+def _engine(facts: dict[str, Any] | None, error: str) -> Finding:
+    if facts is None:
+        advice = "The native module is missing or of another Python or processor: "
+        advice += "pip install --force-reinstall photinus."
+        return assess(_SECTION, "engine", error, bad=advice)
+    value = f"adds with {facts['instruction_set']}; {facts['usable_cores']} usable cores"
+    advice = "Neither AVX2 nor AVX-512: a processor of before 2013, or PHOTINUS_INSTRUCTION_SET is set."
+    is_old = facts["instruction_set"] == "baseline" and platform.machine() in ("x86_64", "AMD64")
+    return assess(_SECTION, "engine", value, note=advice if is_old else "", facts=facts)
+
+
+def _torch(facts: dict[str, Any] | None, error: str) -> Finding:
+    if facts is None:
+        advice = "Install PyTorch as its site says for this machine (pytorch.org). Without it, photinus.engine works."
+        return assess(_SECTION, "torch", error, bad=advice)
+    build = f"CUDA {facts['cuda']}" if facts["cuda"] else f"ROCm {facts['hip']}" if facts["hip"] else "CPU only"
+    value = f"{facts['version']} ({build})"
+    bad = note = ""
+    if is_too_old(facts["version"]):
+        bad = f"Photinus needs torch {'.'.join(map(str, OLDEST))} or newer."
+    elif not facts["distributed"]:
+        bad = "This build of torch has no torch.distributed; install one that has."
+    elif facts["photinus"]:
+        value += "; backend photinus registers by itself"
+    else:
+        value += "; backend photinus is not registered"
+        note = "import torch did not register backend photinus: TORCH_DEVICE_BACKEND_AUTOLOAD=0 switches that off; "
+        note += "`import photinus` before init_process_group does it too."
+    return assess(_SECTION, "torch", value, bad=bad, note=note, facts=facts)
+
+
+def _program(name: str, title: str, timeout_s: float) -> Finding:
+    path = shutil.which(name)
+    if path is None:
+        return Finding(_SECTION, title, "absent", f"{name} is not installed")
+    said = output_of([path, "--version"], timeout_s).strip().splitlines()
+    return Finding(_SECTION, title, "good", f"{said[0] if said else 'version not told'} ({path})")
+
+
+_BACKENDS = "Backends (two processes, all_reduce tried)"
+_PATH = "all_reduce:ordinary"  # the sum is looked at
+_SMALL_BYTES, _LARGE_BYTES = 4 << 10, 16 << 20
+_ADVICE = {
+    "photinus": "See `engine` and `memfd` above; the message says what was missing.",
+    "gloo": "Often the network: loopback down, or GLOO_SOCKET_IFNAME names an interface that is not there.",
+    "nccl": "NCCL_DEBUG=INFO makes it say more; a driver older than torch's CUDA is the usual cause.",
+}
+
+
+def look_at_backends(torch: dict[str, Any] | None, timeout_s: float) -> list[Finding]:
+    """Tries photinus, gloo, nccl, mpi and ucc, where this torch has them; each may take `timeout_s`."""
+    if torch is None or not torch["distributed"]:
+        return []
+    found = [_try("photinus", timeout_s), _try("gloo", timeout_s)]
+    gpus = len(torch["gpus"])
+    for name in ("nccl", "mpi", "ucc"):
+        if not torch["available"][name]:
+            usual = " (as all released builds are)" if name == "mpi" else ""
+            found.append(Finding(_BACKENDS, name, "absent", f"this torch is built without it{usual}"))
+        elif name == "nccl" and gpus == 0:
+            found.append(Finding(_BACKENDS, name, "absent", "there is no GPU to try it on"))
+        elif name == "mpi":
+            found.append(Finding(_BACKENDS, name, "note", "not tried", "Only mpirun can start it: mpirun -n 2 ..."))
+        else:
+            found.append(_try(name, timeout_s, world_size=min(2, gpus) if name == "nccl" else 2))
+    return found
+
+
+def _try(backend: str, timeout_s: float, world_size: int = 2) -> Finding:
+    with Contestant(backend, torch_ranks(backend, world_size), world_size, timeout_s=timeout_s) as tried:
+        tried.prepare("float32", _SMALL_BYTES)
+        small_s = tried.run(_PATH, 200)
+        tried.prepare("float32", _LARGE_BYTES)
+        large_s = tried.run(_PATH, 5)
+    if tried.is_late:
+        error = LATE.format(timeout_s)
+        return Finding(_BACKENDS, backend, "bad", error, "TORCH_DISTRIBUTED_DEBUG=DETAIL makes it say more.")
+    if small_s is None or large_s is None:
+        advice = _ADVICE.get(backend, "The message is the backend's own.")
+        return Finding(_BACKENDS, backend, "bad", str(tried.absent), advice)
+    value = f"works: 4 KiB in {small_s * 1e6:.0f} µs, 16 MiB at {bandwidth(_LARGE_BYTES / large_s)}"
+    facts = {"small_s": small_s, "large_s": large_s, "large_bytes": _LARGE_BYTES}
+    return Finding(_BACKENDS, backend, "good", value, facts=facts)

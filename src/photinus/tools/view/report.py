@@ -1,0 +1,80 @@
+"""The command `photinus report`: which runs, and where the page goes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import SUPPRESS
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...cli.parser import Parser, UsageError
+from ...errors import LaunchError
+from ...runlog.run import Run
+from ...runlog.tables import write_atomically
+from ...runlog.units import size
+from .run_argument import run_folder
+
+_POINTS = 300
+
+_ABOUT = """\
+Write one HTML page about a run: curves of loss and metrics, speed, where the
+time of a step goes on each rank, events, options, versions and machine. The
+page needs no network and no other file, so you can mail it. Several RUNs share
+the plots, and the options in which they differ are listed.
+
+RUN is the run's folder, or a folder with runs: then the newest is taken.
+default: the newest run below the current folder. A run that still trains, or
+was interrupted, is shown as far as it got."""
+_MORE = """\
+examples:
+  photinus report runs/digits
+  photinus report runs/baseline runs/larger-batch -o compared.html
+  photinus report -o - | gzip > report.html.gz
+
+exit code: 0; 1 if the page could not be written; 2 for wrong use."""
+
+
+def parser() -> Parser:
+    """The command line."""
+    made = Parser("report", "[RUN ...] [-o FILE.html]", about=_ABOUT, more=_MORE)
+    made.add("runs", metavar="RUN", nargs="*", help=SUPPRESS)
+    where = "file to write. default: report.html in the run's folder (several: in this folder); - is standard output"
+    made.add("--out", also=("-o", "--output"), metavar="FILE.html", help=f"(or -o) {where}")
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Writes the page, and says where it is; returns the exit code."""
+    asked = parser().parse(arguments)
+    for word in asked.runs:
+        if word.endswith((".html", ".htm")) and not os.path.isdir(word):
+            raise UsageError(f"photinus report {word}: to write the page there, type -o {word}.")
+    folders = [run_folder("report", given) for given in asked.runs or (None,)]
+    for i, folder in enumerate(folders):
+        if folder.resolve() in {other.resolve() for other in folders[:i]}:
+            raise UsageError(f"photinus report: {folder} is meant twice.")
+    runs = [Run(folder, points=_POINTS) for folder in folders]
+    for run in runs:
+        run.refresh()
+
+    from .page import page
+
+    text = page(runs).encode(errors="backslashreplace").decode()  # names of folders may be no UTF-8
+    if asked.out == "-":
+        sys.stdout.flush()
+        sys.stdout.buffer.write(text.encode())
+        sys.stdout.buffer.flush()
+        return 0
+    path = Path(asked.out) if asked.out else (folders[0] if len(runs) == 1 else Path(".")) / "report.html"
+    if path.is_dir():
+        example = path / "report.html"
+        raise UsageError(f"photinus report --out {path}: that is a folder; give a file, such as {example}.")
+    if not path.parent.is_dir():
+        raise UsageError(f"photinus report --out {path}: there is no folder {path.parent}.")
+    try:
+        write_atomically(path, text)
+    except OSError as error:
+        raise LaunchError(f"the page could not be written to {path}: {error.strerror or error}") from error
+    print(f"{path} ({size(len(text.encode()))}): open it in a browser; it needs nothing else")
+    return 0
