@@ -39,7 +39,7 @@ def parser() -> Parser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Makes the project that the words after `photinus new` describe, says what to do next, and returns 0."""
+    """Create the project, print what to do next, and return 0."""
     folders = parser().parse(arguments).folders
     if not folders or not folders[0]:
         raise UsageError("which folder? Usage: photinus new DIR.")
@@ -95,17 +95,17 @@ def _write(folder: Path) -> list[str]:
 _MEANINGS = {  # in the order in which one reads them
     "train.py": "the training",
     "model.py": "the network",
-    "data.py": "where the data comes from",
-    "config.ini": "what is done when the command line does not say otherwise",
-    "options.py": "the command line",
-    "test_train.py": "learns, resumes exactly, same losses on one process",
-    "README.md": "how to go on",
+    "data.py": "the data sets",
+    "config.ini": "defaults of the command-line options",
+    "options.py": "the command-line options",
+    "test_train.py": "tests: it learns, resumes exactly, same losses on one process",
+    "README.md": "how to use and change it",
 }
 
 
 def _summary(folder: Path, files: Sequence[str]) -> str:
     missing = [package for module, package in _NEEDS if importlib.util.find_spec(module) is None]
-    lines = [f"made {folder}: {_ABOUT}", ""]
+    lines = [f"created {folder}: {_ABOUT}", ""]
     lines += [f"  {file:<16}{_MEANINGS.get(file, '')}".rstrip() for file in files]
     lines += ["", "next:"]
     if folder.resolve() != Path.cwd():
@@ -115,6 +115,6 @@ def _summary(folder: Path, files: Sequence[str]) -> str:
     lines += [
         f"  {'photinus run train.py':<28}one process per GPU, or per core",
         f"  {'python train.py':<28}one process",
-        f"  {'pytest':<28}is it still right? half a minute on a CPU",
+        f"  {'pytest':<28}runs the tests; 30 seconds on a CPU",
     ]
     return "\n".join(lines)

@@ -1,6 +1,6 @@
-"""The command line of train.py, in today's spelling and in those that older scripts taught people.
+"""The command-line options of train.py, with the names that older scripts use.
 
-What is not said there comes from config.ini, or from the file given by --config.
+Defaults come from config.ini, or from the file given by --config.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ CONFIG = Path(__file__).resolve().with_name("config.ini")
 SWITCHES = ("--ddp", "--tensorboard")  # yes or no in the config file
 NEEDED = ("epochs", "lr", "batch_size", "out")
 OLD_NAMES = """\
-dashes or underscores; old names are understood as well: --epoch and --num-epochs, --learning-rate,
+Dashes and underscores are the same. Older names work too: --epoch and --num-epochs, --learning-rate,
 --log-path for --out, --data for --dataset, --dist-backend"""
 
 
 def options(description: str | None, words: list[str] | None = None) -> argparse.Namespace:
-    """What this run was asked for: the command line, else the config file. `words` stand in for the command line.
+    """Return the options of this run: from the command line, else the config file. `words` replace the command line.
 
     Besides the options there is `model`, the numbers of the config's section [model].
     """
@@ -35,7 +35,7 @@ def options(description: str | None, words: list[str] | None = None) -> argparse
     )
 
     def add(*names: str, **about: Any) -> None:
-        """An option: the first name is shown in the help, and each is understood with underscores too."""
+        """Add an option. Help shows its first name; each name works with underscores too."""
         dest = names[0].removeprefix("--").replace("-", "_")
         spellings = {**dict.fromkeys(names), **dict.fromkeys("--" + name[2:].replace("-", "_") for name in names)}
         shown, *others = spellings
@@ -43,7 +43,7 @@ def options(description: str | None, words: list[str] | None = None) -> argparse
         if others:
             parser.add_argument(*others, dest=dest, **{**about, "help": argparse.SUPPRESS})
 
-    add("--dataset", "--data", metavar="PATH", help="the data; default: what is on this machine")
+    add("--dataset", "--data", metavar="PATH", help="the data set; default: the one on this machine")
     add("--epochs", "--epoch", "--num-epochs", type=int, metavar="N", help="default %(default)s")
     add("--lr", "--learning-rate", type=float, metavar="RATE", help="learning rate; default %(default)s")
     add("--batch-size", type=int, metavar="N", help="samples of a step over all processes; default %(default)s")
@@ -52,18 +52,18 @@ def options(description: str | None, words: list[str] | None = None) -> argparse
         "--resume",
         default="auto",
         metavar="PATH",
-        help="a checkpoint or a run; auto: the newest in --out (default); never",
+        help="a checkpoint or a run; auto (default): the newest in --out; never: start over",
     )
     add("--save-every-steps", type=int, metavar="N", help="also save inside epochs; default: every ten minutes")
     add("--strategy", default="ddp", help="ddp (default), zero1, zero2, zero3, torch-ddp, or dp for one process")
     backends = ("auto", "photinus", "nccl", "gloo", "mpi")
-    add("--backend", "--dist-backend", default="auto", choices=backends, help="default auto: the best that is here")
+    add("--backend", "--dist-backend", default="auto", choices=backends, help="default auto: the best one here")
     add("--device", default="auto", help="auto (default), cpu, cuda or cuda:0")
     add("--tensorboard", action="store_true", help="also write event files for TensorBoard, in OUT/tensorboard")
     add("--seed", type=int, default=0, metavar="N", help="default 0")
     add("--ddp", action="store_true", help="start one process per device, as `photinus run train.py` does")
-    add("--port", type=int, metavar="N", help="with --ddp: where the processes meet; default: a free port")
-    add("--rank", type=int, metavar="N", help="the GPU of a run with one process, as --device cuda:N says")
+    add("--port", type=int, metavar="N", help="with --ddp: port of the rendezvous; default: a free port")
+    add("--rank", type=int, metavar="N", help="the GPU of a run with one process, like --device cuda:N")
     add("--config", default=str(CONFIG), metavar="FILE", help="default config.ini beside train.py")
     # Old launchers hand this to scripts; the environment says the same.
     add("--local-rank", type=int, help=argparse.SUPPRESS)

@@ -1,10 +1,10 @@
-"""Trains a small convolutional network on handwritten digits: the same script for one process or many.
+"""Train a small convolutional network on handwritten digits: the same script for one process or many.
 
     python train.py
     photinus run train.py                            one process per GPU, or per core
     torchrun --nproc-per-node 2 train.py --epochs 20
 
-Started again, it goes on where it was cut off, or says that it is finished.
+If you start it again, it continues from its last checkpoint, or prints that it is finished.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from options import options
 
 
 def main() -> None:
-    """Trains as the command line says."""
+    """Train with the options of the command line."""
     args = options(__doc__)
     train_set, valid_set = digits(args.dataset)
     with photinus.init(args.backend, args.device, seed=args.seed):

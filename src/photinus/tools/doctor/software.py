@@ -80,11 +80,11 @@ def look_at_software(torch: Answer, engine: Answer, timeout_s: float) -> list[Fi
 
 def _engine(facts: dict[str, Any] | None, error: str) -> Finding:
     if facts is None:
-        advice = "The native module is missing or of another Python or processor: "
-        advice += "pip install --force-reinstall photinus."
+        advice = "The native module is missing, or was built for another Python or CPU: "
+        advice += "install Photinus again in this environment."
         return assess(_SECTION, "engine", error, bad=advice)
     value = f"adds with {facts['instruction_set']}; {facts['usable_cores']} usable cores"
-    advice = "Neither AVX2 nor AVX-512: a processor of before 2013, or PHOTINUS_INSTRUCTION_SET is set."
+    advice = "Neither AVX2 nor AVX-512: a processor from before 2013, or PHOTINUS_INSTRUCTION_SET is set."
     is_old = facts["instruction_set"] == "baseline" and platform.machine() in ("x86_64", "AMD64")
     return assess(_SECTION, "engine", value, note=advice if is_old else "", facts=facts)
 
@@ -99,7 +99,7 @@ def _torch(facts: dict[str, Any] | None, error: str) -> Finding:
     if is_too_old(facts["version"]):
         bad = f"Photinus needs torch {'.'.join(map(str, OLDEST))} or newer."
     elif not facts["distributed"]:
-        bad = "This build of torch has no torch.distributed; install one that has."
+        bad = "This build of torch has no torch.distributed; install one that has it."
     elif facts["photinus"]:
         value += "; backend photinus registers by itself"
     else:
