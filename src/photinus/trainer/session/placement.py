@@ -89,7 +89,7 @@ def choose_backend(backend: str, device: torch.device) -> tuple[str, str]:
         return ("gloo", f"photinus cannot be used: {missing}") if missing else ("photinus", "the choice for CPUs")
     missing = _register_photinus() if backend == "photinus" else None
     if missing:
-        raise ValueError(f"backend 'photinus' cannot be used: {missing}. Install Photinus again, or use backend 'gloo'.")
+        raise ValueError(f"backend 'photinus' cannot be used: {missing}. Install Photinus again or use 'gloo'.")
     # A mixed name such as "cpu:gloo,cuda:nccl" is torch's own affair; it checks the parts.
     if ":" not in backend and not dist.is_backend_available(backend):
         raise ValueError(f"backend {backend!r} is not available; known here: {', '.join(_known_backends())}")
