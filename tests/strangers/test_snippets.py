@@ -56,8 +56,8 @@ ELSEWHERE = {  # Python blocks and commands that do not run here, and why
     'examples/interop/README.md: torch.distributed.init_process_group("photinus")': (
         "needs the extra interop: tests/interop/test_scripts.py"
     ),
-    "examples/interop/README.md: # Accelerate: evaluation_mode means that it is not wrapped once more; accumulate, "
-    "no_sync, unwrap_model, save_state work": "needs the extra interop: tests/interop/test_our_ddp.py",
+    "examples/interop/README.md: # Accelerate: evaluation_mode prevents a second wrapper; accumulate, no_sync, "
+    "unwrap_model, save_state work": "needs the extra interop: tests/interop/test_our_ddp.py",
     "kill -USR1 $!": "needs the job before it: tests/faults/test_preemption.py",
     "cat hosts": "shows a file",
     "sbatch job.sh": "needs Slurm: tests/schedulers/test_slurm.py",

@@ -295,35 +295,34 @@ class Loop:
 
     @property
     def epoch(self) -> int:
-        """The running epoch, from 1; after the end the number of epochs done."""
+        """Return the number of the running epoch, from 1; after the end, the number of finished epochs."""
         return self._position.epochs_done + (0 if self._batch is None and self.finished else 1)
 
     @property
     def step(self) -> int:
-        """The running step (batch), from 1, over the whole run; between batches the number of steps done."""
+        """Return the running step (batch), from 1, over the whole run; between batches, the number of done steps."""
         return self._position.step + (self._batch is not None)
 
     @property
     def group_began(self) -> int:
-        """The step from which the Trainer counts the batches of an optimizer's steps: where `accumulate` changed."""
+        """Return the step from which the Trainer counts batches of an optimizer step: where `accumulate` changed."""
         return self._position.group_began
 
     @property
     def epoch_ended(self) -> bool:
-        """Whether this is the body of the epoch's last batch, or of the run's."""
+        """Return whether this is the last batch of the epoch, or of the run."""
         return self._batch is not None and self._length.epoch_ends(self._position, self.steps_per_epoch)
 
     @property
     def whole_epoch_ended(self) -> bool:
-        """Whether this is the body of the epoch's last batch. Not so where the run ends inside an epoch, which a run
-        of more steps goes on with: a scheduler that counts epochs makes its step here."""
+        """Return whether this is the last batch of a whole epoch. There, step a scheduler that counts epochs."""
         return self._batch is not None and self._position.batches_done + 1 == self.steps_per_epoch
 
     @property
     def validation_due(self) -> bool:
-        """Whether to validate in this body: after it a row of metrics.csv ends.
+        """Return whether to validate in this body. After it, a row of metrics.csv ends.
 
-        That is where `epoch_ended` is; with validate_every_steps every so many steps, and in the run's last body.
+        It is true when `epoch_ended` is; with validate_every_steps=N, every N steps and in the run's last body.
         """
         if self._validate_every_steps is None:
             return self.epoch_ended
@@ -331,29 +330,29 @@ class Loop:
 
     @property
     def finished(self) -> bool:
-        """Whether all epochs (or steps) are done, or the run was stopped."""
+        """Return whether all epochs (or steps) are done, or the run was stopped."""
         return self._length.reached(self._position)
 
     @property
     def history(self) -> list[Row]:
-        """A row of numbers per epoch done (or per validation), as in metrics.csv, those before a restart included."""
+        """Return a row of numbers per finished epoch (or validation), as in metrics.csv, also from before a restart."""
         return list(self._position.history)
 
     # -- what the body calls -----------------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, *, share: float = 1.0, scaler: Any = None) -> None:
-        """Backward of this batch's loss, and notes it: the step's logged loss is the mean over the global batch.
+        """Run backward of this batch's loss, and log the loss. The logged loss is the mean over the global batch.
 
-        A plain `loss.backward()` in its place makes the next step of the optimizer an error.
+        If you call plain `loss.backward()` instead, the optimizer's next step raises an error.
 
         Args:
             loss: mean over this rank's samples, shape [] or [1].
-            share: what this loss counts in the optimizer's step: 1/4 for each of four batches whose gradients add up,
-                or for each of four parts of one. A batch's logged loss stays whole. Several calls in one body add up:
-                by their shares where it makes a step of its own. In a closure, its first evaluation is logged, or the
-                backward before it (SAM). The loss divided by 4, with the share 1, means and logs the same where the
-                gradients of four batches add up.
-            scaler: a `torch.amp.GradScaler` that scales the loss; its `step` and `update` are the body's affair.
+            share: weight of this loss in the optimizer's step: 1/4 for each of four batches whose gradients accumulate,
+                or for each of four parts of one batch. The log shows the whole loss. Several calls in one body add up;
+                in a body with an optimizer step, each by its share. In a closure, its first evaluation is logged, or
+                the backward before it (SAM). If the gradients of four batches accumulate, the loss divided by 4, with
+                share 1, gives the same.
+            scaler: a `torch.amp.GradScaler` that scales the loss. You call its `step` and `update`.
 
         Raises:
             ValueError: the loss is not a scalar, or nothing in it requires a gradient.
@@ -368,15 +367,15 @@ class Loop:
 
     @property
     def weight(self) -> float:
-        """What this rank's mean loss counts in the global batch's: 1.0 where all ranks have the same number."""
+        """Return the weight of this rank's mean loss in the global batch: 1.0 if all ranks have the same number."""
         return self._running_batch("loop.weight").weight
 
     def record(self, loss: Tensor, *, share: float = 1.0) -> None:
-        """Notes the loss of a backward that you make in your own way, as `(loss * loop.weight).backward()`.
+        """Log the loss of a backward that you run yourself, such as `(loss * loop.weight).backward()`.
 
         Args:
             loss: mean over this rank's samples, without weight and share, shape [] or [1].
-            share: by which you multiplied it, as in `backward`.
+            share: factor by which you multiplied it, as in `backward`.
 
         Raises:
             ValueError: the loss is not a scalar, or nothing in it requires a gradient.
@@ -393,7 +392,7 @@ class Loop:
         return self._batch
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """A context for the bodies of all but the last batch of a step: gradients add up and are not averaged yet.
+        """Return a context for all but the last batch of an optimizer step: gradients add up and are not averaged yet.
 
             with loop.no_sync() if loop.step % 4 else nullcontext():
                 loop.backward(loss_fn(model(x), y), share=1 / 4)
@@ -402,14 +401,14 @@ class Loop:
                 optimizer.step()
                 optimizer.zero_grad()
 
-        The forward has to be inside, too. A checkpoint waits for the next step of the optimizer.
+        The forward must be inside too. A checkpoint waits for the optimizer's next step.
         """
         return self._strategy.no_sync(self._wrapped)
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scales the gradients down so that their norm over the whole model is at most `max_norm`, on all ranks.
+        """Scale the gradients down so that their norm over the whole model is at most `max_norm`, on all ranks.
 
-        The same at every world size and under every strategy, to float precision. All ranks call it, after the last
+        The result is the same for every world size and strategy, to float precision. All ranks call it, after the last
         backward before the optimizer's step (with a GradScaler, after its `unscale_`).
 
         Returns:
@@ -427,14 +426,14 @@ class Loop:
         return norm
 
     def log(self, **metrics: float | Tensor) -> None:
-        """Adds numbers to the running row of metrics.csv (the epoch's); of the same name the last one counts.
+        """Add numbers to the running row of metrics.csv (the epoch's). If a name comes twice, the last value counts.
 
-        They should be equal on all ranks, as those of `photinus.evaluate` are; rank 0's are written. After the end they
+        They should be equal on all ranks, like those of `photinus.evaluate`; rank 0's are written. After the end they
         belong to the last row; a checkpoint that is resumed with more epochs does not have them.
 
         Raises:
-            ValueError: a name that the row has anyway, or a value that is not one number.
-            PhotinusError: the run was stopped since the last row, so that there is none to add to.
+            ValueError: the loop itself writes a column of this name, or a value is not one number.
+            PhotinusError: the run was stopped since the last row, so there is no row to add to.
         """
         row, history = self._position.logged, self._position.history
         ended = self._batch is None and self.finished
@@ -455,19 +454,19 @@ class Loop:
             self._folder.write_rows(history)
 
     def stop(self) -> None:
-        """Ends the run early, on all ranks together, even when only one of them asks.
+        """End the run early, on all ranks at the same step, even if only one rank calls it.
 
-        In the last body of an epoch it ends there, else within 16 steps. A later start with the same number of epochs
-        says that the run is finished; with more epochs it goes on.
+        In the last body of an epoch it ends there, otherwise within 16 steps. If you start it again with the same
+        number of epochs, it prints that it is finished; with more epochs it continues.
         """
         self._stop_wanted = True
 
     # -- the iterator ------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        """Yields the batches from the present position to the end of the last epoch.
+        """Yield the batches from the present position to the end of the last epoch.
 
-        Leaving the body early (break, an exception) counts its batch as not done.
+        If you leave the body early (break, an exception), its batch does not count as done.
         """
         return iter(()) if self.finished else self._batches()
 

@@ -68,44 +68,44 @@ class Result:
 
 
 class Trainer:
-    """Trains a model on all ranks: `Trainer(model, optimizer, loss_fn, ...).fit(train_set, valid_set)`.
+    """Train a model on all ranks: `Trainer(model, optimizer, loss_fn, ...).fit(train_set, valid_set)`.
 
-    Each step is model(inputs), loss_fn(outputs, targets), backward, optimizer step. At each end of an epoch all ranks
-    validate (or every so many steps), each sample exactly once, and the scheduler makes a step. Resume, checkpoints and
-    reports are the Loop's.
+    A step is model(inputs), loss_fn(outputs, targets), backward, optimizer step. At the end of each epoch (or every N
+    steps) all ranks validate, each sample exactly once, and the scheduler steps. Loop does the rest: resume,
+    checkpoints, reports.
 
     Args:
-        model: a plain module; wrapped here.
-        optimizer: over the model's parameters.
+        model: a plain module; `fit` wraps it.
+        optimizer: an optimizer of the model's parameters.
         loss_fn: `loss_fn(outputs, targets)`, the mean over the batch.
-        epochs: the run ends after N epochs, counted from its very start.
-        steps: instead of epochs: the run ends after N batches, and validates then, too.
+        epochs: the run ends after N epochs, counted from its first start.
+        steps: instead of epochs: the run ends after N batches, and then validates too.
         batch_size: samples of one step over ALL ranks, at least one for each. Default: the DataLoader's.
-        accumulate: the optimizer makes a step after N batches, on the mean of their gradients: its batch is
-            batch_size * accumulate samples. The count goes on over the ends of epochs; a run's last batches make a
-            step even where they are fewer, on their mean. (Except when `loop.stop()` ends the run early.)
-        precision: "float32", or "bfloat16": forward, loss and validation under torch.autocast, parameters and
+        accumulate: the optimizer steps after N batches, on the mean of their gradients: its batch is batch_size *
+            accumulate samples. The count continues over the ends of epochs. If fewer batches are left at the run's end,
+            they make a step on their mean. (Except when `loop.stop()` ends the run early.)
+        precision: "float32" (default), or "bfloat16": forward, loss and validation under torch.autocast, parameters and
             optimizer in float32.
         out: folder of the run; None writes nothing.
-        metrics: by name, functions (outputs, targets) -> one value per sample, shape [n], measured on the validation
-            set. `valid_loss` is measured anyway.
-        resume: "auto", "never" or the path of a checkpoint or of a run's folder; see Loop.
-        strategy: a name of `photinus.parallel.STRATEGIES`; see `photinus.wrap`.
-        sync_batch_norm: whether BatchNorm uses the statistics of the global batch.
-        scheduler: learning-rate scheduler over the optimizer. ReduceLROnPlateau is given the validation loss.
-        scheduler_every: "epoch" or "step" (of the optimizer): when it makes a step. An epoch, or `accumulate` batches,
-            that the run's end cuts short count when the run goes on, and ends them.
-        clip_norm: gradients are scaled down so that their norm over the whole model is at most this; None leaves them.
-        seed: of everything random from `fit` on; default: the session's. Without both, the order of the samples is that
-            of seed 0, and dropout differs from run to run. To have the model's first weights depend on it too, make the
-            model inside `with photinus.init(seed=...):`.
-        device, backend: as for `photinus.init`; used when no session is open.
+        metrics: functions (outputs, targets) -> one value per sample, shape [n], by name, measured on the validation
+            set. `valid_loss` is always measured.
+        resume: "auto" (default), "never", or the path of a checkpoint or of a run's folder; see Loop.
+        strategy: a name in `photinus.parallel.STRATEGIES`; see `photinus.wrap`. Default: "ddp".
+        sync_batch_norm: let BatchNorm use the statistics of the global batch. Default: True.
+        scheduler: learning-rate scheduler of the optimizer. ReduceLROnPlateau gets the validation loss.
+        scheduler_every: "epoch" (default), or "step" (of the optimizer): when the scheduler steps. If the run's end
+            cuts an epoch (or `accumulate` batches) short, a longer run ends it, and then steps the scheduler.
+        clip_norm: largest norm of the gradients over the whole model; None does not clip.
+        seed: seed of everything random from `fit` on. Default: the session's. Without both, the order of the samples is
+            that of seed 0, and dropout differs from run to run. If the first weights should depend on it too, create
+            the model inside `with photinus.init(seed=...):`.
+        device, backend: as for `photinus.init`; used if no session is open.
         validate_every_steps: validate every N batches and at the run's end, instead of at the end of each epoch.
-        valid_batch_size: samples of one validation forward on one rank; default 64, or a DataLoader's.
-        callbacks: called as callback(loop) whenever validation is due, after it; they may call `loop.log(...)` and
+        valid_batch_size: samples of one validation forward on one rank. Default: the DataLoader's, else 64.
+        callbacks: functions called as callback(loop) after each validation. They may call `loop.log(...)` and
             `loop.stop()`.
-        strategy_options: handed to the strategy, such as {"bucket_cap_mb": 10}.
-        loop_options: anything else that Loop takes: save_every_epochs, keep_last, best, num_workers, drop_last,
+        strategy_options: options of the strategy, such as {"bucket_cap_mb": 10}.
+        loop_options: any other argument of Loop: save_every_epochs, keep_last, best, num_workers, drop_last,
             collate_fn, progress, tensorboard, config ...
     """
 
@@ -190,11 +190,11 @@ class Trainer:
     def fit(
         self, train_set: Dataset[Any] | DataLoader[Any], valid_set: Dataset[Any] | DataLoader[Any] | None = None
     ) -> Result:
-        """Trains to the last epoch, or goes on where an earlier run was cut off.
+        """Train to the last epoch, or continue an earlier run.
 
         Args:
             train_set: map-style data set of pairs (input, target), equal on all ranks; or a DataLoader over one.
-            valid_set: the same for validation; None leaves it out.
+            valid_set: the same for validation; None does not validate.
 
         Raises:
             ValueError, TypeError, OSError, PhotinusError: before any work; see `init`, `wrap` and `Loop`.

@@ -232,11 +232,11 @@ class Loader:
         self._weight, self._weight_used = 1.0, True  # of the batch that a plain pass handed out last
 
     def __len__(self) -> int:
-        """Batches of one epoch on this rank; for training the same number on every rank."""
+        """Return the number of batches of one epoch on this rank; for training it is the same on every rank."""
         return len(self.shares)
 
     def __iter__(self) -> Iterator[Any]:
-        """One pass over the next epoch: the collated data alone. Each call is a new epoch, finished or not."""
+        """Yield the data of the next epoch. Each call is a new epoch, even if the last one was not finished."""
         self._warn_of_the_first_epoch()
         epoch, start = self._next
         self._next = (epoch + 1, 0)
@@ -244,11 +244,11 @@ class Loader:
         return self._plain(epoch, start)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """The batches of `epoch` (0, 1, ...) from batch `start` on; nothing before it is loaded.
+        """Yield the batches of `epoch` (0, 1, ...) from batch `start` on. Earlier batches are not loaded.
 
         Raises:
-            TypeError, ValueError: not whole numbers, below 0, or `start` beyond the epoch's end (the end itself gives
-                no batches).
+            TypeError, ValueError: not whole numbers, below 0, or `start` is beyond the epoch's end (the end itself
+                gives no batches).
         """
         epoch, start = whole_number("epoch", epoch), whole_number("start", start)
         if start > len(self):
@@ -257,15 +257,15 @@ class Loader:
 
     @property
     def weight(self) -> float:
-        """What this rank's mean loss counts in the global batch's, for the batch that a plain pass handed out last.
+        """Return the weight of this rank's mean loss in the global batch, for the last batch of a plain pass.
 
-        `photinus.backward(loss)` multiplies by it. 1.0 where all ranks have the same number of samples.
+        `photinus.backward(loss)` multiplies by it. It is 1.0 if all ranks have the same number of samples.
         """
         self._weight_used = True
         return self._weight
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes `epoch` (0, 1, ...) that of the next plain pass. Inside it, a place that was loaded stays.
+        """Set the `epoch` (0, 1, ...) of the next plain pass. A position inside it that was loaded stays.
 
         Raises:
             TypeError, ValueError: not a whole number, or below 0.
@@ -275,15 +275,15 @@ class Loader:
             self._next = self._position = (epoch, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the plain pass stands, for `photinus.save`: epoch, next batch, and what that depends on."""
+        """Return the position of the plain pass, for `photinus.save`: epoch, next batch, and what that depends on."""
         return {"epoch": self._position[0], "batch": self._position[1], **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Lets the next plain pass go on where `state` stands, inside the epoch.
+        """Continue the next plain pass at the position in `state`, inside the epoch.
 
         Raises:
-            ValueError: `state` stands inside an epoch of another dataset size, batch size, order or seed, or with
-                train=False of another number of ranks.
+            ValueError: `state` is inside an epoch of a different dataset size, batch size, order or seed; or with
+                train=False of a different number of ranks.
         """
         wanted, found = self._identity(), {name: state.get(name) for name in self._identity()}
         epoch, batch = whole_number("epoch", state["epoch"]), whole_number("batch", state["batch"])
