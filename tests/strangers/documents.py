@@ -10,7 +10,7 @@ from tests.fork_server import REPOSITORY
 
 PAGES = sorted(
     str(path.relative_to(REPOSITORY))
-    for pattern in ("*.md", "docs/**/*.md", "examples/*/*.md", "native/README.md", "benchmarks/*.md", "src/**/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "native/README.md", "benchmarks/*.md", "src/**/*.md")
     for path in REPOSITORY.glob(pattern)
 )
 _FENCE = re.compile(r"^```(\S*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
