@@ -125,7 +125,7 @@ def dial_a_stranger(serve: Callable[[socket.socket], None]) -> str:
 
 def test_strangers_behind_the_port_are_told_apart():
     assert dial_a_stranger(lambda connection: connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")) == (
-        "it answers 'HTTP/1.1 400 Bad Request\\r\\n\\r\\n', which is not Photinus"
+        "it answers 'HTTP/1.1 400 Bad Request', which is not Photinus"
     )
     assert dial_a_stranger(lambda connection: None) == "it closed the connection"
     assert dial_a_stranger(lambda connection: time.sleep(1)) == "it accepts the connection and says nothing for 0.5 s"

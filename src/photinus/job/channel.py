@@ -141,7 +141,7 @@ async def _claim(reader: asyncio.StreamReader) -> tuple[bytes, bytes, bytes]:
 
 def _excerpt(heard: bytes | bytearray) -> str:
     """The beginning of what a stranger said, printable."""
-    return repr(heard[:40].decode("ascii", "backslashreplace")) + (" ..." if len(heard) > 40 else "")
+    return repr(heard[:40].decode("ascii", "backslashreplace").rstrip()) + (" ..." if len(heard) > 40 else "")
 
 
 async def dial(
