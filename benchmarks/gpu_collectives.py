@@ -9,7 +9,7 @@ Ranks share the GPU, and so its link. All contestants are in the same processes 
     copy in host memory   every rank copies as much there, which tells the rate of host memory
     added on the GPU      a prototype whose additions the GPU does, to see how much that would pay
 
-The ceiling is that of `photinus bench` (launcher/bench/gpu_model.py): the floor, or the rate of host memory divided by
+The ceiling is that of `photinus bench` (tools/bench/result.py): the floor, or the rate of host memory divided by
 3 G + 1 where that is less. With GPU_FAKE set, sizes are small and no bar holds: every line runs, nothing is learned.
 """
 

@@ -57,7 +57,7 @@ def workers(mark: str) -> dict[int, int]:
             words = Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             continue
-        if b"launcher/workers/worker.py" in words and "RANK" in environ:
+        if b"run/local/worker.py" in words and "RANK" in environ:
             found[pid] = int(environ["RANK"])
     return found
 

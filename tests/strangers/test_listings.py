@@ -170,7 +170,7 @@ def test_a_port_of_another_program_is_reported_as_the_page_shows(tmp_path: Path)
 def test_pairs_of_hosts_are_printed_as_the_page_shows() -> None:
     from rich.console import Console
 
-    from photinus.launcher.doctor.hosts import Pair, matrix
+    from photinus.tools.doctor.hosts import Pair, matrix
 
     shown = outputs("docs/how-to/ssh.md")[PAIRS]
     names = shown[2].split()
