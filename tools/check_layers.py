@@ -39,8 +39,8 @@ FLOORS = {
     "backend": 6,
     "parallel": 7,
     "trainer": 8,
-    "cli": 9,
-    "run": 10,
+    "run": 9,
+    "cli": 10,
     "tools": 11,
     "compat": 12,
     "templates": 12,
@@ -49,11 +49,11 @@ FLOORS = {
 # Python: room -> most lines. Who adds to a full room takes something out of it, or says in the commit why it grows.
 BUDGET = {
     "backend": 3500,
-    "cli": 1380,
+    "cli": 1840,
     "compat": 740,
-    "job": 3120,
+    "job": 3220,
     "parallel": 7180,
-    "run": 4860,
+    "run": 4340,
     "runlog": 1800,
     "templates": 340,
     "tools": 2880,
@@ -64,7 +64,7 @@ BUDGET = {
 INSIDE = {
     "parallel": ["exchange", "tracing", "reducer", "ddp", "zero", "strategies"],
     "trainer": ["data", "checkpoint", "session", "record"],
-    "run": ["local", "schedulers", "ssh"],
+    "run": ["local", "ssh"],
     "tools": ["contestants", "view", "doctor", "bench"],
 }
 # What a room may not use although it lies below: the launcher only starts processes, and the tools look at them;

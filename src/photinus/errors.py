@@ -51,6 +51,10 @@ __all__ = [
 ]
 
 
+class UsageError(ValueError):
+    """The command line cannot be carried out as typed; the message says why and what to type instead."""
+
+
 class PhotinusError(RuntimeError):
     """Base of all errors that Photinus raises on purpose (besides ValueError and TypeError)."""
 

@@ -24,8 +24,7 @@ with start_guard() as guard, handle_signals() as interrupts, closing(StoreProces
     from photinus.run.agent import Agent
     from photinus.run.agent import OneHost
     from photinus.run.local.job import Job
-    from photinus.cli.flags import RunFlags
-    from photinus.cli.program import Program
+        from photinus.job.spec import JobSpec, Program
 
     class Leader(OneHost):
         '''Orders to meet anew in the very moment in which the agent sees the failure.'''
@@ -40,7 +39,7 @@ with start_guard() as guard, handle_signals() as interrupts, closing(StoreProces
 
     output = Output()
     program = Program("script", str(folder / "train.py"))
-    job = Job(RunFlags(program, max_restarts=0, cpu=True, stop_grace_s=5.0), "mine", 2, dict(os.environ))
+    job = Job(JobSpec(program, max_restarts=0, cpu=True, stop_grace_s=5.0), "mine", 2, dict(os.environ))
     leader = Leader(job, lambda text, alarm: output.say(text), store)
     agent = Agent(job, leader, guard=guard, output=output, interrupts=interrupts)
     with as_subreaper():

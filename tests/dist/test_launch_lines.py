@@ -47,8 +47,9 @@ import os, sys
 def device_count(kind="cuda"):
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return 4 if visible is None else len([name for name in visible.split(",") if name])
-from photinus.run import command, supervise
-command.count_gpus = supervise.count_gpus = device_count
+from photinus.cli import run
+from photinus.run import supervise
+run.count_gpus = supervise.count_gpus = device_count
 from photinus.cli.main import main
 main()
 """

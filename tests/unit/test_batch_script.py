@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from photinus.cli.flags import parse_run
-from photinus.cli.parser import UsageError
-from photinus.run.schedulers.sbatch import batch_script, main
+from photinus.cli.sbatch import batch_script, main
+from photinus.errors import UsageError
 
 
 def written(*words: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from photinus.cli.main import main
-from photinus.cli.parser import UsageError
+from photinus.errors import UsageError
 from photinus.tools.bench import measure
 from photinus.tools.bench.options import parse_bench, size_name
 from photinus.tools.bench.result import COPY, Result, bus_factor, choose, limits, print_table

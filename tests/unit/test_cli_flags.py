@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from photinus.cli.flags import HostFlags, LogFlags, RunFlags, SchedulerFlags, SelectionFlags, parse_run
-from photinus.cli.parser import UsageError
-from photinus.cli.program import Program
+from photinus.cli.flags import RunFlags, SchedulerFlags, SelectionFlags, parse_run
+from photinus.errors import UsageError
+from photinus.job.spec import HostSpec, LogSpec, Program
 
 
 @pytest.mark.parametrize(
@@ -44,13 +44,13 @@ KUBEFLOW = {
 def test_torchruns_variables_stand_for_flags_that_were_not_typed():
     flags = parse_run(["x.py"], KUBEFLOW)
     assert flags.nproc_per_node == 4
-    assert flags.hosts == HostFlags(nnodes=(2, 2), node_rank=1, leader="job-node-0-0.job", port=29400)
+    assert flags.hosts == HostSpec(nnodes=(2, 2), node_rank=1, leader="job-node-0-0.job", port=29400)
     assert parse_run(["--nproc-per-node", "8", "x.py"], KUBEFLOW).nproc_per_node == 8
     assert parse_run(["x.py"], {"PET_STANDALONE": "1", "PET_MAX_RESTARTS": "7"}).max_restarts == 7
     elastic = parse_run(
         ["x.py"], {"PET_NNODES": "1:4", "PET_RDZV_ENDPOINT": "job-worker-0:23456", "PET_RDZV_ID": "job"}
     )
-    assert elastic.hosts == HostFlags(nnodes=(1, 4), leader="job-worker-0", port=23456, job_id="job")
+    assert elastic.hosts == HostSpec(nnodes=(1, 4), leader="job-worker-0", port=23456, job_id="job")
 
 
 @pytest.mark.parametrize("typed", ["--standalone", "--hostfile hosts", "--slurm", "--rdzv-endpoint b:1 --nnodes 2"])
@@ -192,12 +192,12 @@ def test_a_module_that_is_not_python_is_refused():
 
 def test_torchruns_flags_for_several_hosts():
     words = "--nnodes=2 --node_rank 1 --master_addr 10.0.0.1 --master_port=29501 --rdzv-id job x.py"
-    assert parsed(words).hosts == HostFlags(nnodes=(2, 2), node_rank=1, leader="10.0.0.1", port=29501, job_id="job")
+    assert parsed(words).hosts == HostSpec(nnodes=(2, 2), node_rank=1, leader="10.0.0.1", port=29501, job_id="job")
     words = "--nnodes 1:4 --rdzv-backend c10d --rdzv_endpoint h:7 --rdzv_conf timeout=9,read_timeout=3 x.py"
-    assert parsed(words).hosts == HostFlags(nnodes=(1, 4), leader="h", port=7, join_timeout_s=9.0)
+    assert parsed(words).hosts == HostSpec(nnodes=(1, 4), leader="h", port=7, join_timeout_s=9.0)
     conf = "last_call_timeout=2,heartbeat_timeout=9,is_host=1"
     words = f"--rdzv-endpoint [fd00::1]:7 --rdzv-conf {conf} --local-addr fd00::2 x.py"
-    expected = HostFlags(
+    expected = HostSpec(
         leader="fd00::1", port=7, last_call_s=2.0, heartbeat_timeout_s=9.0, leads=True, local_address="fd00::2"
     )
     assert parsed(words).hosts == expected
@@ -224,7 +224,7 @@ def test_deepspeeds_flags():
 def test_torchruns_flags_for_output():
     logs = parsed("--log_dir logs -r 0:1,1:3 --tee 3 --local-ranks-filter 0,2 x.py").logs
     both = frozenset({"out", "err"})
-    assert logs == LogFlags(
+    assert logs == LogSpec(
         log_dir="logs",
         redirects={-1: frozenset(), 0: frozenset({"out"}), 1: both},
         tee={-1: both},

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from photinus.cli.flags import HostFlags, parse_run
-from photinus.cli.parser import UsageError
-from photinus.errors import LaunchError
-from photinus.run.schedulers.detect_scheduler import place_hosts
+from photinus.cli.detect_scheduler import place_hosts
+from photinus.cli.flags import parse_run
+from photinus.errors import LaunchError, UsageError
+from photinus.job.spec import HostSpec
 
 
 def srun(rank: int, per_host: str, hosts: str, tasks: int, **more: str) -> dict[str, str]:
@@ -37,7 +37,7 @@ def mpirun(rank: int, size: int, local_size: int, **more: str) -> dict[str, str]
     }
 
 
-def seen(environ: dict[str, str]) -> HostFlags:
+def seen(environ: dict[str, str]) -> HostSpec:
     return place_hosts(parse_run(["--local-addr", "here", "train.py"]), environ, resolve=lambda name: name).hosts
 
 
@@ -84,7 +84,7 @@ def test_address_and_port_that_are_set_win():
     ids=["nothing", "batch script", "srun of one", "mpirun of one", "worker"],
 )
 def test_a_launcher_that_is_alone_is_not_told_of_other_hosts(environ: dict[str, str]):
-    assert seen(environ) == HostFlags(local_address="here")
+    assert seen(environ) == HostSpec(local_address="here")
 
 
 def test_several_launchers_on_a_host_are_refused_with_both_ways_to_do_it_right():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from photinus.cli.parser import UsageError
+from photinus.errors import UsageError
 from photinus.run.ssh.hostfile import parse_hostfile, read_hostfile
 
 

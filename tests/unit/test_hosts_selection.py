@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from photinus.cli.flags import RunFlags, SelectionFlags, parse_run
-from photinus.cli.parser import UsageError
+from photinus.cli.selection import for_this_host, select
+from photinus.errors import UsageError
 from photinus.run.ssh.hostfile import parse_hostfile
-from photinus.run.ssh.selection import for_this_host, select
 
 HOSTS = parse_hostfile("a slots=4\nb slots=4\nc slots=2\n", "hosts")
 

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 import photinus.run.ssh.host as host_module
-from photinus.cli.flags import HostFlags, LogFlags, RunFlags, SelectionFlags, parse_run
-from photinus.cli.parser import UsageError
-from photinus.cli.program import Program
+from photinus.cli.flags import RunFlags, SelectionFlags, parse_run
+from photinus.cli.main import main
+from photinus.cli.selection import Share, host_words
+from photinus.errors import UsageError
+from photinus.job.spec import HostSpec, LogSpec, Program
 from photinus.run.local.interrupts import handle_signals
 from photinus.run.ssh.command import exported_variables, is_here, remote_command, ssh_command, variable_files
 from photinus.run.ssh.host import HostLines, Hosts, RemoteHost, Screen
 from photinus.run.ssh.hostfile import Host
-from photinus.run.ssh.selection import Share, host_words
-from photinus.run.ssh.start_hosts import start_hosts
 from photinus.version import __version__
 
 A = Host("a", 4, None, "hosts:1")
@@ -45,6 +45,7 @@ def test_every_flag_that_does_not_choose_hosts_reaches_the_host(device, excluded
     ours = {
         RunFlags: {
             "nproc_per_node",
+            "started_as",
             "devices",
             "dry_run",
             "hosts",
@@ -54,13 +55,13 @@ def test_every_flag_that_does_not_choose_hosts_reaches_the_host(device, excluded
             "given",
             excluded,
         },
-        HostFlags: {"nnodes", "node_rank", "leader", "port", "leads", "local_address"},
-        LogFlags: set(),
+        HostSpec: {"nnodes", "node_rank", "leader", "port", "leads", "local_address"},
+        LogSpec: set(),
     }
     for one, other, plain in (
         (flags, there, RunFlags(Program("script", "other.py"))),
-        (flags.hosts, there.hosts, HostFlags()),
-        (flags.logs, there.logs, LogFlags()),
+        (flags.hosts, there.hosts, HostSpec()),
+        (flags.logs, there.logs, LogSpec()),
     ):
         for field in fields(one):
             if field.name not in ours[type(one)]:
@@ -104,7 +105,7 @@ def test_workers_of_a_host(typed, share, words):
 )
 def test_flags_for_one_host_are_refused_and_not_passed_over(typed, told):
     with pytest.raises(UsageError) as caught:
-        start_hosts(parse_run([*typed.split(), "--hostfile", "hosts", "x.py"]), run_here=lambda words: 0)
+        parse_run([*typed.split(), "--hostfile", "hosts", "x.py"])
     assert told in str(caught.value)
 
 
@@ -112,8 +113,9 @@ def test_a_dry_run_shows_no_secret(tmp_path, monkeypatch, capsys):
     (tmp_path / "hosts").write_text("localhost slots=1\n127.0.0.1 slots=1\n")
     monkeypatch.setenv("HF_TOKEN", "hf_abc")
     monkeypatch.setenv("HF_HOME", "/data")
-    typed = ["--dry-run", "--hostfile", str(tmp_path / "hosts"), "x.py", "--hf_token", "hf_abc"]
-    assert start_hosts(parse_run(typed), run_here=lambda words: 0) == 0
+    (tmp_path / "x.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", "--dry-run", "--hostfile", "hosts", "x.py", "--hf_token", "hf_abc"]) == 0
     shown = capsys.readouterr().out
     assert "  HF_HOME=/data\n  HF_TOKEN=***\n" in shown
     assert "hf_abc" not in shown

@@ -6,8 +6,7 @@ import os
 
 import pytest
 
-from photinus.cli.parser import UsageError
-from photinus.errors import DeviceError
+from photinus.errors import DeviceError, UsageError
 from photinus.run.local.devices import (
     WorkerCount,
     check_devices,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from photinus.cli.flags import RunFlags
-from photinus.cli.program import Program
 from photinus.job.attempt import Formation
+from photinus.job.spec import JobSpec, Program
 from photinus.job.world import World
 from photinus.run.local import job
 from photinus.run.local.job import Job
@@ -23,7 +22,7 @@ def cores(monkeypatch):
 
 
 def environ(formation=FORMATION, base=None, *, cpu=False):
-    flags = RunFlags(Program("script", "train.py"), max_restarts=3, cpu=cpu, role="trainer")
+    flags = JobSpec(Program("script", "train.py"), max_restarts=3, cpu=cpu, role="trainer")
     return Job(flags, "job", 2, base or {}).environ(formation, 1, "/proc/1/fd/9")
 
 

@@ -12,13 +12,13 @@ from collections.abc import Callable
 
 import pytest
 
-from photinus.cli.flags import HostFlags
 from photinus.errors import LaunchError
 from photinus.job import channel, ports
 from photinus.job.channel import HandshakeError, RefusedError, answer, key_of, prove
 from photinus.job.deaths import Death, Raised
 from photinus.job.ports import PortTakenError, listen, local_addresses_of
 from photinus.job.restart_policy import Report
+from photinus.job.spec import HostSpec
 from photinus.run.local import join
 
 
@@ -292,7 +292,7 @@ def test_other_names_are_taken_at_their_word(monkeypatch, name, own, outside):
 def test_a_leaders_name_that_does_not_resolve_is_waited_for_with_a_line_and_a_limit(monkeypatch):
     monkeypatch.setattr("photinus.job.client._SAY_AFTER_S", 0.2)
     said: list[str] = []
-    flags = HostFlags((2, 2), node_rank=0, leader="nosuch.invalid", join_timeout_s=0.5)
+    flags = HostSpec((2, 2), node_rank=0, leader="nosuch.invalid", join_timeout_s=0.5)
     with join.join_job(
         flags, job_id="j", max_restarts=0, stop_grace_s=1.0, environ={}, say=lambda text, _: said.append(text)
     ) as member:
@@ -313,7 +313,7 @@ def test_a_host_whose_name_resolves_one_look_up_later_leads(monkeypatch):
         return ["127.0.0.1"]
 
     monkeypatch.setattr(join, "local_addresses_of", late)
-    flags = HostFlags((1, 2), leader="late.invalid", port=port, last_call_s=0.0, join_timeout_s=20.0)
+    flags = HostSpec((1, 2), leader="late.invalid", port=port, last_call_s=0.0, join_timeout_s=20.0)
     with join.join_job(
         flags, job_id="job", max_restarts=0, stop_grace_s=1.0, environ={}, say=lambda *_: None
     ) as member:
@@ -336,7 +336,7 @@ def test_a_name_that_resolves_late_to_another_leader_of_this_host_is_dialled_the
     monkeypatch.setattr(join, "outside_addresses", list)
     monkeypatch.setattr(join, "local_addresses_of", late)
     with listen("127.0.0.1", 0) as taken:
-        flags = HostFlags((2, 2), leader="late.invalid", port=taken.getsockname()[1], join_timeout_s=2.0)
+        flags = HostSpec((2, 2), leader="late.invalid", port=taken.getsockname()[1], join_timeout_s=2.0)
         with join.join_job(
             flags, job_id="job", max_restarts=0, stop_grace_s=1.0, environ={}, say=lambda *_: None
         ) as member:

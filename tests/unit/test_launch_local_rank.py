@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from photinus.cli.program import Program, add_local_rank
+from photinus.job.spec import Program
+from photinus.run.local.program import add_local_rank
 
 UNDERSCORE = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--local_rank', type=int)\n"
 DASH = UNDERSCORE.replace("--local_rank", "--local-rank")

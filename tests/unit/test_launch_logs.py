@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from photinus.cli.flags import LogFlags, parse_run
-from photinus.cli.parser import UsageError
+from photinus.cli.flags import parse_run
+from photinus.errors import UsageError
+from photinus.job.spec import LogSpec
 from photinus.run.local.logs import BOTH, Logs
 from photinus.run.local.output import Output
 
@@ -294,7 +295,7 @@ def test_words_of_the_launcher_end_the_file_that_one_looks_into_first(tmp_path: 
 
 
 def test_flags_that_say_nothing_change_nothing() -> None:
-    logs = Logs(LogFlags())
+    logs = Logs(LogSpec())
     logs.open()
     assert not logs.writes
     assert logs.base is None

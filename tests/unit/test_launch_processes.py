@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from photinus.cli.flags import RunFlags
-from photinus.cli.program import Program
 from photinus.job.attempt import Formation
 from photinus.job.deaths import root_cause, suspension_words
+from photinus.job.spec import JobSpec, Program
 from photinus.run.local.guard import Guard
 from photinus.run.local.interrupts import Interrupted, handle_signals
 from photinus.run.local.job import Job
@@ -59,7 +58,7 @@ def workers(tmp_path, text, count=2):
 
 
 def made(program, count, **parts):
-    job = Job(RunFlags(program), "job", count, dict(os.environ))
+    job = Job(JobSpec(program), "job", count, dict(os.environ))
     return Processes(job, Formation((count,), 0, 0, "job", 0), **parts)
 
 

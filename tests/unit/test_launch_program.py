@@ -8,8 +8,9 @@ import zipfile
 
 import pytest
 
-from photinus.cli.parser import UsageError
-from photinus.cli.program import Program, check_program
+from photinus.errors import UsageError
+from photinus.job.spec import Program
+from photinus.run.local.program import check_program
 
 
 @pytest.fixture(autouse=True)

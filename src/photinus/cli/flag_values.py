@@ -12,11 +12,12 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..env import VARIABLE_NAME
+
 # [address]:port, host:port, or a bare IPv6 address
 _ENDPOINT = re.compile(
     r"\[([0-9a-fA-F:.%\w]+)\](?::(\d+))?|([^:\s]+)(?::(\d+))?|([0-9a-fA-F]*:[0-9a-fA-F:]*:[0-9a-fA-F]*)"
 )
-VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _STREAMS = {"0": frozenset[str](), "1": frozenset({"out"}), "2": frozenset({"err"}), "3": frozenset({"out", "err"})}
 # torch elastic's options that mean something here (with our names for them), and those that have nothing to set here.
 _RENDEZVOUS_OPTIONS = {

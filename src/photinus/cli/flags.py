@@ -8,30 +8,12 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from .. import env
+from ..errors import UsageError
+from ..job.spec import HostSpec, JobSpec, LogSpec, Program
 from .flag_table import run_parser
-from .parser import Parser, UsageError
-from .program import Program
+from .parser import Parser
 
-_Part = TypeVar("_Part", "HostFlags", "SelectionFlags", "LogFlags", "SchedulerFlags")
-
-
-@dataclass(frozen=True)
-class HostFlags:
-    """Several hosts, each started with the same command. None: not typed; `nnodes`: the least and the most.
-
-    `leads`: whether this host leads, where the user said so (torchrun's is_host).
-    """
-
-    nnodes: tuple[int, int] | None = None
-    node_rank: int | None = None
-    leader: str | None = None
-    port: int | None = None
-    leads: bool | None = None
-    job_id: str | None = None
-    local_address: str | None = None
-    join_timeout_s: float = 600.0
-    last_call_s: float = 5.0
-    heartbeat_timeout_s: float = 30.0
+_Part = TypeVar("_Part", HostSpec, "SelectionFlags", LogSpec, "SchedulerFlags")
 
 
 @dataclass(frozen=True)
@@ -49,16 +31,6 @@ class SelectionFlags:
 
 
 @dataclass(frozen=True)
-class LogFlags:
-    """Where the workers' output goes. `redirects`, `tee`: "out" and "err" by local rank, -1: all that are not named."""
-
-    log_dir: str | None = None
-    redirects: Mapping[int, frozenset[str]] | None = None
-    tee: Mapping[int, frozenset[str]] | None = None
-    shown_local_ranks: frozenset[int] | None = None
-
-
-@dataclass(frozen=True)
 class SchedulerFlags:
     """A batch script in place of a run."""
 
@@ -73,29 +45,20 @@ class SchedulerFlags:
 
 
 @dataclass(frozen=True)
-class RunFlags:
+class RunFlags(JobSpec):
     """What the user asked `photinus run` to do; flag_table says what each flag means.
 
     `given`: the flags that were typed: by its first spelling, the one that was used and the text behind it.
     """
 
-    program: Program
-    nproc_per_node: int | str = "auto"
-    max_restarts: int = 3
-    cpu: bool = False
-    devices: tuple[int, ...] | None = None
-    ranks_per_gpu: int = 1
-    oversubscribe: bool = False
-    dry_run: bool = False
-    stop_grace_s: float = 30.0
     use_env: bool = False
-    role: str = "default"
-    preempt_after_s: float | None = None
-    hosts: HostFlags = field(default_factory=HostFlags)
     selection: SelectionFlags = field(default_factory=SelectionFlags)
-    logs: LogFlags = field(default_factory=LogFlags)
     scheduler: SchedulerFlags = field(default_factory=SchedulerFlags)
     given: Mapping[str, tuple[str, str]] = field(default_factory=dict, compare=False, repr=False)
+
+    def spec(self) -> JobSpec:
+        """Returns what leaves the command line."""
+        return JobSpec(**{each.name: getattr(self, each.name) for each in fields(JobSpec)})
 
 
 def parse_run(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> RunFlags:
@@ -127,9 +90,9 @@ def parse_run(arguments: Sequence[str], environ: Mapping[str, str] | None = None
     typed.setdefault("ranks_per_gpu", _ranks_per_gpu())
     return RunFlags(
         Program(kind, words[0], words[1:]),
-        hosts=_part(HostFlags, typed),
+        hosts=_part(HostSpec, typed),
         selection=_part(SelectionFlags, typed),
-        logs=_part(LogFlags, typed),
+        logs=_part(LogSpec, typed),
         scheduler=_part(SchedulerFlags, typed),
         given=values.given,
         **{each.name: typed[each.name] for each in fields(RunFlags) if each.name in typed},
@@ -183,7 +146,7 @@ def _part(kind: type[_Part], typed: Mapping[str, Any]) -> _Part:
 
 
 def _refuse_contradictions(typed: dict[str, Any], given: Mapping[str, tuple[str, str]]) -> None:
-    """Raises UsageError for flags that cannot both be meant; puts what --rdzv-* say under the names of HostFlags."""
+    """Raises UsageError for flags that cannot both be meant; puts what --rdzv-* say under the names of HostSpec."""
 
     def shown(flag: str) -> str:
         return " ".join(filter(None, given[flag]))

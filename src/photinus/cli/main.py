@@ -15,13 +15,12 @@ import sys
 from collections.abc import Sequence
 
 from ..env import STARTED_AS
-from ..errors import LaunchError, MissingLibraryError, PhotinusError
+from ..errors import LaunchError, MissingLibraryError, PhotinusError, UsageError
 from ..spelling import hint
 from ..version import __version__
-from .parser import UsageError
 
 COMMANDS = {
-    "run": ("photinus.run.command", "start a script on all devices of this host; restart on failure"),
+    "run": ("photinus.cli.run", "start a script on all devices of this host; restart on failure"),
     "new": ("photinus.cli.new", "create a small project to start from"),
     "doctor": ("photinus.tools.doctor.examine", "check what works on this machine"),
     "bench": ("photinus.tools.bench.measure", "measure collectives over each backend, and what limits them"),

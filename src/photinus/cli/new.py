@@ -12,7 +12,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from .parser import Parser, UsageError
+from ..errors import UsageError
+from .parser import Parser
 
 _HOME = Path(__file__).resolve().parent.parent / "templates"
 _OTHER_NAMES = {"gitignore": ".gitignore"}  # as a .gitignore it would have its say in the source tree

@@ -6,11 +6,8 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+from ..errors import UsageError
 from ..spelling import closest, hint
-
-
-class UsageError(ValueError):
-    """The command line cannot be carried out as typed; the message says why and what to type instead."""
 
 
 class Parser(argparse.ArgumentParser):

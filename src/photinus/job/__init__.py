@@ -10,6 +10,7 @@
     deaths          how workers ended, which of them was the first cause, and the words for it. Pure functions
     restart_policy  after a failed attempt: what is said, and whether there is another
     membership      the rules by which hosts start, stop, start again and end. No sockets, clock, processes
+    spec            what to start where: resolved once, the only thing that leaves the command line
     attempt         one attempt at a job: who takes part, which ranks have ended, and what other hosts want
     channel         launchers' connections: both ends prove that they know the job's secret, then send JSON
     relay           brings this host's workers to the store on the leader's host

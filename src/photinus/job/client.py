@@ -20,7 +20,6 @@ from functools import partial
 from importlib import metadata
 from typing import Any
 
-from .. import env
 from ..errors import LaunchError
 from ..version import __version__
 from . import channel
@@ -58,6 +57,7 @@ class Member:
         comes_back: bool,
         say: Callable[[str, bool], None],
         store: AttemptStore,
+        is_shown_elsewhere: bool = False,
     ) -> None:
         self._address = address
         self._port = port
@@ -77,6 +77,7 @@ class Member:
         self._own_address = ""
         self._over: JobEndedError | None = None
         self._store = store
+        self._is_shown_elsewhere = is_shown_elsewhere
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop
         self._leaving: asyncio.Event
@@ -140,7 +141,7 @@ class Member:
             message = self._next(check)
             if message["type"] == "verdict":
                 verdict = Verdict(**{name: value for name, value in message.items() if name != "type"})
-                if not self.leads and env.STARTED_AS.get() is None:  # the leader has said all of it, elsewhere
+                if not self.leads and not self._is_shown_elsewhere:  # the leader has said all of it, elsewhere
                     self._say(verdict.short, not verdict.suspended)
                 return verdict
             if message["type"] in _MEET_ANEW:

@@ -1,9 +1,7 @@
 """Runs a job's workers on this host: `photinus run` and `photinus.launch`. Never imports torch.
 
 local/       this host's workers, and its place among the hosts of a job
-schedulers/  under Slurm and mpirun
 ssh/         several hosts, started from one place
-command      `photinus run`: reads the words, looks at the program, starts the job
 from_python  `photinus.launch`: one function in several processes, from a script or a notebook
 function     runs one rank of `photinus.launch`
 supervise    one job on this host, from its start to its exit code; `--dry-run`

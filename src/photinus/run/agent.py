@@ -39,7 +39,7 @@ class OneHost:
 
     def __init__(self, job: Job, say: Callable[[str, bool], None], store: StoreProcess) -> None:
         self._job = job
-        self._policy = RestartPolicy(job.flags.max_restarts)
+        self._policy = RestartPolicy(job.spec.max_restarts)
         self._say = say
         self._store = store
         self._attempt = -1
@@ -51,7 +51,7 @@ class OneHost:
         """The next attempt, with a store of its own."""
         check()
         self._attempt += 1
-        port = self._store.open(self._job.flags.hosts.port or 0)
+        port = self._store.open(self._job.spec.hosts.port or 0)
         workers, restarts = (self._job.local_world_size,), self._policy.restarts
         return Formation(workers, 0, self._attempt, self._job.job_id, port, restarts=restarts)
 
@@ -62,7 +62,7 @@ class OneHost:
             return "done" if self._finished else None
         restart = self._policy.spend_restart()
         if not restart:
-            raise JobEndedError(f"{lost}, and no restart is left of {self._job.flags.max_restarts}")
+            raise JobEndedError(f"{lost}, and no restart is left of {self._job.spec.max_restarts}")
         self._say(f"photinus: {lost}: starting all workers again ({restart})\n", True)
         return "regroup"
 
@@ -101,7 +101,7 @@ class Agent:
         self, job: Job, peers: OneHost | Member, *, guard: Guard, output: Output, interrupts: Interrupts
     ) -> None:
         self._job = job
-        self._grace_s = job.flags.stop_grace_s
+        self._grace_s = job.spec.stop_grace_s
         self._peers = peers
         self._guard = guard
         self._output = output
@@ -274,7 +274,7 @@ class Agent:
 
     def _pass_on_suspension(self, processes: Processes) -> None:
         """SIGUSR1 to the launcher is for its workers, as soon as they hear it."""
-        preempt_after_s, interrupts = self._job.flags.preempt_after_s, self._interrupts
+        preempt_after_s, interrupts = self._job.spec.preempt_after_s, self._interrupts
         self._began_s = self._began_s or time.monotonic()
         if preempt_after_s is not None and not self._tried:
             self._tried = time.monotonic() - self._began_s >= preempt_after_s

@@ -16,10 +16,10 @@ from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING
 
 from .. import env
-from ..cli.flags import RunFlags
 from ..errors import LaunchError
 from ..job.attempt import Formation, JobEndedError
 from ..job.ports import listen
+from ..job.spec import JobSpec
 from ..masking import mask_words
 from ..torch_version import check_torch
 from .agent import Agent, OneHost
@@ -53,8 +53,8 @@ _SIGNAL_TO_ALL_S = 0.3
 _LONGEST_FOLDER_BYTES = 107 - len("/listener-12345678")
 
 
-def supervise(flags: RunFlags) -> int:
-    """Runs the job that the flags describe, through all its attempts, and returns the exit code.
+def supervise(spec: JobSpec) -> int:
+    """Runs the job that the spec describes, through all its attempts, and returns the exit code.
 
     Raises:
         DeviceError: fewer GPUs than asked for.
@@ -68,34 +68,34 @@ def supervise(flags: RunFlags) -> int:
         )
     check_torch()
     environ = dict(os.environ)
-    job_id = flags.hosts.job_id or uuid.uuid4().hex
+    job_id = spec.hosts.job_id or uuid.uuid4().hex
     sys.stdout.flush()
     sys.stderr.flush()
     with ExitStack() as stack:
         guard = stack.enter_context(start_guard())  # it forks, so it comes before all threads
         interrupts = stack.enter_context(handle_signals())
-        if env.STARTED_AS.get() is not None:
-            hold_lifeline(flags.stop_grace_s)
+        if spec.started_as is not None:
+            hold_lifeline(spec.stop_grace_s)
         output = stack.enter_context(closing(Output()))
         output.gives_up = lambda: interrupts.forced
         temporary = stack.enter_context(_temporary_folder(guard))
         store = stack.enter_context(closing(StoreProcess()))
-        environ[env.RANKS_PER_GPU.name] = str(flags.ranks_per_gpu)
+        environ[env.RANKS_PER_GPU.name] = str(spec.ranks_per_gpu)
         try:
             with interrupts.raise_at_once():
                 # A port that is taken is told at once, and other hosts find this one while torch counts GPUs.
-                member = _join(stack, flags, job_id, environ, output)
-                chosen, gpus = _choose_workers(flags, environ)
+                member = _join(stack, spec, job_id, environ, output)
+                chosen, gpus = _choose_workers(spec, environ)
         except Interrupted:
-            return _report_interrupt(interrupts, output, 0)
+            return _report_interrupt(spec, interrupts, output, 0)
         if chosen.reason:
-            where = "" if (name := env.STARTED_AS.get()) is None else f"host {name}: "
+            where = "" if (name := spec.started_as) is None else f"host {name}: "
             plural = "s" if chosen.count != 1 else ""
             output.say(f"photinus: {where}{chosen.count} worker{plural} ({chosen.reason})\n")
-        job = Job(flags, job_id, chosen.count, environ, gpus, temporary)
-        logs = Logs(flags.logs)
+        job = Job(spec, job_id, chosen.count, environ, gpus, temporary)
+        logs = Logs(spec.logs)
         logs.check(job.local_world_size)
-        if flags.dry_run:
+        if spec.dry_run:
             print(dry_run_text(job, logs))
             return 0
         logs.open()
@@ -108,15 +108,15 @@ def supervise(flags: RunFlags) -> int:
         except Interrupted:
             if agent.suspension is not None:
                 output.say(f"photinus: {agent.suspension}; the same command goes on from there\n")
-            return _report_interrupt(interrupts, output, chosen.count * agent.ended_workers)
+            return _report_interrupt(spec, interrupts, output, chosen.count * agent.ended_workers)
         except JobEndedError:
             # A signal to all hosts: another's end is no news then, if it arrives first.
-            if interrupts.comes_within(_SIGNAL_TO_ALL_S if env.STARTED_AS.get() is not None else 0.0):
-                return _report_interrupt(interrupts, output, chosen.count * agent.ended_workers)
+            if interrupts.comes_within(_SIGNAL_TO_ALL_S if spec.started_as is not None else 0.0):
+                return _report_interrupt(spec, interrupts, output, chosen.count * agent.ended_workers)
             raise
     if verdict is None:
         return 0
-    if member is not None and not member.leads and env.STARTED_AS.get() is not None:
+    if member is not None and not member.leads and spec.started_as is not None:
         return verdict.exit_code
     after = f" after {verdict.restarts} restart{'s' * (verdict.restarts > 1)}" if verdict.restarts else ""
     where = f" of host {verdict.host}" if member is not None else ""
@@ -127,31 +127,31 @@ def supervise(flags: RunFlags) -> int:
     )
 
 
-def _choose_workers(flags: RunFlags, environ: MutableMapping[str, str]) -> tuple[WorkerCount, tuple[str, ...]]:
+def _choose_workers(spec: JobSpec, environ: MutableMapping[str, str]) -> tuple[WorkerCount, tuple[str, ...]]:
     """How many workers this host gets, and the name of each one's GPU; with --device, no other GPU is visible then.
 
     Raises:
         UsageError: more workers than can be meant.
         DeviceError: fewer GPUs than asked for.
     """
-    is_xpu = flags.nproc_per_node == "xpu"
+    is_xpu = spec.nproc_per_node == "xpu"
     gpus = functools.cache(functools.partial(count_gpus, "xpu" if is_xpu else "cuda"))
-    wanted = "gpu" if is_xpu else flags.nproc_per_node
-    if flags.devices is not None:
-        environ[VISIBLE] = os.environ[VISIBLE] = visible_devices(flags.devices, environ.get(VISIBLE))
-        wanted = len(flags.devices) * flags.ranks_per_gpu
+    wanted = "gpu" if is_xpu else spec.nproc_per_node
+    if spec.devices is not None:
+        environ[VISIBLE] = os.environ[VISIBLE] = visible_devices(spec.devices, environ.get(VISIBLE))
+        wanted = len(spec.devices) * spec.ranks_per_gpu
     chosen = choose_worker_count(
         wanted,
-        cpu_only=flags.cpu,
+        cpu_only=spec.cpu,
         gpus=gpus,
         cores=usable_cores,
-        ranks_per_gpu=flags.ranks_per_gpu,
-        oversubscribe=flags.oversubscribe,
+        ranks_per_gpu=spec.ranks_per_gpu,
+        oversubscribe=spec.oversubscribe,
     )
-    if flags.devices is not None:
-        check_devices(flags.devices, gpus())
+    if spec.devices is not None:
+        check_devices(spec.devices, gpus())
     present = gpus() if gpus.cache_info().currsize else 0  # not asked where GPUs do not matter
-    return chosen, gpu_names(chosen.count, present, environ.get(VISIBLE), flags.ranks_per_gpu)
+    return chosen, gpu_names(chosen.count, present, environ.get(VISIBLE), spec.ranks_per_gpu)
 
 
 def _has_torch() -> bool:
@@ -161,11 +161,11 @@ def _has_torch() -> bool:
         return False
 
 
-def _join(stack: ExitStack, flags: RunFlags, job_id: str, environ: Mapping[str, str], output: Output) -> Member | None:
+def _join(stack: ExitStack, spec: JobSpec, job_id: str, environ: Mapping[str, str], output: Output) -> Member | None:
     """The other hosts of the job, None when there are none; a port that the user named is looked at first."""
-    hosts = flags.hosts
+    hosts = spec.hosts
     several = hosts.nnodes is not None and hosts.nnodes[1] > 1
-    if flags.dry_run or not several:
+    if spec.dry_run or not several:
         if hosts.port and not several:
             listen(LOOPBACK, hosts.port).close()
         return None
@@ -175,10 +175,11 @@ def _join(stack: ExitStack, flags: RunFlags, job_id: str, environ: Mapping[str, 
         join_job(
             hosts,
             job_id=job_id,
-            max_restarts=flags.max_restarts,
-            stop_grace_s=flags.stop_grace_s,
+            max_restarts=spec.max_restarts,
+            stop_grace_s=spec.stop_grace_s,
             environ=environ,
             say=output.say,
+            is_shown_elsewhere=spec.started_as is not None,
         )
     )
 
@@ -186,16 +187,16 @@ def _join(stack: ExitStack, flags: RunFlags, job_id: str, environ: Mapping[str, 
 def _peers(job: Job, member: Member | None, output: Output, store: StoreProcess) -> OneHost | Member:
     if member is None:
         return OneHost(job, output.say, store)
-    hosts = job.flags.hosts
+    hosts = job.spec.hosts
     assert hosts.nnodes is not None
     member.introduce(job.local_world_size, hosts.node_rank, hosts.nnodes)
     return member
 
 
-def _report_interrupt(interrupts: Interrupts, output: Output, workers: int) -> int:
+def _report_interrupt(spec: JobSpec, interrupts: Interrupts, output: Output, workers: int) -> int:
     number = interrupts.first
     assert number is not None
-    if env.STARTED_AS.get() is None:
+    if spec.started_as is None:
         few = {0: "no worker was running", 1: "its worker was ended"}
         what = few.get(workers, f"{workers} workers were ended")
         output.say(f"photinus: ended by {number.name}: {what}\n")
@@ -223,7 +224,7 @@ def dry_run_text(job: Job, logs: Logs) -> str:
 
     With several hosts the ranks are known only for the first, unless the hosts run equally many workers.
     """
-    hosts, program, max_restarts = job.flags.hosts, job.flags.program, job.flags.max_restarts
+    hosts, program, max_restarts = job.spec.hosts, job.spec.program, job.spec.max_restarts
     least, most = hosts.nnodes or (1, 1)
     host_rank = hosts.node_rank or 0
     python = [] if program.kind == "program" else [*python_command(), *(["-m"] if program.kind == "module" else [])]

@@ -2,6 +2,7 @@
 
 join         who leads a job on several hosts, and this host's way into it
 job          a job as decided before anything starts, and the environment that a worker finds
+program      the program that each worker runs, looked at before anything starts
 devices      how many workers this host gets: one per GPU, one per usable core, or as many as the user says
 processes    the worker processes of one attempt on this host: started, watched and ended
 worker       runs in each worker before the script: a file of its own, imports nothing of Photinus

@@ -8,8 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ...cli.parser import UsageError
-from ...errors import DeviceError
+from ...errors import DeviceError, UsageError
 from .cgroup import cpu_quota_cores
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ... import env
-from ...cli.flags import RunFlags
 from ...job.attempt import Formation
+from ...job.spec import JobSpec
 from .devices import usable_cores
 from .store import LOOPBACK
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to run and how: as the user asked (`flags`), and what was found out since.
+    """What to run and how: as the user asked (`spec`), and what was found out since.
 
     Attributes:
         local_world_size: workers on this host.
@@ -24,7 +24,7 @@ class Job:
         out: the run that the attempt before was in, see `status`.
     """
 
-    flags: RunFlags
+    spec: JobSpec
     job_id: str
     local_world_size: int
     base_environ: Mapping[str, str]
@@ -52,7 +52,7 @@ class Job:
                 "LOCAL_WORLD_SIZE": str(local_world_size),
                 "GROUP_RANK": str(formation.host_rank),
                 "GROUP_WORLD_SIZE": str(hosts),
-                "ROLE_NAME": self.flags.role,
+                "ROLE_NAME": self.spec.role,
                 "ROLE_RANK": str(rank),
                 "ROLE_WORLD_SIZE": str(world_size),
                 "MASTER_ADDR": LOOPBACK,
@@ -60,7 +60,7 @@ class Job:
                 env.ATTEMPT.name: str(formation.attempt),
                 "TORCHELASTIC_RESTART_COUNT": str(formation.restarts),
                 "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-                "TORCHELASTIC_MAX_RESTARTS": str(self.flags.max_restarts),
+                "TORCHELASTIC_MAX_RESTARTS": str(self.spec.max_restarts),
                 "TORCHELASTIC_RUN_ID": formation.job_id,
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
                 "TORCHELASTIC_ERROR_FILE": error_file,
@@ -75,7 +75,7 @@ class Job:
             environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         for variable in (env.JOB_SECRET, env.LISTEN_FD, env.STARTED_AS):
             environ.pop(variable.name, None)
-        if self.flags.cpu:
+        if self.spec.cpu:
             environ["CUDA_VISIBLE_DEVICES"] = ""
             # Accelerate and Transformers' Trainer, unless told so, train on the CPU with one process each, in silence.
             environ.setdefault("ACCELERATE_USE_CPU", "true")

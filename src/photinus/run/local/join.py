@@ -12,15 +12,14 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from ... import env
-from ...cli.flags import HostFlags
-from ...cli.parser import UsageError
-from ...errors import LaunchError
+from ...errors import LaunchError, UsageError
 from ...job.channel import key_of
 from ...job.client import Member
 from ...job.membership import Membership
 from ...job.own_address import is_loopback, means_this_host, outside_addresses
 from ...job.ports import PortTakenError, listen, local_addresses_of
 from ...job.server import Leader, start_leader
+from ...job.spec import HostSpec
 from .store import StoreProcess
 
 DEFAULT_PORT = 29500
@@ -29,13 +28,14 @@ _ANY = ("0.0.0.0", "::")
 
 @contextlib.contextmanager
 def join_job(
-    flags: HostFlags,
+    hosts: HostSpec,
     *,
     job_id: str,
     max_restarts: int,
     stop_grace_s: float,
     environ: Mapping[str, str],
     say: Callable[[str, bool], None],
+    is_shown_elsewhere: bool = False,
 ) -> Iterator[Member]:
     """Takes part in the job for the duration of the block; leads it, if this is the host to do so.
 
@@ -43,16 +43,16 @@ def join_job(
         UsageError: nobody said who leads.
         LaunchError: this host should lead and cannot listen there.
     """
-    assert flags.nnodes is not None
-    nnodes, name = flags.nnodes, flags.leader
+    assert hosts.nnodes is not None
+    nnodes, name = hosts.nnodes, hosts.leader
     if name is None:
         least, most = nnodes
         raise UsageError(
             f"--nnodes {least if least == most else f'{least}:{most}'} needs the host that leads: give --master-addr "
             f"HOST, the same on every host (and --master-port, if {DEFAULT_PORT} is taken there)."
         )
-    port = DEFAULT_PORT if flags.port is None else flags.port
-    key = key_of(env.JOB_SECRET.get(environ) or "", flags.job_id or "")
+    port = DEFAULT_PORT if hosts.port is None else hosts.port
+    key = key_of(env.JOB_SECRET.get(environ) or "", hosts.job_id or "")
     with contextlib.ExitStack() as stack:
         # A reader of this launcher's output that is paused (less) must not hold up signs of life.
         saying = stack.enter_context(ThreadPoolExecutor(1, "photinus-say"))
@@ -62,7 +62,7 @@ def join_job(
 
         def lead() -> tuple[bool, str, int]:
             """Leads, if this is the host to do so; where the leader is in any case."""
-            listener, address = _listener(flags, name, port, environ, say)
+            listener, address = _listener(hosts, name, port, environ, say)
             if listener is None:
                 return False, address, port
             address, bound = listener.getsockname()[:2]
@@ -75,7 +75,7 @@ def join_job(
                 )
             if address in _ANY:
                 address = "127.0.0.1" if address == "0.0.0.0" else "::1"
-            times_s = flags.join_timeout_s, flags.last_call_s, flags.heartbeat_timeout_s, stop_grace_s
+            times_s = hosts.join_timeout_s, hosts.last_call_s, hosts.heartbeat_timeout_s, stop_grace_s
             rules = Membership(*nnodes, *times_s)
             leader = Leader(key, rules, max_restarts=max_restarts, job_id=job_id, say=tell)
             leading.enter_context(start_leader(leader, listener))
@@ -89,11 +89,12 @@ def join_job(
             key,
             leads=leads,
             lead=lead,
-            join_timeout_s=flags.join_timeout_s,
-            heartbeat_timeout_s=flags.heartbeat_timeout_s,
+            join_timeout_s=hosts.join_timeout_s,
+            heartbeat_timeout_s=hosts.heartbeat_timeout_s,
             comes_back=max_restarts > 0 or nnodes[0] < nnodes[1],
             say=tell,
             store=StoreProcess(),
+            is_shown_elsewhere=is_shown_elsewhere,
         )
         stack.callback(member.close)
         try:
@@ -104,18 +105,18 @@ def join_job(
 
 
 def _listener(
-    flags: HostFlags, leader: str, port: int, environ: Mapping[str, str], say: Callable[[str, bool], None]
+    hosts: HostSpec, leader: str, port: int, environ: Mapping[str, str], say: Callable[[str, bool], None]
 ) -> tuple[socket.socket | None, str]:
     """The leader's socket, None when another host (or another launcher of this one) leads; and the leader's address."""
     number = env.LISTEN_FD.get(environ)
     if number is not None:
         return socket.socket(fileno=number), leader
-    must = bool(flags.leads) or flags.node_rank == 0
-    if flags.leads is False or (flags.node_rank is not None and flags.node_rank > 0):
+    must = bool(hosts.leads) or hosts.node_rank == 0
+    if hosts.leads is False or (hosts.node_rank is not None and hosts.node_rank > 0):
         return None, leader
     own = _own_addresses(leader, say)
-    if flags.local_address is not None and (own or must):
-        own = [flags.local_address]
+    if hosts.local_address is not None and (own or must):
+        own = [hosts.local_address]
     if own is None:
         return None, leader  # the member says what it waits for, and asks again
     if not own:

@@ -15,8 +15,8 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ...cli.flags import LogFlags
-from ...cli.parser import UsageError
+from ...errors import UsageError
+from ...job.spec import LogSpec
 
 Streams = frozenset[str]
 BOTH: Streams = frozenset({"out", "err"})
@@ -31,11 +31,11 @@ class Logs:
         base: the user's DIR, or a temporary folder; None when nothing is written, and before `open`.
     """
 
-    def __init__(self, flags: LogFlags) -> None:
+    def __init__(self, spec: LogSpec) -> None:
         self.base: Path | None = None
-        self._flags = flags
-        self._redirects, self._tee = flags.redirects or {}, flags.tee or {}
-        if flags.log_dir is not None and flags.redirects is None and flags.tee is None:
+        self._spec = spec
+        self._redirects, self._tee = spec.redirects or {}, spec.tee or {}
+        if spec.log_dir is not None and spec.redirects is None and spec.tee is None:
             self._tee = {-1: BOTH}
 
     def file_streams(self, local_rank: int) -> Streams:
@@ -44,7 +44,7 @@ class Logs:
 
     def terminal_streams(self, local_rank: int) -> Streams:
         """The streams of a worker that are written to the terminal."""
-        shown = self._flags.shown_local_ranks
+        shown = self._spec.shown_local_ranks
         if shown is not None and local_rank not in shown:
             return frozenset()
         return BOTH - (_of(self._redirects, local_rank) - _of(self._tee, local_rank))
@@ -56,7 +56,7 @@ class Logs:
 
     def check(self, local_world_size: int) -> None:
         """Raises UsageError when a flag names a worker that this host does not have."""
-        shown = dict.fromkeys(self._flags.shown_local_ranks or (), BOTH)
+        shown = dict.fromkeys(self._spec.shown_local_ranks or (), BOTH)
         for flag, named in (("--redirects", self._redirects), ("--tee", self._tee), ("--local-ranks-filter", shown)):
             absent = [rank for rank in named if rank >= local_world_size]
             if absent:
@@ -65,7 +65,7 @@ class Logs:
 
     def describe(self, folder: Path | None = None) -> str:
         """In a line, for people."""
-        where = folder or self._flags.log_dir or "a temporary folder"
+        where = folder or self._spec.log_dir or "a temporary folder"
         everything = all(_of(self._tee, rank) == BOTH for rank in (-1, *self._tee))
         return f"{'all output also' if everything else 'logs'} in {where}"
 
@@ -77,7 +77,7 @@ class Logs:
         """
         if not self.writes:
             return
-        base = self._flags.log_dir
+        base = self._spec.log_dir
         try:
             if base is None:
                 base = tempfile.mkdtemp(prefix="photinus-logs-")

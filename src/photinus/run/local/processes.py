@@ -331,7 +331,7 @@ class Processes:
         self._workers.clear()
 
     def _start(self, local_rank: int) -> _Worker:
-        program, rank = self._job.flags.program, self._formation.first_rank + local_rank
+        program, rank = self._job.spec.program, self._formation.first_rank + local_rank
         files = [os.memfd_create(f"photinus-{what}-{rank}") for what in ("error", "fault", "status")]
         error_file, fault_file, status_file = files
         error_path, fault_path, status_path = (f"/proc/{os.getpid()}/fd/{file}" for file in files)
@@ -392,8 +392,7 @@ class Processes:
         new = _children_of(os.getpid()) - self._others - {worker.process.pid for worker in self._workers}
         for pid in tuple(new):
             with contextlib.suppress(ChildProcessError):
-                marked = _OF_A_WORKER in text_of(Path(f"/proc/{pid}/environ"))
-                if os.waitpid(pid, os.WNOHANG)[0] or not (marked or self._is_in_session(pid)):
+                if os.waitpid(pid, os.WNOHANG)[0] or not (_is_of_a_worker(pid) or self._is_in_session(pid)):
                     new.remove(pid)
         found: set[int] = set()
         while new:
@@ -454,6 +453,15 @@ def _children_of(pid: int) -> set[int]:
         with contextlib.suppress(OSError):  # it has just ended
             found += Path(file).read_text().split()
     return set(map(int, found))
+
+
+def _is_of_a_worker(pid: int) -> bool:
+    """Whether a process has a worker's environment. A program that has only just begun has none for a moment."""
+    for _ in range(10):
+        if environ := text_of(Path(f"/proc/{pid}/environ")):
+            return _OF_A_WORKER in environ
+        time.sleep(0.002)
+    return False
 
 
 def _signal(pid: int, number: signal.Signals) -> None:

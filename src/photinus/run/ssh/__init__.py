@@ -6,6 +6,5 @@ hostfile       the file of hosts, as DeepSpeed and Open MPI have it: a host on e
 lifeline       the standard input of a `photinus run` that another host started: signals, and whether anybody is there
 remote         what `photinus run --hostfile` and `photinus doctor --hosts` start on each host, over ssh
 remote_probe   what a host answers to `photinus doctor --hosts`: versions, clock, and how well it reaches another host
-selection      which hosts and devices a job gets (--include, --exclude, ...), and the words for each host
 start_hosts    a job on several hosts, started from one place: `photinus run --hostfile FILE`
 """

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 from ... import env
-from ...cli.flag_values import VARIABLE_NAME
-from ...cli.parser import UsageError
+from ...env import VARIABLE_NAME
+from ...errors import UsageError
 from ...job.ports import local_addresses_of
 from .hostfile import Host
 

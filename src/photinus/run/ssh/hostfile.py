@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...cli.parser import UsageError
+from ...errors import UsageError
 
 _NAME = re.compile(r"(?:(?P<user>[^\s@:=]+)@)?(?P<name>[^\s@=]+)")
 _MPICH = re.compile(r"([^:\s]+):(\d+)")

@@ -21,12 +21,12 @@ import socket
 import sys
 from typing import Any
 
-from ...cli.parser import UsageError
-from ...cli.program import Program, check_program
 from ...env import LISTEN_FD
-from ...errors import PhotinusError
+from ...errors import PhotinusError, UsageError
 from ...job.ports import listen_as
+from ...job.spec import Program
 from ...version import __version__
+from ..local.program import check_program
 from .command import MARK, safe_path
 
 _SILENCE_S = 300

@@ -21,21 +21,20 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from ...cli.flags import RunFlags
 from ...env import JOB_SECRET, STARTED_AS
 from ...errors import LaunchError
+from ...job.spec import JobSpec
 from ...masking import mask, mask_words
 from ..local.interrupts import FROM_A_KEYBOARD, SIGNALS, Interrupts, handle_signals
 from ..local.join import DEFAULT_PORT
 from ..local.worker import python_command
 from .command import exported_variables, find_here, ssh_command, variable_files
 from .host import LOST, HostLines, Hosts, RemoteHost, Screen
-from .hostfile import read_hostfile
-from .selection import Share, host_words, select
+from .hostfile import Host
 
 _STEP_S = 0.05
 _BEAT_S = 2.0
@@ -48,36 +47,46 @@ _NEVER_MET_CODE, _HOPELESS_S = 2, 1.0
 _PREPARE_S = 20.0  # names are looked up, and file systems may be slow
 
 
-def start_hosts(flags: RunFlags, run_here: Callable[[list[str]], int]) -> int:
-    """Runs the job on the hosts of the host file, and returns its exit code.
+@dataclass(frozen=True)
+class Way:
+    """How hosts are reached: the ssh command and port, and the environment variables that go along by name."""
+
+    ssh: str = "ssh"
+    port: int | None = None
+    export: tuple[str, ...] = ()
+
+
+WordsOf: TypeAlias = Callable[[int, str, int], list[str]]
+"""What stands after `photinus run` on a host: of its number, and of the address and port at which the hosts meet."""
+
+
+def start_hosts(
+    spec: JobSpec, hosts: Sequence[Host], words_of: WordsOf, way: Way, run_here: Callable[[list[str]], int]
+) -> int:
+    """Runs the job on these hosts, and returns its exit code.
 
     `run_here` runs `photinus run` with other words in this process, where all hosts turn out to be this one.
 
     Raises:
-        UsageError: host file, selection or flags are wrong.
+        UsageError: a variable is not set, or a word cannot be carried out.
         LaunchError: a host could not be started or was lost, or the job failed; carries the exit code.
     """
-    selection = flags.selection
-    assert selection.hostfile is not None
-    shares = select(read_hostfile(selection.hostfile), selection)
-    for share in shares:
-        host_words(flags, share)  # finds fault before anything is started
-    here = find_here([share.host for share in shares])
-    ssh = ssh_command(selection.ssh, selection.ssh_port, needed=not all(here))
+    here = find_here(hosts)
+    ssh = ssh_command(way.ssh, way.port, needed=not all(here))
     files = variable_files(Path(os.path.expanduser("~")), Path.cwd())
-    environ = exported_variables(os.environ, selection.export, files)
-    if len(shares) == 1 and here[0]:
+    environ = exported_variables(os.environ, way.export, files)
+    if len(hosts) == 1 and here[0]:
         os.environ.update(environ)
-        return run_here([*(["--dry-run"] if flags.dry_run else []), *host_words(flags, shares[0])])
-    if flags.dry_run:
-        print(_dry_run_text(flags, shares, here, ssh, environ))
+        return run_here([*(["--dry-run"] if spec.dry_run else []), *words_of(0, "", 0)])
+    if spec.dry_run:
+        print(_dry_run_text(spec, hosts, words_of, here, ssh, environ))
         return 0
     with handle_signals() as interrupts:
         reached = Hosts(interrupts)
         try:
-            for share, is_this in zip(shares, here, strict=True):
-                reached.add(share.host, here=is_this, ssh=ssh, silence_s=flags.hosts.heartbeat_timeout_s)
-            return _Job(flags, shares, environ, interrupts, reached).run()
+            for host, is_this in zip(hosts, here, strict=True):
+                reached.add(host, here=is_this, ssh=ssh, silence_s=spec.hosts.heartbeat_timeout_s)
+            return _Job(spec, words_of, environ, interrupts, reached).run()
         finally:
             reached.leave()
 
@@ -85,13 +94,13 @@ def start_hosts(flags: RunFlags, run_here: Callable[[list[str]], int]) -> int:
 class _Job:
     def __init__(
         self,
-        flags: RunFlags,
-        shares: Sequence[Share],
+        spec: JobSpec,
+        words_of: WordsOf,
         environ: Mapping[str, str],
         interrupts: Interrupts,
         reached: Hosts,
     ) -> None:
-        self._flags, self._shares, self._environ = flags, shares, environ
+        self._spec, self._words_of, self._environ = spec, words_of, environ
         self._interrupts, self._reached = interrupts, reached
         self._signals_sent = 0
         self._leave_at_s: float | None = None
@@ -105,7 +114,7 @@ class _Job:
         self._screens = {"out": out, "err": out if self._is_merged else err}
         self._lines = [
             {name: HostLines(screen, first=number == 0) for name, screen in self._screens.items()}
-            for number in range(len(shares))
+            for number in range(len(reached.all))
         ]
         self._hosts = reached.all
 
@@ -149,7 +158,7 @@ class _Job:
     def _prepare(self) -> None:
         for number, host in enumerate(self._hosts):
             listen = self._meeting_place() if number == 0 and len(self._hosts) > 1 else None
-            host.send({"do": "prepare", "cwd": os.getcwd(), "program": asdict(self._flags.program), "listen": listen})
+            host.send({"do": "prepare", "cwd": os.getcwd(), "program": asdict(self._spec.program), "listen": listen})
         if not self._reached.wait(lambda: all(host.answers or host.done for host in self._hosts), _PREPARE_S):
             late = ", ".join(host.name for host in self._hosts if not host.answers)
             raise LaunchError(
@@ -159,7 +168,7 @@ class _Job:
 
     def _meeting_place(self) -> dict[str, Any]:
         """What the first host shall listen on."""
-        hosts, first = self._flags.hosts, self._hosts[0]
+        hosts, first = self._spec.hosts, self._hosts[0]
         place = self._reached.meeting_place(first)
         if hosts.leader is not None:
             place["otherwise"] = None
@@ -171,13 +180,12 @@ class _Job:
         common = dict(self._environ)
         if len(self._hosts) > 1:
             common[JOB_SECRET.name] = secrets.token_hex(32)
-        if place and self._flags.hosts.port is None and place["port"] != DEFAULT_PORT:
+        if place and self._spec.hosts.port is None and place["port"] != DEFAULT_PORT:
             self._say(f"port {DEFAULT_PORT} is taken on {self._hosts[0].name}; {place['port']} is used instead")
-        for number, (host, share) in enumerate(zip(self._hosts, self._shares, strict=True)):
+        for number, host in enumerate(self._hosts):
             host.answers.clear()
             environ = {**common, STARTED_AS.name: host.name}
-            meeting: dict[str, Any] = {"leader": place.get("address", ""), "port": place.get("port", 0)}
-            words = host_words(self._flags, share, host_rank=number, hosts=len(self._hosts), **meeting)
+            words = self._words_of(number, place.get("address", ""), place.get("port", 0))
             how = {"options": python_command()[1:], "environ": environ, "merged": self._is_merged}
             host.send({"do": "run", "words": words, **how})
 
@@ -212,7 +220,7 @@ class _Job:
     def _pass_signals_on(self, now: float) -> None:
         for number in self._interrupts.received[self._signals_sent :]:
             self._signals_sent += 1
-            within_s = _INTERRUPT_S if number in FROM_A_KEYBOARD else self._flags.stop_grace_s + _FOLLOW_S
+            within_s = _INTERRUPT_S if number in FROM_A_KEYBOARD else self._spec.stop_grace_s + _FOLLOW_S
             self._leave_at_s = now + (within_s if self._signals_sent == 1 else _IMPATIENT_S)
             self._reached.pass_signal(number)
         if self._interrupts.suspension_wanted:
@@ -228,12 +236,12 @@ class _Job:
             if self._failed is None:
                 return
             is_hopeless = self._failed.trouble is not None or self._failed.ended in (LOST, _NEVER_MET_CODE)
-            self._follow_at_s = now + (_HOPELESS_S if is_hopeless else self._flags.stop_grace_s + _FOLLOW_S)
+            self._follow_at_s = now + (_HOPELESS_S if is_hopeless else self._spec.stop_grace_s + _FOLLOW_S)
         if self._follow_at_s is not None and now >= self._follow_at_s:
             self._follow_at_s = None
             if not all(host.done for host in self._hosts):
                 self._reached.pass_signal(signal.SIGTERM)
-                self._leave_at_s = now + self._flags.stop_grace_s + _FOLLOW_S
+                self._leave_at_s = now + self._spec.stop_grace_s + _FOLLOW_S
 
     def _pump(self) -> None:
         self._reached.pump(_STEP_S)
@@ -254,15 +262,15 @@ class _Job:
 
 
 def _dry_run_text(
-    flags: RunFlags, shares: Sequence[Share], here: Sequence[bool], ssh: str, environ: Mapping[str, str]
+    spec: JobSpec, hosts: Sequence[Host], words_of: WordsOf, here: Sequence[bool], ssh: str, environ: Mapping[str, str]
 ) -> str:
-    lines = [f"{len(shares)} host{'s' * (len(shares) != 1)}, each in {os.getcwd()}:"]
-    leader = flags.hosts.leader or shares[0].host.name
-    port = DEFAULT_PORT if flags.hosts.port is None else flags.hosts.port
-    for number, (share, is_this) in enumerate(zip(shares, here, strict=True)):
-        how = "this host" if is_this else f"over {ssh} {share.host.destination}"
-        words = host_words(flags, share, host_rank=number, hosts=len(shares), leader=leader, port=port)
-        lines += ["", f"  {share.host.name} ({how})", f"    photinus run {shlex.join(mask_words(words))}"]
+    lines = [f"{len(hosts)} host{'s' * (len(hosts) != 1)}, each in {os.getcwd()}:"]
+    leader = spec.hosts.leader or hosts[0].name
+    port = DEFAULT_PORT if spec.hosts.port is None else spec.hosts.port
+    for number, (host, is_this) in enumerate(zip(hosts, here, strict=True)):
+        how = "this host" if is_this else f"over {ssh} {host.destination}"
+        words = words_of(number, leader, port)
+        lines += ["", f"  {host.name} ({how})", f"    photinus run {shlex.join(mask_words(words))}"]
     lines += ["", "environment variables that the hosts are given:"]
     lines += [f"  {name}={value}" for name, value in sorted(mask(environ).items())] or ["  none"]
     return "\n".join(lines)

@@ -7,7 +7,8 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from ...cli.flag_values import port, positive_seconds
-from ...cli.parser import Parser, UsageError
+from ...cli.parser import Parser
+from ...errors import UsageError
 from .finding import as_json, exit_code, print_findings
 from .gpus import look_at_gpus
 from .host import look_at_host, look_at_network

@@ -8,8 +8,8 @@ from argparse import SUPPRESS
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...cli.parser import Parser, UsageError
-from ...errors import LaunchError
+from ...cli.parser import Parser
+from ...errors import LaunchError, UsageError
 from ...runlog.run import Run
 from ...runlog.tables import write_atomically
 from ...runlog.units import size

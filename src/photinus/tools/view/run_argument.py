@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ...cli.parser import UsageError
+from ...errors import UsageError
 from ...runlog.find import DEPTH, newest_run
 from ...runlog.run import FILES, is_run
 from ...spelling import closest

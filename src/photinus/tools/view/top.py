@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ...cli.flag_values import seconds
-from ...cli.parser import Parser, UsageError
+from ...cli.parser import Parser
+from ...errors import UsageError
 from ...runlog.run import Run
 from .event_text import printable
 from .facts import started_with

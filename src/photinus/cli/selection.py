@@ -12,10 +12,10 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ...cli.flags import RunFlags, SelectionFlags
-from ...cli.parser import UsageError
-from ...spelling import hint
-from .hostfile import Host
+from ..errors import UsageError
+from ..run.ssh.hostfile import Host
+from ..spelling import hint
+from .flags import RunFlags, SelectionFlags
 
 # What chose the hosts and their devices, or is said anew for each host.
 _LEFT_OUT = {

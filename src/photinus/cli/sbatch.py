@@ -12,12 +12,11 @@ from pathlib import Path
 
 import jinja2
 
-from ... import env
-from ...cli.flags import RunFlags
-from ...cli.parser import UsageError
-from ...cli.program import Program
-from ...errors import LaunchError
-from ...version import __version__
+from .. import env
+from ..errors import LaunchError, UsageError
+from ..job.spec import Program
+from ..version import __version__
+from .flags import RunFlags
 
 _LEAVE_S = 60  # before the end of the time limit, or a preemption
 _LINE = 100

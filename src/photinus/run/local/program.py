@@ -14,40 +14,17 @@ import os
 import shutil
 import sys
 import zipfile
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-from ..spelling import closest
-from .parser import UsageError
+from ...errors import UsageError
+from ...job.spec import Program
+from ...spelling import closest
 
 _PYTHON = (".py", ".pyw", ".pyc", ".pyz")
 _HEAD_BYTES = 1024
 _LOCAL_RANK = ("--local_rank", "--local-rank")
-
-
-@dataclass(frozen=True)
-class Program:
-    """What each worker runs.
-
-    Attributes:
-        kind: "script" (`target` is a path, run as `python target` would), "module" (a name, as `python -m`) or
-            "program" (anything executable, found as a shell would find it).
-        target: the path or name as the user typed it.
-        arguments: what the program finds in sys.argv[1:].
-        local_rank_flag: "--local_rank" or "--local-rank" when the program is to be given that as well.
-    """
-
-    kind: str
-    target: str
-    arguments: tuple[str, ...] = ()
-    local_rank_flag: str | None = None
-
-    def arguments_of(self, local_rank: int | str) -> tuple[str, ...]:
-        """What the worker with this number on its host finds in sys.argv[1:]."""
-        if self.local_rank_flag is None:
-            return self.arguments
-        return (f"{self.local_rank_flag}={local_rank}", *self.arguments)
 
 
 def check_program(program: Program) -> None:

@@ -6,15 +6,14 @@ import os
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import replace
 
-from ... import env
-from ...cli.flags import RunFlags
-from ...cli.parser import UsageError
-from ...errors import LaunchError, NotInitializedError
-from ...job.launchers import Told, read_scheduler, read_torchrun
-from ...job.own_address import own_address
-from ...job.rendezvous import find_rendezvous
-from ...job.slurm import reachable_address, slurm_job
-from ...job.world import World
+from .. import env
+from ..errors import LaunchError, NotInitializedError, UsageError
+from ..job.launchers import Told, read_scheduler, read_torchrun
+from ..job.own_address import own_address
+from ..job.rendezvous import find_rendezvous
+from ..job.slurm import reachable_address, slurm_job
+from ..job.world import World
+from .flags import RunFlags
 
 
 def place_hosts(

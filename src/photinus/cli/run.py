@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from .. import env
-from ..cli.flag_table import run_parser
-from ..cli.flags import RunFlags, SelectionFlags, parse_run
-from ..cli.parser import UsageError
-from ..cli.program import Program, add_local_rank, check_program
-from ..errors import DeviceError
+from ..errors import DeviceError, UsageError
+from ..job.spec import Program
 from ..masking import mask_words
-from .local.devices import count_gpus
+from ..run.local.devices import count_gpus
+from ..run.local.program import add_local_rank, check_program
+from .flag_table import run_parser
+from .flags import RunFlags, SelectionFlags, parse_run
 
 parser = run_parser
 
@@ -33,16 +33,14 @@ def main(arguments: Sequence[str]) -> int:
     check_program(program)
     _check_environment()
     if flags.scheduler.slurm:
-        from .schedulers import sbatch
+        from . import sbatch
 
         return sbatch.main(flags)
     _record(arguments, program)
     if flags.selection.hostfile is not None:
-        from .ssh.start_hosts import start_hosts
-
-        return start_hosts(flags, main)
+        return _start_hosts(flags)
     if flags.selection != SelectionFlags():
-        from .ssh.selection import flags_text, for_this_host
+        from .selection import flags_text, for_this_host
 
         try:
             return _start(for_this_host(flags, count_gpus))
@@ -74,10 +72,29 @@ def _record(arguments: Sequence[str], program: Program) -> None:
         os.environ[env.LAUNCH.name] = text
 
 
+def _start_hosts(flags: RunFlags) -> int:
+    """Starts the job on the hosts of the host file, from here."""
+    from ..run.ssh.hostfile import read_hostfile
+    from ..run.ssh.start_hosts import Way, start_hosts
+    from .selection import host_words, select
+
+    selection = flags.selection
+    assert selection.hostfile is not None
+    shares = select(read_hostfile(selection.hostfile), selection)
+
+    def words_of(number: int, leader: str, port: int) -> list[str]:
+        return host_words(flags, shares[number], host_rank=number, hosts=len(shares), leader=leader, port=port)
+
+    for number in range(len(shares)):
+        words_of(number, "", 0)  # finds fault before anything is started
+    way = Way(selection.ssh, selection.ssh_port, selection.export)
+    return start_hosts(flags.spec(), [share.host for share in shares], words_of, way, main)
+
+
 def _start(flags: RunFlags) -> int:
     """Starts this host's part of the job."""
     if env.STARTED_AS.get() is None:
-        from .schedulers.detect_scheduler import place_hosts
+        from .detect_scheduler import place_hosts
 
         flags = place_hosts(flags)
     program = flags.program if flags.use_env else add_local_rank(flags.program)
@@ -87,6 +104,6 @@ def _start(flags: RunFlags) -> int:
         told = f"{program.target} takes {program.local_rank_flag}: given to each worker (--use-env leaves it out)"
         print(f"photinus: {told}", file=sys.stderr)
 
-    from .supervise import supervise
+    from ..run.supervise import supervise
 
-    return supervise(replace(flags, program=program))
+    return supervise(replace(flags.spec(), program=program, started_as=env.STARTED_AS.get()))

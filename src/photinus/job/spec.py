@@ -1,0 +1,88 @@
+"""What to start where: resolved once, from the command line, torchrun's variables and the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Program:
+    """What each worker runs.
+
+    Attributes:
+        kind: "script" (`target` is a path, run as `python target` would), "module" (a name, as `python -m`) or
+            "program" (anything executable, found as a shell would find it).
+        target: the path or name as the user typed it.
+        arguments: what the program finds in sys.argv[1:].
+        local_rank_flag: "--local_rank" or "--local-rank" when the program is to be given that as well.
+    """
+
+    kind: str
+    target: str
+    arguments: tuple[str, ...] = ()
+    local_rank_flag: str | None = None
+
+    def arguments_of(self, local_rank: int | str) -> tuple[str, ...]:
+        """What the worker with this number on its host finds in sys.argv[1:]."""
+        if self.local_rank_flag is None:
+            return self.arguments
+        return (f"{self.local_rank_flag}={local_rank}", *self.arguments)
+
+
+@dataclass(frozen=True)
+class HostSpec:
+    """Several hosts, each started with the same command. None: not typed; `nnodes`: the least and the most.
+
+    `leads`: whether this host leads, where the user said so (torchrun's is_host).
+    """
+
+    nnodes: tuple[int, int] | None = None
+    node_rank: int | None = None
+    leader: str | None = None
+    port: int | None = None
+    leads: bool | None = None
+    job_id: str | None = None
+    local_address: str | None = None
+    join_timeout_s: float = 600.0
+    last_call_s: float = 5.0
+    heartbeat_timeout_s: float = 30.0
+
+
+@dataclass(frozen=True)
+class LogSpec:
+    """Where the workers' output goes. `redirects`, `tee`: "out" and "err" by local rank, -1: all that are not named."""
+
+    log_dir: str | None = None
+    redirects: Mapping[int, frozenset[str]] | None = None
+    tee: Mapping[int, frozenset[str]] | None = None
+    shown_local_ranks: frozenset[int] | None = None
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """What to start where. It is all that a launcher knows of what the user asked for.
+
+    Attributes:
+        nproc_per_node: workers of this host: a number, or "auto", "gpu", "cpu", "xpu".
+        devices: the GPUs that were chosen by number; None: all that are visible.
+        stop_grace_s: seconds between SIGTERM and SIGKILL.
+        preempt_after_s: seconds after which the workers are suspended and started again, as a test.
+        dry_run: whether to show what would start, and start nothing.
+        started_as: the name of this host where another one started this launcher (over ssh), and shows its output.
+    """
+
+    program: Program
+    nproc_per_node: int | str = "auto"
+    max_restarts: int = 3
+    cpu: bool = False
+    devices: tuple[int, ...] | None = None
+    ranks_per_gpu: int = 1
+    oversubscribe: bool = False
+    dry_run: bool = False
+    stop_grace_s: float = 30.0
+    role: str = "default"
+    preempt_after_s: float | None = None
+    started_as: str | None = None
+    hosts: HostSpec = field(default_factory=HostSpec)
+    logs: LogSpec = field(default_factory=LogSpec)
