@@ -53,7 +53,7 @@ BUDGET = {
     "compat": 740,
     "job": 3220,
     "parallel": 7180,
-    "run": 4340,
+    "run": 4360,
     "runlog": 1800,
     "templates": 340,
     "tools": 2880,
