@@ -1,4 +1,4 @@
-"""The options of both training scripts, with the spellings that older scripts taught people."""
+"""The options of both training scripts, with the names that older scripts use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def options(description: str | None, *, tensorboard: bool = False, deepspeed: bo
     if deepspeed:
         add("--deepspeed", "--deepspeed_config", metavar="JSON", required=True, help="a DeepSpeed configuration")
     add("--seed", type=int, default=0, help="default 0")
-    add("--dataset", "--data", metavar="FOLDER", help="where digits.csv.gz lies; default: inside scikit-learn")
+    add("--dataset", "--data", metavar="FOLDER", help="folder of digits.csv.gz; default: inside scikit-learn")
     # torch.distributed.launch hands this to scripts; the environment says the same.
     add("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()

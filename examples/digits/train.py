@@ -1,10 +1,10 @@
-"""Trains a small network on handwritten digits with the Trainer: the same script for one process or many.
+"""Train a small network on handwritten digits with the Trainer: the same script for one process or many.
 
     python examples/digits/train.py
     photinus run --nproc-per-node 2 examples/digits/train.py --epochs 15
     torchrun --nproc-per-node 2 examples/digits/train.py --out runs/digits
 
-Started again, it goes on where it was cut off, or says that it is finished.
+If you start it again, it continues from its last checkpoint, or prints that it is finished.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     photinus run --nproc-per-node 2 examples/digits/train_deepspeed.py --deepspeed examples/digits/ds_config.json
 
-What stands as "auto" in the configuration comes from the options: --lr, and --batch-size for a step of the optimizer.
+Values that are "auto" in the configuration come from the options: --lr, and --batch-size for an optimizer step.
 """
 
 from __future__ import annotations

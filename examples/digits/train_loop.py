@@ -1,9 +1,9 @@
-"""The same as train.py with a loop of one's own: DDP, SyncBatchNorm, validation, checkpoints and resume.
+"""The same as train.py with your own loop: DDP, SyncBatchNorm, validation, checkpoints and resume.
 
     python examples/digits/train_loop.py
     photinus run --nproc-per-node 2 examples/digits/train_loop.py --epochs 15
 
-The loop owns the order of the samples, the random numbers, the position, the checkpoints and the resuming.
+The loop handles the order of the samples, the random numbers, the position, the checkpoints and the resume.
 """
 
 from __future__ import annotations

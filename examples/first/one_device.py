@@ -1,4 +1,4 @@
-"""Learn which points lie inside a circle: plain PyTorch, on one device. `train.py` beside it does so on many."""
+"""Learn which points lie inside a circle: plain PyTorch, on one device. `train.py` does it on many devices."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Learn which points lie inside a circle: as `one_device.py` does, on one device or many.
+"""Learn which points lie inside a circle: like `one_device.py`, on one device or many.
 
 python train.py runs/one
 photinus run --nproc-per-node 2 train.py runs/two

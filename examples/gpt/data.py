@@ -1,7 +1,7 @@
 """The data: a text, as numbers of its pieces (frequent words, else characters), cut into windows.
 
-Without a file of yours it is English as programmers write it: sentences from the docstrings of the packages that this
-needs anyway, so they lie on every machine that can run it.
+Without your own file, the text is sentences from the docstrings of the packages that this example needs. So it is on
+every machine that can run the example.
 """
 
 from __future__ import annotations

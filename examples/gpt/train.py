@@ -1,4 +1,4 @@
-"""Trains a small GPT to write text: the same script for one process or many. Two minutes on two cores.
+"""Train a small GPT to write text: the same script for one process or many. Two minutes on two cores.
 
     python examples/gpt/train.py                     learns English from the docstrings of PyTorch and others
     python examples/gpt/train.py --dataset shakespeare.txt
@@ -6,7 +6,7 @@
     torchrun --nproc-per-node 2 examples/gpt/train.py --steps 5000
     photinus run examples/gpt/train.py --strategy zero3   splits a model too large for one device
 
-Started again, it goes on where it was cut off, or says that it is finished and writes once more.
+If you start it again, it continues from its last checkpoint, or prints that it is finished and writes text again.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Hugging Face Accelerate: gradient accumulation, metrics over all processes, a checkpoint and the way back.
+"""Hugging Face Accelerate: gradient accumulation, metrics over all processes, saving and loading a checkpoint.
 
     torchrun --nproc-per-node 2 examples/interop/accelerate_digits.py
     photinus run --nproc-per-node 2 examples/interop/accelerate_digits.py --backend gloo
 
-How Accelerate is told the backend. With GPUs by `InitProcessGroupKwargs(backend="photinus")`. With `cpu=True` it
-refuses every name but gloo and mpi there ("Your assigned backend photinus is not available, please use gloo"), but
-takes a group that exists: make it first, as here. Without `cpu=True` each process would train for itself.
+How to choose the backend: on GPUs by `InitProcessGroupKwargs(backend="photinus")`. With `cpu=True` Accelerate accepts
+only the names gloo and mpi there ("Your assigned backend photinus is not available, please use gloo"), but it uses a
+group that exists: create it first, as here. Without `cpu=True` each process would train its own model.
 """
 
 import tempfile

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 examples/interop/distributed_checkpoint.py --folder runs/dcp save --in-background
     torchrun --nproc-per-node 3 examples/interop/distributed_checkpoint.py --folder runs/dcp load
 
-`save` trains a model that fully_shard has cut up, saves model and optimizer, and prints the loss on the held-out set;
-`load` prints the same loss, at any number of processes, and trains on.
+`save` trains a model that fully_shard has split, saves model and optimizer, and prints the loss on the held-out set;
+`load` prints the same loss, with any number of processes, and continues training.
 """
 
 import torch

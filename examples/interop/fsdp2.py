@@ -1,4 +1,4 @@
-"""FSDP2: fully_shard, with each rank holding its part of the parameters, gradients and optimizer state.
+"""FSDP2: fully_shard; each rank holds its part of the parameters, gradients and optimizer state.
 
 torchrun --nproc-per-node 2 examples/interop/fsdp2.py
 photinus run --nproc-per-node 2 examples/interop/fsdp2.py --backend gloo

@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 2 examples/interop/hf_trainer.py
     photinus run --nproc-per-node 2 examples/interop/hf_trainer.py --backend gloo
 
-How the Trainer is told the backend. On GPUs by TrainingArguments(ddp_backend="photinus"). With `use_cpu=True` that goes
-to Accelerate, which refuses every name but gloo and mpi there; a group that exists is taken: make it first, as here.
-Without `use_cpu=True` on a machine without GPUs each process would train for itself.
+How to choose the backend: on GPUs by TrainingArguments(ddp_backend="photinus"). With `use_cpu=True` Accelerate gets the
+name, and accepts only gloo and mpi there. But it uses a group that exists: create it first, as here. Without
+`use_cpu=True` on a machine without GPUs each process would train its own model.
 """
 
 import os

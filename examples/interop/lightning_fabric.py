@@ -1,4 +1,4 @@
-"""Lightning Fabric: one's own loop with Fabric's launcher, loaders, backward, reductions and checkpoints.
+"""Lightning Fabric: your own loop with Fabric's launcher, loaders, backward, reductions and checkpoints.
 
     torchrun --nproc-per-node 2 examples/interop/lightning_fabric.py
     photinus run --nproc-per-node 2 examples/interop/lightning_fabric.py --backend gloo

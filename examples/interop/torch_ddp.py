@@ -1,4 +1,4 @@
-"""torch's own DistributedDataParallel. Nothing of Photinus is imported: the backend's name is all.
+"""torch's own DistributedDataParallel. It imports nothing of Photinus: the backend's name is enough.
 
 torchrun --nproc-per-node 2 examples/interop/torch_ddp.py
 photinus run --nproc-per-node 2 examples/interop/torch_ddp.py --backend gloo

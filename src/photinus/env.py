@@ -185,7 +185,7 @@ PREEMPT_AT_STEP: Variable[int | None] = Variable(
     "PHOTINUS_PREEMPT_AT_STEP",
     _count,
     None,
-    "test of preemption: rank 0 suspends the job after this step, in the first attempt",
+    "to test preemption: rank 0 suspends the job after this step, in the first attempt",
 )
 STATUS_FILE: Variable[str | None] = Variable(
     "PHOTINUS_STATUS_FILE",
