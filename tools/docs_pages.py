@@ -11,6 +11,8 @@ import importlib
 import inspect
 import os
 import re
+from html import escape, unescape
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,9 @@ from mkdocs.structure.files import File, Files
 from photinus import env, errors
 from photinus.cli.main import COMMANDS
 
+_PROSE = 40  # characters of a cell
+_TABLE = re.compile(r"<table\b.*?</table>", re.DOTALL)
+_CODE = re.compile(r"<code>[^<]*</code>")
 _LINK = re.compile(r"\[([^\]]*)\]\((?![a-z]+:)([^)#\s]+)(#[^)]*)?\)")
 
 
@@ -51,6 +56,30 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
         return f"`{path}`" if text.strip("`") in str(path) else f"{text} (`{path}`)"
 
     return _LINK.sub(shown, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Prepare tables for narrow screens: where code may break, and the names of columns for stylesheets/tables.css."""
+    return _TABLE.sub(_prepared, html)
+
+
+def _prepared(table: re.Match[str]) -> str:
+    labels = [escape(_text(head), quote=True) for head in re.findall(r"<th\b[^>]*>(.*?)</th>", table[0], re.DOTALL)]
+    cells = map(_text, re.findall(r"<td\b[^>]*>(.*?)</td>", table[0], re.DOTALL))
+    html = re.sub(r"(<td\b[^>]*>)\s+</td>", r"\1</td>", table[0])
+    html = _CODE.sub(lambda code: re.sub(r"(?<=\w)[/(.](?=\w{3})", r"\g<0><wbr>", code[0]), html)
+    rows = []
+    for row in re.split(r"(?=<tr\b)", html):
+        start, *columns = row.split("<td")
+        named = zip_longest(labels[: len(columns)], columns, fillvalue="")
+        rows.append(start + "".join(f'<td data-label="{label}"{column}' for label, column in named))
+    # Rows of prose become blocks there; rows of numbers stay rows.
+    is_prose = max(map(len, cells), default=0) > _PROSE
+    return "".join(rows).replace("<table", "<table data-prose", int(is_prose))
+
+
+def _text(html: str) -> str:
+    return unescape(re.sub(r"<[^>]*>", "", html)).strip()
 
 
 def commands() -> str:
