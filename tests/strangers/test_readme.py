@@ -23,18 +23,20 @@ NOT_HERE = {  # commands of the README that need more than this machine, and the
         "an index of its own for what pip is told to find here: tests/strangers/test_readme.py"
     ),
 }
+TRAINED = r"epoch 15/15  .*accuracy 0\.9\d"
+SCRIPT = "examples/first/train.py"
 SHOWN = {  # what some of the others say at their end; the exit code is looked at for all
-    "python train.py runs/one": r"epoch 15/15  .*accuracy 0\.9\d",
-    "photinus run --nproc-per-node 2 train.py runs/two": r"2 ranks on 1 host(?s:.*)epoch 15/15  .*accuracy 0\.9\d",
+    f"python {SCRIPT} runs/one": TRAINED,
+    f"photinus run --nproc-per-node 2 {SCRIPT} runs/two": rf"2 ranks on 1 host(?s:.*){TRAINED}",
 }
 AFTER = {  # what its text says, typed after its commands
-    "torchrun --nproc-per-node 2 train.py runs/torchrun": r"2 ranks on 1 host(?s:.*)epoch 15/15  .*accuracy 0\.9\d",
-    "photinus run --nproc-per-node 4 train.py runs/four": r"4 ranks on 1 host(?s:.*)epoch 15/15  .*accuracy 0\.9\d",
+    f"torchrun --nproc-per-node 2 {SCRIPT} runs/torchrun": rf"2 ranks on 1 host(?s:.*){TRAINED}",
+    f"photinus run --nproc-per-node 4 {SCRIPT} runs/four": rf"4 ranks on 1 host(?s:.*){TRAINED}",
     "photinus top runs/four": r"four  finished  4 ranks",
     "photinus new project": "",
     "photinus doctor": r"photinus\s+works: (?s:.*)\n(All well|\d+ of \d+ )",
     "photinus bench": r"Choose \w+: ",
-    "make demo": r"epoch 15/15  .*accuracy 0\.9\d(?s:.*)results in runs/digits",
+    "make demo": rf"{TRAINED}(?s:.*)results in runs/digits",
 }
 ENGINE_ALONE = "pip install --no-deps . && pip install numpy"
 
@@ -96,7 +98,6 @@ def packages(listed: str) -> set[str]:
 @pytest.mark.timeout(3000)
 def test_the_readme_is_followed_to_the_letter(tmp_path: Path) -> None:
     stranger = Stranger(checkout(tmp_path / "photinus"))
-    shutil.copy(stranger.folder / "examples/first/train.py", stranger.folder)
     for command in [*(each for each in commands("README.md") if each not in NOT_HERE), *AFTER]:
         # On a busy machine `doctor` may find nothing wrong and yet not judge everything.
         shown = stranger.type(command, *([0, 1] if command == "photinus doctor" else []))

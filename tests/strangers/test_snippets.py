@@ -62,6 +62,7 @@ ELSEWHERE = {  # Python blocks and commands that do not run here, and why
     "cat hosts": "shows a file",
     "sbatch job.sh": "needs Slurm: tests/schedulers/test_slurm.py",
     "pip install '.[interop]'": "downloads; `make test-all` does it",
+    "python3 -m venv .venv && . .venv/bin/activate": "makes an environment: tests/strangers/test_readme.py",
     "photinus doctor": "tries everything, in the README's test: tests/strangers/test_readme.py",
 }
 ELSEWHERE_FROM = {  # the same, by how a command begins
