@@ -1,5 +1,6 @@
 #include "progress/progress.h"
 
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -22,11 +23,12 @@ constexpr double kStuck_s = kSleepSlice_s;
 
 // Whether the process has threads beside this one and the engine's own.
 bool has_unknown_threads() {
+  const std::string own = std::to_string(syscall(SYS_gettid));  // gettid(): since glibc 2.30
   std::error_code none;
   for (const auto& task : std::filesystem::directory_iterator("/proc/self/task", none)) {
     std::string name;
     std::ifstream(task.path() / "comm") >> name;
-    if (task.path().filename() != std::to_string(gettid()) && !name.starts_with("photinus-")) return true;
+    if (task.path().filename() != own && !name.starts_with("photinus-")) return true;
   }
   return bool(none);
 }
