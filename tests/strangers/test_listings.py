@@ -140,7 +140,8 @@ def test_a_block_of_a_new_page_that_nobody_runs_is_found(
 def test_the_readme_shows_lines_of_the_tutorial() -> None:
     tutorial = outputs("docs/tutorial/first-run.md")
     for name, lines in outputs("README.md").items():
-        assert set(lines) <= set(tutorial[name.replace("README.md", "docs/tutorial/first-run.md")])
+        command = name.removeprefix("README.md: ").replace("examples/first/", "")
+        assert set(lines) <= set(tutorial[f"docs/tutorial/first-run.md: {command}"])
 
 
 @pytest.mark.parametrize("page", HOSTS)
