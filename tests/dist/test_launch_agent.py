@@ -21,10 +21,9 @@ from photinus.run.local.store import StoreProcess
 
 folder = Path(sys.argv[1])
 with start_guard() as guard, handle_signals() as interrupts, closing(StoreProcess()) as store:
-    from photinus.run.agent import Agent
-    from photinus.run.agent import OneHost
+    from photinus.run.agent import Agent, OneHost
     from photinus.run.local.job import Job
-        from photinus.job.spec import JobSpec, Program
+    from photinus.job.spec import JobSpec, Program
 
     class Leader(OneHost):
         '''Orders to meet anew in the very moment in which the agent sees the failure.'''
