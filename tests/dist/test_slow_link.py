@@ -8,8 +8,7 @@ import pytest
 
 from photinus.cli.main import main
 from photinus.runlog.run import Run
-from photinus.runlog.slow_links import slow_links
-from photinus.runlog.stragglers import stragglers
+from photinus.runlog.stragglers import slow_links, stragglers
 from photinus.runlog.units import step_time
 from tests.dist.test_run import script
 from tests.faults.test_run_several_hosts import HostJob, assert_ended_well

@@ -16,7 +16,7 @@ import torch
 
 import photinus
 from photinus.errors import CheckpointError
-from photinus.trainer.checkpoint.digest import file_digest
+from photinus.trainer.checkpoint.durable import file_digest
 from photinus.trainer.checkpoint.folder import CheckpointFolder, find_checkpoint
 from photinus.trainer.checkpoint.statefile import load, save
 

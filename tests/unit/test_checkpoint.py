@@ -19,7 +19,7 @@ from torch import nn
 
 import photinus
 from photinus.errors import CheckpointError
-from photinus.trainer.checkpoint import digest, manifest
+from photinus.trainer.checkpoint import durable, manifest
 from photinus.trainer.checkpoint.durable import lock_folder
 from photinus.trainer.checkpoint.folder import Checkpoint, CheckpointFolder, find_checkpoint
 
@@ -72,7 +72,7 @@ def test_the_folder_holds_plain_torch_files_and_a_readable_manifest(tmp_path: Pa
     assert (manifest["photinus"], manifest["torch"]) == (photinus.__version__, torch.__version__)
     for entry, record in manifest["files"].items():
         file = path / f"{entry}.pt"
-        assert (file.stat().st_size, digest.file_digest(file)[1]) == (record["bytes"], record["digest"])
+        assert (file.stat().st_size, durable.file_digest(file)[1]) == (record["bytes"], record["digest"])
     assert sorted(os.listdir(path)) == ["manifest.json", "model.pt", "position.pt"]
     assert sorted(os.listdir(tmp_path)) == [".writer.lock", "step-00000007"]
 
@@ -410,28 +410,30 @@ def test_nothing_is_warned_about_when_all_is_well(tmp_path: Path) -> None:
         folder.best()
 
 
-@pytest.mark.parametrize("size", [0, 1, 100, digest.BLOCK_BYTES - 1, digest.BLOCK_BYTES, 2 * digest.BLOCK_BYTES + 17])
+@pytest.mark.parametrize(
+    "size", [0, 1, 100, durable.BLOCK_BYTES - 1, durable.BLOCK_BYTES, 2 * durable.BLOCK_BYTES + 17]
+)
 def test_a_digest_does_not_depend_on_how_the_bytes_came(
     tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = bytes(range(256)) * (size // 256 + 1)
     data = data[:size]
     (tmp_path / "f").write_bytes(data)
-    whole, pieces = digest.BlockDigest(), digest.BlockDigest()
+    whole, pieces = durable.BlockDigest(), durable.BlockDigest()
     whole.update(data)
     for start in range(0, size, 999_983):
         pieces.update(data[start : start + 999_983])
-    assert whole.hexdigest() == pieces.hexdigest() == digest.file_digest(tmp_path / "f")[1]
-    assert whole.bytes == pieces.bytes == digest.file_digest(tmp_path / "f")[0] == size
+    assert whole.hexdigest() == pieces.hexdigest() == durable.file_digest(tmp_path / "f")[1]
+    assert whole.bytes == pieces.bytes == durable.file_digest(tmp_path / "f")[0] == size
     if size:
         changed = data[:-1] + bytes([data[-1] ^ 0x10])
         (tmp_path / "f").write_bytes(changed)
-        assert digest.file_digest(tmp_path / "f")[1] != whole.hexdigest()
-        assert digest.file_digest(tmp_path / "f", size - 1)[0] == size - 1
+        assert durable.file_digest(tmp_path / "f")[1] != whole.hexdigest()
+        assert durable.file_digest(tmp_path / "f", size - 1)[0] == size - 1
     (tmp_path / "f").write_bytes(data)
     read = os.preadv  # which may read less than it is asked for, as over NFS
     monkeypatch.setattr(os, "preadv", lambda file, views, at: read(file, [view[:700_001] for view in views], at))
-    assert digest.file_digest(tmp_path / "f")[1] == whole.hexdigest()
+    assert durable.file_digest(tmp_path / "f")[1] == whole.hexdigest()
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,7 @@ from torch.utils.data import (
 
 import photinus
 from photinus.trainer.data import rng
-from photinus.trainer.data.devices import to_device
-from photinus.trainer.data.loader import Batch, loader
+from photinus.trainer.data.loader import Batch, loader, to_device
 
 Pair = namedtuple("Pair", "x y")
 

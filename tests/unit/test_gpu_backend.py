@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from photinus.job.world import World
-from photinus.trainer.session import gpu_backend, placement
-from photinus.trainer.session.gpu_backend import Choice, Gpus, agree_on_backend, choose_among
+from photinus.trainer.session import placement
+from photinus.trainer.session.placement import Choice, Gpus, agree_on_backend, choose_among
 from photinus.verdict import Setting, Verdict, driver_version, keep_verdict, look_up_verdict
 
 NONE = Verdict("", "")
@@ -161,13 +161,13 @@ def test_rank_0_chooses_for_all_by_what_every_rank_computes_on(
     def agree(*devices: int) -> list[tuple[str, str]]:
         store = dist.HashStore()  # type: ignore[attr-defined]
         found: dict[int, tuple[str, str]] = {}
-        monkeypatch.setattr(gpu_backend, "_choices", 0)
+        monkeypatch.setattr(placement, "_choices", 0)
 
         def rank(number: int) -> None:
             place = World(number, len(devices), number, len(devices))
             device = torch.device("cuda", devices[number])
             # One process stands for all ranks, whose counters would be equal.
-            gpu_backend._choices = 0
+            placement._choices = 0
             found[number] = agree_on_backend(store, place, device, {}, timedelta(seconds=10))
 
         threads = [threading.Thread(target=rank, args=(number,)) for number in reversed(range(len(devices)))]

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from photinus.errors import DeviceError
 from photinus.job.world import World
 from photinus.parallel.exchange.gpu_sharing import gpu_identity, refuse_shared_gpus
-from photinus.trainer.session import gpu_backend
-from photinus.trainer.session.gpu_backend import check_gpus
-from photinus.trainer.session.placement import choose_device
+from photinus.trainer.session import placement
+from photinus.trainer.session.placement import check_gpus, choose_device
 
 ONE, OTHER = "GPU one (H100) of host a", "GPU other (H100) of host a"
 
@@ -53,8 +52,8 @@ def test_the_same_gpu_is_known_by_its_uuid_whatever_its_number(monkeypatch: pyte
 def test_ranks_tell_each_other_by_the_store_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     store.set("photinus/gpu/1/1", ONE)  # rank 1 has said so
-    monkeypatch.setattr(gpu_backend, "_checks", 0)
-    monkeypatch.setattr(gpu_backend, "gpu_identity", lambda device: ONE)
+    monkeypatch.setattr(placement, "_checks", 0)
+    monkeypatch.setattr(placement, "gpu_identity", lambda device: ONE)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)

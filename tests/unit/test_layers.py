@@ -53,11 +53,11 @@ def test_a_sound_house_passes(house: Path) -> None:
             "from ..supervise import supervise",
             "run.local.output imports run.supervise, which lies above it",
         ),
-        ("runlog/tail.py", "def late() -> None:\n    import torch", "runlog may not import torch"),
+        ("runlog/files.py", "def late() -> None:\n    import torch", "runlog may not import torch"),
         ("compat/__init__.py", "# more\n" * 1000, "src/photinus/compat: 1"),
         ("trainer/loop.py", "from .. import __version__", "trainer imports the front door"),
         (
-            "runlog/tail.py",
+            "runlog/files.py",
             "def late() -> None:\n    from .events import EVENTS",
             "a circle of imports: runlog.",
         ),

@@ -12,8 +12,7 @@ import torch
 import photinus
 from photinus.runlog.run import Run
 from photinus.runlog.tables import read_rows
-from photinus.trainer.checkpoint.position import Position
-from photinus.trainer.session.length import Length
+from photinus.trainer.checkpoint.position import Length, Position
 from tests.small_run import Numbered, points, right, train
 
 STEPS_PER_EPOCH = 6  # 48 samples, 8 at a time

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from photinus.runlog.tables import RunFiles, StepLoss, read_rows
-from photinus.trainer.record.curves import draw_curves
+from photinus.trainer.record.run_folder import draw_curves
 
 
 def _write_run(folder: Path, *, epochs: int = 4, steps: int = 5, loss_of_step: float = 1.0, **extra: float) -> None:

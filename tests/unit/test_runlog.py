@@ -18,14 +18,11 @@ from hypothesis import strategies as some
 
 from photinus.cli.main import main
 from photinus.runlog.curve import Curve
-from photinus.runlog.events import EVENTS, append_event, read_event, read_events
-from photinus.runlog.find import find_runs, newest_run
-from photinus.runlog.process import is_alive, this_process
-from photinus.runlog.run import FILES, Run
-from photinus.runlog.slow_links import slow_links
-from photinus.runlog.stragglers import shares, stragglers
+from photinus.runlog.events import EVENTS, append_event, is_alive, read_event, read_events, this_process
+from photinus.runlog.files import Tail
+from photinus.runlog.run import FILES, Run, find_runs, newest_run
+from photinus.runlog.stragglers import shares, slow_links, stragglers
 from photinus.runlog.tables import LOSSES, METRICS, RunFiles
-from photinus.runlog.tail import Tail
 from photinus.runlog.units import step_time
 from photinus.runlog.windows import PHASES, RANKS, Window, drop_windows_after, read_window
 from photinus.tools.view.event_text import describe_event
@@ -414,7 +411,7 @@ def test_a_rank_that_could_say_nothing_is_named_by_the_others(tmp_path: Path) ->
 def test_a_run_whose_process_is_gone_has_died(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from photinus.runlog.events import append_event; "
-        "from photinus.runlog.process import this_process; "
+        "from photinus.runlog.events import this_process; "
         "append_event(Path(sys.argv[1]), 'start', 0, **this_process())"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)

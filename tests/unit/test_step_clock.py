@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from photinus.runlog.windows import PHASES
-from photinus.trainer.record import rank_times, step_clock
-from photinus.trainer.record.rank_times import RankTimes, memory_bytes
+from photinus.trainer.record import run_numbers, step_clock
+from photinus.trainer.record.run_numbers import RankTimes, memory_bytes
 from photinus.trainer.record.step_clock import StepClock
 from photinus.waiting_time import WaitingTime, waiting_time
 
@@ -162,7 +162,7 @@ def rank_of(rank: int, world_size: int) -> RankTimes:
 
 def test_the_sum_of_the_ranks_vectors_holds_everyones_times_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     by_hand = Time()
-    monkeypatch.setattr(rank_times, "time", by_hand)
+    monkeypatch.setattr(run_numbers, "time", by_hand)
     ranks = [rank_of(rank, 3) for rank in range(3)]
     summed = [sum(values) for values in zip(*(rank.mine() for rank in ranks), strict=True)]
     ranks[0].add(summed, steps=4, samples=128)
@@ -179,7 +179,7 @@ def test_the_sum_of_the_ranks_vectors_holds_everyones_times_and_memory(monkeypat
 
 def test_a_window_tells_the_slowest_link_of_each_rank_beside_its_median_one(monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[int, float] = {0: 1.0, 2: 1.0, 3: 1.0}
-    monkeypatch.setattr(rank_times, "_under_way_s", lambda: dict(told))
+    monkeypatch.setattr(run_numbers, "_under_way_s", lambda: dict(told))
     rank = rank_of(0, 1)
     for slow_s in (0.4, 0.6):
         told[0] += 0.1
@@ -201,7 +201,7 @@ def test_ranks_exchange_after_a_seconds_worth_of_steps(step_s: float, steps: int
 
 def test_windows_get_longer_with_the_run_so_that_their_number_grows_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     by_hand = Time()
-    monkeypatch.setattr(rank_times, "time", by_hand)
+    monkeypatch.setattr(run_numbers, "time", by_hand)
     rank = rank_of(0, 1)
     written = 0
     for _ in range(24 * 3600):

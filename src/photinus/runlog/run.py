@@ -1,4 +1,4 @@
-"""A run as its folder shows it, looked at once or again and again while it is written."""
+"""A run as its folder shows it, looked at once or again and again while it is written; and where to find one."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .curve import Curve
-from .events import EVENTS, Event, cause_of, read_event
-from .plain_file import plain_file
-from .process import is_alive
+from .events import EVENTS, Event, cause_of, is_alive, read_event
+from .files import Tail, plain_file
 from .tables import LOSSES, METRICS, OWN_COLUMNS, Row
-from .tail import Tail
 from .windows import RANKS, Window, read_window
 
 CONFIG = "config.json"
@@ -291,3 +289,47 @@ def _drawable(text: str) -> float:
     """The number, or infinity or 0 where it is so large or small that no axis can have it."""
     value = float(text)
     return value * math.inf if abs(value) > 1e100 else value if abs(value) > 1e-100 else 0.0 * value
+
+
+DEPTH = 4
+_MOST_FOLDERS = 20_000
+_WITHOUT_RUNS = frozenset({"__pycache__", "node_modules", "site-packages", "venv"})
+
+
+def find_runs(below: Path) -> Iterator[Path]:
+    """The folders of runs in a folder, itself included, down to DEPTH folders below it.
+
+    What lies in a run's folder (checkpoints, earlier runs moved aside) is not looked at, nor are hidden folders and
+    links. Nor does it go on for ever: after 20,000 folders it has looked enough.
+    """
+    level, looked_at = [below], 0
+    for _ in range(DEPTH + 1):
+        deeper: list[Path] = []
+        for folder in level:
+            looked_at += 1
+            if looked_at > _MOST_FOLDERS:
+                return
+            if is_run(folder):
+                yield folder
+                continue
+            deeper += _folders_in(folder)
+        level = deeper
+
+
+def newest_run(below: Path) -> Path | None:
+    """The run in a folder whose files changed last; None when there is no run."""
+    return max(find_runs(below), key=written_at_s, default=None)
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    try:
+        with os.scandir(folder) as entries:
+            return [
+                Path(entry.path)
+                for entry in entries
+                if not entry.name.startswith(".")
+                and entry.name not in _WITHOUT_RUNS
+                and entry.is_dir(follow_symlinks=False)
+            ]
+    except OSError:
+        return []

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .plain_file import plain_file
+from .files import plain_file, write_atomically
 
 LOSSES, METRICS = "losses.csv", "metrics.csv"
 OWN_COLUMNS = frozenset({"epoch", "step", "loss", "learning_rate", "samples_per_s", "elapsed_s", "start"})
@@ -94,22 +94,6 @@ def read_rows(path: Path) -> list[Row]:
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: the line {dict(row)} holds no numbers; was the file edited?") from error
     return rows
-
-
-def write_atomically(path: Path, text: str, *, mode: int = 0o666) -> None:
-    """Writes a text file so that a reader, or a process killed in between, finds the old or the new one, whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}.{os.getpid()}.new")
-    try:
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w", newline="", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        if path.is_dir():
-            plain_file(path)  # raises
-        os.replace(new, path)
-    finally:
-        new.unlink(missing_ok=True)
 
 
 def _table(columns: Sequence[str], rows: Iterable[Mapping[str, float]], header: bool = True) -> str:

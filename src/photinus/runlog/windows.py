@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .plain_file import plain_file
-from .tables import write_atomically
+from .files import plain_file, write_atomically
 
 RANKS = "ranks.jsonl"
 PHASES = ("data", "forward", "backward", "waiting", "optimizer", "other")

@@ -4,7 +4,7 @@ data/        from a data set to the batches of this rank
 checkpoint/  complete or absent, verified before use, without pickle
 session/     this process in its job: device, group, wrapped models, preemption
 record/      what a run measures and leaves in its folder
-backwards    which gradients a loop made: a step on others is an error
+backwards    which gradients a loop made: a step on others is an error; and backward in a loop of your own
 saves        a loop's checkpoints: what goes into one, and how all ranks come back from it
 evaluation   validation on all ranks, every sample exactly once
 loop         one iterator over epochs and batches that owns position, checkpoint and resume
@@ -13,6 +13,7 @@ trainer      the whole training in one call
 
 from __future__ import annotations
 
+from .backwards import backward
 from .checkpoint.folder import CheckpointFolder
 from .checkpoint.statefile import load, save
 from .checkpoint.states import unwrap
@@ -20,7 +21,6 @@ from .data.loader import loader
 from .evaluation import evaluate
 from .loop import Loop
 from .record.config import dataset_folder
-from .session.loss import backward
 from .session.preemption import Suspended, suspend, suspend_requested
 from .session.session import Session, init
 from .session.wrapping import wrap

@@ -12,11 +12,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..errors import PhotinusError
 from ..optimizer_steps import OptimizerSteps
 from ..parallel.zero.split_states import is_split
+from .data.loader import running_weight
 from .session.replicas import Replicas
+from .session.session import require_session
 
 _SURE_BODIES = 100
 
@@ -216,3 +219,32 @@ def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
             if gradient.is_sparse or bool(gradient.any()):
                 return True
     return False
+
+
+def backward(loss: Tensor, *, weight: float | None = None) -> None:
+    """Run backward of a scalar loss, in a loop of your own.
+
+    Args:
+        loss: mean over this rank's samples of the batch; a tensor with one element.
+        weight: `batch.weight` of the loader's batch, which makes the mean over ranks that over the global batch.
+            Default: the weight of the last batch of a running `photinus.loader`, else 1.
+
+    Raises:
+        NotInitializedError: a launcher started several processes, and `photinus.init()` was not called.
+        TypeError: the loss is not a tensor.
+        ValueError: the loss does not have exactly one element, or nothing in it requires a gradient.
+    """
+    require_session("photinus.backward")
+    check_loss(loss)
+    weight = running_weight() if weight is None else weight
+    (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+
+
+def check_loss(loss: Any) -> None:
+    """Raises TypeError or ValueError unless backward can begin at it: one number that requires a gradient."""
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"loss is a {type(loss).__name__}, but a tensor is needed")
+    if loss.numel() != 1:
+        raise ValueError(f"loss has shape {list(loss.shape)}, but backward needs one number: take its mean")
+    if not loss.requires_grad:
+        raise ValueError("nothing in the loss requires a gradient: was it computed under torch.no_grad() or detached?")

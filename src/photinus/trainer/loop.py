@@ -31,26 +31,23 @@ from ..parallel import strategy_of, unwrap_compiled
 from ..parallel.exchange.agreement import JSON, check_alike, from_rank_0, together
 from ..parallel.tracing.recording import recorded_span
 from ..runlog.tables import OWN_COLUMNS, Row
-from .backwards import Backwards
+from .backwards import Backwards, check_loss
 from .checkpoint.durable import explain_no_space, require_space
 from .checkpoint.folder import Checkpoint, on_all_ranks
-from .checkpoint.position import Position
+from .checkpoint.position import Length, Position
 from .data import rng
 from .data.arguments import check_all, refuse_if, whole_number
 from .data.loader import Batch, loader, note_place
 from .data.sampler import GlobalBatches
 from .record.config import describe_start, user_options
-from .record.ending import Ending
 from .record.resume import Source, choose_source, describe_launch, folder_of_this_job
-from .record.run_folder import RunFolder
+from .record.run_folder import Ending, RunFolder
 from .record.run_lock import RunLock, ranks_without
 from .record.run_numbers import RunNumbers
 from .record.step_clock import StepClock
 from .record.tensorboard import check_tensorboard
 from .saves import Saves
 from .session import preemption
-from .session.length import Length
-from .session.loss import check_loss
 from .session.progress import Progress, say, show_metrics
 from .session.replicas import Replicas, describe_replicas
 from .session.session import require_session

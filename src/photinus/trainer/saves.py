@@ -14,13 +14,12 @@ from torch import nn
 from ..errors import CheckpointError
 from ..parallel.exchange.agreement import from_rank_0, gather_per_rank, together
 from .checkpoint.folder import Checkpoint
-from .checkpoint.position import Position
+from .checkpoint.position import Length, Position
 from .checkpoint.states import PlainState, check_optimizer_state, load_into, state_of
 from .data import rng
 from .record.resume import RUN_SPEC, check_fits
 from .record.run_folder import RunFolder
 from .record.settings import Settings
-from .session.length import Length
 from .session.progress import say
 from .session.session import Session
 

@@ -27,7 +27,7 @@ from .data.datasets import check_dataset, taken_apart
 from .data.rng import seed_everything
 from .evaluation import BatchMean, Metric, evaluate, pair_of
 from .loop import Loop, check_options
-from .record.curves import PICTURE
+from .record.run_folder import PICTURE
 from .session.progress import show_metrics
 from .session.session import Session, current_session, init
 from .session.wrapping import wrap

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from ...errors import PhotinusError
 from ...optimizer_steps import OptimizerSteps
-from ...runlog.process import boot_id
+from ...runlog.events import boot_id
 from ..exchange.agreement import gather_per_rank
 from .device_clock import Moment
 from .recording import EXCHANGE, MAIN, Recording, Span, current_recording, set_current_recording

@@ -9,8 +9,7 @@ from typing import Any
 
 from ...runlog.events import OF_A_ROW, Event
 from ...runlog.run import Run
-from ...runlog.slow_links import slow_links
-from ...runlog.stragglers import RankShare, shares, stragglers
+from ...runlog.stragglers import RankShare, shares, slow_links, stragglers
 from ...runlog.tables import Row
 from ...runlog.units import count, duration, number, percent, plural, size, step_time
 from ...runlog.windows import PHASES, Window

@@ -6,8 +6,7 @@ import os
 from pathlib import Path
 
 from ...errors import UsageError
-from ...runlog.find import DEPTH, newest_run
-from ...runlog.run import FILES, is_run
+from ...runlog.run import DEPTH, FILES, is_run, newest_run
 from ...spelling import closest
 
 

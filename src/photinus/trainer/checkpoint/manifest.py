@@ -21,10 +21,9 @@ import torch
 
 from ...errors import CheckpointError, PhotinusError
 from ...parallel.exchange.agreement import JSON
-from ...runlog.plain_file import plain_file
+from ...runlog.files import plain_file
 from ...version import __version__
-from .digest import file_digest
-from .durable import DurableFile
+from .durable import DurableFile, file_digest
 
 NAME = "manifest.json"
 ENTRY = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,99}")
@@ -34,7 +33,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file of a checkpoint: its size, and its digest (see digest.py)."""
+    """One file of a checkpoint: its size, and its digest (see durable.py)."""
 
     bytes: int
     digest: str

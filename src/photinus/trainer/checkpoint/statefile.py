@@ -22,8 +22,15 @@ from ...errors import CheckpointError
 from ...parallel.exchange.agreement import check_alike, from_rank_0, place_in_group, together
 from ...parallel.zero.split_states import copy_state
 from ..data.loader import note_loaded
-from .digest import file_digest
-from .durable import DurableFile, explain_no_space, remove_dead_files, require_space, sync_folder, temporary
+from .durable import (
+    DurableFile,
+    explain_no_space,
+    file_digest,
+    remove_dead_files,
+    require_space,
+    sync_folder,
+    temporary,
+)
 from .elsewhere import seen_by_all
 from .folder import find_checkpoint, on_all_ranks
 from .states import PlainState, apply_states, check_states, state_of

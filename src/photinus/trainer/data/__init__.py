@@ -2,7 +2,6 @@
 
 arguments  checks of users' arguments that several files of the trainer share
 datasets   what can be a dataset here, what a DataLoader is made of, and the shortcut for tensors in memory
-devices    moving batches of any shape of nesting to a device
 loader     batches of a dataset for this rank: shuffled, resumable, the same at every world size
 rng        random number generators: seeds that depend on nothing but what they are for, and states that can be saved
 sampler    which samples make a batch, and which of them a rank takes: pure functions of (seed, epoch, batch, rank)

@@ -33,9 +33,9 @@ from torch.utils.data import default_collate as torch_collate
 from ... import env
 from ...errors import LoaderTimeoutError, PhotinusError
 from ...job.world import World
+from ...parallel.exchange.tensors import map_tensors
 from .arguments import whole_number
 from .datasets import check_dataset, indexable, taken_apart
-from .devices import pin_memory, to_device
 from .rng import check_seed
 from .sampler import GlobalBatches, LocalBatch, ShardedOnce
 from .workers import Fetch, Request, WorkerStart, identity, start_workers
@@ -43,8 +43,6 @@ from .workers import Fetch, Request, WorkerStart, identity, start_workers
 _SHARED_MEMORY = "/dev/shm"
 
 _loaded: str | None = None  # the file from which `photinus.load` brought back an optimizer, so that a training goes on
-
-
 _running: Loader | None = None  # whose plain pass handed out a batch that is being worked on
 _told_of_weights = False
 
@@ -445,3 +443,25 @@ def _place() -> tuple[int, int]:
         return dist.get_rank(), dist.get_world_size()
     world = World.from_env()
     return world.rank, world.world_size
+
+
+def to_device(data: Any, device: torch.device | None) -> Any:
+    """`data` with its tensors on `device` (None: left where they are).
+
+    Objects that move themselves (a packed sequence, a tokenizer's batch: anything with a method `to`) are asked to.
+    Copies from pinned memory do not block; the stream orders them before what uses them.
+    """
+    if device is None:
+        return data
+    if not isinstance(data, (torch.Tensor, str, bytes)) and callable(getattr(data, "to", None)):
+        return data.to(device)
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device, non_blocking=device.type == "cuda" and tensor.is_pinned())
+
+    return map_tensors(data, move)
+
+
+def pin_memory(data: Any) -> Any:
+    """`data` with its CPU tensors in page-locked memory, from which a GPU copies without blocking Python."""
+    return map_tensors(data, lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor)

@@ -21,9 +21,8 @@ import torch
 
 from ... import env
 from ...masking import mask, mask_words
-from ...runlog.plain_file import plain_file
+from ...runlog.files import plain_file, write_atomically
 from ...runlog.run import CONFIG
-from ...runlog.tables import write_atomically
 from ..session.session import Session
 
 _PREFIXES = (

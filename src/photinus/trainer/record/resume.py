@@ -24,13 +24,12 @@ from typing import Any
 from ...env import ATTEMPT, JOB_ID, OUT
 from ...errors import CheckpointError
 from ...parallel.exchange.agreement import JSON
-from ...runlog.events import read_events
-from ...runlog.plain_file import plain_file
-from ...runlog.process import this_process
+from ...runlog.events import read_events, this_process
+from ...runlog.files import plain_file
 from ...runlog.run import FILES
 from ..checkpoint.folder import CHECKPOINTS, Checkpoint, CheckpointFolder, find_checkpoint
 from .config import read_config
-from .curves import PICTURE
+from .run_folder import PICTURE
 from .settings import show
 from .tensorboard import FOLDER as TENSORBOARD
 

@@ -1,4 +1,4 @@
-"""The folder of a run on disk: checkpoints, numbers, config and picture. Rank 0's affair.
+"""The folder of a run on disk: checkpoints, numbers, config, picture and how the run ended. Rank 0's affair.
 
 Beside the files of `photinus.runlog` there are checkpoints/ and, in their cases, tensorboard/, curves.png, earlier-1/
 (what lay here before a run that began anew) and .run.lock.
@@ -6,6 +6,8 @@ Beside the files of `photinus.runlog` there are checkpoints/ and, in their cases
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,18 +15,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ...errors import PhotinusError
-from ...runlog.events import append_event, read_events
-from ...runlog.plain_file import plain_file
-from ...runlog.process import this_process
-from ...runlog.run import CONFIG, FILES
-from ...runlog.tables import Row, RunFiles, StepLoss
+from ...errors import CollectiveError, PhotinusError
+from ...runlog.events import EVENTS, append_event, read_events, this_process
+from ...runlog.files import plain_file
+from ...runlog.run import CONFIG, FILES, Run
+from ...runlog.tables import METRICS, Row, RunFiles, StepLoss
 from ...runlog.windows import RANKS, Window, drop_windows_after
 from ..checkpoint.folder import CHECKPOINTS, CheckpointFolder
 from ..checkpoint.position import Position
+from ..session.preemption import Suspended
 from .config import save_config
-from .curves import PICTURE, draw_curves
 from .tensorboard import TensorBoard
+
+PICTURE = "curves.png"
 
 
 class RunFolder:
@@ -175,3 +178,96 @@ class RunFolder:
         names = (self._files.metrics.name, self._files.losses.name, PICTURE, CONFIG)
         present = [name for name in names if (self.path / name).exists()]
         return f"results in {self.path}: {', '.join([*present, CHECKPOINTS + '/'])}"
+
+
+def draw_curves(folder: Path) -> Path | None:
+    """Draws a run: training loss, what was logged, and the speed, over the steps; a dotted line marks each restart.
+
+    Losses that were logged (names with "loss" in them) share the first panel. Of very many steps the line is a mean,
+    with a band from the lowest to the highest.
+
+    Args:
+        folder: the run's, with losses.csv and metrics.csv; there the picture is written, atomically.
+
+    Returns:
+        The picture's path; None, with a warning, when matplotlib is not installed or there is nothing to draw.
+    """
+    run = Run(folder)
+    run.refresh()
+    if not run.epochs:
+        warnings.warn(f"no curves were drawn: {folder / METRICS} holds no finished epoch", stacklevel=2)
+        return None
+    try:
+        import matplotlib  # noqa: F401 - asked for by name, for the next line is silent when it has run before
+
+        from ...runlog import chart, figures
+    except ImportError as error:
+        warnings.warn(
+            f"curves.png was not drawn, since matplotlib cannot be imported ({error}); `pip install matplotlib`, and "
+            f"start the script again: it draws what is missing. The numbers are in {folder / METRICS}",
+            stacklevel=2,
+        )
+        return None
+    figure = chart.picture(figures.curves([run], [run.name]), _title(run))
+    picture = folder / PICTURE
+    new = picture.with_name(f".{picture.name}.{os.getpid()}.new")
+    try:
+        figure.savefig(new, dpi=144, format="png")
+        os.replace(new, picture)
+    finally:
+        new.unlink(missing_ok=True)
+    return picture
+
+
+def _title(run: Run) -> str:
+    last = run.epochs[-1]
+    parts = [f"{run.name}: {int(last['epoch'])} epochs, {int(last['step'])} steps, {last.get('elapsed_s', 0.0):.1f} s"]
+    names = [name for name in run.logged if "loss" not in name] or run.logged
+    parts += [f"{name.replace('_', ' ')} {last[name]:.4g}" for name in names[:2] if name in last]
+    return " · ".join(parts)
+
+
+class Ending:
+    """Tells once. Called with the error that ended the session, or None. Holds no model, so the session may keep it.
+
+    Rank 0 tells every end. Another rank tells an error of its own, where the run's folder is on a disk that it sees:
+    rank 0 may be killed before it has learned of it.
+    """
+
+    def __init__(self, folder: Path, rank: int, position: Position) -> None:
+        self._folder, self._rank, self._position = folder, rank, position
+        self.told = False
+
+    def __call__(self, error: BaseException | None) -> None:
+        """The session ends, by this error or well. A disk that takes no more is no reason to hide the error."""
+        if self.told:
+            return
+        with contextlib.suppress(OSError, PhotinusError):
+            if error is None or (isinstance(error, SystemExit) and not error.code):
+                self.end("left")
+            elif isinstance(error, Suspended):
+                self.end("suspended", str(error))
+            elif isinstance(error, KeyboardInterrupt):
+                self.end("left", "Ctrl-C")
+            else:
+                self._fail(error)
+
+    def end(self, how: str, why: str = "") -> None:
+        """The run is over: "finished", "stopped" early on request, "suspended", or "left" by its script before its end.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        self.told = True
+        if self._rank == 0:
+            facts = {"how": how, "epochs": self._position.epochs_done, **({"text": why} if why else {})}
+            append_event(self._folder, "end", self._position.step, **facts)
+
+    def _fail(self, error: BaseException) -> None:
+        self.told = True
+        consequence = isinstance(error, CollectiveError)  # of what another rank did
+        if self._rank != 0 and (consequence or not (self._folder / EVENTS).exists()):
+            return
+        lines = str(error).strip().splitlines()
+        text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        append_event(self._folder, "error", self._position.step, rank=self._rank, text=text, consequence=consequence)

@@ -21,7 +21,7 @@ from pathlib import Path
 from ... import env
 from ...errors import PhotinusError
 from ...parallel.exchange.agreement import gather_per_rank
-from ...runlog.plain_file import plain_file
+from ...runlog.files import plain_file
 from ..checkpoint.durable import NO_LOCKS
 
 _NAME = ".run.lock"

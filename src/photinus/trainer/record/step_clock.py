@@ -3,22 +3,24 @@
 The loop says what has just ended: `mark("forward")` books the time since the mark before under "forward", but for what
 the thread waited for other ranks meanwhile, which is booked under "waiting". So the phases are together the whole step.
 
-On a GPU the device's time is split, not Python's: see `photinus.trainer.record.device_phases`.
+On a GPU the device's time is split, not Python's. A phase's kernels may run long after Python has queued them, and a
+wait for nccl is one of the stream's alone. So each mark and each end of a wait is an event on the stream, and the times
+are read a few steps later, when all has come by. Time in which the device had nothing to do counts for the phase that
+let it wait: a slow loader shows as "data", and as nothing where the device still had work.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ...parallel.tracing.device_clock import DeviceClock, clock_of
+from ...parallel.tracing.device_clock import DeviceClock, Moment, clock_of
 from ...runlog.windows import PHASES
 from ...waiting_time import waiting_time
 from ..session.session import Session
-from .device_phases import DevicePhases
 
 _DATA, _FORWARD, _BACKWARD, _WAITING, _OPTIMIZER, _OTHER = range(len(PHASES))
 
@@ -127,3 +129,48 @@ class StepClock:
         self._ns[phase] += elapsed_ns - waiting_ns
         self._ns[_WAITING] += waiting_ns
         self._last_ns, self._waited_ns = now_ns, waited_ns
+
+
+class DevicePhases:
+    """Marks of one rank's steps; `waiting_time` tells it of waits for other ranks."""
+
+    def __init__(self, clock: DeviceClock) -> None:
+        self._clock = clock
+        self._unread: list[tuple[int, Moment, Moment, list[tuple[Moment, Moment]], int]] = []
+        self.skip()
+
+    def skip(self) -> None:
+        """What has happened since the last mark is no part of a step."""
+        self._last = self._clock.now()
+        self._waits: list[tuple[Moment, Moment]] = []
+        self._inside = 0
+        self._wait_began: Moment | None = None
+
+    def mark(self, phase: int, aside_ns: int) -> None:
+        """Books the time since the last mark, less `aside_ns` and waits, under a phase."""
+        now = self._clock.now()
+        self._unread.append((phase, self._last, now, self._waits, aside_ns))
+        self._last, self._waits, self._inside = now, [], 0
+
+    def wait_began(self) -> None:
+        """A wait for other ranks begins; one inside another counts once."""
+        self._inside += 1
+        if self._inside == 1:
+            self._wait_began = self._clock.now()
+
+    def wait_ended(self) -> None:
+        """It is over."""
+        self._inside -= 1
+        if self._inside == 0 and self._wait_began is not None:
+            self._waits.append((self._wait_began, self._clock.now()))
+
+    def take(self, ns: MutableSequence[int], waiting: int) -> None:
+        """Adds what was marked to `ns`, by phase, waits under the phase `waiting`. Waits for the device's last mark."""
+        if self._unread:
+            self._unread[-1][2].wait()
+        for phase, began, ended, waits, aside_ns in self._unread:
+            elapsed = max(0, ended.since(began) - aside_ns)
+            waited = min(elapsed, sum(end.since(begin) for begin, end in waits))
+            ns[phase] += elapsed - waited
+            ns[waiting] += waited
+        self._unread.clear()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...runlog.units import count, number
-from .length import Length
+from ..checkpoint.position import Length
 
 _bar: Any = None  # the bar on the terminal, if there is one: lines are printed above it
 

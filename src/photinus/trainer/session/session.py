@@ -31,8 +31,7 @@ from ...job.world import World, check_company
 from ...parallel.exchange.agreement import gather_per_rank
 from ..data.rng import seed_everything
 from . import preemption
-from .gpu_backend import agree_on_backend, check_gpus
-from .placement import choose_backend, choose_device, missing_on_gpus
+from .placement import agree_on_backend, check_gpus, choose_backend, choose_device, missing_on_gpus
 from .progress import say
 from .rank_store import open_given_store, open_store
 
