@@ -19,7 +19,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 import photinus
-from photinus.trainer.data.datasets import taken_apart
+from photinus.trainer.data.arguments import taken_apart
 from tests.small_run import Numbered, points, right
 
 NUMBERS = Numbered(10)

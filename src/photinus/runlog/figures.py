@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from .chart import RUN_COLOURS, Chart, Layer, Series, plain_tick
 from .curve import Bucket, Curve
@@ -82,9 +83,7 @@ def _loss(runs: Sequence[Run], labels: Sequence[str]) -> Chart | None:
             for other, name in enumerate((name for name in run.logged if "loss" in name), 1):
                 points = _of_epochs(run, name)
                 series.append(Series(name.replace("_", " "), points, run_colour(other), dots=len(points) <= 40))
-    if not series:
-        return None
-    return Chart("loss", series=series, may_be_log=True, starts=_starts(runs))
+    return _lines("loss", runs, series, may_be_log=True)
 
 
 def _curve_series(label: str, buckets: Sequence[Bucket], colour: str, *, band: bool) -> Series:
@@ -108,9 +107,7 @@ def _metric(runs: Sequence[Run], labels: Sequence[str], name: str, title: str) -
             label = title if len(runs) == 1 else labels[index]
             colour = run_colour(1 if len(runs) == 1 and name != "learning_rate" else index)
             series.append(Series(label, points, colour, dots=len(points) <= 40, missing=_not_finite(points)))
-    if not series:
-        return None
-    return Chart(title, series=series, starts=_starts(runs), may_be_log="loss" in name)
+    return _lines(title, runs, series, may_be_log="loss" in name)
 
 
 def _of_epochs(run: Run, name: str) -> list[tuple[float, float]]:
@@ -128,10 +125,9 @@ def _not_finite(points: Iterable[tuple[float, float]]) -> list[float]:
 
 
 def _speed(runs: Sequence[Run], labels: Sequence[str]) -> Chart | None:
-    chart = _over_windows(runs, labels, "samples per second", lambda window: window.samples_per_s, short_count)
-    if chart is not None:
-        return chart
-    return _metric(runs, labels, "samples_per_s", "samples per second")
+    title = "samples per second"
+    chart = _over_windows(runs, labels, title, lambda window: window.samples_per_s, short_count)
+    return chart or _metric(runs, labels, "samples_per_s", title)
 
 
 def _over_windows(
@@ -143,15 +139,10 @@ def _over_windows(
 ) -> Chart | None:
     series = []
     for index, run in enumerate(runs):
-        windows = mean_windows(run.windows, _LAYERED)
-        points = [(_middle(window), value(window)) for window in windows]
-        if not points:
-            continue
-        label = title if len(runs) == 1 else labels[index]
-        series.append(Series(label, points, run_colour(2 if len(runs) == 1 else index), dots=len(points) <= 3))
-    if not series:
-        return None
-    return Chart(title, series=series, from_zero=True, starts=_starts(runs), show=show)
+        points = [(_middle(window), value(window)) for window in mean_windows(run.windows, _LAYERED)]
+        label, colour = (title, run_colour(2)) if len(runs) == 1 else (labels[index], run_colour(index))
+        series += [Series(label, points, colour, dots=len(points) <= 3)] if points else []
+    return _lines(title, runs, series, from_zero=True, show=show)
 
 
 def _mean_step_s(window: Window) -> float:
@@ -162,8 +153,7 @@ def _phases(run: Run) -> Chart | None:
     windows = mean_windows(run.windows, _LAYERED)
     if not windows:
         return None
-    heights = {phase: [sum(w.phases[phase]) / w.world_size * 1e3 for w in windows] for phase in PHASES}
-    layers = [Layer(phase, heights[phase], phase) for phase in PHASES]
+    layers = [Layer(p, [sum(w.phases[p]) / w.world_size * 1e3 for w in windows], p) for p in PHASES]
     return Chart(
         "where the time of a step goes (mean of the ranks)",
         layers=layers,
@@ -187,7 +177,7 @@ def _waiting(run: Run) -> Chart | None:
     title = "each rank's own time (a step without waiting)"
     if ranks > len(chosen):
         title = f"own time of the {len(chosen)} slowest of {ranks} ranks (a step without waiting)"
-    return Chart(title, series=series, from_zero=True, starts=_starts([run]), show=_milliseconds)
+    return _lines(title, [run], series, from_zero=True, show=_milliseconds)
 
 
 def _slowest(windows: Sequence[Window], ranks: int) -> list[int]:
@@ -206,13 +196,8 @@ def _memory(run: Run) -> Chart | None:
         points = [(_middle(w), max(w.memory[kind]) / 2**20) for w in windows if w.memory.get(kind)]
         series.append(Series(label, points, run_colour(index), dots=len(points) <= 3))
     where = "GPU memory" if gpu else "memory"
-    return Chart(
-        f"{where} of the rank that holds most",
-        series=series,
-        from_zero=True,
-        starts=_starts([run]),
-        show=lambda value: f"{plain_tick(value)} MiB",
-    )
+    title = f"{where} of the rank that holds most"
+    return _lines(title, [run], series, from_zero=True, show=lambda value: f"{plain_tick(value)} MiB")
 
 
 def _middle(window: Window) -> float:
@@ -227,13 +212,15 @@ def _milliseconds(value: float) -> str:
 # -- small things -----------------------------------------------------------------------------------------------------
 
 
+def _lines(title: str, runs: Sequence[Run], series: Sequence[Series], **options: Any) -> Chart | None:
+    """The chart of some lines; None where there are none."""
+    return Chart(title, series=series, starts=_starts(runs), **options) if series else None
+
+
 def _starts(runs: Sequence[Run]) -> list[float]:
     """Where a run was started again; only of one, for the lines of several would say nothing."""
-    if len(runs) != 1:
-        return []
-    run = runs[0]
-    starts = [float(event.step) for event in run.starts[1:]]
-    return sorted({step for step in starts if step > 0})
+    again = runs[0].starts[1:] if len(runs) == 1 else []
+    return sorted({float(event.step) for event in again if event.step > 0})
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -123,11 +123,9 @@ class Run:
                 self.not_finite.append(step)
 
     def _change_times(self, name: str) -> bool:
-        try:
+        now = (0, 0, 0)
+        with contextlib.suppress(OSError):
             status = os.stat(self.folder / name)
-        except OSError:
-            now = (0, 0, 0)
-        else:
             now = (status.st_ino, status.st_size, status.st_mtime_ns)
         before, self._seen[name] = self._seen.get(name, (0, 0, 0)), now
         return now != before

@@ -34,8 +34,7 @@ from ..parallel.exchange.broadcast import broadcast_tensors
 from ..parallel.exchange.collectives import resolve_group
 from ..waiting_time import waiting_time
 from .checkpoint.states import unwrap
-from .data.arguments import whole_number
-from .data.datasets import check_dataset, taken_apart
+from .data.arguments import check_dataset, taken_apart, whole_number
 from .data.loader import Batch, loader
 from .data.sampler import LocalBatch, ShardedOnce
 from .session.session import Session, require_session

@@ -41,8 +41,7 @@ from .data.loader import Batch, loader, note_place
 from .data.sampler import GlobalBatches
 from .record.config import describe_start, user_options
 from .record.resume import Source, choose_source, describe_launch, folder_of_this_job
-from .record.run_folder import Ending, RunFolder
-from .record.run_lock import RunLock, ranks_without
+from .record.run_folder import PICTURE, Ending, RunFolder, RunLock, ranks_without
 from .record.run_numbers import RunNumbers
 from .record.step_clock import StepClock
 from .record.tensorboard import check_tensorboard
@@ -448,7 +447,7 @@ class Loop:
             except (TypeError, ValueError):
                 raise ValueError(f"loop.log: {name!r} is {value!r}, but one number is needed") from None
         if ended and self._folder is not None:
-            self._folder.write_rows(history)
+            self._folder.files.write_metrics(history)
 
     def stop(self) -> None:
         """End the run early, on all ranks at the same step, even if only one rank calls it.
@@ -663,7 +662,7 @@ class Loop:
         if self.finished:
             done, advice = self._length.describe_nothing_to_do(self._position)
             say(f"finished already: {done} ({self.resumed_from}), nothing to do; {advice}")
-            if self._folder is not None and self._curves and not self._folder.has_picture():
+            if self._folder is not None and self._curves and not (self._folder.path / PICTURE).exists():
                 self._folder.draw()
             say(self.summary())
         elif self.resumed_from is not None:

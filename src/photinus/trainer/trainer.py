@@ -22,8 +22,7 @@ from ..runlog.tables import OWN_COLUMNS, Row
 from ..runlog.units import plural
 from ..spelling import hint
 from .checkpoint.states import unwrap
-from .data.arguments import check_all, refuse_if, whole_number
-from .data.datasets import check_dataset, taken_apart
+from .data.arguments import check_all, check_dataset, refuse_if, taken_apart, whole_number
 from .data.rng import seed_everything
 from .evaluation import BatchMean, Metric, evaluate, pair_of
 from .loop import Loop, check_options

@@ -16,7 +16,7 @@ import socket
 import struct
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -173,41 +173,61 @@ def _no_space(folder: Path, needed_bytes: int, free_bytes: int) -> CheckpointErr
     )
 
 
+def lock_file(
+    descriptor: int,
+    lock: Callable[[int, int], object],
+    owner: str,
+    timeout_s: float,
+    refusal: Callable[[str], Exception],
+) -> str:
+    """Lock an open file by flock or lockf, and write its owner into it; the kernel lets go when this process dies.
+
+    Returns:
+        Why the file system has no locks; "" when this process holds the file.
+
+    Raises:
+        Exception: another process has held it for `timeout_s` seconds: what `refusal` makes of that process's name.
+    """
+    deadline, lacking = time.monotonic() + timeout_s, ""
+    while True:
+        try:
+            lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError as error:
+            if error.errno in NO_LOCKS:
+                lacking = error.strerror or str(error)
+                break
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise
+            if time.monotonic() >= deadline:
+                holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+                raise refusal(holder or "another process") from None
+            time.sleep(0.02)
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, owner.encode(), 0)
+    return lacking
+
+
 @contextmanager
 def lock_folder(folder: Path, timeout_s: float = 60.0) -> Iterator[bool]:
-    """Holds the folder against other writers; the kernel lets go of it when this process dies.
+    """Holds the folder against other writers.
 
     Yields whether the file system has locks at all. Where it has none, debris cannot be told from work in progress.
 
     Raises:
         CheckpointError: another process has held it for `timeout_s` seconds.
     """
-    path = folder / _LOCK
-    descriptor = plain_file(path, os.O_RDWR | os.O_CREAT)
+
+    def refusal(holder: str) -> CheckpointError:
+        return CheckpointError(
+            f"{holder} has been writing into {folder} for more than {timeout_s:.0f} s: two jobs must not save into the "
+            f"same folder. Give one of them another, or wait."
+        )
+
+    descriptor = plain_file(folder / _LOCK, os.O_RDWR | os.O_CREAT)
     try:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                has_locks = True
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
-                    raise CheckpointError(
-                        f"{holder} has been writing into {folder} for more than {timeout_s:.0f} s: two jobs must not "
-                        f"save into the same folder. Give one of them another, or wait."
-                    ) from None
-                time.sleep(0.02)
-            except OSError as error:
-                if error.errno not in NO_LOCKS:
-                    raise
-                has_locks = False
-                break
-        if has_locks:
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"process {os.getpid()} on host {socket.gethostname()}\n".encode(), 0)
-        yield has_locks
+        owner = f"process {os.getpid()} on host {socket.gethostname()}\n"
+        yield not lock_file(descriptor, fcntl.flock, owner, timeout_s, refusal)
     finally:
         os.close(descriptor)
 

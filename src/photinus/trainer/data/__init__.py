@@ -1,7 +1,6 @@
 """From a data set to the batches of this rank: order, worker processes, devices, random numbers.
 
-arguments  checks of users' arguments that several files of the trainer share
-datasets   what can be a dataset here, what a DataLoader is made of, and the shortcut for tensors in memory
+arguments  what users give: numbers, data sets and DataLoaders, checked and taken apart
 loader     batches of a dataset for this rank: shuffled, resumable, the same at every world size
 rng        random number generators: seeds that depend on nothing but what they are for, and states that can be saved
 sampler    which samples make a batch, and which of them a rank takes: pure functions of (seed, epoch, batch, rank)

@@ -1,10 +1,26 @@
-"""Checks of users' arguments that several files of the trainer share."""
+"""What users give: numbers, data sets and DataLoaders, checked and taken apart; the shortcut for tensors in memory."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence, Sized
+from pathlib import Path
 from typing import Any
+
+import torch
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    default_collate,
+)
+from torch.utils.data.distributed import DistributedSampler
 
 
 def check_all(*checks: Callable[[], Any]) -> None:
@@ -44,3 +60,110 @@ def place(rank: Any, world_size: Any) -> tuple[int, int]:
     if rank >= world_size:
         raise ValueError(f"rank={rank} does not exist in a world of {world_size}: ranks go from 0 to {world_size - 1}")
     return rank, world_size
+
+
+def check_dataset(dataset: Any) -> None:
+    """Refuses what cannot be divided among ranks and found again after a resume."""
+    if isinstance(dataset, (str, os.PathLike)):
+        path = Path(dataset)
+        absent = "" if path.exists() else f" (and it does not exist, seen from {Path.cwd()})"
+        raise TypeError(
+            f"{str(path)!r} is a path, not a dataset{absent}: open it with a class that has __len__ and __getitem__ (a "
+            f"folder of images, say, with torchvision.datasets.ImageFolder) and give that to the loader"
+        )
+    if isinstance(dataset, IterableDataset):
+        raise TypeError(
+            f"{type(dataset).__name__} is an IterableDataset, whose samples cannot be divided among ranks or found "
+            f"again after a resume: give it __len__ and __getitem__ (a map-style dataset), or iterate over it yourself "
+            f"with each rank reading its own part"
+        )
+    if isinstance(dataset, type):
+        raise TypeError(f"a dataset is needed; this is the class {dataset.__name__}, not an object of it")
+    missing = [] if hasattr(dataset, "__len__") else ["__len__"]
+    if not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")):
+        missing.append("__getitem__")
+    if missing:
+        raise TypeError(
+            f"a dataset needs __len__ and __getitem__; {type(dataset).__name__} has no {' and no '.join(missing)}"
+        )
+
+
+def taken_apart(data_loader: DataLoader[Any]) -> tuple[Dataset[Any], dict[str, Any]]:
+    """A DataLoader's data set, and what it was given as arguments of `photinus.loader`, where that is no default.
+
+    Its batch size counts as that over all ranks: the script was written for one process. Under a DistributedSampler it
+    is that of one rank. The order of the samples is drawn anew, from the loop's seed.
+
+    Raises:
+        TypeError: its class iterates in a way of its own, or its sampler chooses in one, which cannot be divided among
+            ranks or found again.
+    """
+    kind = type(data_loader)
+    for verb in ("__iter__", "__len__", "_get_iterator"):
+        if getattr(kind, verb) is not getattr(DataLoader, verb):
+            raise TypeError(
+                f"this {kind.__name__} is a DataLoader with {verb} of its own, and what that does would be left out. "
+                f"Give its data set (data_loader.dataset) with batch_size=... over all ranks, and do the rest in the "
+                f"data set, in collate_fn or in the loop's body."
+            )
+    dataset, sampler, batch_size = data_loader.dataset, data_loader.sampler, data_loader.batch_size
+    replaces = isinstance(sampler, RandomSampler) and (
+        sampler.replacement or sampler.num_samples != len(sampler.data_source)
+    )
+    known = type(sampler) in (SequentialSampler, RandomSampler, SubsetRandomSampler, DistributedSampler)
+    source: Any = getattr(sampler, "dataset" if isinstance(sampler, DistributedSampler) else "data_source", dataset)
+    sizes = [len(each) for each in (source, dataset) if isinstance(each, Sized)]
+    other = len(set(sizes)) > 1
+    if not isinstance(dataset, IterableDataset) and (batch_size is None or replaces or not known or other):
+        own = sampler if batch_size is not None else data_loader.batch_sampler
+        over = f" over {sizes[0]} of {sizes[1]} samples" if other and own is sampler else ""
+        what = "no batches (batch_size=None)" if own is None else f"a sampler of its own ({type(own).__name__}{over})"
+        raise TypeError(
+            f"this DataLoader has {what}: what it chooses cannot be divided among ranks, or found again after a "
+            f"resume. Give its data set (data_loader.dataset) "
+            f"with batch_size=... over all ranks, and collate_fn, num_workers and shuffle beside it; a choice of "
+            f"samples (weights, a filter) belongs into the data set, as with torch.utils.data.Subset."
+        )
+    if isinstance(sampler, SubsetRandomSampler):
+        dataset = Subset(dataset, [int(index) for index in sampler.indices])
+    if isinstance(sampler, DistributedSampler) and batch_size is not None:
+        batch_size *= sampler.num_replicas
+    workers = data_loader.num_workers
+    found: dict[str, Any] = {
+        "batch_size": batch_size,
+        "shuffle": sampler.shuffle
+        if isinstance(sampler, DistributedSampler)
+        else type(sampler) is not SequentialSampler,
+        "drop_last": data_loader.drop_last,
+        "num_workers": workers or None,
+        "pin_memory": data_loader.pin_memory or None,
+        "collate_fn": None if data_loader.collate_fn is default_collate else data_loader.collate_fn,
+        "persistent_workers": data_loader.persistent_workers or None,
+        "prefetch_factor": data_loader.prefetch_factor if workers else None,
+        "worker_init_fn": data_loader.worker_init_fn,
+        "multiprocessing_context": data_loader.multiprocessing_context if workers else None,
+        "timeout_s": data_loader.timeout or None,
+    }
+    return dataset, {name: value for name, value in found.items() if value is not None}
+
+
+def indexable(dataset: Any) -> Callable[[list[int]], list[torch.Tensor]] | None:
+    """For a TensorDataset, plain or inside Subsets: a function from indices to what default_collate makes of them.
+
+    None for everything else, subclasses of the two included, which may do more than index.
+    """
+    maps: list[Sequence[int]] = []
+    while type(dataset) is Subset:
+        maps.append(dataset.indices)
+        dataset = dataset.dataset
+    if type(dataset) is not TensorDataset:
+        return None
+    tensors = dataset.tensors
+
+    def batch(indices: list[int]) -> list[torch.Tensor]:
+        for chosen in maps:
+            indices = [int(chosen[index]) for index in indices]
+        rows = torch.tensor(indices, dtype=torch.int64, device="cpu")
+        return [tensor[rows.to(tensor.device)] for tensor in tensors]
+
+    return batch

@@ -33,9 +33,9 @@ from torch.utils.data import default_collate as torch_collate
 from ... import env
 from ...errors import LoaderTimeoutError, PhotinusError
 from ...job.world import World
+from ...parallel.exchange.agreement import place_in_group
 from ...parallel.exchange.tensors import map_tensors
-from .arguments import whole_number
-from .datasets import check_dataset, indexable, taken_apart
+from .arguments import check_dataset, indexable, taken_apart, whole_number
 from .rng import check_seed
 from .sampler import GlobalBatches, LocalBatch, ShardedOnce
 from .workers import Fetch, Request, WorkerStart, identity, start_workers
@@ -156,7 +156,8 @@ def loader(
     if (rank is None) != (world_size is None):
         raise ValueError(f"give both rank and world_size or neither; got rank={rank}, world_size={world_size}")
     if rank is None or world_size is None:
-        rank, world_size = _place()
+        world = World.from_env()
+        rank, world_size = place_in_group() if dist.is_initialized() else (world.rank, world.world_size)
     seed = check_seed(seed)
     num_workers = whole_number("num_workers", num_workers or 0)
     device = None if device is None else torch.device(device)
@@ -436,13 +437,6 @@ class _Requests:
 
     def __iter__(self) -> Iterator[Request]:
         return self.plan
-
-
-def _place() -> tuple[int, int]:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    world = World.from_env()
-    return world.rank, world.world_size
 
 
 def to_device(data: Any, device: torch.device | None) -> Any:

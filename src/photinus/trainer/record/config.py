@@ -6,6 +6,7 @@ Also the check of a data folder, which belongs before any work starts.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -196,7 +197,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
     facts: dict[str, Any] = {"system": f"{platform.system()} {platform.release()}"}
     model = _first_value("/proc/cpuinfo", "model name") or platform.machine()
     facts["processor"] = " ".join(model.split())
-    facts["cores"] = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    facts["cores"] = len(os.sched_getaffinity(0))
     memory = _first_value("/proc/meminfo", "MemTotal")
     if memory and memory.split()[0].isdigit():
         facts["memory_bytes"] = int(memory.split()[0]) * 1024
@@ -212,14 +213,9 @@ def _machine(device: torch.device) -> dict[str, Any]:
 
 def _first_value(path: str, name: str) -> str:
     """The value of the first line `name : value` of a file, "" when there is none."""
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            for line in file:
-                key, colon, value = line.partition(":")
-                if colon and key.strip() == name:
-                    return value.strip()
-    except OSError:
-        pass
+    with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
+        found = (line.partition(":") for line in file)
+        return next((value.strip() for key, colon, value in found if colon and key.strip() == name), "")
     return ""
 
 

@@ -7,7 +7,9 @@ Beside the files of `photinus.runlog` there are checkpoints/ and, in their cases
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import socket
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,12 +17,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ... import env
 from ...errors import CollectiveError, PhotinusError
+from ...parallel.exchange.agreement import gather_per_rank
 from ...runlog.events import EVENTS, append_event, read_events, this_process
 from ...runlog.files import plain_file
 from ...runlog.run import CONFIG, FILES, Run
 from ...runlog.tables import METRICS, Row, RunFiles, StepLoss
 from ...runlog.windows import RANKS, Window, drop_windows_after
+from ..checkpoint.durable import lock_file
 from ..checkpoint.folder import CHECKPOINTS, CheckpointFolder
 from ..checkpoint.position import Position
 from ..session.preemption import Suspended
@@ -28,6 +33,9 @@ from .config import save_config
 from .tensorboard import TensorBoard
 
 PICTURE = "curves.png"
+_LOCK = ".run.lock"
+# The worker of an attempt before this one may still be dying on a host that was cut off.
+_AFTER_A_RESTART_S = 10.0
 
 
 class RunFolder:
@@ -40,7 +48,7 @@ class RunFolder:
         self._best = None if best is None else best.removeprefix("-")
         self._wants_tensorboard = tensorboard
         self._tensorboard: TensorBoard | None = None
-        self._files = RunFiles(path)
+        self.files = RunFiles(path)
         self._checkpoints = CheckpointFolder(
             path / CHECKPOINTS,
             keep_last=keep_last,
@@ -75,7 +83,7 @@ class RunFolder:
             OSError: something could not be written.
         """
         step, world_size = position.step, start["world_size"]
-        self._files.go_on_from(step, position.history)
+        self.files.go_on_from(step, position.history)
         drop_windows_after(self.path, step)
         save_config(self.path, options, user, start, go_on=goes_on)
         if self._wants_tensorboard:
@@ -91,7 +99,7 @@ class RunFolder:
     def append_losses(self, losses: Sequence[StepLoss], start: int) -> None:
         """Adds rows to losses.csv. An error is kept in `error`."""
         with self._keeping_error():
-            self._files.append_losses(losses, start)
+            self.files.append_losses(losses, start)
             if self._tensorboard is not None:
                 self._tensorboard.add_losses(losses)
 
@@ -107,14 +115,10 @@ class RunFolder:
         """Writes metrics.csv, and an event of this kind; `aside_s` went into validation. An error is kept."""
         row = history[-1]
         with self._keeping_error():
-            self._files.write_metrics(history)
+            self.files.write_metrics(history)
             if self._tensorboard is not None:
                 self._tensorboard.add_row(row)
         self.tell(kind, int(row["step"]), epoch=int(row["epoch"]), validation_s=round(aside_s, 6))
-
-    def write_rows(self, history: Sequence[Row]) -> None:
-        """Writes metrics.csv again, after the end. Raises OSError."""
-        self._files.write_metrics(history)
 
     def tell(self, kind: str, step: int, **facts: Any) -> None:
         """Adds an event that happens now. An error is kept in `error`."""
@@ -141,7 +145,7 @@ class RunFolder:
             CheckpointError: see CheckpointFolder.save.
         """
         with self._keeping_error():
-            self._files.make_durable()
+            self.files.make_durable()
             if self._tensorboard is not None:
                 self._tensorboard.flush()
         if self.error is not None:
@@ -169,13 +173,9 @@ class RunFolder:
         except Exception as error:  # noqa: BLE001 - told, and no reason to fail a run that is done
             warnings.warn(f"{PICTURE} was not drawn: {type(error).__name__}: {error}", stacklevel=2)
 
-    def has_picture(self) -> bool:
-        """Whether curves.png is there."""
-        return (self.path / PICTURE).exists()
-
     def describe(self) -> str:
         """Where the results lie, in a line."""
-        names = (self._files.metrics.name, self._files.losses.name, PICTURE, CONFIG)
+        names = (self.files.metrics.name, self.files.losses.name, PICTURE, CONFIG)
         present = [name for name in names if (self.path / name).exists()]
         return f"results in {self.path}: {', '.join([*present, CHECKPOINTS + '/'])}"
 
@@ -271,3 +271,77 @@ class Ending:
         lines = str(error).strip().splitlines()
         text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
         append_event(self._folder, "error", self._position.step, rank=self._rank, text=text, consequence=consequence)
+
+
+_held: dict[Path, RunLock] = {}  # by this process; record locks know processes, so it cannot lock itself out
+
+
+def ranks_without(folder: Path, lock: RunLock | None) -> list[int]:
+    """The ranks that do not see rank 0's folder of the run, by its lock (None on other ranks). Called by all ranks."""
+    owner = "" if lock is None else lock.owner
+    with contextlib.suppress(OSError, PhotinusError):
+        if lock is None:  # rank 0 would let go of it
+            with open(folder / _LOCK, encoding="utf-8", errors="replace", opener=plain_file) as file:
+                owner = file.read(200)
+    owners = gather_per_rank(owner)
+    return [rank for rank, seen in enumerate(owners) if seen != owners[0]]
+
+
+class RunLock:
+    """Keeps a second job out of a run's folder, made if it is not there, until `close`: their checkpoints would mix.
+
+    A POSIX record lock on a file in the folder, held by rank 0. The kernel lets go of it when the process ends, however
+    that happens, and children that were forked meanwhile (a data loader's workers) do not keep it, as they would keep
+    flock's. Between hosts it holds where the shared file system passes locks on: NFS does (a host that dies keeps its
+    lock until the server's lease is over, 90 s as a rule), Lustre when mounted with `flock`. Where there are no locks,
+    a warning says so. In one process, a later lock takes over.
+
+    Raises:
+        PhotinusError: another process holds it; says which, on which host.
+        OSError: the folder cannot be made or written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder.resolve() / _LOCK
+        self.owner = f"pid {os.getpid()} on host {socket.gethostname()}"
+        self._descriptor = self._taken_over()
+        if self._descriptor is None:
+            self._descriptor = plain_file(self._path, os.O_RDWR | os.O_CREAT)
+            try:
+                self._lock(self._descriptor)
+            except BaseException:
+                self.close()
+                raise
+        _held[self._path] = self
+
+    def close(self) -> None:
+        """Lets go of the folder."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+            _held.pop(self._path, None)
+
+    def _taken_over(self) -> int | None:
+        """The descriptor of this process's lock on the folder. (Closing any other one would end that lock.)"""
+        before = _held.get(self._path)
+        if before is None or before._descriptor is None or not self._path.exists():
+            return None
+        if not os.path.samestat(os.fstat(before._descriptor), self._path.stat()):  # of a folder that was removed
+            return None
+        descriptor, before._descriptor = before._descriptor, None
+        return descriptor
+
+    def _lock(self, descriptor: int) -> None:
+        patience_s = _AFTER_A_RESTART_S if env.ATTEMPT.get() > 0 else 0.0
+        lacking = lock_file(descriptor, fcntl.lockf, self.owner, patience_s, self._refusal)
+        if lacking:
+            text = f"{self._path.parent} has no locks ({lacking}): nothing keeps a second job out of it"
+            warnings.warn(text, stacklevel=4)
+        os.fsync(descriptor)  # for ranks on other hosts, see `ranks_without`
+
+    def _refusal(self, holder: str) -> PhotinusError:
+        return PhotinusError(
+            f"{self._path.parent} belongs to a job that is running: rank 0 is {holder}. Two jobs would overwrite each "
+            f"other's checkpoints. Give this one another folder (out=...), or end that one first."
+        )

@@ -207,9 +207,8 @@ class RankTimes:
 
     def _forget(self) -> None:
         self._steps = self._samples = 0
-        self._seconds = [[0.0] * self._session.world_size for _ in PHASES]
+        self._sums = torch.zeros(self._session.world_size, _WIDTH, dtype=torch.float64, device="cpu")
         self._slowest: list[defaultdict[int, float]] = [defaultdict(float) for _ in range(self._session.world_size)]
-        self._usual_s = [0.0] * self._session.world_size
 
     def mine(self) -> list[float]:
         """This rank's times since the last exchange and its memory, with zeros in the other ranks' places.
@@ -236,18 +235,14 @@ class RankTimes:
         Returns:
             The seconds that these steps took the slowest rank, equal on all ranks.
         """
-        places = range(0, len(everyone), _WIDTH)
-        for phase, seconds in enumerate(self._seconds):
-            for rank, place in enumerate(places):
-                seconds[rank] += everyone[place + phase]
-        for rank, place in enumerate(places):
-            peer, worst_s, usual_s = everyone[place + _PHASES + _MEMORY : place + _WIDTH]
-            self._slowest[rank][int(peer) - 1] += worst_s
-            self._usual_s[rank] += usual_s
-        self._memory = [[int(everyone[place + _PHASES + kind]) for place in places] for kind in range(_MEMORY)]
+        ranks = torch.tensor(everyone, dtype=torch.float64, device="cpu").reshape(-1, _WIDTH)
+        self._sums += ranks
+        self._memory = ranks[:, _PHASES : _PHASES + _MEMORY]
+        for slowest, (peer, worst_s, _) in zip(self._slowest, ranks[:, -_LINK:].tolist(), strict=True):
+            slowest[int(peer) - 1] += worst_s
         self._steps += steps
         self._samples += samples
-        total_s = max(sum(everyone[place : place + _PHASES]) for place in places)
+        total_s = float(ranks[:, :_PHASES].sum(dim=1).max())
         if steps:
             longest_s = total_s / steps
             self.steps_to_next = max(1, min(_MOST_STEPS, int(_PAUSE_S / longest_s))) if longest_s > 0 else _MOST_STEPS
@@ -264,6 +259,11 @@ class RankTimes:
         if not self._steps or (now_s - self._written_s < pause_s and not at_once):
             return None
         self._written_s = now_s
+        means = self._sums.T / self._steps
+        links = []
+        for slowest, usual_s in zip(self._slowest, means[-1].tolist(), strict=True):
+            peer = max(slowest, key=lambda each: slowest[each])
+            links.append((peer, slowest[peer] / self._steps, usual_s))
         window = Window(
             time_s=time.time(),
             step=step,
@@ -271,16 +271,9 @@ class RankTimes:
             start=start,
             steps=self._steps,
             samples=self._samples,
-            phases={p: [s / self._steps for s in self._seconds[i]] for i, p in enumerate(PHASES)},
-            memory=dict(zip(MEMORY, self._memory, strict=True)),
-            links=[
-                (
-                    peer := max(seconds, key=lambda each: seconds[each]),
-                    seconds[peer] / self._steps,
-                    usual_s / self._steps,
-                )
-                for seconds, usual_s in zip(self._slowest, self._usual_s, strict=True)
-            ],
+            phases=dict(zip(PHASES, means[:_PHASES].tolist(), strict=True)),
+            memory=dict(zip(MEMORY, self._memory.T.long().tolist(), strict=True)),
+            links=links,
         )
         self._forget()
         return window

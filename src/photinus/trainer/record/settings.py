@@ -25,6 +25,7 @@ from ...errors import CheckpointError
 from ...parallel.zero.sharded_optimizer import is_sharded
 from ...parallel.zero.split_states import copy_state
 from ..checkpoint.states import unwrap
+from ..session.replicas import plain
 
 
 class Settings:
@@ -42,8 +43,8 @@ class Settings:
         self._optimizers = {name: each for name, each in objects.items() if isinstance(each, Optimizer)}
         self._schedulers = {name: each for name, each in objects.items() if _is_scheduler(each)}
         self._over = {name: self._optimizers_of(each) for name, each in self._schedulers.items()}
-        options = {name: _comparable(_options(each)) for name, each in self._optimizers.items()}
-        self.given = options | {name: _comparable(each.state_dict()) for name, each in self._schedulers.items()}
+        options = {name: plain(_options(each)) for name, each in self._optimizers.items()}
+        self.given = options | {name: plain(each.state_dict()) for name, each in self._schedulers.items()}
         names = {id(p): name for model in models for name, p in unwrap(model).named_parameters()}
         self.given["parameters"] = {
             name: [[names.get(id(p), "") for p in group["params"]] for group in each.param_groups]
@@ -106,12 +107,12 @@ class Settings:
             ):
                 where = "" if name == "optimizer" else f"{name} "
                 notes += _differences(where, given, then)
-                rate = _comparable(group.get("lr"))
+                rate = plain(group.get("lr"))
                 for key, value in own.items():
-                    moved = name in moving and (key == "lr" or _comparable(value) != given[key])
+                    moved = name in moving and (key == "lr" or plain(value) != given[key])
                     if moved or given[key] != then.get(key):
                         group[key] = value
-                if name in moving and rate != _comparable(group.get("lr")):
+                if name in moving and rate != plain(group.get("lr")):
                     notes.append(f"{where}learning rate {show(group['lr'])} from here on (was {show(rate)})")
         return list(dict.fromkeys(notes))
 
@@ -203,7 +204,7 @@ def _has_new_function(scheduler: Any, saved: Mapping[str, Any]) -> bool:
     if not isinstance(scheduler, LambdaLR) or saved["last_epoch"] < 0:  # not its turn yet in a SequentialLR
         return False
     pairs = zip(saved["base_lrs"], scheduler.lr_lambdas, strict=True)
-    return bool(_comparable([base * f(saved["last_epoch"]) for base, f in pairs]) != _comparable(saved["_last_lr"]))
+    return bool(plain([base * f(saved["last_epoch"]) for base, f in pairs]) != plain(saved["_last_lr"]))
 
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -213,16 +214,6 @@ def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
 def _rates(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The options that schedulers set, or compute from."""
     return [{name: group[name] for name in group if "lr" in name or "momentum" in name} for group in groups]
-
-
-def _comparable(value: Any) -> Any:
-    """A value as lists, dicts, numbers and text; of all else the class."""
-    value = value.tolist() if hasattr(value, "tolist") else value  # tensors, and numpy's
-    if isinstance(value, Mapping):
-        return {str(name): _comparable(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_comparable(item) for item in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else type(value).__qualname__
 
 
 def _differences(where: str, now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
@@ -241,5 +232,5 @@ def _differences(where: str, now: Mapping[str, Any], then: Mapping[str, Any]) ->
 
 def show(value: Any) -> str:
     """A setting in a few characters."""
-    value = _comparable(value)
+    value = plain(value)
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -26,6 +26,7 @@ import hashlib
 import struct
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -57,15 +58,14 @@ def describe_replicas(models: Iterable[nn.Module], optimizers: Iterable[torch.op
     return found
 
 
-def plain(value: object) -> JSON:
-    """A hyperparameter as JSON holds it: numbers, text and lists of such are compared; of all else the class."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        value = value.item()
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
+def plain(value: Any) -> Any:
+    """A hyperparameter as lists, dicts, numbers and text, which are compared and saved; of all else the class."""
+    value = value.tolist() if hasattr(value, "tolist") else value  # tensors, and numpy's
+    if isinstance(value, Mapping):
+        return {str(name): plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
-    return type(value).__qualname__
+    return value if value is None or isinstance(value, (bool, int, float, str)) else type(value).__qualname__
 
 
 class Replicas:

@@ -335,5 +335,4 @@ def _share_cores(place: World) -> None:
     torch starts a thread per core in every process; several ranks on one host then fight for the cores.
     """
     if place.local_world_size > 1 and not os.environ.get("OMP_NUM_THREADS"):
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // place.local_world_size))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // place.local_world_size))
