@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from photinus.runlog.events import EVENTS
-from photinus.runlog.tables import RunFiles, StepLoss
-from photinus.runlog.windows import PHASES, RANKS, Window
+from photinus.runlog.tables import PHASES, RANKS, RunFiles, StepLoss, Window
 
 BEGAN_S = 1_790_000_000.0  # Unix time of the first start
 

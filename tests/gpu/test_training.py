@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import photinus
-from photinus.runlog.windows import PHASES, read_window
+from photinus.runlog.tables import PHASES, read_window
 from photinus.trainer.data.loader import loader
 from tests.gpu.device import DEVICE, HAS_GPU, NAME, settle
 from tests.small_run import CutOffError, train

@@ -13,7 +13,7 @@ import torch
 from photinus.parallel.reducer.timeline import Timeline
 from photinus.parallel.tracing.device_clock import DeviceClock
 from photinus.parallel.tracing.recording import MAIN, Recording, set_current_recording
-from photinus.runlog.windows import PHASES
+from photinus.runlog.tables import PHASES
 from photinus.trainer.record.step_clock import StepClock
 from photinus.waiting_time import waiting_time
 

@@ -22,8 +22,7 @@ import photinus
 from photinus.errors import CheckpointError, PhotinusError
 from photinus.runlog.events import read_events
 from photinus.runlog.run import FILES
-from photinus.runlog.tables import METRICS, read_rows
-from photinus.runlog.windows import read_window
+from photinus.runlog.tables import METRICS, read_rows, read_window
 from tests.made_run import put_in_the_way
 from tests.optimizers import KINDS, Matrices, make_step
 from tests.small_run import CutOffError, Net, Numbered, points, train

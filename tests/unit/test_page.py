@@ -19,8 +19,7 @@ from photinus.runlog.chart import DARK, LIGHT, Chart, Series
 from photinus.runlog.curve import Curve
 from photinus.runlog.figures import mean_windows
 from photinus.runlog.run import Run
-from photinus.runlog.tables import RunFiles, StepLoss
-from photinus.runlog.windows import PHASES, RANKS
+from photinus.runlog.tables import PHASES, RANKS, RunFiles, StepLoss
 from photinus.tools.view.page import labels_of, page
 from photinus.tools.view.view import view
 from tests.made_run import BEGAN_S, window, write_run

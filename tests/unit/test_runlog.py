@@ -22,9 +22,8 @@ from photinus.runlog.events import EVENTS, append_event, is_alive, read_event, r
 from photinus.runlog.files import Tail
 from photinus.runlog.run import FILES, Run, find_runs, newest_run
 from photinus.runlog.stragglers import shares, slow_links, stragglers
-from photinus.runlog.tables import LOSSES, METRICS, RunFiles
+from photinus.runlog.tables import LOSSES, METRICS, PHASES, RANKS, RunFiles, Window, drop_windows_after, read_window
 from photinus.runlog.units import step_time
-from photinus.runlog.windows import PHASES, RANKS, Window, drop_windows_after, read_window
 from photinus.tools.view.event_text import describe_event
 from tests.made_run import BEGAN_S, put_in_the_way, window, write_run
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from photinus.runlog.windows import PHASES
+from photinus.runlog.tables import PHASES
 from photinus.trainer.record import run_numbers, step_clock
 from photinus.trainer.record.run_numbers import RankTimes, memory_bytes
 from photinus.trainer.record.step_clock import StepClock

@@ -18,7 +18,6 @@ figures     the charts of one run or several, for a picture or a page: what is d
 files       how files of a run's folder are opened, replaced as a whole, and read while another process writes them
 run         A run as its folder shows it, looked at once or again and again while it is written; and where to find one
 stragglers  which rank holds the others up, and in which phase; or which link between two hosts
-tables      the two CSV files of a run: `losses.csv`, a row per step, and `metrics.csv`, a row per epoch
+tables      the numbers of a run: losses.csv, metrics.csv, and of all ranks ranks.jsonl
 units       numbers as people read them: durations, speeds, sizes, losses
-windows     `ranks.jsonl`: where the time of some steps went on every rank, and their memory
 """

@@ -17,8 +17,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
+from .tables import PHASES
 from .units import short_count
-from .windows import PHASES
 
 RUN_COLOURS = 6  # run0 to run5
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -20,7 +20,7 @@ class Bucket:
         first, last: place of the first and the last of them.
         count: how many points.
         missing: how many of them were NaN or infinite.
-        low, high: the lowest and the highest of the finite ones; NaN when there is none.
+        low, high: the lowest and the highest of the finite ones; inf and -inf when there is none.
         total: sum of the finite ones.
     """
 
@@ -50,8 +50,8 @@ class Bucket:
             other.last,
             self.count + other.count,
             self.missing + other.missing,
-            _least(self.low, other.low),
-            _most(self.high, other.high),
+            min(self.low, other.low),
+            max(self.high, other.high),
             self.total + other.total,
         )
 
@@ -73,9 +73,9 @@ class Curve:
 
     def add(self, place: float, value: float) -> None:
         """Adds a point at the end. A value that is NaN or infinite is counted as missing."""
-        finite = math.isfinite(value)
-        known = value if finite else math.nan
-        point = Bucket(place, place, 1, 0 if finite else 1, known, known, value if finite else 0.0)
+        point = Bucket(place, place, 1, 0, value, value, value)
+        if not math.isfinite(value):
+            point = Bucket(place, place, 1, 1, math.inf, -math.inf, 0.0)
         buckets = self.buckets
         if len(buckets) == self._most and buckets[-1].count == self._each:
             halves = range(0, len(buckets) - 1, 2)
@@ -100,12 +100,12 @@ class Curve:
     @property
     def low(self) -> float:
         """The lowest finite value; NaN when there is none."""
-        return min(_finite(bucket.low for bucket in self.buckets), default=math.nan)
+        return min((bucket.low for bucket in self.buckets if bucket.missing < bucket.count), default=math.nan)
 
     @property
     def high(self) -> float:
         """The highest finite value; NaN when there is none."""
-        return max(_finite(bucket.high for bucket in self.buckets), default=math.nan)
+        return max((bucket.high for bucket in self.buckets if bucket.missing < bucket.count), default=math.nan)
 
     def means(self, places: int) -> list[float]:
         """The means of at most so many runs of neighbouring buckets of like length; NaN where nothing was finite."""
@@ -117,15 +117,3 @@ class Curve:
             finite = sum(bucket.count - bucket.missing for bucket in chosen)
             means.append(sum(bucket.total for bucket in chosen) / finite if finite else math.nan)
         return means
-
-
-def _finite(values: Iterable[float]) -> Sequence[float]:
-    return [value for value in values if math.isfinite(value)]
-
-
-def _least(a: float, b: float) -> float:
-    return b if math.isnan(a) else a if math.isnan(b) else min(a, b)
-
-
-def _most(a: float, b: float) -> float:
-    return b if math.isnan(a) else a if math.isnan(b) else max(a, b)

@@ -10,8 +10,8 @@ from typing import Any
 from .chart import RUN_COLOURS, Chart, Layer, Series, plain_tick
 from .curve import Bucket, Curve
 from .run import Run
+from .tables import PHASES, Window, mean_window
 from .units import short_count
-from .windows import PHASES, Window, mean_window
 
 _POINTS = 240
 _LAYERED = 160

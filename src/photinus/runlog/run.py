@@ -18,8 +18,7 @@ from typing import Any
 from .curve import Curve
 from .events import EVENTS, Event, cause_of, is_alive, read_event
 from .files import Tail, plain_file
-from .tables import LOSSES, METRICS, OWN_COLUMNS, Row
-from .windows import RANKS, Window, read_window
+from .tables import LOSSES, METRICS, OWN_COLUMNS, RANKS, Row, Window, read_window
 
 CONFIG = "config.json"
 FILES = (CONFIG, LOSSES, METRICS, RANKS, EVENTS)

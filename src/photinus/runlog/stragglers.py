@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .windows import PHASES, Window, mean_window
+from .tables import PHASES, Window, mean_window
 
 _RATIO = 1.15
 _EXCESS_S = 0.5e-3  # less than that a step is noise of the machine
@@ -96,25 +96,25 @@ def stragglers(windows: Sequence[Window]) -> list[Straggler]:
         excess_s = rank.own_s - typical_s
         if rank.ratio < _RATIO or excess_s < _EXCESS_S:
             continue
-        if _is_lasting(chosen, rank.rank) and _is_beyond_noise(chosen, rank):
+        times = [(w.own_s(rank.rank), _typical([w.own_s(r) for r in range(len(ranks))]), w.steps) for w in chosen]
+        if _is_lasting(times) and _is_beyond_noise(times, rank.ratio):
             above = {p: rank.phases[i] - usual[i] for i, p in enumerate(PHASES) if p != "waiting"}
             found.append(Straggler(rank.rank, rank.ratio, excess_s, max(above, key=lambda phase: above[phase])))
     return sorted(found, key=lambda each: -each.excess_s)
 
 
-def _is_lasting(windows: Sequence[Window], rank: int) -> bool:
-    slow = sum(
-        window.steps
-        for window in windows
-        if window.own_s(rank) > (1 + (_RATIO - 1) / 2) * _typical([window.own_s(r) for r in range(window.world_size)])
-    )
-    return slow >= _LASTING * sum(window.steps for window in windows)
+_Times = Sequence[tuple[float, float, int]]  # by window: a rank's own time of a step, the median rank's, and the steps
 
 
-def _is_beyond_noise(windows: Sequence[Window], rank: RankShare) -> bool:
-    if len(windows) < _FEW_WINDOWS:
-        return rank.ratio >= _FEW_RATIO
-    excesses = [w.own_s(rank.rank) - _typical([w.own_s(r) for r in range(w.world_size)]) for w in windows]
+def _is_lasting(times: _Times) -> bool:
+    slow = sum(steps for own_s, typical_s, steps in times if own_s > (1 + (_RATIO - 1) / 2) * typical_s)
+    return slow >= _LASTING * sum(steps for *_, steps in times)
+
+
+def _is_beyond_noise(times: _Times, ratio: float) -> bool:
+    if len(times) < _FEW_WINDOWS:
+        return ratio >= _FEW_RATIO
+    excesses = [own_s - typical_s for own_s, typical_s, _ in times]
     usual = statistics.median(excesses)
     spread = 1.4826 * statistics.median(abs(excess - usual) for excess in excesses)
     return usual >= _SPREADS * spread

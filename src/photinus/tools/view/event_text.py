@@ -8,8 +8,8 @@ from typing import Any
 
 from ...runlog.events import Event, cause_of
 from ...runlog.run import Run, State
+from ...runlog.tables import Window
 from ...runlog.units import count, duration, plural
-from ...runlog.windows import Window
 
 _STATES = {
     "running": "running",

@@ -10,9 +10,8 @@ from typing import Any
 from ...runlog.events import OF_A_ROW, Event
 from ...runlog.run import Run
 from ...runlog.stragglers import RankShare, shares, slow_links, stragglers
-from ...runlog.tables import Row
+from ...runlog.tables import PHASES, Row, Window
 from ...runlog.units import count, duration, number, percent, plural, size, step_time
-from ...runlog.windows import PHASES, Window
 from .event_text import hosts_in_words, speed
 
 _ROWS = 200

@@ -13,8 +13,8 @@ import jinja2
 from ...runlog.chart import DARK, LIGHT, Chart
 from ...runlog.figures import charts, run_colour
 from ...runlog.run import Run
+from ...runlog.tables import PHASES
 from ...runlog.units import clock_time, count, plural, step_time
-from ...runlog.windows import PHASES
 from ...version import __version__
 from . import facts
 from .event_text import describe_event, describe_state, ranks_in_words, severity

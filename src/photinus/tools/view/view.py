@@ -18,8 +18,8 @@ from ...runlog.curve import Curve
 from ...runlog.events import OF_A_ROW
 from ...runlog.run import Run
 from ...runlog.stragglers import RankShare, shares, slow_links, stragglers
+from ...runlog.tables import PHASES, Window
 from ...runlog.units import clock_time, count, duration, number, percent, plural, size, step_time
-from ...runlog.windows import PHASES, Window
 from .event_text import describe_event, describe_state, printable, ranks_in_words, severity, speed
 
 _ALARM = "bold yellow"

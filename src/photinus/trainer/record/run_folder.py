@@ -23,8 +23,7 @@ from ...parallel.exchange.agreement import gather_per_rank
 from ...runlog.events import EVENTS, append_event, read_events, this_process
 from ...runlog.files import plain_file
 from ...runlog.run import CONFIG, FILES, Run
-from ...runlog.tables import METRICS, Row, RunFiles, StepLoss
-from ...runlog.windows import RANKS, Window, drop_windows_after
+from ...runlog.tables import METRICS, RANKS, Row, RunFiles, StepLoss, Window, drop_windows_after
 from ..checkpoint.durable import lock_file
 from ..checkpoint.folder import CHECKPOINTS, CheckpointFolder
 from ..checkpoint.position import Position

@@ -24,8 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...parallel.exchange.agreement import together
-from ...runlog.tables import StepLoss
-from ...runlog.windows import MEMORY, PHASES, Window
+from ...runlog.tables import MEMORY, PHASES, StepLoss, Window
 from ..checkpoint.position import Position
 from ..data.loader import Batch
 from ..session.progress import say

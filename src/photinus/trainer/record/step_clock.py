@@ -18,7 +18,7 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ...parallel.tracing.device_clock import DeviceClock, Moment, clock_of
-from ...runlog.windows import PHASES
+from ...runlog.tables import PHASES
 from ...waiting_time import waiting_time
 from ..session.session import Session
 

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import PhotinusError
-from ...runlog.tables import OWN_COLUMNS, Row, StepLoss
-from ...runlog.windows import PHASES, Window
+from ...runlog.tables import OWN_COLUMNS, PHASES, Row, StepLoss, Window
 
 FOLDER = "tensorboard"
 _RANKS_SHOWN = 16
