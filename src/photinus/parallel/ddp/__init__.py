@@ -5,12 +5,9 @@ checks           what can be wrapped, and on which device
 ddp              DistributedDataParallel: one model, a copy on every rank, gradients averaged while backward runs
 fused_optimizer  optimizers that step during the end of backward, bucket by bucket
 held_parameters  the parameters that a wrapper averages: no other wrapper does, and none comes or goes later
-join             uneven inputs: ranks that have run out of batches take part in the others' exchanges with zeros
-logging_data     what `_get_ddp_logging_data` answers: how the wrapper was made, and where its time goes
 mixed_precision  forward and backward in low precision, parameters and gradients in full
 naive            the obvious data parallelism: after backward, one all-reduce per parameter
 options          what the wrapper's arguments mean where several of them, old and new names, say one thing
 sync_batch_norm  batch normalisation over the whole global batch, on CPU and GPU, over plain torch.distributed
-torch_surface    what torch's own tools ask of a wrapper beside its public interface
-wrapper          what these parts read and set of the whole
+torch_surface    what torch's own tools ask of a wrapper beside its public interface, and `join` for uneven inputs
 """

@@ -30,7 +30,7 @@ from ..exchange.tensors import map_tensors
 from ..exchange.verify_models import describe, verify_same_model
 from ..reducer.bucket_exchange import AverageExchange
 from ..reducer.buckets import FIRST_BUCKET_BYTES, default_cap_bytes
-from ..reducer.comm_hooks import CommHook, HookExchange, builtin_hook, check_hook
+from ..reducer.comm_hooks import CommHook, HookExchange, check_hook
 from ..reducer.graph import current_task
 from ..reducer.options import ReducerOptions
 from ..reducer.reducer import Reducer
@@ -38,15 +38,13 @@ from .buffer_sync import BufferSync
 from .checks import check_delayed, check_device_ids, check_wire_dtype, device_to_move_to, one_device, sparse_parameters
 from .fused_optimizer import OptimizersInBackward
 from .held_parameters import HeldParameters, take_over_parameters
-from .join import UnevenInputs, common_rank, tell_ranks
-from .logging_data import logging_data
 from .mixed_precision import MixedPrecision, MixedPrecisionConfig
 from .options import buffer_sync_options, capacities, group_of
 from .sync_batch_norm import SyncBatchNorm
-from .torch_surface import TorchSurface
+from .torch_surface import TorchSurface, common_rank, tell_ranks
 
 
-class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
+class DistributedDataParallel(TorchSurface, nn.Module):
     """Wrap a module and average its gradients over the ranks of a process group while backward runs.
 
     All ranks create it at the same point, with the same model. The constructor checks that the models are the same, and
@@ -146,7 +144,6 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
         wire_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        UnevenInputs.__init__(self)
         if not isinstance(module, nn.Module):
             raise TypeError(f"DistributedDataParallel wraps a torch.nn.Module, got {type(module).__name__}")
         self.process_group = group_of(process_group, device_mesh, module)
@@ -430,9 +427,6 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
             raise
         self._set_hook(state, hook, getattr(hook, "__qualname__", type(hook).__name__))
 
-    def _register_builtin_comm_hook(self, comm_hook_type: object) -> None:
-        self._set_hook(self.process_group, builtin_hook(comm_hook_type), str(comm_hook_type))
-
     def _set_hook(self, state: object, hook: CommHook, name: str) -> None:
         held = [
             *([self._comm_hook[2]] if self._comm_hook is not None else []),
@@ -450,31 +444,6 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
     def _use_hook(self, state: object, hook: CommHook) -> None:
         reducer = weakref.proxy(self.reducer)
         self.reducer.use_exchange(HookExchange(state, hook, self.process_group, lambda: len(reducer.buckets)))
-
-    def _register_buffer_comm_hook(
-        self, state: object, hook: Callable[..., Any], comm_hook_location: Any = None
-    ) -> None:
-        """`hook(state, named_buffers)` takes the place of the broadcast of buffers, before or after the forward."""
-        from torch.nn.parallel.distributed import _BufferCommHookLocation
-
-        location = _BufferCommHookLocation.POST_FORWARD if comm_hook_location is None else comm_hook_location
-        self._buffers_in_sync.set_hook(state, hook, location)
-
-    def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
-        """Lets an optimizer of class `optim`, made with these arguments, step bucket by bucket as averages come.
-
-        Raises:
-            RuntimeError: torch has no functional form of this optimizer, there is a communication hook, or nan_guard,
-                which looks when the optimizer has stepped.
-        """
-        if self.nan_guard:
-            raise PhotinusError(f"{optim.__name__} would step before nan_guard has looked: leave out one of the two")
-        from torch.distributed.algorithms._optimizer_overlap.optimizer_overlap import _as_overlapped_optim
-
-        try:
-            _as_overlapped_optim(optim, optim_params, *args, **kwargs).register_ddp(self)
-        except (NotImplementedError, ValueError) as error:
-            raise PhotinusError(f"{optim.__name__} cannot step inside backward: {error}") from error
 
     def _take_over_optimizers(self) -> None:
         self._optimizers_taken_over = True
@@ -499,15 +468,6 @@ class DistributedDataParallel(TorchSurface, nn.Module, UnevenInputs):
         """Goes on over another group; every rank of it calls this between two steps."""
         self.process_group = resolve_group(new_process_group)
         self._rebuild()
-
-    def _get_ddp_logging_data(self) -> dict[str, str | int]:
-        hook_name = None if self._comm_hook is None else self._comm_hook[2]
-        return logging_data(self, hook_name=hook_name, static_graph=self.static_graph)
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        if sample_rate < 1:
-            raise ValueError(f"sample_rate={sample_rate}: one in so many iterations is kept, so it is 1 or more")
-        self.reducer.timeline.sample_rate = sample_rate
 
     # ---- being a module
 

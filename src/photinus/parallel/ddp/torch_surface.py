@@ -1,8 +1,12 @@
-"""What torch's own tools, and libraries written for torch's class, ask of a wrapper beside its public interface."""
+"""What torch's own tools, and libraries written for torch's class, ask of a wrapper beside its public interface.
+
+`join` and its hook are here too: torch's `Join` calls them by the names of its class `Joinable`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -10,17 +14,32 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import DebugLevel, get_debug_level
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from ...errors import UnsuitableModelError
+from ...errors import PhotinusError, UnsuitableModelError
 from ..exchange.broadcast import broadcast_tensors
+from ..exchange.collectives import backend_name
 from ..reducer.buckets import FIRST_BUCKET_BYTES
+from ..reducer.comm_hooks import CommHook, builtin_hook
 from .checks import sparse_parameters
+from .sync_batch_norm import SyncBatchNorm
 
 if TYPE_CHECKING:
     from ..reducer.reducer import Reducer
     from .buffer_sync import BufferSync
 
 TorchDDP = nn.parallel.DistributedDataParallel
+
+_DTYPE_NAMES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.float16: "c10::Half",
+    torch.bfloat16: "c10::BFloat16",
+    torch.complex64: "c10::complex<float>",
+    torch.complex128: "c10::complex<double>",
+}
+_GLOO_THREADS = 2  # of each gloo group that torch makes
 
 
 @dataclass(frozen=True)
@@ -30,17 +49,40 @@ class _CompilerHints:
     bucket_bytes_cap: int
 
 
-class TorchSurface:
-    """Names that exist for others; nothing in this package calls them. A base of DistributedDataParallel."""
+class TorchSurface(Joinable):
+    """Names that exist for others; nothing in this package calls them. The base of DistributedDataParallel.
+
+    It also declares what the other parts of the wrapper read and set of the whole: they cannot import the class,
+    which imports them.
+    """
 
     if TYPE_CHECKING:
         module: nn.Module
         reducer: Reducer
         process_group: dist.ProcessGroup
-        _buffers_in_sync: BufferSync
-        parameters_to_ignore: set[str]
         device: torch.device
+        device_ids: list[torch.device] | None
+        output_device: torch.device | None
         bucket_bytes_cap: int
+        find_unused_parameters: bool
+        gradient_as_bucket_view: bool
+        forward_sync_buffers: bool
+        nan_guard: bool
+        static_graph: bool
+        parameters_to_ignore: set[str]
+        require_forward_param_sync: bool
+        _buffers_in_sync: BufferSync
+        _comm_hook: tuple[object, CommHook, str] | None
+        _divide_by_initial_world_size: bool
+        _join_config: Any
+
+        @property
+        def syncs(self) -> bool:
+            """Return whether backward of a forward now would exchange."""
+
+        def _sync_buffers(self, *, joined: bool = False) -> None: ...
+        def _sync_module_states(self, source: int, *, buffers: bool) -> None: ...
+        def _set_hook(self, state: object, hook: CommHook, name: str) -> None: ...
 
     _active_ddp_module: ClassVar[Any] = None
     """Set while a wrapper's forward runs: torch.compile then cuts its graphs where buckets end, so overlap stays."""
@@ -134,3 +176,212 @@ class TorchSurface:
 
     def _check_reducer_finalized(self) -> None:
         self.reducer._check_reducer_finalized()
+
+    # ---- hooks and logging
+
+    def _register_builtin_comm_hook(self, comm_hook_type: object) -> None:
+        self._set_hook(self.process_group, builtin_hook(comm_hook_type), str(comm_hook_type))
+
+    def _register_buffer_comm_hook(
+        self, state: object, hook: Callable[..., Any], comm_hook_location: Any = None
+    ) -> None:
+        """`hook(state, named_buffers)` takes the place of the broadcast of buffers, before or after the forward."""
+        from torch.nn.parallel.distributed import _BufferCommHookLocation
+
+        location = _BufferCommHookLocation.POST_FORWARD if comm_hook_location is None else comm_hook_location
+        self._buffers_in_sync.set_hook(state, hook, location)
+
+    def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
+        """Lets an optimizer of class `optim`, made with these arguments, step bucket by bucket as averages come.
+
+        Raises:
+            RuntimeError: torch has no functional form of this optimizer, there is a communication hook, or nan_guard,
+                which looks when the optimizer has stepped.
+        """
+        if self.nan_guard:
+            raise PhotinusError(f"{optim.__name__} would step before nan_guard has looked: leave out one of the two")
+        from torch.distributed.algorithms._optimizer_overlap.optimizer_overlap import _as_overlapped_optim
+
+        try:
+            _as_overlapped_optim(optim, optim_params, *args, **kwargs).register_ddp(self)
+        except (NotImplementedError, ValueError) as error:
+            raise PhotinusError(f"{optim.__name__} cannot step inside backward: {error}") from error
+
+    def _get_ddp_logging_data(self) -> dict[str, str | int]:
+        """Return how the wrapper was made and where its time goes, in nanoseconds, by the names of torch's class."""
+        reducer, timeline = self.reducer, self.reducer.timeline
+        backend = backend_name(self.process_group, self.device)
+        parameters = [slot.parameter for slot in reducer.slots]
+        total_bytes = sum(p.nbytes for p in parameters)
+        # Without padding. One rank has no buckets.
+        bucket_bytes = [sum(slot.parameter.nbytes for slot in bucket.slots) for bucket in reducer.buckets]
+        sizes = ", ".join(map(str, bucket_bytes or [total_bytes]))
+        data: dict[str, str | int] = {
+            "world_size": reducer.world_size,
+            "rank": reducer.rank,
+            "module_name": type(self.module).__name__,
+            "device_ids": "" if not self.device_ids else ", ".join(str(d.index) for d in self.device_ids),
+            "output_device": -1 if self.output_device is None else int(self.output_device.index or 0),
+            "broadcast_buffers": int(self.forward_sync_buffers),
+            "bucket_cap_bytes": self.bucket_bytes_cap,
+            "find_unused_parameters": int(self.find_unused_parameters),
+            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
+            "static_graph": int(self.static_graph),
+            "can_set_static_graph": int(reducer.used.always_the_same),
+            "backend_name": backend,
+            "has_sync_bn": int(any(isinstance(m, nn.SyncBatchNorm) for m in self.module.modules())),
+            "iteration": timeline.iteration,
+            "dtypes": ", ".join(sorted({_DTYPE_NAMES.get(p.dtype, str(p.dtype)) for p in parameters})),
+            "total_parameter_size_bytes": total_bytes,
+            "num_parameter_tensors": len(parameters),
+            "bucket_sizes": sizes,
+            "initial_bucket_size_limits": str(self.bucket_bytes_cap),
+            "num_buckets_reduced": timeline.buckets_exchanged,
+            "has_rebuilt_buckets": int(reducer.has_rebuilt_buckets),
+            "join_uneven_inputs": int(self._join_config.enable),
+            "torch_distributed_debug": os.environ.get("TORCH_DISTRIBUTED_DEBUG", "N/A"),
+            "master_addr": os.environ.get("MASTER_ADDR", "N/A"),
+            "master_port": os.environ.get("MASTER_PORT", "N/A"),
+            "cuda_visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES", "N/A"),
+            "prev_iteration_grad_ready_order_indices": ", ".join(map(str, reducer.arrival_order)),
+            **timeline.last,
+            **timeline.averages,
+        }
+        if reducer.has_rebuilt_buckets:
+            data["rebuilt_bucket_sizes"] = sizes
+            data["rebuilt_per_bucket_param_indices"] = ", ".join(
+                " ".join(str(slot.index) for slot in bucket.slots) for bucket in reducer.buckets
+            )
+        if backend == "gloo":
+            data["gloo_socket_ifname"] = os.environ.get("GLOO_SOCKET_IFNAME", "N/A")
+            data["gloo_device_transport"] = os.environ.get("GLOO_DEVICE_TRANSPORT", "N/A")
+            data["gloo_num_threads"] = _GLOO_THREADS
+        if self._comm_hook is not None:
+            data["comm_hook"] = self._comm_hook[2]
+        if timeline.error:
+            data["has_error"] = 1
+            data["error"] = timeline.error
+        if get_debug_level() != DebugLevel.OFF:
+            data["unused_parameter_size"] = 0
+        return data
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        if sample_rate < 1:
+            raise ValueError(f"sample_rate={sample_rate}: one in so many iterations is kept, so it is 1 or more")
+        self.reducer.timeline.sample_rate = sample_rate
+
+    # ---- uneven inputs
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """A context for loops that have other numbers of batches on each rank: the others' go on with zeros.
+
+        At its end every rank has the model of the last one to finish. Momentum and the like are not carried over: to
+        train on after it, use an optimizer without, or ZeroRedundancyOptimizer, in `Join([model, optimizer])`.
+
+        Args:
+            divide_by_initial_world_size: averages are over all ranks; False: over those that still have batches.
+            enable: False does nothing, at no cost.
+            throw_on_early_termination: raise RuntimeError on every rank as soon as one runs out of batches.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> DDPJoinHook:
+        """What `torch.distributed.algorithms.join.Join` calls on ranks without input."""
+        divide = kwargs.get("divide_by_initial_world_size", True)
+        return DDPJoinHook(self, divide_by_initial_world_size=divide)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where the messages of `Join` lie."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The group over which `Join` sends them."""
+        return self.process_group
+
+
+class DDPJoinHook(JoinHook):
+    """What a rank without input does while others go on, and when all are done. See `torch.distributed…join.Join`."""
+
+    def __init__(self, ddp: TorchSurface, *, divide_by_initial_world_size: bool) -> None:
+        self._ddp = ddp
+        ddp._divide_by_initial_world_size = divide_by_initial_world_size
+        self._own_gradients: list[torch.Tensor | None] | None = None
+        super().__init__()
+
+    def main_hook(self) -> None:
+        """Shadows one forward and backward of the others, in the order in which they exchange."""
+        ddp = self._ddp
+        syncs, contributors = tell_ranks(ddp, joined=True)
+        ddp.require_forward_param_sync = syncs
+        if not syncs:
+            return
+        if not ddp._divide_by_initial_world_size:
+            ddp.reducer.average.contributors = contributors
+        if self._own_gradients is None:
+            self._own_gradients = [slot.parameter.grad for slot in ddp.reducer.slots]
+        ddp.reducer.rebuild_buckets()
+        ddp._sync_buffers(joined=True)
+        ddp.reducer.shadow_round()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Sets the model of all ranks to that of the last one to finish; gradients become this rank's own again."""
+        ddp = self._ddp
+        if self._own_gradients is not None:
+            for slot, gradient in zip(ddp.reducer.slots, self._own_gradients, strict=True):
+                slot.parameter.grad = gradient
+            self._own_gradients = None
+        ddp.reducer.average.contributors = ddp.reducer.world_size
+        ddp._authoritative_rank = common_rank(ddp, candidate=is_last_joiner)
+        ddp._sync_module_states(ddp._authoritative_rank, buffers=ddp.forward_sync_buffers)
+        ddp.reducer.facts.restart()
+        ddp._join_config = ddp._join_config._replace(enable=False)  # torch leaves it on: later forwards would exchange
+
+
+def tell_ranks(ddp: TorchSurface, *, joined: bool) -> tuple[bool, int]:
+    """Tells the other ranks what this one does in this iteration; every rank calls it once in each.
+
+    Returns:
+        Whether the backward is followed by an exchange, and how many ranks have input.
+
+    Raises:
+        UnsuitableModelError: on every rank, when one has no input and SyncBatchNorm layers need it.
+    """
+    syncs = not joined and ddp.syncs
+    told = torch.tensor([float(syncs), float(not joined)], device=ddp.device)
+    dist.all_reduce(told, group=ddp.process_group)
+    someone_syncs, present = told.tolist()
+    if present < ddp.process_group.size():
+        for name, layer in ddp.module.named_modules():
+            if isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)) and layer.training:
+                raise UnsuitableModelError(
+                    f"layer {name} is a SyncBatchNorm, which exchanges inside the forward, and only {int(present)} of "
+                    f"{ddp.process_group.size()} ranks have input left: join cannot take part in that. Give all ranks "
+                    f"the same number of batches, or use join(throw_on_early_termination=True)."
+                )
+    return someone_syncs > 0, int(present)
+
+
+def common_rank(ddp: TorchSurface, *, candidate: bool) -> int:
+    """The highest rank that is a candidate; every rank calls it.
+
+    Raises:
+        ValueError: there is none.
+    """
+    rank = torch.tensor([ddp.process_group.rank() if candidate else -1], device=ddp.device)
+    dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=ddp.process_group)
+    found = int(rank.item())
+    if found < 0:
+        raise ValueError("no rank of the group has a model to offer; this is a defect of Photinus, please report it")
+    return found
