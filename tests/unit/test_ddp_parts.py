@@ -16,8 +16,8 @@ from photinus.parallel.exchange.collectives import wait_all
 from photinus.parallel.reducer.buckets import ParameterSpec, assign_buckets
 from photinus.parallel.reducer.gradient_memory import Bucket, Slot, bring_home
 from photinus.parallel.reducer.round_errors import missing_text
-from photinus.parallel.reducer.static_graph import StaticGraph
 from photinus.parallel.reducer.timeline import Timeline
+from photinus.parallel.reducer.used_parameters import StaticGraph
 
 
 def specs(*elems: int) -> list[ParameterSpec]:

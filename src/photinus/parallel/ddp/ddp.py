@@ -28,9 +28,8 @@ from ..exchange.collectives import backend_name, rate_between_hosts, resolve_gro
 from ..exchange.gpu_sharing import gpu_identity
 from ..exchange.tensors import map_tensors
 from ..exchange.verify_models import describe, verify_same_model
-from ..reducer.bucket_exchange import AverageExchange
+from ..reducer.bucket_exchange import AverageExchange, CommHook, HookExchange, check_hook
 from ..reducer.buckets import FIRST_BUCKET_BYTES, default_cap_bytes
-from ..reducer.comm_hooks import CommHook, HookExchange, check_hook
 from ..reducer.graph import current_task
 from ..reducer.options import ReducerOptions
 from ..reducer.reducer import Reducer

@@ -20,8 +20,8 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from ...errors import PhotinusError, UnsuitableModelError
 from ..exchange.broadcast import broadcast_tensors
 from ..exchange.collectives import backend_name
+from ..reducer.bucket_exchange import CommHook, builtin_hook
 from ..reducer.buckets import FIRST_BUCKET_BYTES
-from ..reducer.comm_hooks import CommHook, builtin_hook
 from .checks import sparse_parameters
 from .sync_batch_norm import SyncBatchNorm
 

@@ -144,6 +144,7 @@ class Average:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
+        self.device = device
         self.world_size = group.size()
         self.contributors = self.world_size
         self.by_backend = backend_name(group, device) in _AVERAGING_BACKENDS

@@ -1,14 +1,25 @@
-"""How one bucket travels: averaged as it is, or by a hook (`comm_hooks`), or in another precision."""
+"""How one bucket travels: averaged, by a communication hook, or in another precision.
+
+The interface of hooks is that of torch's class, so that its hooks (compression to half precision, PowerSGD, post-local
+SGD, …) run as they are: `hook(state, bucket)` returns a future whose value is what the bucket is to hold.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import BuiltinCommHookType
+from torch._C._distributed_c10d import GradBucket as TorchGradBucket
 
-from ..exchange.collectives import Average, Pending
+from ..exchange.collectives import Average, Pending, settle
 from .gradient_memory import Bucket
 from .streams import keep_until_read
+
+CommHook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 
 class BucketExchange(Protocol):
@@ -64,3 +75,139 @@ class _CopyBack:
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
+
+
+class GradBucket:
+    """One bucket as a hook sees it: the methods of `torch.distributed.GradBucket`, which Python cannot make."""
+
+    def __init__(self, bucket: Bucket, is_last: bool) -> None:
+        self._bucket = bucket
+        self._is_last = is_last
+        self._buffer = bucket.payload
+
+    def index(self) -> int:
+        """Position of the bucket in the order of launches; the same one in each step, but for the first."""
+        return self._bucket.index
+
+    def buffer(self) -> torch.Tensor:
+        """The flat gradients, one dimension; not divided by anything."""
+        return self._buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The buffer's parts, each in its parameter's shape."""
+        if self._buffer is self._bucket.payload:
+            return [slot.view for slot in self._bucket.slots if slot.view is not None]
+        return [
+            self._buffer[offset : offset + slot.parameter.numel()].view(slot.parameter.shape)
+            for slot, offset in zip(self._bucket.slots, self._bucket.plan.offsets, strict=True)
+        ]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters, in the order of `gradients()`."""
+        return [slot.parameter for slot in self._bucket.slots]
+
+    def is_last(self) -> bool:
+        """Whether no other bucket follows in this backward."""
+        return self._is_last
+
+    def set_buffer(self, tensor: torch.Tensor) -> None:
+        """Puts another tensor in the buffer's place, for hooks that call hooks.
+
+        One dimension, any dtype; its first elements are the gradients, others may follow.
+        """
+        self._buffer = tensor
+
+
+class HookExchange:
+    """Buckets travel by a hook. Nothing is divided: what the hook's future holds is what the gradients become."""
+
+    carries_tail = False
+
+    def __init__(self, state: object, hook: CommHook, group: dist.ProcessGroup, count: Callable[[], int]) -> None:
+        self._state = state
+        self._group = group
+        self._hook = hook
+        self._count = count
+
+    def start(self, bucket: Bucket) -> Pending:
+        """See `BucketExchange`.
+
+        Raises:
+            TypeError: the hook did not return a future.
+        """
+        settle(self._group)  # hooks share memory between buckets, and count on what they have put off being done
+        future = self._hook(self._state, GradBucket(bucket, bucket.index == self._count() - 1))
+        if not isinstance(future, (torch.futures.Future, torch._C.Future)):
+            raise TypeError(
+                f"a communication hook returns a torch.futures.Future of the bucket's new contents; "
+                f"{_name(self._hook)} returned {type(future).__name__}"
+            )
+        return _HookWork(future, bucket, self._hook)
+
+
+class _HookWork:
+    def __init__(self, future: Any, bucket: Bucket, hook: CommHook) -> None:
+        self._future = future
+        self._bucket = bucket
+        self._hook = hook
+
+    @torch.no_grad()
+    def wait(self) -> object:
+        """Brings the result home.
+
+        Raises:
+            ValueError: it is shorter than the bucket.
+        """
+        value = self._future.wait()
+        result = value[0] if isinstance(value, (list, tuple)) else value
+        home, elems = self._bucket.payload, self._bucket.plan.elems
+        if home.numel() != elems:  # resized by the hook
+            home.resize_(elems)
+        if result.numel() < elems:
+            raise ValueError(
+                f"the communication hook {_name(self._hook)} gave {result.numel()} elements for bucket "
+                f"{self._bucket.index}, which has {elems}; its future holds at least as many (what follows is left out)"
+            )
+        if result.data_ptr() != home.data_ptr():
+            home.copy_(result.reshape(-1)[:elems])
+        return home
+
+    def is_completed(self) -> bool:
+        return bool(self._future.done())
+
+
+def check_hook(hook: object) -> None:
+    """Refuses what cannot be a hook."""
+    if not callable(hook):
+        raise TypeError(f"Communication hook must be callable, got {type(hook).__name__}")
+    signature = inspect.signature(hook)
+    if "bucket" not in signature.parameters:
+        raise ValueError(f"Communication hook: {_name(hook)}{signature} needs a parameter named `bucket`")
+    annotation = signature.parameters["bucket"].annotation
+    if annotation not in (inspect.Parameter.empty, TorchGradBucket, GradBucket, "dist.GradBucket", "GradBucket"):
+        raise ValueError(f"Communication hook: bucket annotation should be dist.GradBucket, not {annotation}.")
+    returned = signature.return_annotation
+    future = torch.futures.Future[torch.Tensor]
+    if returned not in (inspect.Signature.empty, future) and not isinstance(returned, str):
+        raise ValueError(
+            f"Communication hook: return annotation should be torch.futures.Future[torch.Tensor], not {returned}."
+        )
+
+
+def builtin_hook(kind: object) -> CommHook:
+    """The hook for a `torch.distributed.BuiltinCommHookType`; its state is the process group.
+
+    Raises:
+        ValueError: another kind.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    if kind == BuiltinCommHookType.ALLREDUCE:
+        return default_hooks.allreduce_hook
+    if kind == BuiltinCommHookType.FP16_COMPRESS:
+        return default_hooks.fp16_compress_hook
+    raise ValueError(f"{kind!r} is not a torch.distributed.BuiltinCommHookType")
+
+
+def _name(hook: object) -> str:
+    return str(getattr(hook, "__qualname__", hook))

@@ -163,8 +163,3 @@ def bring_home(slots: Sequence[Slot], *, as_views: bool) -> list[tuple[Slot, tor
     for slot, view in zip(fresh, views, strict=True):
         slot.parameter.grad = view if as_views else view.data
     return carrying_graphs
-
-
-def slots_of(parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> list[Slot]:
-    """A slot for each parameter, not yet in any bucket."""
-    return [Slot(index, name, parameter) for index, (name, parameter) in enumerate(parameters)]

@@ -21,10 +21,10 @@ class ReducerOptions:
         last_after: index of the parameter whose gradient they wait for too.
         overlap: launch during backward. When False, everything is launched at its end: for models whose ranks use
             different parameters and exchange other things in backward (SyncBatchNorm) over the same group.
-        static_graph: see `photinus.parallel.reducer.static_graph`.
+        static_graph: see `photinus.parallel.reducer.used_parameters`.
         gradients_are_views: `param.grad` may be written to by the next backward even if it was kept elsewhere.
         late_errors: raise what went wrong with a backward at the next forward.
-        nan_guard: see `photinus.parallel.reducer.nan_guard`.
+        nan_guard: see `photinus.parallel.reducer.round_errors`.
         check_ranks: see `photinus.parallel.reducer.rank_facts`.
         wire_dtype: the type in which buckets travel between hosts, where it fits theirs; None: their own.
         path: what messages call the model.

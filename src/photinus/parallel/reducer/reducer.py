@@ -42,19 +42,16 @@ from ..exchange.tensors import tensors_in
 from ..tracing.device_clock import clock_of
 from .bucket_exchange import AverageExchange, BucketExchange
 from .bucket_launcher import BucketLauncher
-from .bucket_maker import BucketMaker
 from .buckets import BucketPlan
-from .gradient_memory import Bucket, Slot, aliases, bring_home, slots_of
+from .gradient_memory import Bucket, Slot, aliases, bring_home
 from .graph import AveragedGradient, current_task, inside_custom_function, leaves_below
-from .nan_guard import NanGuard
 from .options import ReducerOptions
 from .rank_facts import RankFacts, status_of
-from .round_errors import RoundErrors
+from .round_errors import NanGuard, RoundErrors
 from .sparse_gradients import average_sparse
-from .static_graph import StaticGraph
 from .streams import streams_of
 from .timeline import Timeline
-from .used_parameters import UsedParameters
+from .used_parameters import StaticGraph, UsedParameters
 
 _COPIED_TOGETHER_BYTES = 32 * 1024
 """Smaller gradients, and on a GPU all, are copied with their bucket's others by one call. A larger one on the CPU is
@@ -100,20 +97,19 @@ class Reducer:
         self.post_backward_futures: list[torch.futures.Future[Any]] = []
         self.static_graph = StaticGraph(self.rank, self.timeline) if options.static_graph else None
         self._guard = NanGuard(self.average) if options.nan_guard else None
+        self.slots = [Slot(index, name, parameter) for index, (name, parameter) in enumerate(parameters)]
+        self._sparse_slots = [slot for slot in self.slots if slot.name in options.sparse]
         self._launcher = BucketLauncher(
+            [slot for slot in self.slots if slot.name not in options.sparse],
+            self.average,
             AverageExchange(self.average, options.wire_dtype),
             options,
             guard=self._guard,
             static_graph=self.static_graph,
             timeline=self.timeline,
         )
-        self.slots = slots_of(parameters)
-        self._sparse_slots = [slot for slot in self.slots if slot.name in options.sparse]
-        sparse = [slot.index for slot in self._sparse_slots]
-        dense = [slot for slot in self.slots if slot.index not in sparse]
         checked = options.check_ranks and self.world_size > 1
         self.facts = RankFacts(self.slots, self.average, checked=checked)
-        self._maker = BucketMaker(dense, self.average, options, self.device)
         self._handles: list[Any] = []
         self._expected_unused: set[int] | None = None
         self.arrival_order: list[int] = []  # parameters as their gradients came in the first round
@@ -158,7 +154,7 @@ class Reducer:
     @property
     def has_rebuilt_buckets(self) -> bool:
         """Whether the ranks have agreed on the order in which gradients really come."""
-        return self._maker.order is not None
+        return self._launcher.order is not None
 
     def prepare_for_backward(self, outputs: object = ()) -> None:
         """The next backward exchanges gradients, even after forwards that ran in `no_sync`.
@@ -231,7 +227,7 @@ class Reducer:
         The averages become this rank's gradients, so that an optimizer whose ranks each step for a part of the
         parameters (ZeRO) can go on.
         """
-        shadows = [self._maker.shadow(bucket) for bucket in self.buckets]
+        shadows = [self._launcher.shadow(bucket) for bucket in self.buckets]
         works = [self._launcher.exchange.start(shadow) for shadow in shadows]
         if self.used.due:
             self.used.finish(self.used.start([False] * len(self.slots)))
@@ -280,15 +276,15 @@ class Reducer:
         """
         if (
             self.rounds <= (self.static_graph is not None)
-            or self._maker.order is not None
+            or self._launcher.order is not None
             or self.find_unused_parameters
             or not self.active
         ):
             return False
         # Rank 0's order holds for all: ranks that launch in orders of their own would wait for each other.
         everyone = list(reversed(range(len(self.slots))))
-        self._maker.agree_on_order([*self.arrival_order, *everyone])  # those that never came are expected last
-        plans = self._maker.plans(padded=self._launcher.exchange.carries_tail)
+        self._launcher.agree_on_order([*self.arrival_order, *everyone])  # those that never came are expected last
+        plans = self._launcher.plans()
         if [plan.parameters for plan in plans] != [plan.parameters for plan in self.plans]:
             self._make_buckets()
         return True
@@ -313,7 +309,7 @@ class Reducer:
     # ---- memory
 
     def _make_buckets(self) -> None:
-        self._launcher.buckets = self._maker.make(carries_tail=self._launcher.exchange.carries_tail)
+        self._launcher.make()
         self._reset()
 
     def _start(self) -> None:

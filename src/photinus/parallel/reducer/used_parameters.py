@@ -1,4 +1,10 @@
-"""Which parameters got a gradient, and on how many ranks."""
+"""Which parameters got a gradient, and on how many ranks; and models that promise to use the same ones in each step.
+
+With a static graph the first backward is only watched: everything is launched at its end, when it is known which
+parameters got a gradient and how many pieces of it (a layer inside several reentrant checkpoints gets one from each).
+From the second on, a parameter is complete when it has as many as in the first, and nobody waits for those that had
+none.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +14,59 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...errors import PhotinusError
 from ..exchange.collectives import Average, Pending
-from .static_graph import StaticGraph
+from .gradient_memory import Slot
 from .streams import sent_to
+from .timeline import Timeline
+
+
+class StaticGraph:
+    """What the first backward of this rank taught.
+
+    Attributes:
+        learned: whether there has been one.
+        used_somewhere: for each parameter, whether it got a gradient on some rank; None as long as it is not known.
+    """
+
+    def __init__(self, rank: int, timeline: Timeline) -> None:
+        self._rank = rank
+        self._timeline = timeline
+        self._arrivals: list[int] | None = None
+        self.used_somewhere: list[bool] | None = None
+
+    @property
+    def learned(self) -> bool:
+        """Whether the first backward is over."""
+        return self._arrivals is not None
+
+    def learn(self, slots: Sequence[Slot]) -> None:
+        """Remembers what came in the backward that ends now."""
+        self._arrivals = [slot.arrivals for slot in slots]
+
+    def never_used(self, slot: Slot) -> bool:
+        """Whether the first backward brought this parameter no gradient."""
+        return self._arrivals is not None and self._arrivals[slot.index] == 0
+
+    def completes(self, slot: Slot) -> bool:
+        """Counts a gradient; returns whether it is the last one of this parameter in this backward.
+
+        Raises:
+            PhotinusError: it is one more than in the first backward.
+        """
+        slot.arrivals += 1
+        if self._arrivals is None:
+            return True
+        expected = self._arrivals[slot.index]
+        if slot.arrivals > expected:
+            was = "got no gradient" if expected == 0 else f"got {expected} gradients"
+            self._timeline.error = (
+                f"rank {self._rank}: Your training graph has changed in this iteration, but static_graph=True promises "
+                f"that it does not: parameter {slot.name} {was} in the first backward, and one more now. Leave "
+                f"static_graph out, or pass find_unused_parameters=True if it changes which parameters are used."
+            )
+            raise PhotinusError(self._timeline.error)
+        return slot.arrivals == expected
 
 
 class UsedParameters:
@@ -20,6 +76,7 @@ class UsedParameters:
         asked: whether it may change from round to round. If not, all are used, unless `static_graph` is there.
 
     Attributes:
+        ranks: on how many ranks each parameter got a gradient in the last round: int32 [parameters].
         always_the_same: whether the unused ones of this rank were the same in each round so far.
     """
 
@@ -35,15 +92,10 @@ class UsedParameters:
         self._average = average
         self._static_graph = static_graph
         self._asked = asked
-        self._ranks = torch.zeros(count, dtype=torch.int32, device=device)
+        self.ranks = torch.zeros(count, dtype=torch.int32, device=device)
         self._exchanged = False
         self._unused_before: frozenset[int] | None = None
         self.always_the_same = True
-
-    @property
-    def ranks(self) -> torch.Tensor:
-        """On how many ranks each parameter got a gradient in the last round: int32 [parameters]."""
-        return self._ranks
 
     @property
     def due(self) -> bool:
@@ -54,8 +106,8 @@ class UsedParameters:
 
     def start(self, touched: Sequence[bool]) -> Pending:
         """Starts the exchange of what this rank used; `finish` has to follow."""
-        self._ranks = sent_to(self._ranks.device, touched, torch.int32)
-        work: Any = dist.all_reduce(self._ranks, group=self._average.group, async_op=True)
+        self.ranks = sent_to(self.ranks.device, touched, torch.int32)
+        work: Any = dist.all_reduce(self.ranks, group=self._average.group, async_op=True)
         pending: Pending = work
         return pending
 
@@ -64,13 +116,13 @@ class UsedParameters:
         work.wait()
         self._exchanged = True
         if self._static_graph is not None:
-            self._static_graph.used_somewhere = [count > 0 for count in self._ranks.tolist()]
+            self._static_graph.used_somewhere = [count > 0 for count in self.ranks.tolist()]
 
     def somewhere(self) -> list[bool]:
         """For each parameter, whether some rank used it in this round; [] where nobody asks: all are used."""
         if self._static_graph is not None:
             return self._static_graph.used_somewhere or []
-        return [count > 0 for count in self._ranks.tolist()] if self._exchanged else []
+        return [count > 0 for count in self.ranks.tolist()] if self._exchanged else []
 
     def note_unused(self, indices: Iterable[int]) -> None:
         """Remembers which parameters this rank did not use in the round that ends."""
