@@ -5,7 +5,7 @@ tracing/     when things happened, and the picture of it for all ranks
 reducer/     averages gradients while backward is still computing
 ddp/         DistributedDataParallel, and what it is made of above the reducer
 zero/        parameters, gradients and optimizer states split over ranks
-strategies/  ways of spreading a model, one class per file; chosen by name
+strategies/  ways of spreading a model, chosen by name
 """
 
 from __future__ import annotations

@@ -12,13 +12,10 @@ from torch.optim import Optimizer
 
 from ...spelling import hint
 from ..ddp.sync_batch_norm import convert_sync_batchnorm
-from .ddp import DDPStrategy
+from .ddp import DDPStrategy, TorchDDPStrategy, Zero1Strategy
 from .dp import DPStrategy
+from .fully_sharded import Zero2Strategy, Zero3Strategy
 from .strategy import Strategy
-from .torch_ddp import TorchDDPStrategy
-from .zero1 import Zero1Strategy
-from .zero2 import Zero2Strategy
-from .zero3 import Zero3Strategy
 
 STRATEGIES: Mapping[str, type[Strategy]] = MappingProxyType(
     {

@@ -1,16 +1,18 @@
-"""Strategy "ddp": every rank holds the whole model; Photinus' own DistributedDataParallel averages the gradients."""
+"""Strategies "ddp", "torch-ddp" and "zero1": every rank holds the whole model, and a wrapper averages the gradients."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from ..ddp.ddp import DistributedDataParallel
+from ..zero.sharded_optimizer import check_shardable, consolidated_state, is_sharded, shard_optimizer
+from ..zero.swap_parameters import check_repointable
 from .strategy import Strategy
 
 
@@ -35,3 +37,62 @@ class DDPStrategy(Strategy):
     def recognizes(cls, part: nn.Module | Optimizer) -> bool:
         """Whether it is a `photinus.DistributedDataParallel`."""
         return issubclass(type(part), DistributedDataParallel)
+
+
+class TorchDDPStrategy(Strategy):
+    """torch.nn.parallel.DistributedDataParallel. Options: those of that class."""
+
+    name: ClassVar[str] = "torch-ddp"
+    accepted: ClassVar[frozenset[str]] = options_of(nn.parallel.DistributedDataParallel)
+    replicates: ClassVar[bool] = True
+
+    def wrap(self, model: nn.Module, device: torch.device, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
+        """Wraps in torch's class; optimizers stay as they are."""
+        _ = self.group  # where there is none, the error says what to do, as torch's would not
+        device_ids = None if device.type == "cpu" else [device]
+        return nn.parallel.DistributedDataParallel(model, device_ids=device_ids, **self.options)
+
+    @classmethod
+    def recognizes(cls, part: nn.Module | Optimizer) -> bool:
+        """Whether it is torch's class itself. (Ours says that it is an instance too, for libraries that ask.)"""
+        return nn.parallel.DistributedDataParallel in type(part).__mro__
+
+
+class Zero1Strategy(DDPStrategy):
+    """Whole model and gradients on every rank; each rank remembers and steps its part, and parts are broadcast.
+
+    Each rank holds 1/world size of what the optimizer remembers (Adam: twice the parameters). Options: those of
+    DistributedDataParallel.
+    """
+
+    name: ClassVar[str] = "zero1"
+
+    def check(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Wants the optimizer, and one that can be split."""
+        if not optimizers:
+            raise ValueError(
+                "strategy 'zero1' splits what the optimizer remembers, so wrap needs it: "
+                'wrap(model, optimizer, strategy="zero1")'
+            )
+        check_repointable(optimizers, self.name)
+        check_shardable(optimizers)
+
+    def wrap(self, model: nn.Module, device: torch.device, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
+        """Wraps in `photinus.DistributedDataParallel`, and splits the optimizers in place."""
+        wrapped = super().wrap(model, device)
+        for optimizer in optimizers:
+            shard_optimizer(optimizer, self.group)
+        return wrapped
+
+    def save(self, part: nn.Module | Optimizer) -> dict[str, Any]:
+        """See `Strategy.save`."""
+        return super().save(part) if isinstance(part, nn.Module) else consolidated_state(part)
+
+    def splits(self, part: nn.Module | Optimizer) -> bool:
+        """Optimizers are split."""
+        return isinstance(part, Optimizer) and is_sharded(part)
+
+    @classmethod
+    def recognizes(cls, part: nn.Module | Optimizer) -> bool:
+        """Whether it is a split optimizer, or a model as "ddp" wraps it."""
+        return super().recognizes(part) or is_sharded(part)

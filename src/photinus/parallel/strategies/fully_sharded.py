@@ -1,4 +1,4 @@
-"""What strategies "zero2" and "zero3" share: parameters, gradients and optimizer states split over the ranks.
+"""Strategies "zero2" and "zero3": parameters, gradients and optimizer states split over the ranks.
 
 On torch's FSDP2 (`fully_shard`). Every parameter is cut along its first dimension, one part for each rank. Units
 (blocks of layers) are gathered before they compute; during backward each unit's gradients are averaged and split by one
@@ -225,6 +225,23 @@ class FullyShardedStrategy(Strategy):
         lines += [describe("buffer", name, buffer) for name, buffer in buffers]
         verify_same_model(lines, group)
         broadcast_tensors([*(p.detach() for _, p in named), *(b for _, b in buffers)], group, device)
+
+
+class Zero2Strategy(FullyShardedStrategy):
+    """As "zero3", but what forward gathered is kept for backward: faster by one gather, and the whole model in memory.
+
+    Between steps each rank holds its part only.
+    """
+
+    name: ClassVar[str] = "zero2"
+    drops_after_forward: ClassVar[bool] = False
+
+
+class Zero3Strategy(FullyShardedStrategy):
+    """Gathered parameters are dropped after the forward of their unit, and gathered once more for its backward."""
+
+    name: ClassVar[str] = "zero3"
+    drops_after_forward: ClassVar[bool] = True
 
 
 def _can_miss_parameters() -> bool:

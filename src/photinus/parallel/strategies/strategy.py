@@ -27,8 +27,7 @@ class Strategy(ABC):
     """One way of spreading a model over the ranks, with verbs that trainers and loops call.
 
     A strategy holds options, not models: one object can wrap several models, and the verbs find all they need in the
-    model or optimizer that they are given. Each strategy lives in a file of its own and is entered in
-    `photinus.parallel.STRATEGIES`.
+    model or optimizer that they are given. `photinus.parallel.STRATEGIES` lists the strategies.
 
     Raises:
         TypeError: an option that this strategy does not have; the message lists those it has.
