@@ -75,7 +75,7 @@ def check_large_models_are_broadcast_in_pieces(group: dist.ProcessGroup) -> None
 
 
 def check_states_of_all_ranks_come_to_rank_0_as_they_are(group: dist.ProcessGroup) -> None:
-    from photinus.parallel.exchange.state_exchange import gather_states
+    from photinus.parallel.zero.split_states import gather_states
 
     def state(rank: int) -> dict[Any, Any]:
         tensors = [torch.full((2, 3), float(rank)).t(), torch.tensor(rank).bfloat16(), torch.zeros(0, 4)]

@@ -71,7 +71,7 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         group = self._group()
         if not self.training or group is None:
-            return self._forward_alone(input)
+            return super().forward(input)
         output, mean, variance, count = _SynchronisedBatchNorm.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, _Exchange(group)
         )
@@ -94,23 +94,6 @@ class SyncBatchNorm(_BatchNorm):
             return None
         group = self.process_group if self.process_group is not None else dist.group.WORLD
         return group if group is not None and group.size() > 1 else None
-
-    def _forward_alone(self, input: torch.Tensor) -> torch.Tensor:
-        factor = 0.0
-        if self.training and self.track_running_stats:
-            factor = self._count_batch()
-        by_batch = self.training or self.running_mean is None
-        running = not self.training or self.track_running_stats
-        return F.batch_norm(
-            input,
-            self.running_mean if running else None,
-            self.running_var if running else None,
-            self.weight,
-            self.bias,
-            by_batch,
-            factor,
-            self.eps,
-        )
 
     def _count_batch(self) -> float:
         """Counts a batch; returns the weight of its statistics: momentum, or 1/batches (the cumulative average)."""

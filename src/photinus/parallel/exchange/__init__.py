@@ -6,7 +6,6 @@ collectives       the few things that this floor asks of a process group, the sa
 gpu_sharing       which GPU a rank computes on, and whether others may, too
 long_work         saving and loading may take longer than the deadline of the group: whoever works says so
 parameter_digest  do all ranks hold the same weights? Digests, compared by one exchange
-state_exchange    what each rank remembers, brought to rank 0 without pickle
 tensors           tensors inside nested values, and how a tensor lies in memory
 verify_models     do all ranks hold the same model? One small exchange answers, before anything else is exchanged
 """

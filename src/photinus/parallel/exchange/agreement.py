@@ -13,7 +13,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -37,21 +37,21 @@ def place_in_group() -> tuple[int, int]:
     return 0, 1
 
 
-def gather_per_rank(value: T) -> list[T]:
+def gather_per_rank(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Every rank's `value`, by rank, on every rank. For small things such as the state of random number generators.
 
     What travels are torch files, read with weights_only=True: tensors, numbers, text, lists, tuples, dicts.
 
     Args:
         value: this rank's; tensors come back on the CPU.
+        group: default: the default group.
     """
-    if place_in_group()[1] == 1:
+    if _size_of(group) == 1:
         return [value]
     buffer = io.BytesIO()
     torch.save(value, buffer)
-    return [
-        torch.load(io.BytesIO(data), map_location="cpu", weights_only=True) for data in _all_gather(buffer.getvalue())
-    ]
+    everyone = _all_gather(buffer.getvalue(), group)
+    return [torch.load(io.BytesIO(data), map_location="cpu", weights_only=True) for data in everyone]
 
 
 def from_rank_0(call: Callable[[], JSON], doing: str, *, is_long: bool = False) -> Any:
@@ -76,7 +76,7 @@ def check_alike(options: Mapping[str, JSON], what: str, group: dist.ProcessGroup
     Raises:
         ValueError: they differ; on every rank, says which on which ranks, and both values.
     """
-    if (place_in_group()[1] if group is None else group.size()) == 1:
+    if _size_of(group) == 1:
         return
     text = json.dumps(options, sort_keys=True).encode()
     if len(set(_all_gather(hashlib.sha256(text).digest(), group))) == 1:
@@ -153,9 +153,10 @@ def _error_class(name: str) -> type[Exception]:
 
 def _all_gather(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
     """Every rank's bytes, of any lengths."""
-    if group is None:
-        if place_in_group()[1] == 1:
-            return [data]
-        group = dist.group.WORLD
-    assert group is not None, "several ranks have a group"
-    return all_gather_bytes(data, group)
+    if _size_of(group) == 1:
+        return [data]
+    return all_gather_bytes(data, cast(dist.ProcessGroup, group or dist.group.WORLD))
+
+
+def _size_of(group: dist.ProcessGroup | None) -> int:
+    return place_in_group()[1] if group is None else group.size()

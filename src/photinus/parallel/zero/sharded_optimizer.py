@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ..exchange.state_exchange import gather_states
+from .split_states import gather_states
 
 
 def is_sharded(optimizer: object) -> bool:

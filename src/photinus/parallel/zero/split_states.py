@@ -1,4 +1,4 @@
-"""States whose tensors are split over ranks (DTensors), made whole; and whole ones, split.
+"""States that lie on several ranks, made whole; and whole ones, split.
 
 A state is nested dicts, lists and tuples with tensors and plain values at the leaves. Tensors of a class that knows
 `full_tensor` are split ones; DTensor itself is not imported before there is one, because that takes long.
@@ -8,10 +8,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+
+from ..exchange.agreement import gather_per_rank
+from ..exchange.collectives import control_device
+
+_TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
 def is_split(value: object) -> bool:
@@ -76,6 +83,74 @@ def _gather(tensor: Any) -> torch.Tensor:
     return gathered.flatten(0, 1)[:count]
 
 
+def gather_states(state: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Every rank's state, by rank, on the group's rank 0; [] on the others. Called by all ranks of the group.
+
+    All ranks read the outlines of all states, so that what one of them cannot send is an error on all. Then each rank
+    in turn sends its tensors to rank 0, one by one: beside the result, a rank needs room for the largest. Nothing that
+    comes in is run, and nothing is made of it but tensors, numbers, text, lists, tuples and dicts.
+
+    Args:
+        state: this rank's: nested dicts, lists and tuples of tensors, numbers, text and None.
+
+    Returns:
+        The states, with tensors on the CPU.
+
+    Raises:
+        TypeError: something in a rank's state is none of these; on all ranks, names the rank and the place.
+    """
+    tensors: list[torch.Tensor] = []
+    try:
+        mine = {"state": _outline(state, "state", tensors)}
+    except TypeError as error:
+        mine = {"error": str(error)}
+    outlines = gather_per_rank(mine, group)
+    for rank, each in enumerate(outlines):
+        if "error" in each:
+            raise TypeError(f"rank {dist.get_global_rank(group, rank)}: {each['error']}")
+    device = control_device(group)
+    if group.rank() != 0:
+        for tensor in tensors:
+            if tensor.numel():
+                dist.send(tensor.contiguous().view(-1).view(torch.uint8).to(device), group=group, group_dst=0)
+        return []
+
+    def receive(source: int, like: torch.Tensor) -> torch.Tensor:
+        data = torch.empty(like.nbytes, dtype=torch.uint8, device=device)
+        if data.numel():
+            dist.recv(data, group=group, group_src=source)
+        return data.cpu().view(like.dtype).view(like.shape)
+
+    own = iter(tensors)
+    states = [map_state(outlines[0]["state"], lambda _: next(own).cpu())]
+    return states + [map_state(outlines[rank]["state"], partial(receive, rank)) for rank in range(1, group.size())]
+
+
+def _outline(value: Any, where: str, tensors: list[torch.Tensor]) -> Any:
+    """The value with meta tensors, which hold no data, in the place of its tensors; these are added to `tensors`."""
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        value = value.item()
+    for kind in (bool, int, float, str):  # plain ones of their subclasses: a class cannot be loaded without its code
+        if isinstance(value, kind):
+            return kind(value)
+    if type(value) in _TENSORS and value.layout is torch.strided and not value.is_quantized:
+        tensors.append(value.detach())
+        return value.detach().to("meta")
+    if type(value) in (list, tuple):
+        return type(value)(_outline(item, f"{where}[{place}]", tensors) for place, item in enumerate(value))
+    if isinstance(value, dict):
+        return {
+            _outline(key, f"{where}, key {key!r}", []): _outline(item, f"{where}[{key!r}]", tensors)
+            for key, item in value.items()
+        }
+    if value is None:
+        return None
+    raise TypeError(
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot go to another rank: it would "
+        f"have to run code from it. Let the optimizer remember tensors, numbers, text, lists and dicts only."
+    )
+
+
 def copy_state(state: Any, device: torch.device | None = None) -> Any:
     """The state with copies of all tensors and values, on `device` or where they are; split ones stay split."""
 
@@ -120,11 +195,8 @@ def split_as(full: torch.Tensor, like: Any) -> torch.Tensor:
     else:
         part, placements = full, [Replicate()] * like.device_mesh.ndim
     part = part.detach().to(local.device, copy=True).contiguous()
+    contiguous = torch.empty(full.shape, device="meta").stride()
     split: torch.Tensor = DTensor.from_local(
-        part, like.device_mesh, placements, run_check=False, shape=full.shape, stride=_dense_stride(full.shape)
+        part, like.device_mesh, placements, run_check=False, shape=full.shape, stride=contiguous
     )
     return split
-
-
-def _dense_stride(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
