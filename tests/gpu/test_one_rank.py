@@ -12,7 +12,7 @@ import torch
 import photinus
 from photinus.errors import DeviceError
 from photinus.job.world import World
-from photinus.parallel.exchange.gpu_sharing import gpu_identity
+from photinus.parallel.exchange.verify_models import gpu_identity
 from photinus.trainer.session.placement import choose_device
 from tests.gpu.device import DEVICE, HAS_GPU, NAME, TIMEOUT_S
 from tests.rank_pool import RankPool

@@ -11,7 +11,7 @@ import torch
 
 from photinus.errors import PhotinusError, UnsuitableModelError
 from photinus.parallel.ddp.buffer_sync import _Arrival
-from photinus.parallel.ddp.options import buffer_sync_options, capacities
+from photinus.parallel.ddp.checks import buffer_sync_options, capacities
 from photinus.parallel.exchange.collectives import wait_all
 from photinus.parallel.reducer.buckets import ParameterSpec, assign_buckets
 from photinus.parallel.reducer.gradient_memory import Bucket, Slot, bring_home

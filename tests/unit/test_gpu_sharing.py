@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from photinus.errors import DeviceError
 from photinus.job.world import World
-from photinus.parallel.exchange.gpu_sharing import gpu_identity, refuse_shared_gpus
+from photinus.parallel.exchange.verify_models import gpu_identity, refuse_shared_gpus
 from photinus.trainer.session import placement
 from photinus.trainer.session.placement import check_gpus, choose_device
 

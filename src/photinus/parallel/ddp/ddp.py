@@ -25,22 +25,29 @@ from torch.distributed.algorithms.join import Join
 from ...errors import ModelMismatchError, NotInitializedError, PhotinusError
 from ..exchange.broadcast import broadcast_tensors
 from ..exchange.collectives import backend_name, rate_between_hosts, resolve_group
-from ..exchange.gpu_sharing import gpu_identity
 from ..exchange.tensors import map_tensors
-from ..exchange.verify_models import describe, verify_same_model
+from ..exchange.verify_models import describe, gpu_identity, verify_same_model
 from ..reducer.bucket_exchange import AverageExchange, CommHook, HookExchange, check_hook
 from ..reducer.buckets import FIRST_BUCKET_BYTES, default_cap_bytes
 from ..reducer.graph import current_task
 from ..reducer.options import ReducerOptions
 from ..reducer.reducer import Reducer
 from .buffer_sync import BufferSync
-from .checks import check_delayed, check_device_ids, check_wire_dtype, device_to_move_to, one_device, sparse_parameters
-from .fused_optimizer import OptimizersInBackward
+from .checks import (
+    buffer_sync_options,
+    capacities,
+    check_delayed,
+    check_device_ids,
+    check_wire_dtype,
+    device_to_move_to,
+    group_of,
+    one_device,
+    sparse_parameters,
+)
 from .held_parameters import HeldParameters, take_over_parameters
 from .mixed_precision import MixedPrecision, MixedPrecisionConfig
-from .options import buffer_sync_options, capacities, group_of
 from .sync_batch_norm import SyncBatchNorm
-from .torch_surface import TorchSurface, common_rank, tell_ranks
+from .torch_surface import OptimizersInBackward, TorchSurface, common_rank, tell_ranks
 
 
 class DistributedDataParallel(TorchSurface, nn.Module):

@@ -22,6 +22,7 @@ from ..exchange.broadcast import broadcast_tensors
 from ..exchange.collectives import backend_name
 from ..reducer.bucket_exchange import CommHook, builtin_hook
 from ..reducer.buckets import FIRST_BUCKET_BYTES
+from ..reducer.gradient_memory import Bucket, Slot
 from .checks import sparse_parameters
 from .sync_batch_norm import SyncBatchNorm
 
@@ -39,6 +40,7 @@ _DTYPE_NAMES = {
     torch.complex64: "c10::complex<float>",
     torch.complex128: "c10::complex<double>",
 }
+_IN_BACKWARD = "_in_backward_optimizers"  # torch's attribute of parameters
 _GLOO_THREADS = 2  # of each gloo group that torch makes
 
 
@@ -385,3 +387,46 @@ def common_rank(ddp: TorchSurface, *, candidate: bool) -> int:
     if found < 0:
         raise ValueError("no rank of the group has a model to offer; this is a defect of Photinus, please report it")
     return found
+
+
+class OptimizersInBackward:
+    """Steps the optimizers that hang on parameters when the parameters' averages have come; their grads become None.
+
+    They step during the end of backward, bucket by bucket, while later buckets are still under way. Two interfaces of
+    torch lead here: `_apply_optimizer_in_backward`, which hangs optimizers on parameters before they are wrapped, and
+    the wrapper's `_register_fused_optim`, which is a communication hook (see torch's `_optimizer_overlap`).
+
+    Use `take_over` to make one.
+    """
+
+    @staticmethod
+    def take_over(slots: Sequence[Slot]) -> OptimizersInBackward | None:
+        """Removes the hooks by which torch would step before the average; None if no parameter has an optimizer.
+
+        Raises:
+            ValueError: a parameter with sparse gradients has one; those are averaged after all buckets.
+        """
+        owners = [slot.parameter for slot in slots if hasattr(slot.parameter, _IN_BACKWARD)]
+        if not owners:
+            return None
+        sparse = [slot.name for slot in slots if slot.bucket is None and hasattr(slot.parameter, _IN_BACKWARD)]
+        if sparse:
+            raise ValueError(
+                f"parameter {sparse[0]} has sparse gradients and an optimizer that steps in backward; give it an "
+                f"ordinary optimizer"
+            )
+        from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
+
+        handles: Any = param_to_optim_hook_handle_map
+        for parameter in owners:
+            for handle in handles.get(parameter, []):
+                handle.remove()
+        return OptimizersInBackward()
+
+    def __call__(self, bucket: Bucket) -> None:
+        """Steps for the parameters of one bucket."""
+        for slot in bucket.slots:
+            if hasattr(slot.parameter, _IN_BACKWARD) and slot.parameter.grad is not None:
+                for optimizer in getattr(slot.parameter, _IN_BACKWARD):
+                    optimizer.step()
+                slot.parameter.grad = None

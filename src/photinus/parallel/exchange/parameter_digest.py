@@ -15,6 +15,7 @@ from ...errors import ModelMismatchError
 from ...job.world import name_ranks
 from .collectives import control_device
 from .tensors import dense_strides
+from .verify_models import ranks_by
 
 _WORD_BYTES = 8
 _PIECES = 32
@@ -63,9 +64,7 @@ def compare_parameters(named: Sequence[tuple[str, torch.Tensor]], group: dist.Pr
 
 def _sides(by_rank: Sequence[int]) -> str:
     """Who holds what; who is wrong can be told only where most ranks agree."""
-    sides: dict[int, list[int]] = {}
-    for rank, value in enumerate(by_rank):
-        sides.setdefault(value, []).append(rank)
+    sides = ranks_by(by_rank)
     most = max(sides.values(), key=len)
     others = [rank for rank in range(len(by_rank)) if rank not in most]
     if len(most) > len(others):

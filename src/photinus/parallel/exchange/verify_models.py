@@ -1,4 +1,4 @@
-"""Do all ranks hold the same model? One small exchange answers, before anything else is exchanged.
+"""Do all ranks hold the same model, on GPUs of their own? One small exchange answers, before all others.
 
 Each rank describes its model in lines of text: one per parameter and buffer, in order. The ranks exchange a digest
 of the text. Only where digests differ is the text itself exchanged, so that every rank can name the first line that
@@ -8,17 +8,21 @@ differs, and both sides. Nothing is pickled.
 from __future__ import annotations
 
 import hashlib
+import os
+import socket
 from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ... import env
-from ...errors import ModelMismatchError
+from ...errors import DeviceError, ModelMismatchError
 from ...job.world import name_ranks
 from .collectives import all_gather_bytes
-from .gpu_sharing import refuse_shared_gpus
 from .tensors import dense_strides
+
+T = TypeVar("T")
 
 _DIGEST_BYTES = 32
 _GPU_BYTES = 128
@@ -40,7 +44,7 @@ def verify_same_model(lines: Iterable[str], group: dist.ProcessGroup, gpu: str =
 
     Args:
         lines: this rank's description, one line per parameter and buffer, in order.
-        gpu: the one that the model is on, see `photinus.parallel.exchange.gpu_sharing`.
+        gpu: the one that the model is on, see `gpu_identity`.
 
     Raises:
         ModelMismatchError: on every rank, naming the first line that differs and what both sides have.
@@ -61,11 +65,8 @@ def _difference(models: Sequence[Sequence[str]], rank: int) -> str:
     count = max(len(model) for model in models)
     at = [[model[i] if i < len(model) else None for model in models] for i in range(count)]
     line = next(i for i in range(count) if len(set(at[i])) > 1)
-    sides: dict[str | None, list[int]] = {}
-    for other, text in enumerate(at[line]):
-        sides.setdefault(text, []).append(other)
     told = "; ".join(
-        f"{name_ranks(ranks)}: {'nothing more' if text is None else text}" for text, ranks in sides.items()
+        f"{name_ranks(ranks)}: {'nothing more' if text is None else text}" for text, ranks in ranks_by(at[line]).items()
     )
     counts = sorted({len(model) for model in models})
     sizes = f" (the models have {' and '.join(map(str, counts))} lines)" if len(counts) > 1 else ""
@@ -74,3 +75,40 @@ def _difference(models: Sequence[Sequence[str]], rank: int) -> str:
         f"{sizes}: {told}. Build the same model on every rank, with the same options, before wrapping it; what depends "
         f"on the rank (data, seeds, devices) must not change names, shapes, dtypes, order or requires_grad."
     )
+
+
+def gpu_identity(device: torch.device) -> str:
+    """Words for a GPU that are equal for two processes exactly when it is the same one; "" for other devices."""
+    if device.type != "cuda":
+        return ""
+    properties: Any = torch.cuda.get_device_properties(device)
+    # The number says nothing by itself: CUDA_VISIBLE_DEVICES may differ from rank to rank.
+    which = getattr(properties, "uuid", None) or f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'all')}:{device.index}"
+    return f"GPU {which} ({properties.name}) of host {socket.gethostname()}"
+
+
+def refuse_shared_gpus(by_rank: Sequence[str], backend: str, allowed: int) -> None:
+    """Raises DeviceError where more than `allowed` ranks have the same GPU, or any two over nccl."""
+    nccl = "nccl" in backend
+    for gpu, ranks in ranks_by(by_rank).items():
+        if not gpu or len(ranks) <= (1 if nccl else allowed):
+            continue
+        told = f"ranks {', '.join(map(str, ranks))} all compute on {gpu}"
+        if nccl and len(ranks) <= allowed:
+            raise DeviceError(
+                f"{told}, and nccl takes one rank per GPU. Use backend 'photinus' or 'gloo', or leave the choice."
+            )
+        raise DeviceError(
+            f"{told}, but each rank needs one of its own: that of its local rank, which device 'auto' takes, and "
+            f"torch.cuda.set_device(local_rank) before the model is made; or start fewer ranks. To let them share it "
+            f"on purpose, over photinus or gloo: photinus run --ranks-per-gpu {len(ranks)}, or "
+            f"{env.RANKS_PER_GPU.name}={len(ranks)} with other launchers."
+        )
+
+
+def ranks_by(values: Iterable[T]) -> dict[T, list[int]]:
+    """The ranks that have each value, where `values` has one per rank."""
+    ranks: dict[T, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ranks

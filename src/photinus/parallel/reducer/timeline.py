@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..exchange.tensors import tensors_in
-from ..tracing.device_clock import DeviceClock, Moment, ns_of
+from ..tracing.device_clock import DeviceClock, Moment, is_past, ns_of
 from ..tracing.recording import EXCHANGE, MAIN, current_recording
 from .gradient_memory import Bucket
 
@@ -61,7 +61,7 @@ class Timeline:
             self._unread.append((done, moments))
         elif self._is_sampled(done):
             self.iteration = done
-        while self._unread and _is_past(self._unread[0][1][-1]):
+        while self._unread and is_past(self._unread[0][1][-1]):
             self._keep(*self._unread.pop(0))
         self._iterations += 1
         recording = current_recording(any_step=True)
@@ -170,10 +170,6 @@ class Timeline:
             "backward_comm_time_start": exchange,
             "backward_comm_time_end": exchange_end,
         }
-
-
-def _is_past(moment: int | Moment) -> bool:
-    return isinstance(moment, int) or moment.passed
 
 
 def _ns_after(began: int | Moment, moment: int | Moment) -> int:

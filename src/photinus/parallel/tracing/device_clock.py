@@ -81,6 +81,11 @@ def clock_of(device: torch.device) -> DeviceClock | None:
     return DeviceClock(record)
 
 
+def is_past(moment: int | Moment) -> bool:
+    """Whether a moment of either kind has come: one of the host's clock always has."""
+    return isinstance(moment, int) or moment.passed
+
+
 def ns_of(moment: int | Moment) -> int:
     """A moment of either kind on the clock of `time.perf_counter_ns`."""
     return moment if isinstance(moment, int) else moment.ns()

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from .device_clock import DeviceClock, Moment, ns_of
+from .device_clock import DeviceClock, Moment, is_past, ns_of
 
 MAIN = "training"
 EXCHANGE = "exchange"
@@ -125,20 +125,15 @@ class Recording:
             kept = list(self._spans)
         spans = []
         for name, lane, begin, end, step, facts in kept:
-            if not all(_is_past(moment, wait) for moment in (begin, end)):
+            for moment in (begin, end):
+                if wait and not isinstance(moment, int):
+                    moment.wait()
+            if not (is_past(begin) and is_past(end)):
                 continue
             begin_ns, end_ns = ns_of(begin), ns_of(end)
             if end_ns >= begin_ns:
                 spans.append(Span(name, lane, begin_ns, end_ns, step, facts))
         return sorted(spans, key=lambda span: span.begin_ns)
-
-
-def _is_past(moment: int | Moment, wait: bool) -> bool:
-    if isinstance(moment, int):
-        return True
-    if wait:
-        moment.wait()
-    return moment.passed
 
 
 _current: Recording | None = None

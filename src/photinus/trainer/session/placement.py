@@ -24,7 +24,7 @@ from ... import env
 from ...errors import DeviceError
 from ...job.slurm import has_a_gpu_of_its_own
 from ...job.world import World
-from ...parallel.exchange.gpu_sharing import gpu_identity, refuse_shared_gpus
+from ...parallel.exchange.verify_models import gpu_identity, refuse_shared_gpus
 from ...verdict import COMMAND, Setting, Verdict, driver_version, look_up_verdict
 from .progress import say
 
