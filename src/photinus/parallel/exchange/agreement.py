@@ -6,28 +6,36 @@ Without an initialised process group everything here is a world of one.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import hashlib
 import io
 import json
 import os
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from ... import errors
+from ... import env, errors
 from ...errors import CollectiveError, PhotinusError
 from .collectives import all_gather_bytes
-from .long_work import LongWork
 
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
 T = TypeVar("T")
 
 _MOST_TEXT_BYTES = 16 << 10  # of an error that other ranks are told
 _MOST_DIFFERENCES = 4  # that a message lists
+
+_COUNT_EVERY_S = 0.5
+_SILENT_S = 10.0  # where nobody but the store tells of a death
+_LONGEST_PAUSE_S = 0.1
+_LIST_EVERY_S = 2.0
+
+_made = 0  # by this process; equal on all ranks at equal places of the program
 
 
 def place_in_group() -> tuple[int, int]:
@@ -96,7 +104,7 @@ def _show(options: Mapping[str, JSON], name: str) -> str:
     return str(options[name]) if name in options else "absent"
 
 
-@contextmanager
+@contextlib.contextmanager
 def together(doing: str, *, is_long: bool = False) -> Iterator[None]:
     """A block that succeeds on all ranks or raises on all of them. All ranks must enter it; it ends with an exchange.
 
@@ -138,6 +146,70 @@ def together(doing: str, *, is_long: bool = False) -> Iterator[None]:
         raise _error_class(first_class)(
             f"{doing} failed on {shown}. This rank ({place_in_group()[0]}) had no error of its own."
         )
+
+
+class LongWork:
+    """Work of some ranks (saving, loading) that may take longer than the deadline of the group.
+
+    A thread of each rank that works counts up in the job's store; ranks that are done wait there while the count goes
+    up. A rank that died or froze stops counting. Over photinus its death is seen immediately; elsewhere the exchange
+    that follows raises, at its own deadline.
+
+    One rank's part lasts until `end`. All ranks make it when all have arrived.
+    """
+
+    def __init__(self, doing: str) -> None:
+        global _made
+        self._rank, self._doing = dist.get_rank(), doing
+        self._missing = list(range(dist.get_world_size()))
+        self._store: Any = dist.distributed_c10d._get_default_store()  # None for MPI
+        self._before, _made = f"photinus/long work/{_made}", _made + 1
+        self._key = f"photinus/long work/{_made}"
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._count, name="photinus-long-work", daemon=True)
+        if self._store is not None:
+            self._thread.start()
+
+    def end(self) -> None:
+        """This rank works no more, well or not."""
+        self._ended.set()
+
+    def wait(self) -> None:
+        """Waits, after `end`, for the other ranks as long as one of them says that it works.
+
+        Raises:
+            CollectiveError: over photinus, a rank died, or says nothing any more and has not ended its work.
+        """
+        if self._store is None:
+            return
+        self._thread.join()
+        self._store.set(f"{self._key}/{self._rank}", "done")
+        with contextlib.suppress(RuntimeError):  # of a store that cannot delete
+            self._store.delete_key(f"{self._before}/{self._rank}")
+            if self._rank == 0:
+                self._store.delete_key(self._before)
+        communicator: Any = getattr(dist.group.WORLD, "communicator", None)
+        limit_s = env.TIMEOUT_S.get() if communicator is not None else _SILENT_S
+        counted, heard_s, listed_s, pause_s, outside = -1, -limit_s, time.monotonic(), 0.002, None
+        while not self._store.check([f"{self._key}/{rank}" for rank in self._missing]):
+            if time.monotonic() - listed_s > _LIST_EVERY_S:  # one request for each
+                self._missing = [rank for rank in self._missing if not self._store.check([f"{self._key}/{rank}"])]
+                listed_s = time.monotonic()
+            now, count = time.monotonic(), self._store.add(self._key, 0)
+            if count != counted and now - heard_s > limit_s / 2:  # its deadline begins again
+                counted, heard_s = count, now
+                outside = communicator and communicator.wait_outside(self._key, limit_s)
+            if outside is not None:
+                outside.look(self._missing, self._doing)
+            elif now - heard_s > limit_s:
+                return
+            time.sleep(pause_s)
+            pause_s = min(_LONGEST_PAUSE_S, 1.5 * pause_s)
+
+    def _count(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the store has gone, and the job with it
+            while not self._ended.wait(_COUNT_EVERY_S):
+                self._store.add(self._key, 1)
 
 
 def _error_class(name: str) -> type[Exception]:

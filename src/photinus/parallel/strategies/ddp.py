@@ -11,8 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..ddp.ddp import DistributedDataParallel
-from ..zero.sharded_optimizer import check_shardable, consolidated_state, is_sharded, shard_optimizer
-from ..zero.swap_parameters import check_repointable
+from ..zero.sharded_optimizer import check_repointable, check_shardable, consolidated_state, is_sharded, shard_optimizer
 from .strategy import Strategy
 
 

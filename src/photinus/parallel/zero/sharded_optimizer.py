@@ -1,4 +1,4 @@
-"""ZeRO stage 1: an optimizer that remembers and steps only this rank's part of the parameters.
+"""Optimizers changed in place: to step other parameters, or (ZeRO stage 1) only this rank's part of them.
 
 The user's optimizer object stays the face: its groups list all parameters, as schedulers and `zero_grad` want them, and
 its class becomes a subclass of what it was. Behind it stands torch's ZeroRedundancyOptimizer, which decides which rank
@@ -17,7 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from ..exchange.tensors import tensors_in
 from .split_states import gather_states
+
+_KNOWN = frozenset({"param_groups", "state", "defaults"})
 
 
 def is_sharded(optimizer: object) -> bool:
@@ -58,7 +61,7 @@ def shard_optimizer(optimizer: Optimizer, group: dist.ProcessGroup) -> None:
         optimizer_class=cast(Any, twin),
         process_group=group,
     )
-    own = {parameter for groups in zero.optim.param_groups for parameter in groups["params"]}
+    own = _own(zero)
     remembered = {parameter: state for parameter, state in optimizer.state.items() if parameter in own}
     patched = "step" in vars(optimizer)  # by a scheduler that was made before: it has the old class's step inside
     optimizer.__class__ = _sharded_class(type(optimizer))  # type: ignore[arg-type]
@@ -162,3 +165,52 @@ def _tell_schedulers(optimizer: Optimizer) -> Callable[..., Any]:
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     return step
+
+
+def check_repointable(optimizers: Sequence[Optimizer], strategy: str) -> None:
+    """Refuses optimizers that would go on stepping the old parameters, or that mix values of different parameters."""
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"strategy {strategy!r} has to change what the optimizer steps, and {kind} is no "
+                f"torch.optim.Optimizer, so where it keeps its parameters is not known. "
+                'Give the torch optimizer inside it, or take "ddp".'
+            )
+        # LBFGS does, and others that compute with all parameters as one long vector.
+        holding = [name for name, value in vars(optimizer).items() if name not in _KNOWN and _holds(value, optimizer)]
+        if holding:
+            raise TypeError(
+                f"strategy {strategy!r} cannot split {kind}: it keeps parameters in its attribute {holding[0]!r} "
+                f"beside param_groups, as optimizers do that compute with all parameters at once. Take an optimizer "
+                f'that steps each parameter by itself, or strategy="ddp".'
+            )
+
+
+def repoint(
+    optimizer: Optimizer,
+    new_of: Mapping[torch.Tensor, torch.Tensor],
+    new_state: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    """Makes the optimizer step `new_of[p]` wherever it stepped `p`.
+
+    Args:
+        new_of: the new parameter for each of the optimizer's.
+        new_state: `new_state(value, parameter)`: what becomes of a tensor that the optimizer remembers, of one
+            dimension or more, for the new parameter. (One without dimensions, such as a step count, stays.)
+    """
+    for group in optimizer.param_groups:
+        group["params"] = [new_of[parameter] for parameter in group["params"]]
+    before = dict(optimizer.state)
+    optimizer.state.clear()
+    for old, remembered in before.items():
+        new = new_of[old] if isinstance(old, torch.Tensor) else old
+        optimizer.state[new] = {
+            name: new_state(value, new) if isinstance(value, torch.Tensor) and value.dim() else value
+            for name, value in remembered.items()
+        }
+
+
+def _holds(value: Any, optimizer: Optimizer) -> bool:
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return any(id(tensor) in own for tensor in tensors_in(value))
