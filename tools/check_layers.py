@@ -36,7 +36,7 @@ FLOORS = {
     "arrays": 3,
     "group": 4,
     "engine": 5,
-    "backend": 6,
+    "backend": 3468,
     "parallel": 7,
     "trainer": 8,
     "run": 9,
@@ -48,7 +48,7 @@ FLOORS = {
 }
 # Python: room -> most lines. Who adds to a full room takes something out of it, or says in the commit why it grows.
 BUDGET = {
-    "backend": 3500,
+    "backend": 3468,
     "cli": 1840,
     "compat": 740,
     "job": 3220,
@@ -57,7 +57,7 @@ BUDGET = {
     "runlog": 1800,
     "templates": 340,
     "tools": 2880,
-    "top": 1680,
+    "top": 1672,
     "trainer": 8320,
 }
 # Folders inside a room, lowest first; the files directly in the room are above them all.

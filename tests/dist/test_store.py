@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from photinus.backend import joining
+from photinus.backend import hosts
 from photinus.errors import NotInitializedError
 from photinus.job.rendezvous import Rendezvous
 from photinus.job.world import World
@@ -257,7 +257,7 @@ class Counting(dist.Store):
 
 
 def test_ranks_do_not_ask_the_store_for_each_rank_once_all_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "_LOOK_EVERY_S", 1e9)  # to name the missing ones, they do
+    monkeypatch.setattr(hosts, "_LOOK_EVERY_S", 1e9)  # to name the missing ones, they do
     monkeypatch.setattr(rank_store, "_sessions", type("Forgets", (set,), {"add": lambda *_: None})())
     store, ranks = Counting(), 60
     with ThreadPoolExecutor(ranks) as threads:

@@ -7,7 +7,6 @@ loaded before the first group is made.
     import torch.distributed as dist
     dist.init_process_group("photinus")
 
-cards              which of this host's addresses ranks of other hosts reach this process at
 completer          completes the futures of a group's operations, from as many threads as its callbacks keep busy
 cuda               CUDA's streams, events and futures, as far as the backend needs them: all that it knows of torch.cuda
 cuda_work          handles of operations on CUDA tensors: whoever waits gets his stream ordered behind the result
@@ -15,9 +14,8 @@ device_map         groups that serve several kinds of devices: "cpu:photinus,cud
 engine_group       how a group starts operations of the engine, and how it ends
 engine_moves       the collectives that compute nothing, through the engine
 engine_reductions  all_reduce, reduce and reduce_scatter through the engine
-hosts              how the ranks of a new group find one another in the store, and on which host each is
+hosts              how the ranks of a new group wait for and find one another in the store, and at which addresses
 inner_gloo         the gloo backend inside each group, for what torch's C++ asks of one past the group
-joining            a rank's wait for the others of a group that is being made
 make_group         makes a process group with all its ranks: finds the hosts, and joins them through the engine
 messages           messages from one rank to another through the engine: send, recv, and recv from whoever sends first
 monitored          what a monitored barrier says when ranks are missing

@@ -18,6 +18,10 @@ group's already.
 An old hello/r only gets a welcome that nobody reads, and rank 0 looks again until it changes. Nobody blocks in the
 store (a blocking get holds up every other use of the same client, from other threads too): all waits poll.
 Cost: a rank writes 2 keys and reads 2 (over several hosts 3), rank 0 writes and reads one per rank on top (two).
+
+While a rank waits for the others it prints a line after some seconds, and ends with an error when a missing rank has
+ended or the time is over. Where the default group is one of ours, the engine watches all ranks of it, also those that
+wait for this rank elsewhere. Else all that is known is what stands in the store, and what the launcher writes there.
 """
 
 from __future__ import annotations
@@ -27,20 +31,49 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from .. import engine, env
-from ..errors import CollectiveError, MismatchError, PeerLostError
-from ..job.own_address import interface_of, reaches_from
+from ..errors import CollectiveError, CollectiveTimeoutError, HostError, MismatchError, PeerLostError
+from ..job.attempt import ended
+from ..job.own_address import addresses_of_interfaces, interface_of, is_loopback, outside_addresses, reaches_from
 from ..job.world import name_ranks
-from .cards import Member, choose_addresses
-from .joining import Joining, name_came
 
+LOOPBACK = "127.0.0.1"
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
+_LOOK_EVERY_S = 0.1
 _SHOWN = 8  # ranks with their pids, or hosts, in a message
+
+_chosen: list[str] = []  # by this process's first group over several hosts; it has one listener for all
+
+
+@dataclass(frozen=True)
+class Member:
+    """A rank of the group: where it is, and how it is reached.
+
+    Attributes:
+        host_id: equal for ranks that share memory.
+        host_name, pid: for messages, and for those who share its host.
+        network: equal for ranks that reach each other over loopback, whether they share memory or not.
+        address: the one from which it reaches the store; None where that is no server.
+        links: where ranks of other hosts reach it, "ip:port"; empty while that is not known, or there are none.
+        cards: the network interfaces of these.
+    """
+
+    host_id: str
+    host_name: str
+    pid: int
+    network: str = ""
+    address: str | None = None
+    links: tuple[str, ...] = ()
+    cards: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,17 +118,11 @@ class Meeting:
         return f"{len(names)} host{'s' * (len(names) > 1)}: {', '.join(shown)}{', ...' * (len(names) > _SHOWN)}"
 
 
-def meet(
-    store: Store,
-    rank: int,
-    world_size: int,
-    *,
-    timeout_s: float,
-    name: str,
-    members: Sequence[int] | None = None,
-    world: engine.Communicator | None = None,
-) -> Meeting:
-    """Waits until all ranks of the group are here and tells where they are. Called by every rank.
+def meet(store: Store, rank: int, world_size: int, **how: Any) -> Meeting:
+    """Waits until all ranks of the group are here and returns where they are. Called by every rank.
+
+    Args:
+        how: the other arguments of `Joining`.
 
     Raises:
         CollectiveTimeoutError: not all came in time; names those that did not.
@@ -106,7 +133,7 @@ def meet(
     me = Member(engine.host_id(), socket.gethostname(), os.getpid(), engine.network_id(), _address_towards(store))
     if world_size == 1:
         return Meeting(secrets.token_hex(8), (me,), engine.new_address())
-    joining = Joining(store, rank, world_size, timeout_s=timeout_s, name=name, members=members, world=world)
+    joining = Joining(store, rank, world_size, **how)
     store = PrefixStore("photinus", store)
     try:
         meeting = _lead(store, joining, me) if rank == 0 else _follow(store, joining, me)
@@ -123,8 +150,7 @@ def meet(
 
 
 def _address_towards(store: Store) -> str | None:
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
+    store = _without_prefix(store)
     if isinstance(store, TCPStore):
         with contextlib.suppress(OSError):  # reached, but not by a name that resolves here
             return reaches_from(store.host)
@@ -203,20 +229,26 @@ def _refuse(store: Store, session: str, joining: Joining, rank: int, came: dict[
 def _follow(store: Store, joining: Joining, me: Member) -> Meeting:
     nonce = secrets.token_hex(8)
     store.set(f"hello/{joining.rank}", nonce)
-    joining.until(lambda: store.check([f"welcome/{nonce}"]), lambda: [0], lambda: "")
+    joining.until(lambda: store.check([f"welcome/{nonce}"]))
     session = store.get(f"welcome/{nonce}").decode()
     reply = {"member": asdict(me), "group": joining.members, "call": joining.call}
     store.set(f"session/{session}/{joining.rank}", json.dumps(reply))
-    plan_key = f"session/{session}/plan"
-    joining.until(lambda: store.check([plan_key]), lambda: _told_missing(store, session), lambda: "")
-    plan = json.loads(store.get(plan_key))
+    plan = _await(store, joining, session, "plan")
     if "refused" in plan:
         raise MismatchError(f"{joining.who}: {plan['refused']}")
     return Meeting(**{**plan, "members": tuple(map(_member, plan["members"]))})
 
 
-def _told_missing(store: Store, session: str) -> list[int]:
-    return json.loads(_read(store, f"session/{session}/missing") or "[]") or [0]
+def _await(store: Store, joining: Joining, session: str, part: str) -> dict[str, Any]:
+    """Waits for what rank 0 writes for all, and returns it."""
+
+    def missing() -> list[int]:
+        return json.loads(_read(store, f"session/{session}/missing") or "[]") or [0]
+
+    key = f"session/{session}/{part}"
+    joining.until(lambda: store.check([key]), missing)
+    found: dict[str, Any] = json.loads(store.get(key))
+    return found
 
 
 def _exchange_links(store: Store, joining: Joining, meeting: Meeting) -> Meeting:
@@ -238,13 +270,12 @@ def _exchange_links(store: Store, joining: Joining, meeting: Meeting) -> Meeting
                     here[other] = json.loads(said)
             return len(here) == size or store.check([key])
 
-        joining.until(all_here, _tell_missing(store, meeting.session, size, here), lambda: "")
+        joining.until(all_here, _tell_missing(store, meeting.session, size, here))
         if len(here) == size:
             store.set(key, json.dumps({"all": [here[other] for other in range(size)]}))
     else:
         store.set(f"{key}/{rank}", json.dumps(mine))
-        joining.until(lambda: store.check([key]), lambda: _told_missing(store, meeting.session), lambda: "")
-    told = json.loads(store.get(key))
+    told = _await(store, joining, meeting.session, "links")
     if "refused" in told:
         raise PeerLostError(f"{joining.who}: {told['refused']}")
     members = tuple(
@@ -272,3 +303,152 @@ def _member(fields: dict[str, Any]) -> Member:
 
 def _read(store: Store, key: str) -> str | None:
     return store.get(key).decode() if store.check([key]) else None
+
+
+class Joining:
+    """A rank's wait for the others of a group that is being made: what it prints meanwhile, and what ends it.
+
+    Args:
+        store: of the group, with any prefixes; those are passed over, as the launcher knows none.
+        members: the group's ranks in the default group.
+        world: the default group, where it is there already and one of ours.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        *,
+        timeout_s: float,
+        name: str,
+        members: Sequence[int] | None = None,
+        world: engine.Communicator | None = None,
+    ) -> None:
+        self.rank, self.world_size, self.name = rank, world_size, name
+        self.members = list(members or range(world_size))
+        call, site = "new_group" if members else "init_process_group", engine.call_site()
+        self.call = f"{call} called at {site}" if site else call
+        self._store = _without_prefix(store)
+        self._timeout_s = timeout_s
+        self._began_s = self._look_at_s = time.monotonic()
+        self._look_at_s += _LOOK_EVERY_S
+        self._has_spoken = False
+        self._outside = None
+        if world is not None:
+            self._outside = world.wait_outside(f"{name} {self.members}", timeout_s)
+
+    def close(self) -> None:
+        """The wait is over: peers no longer see it."""
+        self._outside = None
+
+    @property
+    def who(self) -> str:
+        """This rank, for messages."""
+        return f"[rank {self.rank} of {self.world_size}, group {self.name}]"
+
+    def until(
+        self,
+        done: Callable[[], bool],
+        missing: Callable[[], list[int]] = lambda: [0],
+        came: Callable[[], str] = lambda: "",
+    ) -> None:
+        """Polls until it is done.
+
+        Args:
+            missing: the ranks of the group that are waited for; asked now and then.
+            came: text on those that are there.
+
+        Raises:
+            CollectiveTimeoutError: the deadline has passed; names the missing ranks.
+            PeerLostError: one of them has ended.
+            MismatchError: one of them waits for this rank in something else.
+        """
+        pause_s = _FIRST_PAUSE_S
+        while not done():
+            now = time.monotonic()
+            if now >= self._look_at_s or now - self._began_s >= self._timeout_s:
+                self._look_at_s = now + _LOOK_EVERY_S
+                self._look(missing(), came(), now - self._began_s)
+            time.sleep(pause_s)
+            pause_s = min(_LONGEST_PAUSE_S, pause_s * 1.5)
+
+    def _look(self, missing: list[int], came: str, waited_s: float) -> None:
+        there = f"; {came}" if came else ""
+        if self._outside is not None:
+            described = f"making group {self.name}{there}; {self.call}"
+            self._outside.look([self.members[rank] for rank in missing], described)
+            return
+        gone = [rank for rank in missing if self.members[rank] in ended(self._store)]
+        if gone:
+            raise PeerLostError(
+                f"{self.who}: {name_ranks(gone)} ended with exit code 0 before joining the group, which waited for "
+                f"{'it' if len(gone) == 1 else 'them'} {waited_s:.1f} s in {self.call}. Every rank has to come; did "
+                f"the script leave early there (sys.exit, a branch that returns)?"
+            )
+        if waited_s >= self._timeout_s:
+            raise CollectiveTimeoutError(
+                f"{self.who}: the group was not complete within {self._timeout_s:g} s: "
+                f"{name_ranks(missing)} did not come{there}. "
+                f"Waited in {self.call}. Start every rank with the same MASTER_ADDR, MASTER_PORT and "
+                f"WORLD_SIZE (or init_method), make the same groups in the same order on every rank, or raise the "
+                f"timeout."
+            )
+        if waited_s >= env.WAITING_S.get() and not self._has_spoken:
+            self._has_spoken = True
+            line = (
+                f"photinus: rank {self.rank} of {self.world_size} has been waiting for {waited_s:.0f} s for "
+                f"{name_ranks(missing)} to join group {self.name}{there}; {self.call}; it gives up in "
+                f"{self._timeout_s - waited_s:.0f} s"
+            )
+            print(line, file=sys.stderr, flush=True)
+
+
+def name_came(here: Mapping[int, str]) -> str:
+    """For messages: `ranks 0 (pid 12 on a), 2 (pid 14 on a) came`; of many, their numbers."""
+    shown = [f"{rank} ({who})" if len(here) <= _SHOWN else rank for rank, who in sorted(here.items())]
+    return f"{name_ranks(shown)} came"
+
+
+def _without_prefix(store: Store) -> Store:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def choose_addresses(members: Sequence[Member], rank: int) -> list[str]:
+    """The addresses, in digits, on which a rank is to listen for the ranks of the other hosts.
+
+    Those of the cards that PHOTINUS_INTERFACE names; loopback where the "hosts" lie on one network stack (one machine,
+    told apart by PHOTINUS_HOST_ID or by user); those that GLOO_SOCKET_IFNAME names, as `photinus run` does; else the
+    one with the way to the store or, for ranks beside it, to the other hosts; else the first that there is.
+
+    Raises:
+        ValueError: a card that is named is not there, or has no address.
+        HostError: this host has no address but loopback.
+    """
+    one_network = all(member.network == members[rank].network for member in members)
+    if not _chosen or (not one_network and all(map(is_loopback, _chosen))):
+        _chosen[:] = _choose(members, rank, one_network=one_network)
+    return list(_chosen)
+
+
+def _choose(members: Sequence[Member], rank: int, *, one_network: bool) -> list[str]:
+    if names := env.INTERFACE.get():
+        return addresses_of_interfaces(names)
+    if one_network:
+        return [LOOPBACK]
+    if names := tuple(name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name):
+        return addresses_of_interfaces(names)
+    me = members[rank]
+    # The store's own host may reach it on loopback (127.0.1.1); there it is the address that reaches another host.
+    for member in (me, *(member for member in members if member.host_id != me.host_id)):
+        if member.address is not None and not is_loopback(member.address):
+            with contextlib.suppress(OSError):
+                return [reaches_from(member.address)]
+    if outside := outside_addresses():
+        return outside[:1]
+    raise HostError(
+        f"host {me.host_name} has no network card that is connected and has an address, so the ranks of other hosts "
+        f"cannot reach it; PHOTINUS_INTERFACE names one all the same"
+    )

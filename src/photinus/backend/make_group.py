@@ -16,7 +16,6 @@ from .. import engine, env
 from ..errors import WorldSizeError
 from ..job.world import name_ranks
 from . import device_map, hosts
-from .cards import LOOPBACK, choose_addresses
 from .inner_gloo import InnerGloo, Limit
 from .process_group import ProcessGroup
 from .through_engine import ThroughEngine
@@ -78,7 +77,7 @@ def _make_ours(given: _DistributedBackendOptions, own: Options, devices: Sequenc
     )
     try:
         private = PrefixStore(f"photinus/{meeting.session}", store)
-        address = LOOPBACK if meeting.one_host else choose_addresses(meeting.members, rank)[0]
+        address = hosts.LOOPBACK if meeting.one_host else hosts.choose_addresses(meeting.members, rank)[0]
         gloo = InnerGloo(private, rank, size, limit, address)
         if rank == 0 and size > 1:
             hosts.tidy(store, meeting)

@@ -102,15 +102,13 @@ def open_given_store(world: World, rendezvous: Rendezvous, timeout_s: float) -> 
 
 def _call_roll(store: Store, world: World, who: str, timeout_s: float) -> None:
     """Waits until each rank has shown itself, once, in the session that rank 0 has begun."""
-    from ...backend.joining import Joining, name_came  # which needs the engine
+    from ...backend.hosts import Joining, name_came  # which needs the engine
 
     joining = Joining(store, world.rank, world.world_size, timeout_s=timeout_s, name="world")
     if world.rank == 0:
         store.set(_SESSION, secrets.token_hex(8))
     joining.until(
-        lambda: store.check([_SESSION]) and (world.rank == 0 or store.get(_SESSION).decode() not in _sessions),
-        lambda: [0],
-        lambda: "",
+        lambda: store.check([_SESSION]) and (world.rank == 0 or store.get(_SESSION).decode() not in _sessions)
     )
     session = store.get(_SESSION).decode()
     _sessions.add(session)
