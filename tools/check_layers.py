@@ -36,7 +36,7 @@ FLOORS = {
     "arrays": 3,
     "group": 4,
     "engine": 5,
-    "backend": 3468,
+    "backend": 6,
     "parallel": 7,
     "trainer": 8,
     "run": 9,
