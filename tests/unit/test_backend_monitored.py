@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from photinus.backend.monitored import missing_ranks, monitored_text
+from photinus.backend.engine_moves import missing_ranks, monitored_text
 
 
 def engine_says(who: str) -> str:

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from photinus import engine
 from photinus.backend import options
 from photinus.backend.device_map import ByDevice
-from photinus.backend.engine_reductions import _one_behind_the_other
+from photinus.backend.engine_reductions import ThroughEngine, _one_behind_the_other
 from photinus.backend.tensors import DTYPES, Memory, allocate, is_dense, reals, transfer_type
-from photinus.backend.through_engine import ThroughEngine
 from photinus.engine import Call
 from photinus.errors import AbortedError, MismatchError
 

@@ -12,13 +12,11 @@ cuda               CUDA's streams, events and futures, as far as the backend nee
 cuda_work          handles of operations on CUDA tensors: whoever waits gets his stream ordered behind the result
 device_map         groups that serve several kinds of devices: "cpu:photinus,cuda:nccl"
 engine_group       how a group starts operations of the engine, and how it ends
-engine_moves       the collectives that compute nothing, through the engine
-engine_reductions  all_reduce, reduce and reduce_scatter through the engine
+engine_moves       what computes nothing, through the engine: collectives and messages from rank to rank
+engine_reductions  all_reduce, reduce and reduce_scatter through the engine, and so the whole process group
 hosts              how the ranks of a new group wait for and find one another in the store, and at which addresses
 inner_gloo         the gloo backend inside each group, for what torch's C++ asks of one past the group
 make_group         makes a process group with all its ranks: finds the hosts, and joins them through the engine
-messages           messages from one rank to another through the engine: send, recv, and recv from whoever sends first
-monitored          what a monitored barrier says when ranks are missing
 name               what `init_process_group` calls the backend
 options            the call forms of torch's process group methods, brought to one: (…, options object)
 outside_dynamo     keeps torch.compile out of code that hands addresses to native code
@@ -27,7 +25,6 @@ process_group      the face of a process group towards torch
 profiling          collectives in torch.profiler's timeline
 sparse             all_reduce of sparse tensors: every rank gathers all ranks' entries and adds them up in rank order
 tensors            which memory a call works on: dense copies of tensors that are not dense, and the way back
-through_engine     the process group: every collective and message goes through the engine
 updates            how often the parameters that are reduced over a group were updated
 wires              in which type the values of a reduction travel between hosts: `Options`, for pg_options
 work               handles of operations in flight, as torch.distributed expects them

@@ -27,7 +27,7 @@ from .cuda_work import CudaWork
 from .inner_gloo import InnerGloo, Limit
 from .outside_dynamo import outside_dynamo
 from .process_group import ProcessGroup
-from .tensors import Memory, transfer_type
+from .tensors import Memory
 from .updates import Updates
 from .wires import Wires
 from .work import EngineWork
@@ -69,7 +69,7 @@ class EngineGroup(ProcessGroup):
         self._submit: Callable[..., Work] = communicator.submit
         self._do: Callable[[Call], None] = communicator.run
         self._run_now = communicator.run
-        self._message: Callable[..., Work] = communicator.message
+        self._message: Callable[..., Work] = communicator.message  # send and recv; see EngineMoves
         self._completer = Completer(label)
         self._updates = Updates()
         # C++ may hold a work whose Python half nobody else holds (DDP's join does), and would then wait for ever in the
@@ -169,28 +169,6 @@ class EngineGroup(ProcessGroup):
     def settle(self) -> None:
         """Waits until the callbacks of earlier collectives have run, unless this is one of them."""
         self._completer.settle(min(self._limit.timeout_s, env.WAITING_S.get()))
-
-    def _run_message(
-        self, event_name: str, operation: int, values: Tensor, peer: int, tag: int, output: Tensor, memory: Memory,
-    ) -> EngineWork:  # fmt: skip
-        """Starts a send or recv. torch waits on the works, or, with isend and irecv, its user does."""
-        code, kind = transfer_type(output.dtype)
-        event = profiling.begin(event_name)
-        try:
-            handle = self._message(
-                operation, values.data_ptr(), values.numel(), code, peer, tag, self._limit.timeout_s, True, memory,
-                kind, **self._place(memory),
-            )  # fmt: skip
-        except BaseException:
-            profiling.end(event)
-            raise
-        work_type = EngineWork if memory.device is None else CudaWork
-        work = work_type(handle, [output], self._completer.submit, memory)
-        if event is not None:
-            profiling.end_with(event, handle, self._completer.submit)
-        self._do = self._do_and_look
-        self._raise_lost()
-        return work
 
     def _place(self, memory: Memory) -> dict[str, Any]:
         """Return which GPU a call is on, and what it begins behind. Raises HostError where CUDA can't be used."""

@@ -1,4 +1,4 @@
-"""The collectives that compute nothing, through the engine: elements of any dtype, from each tensor's own memory.
+"""What computes nothing, through the engine: collectives and messages that move elements of any dtype.
 
 What goes from one rank to another may differ in size from pair to pair; the engine compares both sides' sizes before
 anything is written.
@@ -6,6 +6,7 @@ anything is written.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -25,8 +26,9 @@ from .. import engine
 from ..engine import Call
 from ..errors import CollectiveTimeoutError, PeerLostError
 from ..malloc import PER_GRADIENTS, keep_freed_memory
+from . import profiling
+from .cuda_work import CudaWork
 from .engine_group import EngineGroup, Part, check_elems, check_same_dtype, one_shape, whole
-from .monitored import missing_ranks, monitored_text
 from .options import as_options, one_tensor, tensor_list
 from .outside_dynamo import outside_dynamo
 from .tensors import Memory, transfer_type
@@ -39,9 +41,12 @@ _GATHER = engine.OPERATIONS["gather"]
 _SCATTER = engine.OPERATIONS["scatter"]
 _ALL_TO_ALL = engine.OPERATIONS["all_to_all"]
 _BARRIER = engine.OPERATIONS["barrier"]
+_SEND = engine.OPERATIONS["send"]
+_RECV = engine.OPERATIONS["recv"]
 _NOTHING: Part = (0, 0)
 _NO_MEMORY = Memory()
 _SHORTEST_S = 1e-3  # a timeout of 0 means this one in torch, the group's own in the engine
+_WAITED_FOR = re.compile(r" s for ranks? (\d+(?:, \d+)*), which ")
 
 
 @outside_dynamo
@@ -182,6 +187,48 @@ class EngineMoves(EngineGroup):
             kind = CollectiveTimeoutError if missing else PeerLostError
             raise kind(monitored_text(self._rank, limit_s, wait_all_ranks, missing, str(error))) from error
 
+    # --- messages, in order for each peer and tag; both ranks must name the same size and element type ---------------
+
+    def send(self, tensors: Any, dstRank: int, tag: int = 0) -> dist.Work:  # noqa: N803
+        """Sends a tensor to a rank of the group; done when that rank has it."""
+        tensor = one_tensor(tensors, "send")
+        memory = Memory()
+        return self._run_message("send", _SEND, memory.input(tensor), dstRank, tag, tensor, memory)
+
+    def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> dist.Work:  # noqa: N803
+        """Receives a tensor from a rank of the group."""
+        return self._receive("recv", tensors, srcRank, tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
+        """Receives a tensor from whichever rank sends first; the work's source_rank() tells which."""
+        return self._receive("recvAnySource", tensors, engine.ANY_RANK, tag)
+
+    def _receive(self, event_name: str, tensors: Any, peer: int, tag: int) -> dist.Work:
+        tensor, memory = one_tensor(tensors, "recv"), Memory()
+        return self._run_message(event_name, _RECV, memory.output(tensor, load=False), peer, tag, tensor, memory)
+
+    def _run_message(
+        self, event_name: str, operation: int, values: Tensor, peer: int, tag: int, output: Tensor, memory: Memory,
+    ) -> EngineWork:  # fmt: skip
+        """Starts a send or recv. torch waits on the works, or, with isend and irecv, its user does."""
+        code, kind = transfer_type(output.dtype)
+        event = profiling.begin(event_name)
+        try:
+            handle = self._message(
+                operation, values.data_ptr(), values.numel(), code, peer, tag, self._limit.timeout_s, True, memory,
+                kind, **self._place(memory),
+            )  # fmt: skip
+        except BaseException:
+            profiling.end(event)
+            raise
+        work_type = EngineWork if memory.device is None else CudaWork
+        work = work_type(handle, [output], self._completer.submit, memory)
+        if event is not None:
+            profiling.end_with(event, handle, self._completer.submit)
+        self._do = self._do_and_look
+        self._raise_lost()
+        return work
+
     def _move(
         self,
         given: Any,
@@ -253,3 +300,29 @@ class EngineMoves(EngineGroup):
 def _part(values: Tensor | None) -> Part:
     """Where a dense tensor lies, and how many elements it has (a complex one comes as pairs)."""
     return _NOTHING if values is None else (values.data_ptr(), values.numel())
+
+
+def missing_ranks(error: str) -> list[int]:
+    """Whom the engine's error, of this rank or of one that gave up before it, says to have been waited for in vain."""
+    found = _WAITED_FOR.search(error)
+    return [int(number) for number in found.group(1).split(", ")] if found else []
+
+
+def monitored_text(rank: int, timeout_s: float, wait_all_ranks: bool, missing: Sequence[int], error: str) -> str:
+    """The error's text for one rank.
+
+    Rank 0 names who is missing: the first rank, or all of them with `wait_all_ranks`, as gloo does; our own words,
+    which follow, name all in any case. Another rank blames rank 0 if that is missing, else says that it came itself.
+    """
+    timed_out = f"Rank {rank} timed out in monitoredBarrier: {error}"
+    if rank == 0 and missing:
+        named = missing if wait_all_ranks else missing[:1]
+        who = f"Rank{'s' if len(named) > 1 else ''} {', '.join(map(str, named))}"
+        # gloo says one of the two: the first if it was waiting for that rank, the second between two ranks.
+        return f"{who} failed to pass monitoredBarrier in {timeout_s * 1000:.0f} ms, so {timed_out}"
+    if 0 in missing or rank == 0:
+        return timed_out
+    return (
+        f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank "
+        f"0. Please check rank 0 logs for faulty rank: {error}"
+    )

@@ -1,4 +1,4 @@
-"""all_reduce, reduce and reduce_scatter through the engine."""
+"""all_reduce, reduce and reduce_scatter through the engine, and so the whole process group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from .. import engine
 from ..engine import Call
 from ..waiting_time import waiting_time
 from . import profiling
-from .engine_group import EngineGroup, check_elems, check_same_dtype, one_shape, whole
+from .engine_group import check_elems, check_same_dtype, one_shape, whole
+from .engine_moves import EngineMoves
 from .options import UNSET, as_options, factor, one_tensor, tensor_list
 from .outside_dynamo import outside_dynamo
 from .sparse import sparse_all_reduce
@@ -36,8 +37,11 @@ _strided = torch.strided
 
 
 @outside_dynamo
-class EngineReductions(EngineGroup):
-    """See the module. Wrong arguments raise ValueError, element types that nobody computes with TypeError."""
+class ThroughEngine(EngineMoves):
+    """A group whose collectives and messages all go through the engine.
+
+    Wrong arguments raise ValueError, element types that nobody computes with TypeError.
+    """
 
     def allreduce(
         self,

@@ -16,9 +16,9 @@ from .. import engine, env
 from ..errors import WorldSizeError
 from ..job.world import name_ranks
 from . import device_map, hosts
+from .engine_reductions import ThroughEngine
 from .inner_gloo import InnerGloo, Limit
 from .process_group import ProcessGroup
-from .through_engine import ThroughEngine
 from .wires import Options, wires
 
 if TYPE_CHECKING:
