@@ -9,7 +9,6 @@ loaded before the first group is made.
 
 completer          completes the futures of a group's operations, from as many threads as its callbacks keep busy
 cuda               CUDA's streams, events and futures, as far as the backend needs them: all that it knows of torch.cuda
-cuda_work          handles of operations on CUDA tensors: whoever waits gets his stream ordered behind the result
 device_map         groups that serve several kinds of devices: "cpu:photinus,cuda:nccl"
 engine_group       how a group starts operations of the engine, and how it ends
 engine_moves       what computes nothing, through the engine: collectives and messages from rank to rank

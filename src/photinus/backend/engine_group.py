@@ -23,14 +23,13 @@ from ..errors import AbortedError, CollectiveError
 from ..waiting_time import waiting_time
 from . import cuda, options, profiling
 from .completer import Completer
-from .cuda_work import CudaWork
 from .inner_gloo import InnerGloo, Limit
 from .outside_dynamo import outside_dynamo
 from .process_group import ProcessGroup
 from .tensors import Memory
 from .updates import Updates
 from .wires import Wires
-from .work import EngineWork
+from .work import CudaWork, EngineWork
 
 Part = engine.Part
 

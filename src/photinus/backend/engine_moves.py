@@ -27,13 +27,12 @@ from ..engine import Call
 from ..errors import CollectiveTimeoutError, PeerLostError
 from ..malloc import PER_GRADIENTS, keep_freed_memory
 from . import profiling
-from .cuda_work import CudaWork
 from .engine_group import EngineGroup, Part, check_elems, check_same_dtype, one_shape, whole
 from .options import as_options, one_tensor, tensor_list
 from .outside_dynamo import outside_dynamo
 from .tensors import Memory, transfer_type
 from .updates import parameters_of_new_ddp
-from .work import EngineWork
+from .work import CudaWork, EngineWork
 
 _BROADCAST = engine.OPERATIONS["broadcast"]
 _ALL_GATHER = engine.OPERATIONS["all_gather"]
