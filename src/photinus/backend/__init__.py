@@ -17,7 +17,7 @@ hosts              how the ranks of a new group wait for and find one another in
 inner_gloo         the gloo backend inside each group, for what torch's C++ asks of one past the group
 make_group         makes a process group with all its ranks: finds the hosts, and joins them through the engine
 name               what `init_process_group` calls the backend
-options            the call forms of torch's process group methods, brought to one: (…, options object)
+options            of a group (`Options`, for pg_options), and of a call, whose forms in torch are brought to one
 outside_dynamo     keeps torch.compile out of code that hands addresses to native code
 process_exit       what a process with open groups leaves behind: a reason for its peers, and no thread in native code
 process_group      the face of a process group towards torch
@@ -25,7 +25,6 @@ profiling          collectives in torch.profiler's timeline
 sparse             all_reduce of sparse tensors: every rank gathers all ranks' entries and adds them up in rank order
 tensors            which memory a call works on: dense copies of tensors that are not dense, and the way back
 updates            how often the parameters that are reduced over a group were updated
-wires              in which type the values of a reduction travel between hosts: `Options`, for pg_options
 work               handles of operations in flight, as torch.distributed expects them
 """
 
@@ -41,8 +40,8 @@ from .name import NAME
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import _DistributedBackendOptions
 
+    from .options import Options
     from .process_group import ProcessGroup
-    from .wires import Options
 
 __all__ = ["NAME", "Options", "ProcessGroup", "register"]
 
@@ -87,7 +86,7 @@ def _create(options: _DistributedBackendOptions, backend_options: object) -> Pro
     from ..torch_version import check_torch
     from .device_map import find_request
     from .make_group import make
-    from .wires import Options
+    from .options import Options
 
     check_torch(torch.__version__)
 
@@ -99,7 +98,7 @@ def __getattr__(name: str) -> Any:
     if name == "ProcessGroup":
         return importlib.import_module(".process_group", __name__).ProcessGroup
     if name == "Options":
-        return importlib.import_module(".wires", __name__).Options
+        return importlib.import_module(".options", __name__).Options
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

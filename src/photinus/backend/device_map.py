@@ -21,9 +21,9 @@ from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOp
 
 from .. import engine
 from .name import NAME
+from .options import Options
 from .outside_dynamo import outside_dynamo
 from .process_group import ProcessGroup
-from .wires import Options
 
 _TYPES = dist.ProcessGroup.BackendType
 

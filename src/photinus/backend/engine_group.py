@@ -21,19 +21,18 @@ from .. import engine, env
 from ..engine import Call, Work
 from ..errors import AbortedError, CollectiveError
 from ..waiting_time import waiting_time
-from . import cuda, options, profiling
+from . import cuda, profiling
 from .completer import Completer
 from .inner_gloo import InnerGloo, Limit
+from .options import UNSET, Wires
 from .outside_dynamo import outside_dynamo
 from .process_group import ProcessGroup
 from .tensors import Memory
 from .updates import Updates
-from .wires import Wires
 from .work import CudaWork, EngineWork
 
 Part = engine.Part
 
-_UNSET = options.UNSET
 _RECENT_WORKS, _RECENT_BYTES = 256, 64 * 1024
 # To a work that only the recent ones and a loop over a copy of them refer to. Python 3.14 counts fewer than 3.13.
 _OWN_REFERENCES = 1 + max(sys.getrefcount(work) for work in [object()])
@@ -178,7 +177,7 @@ class EngineGroup(ProcessGroup):
 
     def _timeout_s(self, given: Any) -> float:
         limit = given.timeout
-        return self._limit.timeout_s if limit == _UNSET else limit.total_seconds()
+        return self._limit.timeout_s if limit == UNSET else limit.total_seconds()
 
     # --- the end ---------------------------------------------------------------------------------------------------
 

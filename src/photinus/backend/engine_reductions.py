@@ -17,11 +17,10 @@ from ..waiting_time import waiting_time
 from . import profiling
 from .engine_group import check_elems, check_same_dtype, one_shape, whole
 from .engine_moves import EngineMoves
-from .options import UNSET, as_options, factor, one_tensor, tensor_list
+from .options import UNSET, Wires, as_options, factor, one_tensor, tensor_list, wires
 from .outside_dynamo import outside_dynamo
 from .sparse import sparse_all_reduce
 from .tensors import DTYPES, REDUCTIONS, Memory, check_dense, reals
-from .wires import Wires, wires
 from .work import EngineWork, JoinedWork
 
 _ALL_REDUCE = engine.OPERATIONS["all_reduce"]
