@@ -19,8 +19,7 @@ make_group         makes a process group with all its ranks: finds the hosts, an
 name               what `init_process_group` calls the backend
 options            of a group (`Options`, for pg_options), and of a call, whose forms in torch are brought to one
 outside_dynamo     keeps torch.compile out of code that hands addresses to native code
-process_exit       what a process with open groups leaves behind: a reason for its peers, and no thread in native code
-process_group      the face of a process group towards torch
+process_group      the face of a process group towards torch, and what its process leaves behind
 profiling          collectives in torch.profiler's timeline
 sparse             all_reduce of sparse tensors: every rank gathers all ranks' entries and adds them up in rank order
 tensors            which memory a call works on: dense copies of tensors that are not dense, and the way back

@@ -60,22 +60,27 @@ class Request:
         return Request(ours, devices, device=self.device, options=self.options)
 
 
+def locals_of_torch() -> Mapping[str, Any]:
+    """Returns what torch's function that makes a group knows while it calls us; empty where it looks different."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_new_process_group_helper":
+        frame = frame.f_back
+    return {} if frame is None else frame.f_locals
+
+
 def find_request() -> Request:
     """What torch is about to make, while it calls us to make our part.
 
     It tells a backend's maker everything but the map, so the map is read where torch itself has it: in the frame of the
     function that calls. Where that looks different, there are no other devices.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "_new_process_group_helper":
-        frame = frame.f_back
-    config = None if frame is None else frame.f_locals.get("backend_config")
-    if frame is None or config is None:
+    local = locals_of_torch().get
+    config = local("backend_config")
+    if config is None:
         return Request()
     names = {device: str(name) for device, name in config.get_device_backend_map().items()}
     ours = [device for device, name in names.items() if name == NAME]
     devices = {device: name for device, name in names.items() if name != NAME}
-    local = frame.f_locals.get
     options = local("backend_options")
     if isinstance(options, Options):
         options = None

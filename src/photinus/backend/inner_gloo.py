@@ -58,9 +58,7 @@ class InnerGloo(dist.ProcessGroupGloo):
         super()._set_default_timeout(timeout)
         self._limit.timeout_s = timeout.total_seconds()
 
-    def _set_default_timeout(self, timeout: timedelta) -> None:  # dist.distributed_c10d._set_pg_timeout
-        super()._set_default_timeout(timeout)
-        self._limit.timeout_s = timeout.total_seconds()
+    _set_default_timeout = set_timeout  # which dist.distributed_c10d._set_pg_timeout calls
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Whether `allocate_tensor` works for the device."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
@@ -114,9 +113,6 @@ def _timeout_s(given: timedelta, world: ProcessGroup | None) -> float:
     torch fills its own default of half an hour in and passes a copy on, so only its frame shows whether a caller gave
     one: libraries pass the same half an hour of their own.
     """
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_name != "_new_process_group_helper":
-        frame = frame.f_back
-    if frame is None or frame.f_locals.get("timeout") is not dist.default_pg_timeout:
+    if device_map.locals_of_torch().get("timeout") is not dist.default_pg_timeout:
         return given.total_seconds()
     return env.TIMEOUT_S.get() if world is None else world.timeout_s

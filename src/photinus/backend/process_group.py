@@ -7,12 +7,27 @@ reduce_scatter, all_to_all_single, barrier, send, recv and their coalesced forms
 libraries in the bindings' overloaded forms (`options`). A method that C++ can call must be defined in Python even where
 it only forwards: without an override, torch runs its own one with the GIL held, and that deadlocks against gloo's
 threads.
+
+What a process with open groups leaves behind:
+- An uncaught exception aborts the groups at once, with a reason that the peers read ("rank 1 ... raised ValueError:
+  ..."), even where the process then takes long to end.
+- At interpreter exit the groups that nobody destroyed are shut down: a thread left in native code would end the process
+  with SIGABRT ("terminate called without an active exception"). Daemon threads that wait in a collective stay there.
+- A forked child (a data loader's worker) lets its parent's groups alone: it shares their sockets, and gloo's destructor
+  would wait for threads that the child does not have.
 """
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+import os
+import sys
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache
+from types import TracebackType
 from typing import Any, TypeAlias
 
 import torch
@@ -26,9 +41,9 @@ from torch._C._distributed_c10d import (
     _DistributedBackendOptions,
 )
 
-from .. import engine
-from ..errors import AbortedError, PhotinusError
-from . import process_exit
+from .. import _native, engine
+from ..errors import AbortedError, CollectiveError, PhotinusError
+from ..group import printed
 from .inner_gloo import InnerGloo, Limit
 from .name import NAME
 from .options import as_options, each_all_reduce
@@ -74,7 +89,8 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         for device in devices:
             self._register_backend(device, dist.ProcessGroup.BackendType.CUSTOM, gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-        process_exit.watch(self)
+        _prepare_exit()
+        _open.add(self)
 
     def made_by(self, make: _Maker, members: Sequence[int]) -> None:
         """Says how parts of this group are made, and which ranks of the world are in it (empty: all)."""
@@ -266,7 +282,7 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
     def shutdown(self) -> None:
         """Leaves the group in order; `destroy_process_group` calls it. Idempotent."""
         self._end(f"process group {self._label} was destroyed")
-        process_exit.forget(self)
+        _open.discard(self)
 
     def _end(self, reason: str) -> None:
         self._gloo = _Ended(reason)  # type: ignore[assignment]
@@ -302,3 +318,41 @@ class _Ended:
 
     def __getattr__(self, name: str) -> Any:
         raise AbortedError(self._reason)
+
+
+_open: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+
+
+@cache
+def _prepare_exit() -> None:
+    """Sets up, once, what this process does with open groups when it ends or forks."""
+    atexit.register(_shut_down_all)
+    os.register_at_fork(after_in_child=_leave_to_parent)
+    _chain_excepthook()
+
+
+def _chain_excepthook() -> None:
+    previous = sys.excepthook
+
+    def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        # At a prompt the process goes on. A collective's error is known to the peers, with its cause.
+        if not hasattr(sys, "ps1") and not isinstance(error, CollectiveError):
+            lines = str(error).splitlines()
+            for group in list(_open):
+                group.fail(f"raised {kind.__name__}: {lines[0]}" if lines else f"raised {kind.__name__}")
+        previous(kind, error, traceback)
+
+    sys.excepthook = excepthook
+
+
+def _shut_down_all() -> None:
+    _native.begin_exit()
+    for group in list(_open):
+        with printed():
+            group.shutdown()
+
+
+def _leave_to_parent() -> None:
+    for group in list(_open):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # never destroyed, not even at the interpreter's end
+    _open.clear()
