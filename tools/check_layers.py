@@ -48,7 +48,7 @@ FLOORS = {
 }
 # Python: room -> most lines. Who adds to a full room takes something out of it, or says in the commit why it grows.
 BUDGET = {
-    "backend": 3381,
+    "backend": 3400,
     "cli": 1840,
     "compat": 740,
     "job": 3220,

@@ -12,6 +12,7 @@ import torch
 import photinus
 from photinus.errors import DeviceError
 from photinus.job.world import World
+from photinus.parallel.ddp.sync_batch_norm import _local_statistics
 from photinus.parallel.exchange.verify_models import gpu_identity
 from photinus.trainer.session.placement import choose_device
 from tests.gpu.device import DEVICE, HAS_GPU, NAME, TIMEOUT_S
@@ -30,6 +31,17 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     }
     with RankPool("tests.gpu.rank_cases:Cases", world_size=1, timeout_s=TIMEOUT_S, environ=environ) as ranks:
         yield ranks
+
+
+def test_a_channel_that_is_constant_has_no_variance() -> None:
+    """Ranks whose pixels are all black in a channel must not make its running variance infinite on all."""
+    x = torch.randn(4, 3, 5, 5, device=DEVICE)
+    x[:, 1] = 2.0
+    count, mean, squares = _local_statistics(x)
+    assert float(count) == 100
+    assert float(mean[1]) == 2
+    assert float(squares[1]) == 0
+    assert torch.allclose(squares, x.transpose(0, 1).flatten(1).var(dim=1, correction=0) * 100, rtol=1e-4)
 
 
 @needs_gpu("device='auto' and 'cuda' would be chosen for a world of one")

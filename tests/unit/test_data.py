@@ -474,6 +474,13 @@ def test_a_killed_worker_ends_the_pass_at_once() -> None:
     assert time.monotonic() - began < 25
 
 
+def test_objects_that_move_themselves_are_asked_to_inside_containers_too() -> None:
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    moved, label = to_device((packed, torch.zeros(1)), torch.device("meta"))
+    assert moved.data.device.type == label.device.type == "meta"
+    assert moved.batch_sizes.device.type == "cpu", "torch wants these on the CPU"
+
+
 def test_batches_of_any_nesting_are_moved() -> None:
     class Moves:
         def to(self, device: torch.device) -> str:

@@ -1334,3 +1334,13 @@ def test_times_of_steps_that_are_done_again_are_dropped(tmp_path: Path) -> None:
 
 def _windows(out: Path) -> list[Any]:
     return [window for line in (out / "ranks.jsonl").read_text().splitlines() if (window := read_window(line))]
+
+
+def test_a_logged_loss_is_that_of_its_step_where_its_memory_is_used_again(world: Any) -> None:
+    """As a CUDA graph's, whose result lies in the same place after each replay."""
+    loop = _loop(Numbered(8), epochs=1)
+    for number, _ in enumerate(loop):
+        loss = _loss(loop, number + 1.0)
+        loop.backward(loss)
+        loss.detach().fill_(99.0)
+    assert loop.history[0]["loss"] == 1.5

@@ -40,7 +40,7 @@ def sparse_all_reduce(group: EngineGroup, tensor: Tensor, given: Any) -> dist.Wo
     if sparse_dims != own.dim():
         label += f" with {sparse_dims} sparse dimensions"
 
-    counts = torch.empty(size, dtype=torch.int64)
+    counts = torch.empty(size, dtype=torch.int64, device="cpu")
     counts[rank] = own._nnz()
     address, int64 = counts.data_ptr(), DTYPES[torch.int64]
     timeout_s = group._timeout_s(given)

@@ -97,9 +97,14 @@ class Updates:
             return
         known = self._parameters
         if any(id(parameter) in known for group in optimizer.param_groups for parameter in group["params"]) and any(
-            group.get("lr", 1) != 0 for group in optimizer.param_groups
+            _is_not_zero(group.get("lr", 1)) for group in optimizer.param_groups
         ):
             self._made += 1
+
+
+def _is_not_zero(lr: float | Tensor) -> bool:
+    """Whether a step with this learning rate may change anything. A GPU's is not read: that would wait for the GPU."""
+    return (isinstance(lr, Tensor) and lr.device.type != "cpu") or bool(lr != 0)
 
 
 @cache

@@ -25,7 +25,7 @@ from torch.distributed.algorithms.join import Join
 from ...errors import ModelMismatchError, NotInitializedError, PhotinusError
 from ..exchange.broadcast import broadcast_tensors
 from ..exchange.collectives import backend_name, rate_between_hosts, resolve_group
-from ..exchange.tensors import map_tensors
+from ..exchange.tensors import move_tensors
 from ..exchange.verify_models import describe, gpu_identity, verify_same_model
 from ..reducer.bucket_exchange import AverageExchange, CommHook, HookExchange, check_hook
 from ..reducer.buckets import FIRST_BUCKET_BYTES, default_cap_bytes
@@ -197,10 +197,12 @@ class DistributedDataParallel(TorchSurface, nn.Module):
         exchanging = init_sync and self.process_group.size() > 1
         if exchanging:
             try:
-                if refusal is None:
-                    verify_same_model(self._describe(named), self.process_group, gpu_identity(self.device))
-                else:
-                    verify_same_model([str(refusal)], self.process_group)
+                # Small messages over nccl lie on the current GPU: the first one, where a script has set none.
+                with torch.cuda.device(next((p.device.index for _, p in named if p.is_cuda), -1)):
+                    if refusal is None:
+                        verify_same_model(self._describe(named), self.process_group, gpu_identity(self.device))
+                    else:
+                        verify_same_model([str(refusal)], self.process_group)
             except ModelMismatchError:
                 if refusal is None:
                     raise  # it names the rank that refuses
@@ -300,7 +302,7 @@ class DistributedDataParallel(TorchSurface, nn.Module):
             with torch._C._DisableFuncTorch():  # what is exchanged is no part of what torch.func.jvp differentiates
                 self._begin_forward()
         if self.device_ids:
-            inputs, kwargs = map_tensors((inputs, kwargs), lambda tensor: tensor.to(self.device, non_blocking=True))
+            inputs, kwargs = move_tensors((inputs, kwargs), self.device)
         return inputs, kwargs
 
     @_disable_dynamo

@@ -254,11 +254,10 @@ def _local_statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
     if elems == 0:
         zeros = torch.zeros(channels, dtype=wide, device=x.device)
         return count, zeros, zeros
-    if x.is_cuda:
-        mean, deviation = torch.batch_norm_stats(x, 0.0)  # 1/√var in float32 or wider, whatever the input
-        return count, mean.to(wide), deviation.to(wide).pow(-2) * elems
-    mean, variance = torch.batch_norm_update_stats(_wide(x), None, None, 0.0)
-    return count, mean, variance * elems
+    # Not torch.batch_norm_stats: for a constant channel its 1/√var is 0 on a GPU, from which no variance follows.
+    # The GPU's kernel computes in float32 or wider, whatever the input.
+    mean, variance = torch.batch_norm_update_stats(x if x.is_cuda else _wide(x), None, None, 0.0)
+    return count, mean.to(wide), variance.to(wide) * elems
 
 
 def _normalise(

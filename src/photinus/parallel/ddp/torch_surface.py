@@ -19,7 +19,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ...errors import PhotinusError, UnsuitableModelError
 from ..exchange.broadcast import broadcast_tensors
-from ..exchange.collectives import backend_name
+from ..exchange.collectives import backend_name, control_device
 from ..reducer.bucket_exchange import CommHook, builtin_hook
 from ..reducer.buckets import FIRST_BUCKET_BYTES
 from ..reducer.gradient_memory import Bucket, Slot
@@ -361,7 +361,7 @@ def tell_ranks(ddp: TorchSurface, *, joined: bool) -> tuple[bool, int]:
         UnsuitableModelError: on every rank, when one has no input and SyncBatchNorm layers need it.
     """
     syncs = not joined and ddp.syncs
-    told = torch.tensor([float(syncs), float(not joined)], device=ddp.device)
+    told = torch.tensor([float(syncs), float(not joined)], device=control_device(ddp.process_group))
     dist.all_reduce(told, group=ddp.process_group)
     someone_syncs, present = told.tolist()
     if present < ddp.process_group.size():

@@ -100,9 +100,10 @@ class ParameterPieces:
     def digest(self, number: int) -> int:
         """The digest of one piece; numbers go round. Waits for the device."""
         parts = self._pieces[number % len(self._pieces)]
+        digests = [_digest(_flat(self._parameters[index])[begin:end]) for index, begin, end in parts]
         total = 0
-        for index, begin, end in parts:
-            total = 31 * total + int(_digest(_flat(self._parameters[index])[begin:end]).item())
+        for digest in torch.stack(digests).tolist() if digests else ():  # one wait for a GPU, not one for each
+            total = 31 * total + digest
         return total % 2**64
 
     def digest_of_all(self) -> int:

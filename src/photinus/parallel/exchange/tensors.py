@@ -30,25 +30,45 @@ def _collect(value: object, found: list[torch.Tensor]) -> None:
             _collect(getattr(value, field.name, None), found)
 
 
-def map_tensors(data: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`data` with `change` applied to its tensors, in tuples, named tuples, lists and mappings at any depth.
+def map_tensors(data: Any, change: Callable[[Any], Any], *, also: Callable[[Any], bool] = lambda value: False) -> Any:
+    """Applies `change` to the tensors in tuples, named tuples, lists and mappings at any depth; returns new containers.
 
-    Containers are made anew (a mapping whose class cannot be made from a dict becomes a dict); everything else is
-    handed through as it is.
+    A mapping whose class cannot be made from a dict becomes a dict. Everything else is handed through as it is.
+
+    Args:
+        also: which other values `change` takes as a whole, containers among them.
     """
-    if isinstance(data, torch.Tensor):
+    if isinstance(data, torch.Tensor) or also(data):
         return change(data)
     if isinstance(data, Mapping):
-        changed = {key: map_tensors(value, change) for key, value in data.items()}
+        changed = {key: map_tensors(value, change, also=also) for key, value in data.items()}
         try:
             return type(data)(changed)  # type: ignore[call-arg]
         except TypeError:
             return changed
     if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(map_tensors(value, change) for value in data))
+        return type(data)(*(map_tensors(value, change, also=also) for value in data))
     if isinstance(data, (list, tuple)):
-        return type(data)(map_tensors(value, change) for value in data)
+        return type(data)(map_tensors(value, change, also=also) for value in data)
     return data
+
+
+def move_tensors(data: Any, device: torch.device, *, blocking: bool = False) -> Any:
+    """Brings the tensors in nested containers to a device.
+
+    Objects that move themselves (a packed sequence, a tokenizer's batch: anything with a method `to`) are asked to,
+    wherever they lie. Copies from pinned memory do not block; the stream orders them before what uses them.
+    """
+
+    def moves_itself(value: Any) -> bool:
+        return callable(getattr(value, "to", None)) and not isinstance(value, (type, torch.nn.Module))
+
+    def move(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value.to(device)
+        return value.to(device, non_blocking=not blocking and (value.is_pinned() or value.is_cuda))
+
+    return map_tensors(data, move, also=moves_itself)
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ from ...malloc import PER_GRADIENTS, keep_freed_memory
 from ..ddp.checks import one_device
 from ..ddp.held_parameters import HeldParameters, take_over_parameters
 from ..exchange.broadcast import broadcast_tensors
+from ..exchange.collectives import control_device
 from ..exchange.verify_models import describe, verify_same_model
 from ..zero.shard_units import shard_units
 from ..zero.sharded_optimizer import check_repointable, repoint
@@ -283,7 +284,7 @@ class UnusedParameters:
 
     def _end(self) -> None:
         used = torch.tensor([p in self._used for p in self._parameters], dtype=torch.int32)
-        used = used.to(self._parameters[0].device)
+        used = used.to(control_device(self._group))
         dist.all_reduce(used, dist.ReduceOp.MAX, self._group)
         for parameter, by_any in zip(self._parameters, used.tolist(), strict=True):
             gradient = parameter.grad

@@ -164,6 +164,9 @@ def indexable(dataset: Any) -> Callable[[list[int]], list[torch.Tensor]] | None:
         for chosen in maps:
             indices = [int(chosen[index]) for index in indices]
         rows = torch.tensor(indices, dtype=torch.int64, device="cpu")
-        return [tensor[rows.to(tensor.device)] for tensor in tensors]
+        on_gpu = any(tensor.is_cuda for tensor in tensors)
+        rows = rows.pin_memory() if on_gpu else rows  # else the copy would wait for all that is queued on the GPU
+        places = {t.device: rows.to(t.device, non_blocking=t.is_cuda) for t in tensors}
+        return [tensor[places[tensor.device]] for tensor in tensors]
 
     return batch

@@ -34,7 +34,7 @@ from ... import env
 from ...errors import LoaderTimeoutError, PhotinusError
 from ...job.world import World
 from ...parallel.exchange.agreement import place_in_group
-from ...parallel.exchange.tensors import map_tensors
+from ...parallel.exchange.tensors import map_tensors, move_tensors
 from .arguments import check_dataset, indexable, taken_apart, whole_number
 from .rng import check_seed
 from .sampler import GlobalBatches, LocalBatch, ShardedOnce
@@ -375,7 +375,8 @@ class Loader:
                 )
             with self._explaining(epoch, index):
                 data = next(fetched)
-            yield self._batch(data, asked.popleft(), index)
+            pins = self._pin_memory and not self._num_workers
+            yield self._batch(pin_memory(data) if pins else data, asked.popleft(), index)
 
     @contextmanager
     def _explaining(self, epoch: int, index: int) -> Iterator[None]:
@@ -412,7 +413,8 @@ class Loader:
             sampler=self._requests,
             collate_fn=identity,
             num_workers=self._num_workers,
-            pin_memory=self._pin_memory,
+            # torch's own pinning fails for tensors that lie on a GPU; in this process ours does it.
+            pin_memory=self._pin_memory and self._num_workers > 0,
             # Without a generator of its own it would draw from torch's global one and shift dropout after a resume.
             generator=torch.Generator(device="cpu").manual_seed(self.seed),
             **options,
@@ -440,20 +442,8 @@ class _Requests:
 
 
 def to_device(data: Any, device: torch.device | None) -> Any:
-    """`data` with its tensors on `device` (None: left where they are).
-
-    Objects that move themselves (a packed sequence, a tokenizer's batch: anything with a method `to`) are asked to.
-    Copies from pinned memory do not block; the stream orders them before what uses them.
-    """
-    if device is None:
-        return data
-    if not isinstance(data, (torch.Tensor, str, bytes)) and callable(getattr(data, "to", None)):
-        return data.to(device)
-
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device, non_blocking=device.type == "cuda" and tensor.is_pinned())
-
-    return map_tensors(data, move)
+    """Brings the tensors of `data` to `device` (None: leaves them where they are); see `move_tensors`."""
+    return data if device is None else move_tensors(data, device)
 
 
 def pin_memory(data: Any) -> Any:

@@ -73,7 +73,7 @@ class RunNumbers:
 
     def add(self, loss: Tensor, share: float) -> None:
         """Takes a loss of the running step: scalar, mean over this rank's samples."""
-        self._steps[-1].parts.append((loss.detach().float().reshape(()), share, divisor_of(loss)))
+        self._steps[-1].parts.append((loss.detach().to(torch.float32, copy=True).reshape(()), share, divisor_of(loss)))
 
     def end_step(self, *, alone: bool, adds_up_over: Callable[[int], bool]) -> None:
         """The body is over. Several losses add up: by their shares where its gradients are all of an optimizer's step

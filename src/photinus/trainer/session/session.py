@@ -185,14 +185,14 @@ def init(
     try:
         if not owned and chosen_device.type == "cuda" and place.launcher != "none":
             torch.cuda.set_device(chosen_device)
-        if chosen_device.type == "cuda" and dist.get_world_size() > 1:
-            check_gpus(chosen_device, chosen_backend)
         place, members = _meet(place)
         if not owned and place.launcher == "none":
             # Without a launcher only the ranks that met say which device is whose.
             chosen_device, device_reason = choose_device(device, place)
             if chosen_device.type == "cuda":
                 torch.cuda.set_device(chosen_device)
+        if chosen_device.type == "cuda" and dist.get_world_size() > 1:
+            check_gpus(chosen_device, chosen_backend)
         session = Session(
             place,
             chosen_device,

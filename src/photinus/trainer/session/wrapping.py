@@ -215,8 +215,11 @@ def _foreign_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> i
 
 def _move_state(optimizer: torch.optim.Optimizer) -> None:
     """Moves what the optimizer remembers (momentum and so on) to where its parameters are now."""
+    on_device = [g for g in optimizer.param_groups if g.get("fused") or g.get("capturable")]
+    counted_on_device = {id(parameter) for group in on_device for parameter in group["params"]}
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
-            # A step counter of dimension 0 lives on the host on purpose, unless the optimizer is capturable.
-            if isinstance(value, torch.Tensor) and value.dim() > 0 and value.device != parameter.device:
+            # A step counter of dimension 0 lives on the host on purpose, unless the optimizer's kernels count.
+            moves = isinstance(value, torch.Tensor) and (value.dim() > 0 or id(parameter) in counted_on_device)
+            if moves and value.device != parameter.device:
                 state[name] = value.to(parameter.device)
