@@ -186,6 +186,7 @@ class DistributedDataParallel(TorchSurface, nn.Module):
             if moved_to is not None:
                 module.to(moved_to)
             self.device = one_device(named, module)
+            self._buffers_in_sync = BufferSync(module, self.process_group, self.device, self.parameters_to_ignore)
             if self.bucket_bytes_cap_default:
                 self.bucket_bytes_cap = default_cap_bytes(rate_between_hosts(self.process_group, self.device))
             self.device_type = self.device.type
@@ -210,9 +211,9 @@ class DistributedDataParallel(TorchSurface, nn.Module):
             raise refusal
         if exchanging:
             self._sync_module_states(0, buffers=init_sync_buffers)
-        self._low_precision = (
-            None if mixed_precision is None else MixedPrecision(mixed_precision, module, self.parameters_to_ignore)
-        )
+        self._low_precision: MixedPrecision | None = None
+        if mixed_precision is not None:
+            self._low_precision = MixedPrecision(mixed_precision, module, self.parameters_to_ignore)
         self._build()
 
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -229,9 +230,7 @@ class DistributedDataParallel(TorchSurface, nn.Module):
             f"check_ranks={self.check_ranks} wire_dtype={self.wire_dtype}"
         ]
         lines += [describe("parameter", name, p) + (", sparse gradient" if name in sparse else "") for name, p in named]
-        buffers = BufferSync(self.module, self.process_group, self.device, self.parameters_to_ignore).named_buffers()
-        lines += [describe("buffer", name, b) for name, b in buffers]
-        return lines
+        return lines + [describe("buffer", name, b) for name, b in self._buffers_in_sync.named_buffers()]
 
     def _build(self) -> None:
         """Makes what belongs to this process and is never saved: the reducer, and the synchroniser of buffers."""
@@ -272,7 +271,7 @@ class DistributedDataParallel(TorchSurface, nn.Module):
                 AverageExchange(self.reducer.average, self.wire_dtype, self._low_precision.reduce_dtype)
             )
         if self._comm_hook is not None:
-            self._use_hook(*self._comm_hook[:2])
+            self.reducer.use_exchange(HookExchange(*self._comm_hook[:2], self.process_group))
         self._buffers_in_sync = BufferSync(self.module, self.process_group, self.device, self.parameters_to_ignore)
         self.reducer.with_gradients = self._buffers_in_sync.start
         # The parameters' hooks hold the reducer. They go when this wrapper goes, so the model can be wrapped anew.
@@ -386,8 +385,7 @@ class DistributedDataParallel(TorchSurface, nn.Module):
     def _sync_module_states(self, source: int, *, buffers: bool) -> None:
         tensors = [p.detach() for _, p in self._named_parameters()]
         if buffers:
-            synced = BufferSync(self.module, self.process_group, self.device, self.parameters_to_ignore)
-            tensors += [b for _, b in synced.named_buffers()]
+            tensors += [b for _, b in self._buffers_in_sync.named_buffers()]
         broadcast_tensors(tensors, self.process_group, self.device, source=source)
 
     @property
@@ -447,11 +445,7 @@ class DistributedDataParallel(TorchSurface, nn.Module):
                 f"mixed_precision or wire_dtype: {held[0]} is in force. A hook that calls another hook combines two."
             )
         self._comm_hook = (state, hook, name)
-        self._use_hook(state, hook)
-
-    def _use_hook(self, state: object, hook: CommHook) -> None:
-        reducer = weakref.proxy(self.reducer)
-        self.reducer.use_exchange(HookExchange(state, hook, self.process_group, lambda: len(reducer.buckets)))
+        self.reducer.use_exchange(HookExchange(state, hook, self.process_group))
 
     def _take_over_optimizers(self) -> None:
         self._optimizers_taken_over = True

@@ -119,7 +119,8 @@ def take_over_parameters(wrapper: nn.Module, own: Mapping[nn.Parameter, str]) ->
         )
         around = other.modules() if isinstance(wrapper, TorchSurface) else ()
         is_inside = any(m is other for m in wrapper.modules())
-        if is_inside and _gives_all_to(wrapper, other, shared):
+        are_ours = isinstance(wrapper, TorchSurface) and isinstance(other, TorchSurface)
+        if is_inside and are_ours and len(shared) == len(other.reducer.slots):
             other._outer = weakref.ref(wrapper)
             other.reducer.give_up(shared, f"{text}the outer one did, and is gone: wrap the model again")
             continue
@@ -130,12 +131,6 @@ def take_over_parameters(wrapper: nn.Module, own: Mapping[nn.Parameter, str]) ->
             other.reducer.give_up(shared, text)
         else:
             other.register_forward_pre_hook(partial(_refuse_training, text))
-
-
-def _gives_all_to(wrapper: nn.Module, other: Any, shared: Collection[nn.Parameter]) -> bool:
-    """Return whether a wrapper of ours lies in another one that averages all that it averages."""
-    ours = isinstance(wrapper, TorchSurface) and isinstance(other, TorchSurface)
-    return ours and len(shared) == len(other.reducer.slots)
 
 
 def _refuse_training(text: str, *_: object) -> None:

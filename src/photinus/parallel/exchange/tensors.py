@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,23 +11,16 @@ import torch
 
 def tensors_in(value: object) -> list[torch.Tensor]:
     """All tensors in nested lists, tuples, sets, mappings and dataclasses, in order."""
-    found: list[torch.Tensor] = []
-    _collect(value, found)
-    return found
-
-
-def _collect(value: object, found: list[torch.Tensor]) -> None:
+    items: Iterable[object] = ()
     if isinstance(value, torch.Tensor):
-        found.append(value)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            _collect(item, found)
+        return [value]
+    if isinstance(value, Mapping):
+        items = value.values()
     elif isinstance(value, (list, tuple, set, frozenset)):
-        for item in value:
-            _collect(item, found)
+        items = value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            _collect(getattr(value, field.name, None), found)
+        items = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    return [tensor for item in items for tensor in tensors_in(item)]
 
 
 def map_tensors(data: Any, change: Callable[[Any], Any], *, also: Callable[[Any], bool] = lambda value: False) -> Any:

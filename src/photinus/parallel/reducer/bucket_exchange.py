@@ -80,9 +80,8 @@ class _CopyBack:
 class GradBucket:
     """One bucket as a hook sees it: the methods of `torch.distributed.GradBucket`, which Python cannot make."""
 
-    def __init__(self, bucket: Bucket, is_last: bool) -> None:
+    def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
-        self._is_last = is_last
         self._buffer = bucket.payload
 
     def index(self) -> int:
@@ -108,7 +107,7 @@ class GradBucket:
 
     def is_last(self) -> bool:
         """Whether no other bucket follows in this backward."""
-        return self._is_last
+        return self._bucket.is_last
 
     def set_buffer(self, tensor: torch.Tensor) -> None:
         """Puts another tensor in the buffer's place, for hooks that call hooks.
@@ -123,11 +122,10 @@ class HookExchange:
 
     carries_tail = False
 
-    def __init__(self, state: object, hook: CommHook, group: dist.ProcessGroup, count: Callable[[], int]) -> None:
+    def __init__(self, state: object, hook: CommHook, group: dist.ProcessGroup) -> None:
         self._state = state
         self._group = group
         self._hook = hook
-        self._count = count
 
     def start(self, bucket: Bucket) -> Pending:
         """See `BucketExchange`.
@@ -136,7 +134,7 @@ class HookExchange:
             TypeError: the hook did not return a future.
         """
         settle(self._group)  # hooks share memory between buckets, and count on what they have put off being done
-        future = self._hook(self._state, GradBucket(bucket, bucket.index == self._count() - 1))
+        future = self._hook(self._state, GradBucket(bucket))
         if not isinstance(future, (torch.futures.Future, torch._C.Future)):
             raise TypeError(
                 f"a communication hook returns a torch.futures.Future of the bucket's new contents; "

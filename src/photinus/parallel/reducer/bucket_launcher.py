@@ -95,8 +95,9 @@ class BucketLauncher:
         for number, plan in enumerate(plans):
             # The last bucket carries what the ranks say of themselves, so that all fail together, at no extra exchange.
             # On a GPU reading it would make the host wait for the device.
+            is_last = number == len(plans) - 1
             carries_facts = (
-                number == len(plans) - 1
+                is_last
                 and self._average.device.type == "cpu"
                 and not self._options.skip_unused
                 and self.exchange.carries_tail
@@ -105,7 +106,7 @@ class BucketLauncher:
             slots = [self._slots[i] for i in plan.parameters]
             # Batched PowerSGD lets a bucket grow to a square. Memory that a group offers cannot grow.
             room = 0 if self.exchange.carries_tail else math.ceil(math.sqrt(plan.elems)) ** 2 - plan.elems
-            bucket = Bucket(number, plan, slots, tail, self._allocate, room)
+            bucket = Bucket(number, plan, slots, tail, self._allocate, room, is_last)
             delayed = slots[0].name in self._options.last
             bucket.also_waits = 1 if delayed and self._options.last_after is not None else 0
             buckets.append(bucket)
@@ -115,7 +116,8 @@ class BucketLauncher:
     def shadow(self, bucket: Bucket) -> Bucket:
         """A bucket like `bucket` that is all zeros and no parameter's."""
         slots = [Slot(slot.index, slot.name, slot.parameter) for slot in bucket.slots]
-        return Bucket(bucket.index, bucket.plan, slots, bucket.tail_elems, self._allocate, bucket.room_elems)
+        tail, room = bucket.tail_elems, bucket.room_elems
+        return Bucket(bucket.index, bucket.plan, slots, tail, self._allocate, room, bucket.is_last)
 
     def _allocate(self, elems: int, dtype: torch.dtype) -> torch.Tensor:
         return allocate(self._average.group, elems, dtype, self._average.device)

@@ -50,6 +50,7 @@ class Bucket:
         flat: all of it, what is exchanged.
         payload: the gradients without the tail.
         pending: gradients (and other events) that this round still waits for.
+        is_last: whether it is the last in the order of launches.
         also_waits: events besides its own gradients that it waits for in each round.
         arriving: small gradients that have come and do not lie here yet.
         work: set from launch until the round is closed.
@@ -61,6 +62,7 @@ class Bucket:
     tail_elems: int
     allocate: Allocate
     room_elems: int = 0
+    is_last: bool = False
     flat: torch.Tensor = field(init=False)
     payload: torch.Tensor = field(init=False)
     pending: int = 0

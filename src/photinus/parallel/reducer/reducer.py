@@ -117,7 +117,6 @@ class Reducer:
         self.used = UsedParameters(
             self.average,
             len(self.slots),
-            self.device,
             asked=options.find_unused_parameters,
             static_graph=self.static_graph,
         )

@@ -84,7 +84,6 @@ class UsedParameters:
         self,
         average: Average,
         count: int,
-        device: torch.device,
         *,
         asked: bool,
         static_graph: StaticGraph | None,
@@ -92,7 +91,7 @@ class UsedParameters:
         self._average = average
         self._static_graph = static_graph
         self._asked = asked
-        self.ranks = torch.zeros(count, dtype=torch.int32, device=device)
+        self.ranks = torch.zeros(count, dtype=torch.int32, device=average.device)
         self._exchanged = False
         self._unused_before: frozenset[int] | None = None
         self.always_the_same = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
@@ -89,8 +89,4 @@ def _shares(module: nn.Module, model: nn.Module) -> bool:
     inside = set(module.modules())
     own = {id(parameter) for parameter in module.parameters()}
     outside = (other for other in model.modules() if other not in inside)
-    return any(id(parameter) in own for other in outside for parameter in _parameters_of(other))
-
-
-def _parameters_of(module: nn.Module) -> Iterable[nn.Parameter]:
-    return (parameter for parameter in module._parameters.values() if parameter is not None)
+    return any(id(parameter) in own for other in outside for parameter in other.parameters(recurse=False))
