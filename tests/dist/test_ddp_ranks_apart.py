@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from photinus.errors import MismatchError, ModelMismatchError
 from photinus.parallel import DistributedDataParallel
-from photinus.parallel.exchange.parameter_digest import ParameterPieces, compare_parameters
+from photinus.parallel.exchange.verify_models import ParameterPieces, compare_parameters
 from tests.dist.ddp_checks import (
     KIB_IN_MIB,
     SharedFrozenMixed,

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import TensorDataset
 
 import photinus
-from photinus.parallel.exchange.parameter_digest import _sides, digest_of
+from photinus.parallel.exchange.verify_models import _sides, digest_of
 from tests.ranks import run_ranks, values
 
 STEPS = 12  # of an epoch

@@ -170,7 +170,6 @@ class DistributedDataParallel(TorchSurface, nn.Module):
         self.wire_dtype = wire_dtype
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
-        self._divide_by_initial_world_size = True
         self._comm_hook: tuple[object, CommHook, str] | None = None
         self._optimizers_taken_over = False
         if check_reduction:
@@ -197,13 +196,11 @@ class DistributedDataParallel(TorchSurface, nn.Module):
             refusal = error  # told to the other ranks first: what one refuses, all refuse
         exchanging = init_sync and self.process_group.size() > 1
         if exchanging:
+            lines, gpu = (self._describe(named), gpu_identity(self.device)) if refusal is None else ([str(refusal)], "")
             try:
                 # Small messages over nccl lie on the current GPU: the first one, where a script has set none.
                 with torch.cuda.device(next((p.device.index for _, p in named if p.is_cuda), -1)):
-                    if refusal is None:
-                        verify_same_model(self._describe(named), self.process_group, gpu_identity(self.device))
-                    else:
-                        verify_same_model([str(refusal)], self.process_group)
+                    verify_same_model(lines, self.process_group, gpu)
             except ModelMismatchError:
                 if refusal is None:
                     raise  # it names the rank that refuses
@@ -388,15 +385,6 @@ class DistributedDataParallel(TorchSurface, nn.Module):
             tensors += [b for _, b in self._buffers_in_sync.named_buffers()]
         broadcast_tensors(tensors, self.process_group, self.device, source=source)
 
-    @property
-    def broadcast_buffers(self) -> bool:
-        """Return `forward_sync_buffers`, of which this is the older name."""
-        return self.forward_sync_buffers
-
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, value: bool) -> None:
-        self.forward_sync_buffers = value
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Exchange neither gradients nor buffers inside `with`: gradients accumulate on each rank.
@@ -454,22 +442,6 @@ class DistributedDataParallel(TorchSurface, nn.Module):
         optimizers = OptimizersInBackward.take_over(self.reducer.slots)
         if optimizers is not None:
             self.reducer.after_exchange.append(optimizers)
-
-    def _set_static_graph(self) -> None:
-        """As if made with static_graph=True; to be called before the first forward, on every rank."""
-        if self.static_graph:
-            warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
-            return
-        if self.reducer.rounds:
-            self.reducer.timeline.error = "_set_static_graph() should be called before training loop starts"
-            raise PhotinusError(f"{self.reducer.timeline.error}: {self.reducer.rounds} backwards were exchanged before")
-        self.static_graph = True
-        self._rebuild()
-
-    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
-        """Goes on over another group; every rank of it calls this between two steps."""
-        self.process_group = resolve_group(new_process_group)
-        self._rebuild()
 
     # ---- being a module
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ...errors import PhotinusError, UnsuitableModelError
 from ..exchange.broadcast import broadcast_tensors
-from ..exchange.collectives import backend_name, control_device
+from ..exchange.collectives import backend_name, control_device, resolve_group
 from ..reducer.bucket_exchange import CommHook, builtin_hook
 from ..reducer.buckets import FIRST_BUCKET_BYTES
 from ..reducer.gradient_memory import Bucket, Slot
@@ -75,7 +76,6 @@ class TorchSurface(Joinable):
         require_forward_param_sync: bool
         _buffers_in_sync: BufferSync
         _comm_hook: tuple[object, CommHook, str] | None
-        _divide_by_initial_world_size: bool
         _join_config: Any
 
         @property
@@ -84,6 +84,7 @@ class TorchSurface(Joinable):
 
         def _sync_buffers(self, *, joined: bool = False) -> None: ...
         def _sync_module_states(self, source: int, *, buffers: bool) -> None: ...
+        def _rebuild(self) -> None: ...
         def _set_hook(self, state: object, hook: CommHook, name: str) -> None: ...
 
     _active_ddp_module: ClassVar[Any] = None
@@ -92,6 +93,7 @@ class TorchSurface(Joinable):
     logger = None
     broadcast_bucket_size = 250 * 1024 * 1024
     _ddp_sink_clone = True
+    _divide_by_initial_world_size = True
     _authoritative_rank: int = -1
     """The rank whose model all took at the end of the last `join`."""
 
@@ -178,6 +180,31 @@ class TorchSurface(Joinable):
 
     def _check_reducer_finalized(self) -> None:
         self.reducer._check_reducer_finalized()
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Return `forward_sync_buffers`, of which this is the older name."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    def _set_static_graph(self) -> None:
+        """As if made with static_graph=True; to be called before the first forward, on every rank."""
+        if self.static_graph:
+            warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
+            return
+        if self.reducer.rounds:
+            self.reducer.timeline.error = "_set_static_graph() should be called before training loop starts"
+            raise PhotinusError(f"{self.reducer.timeline.error}: {self.reducer.rounds} backwards were exchanged before")
+        self.static_graph = True
+        self._rebuild()
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        """Goes on over another group; every rank of it calls this between two steps."""
+        self.process_group = resolve_group(new_process_group)
+        self._rebuild()
 
     # ---- hooks and logging
 

@@ -89,7 +89,7 @@ class BucketLauncher:
         )
 
     def make(self) -> None:
-        """Makes the buckets, in the group's memory where it offers some."""
+        """Makes the buckets, in the group's memory where it offers some; `reset` comes next."""
         buckets: list[Bucket] = []
         plans = self.plans()
         for number, plan in enumerate(plans):
@@ -111,7 +111,6 @@ class BucketLauncher:
             bucket.also_waits = 1 if delayed and self._options.last_after is not None else 0
             buckets.append(bucket)
         self.buckets = buckets
-        self.reset()
 
     def shadow(self, bucket: Bucket) -> Bucket:
         """A bucket like `bucket` that is all zeros and no parameter's."""

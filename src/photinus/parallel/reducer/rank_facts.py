@@ -35,7 +35,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ...errors import MismatchError
 from ...job.world import name_ranks
 from ..exchange.collectives import Average, control_device
-from ..exchange.parameter_digest import ParameterPieces, compare_parameters
+from ..exchange.verify_models import ParameterPieces, compare_parameters
 from .gradient_memory import Slot
 
 ELEMS_PER_RANK = 5

@@ -17,7 +17,7 @@ Where each rank steps a part of the model (ZeRO), nothing else shows that one di
 twice.
 
 Only where a digest differs do the ranks exchange more, to name what and where. A parameter's own digest is that of
-photinus.parallel.exchange.parameter_digest, with which DDP by itself compares a part of the parameters every few steps.
+photinus.parallel.exchange.verify_models, with which DDP by itself compares a part of the parameters every few steps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch import nn
 from ...parallel import strategy_of, unwrap_compiled
 from ...parallel.exchange.agreement import JSON, check_alike
 from ...parallel.exchange.collectives import resolve_group
-from ...parallel.exchange.parameter_digest import compare_parameters, digest_of
+from ...parallel.exchange.verify_models import compare_parameters, digest_of
 from ..checkpoint.states import unwrap
 from .session import Session
 
