@@ -52,7 +52,7 @@ BUDGET = {
     "cli": 1840,
     "compat": 740,
     "job": 3220,
-    "parallel": 7180,
+    "parallel": 6850,
     "run": 4360,
     "runlog": 1800,
     "templates": 340,

@@ -12,7 +12,6 @@ from photinus.parallel.reducer.buckets import (
     DEFAULT_BUCKET_CAP_BYTES,
     FIRST_BUCKET_BYTES,
     BucketPlan,
-    ParameterSpec,
     assign_buckets,
     default_cap_bytes,
 )
@@ -20,8 +19,8 @@ from photinus.parallel.reducer.buckets import (
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex128]
 
 
-def specs(*elems: int, dtype: torch.dtype = torch.float32) -> list[ParameterSpec]:
-    return [ParameterSpec(f"p{i}", n, dtype) for i, n in enumerate(elems)]
+def specs(*elems: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.empty(n, dtype=dtype, device="meta") for n in elems]
 
 
 def test_parameters_lie_in_reverse_registration_order() -> None:
@@ -45,7 +44,7 @@ def test_a_parameter_above_the_cap_has_a_bucket_for_itself() -> None:
 
 
 def test_a_bucket_holds_one_dtype_and_buckets_are_sorted_by_the_parameter_that_completes_them() -> None:
-    mixed = [ParameterSpec(str(i), 16, torch.float64 if i % 3 == 0 else torch.float32) for i in range(6)]
+    mixed = [torch.empty(16, dtype=torch.float64 if i % 3 == 0 else torch.float32) for i in range(6)]
     buckets = assign_buckets(mixed, cap_bytes=1 << 20)
     assert [(b.dtype, b.parameters) for b in buckets] == [(torch.float32, (5, 4, 2, 1)), (torch.float64, (3, 0))]
 
@@ -75,18 +74,18 @@ def test_no_parameters_make_no_buckets() -> None:
 def test_every_parameter_lies_once_aligned_without_overlap_and_within_the_cap(
     parameters: list[tuple[int, torch.dtype]], cap: int, first: int
 ) -> None:
-    given_specs = [ParameterSpec(str(i), n, dtype) for i, (n, dtype) in enumerate(parameters)]
-    buckets = assign_buckets(given_specs, cap_bytes=cap, first_cap_bytes=first)
+    tensors = [torch.empty(n, dtype=dtype, device="meta") for n, dtype in parameters]
+    buckets = assign_buckets(tensors, cap_bytes=cap, first_cap_bytes=first)
     assert sorted(i for b in buckets for i in b.parameters) == list(range(len(parameters)))
     for bucket in buckets:
         end = 0
         for index, offset in zip(bucket.parameters, bucket.offsets, strict=True):
-            assert given_specs[index].dtype == bucket.dtype
+            assert tensors[index].dtype == bucket.dtype
             assert offset * bucket.dtype.itemsize % ALIGNMENT_BYTES == 0
             assert offset >= end
-            end = offset + given_specs[index].elems
+            end = offset + tensors[index].numel()
         assert end <= bucket.elems
-        assert bucket.bytes <= cap or len([i for i in bucket.parameters if given_specs[i].elems]) == 1
+        assert bucket.bytes <= cap or len([i for i in bucket.parameters if tensors[i].numel()]) == 1
     completing = [min(b.parameters) for b in buckets]  # walked backwards, so the smallest index comes last
     assert completing == sorted(completing, reverse=True)
 

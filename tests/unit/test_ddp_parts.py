@@ -13,22 +13,20 @@ from photinus.errors import PhotinusError, UnsuitableModelError
 from photinus.parallel.ddp.buffer_sync import _Arrival
 from photinus.parallel.ddp.checks import buffer_sync_options, capacities
 from photinus.parallel.exchange.collectives import wait_all
-from photinus.parallel.reducer.buckets import ParameterSpec, assign_buckets
+from photinus.parallel.reducer.buckets import assign_buckets
 from photinus.parallel.reducer.gradient_memory import Bucket, Slot, bring_home
 from photinus.parallel.reducer.round_errors import missing_text
 from photinus.parallel.reducer.timeline import Timeline
 from photinus.parallel.reducer.used_parameters import StaticGraph
 
 
-def specs(*elems: int) -> list[ParameterSpec]:
-    return [ParameterSpec(f"p{i}", n, torch.float32) for i, n in enumerate(elems)]
+def specs(*elems: int) -> list[torch.Tensor]:
+    return [torch.empty(n, device="meta") for n in elems]
 
 
 def bucket_of(*shapes: tuple[int, ...]) -> Bucket:
     slots = [Slot(i, f"p{i}", torch.nn.Parameter(torch.zeros(shape))) for i, shape in enumerate(shapes)]
-    (plan,) = assign_buckets(
-        [ParameterSpec(s.name, s.parameter.numel(), s.parameter.dtype) for s in slots], cap_bytes=10**6
-    )
+    (plan,) = assign_buckets([slot.parameter for slot in slots], cap_bytes=10**6)
     return Bucket(0, plan, [slots[i] for i in plan.parameters], 0, lambda n, dtype: torch.zeros(n, dtype=dtype))
 
 

@@ -28,7 +28,7 @@ from ..exchange.collectives import backend_name, rate_between_hosts, resolve_gro
 from ..exchange.tensors import move_tensors
 from ..exchange.verify_models import describe, gpu_identity, verify_same_model
 from ..reducer.bucket_exchange import AverageExchange, CommHook, HookExchange, check_hook
-from ..reducer.buckets import FIRST_BUCKET_BYTES, default_cap_bytes
+from ..reducer.buckets import default_cap_bytes
 from ..reducer.graph import current_task
 from ..reducer.options import ReducerOptions
 from ..reducer.reducer import Reducer
@@ -246,7 +246,6 @@ class DistributedDataParallel(TorchSurface, nn.Module):
             self.process_group,
             ReducerOptions(
                 bucket_cap_bytes=self.bucket_bytes_cap,
-                first_bucket_bytes=FIRST_BUCKET_BYTES,
                 caps_bytes=tuple(self.bucket_bytes_cap_list),
                 find_unused_parameters=self.find_unused_parameters and not self.static_graph,
                 skip_unused=self.skip_all_reduce_unused_params and self.find_unused_parameters,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ..exchange.collectives import Average, allocate
 from .bucket_exchange import BucketExchange
-from .buckets import ALIGNMENT_BYTES, BucketPlan, ParameterSpec, assign_buckets
+from .buckets import ALIGNMENT_BYTES, BucketPlan, assign_buckets
 from .gradient_memory import Bucket, Slot, bring_home
 from .options import ReducerOptions
 from .rank_facts import ELEMS_PER_RANK, status_of
@@ -79,9 +79,8 @@ class BucketLauncher:
         """The layout in the present order; its indices are those of `slots`."""
         position = {slot.index: i for i, slot in enumerate(self._slots)}
         return assign_buckets(
-            [ParameterSpec(slot.name, slot.parameter.numel(), slot.parameter.dtype) for slot in self._slots],
+            [slot.parameter for slot in self._slots],
             cap_bytes=self._options.bucket_cap_bytes,
-            first_cap_bytes=self._options.first_bucket_bytes,
             caps_bytes=self._options.caps_bytes,
             order=None if self.order is None else [position[i] for i in self.order if i in position],
             last=frozenset(i for i, slot in enumerate(self._slots) if slot.name in self._options.last),

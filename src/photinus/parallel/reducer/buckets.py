@@ -29,15 +29,6 @@ ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True)
-class ParameterSpec:
-    """What the assignment needs to know of one parameter: its name, element count and dtype."""
-
-    name: str
-    elems: int
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
 class BucketPlan:
     """One bucket.
 
@@ -77,7 +68,7 @@ def default_cap_bytes(bytes_per_s: float) -> int:
 
 
 def assign_buckets(
-    parameters: Sequence[ParameterSpec],
+    parameters: Sequence[torch.Tensor],
     *,
     cap_bytes: int,
     first_cap_bytes: int = FIRST_BUCKET_BYTES,
@@ -93,7 +84,7 @@ def assign_buckets(
     are sorted by their last parameter, the one that completes them.
 
     Args:
-        parameters: in registration order.
+        parameters: in registration order; only their element counts and dtypes are used.
         cap_bytes: cap of a bucket.
         first_cap_bytes: cap of the first bucket of each dtype.
         caps_bytes: caps of the first, second, … bucket of each dtype in place of the two above; the last one goes on.
@@ -130,12 +121,12 @@ def assign_buckets(
         buckets_closed[key[0]] = buckets_closed.get(key[0], 0) + 1
 
     for position, index in enumerate(walk):
-        spec = parameters[index]
-        itemsize = spec.dtype.itemsize
-        room_elems = _round_up(spec.elems, max(1, alignment_bytes // itemsize))
-        key = (spec.dtype, index in last)
+        dtype = parameters[index].dtype
+        multiple = max(1, alignment_bytes // dtype.itemsize)
+        room_elems = -(-parameters[index].numel() // multiple) * multiple
+        key = (dtype, index in last)
         bucket = filling.get(key)
-        if bucket is not None and not key[1] and (bucket.elems + room_elems) * itemsize > cap_of(spec.dtype):
+        if bucket is not None and not key[1] and (bucket.elems + room_elems) * dtype.itemsize > cap_of(dtype):
             close(key)
             bucket = None
         if bucket is None:
@@ -147,7 +138,3 @@ def assign_buckets(
     for key in list(filling):
         close(key)
     return [plan for _, _, plan in sorted(closed, key=lambda entry: entry[:2])]
-
-
-def _round_up(elems: int, multiple: int) -> int:
-    return -(-elems // multiple) * multiple

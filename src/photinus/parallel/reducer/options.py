@@ -12,7 +12,7 @@ class ReducerOptions:
     """How a Reducer works. Equal on all ranks.
 
     Attributes:
-        bucket_cap_bytes, first_bucket_bytes, caps_bytes: see `photinus.parallel.reducer.buckets.assign_buckets`.
+        bucket_cap_bytes, caps_bytes: see `photinus.parallel.reducer.buckets.assign_buckets`.
         find_unused_parameters: a parameter without gradient counts as zero, or stays without when it got none on
             any rank. Otherwise it is an error.
         skip_unused: buckets of which no parameter is used are not exchanged; every rank must leave out the same.
@@ -31,7 +31,6 @@ class ReducerOptions:
     """
 
     bucket_cap_bytes: int
-    first_bucket_bytes: int
     caps_bytes: tuple[int, ...] = ()
     find_unused_parameters: bool = False
     skip_unused: bool = False
