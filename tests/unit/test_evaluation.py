@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 import photinus
 from photinus.trainer.evaluation import _batches, _blocks_of, _exact_sum
-from photinus.waiting_time import waiting_time
+from photinus.training_process import waiting_time
 from tests.small_run import Net, points, right
 
 

@@ -13,7 +13,7 @@ from tests.scripts import run_forked
 
 CODE = """
 import resource, sys, torch
-from photinus import malloc
+from photinus import training_process as process
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -25,9 +25,9 @@ def wrap_in_torchs_ddp():
     import torch.distributed as dist
     dist.init_process_group("photinus", store=dist.HashStore(), rank=0, world_size=1)
     torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4096, 4096, bias=False))  # 64 MiB
-    return malloc._kept_bytes == 256 << 20
+    return process._kept_bytes == 256 << 20
 
-kept = {"leave": bool, "keep": lambda: malloc.keep_freed_memory(256 << 20), "ddp": wrap_in_torchs_ddp}[sys.argv[1]]()
+kept = {"leave": bool, "keep": lambda: process.keep_freed_memory(256 << 20), "ddp": wrap_in_torchs_ddp}[sys.argv[1]]()
 for _ in range(3):
     faults()
 print(kept, min(faults() for _ in range(3)))

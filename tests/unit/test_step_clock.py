@@ -14,7 +14,7 @@ from photinus.runlog.tables import PHASES
 from photinus.trainer.record import run_numbers, step_clock
 from photinus.trainer.record.run_numbers import RankTimes, memory_bytes
 from photinus.trainer.record.step_clock import StepClock
-from photinus.waiting_time import WaitingTime, waiting_time
+from photinus.training_process import WaitingTime, waiting_time
 
 
 class Time:

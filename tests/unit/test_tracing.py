@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import photinus
-from photinus.optimizer_steps import OptimizerSteps
 from photinus.parallel.tracing.recording import EXCHANGE, MAIN, Recording, Span, current_recording, recorded_span
 from photinus.parallel.tracing.trace import RankTrace, chrome_events, enumerate_rows
+from photinus.training_process import OptimizerSteps
 
 
 def rank_trace(rank: int, spans: list[Span], *, clock: str = "a", meeting_ns: int = 0) -> RankTrace:

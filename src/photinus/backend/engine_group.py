@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 from .. import engine, env
 from ..engine import Call, Work
 from ..errors import AbortedError, CollectiveError
-from ..waiting_time import waiting_time
+from ..training_process import waiting_time
 from . import cuda, profiling
 from .completer import Completer
 from .inner_gloo import InnerGloo, Limit

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import AllreduceOptions, ReduceOptions, ReduceSc
 
 from .. import engine
 from ..engine import Call
-from ..waiting_time import waiting_time
+from ..training_process import waiting_time
 from . import profiling
 from .engine_group import check_elems, check_same_dtype, one_shape, whole
 from .engine_moves import EngineMoves

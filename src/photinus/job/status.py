@@ -64,7 +64,7 @@ def count_optimizer_steps() -> None:
         return
     import torch
 
-    from ..optimizer_steps import OptimizerSteps
+    from ..training_process import OptimizerSteps
 
     def count(_: object) -> None:
         if _counts and not torch.compiler.is_compiling():

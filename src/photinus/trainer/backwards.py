@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..errors import PhotinusError
-from ..optimizer_steps import OptimizerSteps
 from ..parallel.zero.split_states import is_split
+from ..training_process import OptimizerSteps
 from .data.loader import running_weight
 from .session.replicas import Replicas
 from .session.session import require_session

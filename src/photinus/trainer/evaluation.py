@@ -32,7 +32,7 @@ from ..parallel import strategy_of
 from ..parallel.exchange.agreement import check_alike, gather_per_rank, together
 from ..parallel.exchange.broadcast import broadcast_tensors
 from ..parallel.exchange.collectives import resolve_group
-from ..waiting_time import waiting_time
+from ..training_process import waiting_time
 from .checkpoint.states import unwrap
 from .data.arguments import check_dataset, taken_apart, whole_number
 from .data.loader import Batch, loader

@@ -21,7 +21,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...malloc import PER_GRADIENTS, keep_freed_memory
+from ...training_process import PER_GRADIENTS, keep_freed_memory
 from ..ddp.checks import one_device
 from ..ddp.held_parameters import HeldParameters, take_over_parameters
 from ..exchange.broadcast import broadcast_tensors

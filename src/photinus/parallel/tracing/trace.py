@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 from ...errors import PhotinusError
-from ...optimizer_steps import OptimizerSteps
 from ...runlog.events import boot_id
+from ...training_process import OptimizerSteps
 from ..exchange.agreement import gather_per_rank
 from .device_clock import Moment
 from .recording import EXCHANGE, MAIN, Recording, Span, current_recording, set_current_recording

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ...parallel.tracing.device_clock import DeviceClock, Moment, clock_of
 from ...runlog.tables import PHASES
-from ...waiting_time import waiting_time
+from ...training_process import waiting_time
 from ..session.session import Session
 
 _DATA, _FORWARD, _BACKWARD, _WAITING, _OPTIMIZER, _OTHER = range(len(PHASES))
