@@ -24,7 +24,6 @@ FLOORS = {
     "spelling": 0,
     "version": 0,
     "env": 1,
-    "torch_version": 1,
     "job": 2,
     "verdict": 2,
     "_native": 2,
@@ -55,7 +54,7 @@ BUDGET = {
     "runlog": 1800,
     "templates": 340,
     "tools": 2880,
-    "top": 1665,
+    "top": 1663,
     "trainer": 8320,
 }
 # Folders inside a room, lowest first; the files directly in the room are above them all.
@@ -78,7 +77,7 @@ FORBIDDEN = {
     "arrays": {"torch"},
     "runlog": {"torch"},
     "tracebacks": {"torch"},
-    "torch_version": {"torch"},
+    "version": {"torch"},
     "verdict": {"torch"},
     "group": {"torch"},
     "engine": {"torch"},

@@ -59,7 +59,7 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'photinus' has no attribute {name!r}")
-    from .torch_version import check_torch
+    from .version import check_torch
 
     check_torch()
     try:

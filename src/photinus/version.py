@@ -1,5 +1,39 @@
-"""The version of Photinus, in its one place: builds read it from here."""
+"""The version of Photinus, in its one place: builds read it from here. And the PyTorch that it runs on."""
 
 from __future__ import annotations
 
+import re
+
+from .errors import OldTorchError
+
 __version__ = "0.2.0"
+
+OLDEST = (2, 11)
+"""The oldest release that is tested, major and minor; pyproject.toml declares the same."""
+
+
+def is_too_old(version: str) -> bool:
+    """Whether a release ("2.13.0+cpu") lies before the oldest one. A version of another form is nobody's fault here."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return numbers is not None and (int(numbers[1]), int(numbers[2])) < OLDEST
+
+
+def check_torch(version: str | None = None) -> None:
+    """Raises OldTorchError where PyTorch is too old.
+
+    Args:
+        version: default: that of the installed distribution, read without importing it; none installed is fine here.
+    """
+    if version is None:
+        import importlib.metadata  # 20 ms that the command line need not spend
+
+        try:
+            version = importlib.metadata.version("torch")
+        except importlib.metadata.PackageNotFoundError:
+            return
+    if is_too_old(version):
+        oldest = ".".join(map(str, OLDEST))
+        raise OldTorchError(
+            f"Photinus needs torch {oldest} or newer, and here is torch {version}: pip install --upgrade "
+            f"'torch>={oldest}', in the build that pytorch.org gives for this machine"
+        )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from photinus.torch_version import OLDEST, is_too_old
+from photinus.version import OLDEST, is_too_old
 from tests.fork_server import REPOSITORY
 
 SAID = r"OldTorchError: Photinus needs torch 2\.11 or newer, and here is torch 2\.7\.1\+cpu: pip install --upgrade"

@@ -82,7 +82,7 @@ def _create(options: _DistributedBackendOptions, backend_options: object) -> Pro
     """
     import torch
 
-    from ..torch_version import check_torch
+    from ..version import check_torch
     from .device_map import find_request
     from .make_group import make
     from .options import Options

@@ -21,7 +21,7 @@ from ..job.attempt import Formation, JobEndedError
 from ..job.ports import listen
 from ..job.spec import JobSpec
 from ..masking import mask_words
-from ..torch_version import check_torch
+from ..version import check_torch
 from .agent import Agent, OneHost
 from .local.devices import (
     VISIBLE,

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...runlog.units import bandwidth
-from ...torch_version import OLDEST, is_too_old
-from ...version import __version__
+from ...version import OLDEST, __version__, is_too_old
 from ..contestants.contestant import Contestant, torch_ranks
 from .finding import LATE, Finding, assess
 
