@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from .spelling import closest
+from .words import closest
 
 T = TypeVar("T")
 

@@ -9,9 +9,9 @@ import pytest
 
 import photinus
 from photinus import env
-from photinus.masking import mask_words
 from photinus.trainer import dataset_folder
 from photinus.trainer.record.config import describe_start, read_config, save_config, user_options
+from photinus.words import mask_words
 
 
 def test_a_missing_data_folder_is_refused_with_its_full_path(tmp_path: Path) -> None:

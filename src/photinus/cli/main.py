@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 from ..env import STARTED_AS
 from ..errors import LaunchError, MissingLibraryError, PhotinusError, UsageError
-from ..spelling import hint
 from ..version import __version__
+from ..words import hint
 
 COMMANDS = {
     "run": ("photinus.cli.run", "start a script on all devices of this host; restart on failure"),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ..errors import UsageError
-from ..spelling import closest, hint
+from ..words import closest, hint
 
 
 class Parser(argparse.ArgumentParser):

@@ -14,9 +14,9 @@ from dataclasses import replace
 from .. import env
 from ..errors import DeviceError, UsageError
 from ..job.spec import Program
-from ..masking import mask_words
 from ..run.local.devices import count_gpus
 from ..run.local.program import add_local_rank, check_program
+from ..words import mask_words
 from .flag_table import run_parser
 from .flags import RunFlags, SelectionFlags, parse_run
 

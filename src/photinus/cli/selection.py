@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import UsageError
 from ..run.ssh.hostfile import Host
-from ..spelling import hint
+from ..words import hint
 from .flags import RunFlags, SelectionFlags
 
 # What chose the hosts and their devices, or is said anew for each host.

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from ..job.world import World
-from ..spelling import hint
 from ..trainer.data.arguments import whole_number
 from ..trainer.session.progress import say
 from ..trainer.session.session import current_session
+from ..words import hint
 from .deepspeed_keys import ADAM, BATCHES, BF16, CHOICE, NUMBER, ROOT, SCHEDULE, ZERO, kinds_of, read
 from .deepspeed_schedules import SCHEDULES, Schedule, make_schedule
 

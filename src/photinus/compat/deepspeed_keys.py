@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..spelling import hint
+from ..words import hint
 
 Kind = Callable[[Any], Any]
 """Returns a value as it is used here. Raises ValueError with what is needed."""

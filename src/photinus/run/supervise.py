@@ -20,8 +20,8 @@ from ..errors import LaunchError
 from ..job.attempt import Formation, JobEndedError
 from ..job.ports import listen
 from ..job.spec import JobSpec
-from ..masking import mask_words
 from ..version import check_torch
+from ..words import mask_words
 from .agent import Agent, OneHost
 from .local.devices import (
     VISIBLE,

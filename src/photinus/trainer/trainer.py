@@ -20,7 +20,7 @@ from ..parallel import find_strategy, strategy_of
 from ..parallel.exchange.agreement import JSON
 from ..runlog.tables import OWN_COLUMNS, Row
 from ..runlog.units import plural
-from ..spelling import hint
+from ..words import hint
 from .checkpoint.states import unwrap
 from .data.arguments import check_all, check_dataset, refuse_if, taken_apart, whole_number
 from .data.rng import seed_everything

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...spelling import hint
+from ...words import hint
 from ..ddp.sync_batch_norm import convert_sync_batchnorm
 from .ddp import DDPStrategy, TorchDDPStrategy, Zero1Strategy
 from .dp import DPStrategy

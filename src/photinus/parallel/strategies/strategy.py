@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ...spelling import hint
+from ...words import hint
 from ..exchange.collectives import resolve_group
 from ..zero.split_states import copy_state, gather_state
 

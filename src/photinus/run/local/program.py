@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ...errors import UsageError
 from ...job.spec import Program
-from ...spelling import closest
+from ...words import closest
 
 _PYTHON = (".py", ".pyw", ".pyc", ".pyz")
 _HEAD_BYTES = 1024

@@ -28,7 +28,7 @@ from typing import Any, TypeAlias
 from ...env import JOB_SECRET, STARTED_AS
 from ...errors import LaunchError
 from ...job.spec import JobSpec
-from ...masking import mask, mask_words
+from ...words import mask, mask_words
 from ..local.interrupts import FROM_A_KEYBOARD, SIGNALS, Interrupts, handle_signals
 from ..local.join import DEFAULT_PORT
 from ..local.worker import python_command

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...errors import UsageError
 from ...runlog.run import DEPTH, FILES, is_run, newest_run
-from ...spelling import closest
+from ...words import closest
 
 
 def run_folder(command: str, given: str | None) -> Path:

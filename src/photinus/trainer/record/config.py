@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from ... import env
-from ...masking import mask, mask_words
 from ...runlog.files import plain_file, write_atomically
 from ...runlog.run import CONFIG
+from ...words import mask, mask_words
 from ..session.session import Session
 
 _PREFIXES = (

@@ -1,9 +1,10 @@
-"""Masks what is named like a secret, wherever a command line, an environment or options are shown or kept."""
+"""Words that users type: what an unknown one probably means, and masks for those that are secrets."""
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 _MASK = "***"
@@ -13,6 +14,20 @@ _SECRET = re.compile(
     r"(.*[-_.]|hf)?(secret|token|passw(or)?d|passphrase|credentials?|(api|access|private|secret|wandb)[-_]?key)",
     re.I,
 )
+
+
+def closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known word most like `word`, or None when none is like it by `cutoff` (difflib's ratio, 0 to 1)."""
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return found[0] if found else None
+
+
+def hint(
+    word: str, known: Iterable[str], otherwise: str = "", *, show: Callable[[str], str] = str, cutoff: float = 0.6
+) -> str:
+    """` Did you mean X?`, or `otherwise` when nothing is near. `show`: repr for names in Python, which have quotes."""
+    near = closest(word, known, cutoff)
+    return otherwise if near is None else f" Did you mean {show(near)}?"
 
 
 def mask(value: Any, name: str = "") -> Any:
