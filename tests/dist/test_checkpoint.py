@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 import photinus
 from photinus.errors import CheckpointError, PhotinusError
 from photinus.parallel.exchange.agreement import from_rank_0, gather_per_rank, together
-from photinus.trainer.checkpoint import elsewhere, statefile
+from photinus.trainer.checkpoint import statefile
 from photinus.trainer.checkpoint.folder import CheckpointFolder, find_checkpoint, on_all_ranks
 from photinus.trainer.checkpoint.statefile import load, save
 from photinus.trainer.checkpoint.states import state_of
@@ -243,7 +243,7 @@ def sees_no_folder_but_its_own(rank: int, world_size: int, folder: str, strategy
         subprocess.run(["mount", "--make-rprivate", "/"], check=True)
         subprocess.run(["mount", "-t", "tmpfs", "tmpfs", folder], check=True)
     os.chdir(folder)
-    elsewhere._PIECE_BYTES = 1000  # so that files travel in several
+    checkpoints._PIECE_BYTES = 1000  # so that files travel in several
     whole = numbers_of(trains(strategy, 2)[0])
     if rank == 0:
         os.rename("run", "whole")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -106,7 +107,8 @@ def _metric(runs: Sequence[Run], labels: Sequence[str], name: str, title: str) -
         if points:
             label = title if len(runs) == 1 else labels[index]
             colour = run_colour(1 if len(runs) == 1 and name != "learning_rate" else index)
-            series.append(Series(label, points, colour, dots=len(points) <= 40, missing=_not_finite(points)))
+            missing = _thin([x for x, y in points if not math.isfinite(y)])
+            series.append(Series(label, points, colour, dots=len(points) <= 40, missing=missing))
     return _lines(title, runs, series, may_be_log="loss" in name)
 
 
@@ -115,10 +117,6 @@ def _of_epochs(run: Run, name: str) -> list[tuple[float, float]]:
     if len(points) <= _POINTS:
         return points
     return [(bucket.middle, bucket.mean) for bucket in Curve(_POINTS, points).buckets]
-
-
-def _not_finite(points: Iterable[tuple[float, float]]) -> list[float]:
-    return _thin([x for x, y in points if not math.isfinite(y)])
 
 
 # -- speed, phases, memory --------------------------------------------------------------------------------------------
@@ -169,7 +167,8 @@ def _waiting(run: Run) -> Chart | None:
     if not windows:
         return None
     ranks = max(window.world_size for window in windows)
-    chosen = _slowest(windows, ranks)
+    own = {r: statistics.fmean([w.own_s(r) for w in windows if r < w.world_size]) for r in range(ranks)}
+    chosen = sorted(sorted(own, key=lambda rank: -own[rank])[:_RANK_LINES])
     series = []
     for index, rank in enumerate(chosen):
         points = [(_middle(w), w.own_s(rank) * 1e3 if rank < w.world_size else math.nan) for w in windows]
@@ -178,11 +177,6 @@ def _waiting(run: Run) -> Chart | None:
     if ranks > len(chosen):
         title = f"own time of the {len(chosen)} slowest of {ranks} ranks (a step without waiting)"
     return _lines(title, [run], series, from_zero=True, show=_milliseconds)
-
-
-def _slowest(windows: Sequence[Window], ranks: int) -> list[int]:
-    own = {rank: _mean([w.own_s(rank) for w in windows if rank < w.world_size]) for rank in range(ranks)}
-    return sorted(sorted(own, key=lambda rank: -own[rank])[:_RANK_LINES])
 
 
 def _memory(run: Run) -> Chart | None:
@@ -221,8 +215,3 @@ def _starts(runs: Sequence[Run]) -> list[float]:
     """Where a run was started again; only of one, for the lines of several would say nothing."""
     again = runs[0].starts[1:] if len(runs) == 1 else []
     return sorted({float(event.step) for event in again if event.step > 0})
-
-
-def _mean(values: Sequence[float]) -> float:
-    finite = [value for value in values if math.isfinite(value)]
-    return sum(finite) / len(finite) if finite else math.nan

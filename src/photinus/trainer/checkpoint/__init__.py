@@ -1,7 +1,6 @@
 """Checkpoints: complete or absent, verified before use, without pickle.
 
 durable    files that are, after a kill, a full disk or a power cut, the old ones or the new; and their digests
-elsewhere  a checkpoint that not all ranks see at its path: rank 0 sends it to those that do not
 folder     a folder of checkpoints: written whole or not at all, verified before they are used, kept as long as needed
 manifest   manifest.json: what a checkpoint consists of, so that a damaged one can be told from a good one
 position   how far a run has come, and how long it is: N epochs, or N steps

@@ -11,16 +11,18 @@ checkpoint is renamed into place when all of it is on disk, and older ones are d
 a process is killed at, there is a complete one. If the newest was damaged later, the one before is used, with a
 warning that says what was wrong.
 
-`CheckpointFolder` is for one process (rank 0 writes); `on_all_ranks` is the part that knows of other ranks.
+`CheckpointFolder` is for one process (rank 0 writes); `on_all_ranks` and `seen_by_all` know of other ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import re
 import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,9 +30,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from ...errors import CheckpointError
-from ...parallel.exchange.agreement import JSON, from_rank_0, together
+from ...job.world import name_ranks
+from ...parallel.exchange.agreement import JSON, from_rank_0, gather_per_rank, place_in_group, together
+from ...parallel.exchange.collectives import control_device, resolve_group
 from ..data.arguments import whole_number
 from .durable import (
     DurableFile,
@@ -42,13 +47,13 @@ from .durable import (
     sync_folder,
     temporary,
 )
-from .elsewhere import seen_by_all
 from .manifest import ENTRY, NAME, FileRecord, Manifest, check_files, file_name, read_manifest, write_manifest
 from .states import PlainState, require_whole, state_of
 
 CHECKPOINTS = "checkpoints"  # in a run's folder
 _STEP = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # the second number: saved again at the same step
 _METRIC_NAME = "metric_name"  # in the description
+_PIECE_BYTES = 64 << 20  # in which rank 0 sends a checkpoint to ranks that do not see it
 _MANIFEST_BYTES = 64 << 10  # allowance for it and the folder, when space is looked for
 
 
@@ -415,3 +420,53 @@ def _step_in(name: str) -> int:
     match = _STEP.fullmatch(name)
     assert match is not None, "only names that match are looked at"
     return int(match[1])
+
+
+@contextmanager
+def seen_by_all(path: Path, digest: str) -> Iterator[Path]:
+    """Where this rank can read, for the length of the block, what rank 0 finds at `path`. Called by all ranks.
+
+    It is `path`, or a copy among this host's temporary files.
+
+    Args:
+        digest: of what this rank finds there; "" for nothing.
+    """
+    digests, rank = gather_per_rank(digest), place_in_group()[0]
+    lacking = [other for other, found in enumerate(digests) if found != digests[0]]
+    if not lacking:
+        yield path
+        return
+    if rank == 0:
+        there = "something else" if any(digests[other] for other in lacking) else "nothing"
+        text = f"{path} is not shared: {name_ranks(lacking)} found {there} there, so rank 0 sends it"
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+    def listed() -> JSON:
+        files = sorted(path.iterdir()) if path.is_dir() else [path]
+        return [[str(file.relative_to(path)), file.stat().st_size] for file in files]
+
+    files, place = from_rank_0(listed, f"listing {path}"), path
+    group = resolve_group(None)
+    with contextlib.ExitStack() as ends:
+        with together(f"making room for a copy of {path}"):
+            if rank in lacking:
+                place = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="photinus-")), path.name)
+                for name, size in files:
+                    (place / name).parent.mkdir(exist_ok=True)
+                    with open(place / name, "wb") as file:
+                        os.posix_fallocate(file.fileno(), 0, max(1, size))
+                        file.truncate(size)
+        for name, size in files:
+            for start in range(0, size, _PIECE_BYTES):
+                piece = torch.empty(min(_PIECE_BYTES, size - start), dtype=torch.uint8, device="cpu")
+                if rank == 0:
+                    with open(path / name, "rb") as read:
+                        read.seek(start)
+                        read.readinto(piece.numpy().data)
+                sent = piece.to(control_device(group))
+                dist.broadcast(sent, 0)
+                if rank in lacking:
+                    with open(place / name, "r+b") as written:
+                        written.seek(start)
+                        written.write(sent.cpu().numpy().data)
+        yield place

@@ -31,8 +31,7 @@ from .durable import (
     sync_folder,
     temporary,
 )
-from .elsewhere import seen_by_all
-from .folder import find_checkpoint, on_all_ranks
+from .folder import find_checkpoint, on_all_ranks, seen_by_all
 from .states import PlainState, apply_states, check_states, state_of
 
 _COMMENT = b"photinus crc32 of 16 MiB blocks "  # 8 digits follow
@@ -174,38 +173,31 @@ def _verify(path: Path) -> str:
     try:
         if not path.is_file() and path.exists():
             raise CheckpointError(f"{path} is not a file that photinus.save made, but a FIFO or a device")
-        return _digest_of(path)
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            is_archive = file.read(2) == b"PK"
+            file.seek(max(0, size - _COMMENT_BYTES - _END_BYTES))
+            tail = file.read()
+        comment, plain_end = tail[-_COMMENT_BYTES:], tail[-_END_BYTES:]
+        if comment.startswith(_COMMENT) and tail[:4] == _END_MAGIC:
+            _, digest = file_digest(path, size - _COMMENT_BYTES)
+            wanted = comment[len(_COMMENT) :].decode(errors="replace")
+            if digest != wanted:
+                raise CheckpointError(f"{path} is damaged: digest expected {wanted}, actual {digest}")
+            return digest
+        if is_archive:  # torch.save made it without us: it has the archive's own checksums
+            if plain_end[:4] != _END_MAGIC or plain_end[-2:] != b"\0\0":
+                what = f"its end ({size} bytes in all) is that of neither our files nor torch's"
+                raise CheckpointError(f"{path} is damaged: {what}")
+            with zipfile.ZipFile(path) as archive:
+                damaged = archive.testzip()
+            if damaged is not None:
+                raise CheckpointError(f"{path} is damaged: checksum of its record {damaged!r} does not fit")
+        return file_digest(path)[1]
     except FileNotFoundError:
         raise CheckpointError(f"there is no file {path} (seen from {Path.cwd()})") from None
     except (OSError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-
-
-def _digest_of(path: Path) -> str:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(4)
-        file.seek(max(0, size - _COMMENT_BYTES - _END_BYTES))
-        tail = file.read()
-    comment = tail[-_COMMENT_BYTES:]
-    if comment.startswith(_COMMENT) and tail[:4] == _END_MAGIC:
-        _, digest = file_digest(path, size - _COMMENT_BYTES)
-        wanted = comment[len(_COMMENT) :].decode(errors="replace")
-        if digest != wanted:
-            raise CheckpointError(f"{path} is damaged: digest expected {wanted}, actual {digest}")
-        return digest
-    # A file that torch.save made without us has the archive's own checksums.
-    plain_end, is_archive = tail[-_END_BYTES:], start[:2] == b"PK"
-    if is_archive and not (plain_end[:4] == _END_MAGIC and plain_end[-2:] == b"\0\0"):
-        raise CheckpointError(
-            f"{path} is damaged: its end ({size} bytes in all) is that of neither our files nor torch's"
-        )
-    if is_archive:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-        if damaged is not None:
-            raise CheckpointError(f"{path} is damaged: checksum of its record {damaged!r} does not fit")
-    return file_digest(path)[1]
 
 
 class _CommentedFile(DurableFile):

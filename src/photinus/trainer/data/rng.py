@@ -161,7 +161,8 @@ def capture() -> dict[str, Any]:
                 RuntimeWarning,
                 stacklevel=2,
             )
-    if _uses_cuda():
+    # If this process has not used CUDA, nothing was drawn there, and asking would cost a context.
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state().cpu()
     return state
 
@@ -211,11 +212,6 @@ def restore(state: Mapping[str, Any]) -> None:
                 RuntimeWarning,
                 stacklevel=2,
             )
-
-
-def _uses_cuda() -> bool:
-    """Whether this process has used CUDA; if not, nothing was drawn there, and asking would cost a context."""
-    return torch.cuda.is_available() and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _numpy() -> ModuleType | None:

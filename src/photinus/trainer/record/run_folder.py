@@ -307,11 +307,16 @@ class RunLock:
         self._descriptor = self._taken_over()
         if self._descriptor is None:
             self._descriptor = plain_file(self._path, os.O_RDWR | os.O_CREAT)
+            patience_s = _AFTER_A_RESTART_S if env.ATTEMPT.get() > 0 else 0.0
             try:
-                self._lock(self._descriptor)
+                lacking = lock_file(self._descriptor, fcntl.lockf, self.owner, patience_s, self._refusal)
+                os.fsync(self._descriptor)  # for ranks on other hosts, see `ranks_without`
             except BaseException:
                 self.close()
                 raise
+            if lacking:
+                text = f"{self._path.parent} has no locks ({lacking}): nothing keeps a second job out of it"
+                warnings.warn(text, stacklevel=3)
         _held[self._path] = self
 
     def close(self) -> None:
@@ -330,14 +335,6 @@ class RunLock:
             return None
         descriptor, before._descriptor = before._descriptor, None
         return descriptor
-
-    def _lock(self, descriptor: int) -> None:
-        patience_s = _AFTER_A_RESTART_S if env.ATTEMPT.get() > 0 else 0.0
-        lacking = lock_file(descriptor, fcntl.lockf, self.owner, patience_s, self._refusal)
-        if lacking:
-            text = f"{self._path.parent} has no locks ({lacking}): nothing keeps a second job out of it"
-            warnings.warn(text, stacklevel=4)
-        os.fsync(descriptor)  # for ranks on other hosts, see `ranks_without`
 
     def _refusal(self, holder: str) -> PhotinusError:
         return PhotinusError(

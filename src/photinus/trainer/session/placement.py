@@ -107,7 +107,9 @@ def choose_backend(backend: str, device: torch.device) -> tuple[str, str]:
         raise ValueError(f"backend 'photinus' cannot be used: {missing}. Install Photinus again or use 'gloo'.")
     # A mixed name such as "cpu:gloo,cuda:nccl" is torch's own affair; it checks the parts.
     if ":" not in backend and not dist.is_backend_available(backend):
-        raise ValueError(f"backend {backend!r} is not available; known here: {', '.join(_known_backends())}")
+        names = {"auto", *dist.Backend.backend_list, "photinus"} - {"undefined", "fake"}
+        known = (n for n in sorted(names) if n in ("auto", "photinus") or dist.is_backend_available(n))
+        raise ValueError(f"backend {backend!r} is not available; known here: {', '.join(known)}")
     return backend, reason
 
 
@@ -127,11 +129,6 @@ def _register_photinus() -> str | None:
     except ImportError as error:
         return str(error)
     return None if dist.is_backend_available("photinus") else "photinus.backend did not register it"
-
-
-def _known_backends() -> list[str]:
-    names = {"auto", *dist.Backend.backend_list, "photinus"} - {"undefined", "fake"}
-    return sorted(name for name in names if name in ("auto", "photinus") or dist.is_backend_available(name))
 
 
 _choices = _checks = 0  # sessions of this process, equal on all ranks: each has keys of its own
@@ -205,7 +202,9 @@ def agree_on_backend(
         store.wait(keys, timeout)
         by_rank = [store.get(key).decode() for key in keys]
         gpus = Gpus(by_rank, place.local_world_size == place.world_size, missing, _pairs_apart(by_rank))
-        choice = choose_among(gpus, _verdict(by_rank))
+        known = all(by_rank)  # else no verdict can be of these GPUs
+        setting = Setting(tuple(by_rank), driver_version(), str(torch.__version__))
+        choice = choose_among(gpus, look_up_verdict(setting) if known else Verdict("", ""))
         if choice.advice:
             say(choice.advice)
         store.set(chosen, json.dumps([choice.backend, choice.why]))
@@ -233,12 +232,6 @@ def check_gpus(device: torch.device, backend: str) -> None:
 def _identity(device: torch.device) -> str:
     properties: Any = torch.cuda.get_device_properties(device)
     return str(getattr(properties, "uuid", ""))
-
-
-def _verdict(by_rank: Sequence[str]) -> Verdict:
-    if not all(by_rank):
-        return Verdict("", "")
-    return look_up_verdict(Setting(tuple(by_rank), driver_version(), str(torch.__version__)))
 
 
 def _pairs_apart(by_rank: Sequence[str]) -> list[str]:
