@@ -22,6 +22,7 @@ from torch.utils.data import TensorDataset
 import photinus
 from photinus.errors import CheckpointError, PhotinusError
 from photinus.parallel.exchange.agreement import from_rank_0, gather_per_rank, together
+from photinus.trainer.checkpoint import folder as checkpoints
 from photinus.trainer.checkpoint import statefile
 from photinus.trainer.checkpoint.folder import CheckpointFolder, find_checkpoint, on_all_ranks
 from photinus.trainer.checkpoint.statefile import load, save
