@@ -111,7 +111,9 @@ class Backwards:
         """Returns whether no optimizer has gradients of the bodies up to this one to use: they were, or are gone, as
         where a GradScaler leaves a step out."""
         for place, optimizer in enumerate(self._optimizers):
-            if self._reached[place] > self._stepped[place] and _are_gone(optimizer):
+            is_waiting = self._reached[place] > self._stepped[place]
+            # Gradients of split parameters lie elsewhere while they are not averaged.
+            if is_waiting and all(each.grad is None and not is_split(each) for each in _parameters_of(optimizer)):
                 self._stepped[place] = self._reached[place]
         if self.unstepped:
             return False
@@ -203,11 +205,6 @@ class Backwards:
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _are_gone(optimizer: torch.optim.Optimizer) -> bool:
-    # Those of split parameters lie elsewhere while they are not averaged.
-    return all(each.grad is None and not is_split(each) for each in _parameters_of(optimizer))
 
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, overload
 
 import torch
@@ -36,7 +35,7 @@ from ..training_process import waiting_time
 from .checkpoint.states import unwrap
 from .data.arguments import check_dataset, taken_apart, whole_number
 from .data.loader import Batch, loader
-from .data.sampler import LocalBatch, ShardedOnce
+from .data.sampler import ShardedOnce
 from .session.session import Session, require_session
 from .session.wrapping import exchanges_gradients
 
@@ -232,21 +231,10 @@ def _batches(dataset: Dataset[Any], samples: list[int], options: Mapping[str, An
     if not samples:
         return iter(())
     batches = loader(dataset, train=False, rank=0, world_size=1, **options)
-    batches.shares = _Chosen(samples, options["batch_size"])
+    batches.shares = ShardedOnce(len(samples), options["batch_size"])
+    # Under their own numbers: what is drawn while one is loaded depends on the sample, not on the rank that loads it.
+    batches.shares.indices = samples
     return batches.epoch(0)
-
-
-class _Chosen(ShardedOnce):
-    """Some samples, under their own numbers: what is drawn while one is loaded depends on the sample, not on the rank
-    that loads it."""
-
-    def __init__(self, samples: Sequence[int], batch_size: int) -> None:
-        super().__init__(len(samples), batch_size)
-        self._chosen = samples
-
-    def batch(self, epoch: int, index: int) -> LocalBatch:
-        place = super().batch(epoch, index)
-        return replace(place, indices=[self._chosen[each] for each in place.indices])
 
 
 def pair_of(batch: Any, who: str, advice: str) -> tuple[Any, Any]:

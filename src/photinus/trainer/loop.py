@@ -593,7 +593,7 @@ class Loop:
             kind = "epoch" if every is None else "validation"
             self._folder.end_row(kind, position.history, self._session.aside_s - self._validated_s)
         self._validated_s = self._session.aside_s
-        self._progress.end_row(row, _measurements(row), epoch_ended=epoch_ended)
+        self._progress.end_row(row, measurements(row), epoch_ended=epoch_ended)
 
     def _save(self) -> None:
         self._save_wanted = False
@@ -629,7 +629,7 @@ class Loop:
         """How far the run is, its last numbers, and (on rank 0) where the results lie: one or two lines."""
         position = self._position
         how = self._length.describe_end(position)
-        shown = show_metrics(_measurements(position.history[-1])) if position.history else ""
+        shown = show_metrics(measurements(position.history[-1])) if position.history else ""
         lines = [f"{how}, {shown}" if shown else how]
         if self._folder is not None:
             lines.append(self._folder.describe())
@@ -697,6 +697,6 @@ def check_options(**options: Any) -> dict[str, Any]:
     return user_options(options.get("config"))
 
 
-def _measurements(row: Row) -> Row:
+def measurements(row: Row) -> Row:
     """Of an epoch's row the loss and what was logged."""
     return {name: value for name, value in row.items() if name == "loss" or name not in OWN_COLUMNS}

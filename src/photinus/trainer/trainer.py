@@ -25,7 +25,7 @@ from .checkpoint.states import unwrap
 from .data.arguments import check_all, check_dataset, refuse_if, taken_apart, whole_number
 from .data.rng import seed_everything
 from .evaluation import BatchMean, Metric, evaluate, pair_of
-from .loop import Loop, check_options
+from .loop import Loop, check_options, measurements
 from .record.run_folder import PICTURE
 from .session.progress import show_metrics
 from .session.session import Session, current_session, init
@@ -292,13 +292,12 @@ class Trainer:
 
     def _result(self, loop: Loop) -> Result:
         last = loop.history[-1] if loop.history else {}
-        hidden = {"epoch", "step", "learning_rate", "samples_per_s", "elapsed_s", "start"}
         curves = None if loop.out is None else loop.out / PICTURE
         if loop.rank != 0 or curves is None or not curves.exists():
             curves = None
         return Result(
             history=loop.history,
-            metrics={name: value for name, value in last.items() if name not in hidden},
+            metrics=measurements(last),
             model=unwrap(loop.model),
             out=loop.out,
             checkpoint=loop.checkpoint,

@@ -19,6 +19,7 @@ noticed before a release, and checkpoints record torch's version.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,7 +149,7 @@ class ShardedOnce:
     def __init__(self, samples: int, batch_size: int, *, rank: int = 0, world_size: int = 1) -> None:
         self.rank, self.world_size = place(rank, world_size)
         self.samples = whole_number("samples", samples)
-        self.indices = range(*_part(self.samples, self.rank, self.world_size))
+        self.indices: Sequence[int] = range(*_part(self.samples, self.rank, self.world_size))
         self._share = -(-whole_number("batch_size", batch_size, least=1) // self.world_size)
 
     def __len__(self) -> int:

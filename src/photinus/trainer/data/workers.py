@@ -149,7 +149,7 @@ class WorkerStart:
     def __call__(self, worker: int) -> None:
         """Torch's DataLoader calls this in each worker with the worker's number."""
         for number in _FOR_THE_RANK:
-            signal.signal(number, _ignore)
+            signal.signal(number, lambda *_: None)
             signal.siginterrupt(number, False)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_THE_RANK)
         prctl = getattr(ctypes.CDLL(None), "prctl", None)
@@ -180,10 +180,6 @@ def _end(pid: int, owner: int) -> None:
         _remove_worker_pids(owner)  # or it would report this death as an error
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-
-
-def _ignore(number: int, frame: object) -> None:
-    pass
 
 
 def identity(batch: Any) -> Any:
