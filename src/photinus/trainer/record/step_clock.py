@@ -12,7 +12,7 @@ let it wait: a slow loader shows as "data", and as nothing where the device stil
 from __future__ import annotations
 
 import time
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -36,10 +36,11 @@ class StepClock:
     def __init__(self, session: Session, device_clock: DeviceClock | None = None) -> None:
         self._session = session
         self._device_clock = device_clock or clock_of(session.device)
-        self._device: DevicePhases | None = None  # while steps run on a GPU
+        # On a GPU: phase, its two ends, the waits inside, and work beside training, of all that is not yet in `_ns`.
+        self._unread: list[tuple[int, Moment, Moment, list[tuple[Moment, Moment]], int]] = []
+        self._waits: list[tuple[Moment, Moment]] = []  # since the last mark
         self._ns = [0] * len(PHASES)
         self._running = False
-        self._last_ns = self._waited_ns = 0
         self._aside_s = 0.0
         self._inside = 0  # of backwards, clippings and optimizer steps: what happens inside one is part of it
         self._hooks: list[Any] = []
@@ -48,9 +49,8 @@ class StepClock:
         """Steps begin."""
         self._running = True
         self._inside = 0
-        if self._device_clock is not None:
-            self._device = DevicePhases(self._device_clock)
-        waiting_time.start(self._device)
+        self._unread.clear()
+        waiting_time.start(self if self._device_clock is not None else None)
         self._hooks = [
             register_optimizer_step_pre_hook(self.optimizing_began),
             register_optimizer_step_post_hook(self.optimizing_ended),
@@ -69,8 +69,20 @@ class StepClock:
         """What has happened since the last mark is no part of a step (a checkpoint was saved)."""
         self._last_ns, self._waited_ns = time.perf_counter_ns(), waiting_time.total_ns
         self._aside_s = self._session.aside_s
-        if self._device is not None:
-            self._device.skip()
+        if self._device_clock is not None:
+            self._last, self._waits, self._waits_inside = self._device_clock.now(), [], 0
+
+    def wait_began(self) -> None:
+        """A wait of the GPU's stream for other ranks begins; one inside another counts once. See `waiting_time`."""
+        self._waits_inside += 1
+        if self._waits_inside == 1 and self._device_clock is not None:
+            self._wait_began = self._device_clock.now()
+
+    def wait_ended(self) -> None:
+        """It is over."""
+        self._waits_inside -= 1
+        if self._waits_inside == 0 and self._device_clock is not None:
+            self._waits.append((self._wait_began, self._device_clock.now()))
 
     def data_came(self) -> None:
         """The loader has given the next batch; before that, the loop did other things (`other_ended`)."""
@@ -108,8 +120,11 @@ class StepClock:
 
         On a GPU this waits for the last mark, as does whoever reads the losses of these steps.
         """
-        if self._device is not None:
-            self._device.take(self._ns, _WAITING)
+        if self._unread:
+            self._unread[-1][2].wait()
+        for phase, began, ended, waits, aside_ns in self._unread:
+            self._book(phase, ended.since(began) - aside_ns, sum(end.since(begin) for begin, end in waits))
+        self._unread.clear()
         taken, self._ns = self._ns, [0] * len(PHASES)
         return [ns / 1e9 for ns in taken]
 
@@ -117,60 +132,17 @@ class StepClock:
         if not self._running:
             return
         now_ns, waited_ns, aside_s = time.perf_counter_ns(), waiting_time.total_ns, self._session.aside_s
-        if self._device is not None:
-            self._device.mark(phase, int((aside_s - self._aside_s) * 1e9))
-            self._aside_s = aside_s
-            return
-        elapsed_ns = now_ns - self._last_ns
-        if aside_s != self._aside_s:
-            elapsed_ns = max(0, elapsed_ns - int((aside_s - self._aside_s) * 1e9))
-            self._aside_s = aside_s
-        waiting_ns = min(waited_ns - self._waited_ns, elapsed_ns)
-        self._ns[phase] += elapsed_ns - waiting_ns
-        self._ns[_WAITING] += waiting_ns
-        self._last_ns, self._waited_ns = now_ns, waited_ns
+        aside_ns = int((aside_s - self._aside_s) * 1e9)
+        if self._device_clock is not None:
+            now = self._device_clock.now()
+            self._unread.append((phase, self._last, now, self._waits, aside_ns))
+            self._last, self._waits, self._waits_inside = now, [], 0
+        else:
+            self._book(phase, now_ns - self._last_ns - aside_ns, waited_ns - self._waited_ns)
+        self._last_ns, self._waited_ns, self._aside_s = now_ns, waited_ns, aside_s
 
-
-class DevicePhases:
-    """Marks of one rank's steps; `waiting_time` tells it of waits for other ranks."""
-
-    def __init__(self, clock: DeviceClock) -> None:
-        self._clock = clock
-        self._unread: list[tuple[int, Moment, Moment, list[tuple[Moment, Moment]], int]] = []
-        self.skip()
-
-    def skip(self) -> None:
-        """What has happened since the last mark is no part of a step."""
-        self._last = self._clock.now()
-        self._waits: list[tuple[Moment, Moment]] = []
-        self._inside = 0
-        self._wait_began: Moment | None = None
-
-    def mark(self, phase: int, aside_ns: int) -> None:
-        """Books the time since the last mark, less `aside_ns` and waits, under a phase."""
-        now = self._clock.now()
-        self._unread.append((phase, self._last, now, self._waits, aside_ns))
-        self._last, self._waits, self._inside = now, [], 0
-
-    def wait_began(self) -> None:
-        """A wait for other ranks begins; one inside another counts once."""
-        self._inside += 1
-        if self._inside == 1:
-            self._wait_began = self._clock.now()
-
-    def wait_ended(self) -> None:
-        """It is over."""
-        self._inside -= 1
-        if self._inside == 0 and self._wait_began is not None:
-            self._waits.append((self._wait_began, self._clock.now()))
-
-    def take(self, ns: MutableSequence[int], waiting: int) -> None:
-        """Adds what was marked to `ns`, by phase, waits under the phase `waiting`. Waits for the device's last mark."""
-        if self._unread:
-            self._unread[-1][2].wait()
-        for phase, began, ended, waits, aside_ns in self._unread:
-            elapsed = max(0, ended.since(began) - aside_ns)
-            waited = min(elapsed, sum(end.since(begin) for begin, end in waits))
-            ns[phase] += elapsed - waited
-            ns[waiting] += waited
-        self._unread.clear()
+    def _book(self, phase: int, elapsed_ns: int, waited_ns: int) -> None:
+        elapsed_ns = max(0, elapsed_ns)
+        waited_ns = min(waited_ns, elapsed_ns)
+        self._ns[phase] += elapsed_ns - waited_ns
+        self._ns[_WAITING] += waited_ns
