@@ -225,10 +225,9 @@ class Loop:
                 "out": None if out is None else str(out),
                 **(_body or {}),  # what the Trainer's is like
             }
-        others = dict(state or {})
-        models = [model, *(each for each in others.values() if isinstance(each, nn.Module))]
-        optimizers = [optimizer, *(each for each in others.values() if isinstance(each, torch.optim.Optimizer))]
-        with together("setting up the loop"):
+            others = dict(state or {})
+            models = [model, *(each for each in others.values() if isinstance(each, nn.Module))]
+            optimizers = [optimizer, *(each for each in others.values() if isinstance(each, torch.optim.Optimizer))]
             check_scheduler(scheduler, optimizers)
             check_second_models(model, others, session.world_size)
         alike: dict[str, JSON] = {**self._options, "scheduler": type(scheduler).__qualname__, "state": [*others]}

@@ -215,12 +215,11 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, state: Any, source: 
 
 
 def apply_states(objects: Mapping[str, Any], states: Mapping[str, Any], source: str) -> _Undo:
-    """Loads each object's state into it; when one fails, all get back what they had, and the error is raised.
+    """Loads each object's state, checked before, into it; when one fails, all get back what they had, and it is raised.
 
     Returns:
         A function that takes it all back, for when another rank has failed.
     """
-    check_states(objects, states, source)
     undo = _Undo()
     for name, target in objects.items():
         undo.remember(name, target)
