@@ -8,10 +8,6 @@ import time
 
 def number(value: float) -> str:
     """A loss or metric with as many digits as it deserves: 0.9778, 12.3, 1.2e-05, nan."""
-    if math.isnan(value):
-        return "nan"
-    if math.isinf(value):
-        return "inf" if value > 0 else "-inf"
     if value == 0 or (float(value).is_integer() and abs(value) < 1e6):
         return f"{value:.0f}"
     if abs(value) < 1e-3 or abs(value) >= 1e6:

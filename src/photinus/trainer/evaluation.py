@@ -185,10 +185,8 @@ def _blocks_of(rank: int, world_size: int, total: int, block: int) -> list[int]:
 def _idle_block(model: nn.Module, session: Session, total: int, block: int) -> list[int]:
     """Samples for one more forward, whose values do not count: where each forward exchanges (a model that is split over
     the ranks), the ranks that have a block less than rank 0 take part in its last forward by one of their own."""
-    blocks = -(-total // block)
-    forwards = (blocks - session.rank + session.world_size - 1) // session.world_size
-    idle = strategy_of(model).forward_exchanges and forwards < -(-blocks // session.world_size)
-    return list(range(min(block, total))) if idle else []
+    most, own = (len(range(rank * block, total, session.world_size * block)) for rank in (0, session.rank))
+    return list(range(min(block, total))) if strategy_of(model).forward_exchanges and own < most else []
 
 
 def _values_of_this_rank(

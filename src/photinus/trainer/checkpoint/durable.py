@@ -59,8 +59,11 @@ class DurableFile:
         """Writes all of `data`; returns its length, even after an error."""
         view = memoryview(data).cast("B")
         if self._error is None:
+            self.digest.update(view)
+            written = 0
             try:
-                self._write(view)
+                while written < len(view):
+                    written += os.write(self._descriptor, view[written:])
             except OSError as error:
                 self._error = error
         return len(view)
@@ -90,11 +93,6 @@ class DurableFile:
         elif self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-    def _write(self, view: memoryview) -> None:
-        self.digest.update(view)
-        while len(view):
-            view = view[os.write(self._descriptor, view) :]
 
 
 def sync_folder(folder: Path) -> None:

@@ -209,15 +209,14 @@ class _CommentedFile(DurableFile):
 
     def write(self, data: bytes | memoryview) -> int:
         view = memoryview(data).cast("B")
-        if len(view) < _END_BYTES:
-            held = self._held_back + bytes(view)
-            super().write(held[:-_END_BYTES])
-            self._held_back = held[-_END_BYTES:]
+        length = len(view)
+        if length < _END_BYTES:
+            view = memoryview(self._held_back + view)
         else:
             super().write(self._held_back)
-            super().write(view[:-_END_BYTES])
-            self._held_back = bytes(view[-_END_BYTES:])
-        return len(view)
+        super().write(view[:-_END_BYTES])
+        self._held_back = bytes(view[-_END_BYTES:])
+        return length
 
     def finish(self) -> None:
         """Writes the archive's end record, changed to announce the comment, and the comment."""

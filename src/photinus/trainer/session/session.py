@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import os
 import secrets
@@ -133,7 +134,6 @@ class Session:
 
 
 _current: Session | None = None
-_forks_are_safe = False
 
 
 def init(
@@ -247,16 +247,14 @@ def require_session(what: str) -> Session:
     return session
 
 
+@functools.cache
 def _make_forks_safe() -> None:
     """Keeps the garbage collector of forked children (a data loader's workers) off what they inherit.
 
     A wrapped model or process group that is no longer used, but not yet collected, has threads that the child does not
     have: collecting it there ends in a segmentation fault (seen with gloo and torch 2.13).
     """
-    global _forks_are_safe
-    if not _forks_are_safe:
-        _forks_are_safe = True
-        os.register_at_fork(after_in_child=gc.freeze)
+    os.register_at_fork(after_in_child=gc.freeze)
 
 
 def _make_group(place: World, device: torch.device, backend: str, reason: str, timeout: timedelta) -> tuple[str, str]:
