@@ -23,10 +23,9 @@ from ..errors import AbortedError, CollectiveError
 from ..training_process import waiting_time
 from . import cuda, profiling
 from .completer import Completer
-from .inner_gloo import InnerGloo, Limit
 from .options import UNSET, Wires
 from .outside_dynamo import outside_dynamo
-from .process_group import ProcessGroup
+from .process_group import InnerGloo, Limit, ProcessGroup
 from .tensors import Memory
 from .updates import Updates
 from .work import CudaWork, EngineWork

@@ -16,9 +16,8 @@ from ..errors import WorldSizeError
 from ..job.world import name_ranks
 from . import device_map, hosts
 from .engine_reductions import ThroughEngine
-from .inner_gloo import InnerGloo, Limit
 from .options import Options, wires
-from .process_group import ProcessGroup
+from .process_group import InnerGloo, Limit, ProcessGroup
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import _DistributedBackendOptions

@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -42,9 +42,8 @@ from torch._C._distributed_c10d import (
 )
 
 from .. import _native, engine
-from ..errors import AbortedError, CollectiveError, PhotinusError
+from ..errors import AbortedError, CollectiveError, HostError, PhotinusError
 from ..group import printed
-from .inner_gloo import InnerGloo, Limit
 from .name import NAME
 from .options import as_options, each_all_reduce
 from .outside_dynamo import outside_dynamo
@@ -53,9 +52,62 @@ from .work import JoinedWork
 
 _TorchProcessGroup: Any = dist.ProcessGroup  # its stubs' overloads exclude each other; one method here takes them all
 
-
 _Maker: TypeAlias = "Callable[[_DistributedBackendOptions, Sequence[torch.device] | None], ProcessGroup]"
 """Makes a group that torch describes, for some device types (None: for all)."""
+
+
+class Limit:
+    """The timeout in seconds of operations for which the caller gave none; shared by a group and its inner gloo."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+
+
+class InnerGloo(dist.ProcessGroupGloo):
+    """The gloo backend inside each group: what torch asks a group's backend, and C++ past the group's methods.
+
+    torch's `Backend` cannot be subclassed in Python, `ProcessGroupGloo` can; so the questions that torch puts to
+    `group._get_backend(device)` (timeout, memory for FSDP2's buffers) are answered here for the whole group. The ranks
+    connect when they first exchange something over it, which few programs ever make them do.
+
+    Args:
+        store: with a prefix that no earlier group used, since gloo takes any address that it finds there.
+        address: of this rank's host, in digits, at which the others reach it. (gloo's own choice is that of the host's
+            name, which is often 127.0.1.1, or none.)
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, limit: Limit, address: str) -> None:
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        try:
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=True)]
+        except RuntimeError as error:
+            raise HostError(
+                f"no network interface of this host has the address {address}, on which a process group listens: "
+                f"{error}. `ip addr` shows them; `ip link set lo up` brings 127.0.0.1 back."
+            ) from None
+        options._threads = 2
+        options._timeout = timedelta(seconds=limit.timeout_s)
+        super().__init__(store, rank, size, options)
+        self._limit = limit
+
+    if TYPE_CHECKING:  # torch's stubs leave the collectives of a backend out
+
+        def __getattr__(self, name: str) -> Callable[..., dist.Work]: ...
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Sets the timeout of later operations, gloo's and the engine's."""
+        super()._set_default_timeout(timeout)
+        self._limit.timeout_s = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout  # which dist.distributed_c10d._set_pg_timeout calls
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Whether `allocate_tensor` works for the device."""
+        return torch.device(device).type == "cpu"
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+        """An uninitialised tensor of `size` elements in the arena; FSDP2 takes its buffers from here when told to."""
+        return allocate(size, dtype)
 
 
 @outside_dynamo
