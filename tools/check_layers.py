@@ -44,7 +44,7 @@ FLOORS = {
 }
 # Python: room -> most lines. Who adds to a full room takes something out of it, or says in the commit why it grows.
 BUDGET = {
-    "backend": 3366,
+    "backend": 3359,
     "cli": 1840,
     "compat": 740,
     "job": 3220,

@@ -17,11 +17,10 @@ hosts              how the ranks of a new group wait for and find one another in
 make_group         makes a process group with all its ranks: finds the hosts, and joins them through the engine
 name               what `init_process_group` calls the backend
 options            of a group (`Options`, for pg_options), and of a call, whose forms in torch are brought to one
-outside_dynamo     keeps torch.compile out of code that hands addresses to native code
 process_group      the face of a process group towards torch, the gloo inside it, and what its process leaves behind
-profiling          collectives in torch.profiler's timeline
 sparse             all_reduce of sparse tensors: every rank gathers all ranks' entries and adds them up in rank order
 tensors            which memory a call works on: dense copies of tensors that are not dense, and the way back
+torch_tools        what torch's own tools see of a group: torch.profiler events, torch.compile nothing
 updates            how often the parameters that are reduced over a group were updated
 work               handles of operations in flight, as torch.distributed expects them
 """

@@ -22,8 +22,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, _DistributedBackendOp
 from .. import engine
 from .name import NAME
 from .options import Options
-from .outside_dynamo import outside_dynamo
 from .process_group import ProcessGroup
+from .torch_tools import outside_dynamo
 
 _TYPES = dist.ProcessGroup.BackendType
 

@@ -21,12 +21,12 @@ from .. import engine, env
 from ..engine import Call, Work
 from ..errors import AbortedError, CollectiveError
 from ..training_process import waiting_time
-from . import cuda, profiling
+from . import cuda
 from .completer import Completer
 from .options import UNSET, Wires
-from .outside_dynamo import outside_dynamo
 from .process_group import InnerGloo, Limit, ProcessGroup
 from .tensors import Memory
+from .torch_tools import begin_call, end_event, end_event_with, outside_dynamo
 from .updates import Updates
 from .work import CudaWork, EngineWork
 
@@ -137,13 +137,13 @@ class EngineGroup(ProcessGroup):
         """The same for a call that is made; `finish` is what is to be done when the exchange has ended."""
         if self._completer.unsettled:
             self.settle()
-        event = profiling.begin_call(call)
+        event = begin_call(call)
         if not call.asynchronous:
             began = waiting_time.begin() if waiting_time.on else 0
             try:
                 self._do(call)
             finally:
-                profiling.end(event)
+                end_event(event)
             if began:
                 waiting_time.end(began)
             if finish:
@@ -152,11 +152,11 @@ class EngineGroup(ProcessGroup):
         try:
             handle = self._submit(call, keep)
         except BaseException:
-            profiling.end(event)
+            end_event(event)
             raise
         work = kind(handle, outputs, self._completer.submit, finish)
         if event is not None:
-            profiling.end_with(event, handle, self._completer.submit)
+            end_event_with(event, handle, self._completer.submit)
         if sum(map(_kept_bytes, outputs)) <= _RECENT_BYTES:
             self._recent.append(work)
         self._do = self._do_and_look

@@ -26,11 +26,10 @@ from .. import engine
 from ..engine import Call
 from ..errors import CollectiveTimeoutError, PeerLostError
 from ..training_process import PER_GRADIENTS, keep_freed_memory
-from . import profiling
 from .engine_group import EngineGroup, Part, check_elems, check_same_dtype, one_shape, whole
 from .options import as_options, one_tensor, tensor_list
-from .outside_dynamo import outside_dynamo
 from .tensors import Memory, transfer_type
+from .torch_tools import begin_event, end_event, end_event_with, outside_dynamo
 from .updates import parameters_of_new_ddp
 from .work import CudaWork, EngineWork
 
@@ -211,19 +210,19 @@ class EngineMoves(EngineGroup):
     ) -> EngineWork:  # fmt: skip
         """Starts a send or recv. torch waits on the works, or, with isend and irecv, its user does."""
         code, kind = transfer_type(output.dtype)
-        event = profiling.begin(event_name)
+        event = begin_event(event_name)
         try:
             handle = self._message(
                 operation, values.data_ptr(), values.numel(), code, peer, tag, self._limit.timeout_s, True, memory,
                 kind, **self._place(memory),
             )  # fmt: skip
         except BaseException:
-            profiling.end(event)
+            end_event(event)
             raise
         work_type = EngineWork if memory.device is None else CudaWork
         work = work_type(handle, [output], self._completer.submit, memory)
         if event is not None:
-            profiling.end_with(event, handle, self._completer.submit)
+            end_event_with(event, handle, self._completer.submit)
         self._do = self._do_and_look
         self._raise_lost()
         return work

@@ -14,13 +14,12 @@ from torch._C._distributed_c10d import AllreduceOptions, ReduceOptions, ReduceSc
 from .. import engine
 from ..engine import Call
 from ..training_process import waiting_time
-from . import profiling
 from .engine_group import check_elems, check_same_dtype, one_shape, whole
 from .engine_moves import EngineMoves
 from .options import UNSET, Wires, as_options, factor, one_tensor, tensor_list, wires
-from .outside_dynamo import outside_dynamo
 from .sparse import sparse_all_reduce
 from .tensors import DTYPES, REDUCTIONS, Memory, check_dense, reals
+from .torch_tools import outside_dynamo, profiler_is_on
 from .work import EngineWork, JoinedWork
 
 _ALL_REDUCE = engine.OPERATIONS["all_reduce"]
@@ -97,7 +96,7 @@ class ThroughEngine(EngineMoves):
             wires.get((code, reduction)) if wires else None,
             tensor.shape,
         )
-        if asynchronous or waiting_time.on or profiling.is_on():
+        if asynchronous or waiting_time.on or profiler_is_on():
             return self._start(call, values.untyped_storage(), [tensor], memory)  # a tensor may get another storage
         self._do(call)  # here: the engine looks at each frame up to the user's, which costs 0.1 microseconds
         if memory:

@@ -46,8 +46,8 @@ from ..errors import AbortedError, CollectiveError, HostError, PhotinusError
 from ..group import printed
 from .name import NAME
 from .options import as_options, each_all_reduce
-from .outside_dynamo import outside_dynamo
 from .tensors import allocate
+from .torch_tools import outside_dynamo
 from .work import JoinedWork
 
 _TorchProcessGroup: Any = dist.ProcessGroup  # its stubs' overloads exclude each other; one method here takes them all

@@ -28,8 +28,8 @@ from ..errors import CollectiveError, PhotinusError
 from ..training_process import waiting_time
 from . import cuda
 from .completer import Submit, outcome
-from .outside_dynamo import outside_dynamo
 from .tensors import Memory
+from .torch_tools import outside_dynamo
 
 NO_TIMEOUT = timedelta(0)
 
