@@ -86,6 +86,10 @@ def _levels(text: str) -> tuple[int, ...]:
     return sizes
 
 
+def _text(name: str, meaning: str) -> Variable[str | None]:
+    return Variable(name, str, None, meaning)
+
+
 EXPECTED_WORLD_SIZE: Variable[int | None] = Variable(
     "PHOTINUS_WORLD_SIZE",
     _count,
@@ -126,10 +130,8 @@ FULL_TRACEBACK: Variable[bool] = Variable(
     False,
     "1: the traceback of an uncaught error also shows the frames inside Photinus",
 )
-HOST_ID: Variable[str | None] = Variable(
+HOST_ID = _text(
     "PHOTINUS_HOST_ID",
-    str,
-    None,
     "identity of this host; ranks with the same identity share memory (default: detected)",
 )
 INTERFACE: Variable[tuple[str, ...]] = Variable(
@@ -156,10 +158,8 @@ INSTRUCTION_SET: Variable[str | None] = Variable(
     "vector instructions that the engine adds with, neon on ARM; read once by the engine, in native/kernels/choose.cc "
     "(default: the best that the processor has)",
 )
-JOB_SECRET: Variable[str | None] = Variable(
+JOB_SECRET = _text(
     "PHOTINUS_JOB_SECRET",
-    str,
-    None,
     "secret text that only the launchers of one job on several hosts know; never passed to workers",
 )
 LISTEN_FD: Variable[int | None] = Variable(
@@ -168,17 +168,13 @@ LISTEN_FD: Variable[int | None] = Variable(
     None,
     "number of a listening socket that the launcher inherits, to lead a job on several hosts",
 )
-STARTED_AS: Variable[str | None] = Variable(
+STARTED_AS = _text(
     "PHOTINUS_STARTED_AS",
-    str,
-    None,
     "name of this host in the file of `photinus run --hostfile`, which sets it: all hosts share a terminal then, "
     "and messages about all hosts are printed once",
 )
-LAUNCH: Variable[str | None] = Variable(
+LAUNCH = _text(
     "PHOTINUS_LAUNCH",
-    str,
-    None,
     "the command line of `photinus run` that started this process; set by it, and written into a run's config.json",
 )
 PREEMPT_AT_STEP: Variable[int | None] = Variable(
@@ -187,16 +183,12 @@ PREEMPT_AT_STEP: Variable[int | None] = Variable(
     None,
     "to test preemption: rank 0 suspends the job after this step, in the first attempt",
 )
-STATUS_FILE: Variable[str | None] = Variable(
+STATUS_FILE = _text(
     "PHOTINUS_STATUS_FILE",
-    str,
-    None,
     "file in which a worker reports its step to the launcher, and whether it can suspend; set by `photinus run`",
 )
-OUT: Variable[str | None] = Variable(
+OUT = _text(
     "PHOTINUS_OUT",
-    str,
-    None,
     "folder of the run in which the attempt before ended, and its number in the script; set by `photinus run`, for "
     "scripts that name the folder by time or pid",
 )
