@@ -50,11 +50,11 @@ BUDGET = {
     "job": 3220,
     "parallel": 6880,
     "run": 4360,
-    "runlog": 1800,
+    "runlog": 1700,
     "templates": 340,
     "tools": 2880,
     "top": 1648,
-    "trainer": 8320,
+    "trainer": 8070,
 }
 # Folders inside a room, lowest first; the files directly in the room are above them all.
 INSIDE = {

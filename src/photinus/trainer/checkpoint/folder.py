@@ -279,17 +279,13 @@ class CheckpointFolder:
         """Deletes what need not be kept. What was just written is complete and the newest, so it always stays."""
         complete = []
         for path, manifest in self._readable():
-            try:
+            with contextlib.suppress(CheckpointError):  # a damaged one does not count; newest() reports it
                 check_files(path, manifest, digests=False)
                 complete.append((path, manifest))
-            except CheckpointError:  # a damaged one does not count as one of the last; newest() reports it
-                continue
-        steps: set[int] = set()
-        current = []  # of those saved twice at one step the later
+        by_step: dict[int, tuple[Path, Manifest]] = {}
         for path, manifest in sorted(complete, key=lambda found: -found[1].serial):
-            if manifest.step not in steps:
-                steps.add(manifest.step)
-                current.append((path, manifest))
+            by_step.setdefault(manifest.step, (path, manifest))  # of those saved twice at one step the later
+        current = [*by_step.values()]
         keep = {path for path, _ in current[: self.keep_last]}
         keep |= {path for path, _ in self._by_metric(current)[: self.keep_best]}
         for path in self._paths():
