@@ -113,7 +113,7 @@ def agree(rank: int, world_size: int, out: str) -> dict[str, Any]:
         loop = _loop(epochs=1, out=Path(out, "full"))
         if rank == 0:
             assert loop._folder is not None
-            loop._folder._files.append_losses = _full  # type: ignore[method-assign]
+            loop._folder.files.append_losses = _full  # type: ignore[method-assign]
         found["full disk"] = _error(lambda: _run(loop))
     found["run"] = train(Path(out, "run"), batch_size=12, samples=60, save_every_steps=2)
     return found
