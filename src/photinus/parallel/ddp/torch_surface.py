@@ -403,17 +403,10 @@ def tell_ranks(ddp: TorchSurface, *, joined: bool) -> tuple[bool, int]:
 
 
 def common_rank(ddp: TorchSurface, *, candidate: bool) -> int:
-    """The highest rank that is a candidate; every rank calls it.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The highest rank that is a candidate, of which there is always one; every rank calls it."""
     rank = torch.tensor([ddp.process_group.rank() if candidate else -1], device=ddp.device)
     dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=ddp.process_group)
-    found = int(rank.item())
-    if found < 0:
-        raise ValueError("no rank of the group has a model to offer; this is a defect of Photinus, please report it")
-    return found
+    return int(rank.item())
 
 
 class OptimizersInBackward:

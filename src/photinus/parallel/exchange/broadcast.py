@@ -105,20 +105,15 @@ def _pieces(tensors: Sequence[torch.Tensor], piece_bytes: int) -> Iterator[list[
     piece: list[torch.Tensor] = []
     used = 0
     for tensor in tensors:
-        for part in _slices(tensor.detach(), piece_bytes):
-            part_bytes = part.numel() * part.element_size()
-            if piece and used + part_bytes > piece_bytes:
+        whole = tensor.detach()
+        fits = whole.nbytes <= piece_bytes or not whole.is_contiguous()
+        parts = [whole] if fits else torch.split(whole.view(-1), max(1, piece_bytes // whole.element_size()))
+        for part in parts:
+            if piece and used + part.nbytes > piece_bytes:
                 yield piece
                 piece, used = [], 0
-            if part_bytes:
+            if part.nbytes:
                 piece.append(part)
-                used += part_bytes
+                used += part.nbytes
     if piece:
         yield piece
-
-
-def _slices(tensor: torch.Tensor, piece_bytes: int) -> Iterator[torch.Tensor]:
-    if tensor.numel() * tensor.element_size() <= piece_bytes or not tensor.is_contiguous():
-        yield tensor
-    else:
-        yield from torch.split(tensor.view(-1), max(1, piece_bytes // tensor.element_size()))

@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from ..exchange.agreement import place_in_group
 from .strategy import Strategy
 
 
@@ -31,11 +31,11 @@ class DPStrategy(Strategy):
 
     def check(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Refuses several processes: they would train as many different models."""
-        world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        rank, world_size = place_in_group()
         if world_size > 1:
             raise ValueError(
                 f"strategy 'dp' is one process that drives all devices, but there are {world_size} processes (this is "
-                f"rank {dist.get_rank()}), which would train {world_size} different models. Start one process, or "
+                f"rank {rank}), which would train {world_size} different models. Start one process, or "
                 f'take strategy="ddp".'
             )
 

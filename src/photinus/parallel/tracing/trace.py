@@ -27,7 +27,7 @@ import torch.distributed as dist
 from ...errors import PhotinusError
 from ...runlog.events import boot_id
 from ...training_process import OptimizerSteps
-from ..exchange.agreement import gather_per_rank
+from ..exchange.agreement import gather_per_rank, place_in_group
 from .device_clock import Moment
 from .recording import EXCHANGE, MAIN, Recording, Span, current_recording, set_current_recording
 
@@ -139,8 +139,7 @@ class Trace(AbstractContextManager["Trace"]):
         set_current_recording(None)
         if self._steps is not None:
             self._steps.remove()
-        grouped = dist.is_available() and dist.is_initialized()
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+        rank, world_size = place_in_group()
         together = world_size > 1 and error is None
         if error is None:
             self._recording.settle(_SETTLE_S)

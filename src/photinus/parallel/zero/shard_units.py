@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 
@@ -37,21 +37,19 @@ def shard_units(model: nn.Module, shard: Shard = None) -> list[nn.Module]:
 
 
 def _by_default(model: nn.Module) -> list[nn.Module]:
-    stacks: list[nn.Module] = []
-    _find_stacks(model, stacks, set())
-    blocks = [block for stack in stacks for block in stack.children() if not isinstance(block, _CONTAINERS)]
-    return [block for block in blocks if _elems(block) >= SMALLEST_UNIT_ELEMS]
+    blocks = [block for stack in _stacks_in(model, set()) for block in stack.children()]
+    return [block for block in blocks if not isinstance(block, _CONTAINERS) and _elems(block) >= SMALLEST_UNIT_ELEMS]
 
 
-def _find_stacks(module: nn.Module, found: list[nn.Module], seen: set[nn.Module]) -> None:
-    if module in seen:
-        return
+def _stacks_in(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    """The outermost stacks of blocks, each once."""
+    if isinstance(module, (nn.ModuleList, nn.Sequential)) and module not in seen:
+        yield module
+    elif module not in seen:
+        seen.add(module)
+        for child in module.children():
+            yield from _stacks_in(child, seen)
     seen.add(module)
-    if isinstance(module, (nn.ModuleList, nn.Sequential)):
-        found.append(module)
-        return
-    for child in module.children():
-        _find_stacks(child, found, seen)
 
 
 def _by_rule(model: nn.Module, shard: Shard) -> list[nn.Module]:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..exchange.agreement import gather_per_rank
+from ..exchange.agreement import gather_per_rank, place_in_group
 from ..exchange.collectives import control_device
 
 _TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
@@ -51,7 +51,7 @@ def gather_state(state: Any) -> Any:
 
     One tensor is gathered at a time and brought to the CPU, so beside the result a rank needs room for the largest.
     """
-    keeps = not dist.is_initialized() or dist.get_rank() == 0
+    keeps = place_in_group()[0] == 0
 
     def whole(tensor: torch.Tensor) -> torch.Tensor | None:
         if not is_split(tensor):
