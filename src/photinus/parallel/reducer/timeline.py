@@ -55,12 +55,12 @@ class Timeline:
 
     def forward_began(self) -> None:
         """Closes the books on the iteration before."""
-        done = self._iterations
-        if self._is_sampled(done) and self._exchange_end and self._forward:
+        if self._is_sampled(self._iterations):
             moments = (self._forward, self._backward, self._backward_end, self._exchange, self._exchange_end)
-            self._unread.append((done, moments))
-        elif self._is_sampled(done):
-            self.iteration = done
+            if self._exchange_end and self._forward:
+                self._unread.append((self._iterations, moments))
+            else:
+                self.iteration = self._iterations
         while self._unread and is_past(self._unread[0][1][-1]):
             self._keep(*self._unread.pop(0))
         self._iterations += 1
@@ -144,11 +144,7 @@ class Timeline:
 
     def _keep(self, iteration: int, moments: tuple[int | Moment, ...]) -> None:
         """Takes the moments of an iteration: of its forward, backward and its end, exchange and its end."""
-        if self.device_clock is None:
-            forward, backward, backward_end, exchange, exchange_end = map(ns_of, moments)
-        else:
-            began = moments[0]
-            forward, backward, backward_end, exchange, exchange_end = (_ns_after(began, each) for each in moments)
+        forward, backward, backward_end, exchange, exchange_end = (_ns(each, moments[0]) for each in moments)
         self.iteration = iteration
         exchange = exchange or exchange_end
         durations = {
@@ -172,8 +168,6 @@ class Timeline:
         }
 
 
-def _ns_after(began: int | Moment, moment: int | Moment) -> int:
-    """Of a device: nanoseconds since the forward began, 1 for that itself; 0 for what never came."""
-    if isinstance(began, int) or isinstance(moment, int):
-        return 0
-    return 1 + moment.since(began)
+def _ns(moment: int | Moment, began: int | Moment) -> int:
+    """Of a device: nanoseconds since the forward began, 1 for that itself. 0 for what never came."""
+    return 1 + moment.since(began) if isinstance(moment, Moment) and isinstance(began, Moment) else ns_of(moment)
