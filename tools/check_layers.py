@@ -48,7 +48,7 @@ BUDGET = {
     "cli": 1840,
     "compat": 740,
     "job": 3220,
-    "parallel": 6880,
+    "parallel": 6850,
     "run": 4360,
     "runlog": 1700,
     "templates": 340,
