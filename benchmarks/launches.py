@@ -1,4 +1,4 @@
-"""How long a launch takes, how soon a job trains again after a kill, and whether random kills change what is trained.
+"""Measures launches, and recovery after a kill; kills at random and compares the trained bits.
 
     python benchmarks/launches.py                                   this checkout, beside torchrun
     python benchmarks/launches.py --other OTHER/.venv/bin/python    beside another checkout of Photinus
@@ -73,7 +73,7 @@ def measure(launcher: Sequence[str]) -> dict[str, float]:
         taken["empty script"] = time.monotonic() - began
         for what in ("first-step", "recover"):
             if what == "recover" and "torch.distributed.run" in launcher:
-                continue  # it restarts only when told to, and the script's checkpoints are ours
+                continue  # it restarts only with --max-restarts, and the checkpoints are ours
             folder = Path(name, what)
             folder.mkdir()
             began = time.monotonic()
@@ -115,7 +115,7 @@ def disturb(launcher: Sequence[str], folder: Path, whom: str, after_s: float) ->
 
 
 def kill_at_random(count: int, seed: int) -> int:
-    """Returns how many of so many disturbed runs ended otherwise than an undisturbed one."""
+    """Kills `count` runs at random; returns how many ended with other bits than an undisturbed run."""
     launcher, numbers, wrong = launchers(None)["photinus"], random.Random(seed), 0
     with tempfile.TemporaryDirectory(prefix="launches-") as name:
         whole = Path(name, "whole")
@@ -138,7 +138,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="rounds in which all take turns (default 5)")
     parser.add_argument("--other", help="the Python of another checkout, in torchrun's place")
-    parser.add_argument("--kills", type=int, help="so many random kills instead of measurements")
+    parser.add_argument("--kills", type=int, help="number of random kills, in place of measurements")
     parser.add_argument("--seed", type=int, default=0, help="of the random kills (default 0)")
     parser.add_argument("--out", type=Path, help="write the medians to this .json file")
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What launches.py starts: launched.py first-step | recover | train FOLDER
+"""Runs as the script that launches.py starts: launched.py first-step | recover | train FOLDER
 
 Writes the clock (CLOCK_MONOTONIC, the same for all processes of a machine) into files of FOLDER.
 """

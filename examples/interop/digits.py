@@ -1,4 +1,4 @@
-"""What the scripts share: 1797 real handwritten digits, a small network, and the command-line options."""
+"""Shared by the scripts: 1797 real handwritten digits, a small network, and the command-line options."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ inline void pause_cpu() {
   asm volatile("yield");
 #endif
 }
-// Gives the core to whoever wants it.
+// Lets another thread have the core.
 inline void yield_cpu() {
   sched_yield();
 }

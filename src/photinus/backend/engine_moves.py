@@ -1,6 +1,6 @@
-"""What computes nothing, through the engine: collectives and messages that move elements of any dtype.
+"""Collectives and messages that compute nothing: the engine moves elements of any dtype.
 
-What goes from one rank to another may differ in size from pair to pair; the engine compares both sides' sizes before
+The data from one rank to another may differ in size from pair to pair; the engine compares both sides' sizes before
 anything is written.
 """
 

@@ -200,13 +200,13 @@ def _lead(store: Store, joining: Joining, me: Member) -> Meeting:
 
 def _tell_missing(store: Store, session: str, size: int, here: dict[int, Any]) -> Callable[[], list[int]]:
     """Tells who is not here, and writes it for the others, who cannot know."""
-    told: list[int] = []
+    shown: list[int] = []
 
     def missing() -> list[int]:
         ranks = sorted(set(range(size)) - here.keys())
-        if ranks != told:
-            told[:] = ranks
-            store.set(f"session/{session}/missing", json.dumps(told))
+        if ranks != shown:
+            shown[:] = ranks
+            store.set(f"session/{session}/missing", json.dumps(shown))
         return ranks
 
     return missing
@@ -275,11 +275,11 @@ def _exchange_links(store: Store, joining: Joining, meeting: Meeting) -> Meeting
             store.set(key, json.dumps({"all": [here[other] for other in range(size)]}))
     else:
         store.set(f"{key}/{rank}", json.dumps(mine))
-    told = _await(store, joining, meeting.session, "links")
-    if "refused" in told:
-        raise PeerLostError(f"{joining.who}: {told['refused']}")
+    answer = _await(store, joining, meeting.session, "links")
+    if "refused" in answer:
+        raise PeerLostError(f"{joining.who}: {answer['refused']}")
     members = tuple(
-        _member({**asdict(member), **more}) for member, more in zip(meeting.members, told["all"], strict=True)
+        _member({**asdict(member), **more}) for member, more in zip(meeting.members, answer["all"], strict=True)
     )
     _check_cards(joining.who, members)
     return replace(meeting, members=members)
@@ -420,7 +420,7 @@ def choose_addresses(members: Sequence[Member], rank: int) -> list[str]:
     """The addresses, in digits, on which a rank is to listen for the ranks of the other hosts.
 
     Those of the cards that PHOTINUS_INTERFACE names; loopback where the "hosts" lie on one network stack (one machine,
-    told apart by PHOTINUS_HOST_ID or by user); those that GLOO_SOCKET_IFNAME names, as `photinus run` does; else the
+    distinguished by PHOTINUS_HOST_ID or by user); those that GLOO_SOCKET_IFNAME names, as `photinus run` does; else the
     one with the way to the store or, for ranks beside it, to the other hosts; else the first that there is.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What callers may ask for: the options of a group, and those of a call in torch's many forms, brought to one.
+"""The options of a group, and those of a call: torch passes these in many forms, which are brought to one here.
 
 torch's bindings overload each collective: `allreduce(tensors, options)`, `allreduce(tensors, op, timeout)`,
 `allreduce(tensor, op, timeout)`. C++ and `torch.distributed` use the first form; libraries use the others too.

@@ -52,7 +52,7 @@ class Session:
         launcher: name of the launcher; "none" for a plain `python script.py`.
         seed: seed of the random generators, or None.
         aside_s: seconds of work beside training (validation), not counted in the throughput.
-        loops: number of loops created in this session.
+        loops: number of loops created so far.
     """
 
     def __init__(
