@@ -210,6 +210,33 @@ def test_a_callback_that_no_thread_can_run_is_refused_and_never_called(
     assert seen == [2]
 
 
+class _SignalError(Exception):
+    """Raised by a signal's handler, as time limits of libraries do."""
+
+
+def test_a_signal_that_comes_when_the_thread_has_started_is_not_hidden_by_another_error(
+    done: engine.Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    completer, over = Completer("test"), threading.Event()
+    name = "_start_joinable_thread" if hasattr(threading, "_start_joinable_thread") else "_start_new_thread"
+    start = getattr(threading, name)
+
+    def interrupted(*args: object, **keywords: object) -> None:
+        start(*args, **keywords)
+        while threading._limbo:  # the thread has not begun  # type: ignore[attr-defined]
+            time.sleep(0.001)
+        raise _SignalError
+
+    monkeypatch.setattr(threading, name, interrupted)
+    with pytest.raises(_SignalError):
+        completer.submit(done, _nothing, lambda _: None, True)
+    monkeypatch.undo()
+    assert completer.unsettled == 0
+    completer.submit(done, _nothing, lambda _: over.set())
+    assert over.wait(20)
+    completer.close()
+
+
 def test_callbacks_that_only_one_thread_can_run_all_run(done: engine.Work, monkeypatch: pytest.MonkeyPatch) -> None:
     completer, go_on, over, refused = Completer("test"), threading.Event(), threading.Event(), []
 

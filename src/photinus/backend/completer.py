@@ -135,6 +135,10 @@ class Completer:
         except BaseException as error:
             self._idle.discard(thread)
             self._threads.discard(thread)  # if it has started all the same, it adds itself
+            # Where a signal's handler raises once the thread runs, CPython's start() fails in its own clean-up, and
+            # its KeyError hides the handler's error.
+            if isinstance(error, KeyError) and error.__context__ is not None:
+                raise error.__context__ from None
             if isinstance(error, RuntimeError) and self._threads and not _runs_callbacks():
                 return
             raise
