@@ -44,7 +44,7 @@ FLOORS = {
 }
 # Python: room -> most lines. Who adds to a full room takes something out of it, or says in the commit why it grows.
 BUDGET = {
-    "backend": 3359,
+    "backend": 3363,
     "cli": 1840,
     "compat": 740,
     "job": 3220,
@@ -54,7 +54,7 @@ BUDGET = {
     "templates": 340,
     "tools": 2880,
     "top": 1648,
-    "trainer": 8070,
+    "trainer": 8010,
 }
 # Folders inside a room, lowest first; the files directly in the room are above them all.
 INSIDE = {

@@ -306,7 +306,7 @@ def test_a_port_held_by_another_job_is_told_apart(tmp_path):
     ours = launch(port, "--rdzv-id", "ours", path, tmp_path).end()
     assert ours.code == 1
     assert (
-        f"127.0.0.1 port {port} does not answer as the host that leads this job: another job is led from there"
+        f"127.0.0.1 port {port} does not answer as the host that leads this job: this port belongs to another job"
         in ours.err
     )
     other_job.send(signal.SIGINT)

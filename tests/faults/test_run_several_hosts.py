@@ -342,7 +342,7 @@ def test_another_secret_is_refused_by_name_and_the_job_goes_on(hosts, tmp_path):
     stranger = launch(hosts, 1, tmp_path, "--rdzv-conf", "join_timeout=20", path, tmp_path, nnodes="2").end()
     assert stranger.code == 1
     assert (
-        "host-0 port 29500 does not answer as the host that leads this job: another job is led from there"
+        "host-0 port 29500 does not answer as the host that leads this job: this port belongs to another job"
         in stranger.err
     )
     second = launch(hosts, 1, tmp_path, path, tmp_path, nnodes="2", PHOTINUS_JOB_SECRET="one")

@@ -89,7 +89,7 @@ def test_who_knows_the_secret_is_let_in_and_heard():
 
 @pytest.mark.parametrize("other", [key_of("t", "job"), key_of("s", "other job"), key_of("", "")])
 def test_another_secret_or_job_is_refused(other):
-    with pytest.raises(RefusedError, match="another job is led from there"):
+    with pytest.raises(RefusedError, match="this port belongs to another job"):
         meet(key_of("s", "job"), other)
 
 

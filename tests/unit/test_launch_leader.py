@@ -25,7 +25,7 @@ from photinus.job.membership import Membership
 from photinus.job.ports import listen
 from photinus.job.relay import Relay
 from photinus.job.restart_policy import Report
-from photinus.job.server import Leader, start_leader
+from photinus.job.server import Leader, serve_in_thread
 from photinus.run.local.store import StoreProcess
 
 KEY = key_of("secret", "job")
@@ -257,7 +257,7 @@ def test_a_leader_that_cannot_begin_says_so_where_it_is_started() -> None:
     rules = Membership(2, 2, join_timeout_s=60.0, last_call_s=1.0)
     leader = Leader(KEY, rules, max_restarts=1, job_id="job", say=lambda *_: None)
     with socket.socket(type=socket.SOCK_DGRAM) as wrong:  # any error of asyncio's will do
-        with pytest.raises(ValueError, match="Stream Socket"), start_leader(leader, wrong):
+        with pytest.raises(ValueError, match="Stream Socket"), serve_in_thread(leader, wrong):
             pass
 
 

@@ -1,8 +1,8 @@
-"""Connections to the host that leads: both ends prove that they know the job's secret, before either believes a word.
+"""Connections within a job: both ends prove that they know its secret, before either believes a word.
 
-    leader -> caller   "PHOTINUS-JOB/1\\n", nonce (32 bytes)
-    caller -> leader   nonce (32), proof (32), purpose: its length (1) and text
-    leader -> caller   "+" and proof (32), or "-" and the reason: its length (1) and text
+    server -> caller   "PHOTINUS-JOB/1\\n", nonce (32 bytes)
+    caller -> server   nonce (32), proof (32), purpose: its length (1) and text
+    server -> caller   "+" and proof (32), or "-" and the reason: its length (1) and text
 
 A proof is HMAC-SHA256 under the secret over the side's name, both nonces and the purpose. So nothing heard on the
 wire can be used again, and neither side can be made to answer for the other. What follows is not encrypted. Nothing
@@ -37,11 +37,11 @@ _PAUSE_S = 0.2
 
 
 class HandshakeError(Exception):
-    """The other end is no Photinus leader, or went away; the message says what it did instead."""
+    """The other end is no Photinus process, or went away; the message says what it did instead."""
 
 
 class RefusedError(HandshakeError):
-    """The other end is a Photinus leader that does not want this caller: another job, or an earlier attempt."""
+    """The other end is Photinus and does not want this caller: another job, or an earlier attempt."""
 
 
 def key_of(secret: str, job_id: str) -> bytes:
@@ -92,8 +92,8 @@ async def _prove(
         length = await reader.readexactly(1)
         raise RefusedError((await reader.readexactly(length[0])).decode("utf-8", "replace"))
     proof = await reader.readexactly(_PROOF_BYTES)
-    if verdict != b"+" or not hmac.compare_digest(proof, _proof(key, b"leader", theirs, mine, purpose)):
-        raise HandshakeError("it says that it leads this job, and cannot prove it")
+    if verdict != b"+" or not hmac.compare_digest(proof, _proof(key, b"server", theirs, mine, purpose)):
+        raise HandshakeError("it says that it belongs to this job, and cannot prove it")
 
 
 @dataclass(frozen=True)
@@ -118,15 +118,15 @@ class Caller:
 async def answer(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, *, timeout_s: float
 ) -> Caller | None:
-    """The leader's side: the caller, or None for one that has not proved itself within the time."""
+    """The server's side: the caller, or None for one that has not proved itself within the time."""
     mine = secrets.token_bytes(_NONCE_BYTES)
     writer.write(BANNER + mine)
     try:
         theirs, proof, purpose = await asyncio.wait_for(_claim(reader), timeout_s)
-        caller = Caller(purpose.decode("utf-8", "replace"), writer, _proof(key, b"leader", mine, theirs, purpose))
+        caller = Caller(purpose.decode("utf-8", "replace"), writer, _proof(key, b"server", mine, theirs, purpose))
         if hmac.compare_digest(proof, _proof(key, b"caller", mine, theirs, purpose)):
             return caller
-        await caller.refuse("another job is led from there, or this one with another secret")
+        await caller.refuse("this port belongs to another job, or to this one with another secret")
     except (asyncio.TimeoutError, asyncio.IncompleteReadError, OSError):
         pass  # a stranger, a scanner, or a caller that has gone: there is nobody to tell
     return None

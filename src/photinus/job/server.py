@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
 from ..version import __version__
 from . import channel, membership
@@ -316,27 +316,37 @@ def _nnodes_text(hosts: Sequence[int]) -> str:
     return ":".join(map(str, sorted(set(hosts))))
 
 
+class Server(Protocol):
+    """What answers callers in an asyncio loop."""
+
+    async def open(self, listener: socket.socket) -> None:
+        """Begins to serve on a listening socket."""
+
+    async def close(self) -> None:
+        """Closes the port, and what is connected to it."""
+
+
 @contextlib.contextmanager
-def start_leader(leader: Leader, listener: socket.socket) -> Iterator[None]:
-    """Leads in a thread for the duration of the block."""
+def serve_in_thread(server: Server, listener: socket.socket) -> Iterator[None]:
+    """Serves in a thread for the duration of the block, so that callers are answered whatever the block waits for."""
     began: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
-    async def lead() -> None:
+    async def serve() -> None:
         over = asyncio.Event()
-        await leader.open(listener)
+        await server.open(listener)
         began.set_result((asyncio.get_running_loop(), over))
         await over.wait()
-        await leader.close()
+        await server.close()
 
     def run() -> None:
         try:
-            asyncio.run(lead())
+            asyncio.run(serve())
         except Exception as error:
             if began.done():
                 raise
-            began.set_exception(error)  # as with too few descriptors: nobody would lead
+            began.set_exception(error)  # as with too few descriptors: nobody would answer
 
-    thread = threading.Thread(target=run, name="photinus-leader", daemon=True)
+    thread = threading.Thread(target=run, name="photinus-server", daemon=True)
     thread.start()
     loop, over = began.result()
     try:

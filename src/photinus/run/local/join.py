@@ -18,7 +18,7 @@ from ...job.client import Member
 from ...job.membership import Membership
 from ...job.own_address import is_loopback, means_this_host, outside_addresses
 from ...job.ports import PortTakenError, listen, local_addresses_of
-from ...job.server import Leader, start_leader
+from ...job.server import Leader, serve_in_thread
 from ...job.spec import HostSpec
 from .store import StoreProcess
 
@@ -78,7 +78,7 @@ def join_job(
             times_s = hosts.join_timeout_s, hosts.last_call_s, hosts.heartbeat_timeout_s, stop_grace_s
             rules = Membership(*nnodes, *times_s)
             leader = Leader(key, rules, max_restarts=max_restarts, job_id=job_id, say=tell)
-            leading.enter_context(start_leader(leader, listener))
+            leading.enter_context(serve_in_thread(leader, listener))
             return True, address, bound
 
         leading = stack.enter_context(contextlib.ExitStack())  # ends after the member, which says good-bye first
