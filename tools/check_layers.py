@@ -47,7 +47,7 @@ BUDGET = {
     "backend": 3363,
     "cli": 1840,
     "compat": 740,
-    "job": 3220,
+    "job": 3225,
     "parallel": 6850,
     "run": 4360,
     "runlog": 1700,

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from photinus.job.deaths import Death, Raised
-from photinus.job.restart_policy import Attempt, Report, RestartPolicy, reason_to_stop
+from photinus.job.restart_policy import Report, RestartPolicy, reason_to_stop
 from photinus.job.status import Status, read
 
 KILLED = -signal.SIGKILL
@@ -21,8 +21,8 @@ def death(error=None, *, rank=0, status=1, **fields):
     return Death(rank, rank, 4000 + rank, "vm", status, 10.0, 60.0, raised=error, **fields)
 
 
-def attempt(steps, error=None, *, run="1:runs/a", **fields):
-    return Attempt(death(error, **fields), steps, run)
+def attempt(steps, error=None, *, run="1:runs/a", finished=(), **fields):
+    return Report((death(error, **fields),), finished, steps, run=run)
 
 
 class TestRule:
@@ -79,15 +79,15 @@ class TestRule:
         missed = raised(
             "PeerLostError", text="rank 1 (pid 7 on vm) has left the group (it closed it, or its script ended)"
         )
-        said = reason_to_stop(attempt(5, missed), [], finished=[1])
+        said = reason_to_stop(attempt(5, missed, finished=(1,)), [])
         assert said == "rank 1 ended with exit code 0 while others had more to do, which would come again"
         assert reason_to_stop(attempt(5, missed), []) is None
-        assert reason_to_stop(attempt(5, raised("PeerLostError", text="rank 2 was killed")), [], finished=[1]) is None
+        assert reason_to_stop(attempt(5, raised("PeerLostError", text="rank 2 was killed"), finished=(1,)), []) is None
         by_gloo = raised("RuntimeError", text="[/x/pair.cc:553] Connection closed by peer [127.0.0.1]:30642")
-        assert reason_to_stop(attempt(5, by_gloo), [], finished=[1]) == said
+        assert reason_to_stop(attempt(5, by_gloo, finished=(1,)), []) == said
         assert reason_to_stop(attempt(5, by_gloo), []) is None
         own = raised("ConnectionResetError", text="[Errno 104] Connection reset by peer")  # of a server of the script's
-        assert reason_to_stop(attempt(5, own), [], finished=[1]) is None
+        assert reason_to_stop(attempt(5, own, finished=(1,)), []) is None
         verdict = RestartPolicy(3).decide([Report((death(missed),), (1,), 5)], world_size=2, attempt=0)
         assert (verdict.restart, verdict.rank, verdict.host) == (False, 1, "vm")
 

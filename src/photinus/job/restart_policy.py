@@ -20,7 +20,7 @@ def backoff_s(quick_failures: int) -> float:
 
 @dataclass(frozen=True)
 class Report:
-    """How the workers of one host ended in an attempt that failed.
+    """How the workers of one host, or of all, ended in an attempt that failed.
 
     Attributes:
         deaths: of those that did not end well; empty when the host's workers only had to be stopped.
@@ -37,25 +37,34 @@ class Report:
     oom: str = ""
     run: str = ""
 
-
-@dataclass(frozen=True)
-class Attempt:
-    """What is remembered of an attempt that has ended: its first cause, and the steps it told of (see Report)."""
-
-    cause: Death
-    steps: int
-    run: str = ""
+    @property
+    def cause(self) -> Death:
+        """The first cause; there must be deaths."""
+        return root_cause(self.deaths)
 
     @property
     def error(self) -> tuple[str, str] | None:
-        """Type and place of the exception that ended it; None when something else did."""
+        """Type and place of the exception that ended the attempt; None when something else did."""
         raised = self.cause.raised
         return None if raised is None else (raised.type_name, raised.place)
 
 
-def reason_to_stop(
-    now: Attempt, earlier: Sequence[Attempt], *, unknown: bool = False, finished: Sequence[int] = ()
-) -> str | None:
+def of_all_hosts(reports: Sequence[Report]) -> Report:
+    """One report of those of all hosts. Memory ran out where the first cause was, or that does not matter."""
+    furthest = max(reports, key=lambda report: report.steps)
+    deaths = tuple(death for report in reports for death in report.deaths)
+    cause = root_cause(deaths)
+    return Report(
+        deaths,
+        finished=tuple(sorted(rank for report in reports for rank in report.finished)),
+        steps=furthest.steps,
+        saved=max(report.saved for report in reports),
+        oom=next(report.oom for report in reports if cause in report.deaths),
+        run=furthest.run,
+    )
+
+
+def reason_to_stop(now: Report, earlier: Sequence[Report], *, unknown: bool = False) -> str | None:
     """Why another attempt would fail as this one did; None when it may go better.
 
     That is asked of exceptions only. A signal, a lost rank or host, and a process killed for want of memory have their
@@ -67,16 +76,19 @@ def reason_to_stop(
                                          step of the run that an earlier attempt had reached. Steps that each process
                                          counts from 0 do not tell how far a script is that resumes by itself
 
+    A rank that ended with exit code 0 while others still needed it made no mistake that they could see, and does the
+    same again: it has fewer batches, or leaves its loop alone.
+
     Args:
         now: the attempt that has just failed.
         earlier: those before it, in order.
         unknown: there were more, of which nobody knows how many steps they did.
-        finished: the ranks that ended with exit code 0. One that others still needed made no mistake that they could
-            see, and does the same again: it has fewer batches, or leaves its loop alone.
     """
     raised, error = now.cause.raised, now.error
-    if _left_early(now.cause, finished):
-        return f"{name_ranks(finished, 8)} ended with exit code 0 while others had more to do, which would come again"
+    if _left_early(now):
+        return (
+            f"{name_ranks(now.finished, 8)} ended with exit code 0 while others had more to do, which would come again"
+        )
     if raised is None or error is None or now.cause.consequence or raised.lost_a_child:
         return None
     name, place = (f"exit code {raised.exit_code}" if error[0] == "SystemExit" else error[0]), error[1]
@@ -88,12 +100,13 @@ def reason_to_stop(
     return None
 
 
-def _left_early(cause: Death, finished: Sequence[int]) -> bool:
+def _left_early(report: Report) -> bool:
     """Whether the first to fail missed a rank that had ended well; gloo knows only that a connection was closed."""
-    if not finished or cause.raised is None or not cause.raised.lost_a_peer:
+    raised = report.cause.raised
+    if not report.finished or raised is None or not raised.lost_a_peer:
         return False
-    signs = ("has left the group",) if cause.raised.type_name == "PeerLostError" else _CLOSED
-    return any(sign in cause.raised.text.lower() for sign in signs)
+    signs = ("has left the group",) if raised.type_name == "PeerLostError" else _CLOSED
+    return any(sign in raised.text.lower() for sign in signs)
 
 
 @dataclass(frozen=True)
@@ -130,7 +143,7 @@ class RestartPolicy:
         self.restarts = 0
         self._quick_failures = 0
         self._quick_suspensions = 0
-        self._attempts: list[Attempt] = []
+        self._attempts: list[Report] = []
 
     def spend_restart(self) -> str:
         """Takes one of the restarts: "restart 1 of 3", or "" when none is left."""
@@ -141,25 +154,21 @@ class RestartPolicy:
 
     def decide(self, reports: Sequence[Report], *, world_size: int, attempt: int) -> Verdict:
         """Finds the first cause among the deaths that all hosts report (at least one) and decides."""
-        deaths = [death for report in reports for death in report.deaths]
-        cause = root_cause(deaths)
-        furthest = max(reports, key=lambda report: report.steps)
-        now, earlier = Attempt(cause, furthest.steps, furthest.run), tuple(self._attempts)
+        now, earlier = of_all_hosts(reports), tuple(self._attempts)
+        cause = now.cause
         self._attempts.append(now)
-        if ended_by_suspension(deaths):
-            return self._after_suspension(cause, deaths, world_size)
+        if ended_by_suspension(now.deaths):
+            return self._after_suspension(now, world_size)
         self._quick_suspensions = 0
         self._quick_failures = self._quick_failures + 1 if cause.lived_s < _QUICK_S else 0
         # Attempts that ended because hosts came or went were judged by nobody.
-        finished = sorted(rank for report in reports for rank in report.finished)
-        why_not = reason_to_stop(now, earlier, unknown=attempt > len(earlier), finished=finished)
+        why_not = reason_to_stop(now, earlier, unknown=attempt > len(earlier))
         again = bool(earlier) and signature(cause) == signature(earlier[-1].cause)
         restart = self.spend_restart() if why_not is None else ""
         delay_s = backoff_s(self._quick_failures) if restart else 0.0
         if restart:
             workers = f"all {world_size} workers" if world_size > 1 else "the worker"
-            saved = max(report.saved for report in reports)
-            place = f" from the checkpoint of step {saved}" if saved >= 0 else ""
+            place = f" from the checkpoint of step {now.saved}" if now.saved >= 0 else ""
             next_step = f"restarting {workers}{place} ({restart})" + (f" in {delay_s:.0f} s" if delay_s else "")
         elif why_not is not None:
             next_step = f"not restarting: {why_not}"
@@ -168,24 +177,26 @@ class RestartPolicy:
         else:
             next_step = f"no restart is left of {self._max_restarts}"
         text = failure_text(
-            deaths,
-            finished=finished,
+            now.deaths,
+            finished=now.finished,
             attempt=attempt,
             next_step=next_step,
-            oom=next(report.oom for report in reports if cause in report.deaths),
+            oom=now.oom,
             seen_before=again and restart != "",
         )
         head = next(line for line in text.splitlines() if line.startswith("photinus: "))
         short = f"{head} (host {cause.host})\nphotinus: {next_step}\n"
         where = cause.rank, cause.host, exit_code_of(cause)
-        if _left_early(cause, finished):
-            theirs = [death.host for report in reports if finished[0] in report.finished for death in report.deaths]
-            where = finished[0], (theirs or [cause.host])[0], exit_code_of(cause)
+        if _left_early(now):
+            first = now.finished[0]
+            theirs = [death.host for report in reports if first in report.finished for death in report.deaths]
+            where = first, (theirs or [cause.host])[0], exit_code_of(cause)
         return Verdict(restart != "", delay_s, *where, text, short, restarts=self.restarts)
 
-    def _after_suspension(self, cause: Death, deaths: Sequence[Death], world_size: int) -> Verdict:
+    def _after_suspension(self, now: Report, world_size: int) -> Verdict:
         """Another attempt, which costs none of the restarts; but workers that suspend at once again are slowed down."""
+        cause = now.cause
         self._quick_suspensions = self._quick_suspensions + 1 if cause.lived_s < _QUICK_S else 0
         delay_s = backoff_s(self._quick_suspensions)
-        text = suspension_text(deaths, world_size=world_size, delay_s=delay_s)
+        text = suspension_text(now.deaths, world_size=world_size, delay_s=delay_s)
         return Verdict(True, delay_s, cause.rank, cause.host, exit_code_of(cause), text, text, suspended=True)
