@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -105,7 +106,7 @@ def reports(ended: Ended) -> dict[int, dict]:
         if brace:
             report = json.loads(brace + rest)
             rank = int(report["RANK"])
-            assert mark == ("" if rank == 0 else f"[{rank}] ")
+            assert mark == "" if rank == 0 else re.fullmatch(rf"\[\S+:{rank}\] ", mark)
             found[rank] = report
     return found
 

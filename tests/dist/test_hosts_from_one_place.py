@@ -35,9 +35,10 @@ def test_two_hosts_with_their_slots_are_one_job_and_its_first_failure_ends_it(tm
     ended = run_job(*words, script(tmp_path, REPORT), "--lr", "0.1", cwd=tmp_path)
     found = {}
     for line in ended.out.splitlines():
-        mark, text = re.fullmatch(r"(\[\d\] )?(\{.*\})", line).groups()
+        mark, text = re.fullmatch(r"(\[\S+:\d\] )?(\{.*\})", line).groups()
         report = json.loads(text)
-        assert mark == (None if report["RANK"] == "0" else f"[{report['RANK']}] ")
+        host = "localhost" if report["GROUP_RANK"] == "0" else "127.0.0.1"
+        assert mark == (None if report["RANK"] == "0" else f"[{host}:{report['RANK']}] ")
         found[int(report["RANK"])] = report
     assert sorted(found) == [0, 1, 2], ended.err
     assert [found[rank]["GROUP_RANK"] for rank in range(3)] == ["0", "0", "1"]
@@ -47,7 +48,7 @@ def test_two_hosts_with_their_slots_are_one_job_and_its_first_failure_ends_it(tm
         assert sorted(report["argv"]) == sorted(["--lr", "0.1", f"--local_rank={report['LOCAL_RANK']}"])
     assert ended.code == 7, ended.err
     assert "a line on stderr\n" in ended.err
-    assert "\n[2] a line on stderr\n" in ended.err
+    assert "\n[127.0.0.1:2] a line on stderr\n" in ended.err
     assert "photinus: rank 2 " in ended.err
     assert ended.err.count("the job failed") == 1
     assert ended.err.count("takes --local_rank") == 1  # by one launcher for all

@@ -163,7 +163,8 @@ class Agent:
             os.getcwd()
         except FileNotFoundError:
             raise LaunchError("the working directory was removed: workers cannot be started again in it") from None
-        self._output.begin_attempt(formation.attempt, formation.job_id)
+        host = (self._job.spec.started_as or socket.gethostname()) if len(formation.workers) > 1 else ""
+        self._output.begin_attempt(formation.attempt, formation.job_id, host)
         self._processes = processes = Processes(
             self._job,
             formation,

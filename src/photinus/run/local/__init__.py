@@ -8,6 +8,7 @@ processes    the worker processes of one attempt on this host: started, watched 
 worker       runs in each worker before the script: a file of its own, imports nothing of Photinus
 store        the store of an attempt: torch's TCPStore on the loopback interface, in a child process of the launcher
 output       the workers' lines on the launcher's terminal, and in log files
+equal_lines  shows once what several ranks print
 logs         the workers' output in files: DIR/JOB/attempt_K/RANK/stdout.log and stderr.log, torchrun's layout
 interrupts   Ctrl-C, SIGTERM and their like, noted when they come and acted upon at safe points
 guard        ends everything when the launcher itself is killed

@@ -3,8 +3,9 @@
 Rank 0 has the launcher's terminal: untouched, in colour, with its progress bar. Where stdout or stderr is no terminal,
 or one that may be closed while the job goes on, rank 0 writes into a pipe that is passed on as it comes: a reader that
 leaves (`| head`) ends no worker. The other ranks write into pipes; one thread carries their lines out, whole and marked
-with the rank: `[1] text`. A progress bar of such a rank (text that returns to the line's start) is shown in its last
-state only.
+with the rank: `[1] text`, and where there are several hosts with the host, `[node2:9] text`. What several of these
+ranks print within a moment is shown once, `[1-7] text` (see `equal_lines`). A progress bar of such a rank (text that
+returns to the line's start) is shown in its last state only.
 
 What goes into a log file (see `logs`) takes the same way, that of rank 0 too: byte for byte, and whole even when the
 worker is killed, as the thread empties its pipe to the end. Streams with files of their own have pipes of their own,
@@ -29,6 +30,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .equal_lines import EqualLines
 from .logs import BOTH, LogFile, Logs
 
 _LOOK_MS = 200
@@ -48,7 +50,7 @@ class _Stream:
     rank: int
     target: int  # the launcher's stdout or stderr
     shown: bool
-    prefix: bytes | None  # None: passed on as it comes
+    as_it_comes: bool  # rank 0's, in which nothing is changed
     last: deque[str]  # its rank's last lines, of both streams
     file: LogFile | None = None
     pending: bytes = b""
@@ -61,7 +63,9 @@ class Output:
     stdout: int = 1
     stderr: int = 2
     _logs: Logs | None = None
-    _attempt: tuple[str, int] = ("", 0)  # the job's id, and how often its workers were started anew
+    _attempt: tuple[str, int] = ("", 0)  # the job's id, and how often its workers were started before
+    _host: str = ""
+    _equal: dict[int, EqualLines] = field(default_factory=dict)  # by where they go, behind the lock of that
     _told: Path | None = None
     _files: dict[int, dict[str, Path]] = field(default_factory=dict)
     _last: dict[int, deque[str]] = field(default_factory=dict)
@@ -75,6 +79,7 @@ class Output:
 
     def __post_init__(self) -> None:
         self._locks = dict.fromkeys((self.stdout, self.stderr), threading.Lock())
+        self._equal = {target: EqualLines() for target in self._locks}
         with contextlib.suppress(OSError):  # one of them is closed
             if not os.path.sameopenfile(self.stdout, self.stderr):
                 self._locks[self.stderr] = threading.Lock()
@@ -91,15 +96,21 @@ class Output:
         plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
         if alarm and os.isatty(self.stderr) and not plain:
             text = re.sub(r"^(\n*)([^\n]+)", "\\1\x1b[1;31m\\2\x1b[0m", text, count=1)
+        for target in self._equal:
+            if self._locks[target] is self._locks[self.stderr]:
+                self._show_held(target, at_end=True)  # what workers said before comes before
         self._write(self.stderr, text.encode(sys.stderr.encoding or "utf-8", "backslashreplace"))
 
     def log_to(self, logs: Logs) -> None:
         """From now on workers' streams go where `logs` says. Before the first worker is started."""
         self._logs = logs
 
-    def begin_attempt(self, attempt: int, job_id: str) -> None:
-        """The workers started from now on belong to this attempt (0, 1, ...) of the job; says where its logs are."""
-        self._attempt = (job_id, attempt)
+    def begin_attempt(self, attempt: int, job_id: str, host: str = "") -> None:
+        """The workers started from now on belong to this attempt (0, 1, ...) of the job; says where its logs are.
+
+        `host`: the name of this host, to stand before each line's rank; empty where it is the only one.
+        """
+        self._attempt, self._host = (job_id, attempt), host
         folder = None if self._logs is None else self._logs.folder(job_id)
         if self._logs is not None and folder != self._told:
             self._told = folder
@@ -107,6 +118,8 @@ class Output:
         with self._quiet:
             self._files.clear()
             self._last.clear()
+        for equal in self._equal.values():
+            equal.ranks.clear()
 
     def ends_for(self, rank: int, local_rank: int) -> tuple[int | None, int | None]:
         """What a worker gets as stdout and stderr; to be closed here once the worker has them.
@@ -169,14 +182,19 @@ class Output:
             self._thread.join(0.1)
         for key in list(self._selector.get_map().values()):
             self._finish(key.fd, key.data)
+        for target in self._equal:
+            self._show_held(target, at_end=True)
         self._selector.close()
 
     def _stream(self, rank: int, name: str, shown: frozenset[str], files: dict[str, Path]) -> _Stream:
+        target = self.stdout if name == "out" else self.stderr
+        if rank and name in shown:
+            self._equal[target].ranks.add(rank)
         return _Stream(
             rank,
-            self.stdout if name == "out" else self.stderr,
+            target,
             shown=name in shown,
-            prefix=None if rank == 0 else f"[{rank}] ".encode(),
+            as_it_comes=rank == 0,
             last=self._last[rank] if rank or name not in shown or name in files else deque(maxlen=0),  # seen above
             file=LogFile(files[name], self._warn) if name in files else None,
         )
@@ -190,7 +208,11 @@ class Output:
 
     def _carry(self) -> None:
         while True:
-            for key, _ in self._selector.select():
+            due = {target: due_s for target, equal in self._equal.items() if (due_s := equal.due_s())}
+            events = self._selector.select(max(0.0, min(due.values()) - time.monotonic()) if due else None)
+            for target in due:
+                self._show_held(target)
+            for key, _ in events:
                 stream: _Stream | None = key.data
                 if stream is None:  # `close` closed the other end
                     self._selector.unregister(key.fd)
@@ -215,7 +237,7 @@ class Output:
     def _take(self, stream: _Stream, piece: bytes) -> None:
         if stream.file is not None and not stream.file.write(piece):
             stream.file, stream.shown = None, True  # rather too much on the terminal than something lost
-        if stream.shown and stream.prefix is None:
+        if stream.shown and stream.as_it_comes:
             self._write(stream.target, piece, clear=False)
         *lines, rest = (stream.pending + piece).split(b"\n")
         # Of a progress bar keep the last state; of an endless line, give out what there is.
@@ -235,8 +257,17 @@ class Output:
         ]
         with self._quiet:
             stream.last.extend(text[:_LAST_LINE_CHARACTERS] for text in texts if text)
-        if stream.shown and stream.prefix is not None:
-            self._write(stream.target, b"".join(stream.prefix + line + b"\n" for line in lines))
+        if stream.shown and not stream.as_it_comes:
+            with self._locks[stream.target]:
+                self._equal[stream.target].add(stream.rank, lines, time.monotonic())
+            self._show_held(stream.target)
+
+    def _show_held(self, target: int, *, at_end: bool = False) -> None:
+        """Shows the lines that have waited long enough for other ranks to say the same; `at_end`: all of them."""
+        with self._locks[target]:
+            taken = self._equal[target].take(float("inf") if at_end else time.monotonic(), self._host)
+            if taken:
+                self._write_here(target, taken, clear=True)
 
     def _finish(self, reading: int, stream: _Stream) -> None:
         self._selector.unregister(reading)
@@ -259,10 +290,13 @@ class Output:
 
     def _write(self, target: int, data: bytes, *, clear: bool = True) -> None:
         with self._locks[target]:
-            if clear and os.isatty(target):
-                # Rank 0's progress bar may stand on this line: take its place, it draws itself again below.
-                data = b"\r\x1b[K" + data
-            write_all(target, data, self.gives_up)
+            self._write_here(target, data, clear=clear)
+
+    def _write_here(self, target: int, data: bytes, *, clear: bool) -> None:  # with the lock held
+        if clear and os.isatty(target):
+            # Rank 0's progress bar may stand on this line: take its place, it draws itself again below.
+            data = b"\r\x1b[K" + data
+        write_all(target, data, self.gives_up)
 
 
 def write_all(target: int, data: bytes, gives_up: Callable[[], bool] = lambda: False) -> None:
