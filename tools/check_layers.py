@@ -49,7 +49,7 @@ BUDGET = {
     "compat": 740,
     "job": 3225,
     "parallel": 6850,
-    "run": 4461,
+    "run": 4486,
     "runlog": 1700,
     "templates": 340,
     "tools": 2880,

@@ -10,7 +10,7 @@ import pytest
 
 from photinus.errors import UsageError
 from photinus.job.spec import Program
-from photinus.run.local.program import check_program
+from photinus.run.local.program import check_program, missing_packages
 
 
 @pytest.fixture(autouse=True)
@@ -100,3 +100,24 @@ def test_a_file_that_is_not_executable_is_no_program(tmp_path):
     (tmp_path / "train.py").write_text("")
     with pytest.raises(UsageError, match=r"not executable \(chmod \+x\). Leave out --no-python"):
         check_program(Program("program", str(tmp_path / "train.py")))
+
+
+@pytest.mark.parametrize(
+    ("header", "missing"),
+    [
+        (
+            '# /// script\n# dependencies = ["torch>=2", \'einops-none\', "Nope_1.x==3"]\n# ///\n',
+            ["einops-none", "Nope_1.x"],
+        ),
+        (
+            '# /// script\n# requires-python = ">=3.8"\n# dependencies = [\n#   "torch",\n#\n#   "a-b-c[d]",\n# ]\n# ///\n',
+            ["a-b-c"],
+        ),
+        ("# /// script\n# dependencies = [\"only-there; sys_platform == 'win32'\"]\n# ///\n", []),
+        ("# /// script\n# ///\n", []),
+        ('# dependencies = ["no-header"]\n', []),
+    ],
+)
+def test_packages_of_a_scripts_own_header_that_are_missing_are_known(header, missing, tmp_path):
+    (tmp_path / "train.py").write_text(f"#!/usr/bin/env python\n{header}print(1)\n")
+    assert missing_packages(Program("script", str(tmp_path / "train.py"))) == missing

@@ -15,7 +15,7 @@ from .. import env
 from ..errors import DeviceError, UsageError
 from ..job.spec import Program
 from ..run.local.devices import count_gpus
-from ..run.local.program import add_local_rank, check_program
+from ..run.local.program import add_local_rank, check_program, missing_packages
 from ..words import mask_words
 from .flag_table import run_parser
 from .flags import RunFlags, SelectionFlags, parse_run
@@ -103,6 +103,13 @@ def _start(flags: RunFlags) -> int:
     if program.local_rank_flag is not None and says:
         told = f"{program.target} takes {program.local_rank_flag}: given to each worker (--use-env leaves it out)"
         print(f"photinus: {told}", file=sys.stderr)
+    if says and (missing := missing_packages(program)):
+        print(
+            f"photinus: {program.target} lists packages in its header (PEP 723) that {sys.executable} lacks: "
+            f"{', '.join(missing)}. `photinus run` installs nothing. With uv, and photinus in that list: `uv sync "
+            f"--script {program.target}`, then `$(uv python find --script {program.target}) -m photinus run ...`",
+            file=sys.stderr,
+        )
 
     from ..run.supervise import supervise
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import sys
 import zipfile
@@ -25,6 +27,10 @@ from ...words import closest
 _PYTHON = (".py", ".pyw", ".pyc", ".pyz")
 _HEAD_BYTES = 1024
 _LOCAL_RANK = ("--local_rank", "--local-rank")
+# A script's own list of packages, PEP 723: comments between `# /// script` and `# ///`, with TOML in them.
+_HEADER = re.compile(r"(?m)^# /// script$\s(?P<lines>(^#(| .*)$\s)+)^# ///$")
+_DEPENDENCIES = re.compile(r"""(?m)^dependencies\s*=\s*\[(?P<words>(?:\s*(?:"[^"]*"|'[^']*'),?)*)\s*\]""")
+_PACKAGE = re.compile(r"""["']\s*([A-Za-z0-9][A-Za-z0-9._-]*)([^"']*)["']""")
 
 
 def check_program(program: Program) -> None:
@@ -117,6 +123,25 @@ def _local_rank_flag(source: Path) -> str | None:
     except (OSError, ValueError, SyntaxError, RecursionError):  # the worker will say what is wrong with it
         return None
     return next((spelling for spelling in _LOCAL_RANK if any(node.value == spelling for node in nodes)), None)
+
+
+def missing_packages(program: Program) -> list[str]:
+    """The packages that a script's own header (PEP 723) names and this Python lacks. Versions are not compared."""
+    source = _source(program)
+    if source is None or not source.is_file():
+        return []
+    header = _HEADER.search(source.read_text(encoding="utf-8", errors="replace"))
+    if header is None:
+        return []
+    found = _DEPENDENCIES.search(re.sub(r"(?m)^# ?", "", header["lines"]))
+    missing = []
+    for name, rest in _PACKAGE.findall(found["words"]) if found is not None else ():
+        try:
+            importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            if ";" not in rest:  # a marker may leave it out here
+                missing.append(name)
+    return missing
 
 
 def _source(program: Program) -> Path | None:
