@@ -14,10 +14,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from contestant import Commands, torch_ranks
 from imb import Imb
 from turns import Contestant
-
-from photinus.tools.contestants.contestant import Commands, torch_ranks
 
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parent
@@ -106,7 +105,7 @@ def native(binary: Path, ranks: int, columns: dict[str, str] = NATIVE) -> Contes
 
 def through_torch(backend: str, ranks: int, columns: dict[str, str], python: str = sys.executable) -> Contestant:
     """torch.distributed in a Python, by default this one's; paths are all_reduce and all_reduce:ordinary."""
-    here = torch_ranks(backend, ranks, pin=True)
+    here = torch_ranks(backend, ranks)
 
     def commands(folder: str) -> list[tuple[list[str], dict[str, str]]]:
         return [([python, *words[1:]], environ) for words, environ in here(folder)]
@@ -122,7 +121,7 @@ def others(folder: Path, ranks: int) -> list[Contestant]:
         "MPICH": ("mpich", _mpich(folder / "mpich", ranks)),
         "Intel MPI": ("intelmpi", _intel_mpi(folder / "intelmpi", ranks)),
     }
-    contestants = [Contestant("gloo", {"gloo": "all_reduce:ordinary"}, torch_ranks("gloo", ranks, pin=True), ranks)]
+    contestants = [Contestant("gloo", {"gloo": "all_reduce:ordinary"}, torch_ranks("gloo", ranks), ranks)]
     for name, (home, commands) in known.items():
         absent = why_not(folder / home)
         contestants.append(Contestant(name, {name: "ordinary"}, commands, ranks, dtypes=["float32"], absent=absent))

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import engines
+from contestant import Commands
 from emulated import CARDS, Counters, Layout
 from turns import Contestant
-
-from photinus.tools.contestants.contestant import Commands
 
 __all__ = [
     "GLOO",

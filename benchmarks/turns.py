@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from photinus.tools.contestants import contestant
+import contestant
 
 DTYPES = {"float32": 4, "bfloat16": 2}
 """Element types and their bytes."""
@@ -27,7 +27,7 @@ class Contestant(contestant.Contestant):
         commands, ranks: what to start.
         dtypes: the element types that it knows.
         smallest_bytes: column -> sizes below are left out: there the figure means nothing.
-        more: see `photinus.tools.contestants.contestant.Contestant`.
+        more: see `contestant.Contestant`.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ BUDGET = {
     "run": 4486,
     "runlog": 1700,
     "templates": 340,
-    "tools": 2880,
+    "tools": 2718,
     "top": 1648,
     "trainer": 8010,
 }
@@ -61,7 +61,7 @@ INSIDE = {
     "parallel": ["exchange", "tracing", "reducer", "ddp", "zero", "strategies"],
     "trainer": ["data", "checkpoint", "session", "record"],
     "run": ["local", "ssh"],
-    "tools": ["contestants", "view", "doctor", "bench"],
+    "tools": ["view", "doctor", "bench"],
 }
 # What a room may not use although it lies below: the launcher only starts processes, and the tools look at them;
 # parallel and trainer speak plain torch.distributed, so that each half of the project is the other's oracle; the engine

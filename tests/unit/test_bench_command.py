@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,10 +18,9 @@ from photinus.cli.main import main
 from photinus.errors import UsageError
 from photinus.tools.bench import measure
 from photinus.tools.bench.options import parse_bench, size_name
-from photinus.tools.bench.result import COPY, Result, bus_factor, choose, limits, print_table
-from photinus.tools.contestants import contestant
-from photinus.tools.contestants.contestant import Contestant, torch_ranks
-from photinus.tools.contestants.rank import serve
+from photinus.tools.bench.result import Result, bus_factor, choose, limits, print_table
+from photinus.tools.doctor import turns
+from photinus.tools.doctor.turns import COPY, BackendError, Plan
 
 MIB = 1 << 20
 Capture = pytest.CaptureFixture[str]
@@ -180,15 +182,39 @@ def test_no_backend_at_all_is_an_error(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.seconds
-def test_ranks_that_hang_are_ended_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "rank.py").write_text("import time; time.sleep(300)")
-    monkeypatch.setattr(contestant, "_RANK", tmp_path / "rank.py")
-    each = Contestant("gloo", torch_ranks("gloo", 2), 2, timeout_s=0.5)
-    with each:
-        assert each.absent == "no answer from ranks [0, 1] within 0.5 s"
-        assert each.is_late
-        assert each.run("all_reduce", 1) is None
-    assert [process.poll() is not None for process in each._processes] == [True, True]
+def test_ranks_that_get_on_too_slowly_are_ended_at_the_deadline() -> None:
+    with pytest.raises(BackendError, match=r"^no answer within 0\.2 s \(") as raised:
+        turns.measure(Plan(("gloo", COPY), (("all_reduce", 4096),), timeout_s=0.2), 2)
+    assert (raised.value.backend, raised.value.is_late) == ("gloo", True)
+
+
+@pytest.mark.slow
+def test_a_bench_that_is_killed_leaves_no_rank_and_no_file(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "photinus", "bench", "--nproc-per-node", "2", "--sizes", "16M", "--seconds", "60"]
+    bench = subprocess.Popen(words, env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=subprocess.DEVNULL)
+    mark = f"TMPDIR={tmp_path}"
+    wait_until(lambda: len(running(mark)) >= 4)  # itself, the launcher, and two ranks at least
+    bench.kill()
+    bench.wait()
+    wait_until(lambda: not running(mark))
+    assert list(tmp_path.iterdir()) == []
+
+
+def running(mark: str) -> list[str]:
+    """The processes with a variable in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark in (folder / "environ").read_bytes().decode(errors="replace").split("\0"):
+                found.append(folder.name)
+    return found
+
+
+def wait_until(fulfilled: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not fulfilled():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_without_torch_it_says_what_it_needs(
@@ -231,11 +257,3 @@ def test_levels_that_are_asked_for_are_explained(capsys: Capture, monkeypatch: p
     monkeypatch.setenv("PHOTINUS_LEVELS", "2,2")
     assert main(["bench", "--explain", "--hosts", "4x1", "--sizes", "1M"]) == 0
     assert "levels 2,2 (as asked for)" in capsys.readouterr().out
-
-
-@pytest.mark.timeout(20)
-def test_a_rank_whose_bench_was_killed_while_it_started_ends(tmp_path: Path) -> None:
-    for end in ("in", "out"):
-        os.mkfifo(tmp_path / f"0.{end}")
-    with pytest.raises(OSError, match="No such device or address"):
-        serve(0, str(tmp_path), "1.0", lambda *_: None, lambda _: lambda: None, lambda: None)

@@ -14,8 +14,8 @@ from photinus.cli.main import main
 from photinus.tools.bench import measure
 from photinus.tools.bench.measure import keep_choice
 from photinus.tools.bench.options import parse_bench
-from photinus.tools.bench.result import COPY, HOST_COPY, Result, explain_gpus, limits, predict
-from photinus.tools.contestants.rank import through_host
+from photinus.tools.bench.result import Result, explain_gpus, limits, predict
+from photinus.tools.doctor.turns import COPIES, COPY, HOST_COPY, BackendError, Plan, through_host
 from photinus.verdict import Setting, driver_version, look_up_verdict
 
 MIB = 1 << 20
@@ -146,41 +146,19 @@ def test_the_command_measures_chooses_keeps_and_predicts(
 ) -> None:
     asked = []
 
-    class Ranks:
-        """In place of processes: all that the command asks of a contestant."""
+    def measured(plan: Plan, ranks: int, show: object) -> list[dict[str, float]]:
+        asked.append((plan.contestants, plan.device, ranks))
+        if "gloo" in plan.contestants:
+            raise BackendError("gloo", "rank 1 ended", is_late=False)
+        rates = {"photinus": 10e9, "nccl": 2e9, COPY: 12e9, HOST_COPY: 50e9}
+        return [{name: 1e-5 + size / rates[name] for name in plan.contestants} for _, size in plan.calls]
 
-        def __init__(self, name: str, commands: Any, ranks: int, *, timeout_s: float) -> None:
-            self.name, self.absent = name, "rank 1 ended" if name == "gloo" else None
-            words, _ = commands("/tmp")[1]
-            asked.append((name, words[2], words[-1], ranks))
-
-        def __enter__(self) -> Ranks:
-            return self
-
-        def __exit__(self, *error: object) -> None:
-            pass
-
-        def prepare(self, dtype: str, size_bytes: int) -> bool:
-            self.bytes = size_bytes
-            return self.absent is None
-
-        def calls_for(self, seconds: float, path: str) -> int:
-            assert path == {COPY: COPY, HOST_COPY: "copy:threads"}.get(self.name, "all_reduce")
-            return 2
-
-        def run(self, path: str, calls: int) -> float | None:
-            rate = {"photinus": 10e9, "nccl": 2e9, COPY: 12e9, HOST_COPY: 50e9}
-            return None if self.absent else 1e-5 + self.bytes / rate[self.name]
-
-    monkeypatch.setattr(measure, "Contestant", Ranks)
+    monkeypatch.setattr(measure, "measure", measured)
     monkeypatch.setattr(measure, "ask_torch", lambda timeout_s: (FACTS, ""))
     assert main(["bench", "--device", "cuda"]) == 0
     assert asked == [
-        ("photinus", "photinus", "cuda", 2),
-        ("gloo", "gloo", "cuda", 2),
-        ("nccl", "nccl", "cuda", 2),
-        (COPY, COPY, "cuda", 2),
-        (HOST_COPY, COPY, "cpu", 2),
+        (("photinus", "gloo", "nccl", *COPIES), "cuda", 2),
+        (("photinus", "nccl", *COPIES), "cuda", 2),
     ]
     shown = " ".join(capsys.readouterr().out.split())
     assert "gloo: did not take part: rank 1 ended" in shown

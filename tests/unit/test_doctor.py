@@ -6,14 +6,12 @@ import json
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from photinus.cli.main import main
-from photinus.tools.contestants import contestant
 from photinus.tools.doctor import examine, host, software
 from photinus.tools.doctor.finding import Finding, as_json, exit_code, print_findings
 from photinus.tools.doctor.host import look_at_host, look_at_network
@@ -187,10 +185,20 @@ def test_the_engine_says_in_json_what_it_is_here() -> None:
     assert facts["instruction_set"] in ("baseline", "avx2", "avx512", "neon")
 
 
-def test_a_child_that_hangs_is_given_up() -> None:
-    facts, error = ask_child(["-c", "import time; time.sleep(60)"], 0.5)
-    assert facts is None
-    assert error.startswith("no answer within 0.5 s (")
+@pytest.mark.parametrize(
+    ("program", "answer", "told"),
+    [
+        ("import time; time.sleep(60)", None, "no answer within 0.5 s ("),
+        ("print('{\"a\": 1}'); print('bye')", {"a": 1}, ""),
+        ("print('hello')", None, "no answer, but: hello"),
+        ("raise SystemExit('no driver')", None, "no driver"),
+        ("", None, "no answer, but: nothing"),
+    ],
+)
+def test_a_child_that_hangs_or_prints_something_else_is_understood(program: str, answer: object, told: str) -> None:
+    facts, error = ask_child(["-c", program], 0.5)
+    assert facts == answer
+    assert error.startswith(told)
 
 
 # ---- backends
@@ -211,23 +219,17 @@ def test_each_backend_is_tried_in_two_processes() -> None:
 
 
 @pytest.mark.seconds
-def test_a_backend_that_fails_is_bad_with_its_last_words() -> None:
+def test_a_backend_that_fails_is_bad_with_its_error() -> None:
     finding = software._try("nonsense", 120)
     assert finding.state == "bad"
-    assert re.search("rank [01] ended with code 1: ", finding.value)
-    assert "nonsense" in finding.value
+    assert re.search(r"rank [01] \(pid \d+\) raised \w+: .*nonsense", finding.value)
 
 
 @pytest.mark.seconds
-def test_a_backend_that_hangs_is_ended_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "rank.py").write_text("import time; time.sleep(300)")
-    monkeypatch.setattr(contestant, "_RANK", tmp_path / "rank.py")
-    start = time.monotonic()
-    finding = software._try("photinus", 1.0)
-    assert time.monotonic() - start < 30
-    assert (finding.state, finding.value.partition(" (")[0]) == ("bad", "no answer within 1 s")
-    left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True)
-    assert left.stdout == ""
+def test_a_backend_that_hangs_is_ended_at_the_deadline() -> None:
+    finding = software._try("photinus", 0.2)
+    assert (finding.state, finding.value.partition(" (")[0]) == ("bad", "no answer within 0.2 s")
+    assert "TORCH_DISTRIBUTED_DEBUG" in finding.advice
 
 
 def test_without_torch_no_backend_is_tried() -> None:

@@ -1,7 +1,6 @@
 """The commands that look at a run or at a machine. They never import torch.
 
-contestants/  backends and other libraries that are measured, by doctor, bench and the programs in benchmarks/
-view/         `photinus top` and `photinus report`
-doctor/       `photinus doctor`: what works here, found by trying it
-bench/        `photinus bench`: how fast collectives are here
+view/    `photinus top` and `photinus report`
+doctor/  `photinus doctor`: what works here, found by trying it
+bench/   `photinus bench`: how fast collectives are here
 """

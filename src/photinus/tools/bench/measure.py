@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import platform
 import shutil
-import statistics
 import sys
 import textwrap
 from argparse import Namespace
@@ -18,11 +16,11 @@ from ...errors import DeviceError, LaunchError
 from ...run.local.devices import usable_cores
 from ...verdict import Setting, driver_version, keep_verdict
 from ...version import __version__
-from ..contestants.contestant import Contestant, torch_ranks
 from ..doctor.software import ask_engine, ask_torch
+from ..doctor.turns import COPIES, COPY, BackendError, Plan, measure
 from .options import DTYPES, parse_bench, size_name
 from .options import parser as parser  # each command has its own, in the module of its main
-from .result import COPIES, COPY, HOST_COPY, Result, choose, explain_gpus, limits
+from .result import Result, choose, explain_gpus, limits, plot, print_table
 
 _PARTS = "all_to_all"
 _BY_PARTS = "small: through flat slots; from arenas where a sender's tensors lie there; chunk by chunk else"
@@ -64,7 +62,6 @@ def _explain(options: Namespace, hosts: tuple[int, ...], operation: str) -> dict
     return {"operation": operation, "levels": levels, "calls": calls}
 
 
-_ROUNDS = 3
 _LEAST_BYTES = 1 << 20  # below, it is latency that is compared
 
 
@@ -92,8 +89,6 @@ def main(arguments: Sequence[str]) -> int:
     backends = [name for name in wanted if name not in absent]
     if not backends or not results:
         raise LaunchError("; ".join(f"{name} failed: {reason}" for name, reason in absent.items()))
-    from .result import plot, print_table
-
     best, reason = choose(results, backends)
     kept = keep_choice(options, usable, results, torch, best, reason)
     title = f"{ranks} ranks, {options.dtype}, {usable_cores()} usable cores"
@@ -121,38 +116,26 @@ def _measure(options: Namespace, backends: Sequence[str], ranks: int) -> tuple[l
     """All results, and why some backends have none."""
     from rich.console import Console
 
-    results: list[Result] = []
-    everybody = [
-        Contestant(name, torch_ranks(name, ranks, device=options.device), ranks, timeout_s=options.timeout_s)
-        for name in (*backends, COPY)
-    ]
-    if options.device == "cuda":
-        everybody.append(Contestant(HOST_COPY, torch_ranks(COPY, ranks), ranks, timeout_s=options.timeout_s))
+    item = DTYPES[options.dtype]
+    sizes = [max(1, size // item // ranks) * ranks * item for size in sorted(options.sizes_bytes)]
+    calls = tuple((operation, size) for operation in options.operations for size in sizes)
+    copies = COPIES if options.device == "cuda" else (COPY,)
+    left, absent = list(backends), dict[str, str]()
     console = Console(stderr=True, highlight=False)  # a line that says what is measured now, where that is a terminal
-    with contextlib.ExitStack() as stack, console.status("starting") as status:
-        for each in everybody:
-            stack.enter_context(each)
-        for operation in options.operations:
-            for size in sorted(options.sizes_bytes):
-                item = DTYPES[options.dtype]
-                elems = max(1, size // item // ranks) * ranks
-                status.update(f"{operation} {elems * item} bytes")
-                for each in everybody:
-                    each.prepare(options.dtype, elems * item)
-                seconds = _take_turns(everybody, operation, options.seconds / _ROUNDS)
-                results.append(Result(operation, elems * item, options.dtype, ranks, seconds))
-    of_backends = [each for each in everybody if each.name not in COPIES]
-    return results, {each.name: each.absent for each in of_backends if each.absent is not None}
-
-
-def _take_turns(everybody: Sequence[Contestant], operation: str, seconds: float) -> dict[str, float]:
-    """The median over the rounds for each contestant: in each round everybody has one turn."""
-    copies = {COPY: COPY, HOST_COPY: f"{COPY}:threads"}
-    paths = {each.name: copies.get(each.name, operation) for each in everybody}
-    calls = {each.name: each.calls_for(seconds, paths[each.name]) for each in everybody}
-    rounds = [{each.name: each.run(paths[each.name], calls[each.name]) for each in everybody} for _ in range(_ROUNDS)]
-    times = {each.name: [taken[each.name] for taken in rounds] for each in everybody}
-    return {name: statistics.median(t for t in taken if t) for name, taken in times.items() if None not in taken}
+    with console.status("starting") as status:
+        while left:
+            plan = Plan((*left, *copies), calls, options.dtype, options.device, options.seconds, options.timeout_s)
+            try:
+                found = measure(plan, ranks, status.update)
+            except BackendError as error:
+                if error.backend not in left:
+                    raise
+                absent[error.backend] = str(error)
+                left.remove(error.backend)
+                continue
+            results = [Result(*call, options.dtype, ranks, times) for call, times in zip(calls, found, strict=True)]
+            return results, absent
+    return [], absent
 
 
 def keep_choice(

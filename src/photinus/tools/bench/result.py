@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ...runlog.units import bandwidth
+from ..doctor.turns import COPIES, COPY, HOST_COPY
 from .options import size_name
 
-COPY, HOST_COPY = COPIES = ("copy", "copy in host memory")
-"""No backends: what all ranks take to copy their tensor at once (those on GPUs: to the host and back); and to copy as
-much in the host's memory, where tensors lie on GPUs."""
 _BUCKET_BYTES = 25 << 20
 """What torch's and our DDP exchange at once."""
 _LATENCY_BOUND = 0.5  # of a call's time that a call of next to nothing takes

@@ -1,6 +1,7 @@
 """`photinus doctor`: what works on this machine, found by trying it.
 
 finding     what one look found; all of it on the terminal, by section
+turns       backends measured in turn, in the same ranks, which `photinus.launch` starts
 hosts       several hosts, over ssh: versions, and every pair tried both ways
 host        processors, memory, limits, the engine's needs; interfaces, addresses, the host's own name
 software    Python, torch, launchers: other programs, asked with a deadline; every backend, really tried

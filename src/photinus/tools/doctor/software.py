@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 import shutil
@@ -10,10 +11,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from ...errors import LaunchError
 from ...runlog.units import bandwidth
 from ...version import OLDEST, __version__, is_too_old
-from ..contestants.contestant import Contestant, torch_ranks
 from .finding import LATE, Finding, assess
+from .turns import BackendError, Plan, measure
 
 _SECTION = "Software"
 
@@ -44,12 +46,12 @@ def ask_child(words: Sequence[str], timeout_s: float) -> Answer:
         asked = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=timeout_s)
     except subprocess.TimeoutExpired:
         return None, LATE.format(timeout_s)
-    last = asked.stdout.strip().splitlines()[-1:]
-    if asked.returncode == 0 and last:
-        answer: dict[str, Any] = json.loads(last[0])
-        return answer, ""
-    said = asked.stderr.strip().splitlines()[-1:] or [f"ended with code {asked.returncode} and said nothing"]
-    return None, said[0]
+    for line in reversed(asked.stdout.splitlines()):  # libraries may print too, before and after
+        with contextlib.suppress(ValueError):
+            if asked.returncode == 0 and isinstance(answer := json.loads(line), dict):
+                return answer, ""
+    said = (asked.stderr.strip() or asked.stdout.strip() or "nothing").splitlines()[-1]
+    return None, said if asked.returncode else f"no answer, but: {said}"
 
 
 def output_of(command: Sequence[str], timeout_s: float) -> str:
@@ -117,7 +119,6 @@ def _program(name: str, title: str, timeout_s: float) -> Finding:
 
 
 _BACKENDS = "Backends (two processes, all_reduce tried)"
-_PATH = "all_reduce:ordinary"  # the sum is looked at
 _SMALL_BYTES, _LARGE_BYTES = 4 << 10, 16 << 20
 _ADVICE = {
     "photinus": "See `engine` and `memfd` above; the message says what was missing.",
@@ -141,22 +142,20 @@ def look_at_backends(torch: dict[str, Any] | None, timeout_s: float) -> list[Fin
         elif name == "mpi":
             found.append(Finding(_BACKENDS, name, "note", "not tried", "Only mpirun can start it: mpirun -n 2 ..."))
         else:
-            found.append(_try(name, timeout_s, world_size=min(2, gpus) if name == "nccl" else 2))
+            found.append(_try(name, timeout_s, ranks=min(2, gpus) if name == "nccl" else 2))
     return found
 
 
-def _try(backend: str, timeout_s: float, world_size: int = 2) -> Finding:
-    with Contestant(backend, torch_ranks(backend, world_size), world_size, timeout_s=timeout_s) as tried:
-        tried.prepare("float32", _SMALL_BYTES)
-        small_s = tried.run(_PATH, 200)
-        tried.prepare("float32", _LARGE_BYTES)
-        large_s = tried.run(_PATH, 5)
-    if tried.is_late:
-        error = LATE.format(timeout_s)
-        return Finding(_BACKENDS, backend, "bad", error, "TORCH_DISTRIBUTED_DEBUG=DETAIL makes it say more.")
-    if small_s is None or large_s is None:
+def _try(backend: str, timeout_s: float, ranks: int = 2) -> Finding:
+    calls = (("all_reduce", _SMALL_BYTES), ("all_reduce", _LARGE_BYTES))
+    try:
+        small, large = measure(Plan((backend,), calls, seconds=0.1, timeout_s=timeout_s), ranks)
+    except LaunchError as error:
         advice = _ADVICE.get(backend, "The message is the backend's own.")
-        return Finding(_BACKENDS, backend, "bad", str(tried.absent), advice)
+        if isinstance(error, BackendError) and error.is_late:
+            advice = "TORCH_DISTRIBUTED_DEBUG=DETAIL makes it say more."
+        return Finding(_BACKENDS, backend, "bad", str(error), advice)
+    small_s, large_s = small[backend], large[backend]
     value = f"works: 4 KiB in {small_s * 1e6:.0f} µs, 16 MiB at {bandwidth(_LARGE_BYTES / large_s)}"
     facts = {"small_s": small_s, "large_s": large_s, "large_bytes": _LARGE_BYTES}
     return Finding(_BACKENDS, backend, "good", value, facts=facts)

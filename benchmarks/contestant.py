@@ -15,19 +15,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-_RANK = Path(__file__).with_name("rank.py")
+_RANK = Path(__file__).resolve().parent / "ranks" / "torch_rank.py"
 
 Commands = Callable[[str], Sequence[tuple[Sequence[str], dict[str, str]]]]
 """(words, variables of the environment) of each process to start, given the folder of the pipes."""
 
 
-def torch_ranks(backend: str, ranks: int, *, device: str = "cpu", pin: bool = False) -> Commands:
-    """The processes of a backend of torch.distributed, or of "copy", in the Python that runs this program."""
+def torch_ranks(backend: str, ranks: int) -> Commands:
+    """The processes of a backend of torch.distributed, in the Python that runs this program."""
 
     def commands(folder: str) -> list[tuple[list[str], dict[str, str]]]:
-        lo, more = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}, ["--pin"] if pin else []
+        lo = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
         words = [sys.executable, str(_RANK), backend]
-        return [([*words, str(rank), str(ranks), folder, device, *more], lo) for rank in range(ranks)]
+        return [([*words, str(rank), str(ranks), folder], lo) for rank in range(ranks)]
 
     return commands
 
@@ -43,7 +43,7 @@ class Contestant:
         absent: why it can not take part; None when it can.
         clean_up: called when all its ranks are ready, and when they have ended.
 
-    `version` is what it is, in its own words; `is_late`: it is absent because an answer did not come in time.
+    `version` is what it is, in its own words.
     """
 
     def __init__(
@@ -59,7 +59,6 @@ class Contestant:
         self.name = name
         self.absent = absent
         self.version = ""
-        self.is_late = False
         self._commands, self._ranks, self._timeout_s, self._clean_up = commands, ranks, timeout_s, clean_up
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -98,12 +97,6 @@ class Contestant:
         """Seconds per call, those of the slowest rank; None when it is gone."""
         answers = self._ask(f"run {path} {calls}")
         return None if answers is None else max(float(answer["s"]) for answer in answers)
-
-    def calls_for(self, seconds: float, path: str) -> int:
-        """How many calls last about so long, at least 2; 0 when it is gone."""
-        first = self.run(path, 1)
-        second = first and self.run(path, max(1, min(50, int(seconds / 5 / first))))
-        return max(2, min(20_000, int(seconds / second))) if second else 0
 
     def stop(self) -> None:
         """Ends the ranks: in order when they can, else by force. Nothing of them stays."""
@@ -153,7 +146,6 @@ class Contestant:
                 self._leave(self._exit_message())
                 return None
             if waiting and time.monotonic() > deadline:
-                self.is_late = True
                 late = [rank for rank, file in enumerate(self._outputs) if file in waiting]
                 self._leave(f"no answer from ranks {late} within {self._timeout_s:g} s")
                 return None
