@@ -45,7 +45,7 @@ FLOORS = {
 # Python: room -> most lines. Who adds to a full room takes something out of it, or says in the commit why it grows.
 BUDGET = {
     "backend": 3363,
-    "cli": 1840,
+    "cli": 1767,
     "compat": 740,
     "job": 3225,
     "parallel": 6850,

@@ -61,6 +61,10 @@ def test_waits_are_handed_over_as_typed_but_nobody_says_who_leads():
         written("--rdzv-conf", "is_host=1", "train.py")
 
 
+def test_the_role_of_the_workers_is_handed_over():
+    assert "photinus run --role trainer train.py" in written("--role", "trainer", "--name", "n", "train.py")
+
+
 def test_workers_as_many_as_devices_need_the_whole_host():
     assert "--exclusive" in options(written("train.py"))
     assert "--exclusive" not in options(written("--gpus-per-node", "8", "train.py"))
@@ -71,16 +75,7 @@ def test_hosts_that_may_come_and_go_are_a_range_for_sbatch():
 
 
 def test_the_users_own_options_win_over_ours():
-    own = [
-        "--sbatch",
-        "--mem=64G",
-        "--sbatch",
-        "-J other",
-        "--sbatch",
-        "--cpus-per-task=32",
-        "--sbatch",
-        "--no-requeue",
-    ]
+    own = ["--sbatch=--mem=64G", "--sbatch", "-J other", "--sbatch", "--cpus-per-task=32", "--sbatch=--no-requeue"]
     found = options(written("--nproc-per-node", "4", *own, "train.py"))
     assert found[-4:] == ["--mem=64G", "-J other", "--cpus-per-task=32", "--no-requeue"]
     assert not {"--job-name=train", "--cpus-per-task=4", "--requeue"} & set(found)
@@ -156,7 +151,7 @@ def test_a_job_that_is_asked_to_leave_is_queued_again_and_no_other(
     for name, text in STAND_INS.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    flags = parse_run(["--slurm", "--cpu", "--nproc-per-node", "2", "train.py", "a b"])
+    flags = parse_run(["--slurm", "--nproc-per-node", "2", "--cpu", "train.py", "a b"])
     text = batch_script(flags, python=str(tmp_path / "python"))
     script = tmp_path / "job.sh"
     script.write_text(text.replace("set -u\n", "set -u\nexport BATCH=$$\n", 1))

@@ -38,7 +38,7 @@ def mpirun(rank: int, size: int, local_size: int, **more: str) -> dict[str, str]
 
 
 def seen(environ: dict[str, str]) -> HostSpec:
-    return place_hosts(parse_run(["--local-addr", "here", "train.py"]), environ, resolve=lambda name: name).hosts
+    return place_hosts(HostSpec(local_address="here"), environ, resolve=lambda name: name)
 
 
 def test_a_launcher_on_each_host_of_a_step_knows_its_place():
@@ -111,7 +111,7 @@ def test_one_launcher_in_a_job_of_several_hosts_is_refused():
 
 def test_photinus_run_takes_hosts_leader_and_secret_from_the_scheduler():
     environ = mpirun(0, 2, 1, MASTER_ADDR="127.0.0.1", OMPI_MCA_orte_precondition_transports="1f-2e")
-    hosts = place_hosts(parse_run(["train.py"]), environ).hosts
+    hosts = place_hosts(HostSpec(), environ)
     assert (hosts.nnodes, hosts.node_rank, hosts.leader, hosts.local_address) == ((2, 2), 0, "127.0.0.1", "127.0.0.1")
     assert 20000 <= (hosts.port or 0) < 32768
     assert hosts.job_id == "mpi-99"
@@ -120,18 +120,18 @@ def test_photinus_run_takes_hosts_leader_and_secret_from_the_scheduler():
 
 @pytest.mark.parametrize("words", [["--nnodes", "1"], ["--standalone"], ["--nnodes", "2", "--master-addr", "a"]])
 def test_what_the_user_says_of_hosts_wins_over_the_scheduler(words: list[str]):
-    flags = parse_run([*words, "train.py"])
-    assert place_hosts(flags, mpirun(0, 4, 2)) is flags
-    assert place_hosts(flags, {"SLURM_JOB_ID": "12", "SLURM_JOB_NUM_NODES": "2"}) is flags
+    typed = parse_run([*words, "train.py"]).spec.hosts
+    assert place_hosts(typed, mpirun(0, 4, 2)) is typed
+    assert place_hosts(typed, {"SLURM_JOB_ID": "12", "SLURM_JOB_NUM_NODES": "2"}) is typed
 
 
 @pytest.mark.parametrize("words", [["--master-addr", "a", "--master-port", "29400"], ["--rdzv-endpoint", "a:29400"]])
 def test_a_leader_alone_that_was_typed_is_filled_in_by_the_scheduler(words: list[str]):
-    flags = parse_run([*words, "--local-addr", "here", "train.py"])
-    places = [place_hosts(flags, srun(rank, "1(x2)", "node[1-2]", 2)).hosts for rank in range(2)]
+    typed = parse_run([*words, "--local-addr", "here", "train.py"]).spec.hosts
+    places = [place_hosts(typed, srun(rank, "1(x2)", "node[1-2]", 2)) for rank in range(2)]
     assert [(p.nnodes, p.node_rank, p.leader, p.port) for p in places] == [((2, 2), i, "a", 29400) for i in range(2)]
     with pytest.raises(UsageError, match="holds 2 hosts, but photinus run was started on this one only"):
-        place_hosts(flags, {"SLURM_JOB_ID": "12", "SLURM_JOB_NUM_NODES": "2"})
+        place_hosts(typed, {"SLURM_JOB_ID": "12", "SLURM_JOB_NUM_NODES": "2"})
 
 
 def test_an_environment_that_contradicts_itself_is_a_launch_error():

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from photinus.cli.flags import RunFlags, SelectionFlags, parse_run
+from photinus.cli.flags import parse_run
 from photinus.cli.selection import for_this_host, select
 from photinus.errors import UsageError
+from photinus.job.spec import JobSpec
 from photinus.run.ssh.hostfile import parse_hostfile
 
 HOSTS = parse_hostfile("a slots=4\nb slots=4\nc slots=2\n", "hosts")
@@ -15,7 +16,7 @@ HOSTS = parse_hostfile("a slots=4\nb slots=4\nc slots=2\n", "hosts")
 def chosen(**flags):
     """Host -> devices, or the number of workers where no devices were named."""
     words = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    shares = select(HOSTS, parse_run(["--hostfile", "hosts", *words, "x.py"]).selection)
+    shares = select(HOSTS, parse_run(["--hostfile", "hosts", *words, "x.py"]))
     return {share.host.name: share.count if share.devices is None else share.devices for share in shares}
 
 
@@ -73,15 +74,15 @@ def test_what_cannot_be_chosen_is_refused_with_both_sides(flags, told):
 
 def test_a_host_without_slots_takes_devices_by_number_but_not_all_except_some():
     hosts = parse_hostfile("a\n", "hosts")
-    (share,) = select(hosts, SelectionFlags(hostfile="hosts", include="a:0,7"))
+    (share,) = select(hosts, parse_run(["-H", "hosts", "-i", "a:0,7", "x.py"]))
     assert share.devices == (0, 7)
-    (share,) = select(hosts, SelectionFlags(hostfile="hosts"))
+    (share,) = select(hosts, parse_run(["-H", "hosts", "x.py"]))
     assert (share.devices, share.count) == (None, None)
     with pytest.raises(UsageError, match="hosts:1 does not say how many it has: write `a slots=N`"):
-        select(hosts, SelectionFlags(hostfile="hosts", exclude="a:0"))
+        select(hosts, parse_run(["-H", "hosts", "-e", "a:0", "x.py"]))
 
 
-def here(*words: str, gpus: int = 4) -> RunFlags:
+def here(*words: str, gpus: int = 4) -> JobSpec:
     return for_this_host(parse_run([*words, "x.py"]), lambda: gpus)
 
 
@@ -98,7 +99,7 @@ def here(*words: str, gpus: int = 4) -> RunFlags:
     ],
 )
 def test_without_a_host_file_they_choose_devices_of_this_host(words, same_as):
-    assert here(*words) == parse_run([*same_as, "x.py"])
+    assert here(*words) == parse_run([*same_as, "x.py"]).spec
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ OUT, ERR, NONE = frozenset({"out"}), frozenset({"err"}), frozenset[str]()
 
 
 def plan(*words: str) -> Logs:
-    return Logs(parse_run([*words, "train.py"]).logs)
+    return Logs(parse_run([*words, "train.py"]).spec.logs)
 
 
 def opened(*words: str) -> Logs:

@@ -110,8 +110,8 @@ def test_a_file_that_is_not_executable_is_no_program(tmp_path):
             ["einops-none", "Nope_1.x"],
         ),
         (
-            '# /// script\n# requires-python = ">=3.8"\n# dependencies = [\n#   "torch",\n#\n#   "a-b-c[d]",\n# ]\n# ///\n',
-            ["a-b-c"],
+            '# /// script\n# dependencies = [\n#   "torch",\n#\n#   "a-b[c]",\n# ]\n# ///\n',
+            ["a-b"],
         ),
         ("# /// script\n# dependencies = [\"only-there; sys_platform == 'win32'\"]\n# ///\n", []),
         ("# /// script\n# ///\n", []),

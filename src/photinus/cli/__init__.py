@@ -3,9 +3,8 @@
 main              finds the subcommand, shows help and errors
 parser            what the command lines of all commands have in common: argparse, with errors that say what to type
 run               `photinus run`: reads the words, looks at the program, resolves a JobSpec, starts the job
-flag_table        the flags of `photinus run`: what stands behind them, what they do, other launchers' names
-flag_values       what stands behind a flag, read and checked: types for argparse
-flags             what the user asked `photinus run` to do, read from the command line
+flags             the flags of `photinus run`, in one table, and what the user typed, as a value
+flag_values       how the value of a flag is read and checked: types for argparse
 selection         which hosts and devices a job gets (--include, --exclude, ...), and the words for each host
 detect_scheduler  inside srun or mpirun: which hosts, which of them is this one, where to meet
 sbatch            `photinus run --slurm`: writes the batch script (batch.sh.j2), and submits it

@@ -12,17 +12,17 @@ from ..job.launchers import Told, read_scheduler, read_torchrun
 from ..job.own_address import own_address
 from ..job.rendezvous import find_rendezvous
 from ..job.slurm import reachable_address, slurm_job
+from ..job.spec import HostSpec
 from ..job.world import World
-from .flags import RunFlags
 
 
 def place_hosts(
-    flags: RunFlags,
+    hosts: HostSpec,
     environ: MutableMapping[str, str] | None = None,
     *,
     resolve: Callable[[str], str] = reachable_address,
-) -> RunFlags:
-    """The flags with what the scheduler around this process says about the hosts, where the user said nothing of them.
+) -> HostSpec:
+    """Return the hosts of the job with what the scheduler around this process says of them, where the user did not.
 
     A secret that the job's processes share already is put into the environment, for the launchers to prove themselves.
 
@@ -34,20 +34,19 @@ def place_hosts(
         LaunchError: the environment contradicts itself, or does not say where the hosts meet.
     """
     environ = os.environ if environ is None else environ
-    hosts = flags.hosts
-    if hosts.nnodes is not None or flags.selection.hostfile is not None:
-        return flags
-    if read_torchrun(environ) is not None and "TORCHELASTIC_RUN_ID" in environ:
-        return flags  # a worker of a launcher, which starts processes of its own
+    if hosts.nnodes is not None:
+        return hosts
+    if read_torchrun(environ) is not None and env.JOB_ID.name in environ:
+        return hosts  # a worker of a launcher, which starts processes of its own
     try:
-        told = read_scheduler(environ)
-        if told is None:
+        scheduler = read_scheduler(environ)
+        if scheduler is None:
             _refuse_one_of_several_hosts(environ)
-            return flags
+            return hosts
         world = World.from_env({name: value for name, value in environ.items() if name not in _OF_RANKS})
-        _refuse_several_on_one_host(world, told)
+        _refuse_several_on_one_host(world, scheduler)
         if world.world_size == 1:
-            return flags
+            return hosts
         # A typed leader wins, and then MASTER_ADDR and MASTER_PORT, as for ranks that have no launcher of ours.
         place = None if hosts.leader is not None else find_rendezvous(world, environ)
     except NotInitializedError as error:
@@ -56,7 +55,11 @@ def place_hosts(
         raise
     except ValueError as error:
         raise LaunchError(f"the environment cannot be read: {error}") from error
-    leader = hosts.leader if place is None else resolve(place.address)
+    leader, port, job_id = hosts.leader, hosts.port, hosts.job_id
+    if place is not None:
+        leader = resolve(place.address)
+        port = place.port if port is None else port
+        job_id = job_id or (place.job or f"{place.address}:{place.port}").replace(" ", "-")
     assert leader is not None
     listen_on = hosts.local_address
     if listen_on is None and world.rank == 0:
@@ -64,24 +67,17 @@ def place_hosts(
             listen_on = own_address(leader, () if place is None else place.hosts[1:2])
         except OSError as error:
             raise LaunchError(
-                f"this host, the first of {world.world_size} that {told.launcher} chose, does not know its own name "
-                f"{leader}: {error.strerror or error}. Export MASTER_ADDR, an address that every host knows."
+                f"this host, the first of {world.world_size} that {scheduler.launcher} chose, does not know its own "
+                f"name {leader}: {error.strerror or error}. Export MASTER_ADDR, an address that every host knows."
             ) from error
     # mpirun of Open MPI makes 128 random bits per job for its fast networks, and hands them to its own processes only.
     secret = env.JOB_SECRET.get(environ) or environ.get("OMPI_MCA_orte_precondition_transports")
     if secret:
         environ[env.JOB_SECRET.name] = secret
-    found = replace(
-        hosts,
-        nnodes=(world.world_size, world.world_size),
-        node_rank=world.rank,
-        leader=leader,
-        local_address=listen_on,
+    nnodes = (world.world_size, world.world_size)
+    return replace(
+        hosts, nnodes=nnodes, node_rank=world.rank, leader=leader, port=port, local_address=listen_on, job_id=job_id
     )
-    if place is not None:
-        job_id = hosts.job_id or (place.job or f"{place.address}:{place.port}").replace(" ", "-")
-        found = replace(found, port=place.port if hosts.port is None else hosts.port, job_id=job_id)
-    return replace(flags, hosts=found)
 
 
 # Variables of an outer or earlier launcher; what counts here is who started the launchers.
@@ -90,16 +86,16 @@ _OF_RANKS = frozenset(
 )
 
 
-def _refuse_several_on_one_host(world: World, told: Told) -> None:
-    per_host = told.step.tasks_per_host if told.step is not None else ()
+def _refuse_several_on_one_host(world: World, scheduler: Told) -> None:
+    per_host = scheduler.step.tasks_per_host if scheduler.step is not None else ()
     most = max(per_host, default=world.local_world_size)
     if world.world_size == 1 or most == 1:
         return
-    starter, once, direct = _WORDS.get(told.launcher, _WORDS["MPICH"])
+    starter, once, direct = _WORDS.get(scheduler.launcher, _WORDS["MPICH"])
     raise UsageError(
         f"{starter} started `photinus run` {world.world_size} times, {most} of them on one host, and each would start "
         f"workers for the whole host. Either one launcher per host: `{once} photinus run ...`; or no launcher, and "
-        f"{told.launcher}'s own processes are the ranks: `{direct.format(world.world_size)} python train.py`."
+        f"{scheduler.launcher}'s own processes are the ranks: `{direct.format(world.world_size)} python train.py`."
     )
 
 

@@ -1,25 +1,36 @@
-"""What the user asked `photinus run` to do, read from the command line."""
+"""The flags of `photinus run`: one table of them, and what the user asked for, read from the command line."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, TypeVar
 
 from .. import env
 from ..errors import UsageError
 from ..job.spec import HostSpec, JobSpec, LogSpec, Program
-from .flag_table import run_parser
-from .parser import Parser
+from . import flag_values as read
+from .parser import Given, Parser, contradiction, refuse_exclusive, shown
 
-_Part = TypeVar("_Part", HostSpec, "SelectionFlags", LogSpec, "SchedulerFlags")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class SelectionFlags:
-    """Hosts named in one place and reached over ssh, as DeepSpeed does it. `include` and `exclude` are as typed."""
+class RunFlags:
+    """What the user asked `photinus run` to do: a job, and how to choose its hosts or hand it to a scheduler.
 
+    Attributes:
+        spec: the job, as far as the command line says it.
+        include, exclude: as typed.
+        use_env: a script that takes --local_rank is not given it.
+        given: the flags that were typed: by its first spelling, the one that was used and the text behind it.
+        All others: the values of the flags of that name.
+    """
+
+    spec: JobSpec
+    given: Given
+    use_env: bool = False
     hostfile: str | None = None
     include: str | None = None
     exclude: str | None = None
@@ -28,12 +39,6 @@ class SelectionFlags:
     ssh: str = "ssh"
     ssh_port: int | None = None
     export: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class SchedulerFlags:
-    """A batch script in place of a run."""
-
     slurm: bool = False
     name: str | None = None
     time: str | None = None
@@ -43,26 +48,222 @@ class SchedulerFlags:
     output: str | None = None
     submit: bool = False
 
+    def typed(self, *names: str) -> str:
+        """Return these flags with their values, as far as they were given, for messages."""
+        return " ".join(f"{name} {self.given[name][1]}" for name in names if name in self.given)
 
-@dataclass(frozen=True)
-class RunFlags(JobSpec):
-    """What the user asked `photinus run` to do; flag_table says what each flag means.
+    def words_on_a_host(self, *more: str, without: Collection[str] = ()) -> list[str]:
+        """Return what follows `photinus run` where a host is started: the flags for it, `more`, and the program."""
+        words: list[str] = []
+        for name, (_, text) in self.given.items():
+            if name in _ON_EACH_HOST and name not in without:
+                # A value that looks like a flag is one only in the same word.
+                words += [f"{name}={text}"] if text.startswith("-") else filter(None, (name, text))
+        program = self.spec.program
+        kind = {"script": (), "module": ("-m",), "program": ("--no-python",)}[program.kind]
+        return [*words, *more, *kind, program.target, *program.arguments]
 
-    `given`: the flags that were typed: by its first spelling, the one that was used and the text behind it.
-    """
 
-    use_env: bool = False
-    selection: SelectionFlags = field(default_factory=SelectionFlags)
-    scheduler: SchedulerFlags = field(default_factory=SchedulerFlags)
-    given: Mapping[str, tuple[str, str]] = field(default_factory=dict, compare=False, repr=False)
+class _Flag(NamedTuple):
+    """A flag: its spellings and what stands for its value in help (nothing: a switch), what it does, the type of its
+    value, and the field that it sets in RunFlags, JobSpec or a part of it (by default the one of its name)."""
 
-    def spec(self) -> JobSpec:
-        """Returns what leaves the command line."""
-        return JobSpec(**{each.name: getattr(self, each.name) for each in fields(JobSpec)})
+    usage: str
+    help: str
+    type: Callable[[str], Any] = str
+    sets: str | None = None
+
+
+_FLAGS = {
+    "workers": (
+        _Flag(
+            "--nproc-per-node N|auto|gpu|cpu",
+            "workers on a host. auto: one per GPU, or one per usable core where there is no GPU. default: auto",
+            read.worker_count,
+        ),
+        _Flag("--cpu", "train on the CPU: the workers see no GPU"),
+        _Flag("--device 0,3", "use only these GPUs, one per worker", read.devices, "devices"),
+        _Flag("--oversubscribe", "allow more than 4 workers per core"),
+        _Flag("--ranks-per-gpu N", "run N workers per GPU (for testing)", read.whole_number(1)),
+        _Flag("--num-gpus --num-accelerators N", "run N workers per host, each with a GPU", read.whole_number(1)),
+        _Flag("--max-restarts K", "if a worker fails, restart all, at most K times. default: 3", read.whole_number(0)),
+        _Flag(
+            "--stop-grace --shutdown-timeout SECONDS",
+            "seconds between SIGTERM and SIGKILL, for workers to save and exit. default: 30",
+            read.seconds,
+            "stop_grace_s",
+        ),
+        _Flag(
+            "--preempt-after SECONDS",
+            "test preemption: after SECONDS all workers save, exit and restart",
+            read.seconds,
+            "preempt_after_s",
+        ),
+        _Flag("--use-env --no-local-rank", "do not give --local_rank to a script that takes it"),
+        _Flag("--role NAME", "ROLE_NAME of the workers. default: default"),
+        _Flag("--no-python", "run a program that is not a Python script"),
+        _Flag("-m --module MODULE", "run a module, like `python -m`; must be the last flag", sets="module"),
+        _Flag("--dry-run", "print what would start, and its environment"),
+    ),
+    "several hosts, the same command on each": (
+        _Flag(
+            "--nnodes N|LEAST:MOST", "number of hosts; LEAST:MOST: hosts may join and exit. default: 1", read.host_count
+        ),
+        _Flag("--node-rank R", "number of this host, from 0. default: order of joining", read.whole_number(0)),
+        _Flag("--master-addr HOST", "address of the leading host", read.host, "leader"),
+        _Flag(
+            "--master-port PORT", "port of the leading host. 0: any (one host only). default: 29500", read.port, "port"
+        ),
+        _Flag("--rdzv-endpoint HOST:PORT", "--master-addr and --master-port in one", read.endpoint),
+        _Flag("--rdzv-id ID", "name of the job; hosts of a different job are refused", sets="job_id"),
+        _Flag("--rdzv-backend NAME", "c10d or static, as in torchrun; both mean the same here", read.rendezvous),
+        _Flag(
+            "--rdzv-conf KEY=VALUE,...",
+            "seconds. join_timeout=600: for LEAST hosts to join; last_call_timeout=5: then for more; "
+            "heartbeat_timeout=30: until a silent host counts as lost",
+            read.rendezvous_options,
+        ),
+        _Flag("--local-addr ADDRESS", "address on which this host listens", read.host, "local_address"),
+    ),
+    "several hosts, started from here over ssh": (
+        _Flag("--hostfile -H FILE", "lines like `host slots=4`"),
+        _Flag("--include -i HOST:0,1@HOST2", "use only these hosts and devices of the file, or of localhost"),
+        _Flag("--exclude -e HOST:0@HOST2", "use all hosts and devices except these"),
+        _Flag("--num-nodes N", "use the first N hosts of the file", read.whole_number(1)),
+        _Flag("--ssh COMMAND", "ssh command. default: ssh"),
+        _Flag("--ssh-port PORT", "port of the ssh servers", read.port),
+        _Flag("--export NAME,...", "pass these environment variables too", read.variables),
+    ),
+    "output": (
+        _Flag("--log-dir --enable-each-rank-log DIR", "also write each rank's output to files in DIR"),
+        _Flag("--redirects -r 0..3", "write to the files only: 0 nothing, 1 stdout, 2 stderr, 3 both", read.streams),
+        _Flag("--tee -t 0..3", "write to the files and the terminal: as --redirects", read.streams),
+        _Flag("--local-ranks-filter 0,2", "show only these ranks of a host", read.local_ranks, "shown_local_ranks"),
+    ),
+    "schedulers": (
+        _Flag("--slurm", "write a batch script for this job, and start nothing"),
+        _Flag("--name NAME", "name of the batch job"),
+        _Flag("--time LIMIT", "time limit of the batch job"),
+        _Flag("--partition NAME", "partition of the batch job"),
+        _Flag("--gpus-per-node N", "GPUs to request. default: one per worker", read.whole_number(0)),
+        _Flag("--sbatch OPTION", "another option for the batch script, like --mem=64G"),
+        _Flag("--output FILE", "file for the batch script. default: stdout"),
+        _Flag("--submit", "submit the batch script to sbatch"),
+    ),
+    "accepted from other launchers, without effect": (
+        _Flag("--standalone", "one host is the default"),
+        _Flag("--monitor-interval SECONDS", "the end of a worker is noticed immediately", read.seconds),
+        _Flag("--start-method NAME", "workers are always new processes"),
+        _Flag("--force-multi", "one host is a job like any other"),
+        _Flag("--no-ssh-check", "all hosts are always checked first"),
+    ),
+}
+_REPEATED = ("--export", "--sbatch")
+# The command that starts a host, over ssh or in a batch script, has these; the program stands at its end.
+_ON_EACH_HOST = {
+    *(flag.usage.split()[0] for flag in (*_FLAGS["workers"], *_FLAGS["output"])),
+    *("--rdzv-conf", "--rdzv-id", "--master-port"),
+} - {"--no-python", "-m", "--dry-run"}
+_ONLY_WITH = {
+    **dict.fromkeys(("--num-nodes", "--ssh", "--ssh-port", "--export"), ("--hostfile",)),
+    **{flag.usage.split()[0]: ("--slurm",) for flag in _FLAGS["schedulers"][1:]},
+}
+# A flag, and those that cannot stand beside it.
+_EXCLUSIVE = (
+    ("--device", "--cpu"),
+    ("--ranks-per-gpu", "--cpu", "--num-gpus"),
+    ("--include", "--exclude", "--num-nodes", "--num-gpus"),
+    ("--exclude", "--num-nodes"),
+    ("--num-gpus", "--exclude", "--device", "--nproc-per-node"),
+    ("--device", "--include", "--exclude", "--hostfile"),
+    ("--hostfile", "--nnodes", "--node-rank", "--rdzv-endpoint", "--standalone"),
+    ("--slurm", "--hostfile", "--node-rank", "--master-addr", "--rdzv-endpoint", "--local-addr"),
+    ("--submit", "--output", "--dry-run"),
+    ("--standalone", "--node-rank", "--local-addr"),
+)
+# Other launchers' flags: how they are called here, or what to do instead.
+_RENAMED = {
+    **dict.fromkeys(("--num-processes", "--num-proc", "--nprocs", "-n", "-np"), "--nproc-per-node"),
+    **dict.fromkeys(("--min-elastic-nodes", "--max-elastic-nodes"), "--nnodes LEAST:MOST"),
+    "--devices": "--nproc-per-node N, or --device 0,3",
+    "--num-machines": "--nnodes",
+    "--machine-rank": "--node-rank",
+    "--main-process-ip": "--master-addr",
+    "--main-process-port": "--master-port",
+    "--gpu-ids": "--device",
+    "--gpus": "--num-gpus",
+    "--launcher-args": "--ssh",
+}
+_ABSENT = {
+    **dict.fromkeys(("--duplicate-stdout-filters", "--duplicate-stderr-filters"), "filter the files under --log-dir"),
+    **dict.fromkeys(("--deepspeed", "--deepspeed-config"), "it belongs to the script: put it after the script's name"),
+    "--run-path": "give the path as the script",
+    "--launcher": "--hostfile starts over ssh, --slurm writes a batch script, and mpirun starts workers itself",
+    "--signals-to-handle": "SIGINT, SIGTERM and SIGHUP are always handled",
+    "--logs-specs": "--log-dir, --redirects and --tee say where output goes",
+    "--log-line-prefix-template": "lines of ranks but 0 begin with the rank, like [1]",
+    "--print-completion": "`photinus completion bash` prints the script",
+    "--event-log-handler": "there are no event logs",
+    "--numa-binding": "bind with numactl or the scheduler",
+    "--virtual-local-rank": "--device chooses GPUs",
+    "--bind-cores-to-rank": "bind with numactl or the scheduler; ranks share the cores by OMP_NUM_THREADS",
+    "--bind-core-list": "bind with numactl or taskset",
+    "--save-pid": "in a shell, `$!` is the launcher's pid after `photinus run ... &`",
+    "--no-ssh": "type the command on each host, with --nnodes N --master-addr HOST",
+    "--venv-script": "all hosts need the same Python at the same path",
+    "--multi-gpu": "several workers need no flag",
+    "--mixed-precision": "it is the training script's choice",
+    "--autotuning": "DeepSpeed's own",
+    "--elastic-training": "give --nnodes LEAST:MOST",
+}
+_ABOUT = """\
+Start the script once per device. Each process gets its rank and world size. If
+a worker fails, report which one and why, and restart all workers; Loop and
+Trainer then resume. Dashes and underscores in flags are the same."""
+_MORE_HELP = """\
+examples:
+  photinus run train.py                       all GPUs, or all cores
+  photinus run --nproc-per-node 2 train.py --epochs 3
+  photinus run --nproc-per-node 4 --cpu -m project.train --lr 0.1
+  photinus run --nnodes 2 --master-addr node1 train.py         on both hosts
+  photinus run --hostfile hosts --include a:0,1@b train.py     from one of them
+
+exit code: 0 if all workers exit with 0; else that of the worker that failed
+first (128 + signal if it was killed); 130 after Ctrl-C; 143 after SIGTERM; 2
+for wrong use."""
+
+
+def run_parser() -> Parser:
+    """Return the command line of `photinus run`."""
+    parser = Parser(
+        "run",
+        "[flags] script.py [arguments of the script]",
+        "[flags] -m module [arguments of the module]",
+        about=_ABOUT,
+        more=_MORE_HELP,
+        passes_on=True,
+        renamed=_RENAMED,
+        absent=_ABSENT,
+        exclusive=_EXCLUSIVE,
+    )
+    for section, flags in _FLAGS.items():
+        for flag in flags:
+            name, *also = (word for word in flag.usage.split() if word.startswith("-"))
+            metavar = flag.usage.split()[-1]
+            options: dict[str, Any] = {"action": "store_true"}
+            if not metavar.startswith("-"):
+                action = "append" if name in _REPEATED else "store"
+                options = {"metavar": metavar, "type": flag.type, "action": action}
+            if flag.sets is not None:
+                options["dest"] = flag.sets
+            only_with = _ONLY_WITH.get(name, ())
+            parser.add(name, section=section, also=also, help=flag.help, only_with=only_with, **options)
+    parser.offered["--nproc-per-node"] = ("auto", "gpu", "cpu")
+    return parser
 
 
 def parse_run(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> RunFlags:
-    """Reads the words after `photinus run`; `--help` prints the help and raises SystemExit.
+    """Read the words after `photinus run`; `--help` prints the help and raises SystemExit.
 
     Flags that were not typed are taken from torchrun's variables, like PET_NNODES, where they are set.
 
@@ -70,37 +271,45 @@ def parse_run(arguments: Sequence[str], environ: Mapping[str, str] | None = None
         UsageError: an unknown flag, a wrong or missing value, a flag given twice, contradictory flags, or no script.
     """
     parser = run_parser()
-    told = _told_by_torchrun(parser, os.environ if environ is None else environ, parser.parse(arguments).given)
-    values = parser.parse(arguments, told)
-    typed = {action.dest: getattr(values, action.dest) for action in map(parser.flags.__getitem__, values.given)}
-    _refuse_contradictions(typed, values.given)
-    module = typed.get("module")
-    words = values.rest if module is None else (module, *values.rest)
+    environ = os.environ if environ is None else environ
+    values = parser.parse(arguments, _flags_of_torchrun(parser, environ), _TYPED_INSTEAD)
+    given: Given = values.given
+    typed = {(dest := parser.flags[name].dest): getattr(values, dest) for name in given}
+    try:
+        typed.setdefault("ranks_per_gpu", env.RANKS_PER_GPU.get())
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    _read_rendezvous(typed, given)
+    _refuse_contradictions(typed, given)
+    words = [*filter(None, [typed.get("module")]), *values.rest]
     if not words:
         raise UsageError(
             "which script? Usage: photinus run [flags] script.py [arguments]; `photinus run --help` lists the flags."
         )
-    kind = "module" if module is not None else "program" if "no_python" in typed else "script"
-    if "export" in typed:
-        typed["export"] = tuple(name for names in typed["export"] for name in names)
-    if "sbatch" in typed:
-        typed["sbatch"] = tuple(typed["sbatch"])
+    kind = "module" if "module" in typed else "program" if "no_python" in typed else "script"
     if "standalone" in typed:
-        typed.setdefault("nnodes", (1, 1))  # and not as many as srun or mpirun may say
-    typed.setdefault("ranks_per_gpu", _ranks_per_gpu())
-    return RunFlags(
-        Program(kind, words[0], words[1:]),
-        hosts=_part(HostSpec, typed),
-        selection=_part(SelectionFlags, typed),
-        logs=_part(LogSpec, typed),
-        scheduler=_part(SchedulerFlags, typed),
-        given=values.given,
-        **{each.name: typed[each.name] for each in fields(RunFlags) if each.name in typed},
-    )
+        typed.setdefault("nnodes", (1, 1))  # a scheduler may say otherwise
+    typed["export"] = tuple(name for names in typed.get("export", ()) for name in names)
+    typed["sbatch"] = tuple(typed.get("sbatch", ()))
+    typed["program"] = Program(kind, words[0], tuple(words[1:]))
+    typed["hosts"], typed["logs"] = _fill(HostSpec, typed), _fill(LogSpec, typed)
+    typed["spec"], typed["given"] = _fill(JobSpec, typed), given
+    return _fill(RunFlags, typed)
 
 
-# What was typed, in place of what torchrun's variables say.
+def _fill(kind: type[_T], typed: Mapping[str, Any]) -> _T:
+    """Return a dataclass with those of its fields that were typed."""
+    return kind(**{each.name: typed[each.name] for each in fields(kind) if each.name in typed})  # type: ignore[arg-type]
+
+
+# Those that torchrun reads from variables; others of that prefix may be anything's.
+_OF_TORCHRUN = frozenset({
+    "--nnodes", "--nproc-per-node", "--node-rank", "--master-addr", "--master-port", "--local-addr", "--rdzv-backend",
+    "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--standalone", "--max-restarts", "--monitor-interval", "--role",
+    "--start-method", "--no-python", "--log-dir", "--redirects", "--tee", "--local-ranks-filter",
+})  # fmt: skip
 _CHOOSE_HOSTS = ("--hostfile", "--standalone", "--slurm")
+# A flag -> those that mean, where one is typed, that its variable does not count.
 _TYPED_INSTEAD = {
     "--nproc-per-node": ("--num-gpus", "--device", "--include", "--exclude"),
     "--master-addr": ("--rdzv-endpoint", *_CHOOSE_HOSTS),
@@ -110,103 +319,59 @@ _TYPED_INSTEAD = {
 }
 
 
-# Those that torchrun reads from variables; others of that prefix may be anything's.
-_OF_TORCHRUN = frozenset({
-    "--nnodes", "--nproc-per-node", "--node-rank", "--master-addr", "--master-port", "--local-addr", "--rdzv-backend",
-    "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--standalone", "--max-restarts", "--monitor-interval", "--role",
-    "--start-method", "--no-python", "--log-dir", "--redirects", "--tee", "--local-ranks-filter",
-})  # fmt: skip
-
-
-def _told_by_torchrun(
-    parser: Parser, environ: Mapping[str, str], typed: Mapping[str, Any]
-) -> dict[str, tuple[str, str]]:
-    """Flags by torchrun's variables, PET_ and the flag's name: Kubeflow tells each host its place in a job by them."""
-    told = {}
+def _flags_of_torchrun(parser: Parser, environ: Mapping[str, str]) -> Given:
+    """Read torchrun's variables, PET_ and a flag's name: by them Kubeflow gives each host its place in a job."""
+    found = {}
     for variable, text in environ.items():
         flag = "--" + variable.removeprefix("PET_").lower().replace("_", "-")
-        if not variable.startswith("PET_") or not text or flag not in _OF_TORCHRUN:
-            continue
-        action = parser.flags[flag]
-        name, is_switch = action.option_strings[0], action.nargs == 0
-        if (text == "1" or not is_switch) and not any(each in typed for each in _TYPED_INSTEAD.get(name, ())):
-            told[name] = (variable, "" if is_switch else text)
-    return told
+        if variable.startswith("PET_") and text and flag in _OF_TORCHRUN:
+            is_switch = parser.flags[flag].nargs == 0
+            if text == "1" or not is_switch:
+                found[flag] = (variable, "" if is_switch else text)
+    return found
 
 
-def _ranks_per_gpu() -> int:
-    try:
-        return env.RANKS_PER_GPU.get()
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-
-
-def _part(kind: type[_Part], typed: Mapping[str, Any]) -> _Part:
-    return kind(**{each.name: typed[each.name] for each in fields(kind) if each.name in typed})
-
-
-def _refuse_contradictions(typed: dict[str, Any], given: Mapping[str, tuple[str, str]]) -> None:
-    """Raises UsageError for flags that cannot both be meant; puts what --rdzv-* say under the names of HostSpec."""
-
-    def shown(flag: str) -> str:
-        return " ".join(filter(None, given[flag]))
-
-    def refuse(first: str, second: str, why: str = "leave out one of them.") -> None:
-        raise UsageError(f"{shown(first)} and {shown(second)} contradict each other: {why}")
-
-    def together(first: str, *others: str) -> None:
-        for other in others:
-            if first in given and other in given:
-                refuse(first, other)
-
-    if "rdzv_endpoint" in typed:
-        leader, port = typed["rdzv_endpoint"]
-        if typed.setdefault("leader", leader) != leader:
-            refuse("--rdzv-endpoint", "--master-addr")
-        if port is not None and typed.setdefault("port", port) != port:
-            refuse("--rdzv-endpoint", "--master-port")
+def _read_rendezvous(typed: dict[str, Any], given: Given) -> None:
+    """Put what --rdzv-endpoint and --rdzv-conf say under the names of HostSpec; refuse two different leaders."""
+    leader, port = typed.get("rdzv_endpoint", (None, None))
+    if leader is not None and typed.setdefault("leader", leader) != leader:
+        raise contradiction(given, "--rdzv-endpoint", "--master-addr")
+    if port is not None and typed.setdefault("port", port) != port:
+        raise contradiction(given, "--rdzv-endpoint", "--master-port")
     typed.update(typed.get("rdzv_conf", {}))
+
+
+def _refuse_contradictions(typed: Mapping[str, Any], given: Given) -> None:
+    """Raise UsageError for flags whose values cannot both be meant."""
     if "-m" in given and "--no-python" in given:
         raise UsageError("--no-python and -m contradict each other: a module is Python. Leave out one of them.")
-    workers = typed.get("nproc_per_node")
+    workers, gpus, (_, most) = typed.get("nproc_per_node"), typed.get("devices", ()), typed.get("nnodes", (1, 1))
+    exclusive: list[tuple[str, ...]] = []
     if workers == "gpu":
-        together("--cpu", "--nproc-per-node")
+        exclusive.append(("--cpu", "--nproc-per-node"))
     if workers == "cpu":
-        together("--device", "--nproc-per-node")
-    together("--device", "--cpu")
-    if "devices" in typed and isinstance(workers, int):
-        count = len(typed["devices"])
-        if workers != count * typed.get("ranks_per_gpu", _ranks_per_gpu()):
-            raise UsageError(
-                f"{shown('--device')} names {count} GPU{'s' * (count > 1)}, but {shown('--nproc-per-node')} asks for "
-                f"{workers} workers, and each needs one of its own: leave out one of the two."
-            )
-    together("--ranks-per-gpu", "--cpu", "--num-gpus")
-    together("--include", "--exclude", "--num-nodes", "--num-gpus")
-    together("--exclude", "--num-nodes")
-    together("--num-gpus", "--exclude", "--device", "--nproc-per-node")
-    together("--device", "--include", "--exclude", "--hostfile")
-    together("--hostfile", "--nnodes", "--node-rank", "--rdzv-endpoint", "--standalone")
-    if "--hostfile" in given and "--local-addr" in given:
-        why = "each host has an address of its own. Name the hosts by theirs in the file, or the first by"
-        refuse("--local-addr", "--hostfile", f"{why} --master-addr.")
+        exclusive.append(("--device", "--nproc-per-node"))
+    if most > 1:
+        exclusive.append(("--standalone", "--nnodes"))
+    if typed.get("leader") not in ("localhost", "127.0.0.1", "::1"):  # what torchrun itself makes of --standalone
+        exclusive.append(("--standalone", "--rdzv-endpoint", "--master-addr"))
+    refuse_exclusive(given, exclusive)
+    if gpus and isinstance(workers, int) and workers != len(gpus) * typed["ranks_per_gpu"]:
+        raise UsageError(
+            f"{shown(given, '--device')} names {len(gpus)} GPU{'s' * (len(gpus) > 1)}, but "
+            f"{shown(given, '--nproc-per-node')} asks for {workers} workers, and each needs one of its own: leave out "
+            f"one of the two."
+        )
     for flag, of in {"--hostfile": "the file", "--slurm": "the job"}.items():
         if flag in given and "leads" in typed:
-            refuse("--rdzv-conf", flag, f"the first host of {of} leads, whatever is_host says.")
-    together("--slurm", "--hostfile", "--node-rank", "--master-addr", "--rdzv-endpoint")
-    together("--slurm", "--local-addr")
-    together("--submit", "--output", "--dry-run")
-    Parser.refuse_without(given, ("--num-nodes", "--ssh", "--ssh-port", "--export"), "--hostfile")
-    of_slurm = ("--time", "--partition", "--sbatch", "--submit", "--name", "--gpus-per-node", "--output")
-    Parser.refuse_without(given, of_slurm, "--slurm")
-    _, most = typed.get("nnodes", (1, 1))
-    if most > 1:
-        together("--standalone", "--nnodes")
-    if typed.get("leader") not in ("localhost", "127.0.0.1", "::1"):  # what torchrun itself makes of --standalone
-        together("--standalone", "--rdzv-endpoint", "--master-addr")
-    together("--standalone", "--node-rank", "--local-addr")
-    host = typed.get("node_rank", 0)
-    if "nnodes" not in typed and host > 0:
-        raise UsageError(f"{shown('--node-rank')} needs --nnodes N: how many hosts are there?")
-    if "nnodes" in typed and host >= most:
-        refuse("--node-rank", "--nnodes", f"{most} host{'s are' if most > 1 else ' is'} numbered 0 to {most - 1}.")
+            why = f"the first host of {of} leads, whatever is_host says."
+            raise contradiction(given, "--rdzv-conf", flag, why)
+    if "--hostfile" in given and "--local-addr" in given:
+        why = "each host has an address of its own. Name the hosts by theirs in the file, or the first by"
+        raise contradiction(given, "--local-addr", "--hostfile", f"{why} --master-addr.")
+    number = typed.get("node_rank", 0)
+    if "nnodes" not in typed and number > 0:
+        raise UsageError(f"{shown(given, '--node-rank')} needs --nnodes N: how many hosts are there?")
+    if number >= most:
+        why = f"{most} host{'s are' if most > 1 else ' is'} numbered 0 to {most - 1}."
+        raise contradiction(given, "--node-rank", "--nnodes", why)

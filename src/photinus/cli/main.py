@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from ..env import STARTED_AS
 from ..errors import LaunchError, MissingLibraryError, PhotinusError, UsageError
@@ -33,28 +34,25 @@ _WRONG_USE = 2
 _OF_A_PATH = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EROFS, errno.ESTALE)
 
 
-def _help() -> str:
-    lines = [
-        f"photinus {__version__}: train one PyTorch model on many devices",
-        "",
-        "usage: photinus COMMAND ...",
-        "",
-        "commands:",
-        *(f"  {name:<12}{meaning}" for name, (_, meaning) in COMMANDS.items()),
-        "",
-        "  --help, --version",
-        "",
-        "examples:",
-        "  photinus run train.py                       one process per GPU (or core)",
-        "  photinus run --nproc-per-node 2 train.py --epochs 3",
-        "  photinus new digits                         a project to start from",
-        "  photinus doctor                             which backends work here?",
-        "  photinus bench --plot bandwidth.png",
-        "  photinus top                                live progress; which rank is slow?",
-        "  photinus report runs/digits                 curves, times, options: one page",
-        "  photinus run --help",
-    ]
-    return "\n".join(lines)
+_HELP = f"""\
+photinus {__version__}: train one PyTorch model on many devices
+
+usage: photinus COMMAND ...
+
+commands:
+{chr(10).join(f"  {name:<12}{meaning}" for name, (_, meaning) in COMMANDS.items())}
+
+  --help, --version
+
+examples:
+  photinus run train.py                       one process per GPU (or core)
+  photinus run --nproc-per-node 2 train.py --epochs 3
+  photinus new digits                         a project to start from
+  photinus doctor                             which backends work here?
+  photinus bench --plot bandwidth.png
+  photinus top                                live progress; which rank is slow?
+  photinus report runs/digits                 curves, times, options: one page
+  photinus run --help"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -132,25 +130,27 @@ def _dispatch(words: list[str]) -> int:
     if words[:1] == ["help"] and len(words) > 1:
         words = [words[1], "--help"]
     if not words or words[0] in ("--help", "-h", "help"):
-        print(_help())
+        print(_HELP)
         return 0
     if words[0] in ("--version", "-V", "version"):
         print(f"photinus {__version__}")
         return 0
     if words[0] not in COMMANDS:
-        raise UsageError(_unknown(words[0]))
+        _refuse(words[0])
     _check_folder()
     module, _ = COMMANDS[words[0]]
     code: int = importlib.import_module(module).main(words[1:])
     return code
 
 
-def _unknown(word: str) -> str:
+def _refuse(word: str) -> NoReturn:
     if word.startswith("-"):
-        return f"unknown flag {word}. Flags stand after the command: photinus run {word} ...; see `photinus --help`."
-    if word.endswith(".py"):
-        return f"{word} is not a command. To start it: photinus run {word}"
-    return f"unknown command {word}." + hint(word, COMMANDS, " See `photinus --help`.")
+        text = f"unknown flag {word}. Flags stand after the command: photinus run {word} ...; see `photinus --help`."
+    elif word.endswith(".py"):
+        text = f"{word} is not a command. To start it: photinus run {word}"
+    else:
+        text = f"unknown command {word}." + hint(word, COMMANDS, " See `photinus --help`.")
+    raise UsageError(text)
 
 
 def _host() -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, TypeAlias
 
 from ..errors import UsageError
 from ..words import closest, hint
+
+# Flags that were typed: the first spelling -> the one that was used, and the text behind it.
+Given: TypeAlias = Mapping[str, tuple[str, str]]
 
 
 class Parser(argparse.ArgumentParser):
@@ -21,6 +24,7 @@ class Parser(argparse.ArgumentParser):
             looked at.
         renamed: other programs' flags, and what they are called here.
         absent: other programs' flags that have nothing to do here, and what to do instead.
+        exclusive: each a flag, and those that cannot be given with it.
 
     Attributes:
         flags: each spelling, with dashes, and argparse's action for it; `words`: the actions of words.
@@ -36,6 +40,7 @@ class Parser(argparse.ArgumentParser):
         passes_on: bool = False,
         renamed: Mapping[str, str] | None = None,
         absent: Mapping[str, str] | None = None,
+        exclusive: Sequence[Sequence[str]] = (),
     ) -> None:
         super().__init__(
             prog=f"photinus {command}",
@@ -53,6 +58,8 @@ class Parser(argparse.ArgumentParser):
         self.passes_on = passes_on
         self._renamed = renamed or {}
         self._absent = absent or {}
+        self._exclusive = exclusive
+        self._only_with: dict[str, Sequence[str]] = {}
         self._sections: dict[str, Any] = {}
         self._repeated: set[str] = set()
         self.add("--help", also=("-h",), action="help", help="show this text")
@@ -65,14 +72,16 @@ class Parser(argparse.ArgumentParser):
         also: Sequence[str] = (),
         one_of: Sequence[str] = (),
         some_of: Sequence[str] = (),
+        only_with: Sequence[str] = (),
         **options: Any,
     ) -> None:
-        """Declares a flag, or a word. A switch has `action="store_true"`; all other flags need a `metavar`.
+        """Declare a flag, or a word. A switch has `action="store_true"`; all other flags need a `metavar`.
 
         Args:
             name: with its dashes, if it has any; `also`: other spellings, which help does not show.
             section: of help.
             one_of: what the value may be; some_of: what a list with commas may hold (the value is a tuple).
+            only_with: flags of which one must be given too.
             options: argparse's. A `type` raises ArgumentTypeError, saying what is needed.
         """
         if one_of or some_of:
@@ -85,47 +94,48 @@ class Parser(argparse.ArgumentParser):
             self._sections[section] = self.add_argument_group(section)
         if options.get("action") == "append":
             self._repeated.add(name)
+        self._only_with[name] = only_with
         self.flags.update(dict.fromkeys((name, *also), self._sections[section].add_argument(name, **options)))
 
     def parse(
-        self, typed: Sequence[str], unless_typed: Mapping[str, tuple[str, str]] | None = None
+        self,
+        typed: Sequence[str],
+        otherwise: Given | None = None,
+        unless: Mapping[str, Collection[str]] | None = None,
     ) -> argparse.Namespace:
-        """The values by their names, and with them `given` and `rest`.
+        """Return the values by their names, and with them `given` (of type Given) and `rest`: what was not looked at.
 
-        `given`: of each flag that was typed, by its first spelling, the one that was used and the text behind it.
-        `rest`: what was not looked at. `--help` prints the help and raises SystemExit.
+        `--help` prints the help and raises SystemExit.
 
         Args:
             typed: the words of the command line.
-            unless_typed: by its first spelling, a flag that comes from elsewhere: from where, and the text.
+            otherwise: flags from elsewhere, which count where they were not typed; from where each comes, and its text.
+            unless: a flag of `otherwise`, and those that replace it where they were typed.
 
         Raises:
             UsageError: the words cannot be carried out; says why and what to type instead.
         """
-        rest = list(typed)
+        rest, words = list(typed), list[str]()
         given: dict[str, tuple[str, str]] = {}
         try:
-            words: list[str] = []
             flags = list(self._split(rest, given, words))
-            for name, (source, text) in (unless_typed or {}).items():
-                if name not in given:
+            replaced = {name for name in otherwise or {} if given.keys() & {name, *(unless or {}).get(name, ())}}
+            for name, (source, text) in (otherwise or {}).items():
+                if name not in replaced:
                     given[name] = (source, text)
                     flags.append(name if self.flags[name].nargs == 0 else f"{name}={text}")
             values = super().parse_args([*flags, *words])
         except argparse.ArgumentError as error:
             action = self.flags.get(error.argument_name or "")
-            what = " ".join(given[action.option_strings[0]]) if action is not None else self.prog
+            what = shown(given, action.option_strings[0]) if action is not None else self.prog
             raise UsageError(f"{what}: {error.message}") from None
+        refuse_exclusive(given, self._exclusive)
+        for name in given:
+            needed = self._only_with[name]
+            if needed and not any(flag in given for flag in needed):
+                raise UsageError(f"{shown(given, name)} means something only with {' or '.join(needed)}.")
         values.given, values.rest = given, tuple(rest)
         return values
-
-    @staticmethod
-    def refuse_without(given: Mapping[str, tuple[str, str]], words: Sequence[str], *needed: str) -> None:
-        """Raises UsageError for flags of `parse`'s `given` that mean something only with one of the needed ones."""
-        for word in words:
-            if word in given and not any(flag in given for flag in needed):
-                typed = " ".join(filter(None, given[word]))
-                raise UsageError(f"{typed} means something only with {' or '.join(needed)}.")
 
     def error(self, message: str) -> NoReturn:
         """What argparse finds beside wrong values: too few words, or too many."""
@@ -176,6 +186,24 @@ class Parser(argparse.ArgumentParser):
             raise UsageError(f"unknown flag {spelling}. Did you mean {near}?")
         own = "; the script's own stand after its name" if self.passes_on else ""
         raise UsageError(f"unknown flag {spelling}. `{self.prog} --help` lists the flags{own}.")
+
+
+def shown(given: Given, flag: str) -> str:
+    """Return a flag as it was typed."""
+    return " ".join(filter(None, given[flag]))
+
+
+def contradiction(given: Given, first: str, second: str, why: str = "leave out one of them.") -> UsageError:
+    """Return the error for two flags that cannot both be meant."""
+    return UsageError(f"{shown(given, first)} and {shown(given, second)} contradict each other: {why}")
+
+
+def refuse_exclusive(given: Given, exclusive: Iterable[Sequence[str]]) -> None:
+    """Raise UsageError if the first flag of a row is given, and one of the others too."""
+    for first, *others in exclusive:
+        for other in others:
+            if first in given and other in given:
+                raise contradiction(given, first, other)
 
 
 def _choice(known: Sequence[str]) -> Callable[[str], str]:

@@ -13,44 +13,35 @@ from dataclasses import replace
 
 from .. import env
 from ..errors import DeviceError, UsageError
-from ..job.spec import Program
+from ..job.spec import JobSpec, Program
 from ..run.local.devices import count_gpus
 from ..run.local.program import add_local_rank, check_program, missing_packages
 from ..words import mask_words
-from .flag_table import run_parser
-from .flags import RunFlags, SelectionFlags, parse_run
+from .flags import RunFlags, parse_run, run_parser
 
 parser = run_parser
 
 _FUNCTION = "photinus.run.function"
 _LONGEST_BYTES = 120 << 10
+_CHOOSES_DEVICES = ("--include", "--exclude", "--num-gpus")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the job that the words after `photinus run` describe, and returns the exit code."""
+    """Run the job that the words after `photinus run` describe, and return the exit code."""
     flags = parse_run(arguments)
-    program = flags.program
+    program = flags.spec.program
     check_program(program)
     _check_environment()
-    if flags.scheduler.slurm:
+    if flags.slurm:
         from . import sbatch
 
         return sbatch.main(flags)
     _record(arguments, program)
-    if flags.selection.hostfile is not None:
-        return _start_hosts(flags)
-    if flags.selection != SelectionFlags():
-        from .selection import flags_text, for_this_host
-
-        try:
-            return _start(for_this_host(flags, count_gpus))
-        except DeviceError as error:
-            raise DeviceError(f"{flags_text(flags.selection)} asks for GPUs: {error}") from None
-    return _start(flags)
+    return _start_here(flags) if flags.hostfile is None else _start_hosts(flags, flags.hostfile)
 
 
 def _check_environment() -> None:
-    """Refuses a variable of ours with a wrong value here, once, instead of in each worker; tells a misspelt name."""
+    """Refuse a variable of ours with a wrong value here, once, instead of in each worker; warn of a misspelt name."""
     for variable in env.ALL:
         try:
             variable.get()
@@ -61,7 +52,7 @@ def _check_environment() -> None:
 
 
 def _record(arguments: Sequence[str], program: Program) -> None:
-    """Puts what was typed into the environment, from where it gets into the run's config.json."""
+    """Put what was typed into the environment, from where it gets into the run's config.json."""
     if program.target == _FUNCTION:  # of photinus.launch: the call goes with the process that made it
         return
     if env.STARTED_AS.get() is not None and env.LAUNCH.get() is not None:
@@ -72,37 +63,52 @@ def _record(arguments: Sequence[str], program: Program) -> None:
         os.environ[env.LAUNCH.name] = text
 
 
-def _start_hosts(flags: RunFlags) -> int:
-    """Starts the job on the hosts of the host file, from here."""
+def _start_hosts(flags: RunFlags, hostfile: str) -> int:
+    """Start the job on the hosts of the host file, from here."""
     from ..run.ssh.hostfile import read_hostfile
     from ..run.ssh.start_hosts import Way, start_hosts
     from .selection import host_words, select
 
-    selection = flags.selection
-    assert selection.hostfile is not None
-    shares = select(read_hostfile(selection.hostfile), selection)
+    shares = select(read_hostfile(hostfile), flags)
 
     def words_of(number: int, leader: str, port: int) -> list[str]:
         return host_words(flags, shares[number], host_rank=number, hosts=len(shares), leader=leader, port=port)
 
     for number in range(len(shares)):
         words_of(number, "", 0)  # finds fault before anything is started
-    way = Way(selection.ssh, selection.ssh_port, selection.export)
-    return start_hosts(flags.spec(), [share.host for share in shares], words_of, way, main)
+    way = Way(flags.ssh, flags.ssh_port, flags.export)
+    return start_hosts(flags.spec, [share.host for share in shares], words_of, way, main)
 
 
-def _start(flags: RunFlags) -> int:
-    """Starts this host's part of the job."""
-    if env.STARTED_AS.get() is None:
+def _start_here(flags: RunFlags) -> int:
+    """Start this host's part of the job."""
+    try:
+        spec = _resolve(flags)
+        from ..run.supervise import supervise
+
+        return supervise(spec)
+    except DeviceError as error:
+        chosen = flags.typed(*_CHOOSES_DEVICES)
+        raise DeviceError(f"{chosen} asks for GPUs: {error}" if chosen else str(error)) from None
+
+
+def _resolve(flags: RunFlags) -> JobSpec:
+    """Return what to start here, with what the flags choose of this host, and what a scheduler says of the others."""
+    spec, started_as = flags.spec, env.STARTED_AS.get()
+    if flags.given.keys() & {*_CHOOSES_DEVICES}:
+        from .selection import for_this_host
+
+        spec = for_this_host(flags, count_gpus)
+    if started_as is None:
         from .detect_scheduler import place_hosts
 
-        flags = place_hosts(flags)
-    program = flags.program if flags.use_env else add_local_rank(flags.program)
+        spec = replace(spec, hosts=place_hosts(spec.hosts))
+    program = spec.program if flags.use_env else add_local_rank(spec.program)
     # Where several launchers share a terminal, the first host's says it for all.
-    says = env.STARTED_AS.get() is None or not flags.hosts.node_rank
-    if program.local_rank_flag is not None and says:
-        told = f"{program.target} takes {program.local_rank_flag}: given to each worker (--use-env leaves it out)"
-        print(f"photinus: {told}", file=sys.stderr)
+    says = started_as is None or not spec.hosts.node_rank
+    if says and program.local_rank_flag is not None:
+        text = f"{program.target} takes {program.local_rank_flag}: given to each worker (--use-env leaves it out)"
+        print(f"photinus: {text}", file=sys.stderr)
     if says and (missing := missing_packages(program)):
         print(
             f"photinus: {program.target} lists packages in its header (PEP 723) that {sys.executable} lacks: "
@@ -110,7 +116,4 @@ def _start(flags: RunFlags) -> int:
             f"--script {program.target}`, then `$(uv python find --script {program.target}) -m photinus run ...`",
             file=sys.stderr,
         )
-
-    from ..run.supervise import supervise
-
-    return supervise(replace(flags.spec(), program=program, started_as=env.STARTED_AS.get()))
+    return replace(spec, program=program, started_as=started_as)

@@ -14,33 +14,48 @@ import jinja2
 
 from .. import env
 from ..errors import LaunchError, UsageError
-from ..job.spec import Program
 from ..version import __version__
 from .flags import RunFlags
 
 _LEAVE_S = 60  # before the end of the time limit, or a preemption
 _LINE = 100
 _OPTION = re.compile(r"--?[A-Za-z][A-Za-z-]*")
-_SAID_ON_EACH_HOST = (
-    *("--nproc-per-node", "--cpu", "--device", "--oversubscribe", "--num-gpus"),
-    *("--max-restarts", "--stop-grace", "--preempt-after", "--use-env", "--rdzv-conf", "--master-port", "--rdzv-id"),
-    *("--log-dir", "--redirects", "--tee", "--local-ranks-filter"),
-)
 
 
 def main(flags: RunFlags) -> int:
-    """Writes the script to stdout, to `--output`, or to sbatch, and returns the exit code."""
-    text = batch_script(flags)
-    if flags.scheduler.submit:
-        return _submit(text)
-    return _put(text, flags.scheduler.output, start="sbatch", executable=True)
+    """Write the script to stdout, to `--output`, or to sbatch, and return the exit code."""
+    text = batch_script(flags).encode("utf-8", "surrogateescape")  # words as they were typed, whatever the locale
+    if flags.submit:
+        _submit(text)
+    elif flags.output is not None:
+        _write(text, flags.output)
+    else:
+        sys.stdout.buffer.write(text)
+    return 0
 
 
 def batch_script(flags: RunFlags, *, python: str = sys.executable) -> str:
-    """The batch script's text; `python`: the interpreter on the hosts of the job. Raises UsageError."""
-    command = [python, "-m", "photinus", "run", *_run_words(flags), *_program_words(flags.program)]
-    return _fill(
-        "batch.sh.j2",
+    """Return the batch script's text; `python`: the interpreter on the hosts of the job.
+
+    Raises:
+        UsageError: the flags choose what the scheduler does, or contradict each other.
+    """
+    for flag in ("--include", "--exclude"):
+        if flag in flags.given:
+            raise UsageError(f"{flags.typed(flag)}: the scheduler gives out hosts and devices. Leave it out.")
+    per_gpu = flags.spec.ranks_per_gpu
+    # It may come from the environment here, by which the script's options are made.
+    more = ["--ranks-per-gpu", str(per_gpu)] if per_gpu > 1 and not flags.spec.cpu and flags.num_gpus is None else []
+    command = [python, "-m", "photinus", "run", *flags.words_on_a_host(*more, without=("--ranks-per-gpu",))]
+    templates = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,  # it is not a page
+    )
+    return templates.get_template("batch.sh.j2").render(
         version=__version__,
         options=_options(flags),
         secret_name=env.JOB_SECRET.name,
@@ -51,17 +66,17 @@ def batch_script(flags: RunFlags, *, python: str = sys.executable) -> str:
 
 
 def _options(flags: RunFlags) -> list[str]:
-    asked = flags.scheduler
-    own = {_own_option(text) for text in asked.sbatch}
-    least, most = flags.hosts.nnodes or (1, 1)
+    spec = flags.spec
+    own = {_own_option(text) for text in flags.sbatch}
+    least, most = spec.hosts.nnodes or (1, 1)
     gpus = _gpus_per_host(flags)
-    workers = flags.nproc_per_node if isinstance(flags.nproc_per_node, int) else gpus
+    workers = spec.nproc_per_node if isinstance(spec.nproc_per_node, int) else gpus
     options = {
-        "--job-name": asked.name or Path(flags.program.target).stem or "photinus",
+        "--job-name": flags.name or Path(spec.program.target).stem or "photinus",
         "--nodes": str(least) if least == most else f"{least}-{most}",
         "--ntasks-per-node": "1",
-        "--time": asked.time,
-        "--partition": asked.partition,
+        "--time": flags.time,
+        "--partition": flags.partition,
         "--gpus-per-node": str(gpus) if gpus else None,
         # At least a core for each worker; Slurm would give the launcher one for all of them.
         "--cpus-per-task": str(workers) if workers else None,
@@ -72,7 +87,7 @@ def _options(flags: RunFlags) -> list[str]:
     }
     ours = {name: value for name, value in options.items() if not own & {name, *_INSTEAD.get(name, ())}}
     shown = [f"{name}={_quote(value)}" if value else name for name, value in ours.items() if value is not None]
-    return [*shown, *asked.sbatch]
+    return [*shown, *flags.sbatch]
 
 
 # What a user may say in other words: then ours is left out. Short names stand for long ones.
@@ -126,92 +141,45 @@ def _break_lines(command: list[str]) -> str:
     return " \\\n    ".join(lines)
 
 
-def _run_words(flags: RunFlags) -> list[str]:
-    """The flags that say how each host runs its workers; those that say which hosts there are, are left out.
-
-    Raises:
-        UsageError: hosts and devices are chosen by name, which the scheduler does.
-    """
-    for flag in ("--include", "--exclude"):
-        if flag in flags.given:
-            raise UsageError(f"{flag} {flags.given[flag][1]}: the scheduler gives out hosts and devices. Leave it out.")
-    words = [
-        word for flag in _SAID_ON_EACH_HOST if flag in flags.given for word in (flag, flags.given[flag][1]) if word
-    ]
-    if flags.ranks_per_gpu != RunFlags.ranks_per_gpu:  # which may come from the environment here
-        words += ["--ranks-per-gpu", str(flags.ranks_per_gpu)]
-    return words
-
-
-def _program_words(program: Program) -> list[str]:
-    """The script or module with its arguments, as they stand at the end of the command line."""
-    head = {"script": [], "module": ["-m"], "program": ["--no-python"]}[program.kind]
-    return [*head, program.target, *program.arguments]
-
-
 def _gpus_per_host(flags: RunFlags) -> int | None:
-    """GPUs of each host to ask the scheduler for: as told, else one per worker; 0 on the CPU; None: not known."""
-    asked = flags.scheduler.gpus_per_node
-    if asked is not None:
-        if flags.cpu and asked:
-            raise UsageError(f"--cpu and --gpus-per-node {asked} contradict each other: leave out one of them.")
-        return asked
-    if flags.cpu or flags.nproc_per_node == "cpu":
+    """Return how many GPUs of each host to request: 0 on the CPU; None: not known."""
+    requested, spec = flags.gpus_per_node, flags.spec
+    if spec.cpu and requested:
+        raise UsageError(f"--cpu and --gpus-per-node {requested} contradict each other: leave out one of them.")
+    if requested is not None:
+        return requested
+    if spec.cpu or spec.nproc_per_node == "cpu":
         return 0
-    if flags.devices is not None:
-        return len(flags.devices)
-    if flags.selection.num_gpus is not None:
-        return flags.selection.num_gpus
-    return -(-flags.nproc_per_node // flags.ranks_per_gpu) if isinstance(flags.nproc_per_node, int) else None
+    if spec.devices is not None:
+        return len(spec.devices)
+    if flags.num_gpus is None and isinstance(spec.nproc_per_node, int):
+        return -(-spec.nproc_per_node // spec.ranks_per_gpu)
+    return flags.num_gpus
 
 
-def _fill(template: str, **values: object) -> str:
-    """Return the text of a template of this folder."""
-    files = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        undefined=jinja2.StrictUndefined,
-        autoescape=False,  # it is not a page
-    )
-    return files.get_template(template).render(values)
-
-
-def _put(text: str, target: str | None, *, start: str, executable: bool = False) -> int:
-    """Puts the text on stdout, or into a new file that its owner alone can read; returns the exit code, 0.
-
-    `start`: the command for the file. UsageError: it exists with other content, or cannot be written.
-    """
-    data = text.encode("utf-8", "surrogateescape")  # words as they were typed, whatever the locale
-    if target is None:
-        sys.stdout.buffer.write(data)
-        return 0
+def _write(text: bytes, target: str) -> None:
+    """Write a new file that its owner alone can read and start; the same file may be there already."""
     path = Path(target)
     try:
-        if not (path.is_file() and path.read_bytes() == data):
-            opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o700 if executable else 0o600)
-            with os.fdopen(opened, "wb") as file:
-                file.write(data)
+        if not (path.is_file() and path.read_bytes() == text):
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o700), "wb") as file:
+                file.write(text)
     except FileExistsError:
         raise UsageError(f"--output {target}: the file exists. Remove it, or name another.") from None
     except OSError as error:
         raise UsageError(f"--output {target}: cannot be written: {error.strerror}.") from None
-    print(f"photinus: wrote {path}; start it with: {start} {shlex.quote(str(path))}", file=sys.stderr)
-    return 0
+    print(f"photinus: wrote {path}; start it with: sbatch {shlex.quote(str(path))}", file=sys.stderr)
 
 
-def _submit(text: str) -> int:
+def _submit(text: bytes) -> None:
     if shutil.which("sbatch") is None:
         raise LaunchError(
             "--submit needs sbatch, which is not in PATH here. Run this on a login node of the cluster, or write the "
             "script with --output FILE and hand it to sbatch there."
         )
     # The job runs in this folder, with this environment, as it would with a file.
-    ended = subprocess.run(["sbatch"], input=text.encode("utf-8", "surrogateescape"), cwd=os.getcwd(), check=False)
-    if ended.returncode != 0:
+    code = subprocess.run(["sbatch"], input=text, check=False).returncode
+    if code != 0:
         raise LaunchError(
-            f"sbatch refused the script (exit code {ended.returncode}), see above; leave out --submit to read it",
-            exit_code=ended.returncode,
+            f"sbatch refused the script (exit code {code}), see above; leave out --submit to read it", exit_code=code
         )
-    return 0

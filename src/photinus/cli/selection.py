@@ -13,15 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import UsageError
+from ..job.spec import JobSpec
 from ..run.ssh.hostfile import Host
 from ..words import hint
-from .flags import RunFlags, SelectionFlags
-
-# What chose the hosts and their devices, or is said anew for each host.
-_LEFT_OUT = {
-    *("--hostfile", "--include", "--exclude", "--num-nodes", "--num-gpus", "--nproc-per-node", "--master-addr"),
-    *("--master-port", "--ssh", "--ssh-port", "--export", "--dry-run", "-m"),
-}
+from .flags import RunFlags
 
 _ITEM = re.compile(r"(?P<name>[^:@\s]+|\[[0-9a-fA-F:.%\w]+\])(?::(?P<slots>[\d,\s-]*))?")
 
@@ -40,84 +35,73 @@ class Share:
     gpus: bool = False
 
 
-def select(hosts: Sequence[Host], selection: SelectionFlags) -> tuple[Share, ...]:
-    """What the job gets of each host; hosts of which it gets nothing are left out.
+def select(hosts: Sequence[Host], flags: RunFlags) -> tuple[Share, ...]:
+    """Return what the job gets of each host; hosts of which it gets nothing are left out.
 
     Raises:
         UsageError: a host or slot that is not in the file, more hosts or devices than there are, or nothing left.
     """
-    if selection.include is not None:
-        named = _parse_names("--include", selection.include, hosts)
+    if flags.include is not None:
+        named = _parse_names("--include", flags.include, hosts)
         chosen = [(host, named[host.name]) for host in hosts if host.name in named]
         return tuple(
             Share(h, slots, len(slots), gpus=True) if slots else Share(h, count=h.slots) for h, slots in chosen
         )
-    if selection.exclude is not None:
-        named = _parse_names("--exclude", selection.exclude, hosts)
+    if flags.exclude is not None:
+        named = _parse_names("--exclude", flags.exclude, hosts)
         shares = [_exclude(host, named.get(host.name)) for host in hosts]
         kept = tuple(share for share in shares if share is not None)
         if not kept:
-            raise UsageError(f"--exclude {selection.exclude} leaves no device of no host.")
+            raise UsageError(f"--exclude {flags.exclude} leaves no device of no host.")
         return kept
-    if selection.num_nodes is not None:
-        if selection.num_nodes > len(hosts):
-            raise UsageError(
-                f"--num-nodes {selection.num_nodes} asks for {selection.num_nodes} hosts, but {selection.hostfile} "
-                f"names {len(hosts)}."
-            )
-        hosts = hosts[: selection.num_nodes]
-    if selection.num_gpus is None:
-        return tuple(Share(host, count=host.slots) for host in hosts)
+    wanted, gpus = flags.num_nodes, flags.num_gpus
+    if wanted is not None and wanted > len(hosts):
+        raise UsageError(f"--num-nodes {wanted} asks for {wanted} hosts, but {flags.hostfile} names {len(hosts)}.")
+    hosts = hosts[:wanted]
     for host in hosts:
-        if host.slots is not None and host.slots < selection.num_gpus:
+        if gpus is not None and host.slots is not None and host.slots < gpus:
             raise UsageError(
-                f"--num-gpus {selection.num_gpus} asks for {selection.num_gpus} devices of each host, but {host.name} "
-                f"has slots={host.slots} ({host.where})."
+                f"--num-gpus {gpus} asks for {gpus} devices of each host, but {host.name} has slots={host.slots} "
+                f"({host.where})."
             )
-    return tuple(Share(host, count=selection.num_gpus, gpus=True) for host in hosts)
+    return tuple(Share(host, count=host.slots if gpus is None else gpus, gpus=gpus is not None) for host in hosts)
 
 
-def for_this_host(flags: RunFlags, count_gpus: Callable[[], int]) -> RunFlags:
-    """The same job with --include, --exclude or --num-gpus carried out, where there is no host file and so one host.
+def for_this_host(flags: RunFlags, count_gpus: Callable[[], int]) -> JobSpec:
+    """Return the job with --include, --exclude or --num-gpus carried out, where there is no host file.
 
     Raises:
         UsageError: another host is named, or nothing is left.
+        DeviceError: torch cannot say how many GPUs there are.
     """
-    selection = flags.selection
+    spec = flags.spec
     devices: tuple[int, ...] | None = None
-    if selection.num_gpus is not None:
-        devices = tuple(range(selection.num_gpus))
-    elif selection.include is not None:
-        devices = _local_slots("--include", selection.include) or None  # all
-    elif selection.exclude is not None:
-        excluded = _local_slots("--exclude", selection.exclude)
-        if not excluded:
-            raise UsageError(
-                f"--exclude {selection.exclude} leaves no host: without --hostfile there is only this one."
-            )
-        present = count_gpus()
-        devices = tuple(number for number in range(present) if number not in excluded)
-        beyond = [number for number in excluded if number >= present]
-        if beyond or not devices:
-            why = f"there is no GPU {beyond[0]}" if beyond else "none is left"
-            raise UsageError(f"--exclude {selection.exclude}: {why}; torch sees {present} GPUs here.")
-    plain = replace(flags, selection=SelectionFlags())
+    if flags.num_gpus is not None:
+        devices = tuple(range(flags.num_gpus))
+    elif flags.include is not None:
+        devices = _local_slots("--include", flags.include) or None  # all
+    elif flags.exclude is not None:
+        devices = _all_but(flags.exclude, _local_slots("--exclude", flags.exclude), count_gpus)
     if devices is None:
-        return plain
-    if isinstance(flags.nproc_per_node, int) and flags.nproc_per_node != len(devices):
+        return spec
+    if isinstance(spec.nproc_per_node, int) and spec.nproc_per_node != len(devices):
         raise UsageError(
-            f"--include {selection.include} chooses {len(devices)} devices, but --nproc-per-node "
-            f"{flags.nproc_per_node} asks for {flags.nproc_per_node} workers: leave out one of the two."
+            f"--include {flags.include} chooses {len(devices)} devices, but --nproc-per-node "
+            f"{spec.nproc_per_node} asks for {spec.nproc_per_node} workers: leave out one of the two."
         )
-    if flags.cpu:
-        return replace(plain, nproc_per_node=len(devices))
-    return replace(plain, devices=devices)
+    return replace(spec, nproc_per_node=len(devices)) if spec.cpu else replace(spec, devices=devices)
 
 
-def flags_text(selection: SelectionFlags) -> str:
-    """What the user typed to choose devices, for messages."""
-    chosen = {"--include": selection.include, "--exclude": selection.exclude, "--num-gpus": selection.num_gpus}
-    return " ".join(f"{flag} {value}" for flag, value in chosen.items() if value is not None)
+def _all_but(text: str, excluded: tuple[int, ...], count_gpus: Callable[[], int]) -> tuple[int, ...]:
+    if not excluded:
+        raise UsageError(f"--exclude {text} leaves no host: without --hostfile there is only this one.")
+    present = count_gpus()
+    devices = tuple(number for number in range(present) if number not in excluded)
+    beyond = [number for number in excluded if number >= present]
+    if beyond or not devices:
+        why = f"there is no GPU {beyond[0]}" if beyond else "none is left"
+        raise UsageError(f"--exclude {text}: {why}; torch sees {present} GPUs here.")
+    return devices
 
 
 def _exclude(host: Host, slots: tuple[int, ...] | None) -> Share | None:
@@ -195,39 +179,33 @@ def _slots(flag: str, text: str, listed: str | None) -> tuple[int, ...]:
 def host_words(
     flags: RunFlags, share: Share, *, host_rank: int = 0, hosts: int = 1, leader: str = "", port: int = 0
 ) -> list[str]:
-    """What stands after `photinus run` on this host: flags and program as typed, without all that chose hosts.
+    """Return what follows `photinus run` on this host: flags and program as typed, without all that chose hosts.
 
     For one host alone, nothing is said of leader and port, where the first host listens.
 
     Raises:
         UsageError: --nproc-per-node asks for more workers than the host has slots.
     """
-    words = _workers(flags, share)
-    words += [f"{name}={text}" if text else name for name, (_, text) in flags.given.items() if name not in _LEFT_OUT]
-    if hosts > 1:
-        words += ["--nnodes", str(hosts), "--node-rank", str(host_rank)]
-        words += ["--master-addr", leader, "--master-port", str(port)]
-    module = ["-m"] if flags.program.kind == "module" else []
-    return [*words, *module, flags.program.target, *flags.program.arguments]
+    meeting = ["--nnodes", hosts, "--node-rank", host_rank, "--master-addr", leader, "--master-port", port]
+    without = ("--nproc-per-node", "--num-gpus", "--master-port")
+    words = flags.words_on_a_host(*(map(str, meeting) if hosts > 1 else ()), without=without)
+    return [*_workers(flags.spec, share), *words]
 
 
-def _workers(flags: RunFlags, share: Share) -> list[str]:
-    wanted = flags.nproc_per_node
+def _workers(spec: JobSpec, share: Share) -> list[str]:
+    wanted, devices, count = spec.nproc_per_node, share.devices, share.count
     if isinstance(wanted, int):
-        if share.count is not None and wanted > share.count:
+        if count is not None and wanted > count:
             raise UsageError(
                 f"--nproc-per-node {wanted} asks for {wanted} workers on each host, but {share.host.name} has "
-                f"{share.count} slot{'s' * (share.count != 1)} for this job"
+                f"{count} slot{'s' * (count != 1)} for this job"
                 + (f" ({share.host.where})." if share.host.where else ".")
             )
-        devices = share.devices[:wanted] if share.devices is not None else None
-        count: int | None = wanted
+        devices, count = devices and devices[:wanted], wanted
     elif wanted != "auto":
         return ["--nproc-per-node", wanted]
-    else:
-        devices, count = share.devices, share.count
-    if devices is not None and not flags.cpu:
+    if devices is not None and not spec.cpu:
         return ["--device", ",".join(map(str, devices))]
     if count is None:
         return []
-    return ["--num-gpus" if share.gpus and not flags.cpu else "--nproc-per-node", str(count)]
+    return ["--num-gpus" if share.gpus and not spec.cpu else "--nproc-per-node", str(count)]

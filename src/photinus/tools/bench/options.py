@@ -62,11 +62,11 @@ def parser() -> Parser:
     how = "measure nothing: print how the engine runs each call, why, and the time by its model (docs/scale.md)"
     made.add("--explain", action="store_true", help=how)
     where = "with --explain: ranks of each host, like 4x8 or 3+1. default: all ranks on one host"
-    made.add("--hosts", metavar="LIST", type=_hosts, default=(), help=where)
+    made.add("--hosts", metavar="LIST", type=_hosts, default=(), only_with=("--explain",), help=where)
     lasts = "with --explain: latency between hosts, one way, in microseconds, as a job logs it at its start. default: 3"
-    made.add("--latency-us", metavar="US", type=positive_seconds, default=3.0, help=lasts)
+    made.add("--latency-us", only_with=("--hosts",), metavar="US", type=positive_seconds, default=3.0, help=lasts)
     rate = "with --explain: bandwidth of a host's network card in Gbit/s. default: 200"
-    made.add("--rate-gbit", metavar="GBIT", type=positive_seconds, default=200.0, help=rate)
+    made.add("--rate-gbit", only_with=("--hosts",), metavar="GBIT", type=positive_seconds, default=200.0, help=rate)
     each = "timeout of each measurement. default: 120"
     made.add("--timeout", metavar="SECONDS", dest="timeout_s", type=positive_seconds, default=120.0, help=each)
     return made
@@ -74,10 +74,7 @@ def parser() -> Parser:
 
 def parse_bench(arguments: Sequence[str]) -> Namespace:
     """Reads the words after `photinus bench`; raises UsageError."""
-    options = parser().parse(arguments)
-    Parser.refuse_without(options.given, ("--hosts",), "--explain")
-    Parser.refuse_without(options.given, ("--latency-us", "--rate-gbit"), "--hosts")
-    return options
+    return parser().parse(arguments)
 
 
 def size_name(size_bytes: int) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from ...cli.flag_values import port, positive_seconds
 from ...cli.parser import Parser
-from ...errors import UsageError
 from .finding import as_json, exit_code, print_findings
 from .gpus import look_at_gpus
 from .host import look_at_host, look_at_network
@@ -36,21 +35,28 @@ use."""
 def parser() -> Parser:
     """The command line."""
     several = "--hosts a,b,c [--json] [--ssh COMMAND] [--ssh-port PORT]"
-    made = Parser("doctor", "[--json] [--timeout SECONDS]", several, about=_ABOUT, more=_MORE)
+    made = Parser(
+        "doctor",
+        "[--json] [--timeout SECONDS]",
+        several,
+        about=_ABOUT,
+        more=_MORE,
+        exclusive=[("--hosts", "--hostfile")],
+    )
     made.add("--json", action="store_true", help="print the findings as JSON")
     limit = "timeout of each check. default: 120"
     made.add("--timeout", metavar="SECONDS", type=positive_seconds, default=_TIMEOUT_S, help=limit)
     made.add("--hosts", metavar="a,b,c", help="hosts to check (root@a: as a different user)")
     made.add("--hostfile", metavar="FILE", help="file with the hosts, as for `photinus run`")
-    made.add("--ssh", metavar="COMMAND", default="ssh", help="ssh command. default: ssh")
-    made.add("--ssh-port", metavar="PORT", type=port, help="port of the ssh servers")
+    reached = ("--hosts", "--hostfile")
+    made.add("--ssh", metavar="COMMAND", default="ssh", only_with=reached, help="ssh command. default: ssh")
+    made.add("--ssh-port", metavar="PORT", type=port, only_with=reached, help="port of the ssh servers")
     return made
 
 
 def main(arguments: Sequence[str]) -> int:
     """Examines this machine, or several hosts; returns 0 when all is well, else 1. Raises UsageError."""
     asked = parser().parse(arguments)
-    Parser.refuse_without(asked.given, ("--ssh", "--ssh-port"), "--hosts", "--hostfile")
     if asked.hosts is not None or asked.hostfile is not None:
         return _examine_hosts(asked)
     timeout_s = asked.timeout
@@ -70,10 +76,6 @@ def _examine_hosts(asked: Namespace) -> int:
     from ...run.ssh.hostfile import parse_hostfile, read_hostfile
     from .hosts import examine_hosts
 
-    if asked.hosts is not None and asked.hostfile is not None:
-        raise UsageError(
-            f"--hosts {asked.hosts} and --hostfile {asked.hostfile} contradict each other: leave out one of them."
-        )
     if asked.hostfile is not None:
         hosts = read_hostfile(asked.hostfile)
     else:
