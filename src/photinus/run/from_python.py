@@ -89,7 +89,7 @@ def launch(
         command += ["--oversubscribe"] if oversubscribe else []
         command += ["-m", "photinus.run.function"]
         command += [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (given, answers)]
-        code = _run(command)
+        code = run_launcher(command)
         told = read_answers(answers)
     if code != 0:
         raise LaunchError(_first_error(told, code), exit_code=code)
@@ -137,7 +137,7 @@ def _warn_of_cuda() -> None:
         )
 
 
-def _run(command: list[str]) -> int:
+def run_launcher(command: list[str]) -> int:
     """Runs the launcher with its output where this process's goes, and ends it with us."""
     # A notebook's sys.stdout is no file: what the launcher writes has to be carried there.
     carried = not (_is_file(sys.stdout, 1) and _is_file(sys.stderr, 2))

@@ -4,7 +4,6 @@ command        the command that starts `remote` on a host, the environment it ge
 host           one host, seen from where the user typed: the connection to it, and its output in whole lines
 hostfile       the file of hosts, as DeepSpeed and Open MPI have it: a host on each line, and how many workers it takes
 lifeline       the standard input of a `photinus run` that another host started: signals, and whether anybody is there
-remote         what `photinus run --hostfile` and `photinus doctor --hosts` start on each host, over ssh
-remote_probe   what a host answers to `photinus doctor --hosts`: versions, clock, and how well it reaches another host
+remote         what `photinus run --hostfile` starts on each host, over ssh
 start_hosts    a job on several hosts, started from one place: `photinus run --hostfile FILE`
 """

@@ -111,7 +111,6 @@ class RemoteHost:
         here: it is this host: a child process takes the place of ssh.
         ssh: how to reach it.
         silence_s: after about so long without a sign of life ssh gives up.
-        any_version: another version of Photinus there is no trouble.
 
     Attributes:
         answers: messages from it that nobody has taken yet.
@@ -130,7 +129,6 @@ class RemoteHost:
         here: bool,
         ssh: str = "ssh",
         silence_s: float = 30.0,
-        any_version: bool = False,
     ) -> None:
         self.host = host
         self.name = host.name
@@ -141,7 +139,6 @@ class RemoteHost:
         self.ended: int | None = None
         self.trouble: str | None = None
         self._selector = selector
-        self._any_version = any_version
         self._ssh = ssh
         self._is_running = False  # `photinus run`: what comes from now on is its output
         self._said = {"out": b"", "err": b""}
@@ -255,7 +252,7 @@ class RemoteHost:
         if "hello" in answer:
             self.hello = answer["hello"]
             theirs = answer["hello"]["photinus"]
-            if theirs != __version__ and not self._any_version:
+            if theirs != __version__:
                 self.trouble = (
                     f"host {self.name}: it has Photinus {theirs}, and here is {__version__}. All hosts of a job need "
                     f"the same version."

@@ -1,4 +1,4 @@
-"""What `photinus run --hostfile` and `photinus doctor --hosts` start on each host, over ssh:
+"""What `photinus run --hostfile` starts on each host, over ssh:
 
     ssh HOST python -m photinus.run.ssh.remote
 
@@ -8,11 +8,11 @@ are ssh's then, and stdin is its lifeline (see `lifeline`).
 
     {"do": "prepare", "cwd": ..., "program": ..., "listen": ...}   look whether the job can start; bind the port
     {"do": "run", "options": ..., "words": ..., "environ": ..., "merged": ...}     become `photinus run`
-    {"do": "facts" | "serve" | "probe", ...}                       questions of `photinus doctor`, see remote_probe
 """
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import os
@@ -49,12 +49,9 @@ def main() -> None:
         try:
             if order["do"] == "prepare":
                 listener = _prepare(order)
-            elif order["do"] == "run":
-                _become_launcher(order, listener)
             else:
-                from .remote_probe import answer
-
-                _say(answer(order))
+                assert order["do"] == "run", order
+                _become_launcher(order, listener)
         except (PhotinusError, UsageError, OSError) as error:
             _say({"trouble": str(error)})
 
@@ -74,6 +71,8 @@ def _prepare(order: dict[str, Any]) -> socket.socket | None:
             f"its folder {cwd} cannot be entered ({error.strerror}), and the job runs in the folder where it was "
             f"typed. Share or copy the folder to the same path, or start from one that all hosts have."
         ) from None
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError("torch is not installed there. Install the torch of the other hosts in the same environment.")
     check_program(Program(order["program"]["kind"], order["program"]["target"]))
     if order["listen"] is None:
         _say({"prepared": {}})

@@ -3,6 +3,7 @@
 finding     what one look found; all of it on the terminal, by section
 turns       backends measured in turn, in the same ranks, which `photinus.launch` starts
 hosts       several hosts, over ssh: versions, and every pair tried both ways
+host_rank   the rank of each of these hosts, which `photinus run --hostfile` starts
 host        processors, memory, limits, the engine's needs; interfaces, addresses, the host's own name
 software    Python, torch, launchers: other programs, asked with a deadline; every backend, really tried
 gpus        GPUs, their links with the host and each other, how fast copies go

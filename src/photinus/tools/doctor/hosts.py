@@ -1,12 +1,16 @@
 """`photinus doctor --hosts a,b,c`: whether hosts can train together: versions, and every pair tried in both directions.
 
-Pairs are tried in rounds, in which each host takes part once, so that no transfer shares a host with another.
+One rank a host is started as `photinus run --hostfile` starts any job, so what keeps a job from starting is found too.
+The hosts that are to blame for it are left out, and the others start again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import secrets
+import os
+import re
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -17,17 +21,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...run.local.interrupts import handle_signals
-from ...run.ssh.command import find_here, ssh_command
-from ...run.ssh.host import Hosts, RemoteHost
+from ...run.from_python import run_launcher
+from ...run.local.worker import python_command
 from ...run.ssh.hostfile import Host
-from .finding import Finding, as_json, exit_code, print_findings, terminal
+from .finding import Finding, as_json, assess, exit_code, print_findings, terminal
+from .host_rank import MARK
 
-_ByHost = dict[RemoteHost, dict[str, Any]]
 _SECTION = "Hosts"
 _PAIRS = "Between hosts"
-_TRANSFER_BYTES = 64 << 20
-_TRANSFER_S = 1.0
+_JOIN_S = 30.0
+_ENDED_BY_THE_USER = (130, 143)
 _CLOCK_S = 1.0
 _SLOW = 0.5
 _COLUMN = 12
@@ -39,121 +42,124 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class Pair:
-    """What one host found when it turned to another; `rtt_s`: for one byte there and back; `error`: why not reached."""
+    """What one host found when it turned to another: `rtt_s`, there and back (0: not known), or `error`: why not."""
 
     source: str
     target: str
-    rtt_s: float | None = None
-    bytes_per_s: float | None = None
+    rtt_s: float = 0.0
+    bytes_per_s: float = 0.0
     error: str = ""
+
+
+class Heard(io.StringIO):
+    """What the job prints. `facts`: what the ranks say, by rank; `pairs`: what they measured; `rest`: all else."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__()
+        self.facts: dict[str, dict[str, Any]] = {}
+        self.pairs: list[Pair] = []
+        self.rest = ""
+        self._names, self._open = names, ""
+
+    def write(self, text: str) -> int:
+        """Takes in what has come."""
+        *lines, self._open = (self._open + text).split("\n")
+        for line in lines:
+            _, mark, told = line.partition(MARK)
+            if not mark:
+                self.rest += line + "\n"
+            elif "pair" in (facts := json.loads(told)):
+                source, target = (self._names[rank] for rank in facts.pop("pair"))
+                self.pairs.append(Pair(source, target, **facts))
+            else:
+                facts["clock_ahead_s"] = facts.pop("clock_s") - time.time()
+                self.facts[self._names[facts.pop("rank")]] = facts
+        return len(text)
+
+    def troubles(self) -> dict[str, str]:
+        """What the launcher says of hosts because of which the job failed; of all of them, where it blames none."""
+        found = {}
+        for name in self._names:
+            said = re.search(rf"\bhost {re.escape(name)}(?:: (?:\w+: )?| (?=\(.*\) was |was ))(.*)", self.rest)
+            if said is not None:
+                found[name] = said[1].removesuffix(" Nothing was started.")
+        last = (self.rest.strip().splitlines() or ["the job ended and said nothing"])[-1]
+        return found or dict.fromkeys(self._names, last)
 
 
 def examine_hosts(hosts: Sequence[Host], *, ssh: str, ssh_port: int | None, timeout_s: float, json_only: bool) -> int:
     """Examines the hosts and all their pairs, prints what was found, and returns 0 when all is well, else 1."""
-    here = find_here(hosts)
-    command = ssh_command(ssh, ssh_port, needed=not all(here))
-    with handle_signals() as interrupts:
-        remotes = Hosts(interrupts)
-        try:
-            for host, is_this in zip(hosts, here, strict=True):
-                remotes.add(host, here=is_this, ssh=command, any_version=True)
-            remotes.reach()
-            findings, pairs = _examine(remotes, timeout_s)
-        finally:
-            remotes.leave()
-        if interrupts.received:
-            return 128 + interrupts.received[0]
+    facts: dict[str, dict[str, Any]] = {}
+    troubles: dict[str, str] = {}
+    left = list(hosts)
+    while left:
+        heard = Heard([host.name for host in left])
+        with contextlib.redirect_stdout(heard):
+            code = _start_ranks(left, ssh, ssh_port, timeout_s)
+        if code in _ENDED_BY_THE_USER:
+            return code
+        facts |= heard.facts
+        if code == 0:
+            break
+        troubles |= (new := heard.troubles())
+        left = [host for host in left if host.name not in new]
+    names = [host.name for host in hosts]
+    findings = judge({name: facts[name] for name in names if name in facts}, troubles, heard.pairs)
     if json_only:
-        print(json.dumps({**as_json(findings), "pairs": [asdict(pair) for pair in pairs]}, indent=1))
+        print(json.dumps({**as_json(findings), "pairs": [asdict(pair) for pair in heard.pairs]}, indent=1))
         return exit_code(findings)
     console = terminal()
-    if pairs:
-        matrix([remote.name for remote in remotes.all], pairs, console)
+    if heard.pairs:
+        matrix(names, heard.pairs, console)
     print_findings(findings, console)
     return exit_code(findings)
 
 
-def _examine(remotes: Hosts, timeout_s: float) -> tuple[list[Finding], list[Pair]]:
-    facts: _ByHost = {}
-    clocks: dict[str, float] = {}
-    for remote in (remote for remote in remotes.all if remote.hello is not None):  # one after the other, for the clocks
-        asked_s = time.time()
-        for answer in _ask(remotes, {remote: {"do": "facts"}}, timeout_s).values():
-            facts[remote] = answer["facts"]
-            clocks[remote.name] = answer["facts"]["clock_s"] - (asked_s + time.time()) / 2
-    secret = secrets.token_hex(32)
-    orders = {
-        remote: {"do": "serve", "secret": secret, "name": remote.name, **remotes.meeting_place(remote)}
-        for remote in facts
-    }
-    serving = {remote: answer["serving"] for remote, answer in _ask(remotes, orders, timeout_s).items()}
-    reached, pairs = list(serving), []
-    probe = {"do": "probe", "secret": secret, "bytes": _TRANSFER_BYTES, "seconds": _TRANSFER_S}
-    for matches in rounds(len(reached)):
-        orders = {reached[source]: {**probe, **serving[reached[target]]} for source, target in matches}
-        answers = _ask(remotes, orders, timeout_s)
-        for source, target in matches:
-            probed = answers.get(reached[source], {"probed": {"error": "did not answer"}})["probed"]
-            measured = {name: probed[name] for name in ("rtt_s", "bytes_per_s", "error") if name in probed}
-            pairs.append(Pair(reached[source].name, reached[target].name, **measured))
-    troubles = {remote.name: remote.trouble or "it did not answer" for remote in remotes.all if remote not in serving}
-    known = {remote.name: {**facts[remote], "address": serving[remote]["address"]} for remote in serving}
-    return judge(known, clocks, troubles, pairs), pairs
-
-
-def _ask(remotes: Hosts, orders: _ByHost, timeout_s: float) -> _ByHost:
-    """The answers of those hosts that answer in time."""
-    for remote, order in orders.items():
-        remote.send(order)
-    waiting = [remote for remote in orders if not remote.done]
-    if not remotes.wait(lambda: all(remote.answers or remote.done for remote in waiting), timeout_s):
-        for remote in waiting:
-            if not remote.answers and not remote.done:
-                remote.trouble = f"host {remote.name}: no answer within {timeout_s:g} s."
-    return {remote: remote.answers.popleft() for remote in waiting if remote.answers}
-
-
-def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """All ordered pairs of so many hosts, in rounds in which no host takes part twice: one sum of two for each."""
-    found = []
-    for total in range(count):
-        matches = [(one, (total - one) % count) for one in range(count) if one < (total - one) % count]
-        found += [matches, [(second, first) for first, second in matches]]
-    return [matches for matches in found if matches]
+def _start_ranks(hosts: Sequence[Host], ssh: str, ssh_port: int | None, timeout_s: float) -> int:
+    """Runs a rank on each of the hosts, and returns the job's exit code."""
+    with open(os.memfd_create("photinus-hosts"), "w") as file:
+        file.writelines(f"{host.destination} slots=1\n" for host in hosts)
+        file.flush()
+        command = [*python_command(), "-m", "photinus", "run", "--hostfile", f"/proc/{os.getpid()}/fd/{file.fileno()}"]
+        command += ["--ssh", ssh, *(["--ssh-port", str(ssh_port)] if ssh_port is not None else [])]
+        command += ["--cpu", "--max-restarts", "0", "--rdzv-conf", f"join_timeout={min(_JOIN_S, timeout_s):g}"]
+        return run_launcher([*command, "-m", "photinus.tools.doctor.host_rank", f"{timeout_s:g}"])
 
 
 def judge(
     facts: Mapping[str, Mapping[str, Any]],
-    clocks: Mapping[str, float],
     troubles: Mapping[str, str],
     pairs: Sequence[Pair],
 ) -> list[Finding]:
     """What all this means, by host and by pair.
 
     Args:
-        facts: versions, cores and address of each host that answered.
-        clocks: seconds by which its clock is ahead of this one's.
-        troubles: why the others did not.
-        pairs: both directions of each pair.
+        facts: what each host said of itself.
+        troubles: why others cannot take part.
+        pairs: both directions of each pair that could be tried.
     """
-    findings = [_of_host(name, facts, clocks[name]) for name in facts]
+    findings = [finding for name in facts for finding in _of_host(name, facts)]
     for name, said in troubles.items():
-        what, _, advice = said.removeprefix(f"host {name}: ").partition(". ")
+        what, _, advice = said.partition(". ")
         findings.append(Finding(_SECTION, name, "bad", what, advice or "Log in there by hand and look."))
+    if troubles:
+        advice = "Fix what is said of them, and look again."
+        findings.append(Finding(_PAIRS, "not measured", "bad", f"to and from {', '.join(troubles)}", advice))
     reached = [pair for pair in pairs if not pair.error]
     if reached:
-        trips, rates = (
-            sorted(pair.rtt_s or 0.0 for pair in reached),
-            sorted(pair.bytes_per_s or 0.0 for pair in reached),
-        )
+        trips, rates = sorted(pair.rtt_s for pair in reached), sorted(pair.bytes_per_s for pair in reached)
         value = f"{len(reached)} of {len(pairs)} directions work: round trip {trips[0] * 1e3:.2f} to "
         value += f"{trips[-1] * 1e3:.2f} ms, {_rate(rates[0]).split()[0]} to {_rate(rates[-1])}"
         findings.append(Finding(_PAIRS, "all", "good" if len(reached) == len(pairs) else "note", value))
-    findings += _findings_of_unreached(pairs)
-    rates = [pair.bytes_per_s or 0.0 for pair in reached]
-    for pair, rate in zip(reached, rates, strict=True):
-        if rate < _SLOW * (usual := statistics.median(rates)):
-            value = f"{_rate(rate)}, where the hosts' usual pair has {_rate(usual)}"
+    for pair in pairs:
+        if pair.error:
+            back = any((each.source, each.target) == (pair.target, pair.source) for each in reached)
+            value = f"not reached: {pair.error}" + (f" ({pair.target} reaches {pair.source})" if back else "")
+            advice = _ADVICE.format(target=pair.target)
+            findings.append(Finding(_PAIRS, f"{pair.source} to {pair.target}", "bad", value, advice))
+    for pair in reached:
+        if pair.bytes_per_s < _SLOW * (usual := statistics.median(rates)):
+            value = f"{_rate(pair.bytes_per_s)}, where the hosts' usual pair has {_rate(usual)}"
             advice = "All wait for the slowest link: look at its cable, switch port and duplex, or leave the host out."
             findings.append(Finding(_PAIRS, f"{pair.source} to {pair.target}", "note", value, advice))
     return findings
@@ -167,9 +173,10 @@ def matrix(names: Sequence[str], pairs: Sequence[Pair], console: Console) -> Non
         pair = found.get((source, target))
         if pair is None:
             return Text("–" if source == target else "?")
-        if pair.error or pair.rtt_s is None or pair.bytes_per_s is None:
-            return Text(f"✗ {pair.error}", "red")
-        return Text(f"{pair.rtt_s * 1e3:.2f} {pair.bytes_per_s * 8 / 1e9:5.2f}")
+        if pair.error:
+            return Text("✗", "red")
+        trip = f"{pair.rtt_s * 1e3:.2f}" if pair.rtt_s else "?"
+        return Text(f"{trip} {pair.bytes_per_s * 8 / 1e9:5.2f}")
 
     console.print("From row to column: round trip in ms, bandwidth in Gbit/s", style="bold")
     at_once = max(1, (console.width - _COLUMN) // (_COLUMN + 1))
@@ -186,49 +193,28 @@ def matrix(names: Sequence[str], pairs: Sequence[Pair], console: Console) -> Non
     console.print()
 
 
-def _of_host(name: str, facts: Mapping[str, Mapping[str, Any]], ahead_s: float) -> Finding:
+def _of_host(name: str, facts: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
     own = facts[name]
+    ahead_s = own["clock_ahead_s"]
     value = (
-        f"{own['address']}, {own['cores']} cores, Python {own['python']}, torch {own['torch'] or 'missing'}, "
+        f"{own['address']}, {own['cores']} cores, Python {own['python']}, torch {own['torch']}, "
         f"Photinus {own['photinus']}"
     )
     if abs(ahead_s) > _CLOCK_S:
         value += f"; its clock is {abs(ahead_s):.0f} s {'ahead' if ahead_s > 0 else 'behind'} (nothing depends on it)"
-    if own["torch"] is None:
-        advice = f"Install the torch of the other hosts in the same environment on {name}."
-        return Finding(_SECTION, name, "bad", value, advice, dict(own))
+    advice = ""
     for what in ("Photinus", "torch", "Python"):
         versions = [each[what.lower()] for each in facts.values()]
         usual = max(dict.fromkeys(versions), key=versions.count)
         if _version_to_compare(what, own[what.lower()]) != _version_to_compare(what, usual):
-            advice = f"The other hosts have {what} {usual}: ranks of one job need the same on all."
-            return Finding(_SECTION, name, "bad", value, advice, dict(own))
-    return Finding(_SECTION, name, "good", value, facts={**own, "clock_ahead_s": ahead_s})
+            advice = advice or f"The other hosts have {what} {usual}: ranks of one job need the same on all."
+    limits = [Finding(_SECTION, f"{name}: {each['name']}", "bad", each["value"], each["advice"]) for each in own["bad"]]
+    return [assess(_SECTION, name, value, bad=advice, facts=dict(own)), *limits]
 
 
-def _version_to_compare(what: str, version: str | None) -> str | None:
+def _version_to_compare(what: str, version: str) -> str:
     # A patch release of Python changes nothing between ranks; the build of torch (+cpu, +cu126) follows the devices.
-    if version is None:
-        return None
     return version.rpartition(".")[0] if what == "Python" else version.partition("+")[0]
-
-
-def _findings_of_unreached(pairs: Sequence[Pair]) -> list[Finding]:
-    unreached = {(pair.source, pair.target): pair for pair in pairs if pair.error}
-    findings = []
-    for (source, target), pair in unreached.items():
-        back = unreached.get((target, source))
-        if back is None:
-            value = f"{target} reaches {source}, but {source} does not reach {target} ({pair.error})"
-            advice = f"Connections are made from both sides. {_ADVICE.format(target=target)}"
-            findings.append(Finding(_PAIRS, f"{source} to {target}", "bad", value, advice))
-        elif source < target or back.error != pair.error:
-            value = f"they do not reach each other ({pair.error})"
-            name = f"{source}, {target}"
-            if back.error != pair.error:
-                name, value = f"{source} to {target}", f"not reached ({pair.error}), nor the other way round"
-            findings.append(Finding(_PAIRS, name, "bad", value, _ADVICE.format(target=target)))
-    return findings
 
 
 def _rate(bytes_per_s: float) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import LaunchError
+from ...errors import CollectiveError, LaunchError
 from ...run.from_python import launch
 from ...run.local.devices import VISIBLE
 from .finding import LATE
@@ -198,7 +198,7 @@ class _Member:
             ones = zeros(min(elems, _CHECKED_ELEMS)).fill_(1)
             dist.all_reduce(ones, group=group)
             if not bool((ones == ranks).all()):
-                raise RuntimeError(f"the sum of {ranks} ones came out as {ones.min().item()} to {ones.max().item()}")
+                raise CollectiveError(f"the sum of {ranks} ones came out as {ones.min().item()} to {ones.max().item()}")
         calls: dict[str, Callable[[], object]] = {
             "all_reduce": lambda: dist.all_reduce(whole, group=group),
             "broadcast": lambda: dist.broadcast(whole, 0, group=group),
