@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...runlog.events import Event, cause_of
@@ -71,6 +72,15 @@ def ranks_in_words(world_size: object, hosts: object) -> str:
     if not isinstance(world_size, int) or not world_size:
         return ""
     return f"{plural(world_size, 'rank')} {hosts_in_words(hosts)}".strip()
+
+
+def command_of(start: Mapping[str, Any]) -> str:
+    """Return the command of a start in config.json."""
+    typed = start.get("started_with")  # by the user; `command` is what a worker was given
+    command = start.get("command") or []
+    if isinstance(typed, str) or not isinstance(command, list):
+        return str(typed or command)
+    return shlex.join(str(word) for word in command)
 
 
 def speed(windows: Sequence[Window]) -> tuple[float, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shlex
 import signal
 import sys
 import termios
@@ -18,8 +19,7 @@ from ...cli.flag_values import seconds
 from ...cli.parser import Parser
 from ...errors import UsageError
 from ...runlog.run import Run
-from .event_text import printable
-from .facts import started_with
+from .event_text import command_of, printable
 from .run_argument import run_folder
 
 if TYPE_CHECKING:
@@ -82,8 +82,11 @@ def _show(run: Run, *, once: bool, interval_s: float) -> None:
     else:
         with contextlib.suppress(KeyboardInterrupt):  # a way to leave like any other
             _watch(run, console, interval_s)
-    if run.state(time.time()).word != "running" and (command := started_with(run)):
-        print(f"started with: {printable(command)}")
+    if run.config_starts and run.state(time.time()).word != "running":
+        command, folder = command_of(run.config_starts[-1]), run.config_starts[-1].get("folder")
+        if command:  # to be pasted into a shell, which goes on with the run
+            where = f"cd {shlex.quote(folder)} && " if isinstance(folder, str) else ""
+            print(f"started with: {printable(where + command)}")
 
 
 def _picture(run: Run, console: Console, height: int | None) -> Group:
