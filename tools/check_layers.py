@@ -52,7 +52,7 @@ BUDGET = {
     "run": 4350,
     "runlog": 1695,
     "templates": 340,
-    "tools": 2703,
+    "tools": 2682,
     "top": 1648,
     "trainer": 8010,
 }

@@ -8,9 +8,8 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rich.bar import Bar
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.measure import Measurement
+from rich.cells import cell_len
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -26,28 +25,26 @@ _ALARM = "bold yellow"
 _COLOURS = dict(zip(PHASES, ("yellow", "cyan", "blue", "red", "green", "bright_black"), strict=True))
 _LETTERS = dict(zip(PHASES, "dfbwo·", strict=True))
 _RECENT = 10
+_POINTS = 400
 _WIDEST = 120
 _LEVELS = "▁▂▃▄▅▆▇█"
+_EIGHTHS = " ▏▎▍▌▋▊▉"
 _MISSING = "×"
 
 
 def view(run: Run, *, width: int, height: int | None, now_s: float, colour: bool) -> Group:
-    """What shows a run, in lines that do not wrap, on a terminal of this size (`height` None: as many as it takes).
+    """Return what shows a run, in lines that do not wrap, on a terminal of this size (`height` None: any).
 
     `now_s`: Unix time. `colour`: whether there are colours; without them the phases are letters.
     """
     width = min(width, _WIDEST)
     picture: list[RenderableType] = [*_head(run, width, now_s), Text()]
-    curves = _curves(run, width)
-    picture += curves
-    used = len(picture) - len(curves) + sum(each.row_count if isinstance(each, Table) else 1 for each in curves)
+    picture += _curves(run, width)
     windows = recent_windows(run, ended=run.state(now_s).word != "running")
     ranks = shares(windows)
     if ranks:
-        breakdown = _breakdown(ranks, windows, width, colour)
-        picture += [Text(), *breakdown]
-        used += 1 + len(breakdown)
-    left = None if height is None else max(2, height - used - 1)
+        picture += [Text(), *_breakdown(ranks, windows, width, colour)]
+    left = None if height is None else max(2, height - len(picture) - 1)
     events = _events(run, 6 if left is None else max(2, min(6, left // 3)))
     if ranks:
         room = len(ranks) if left is None else max(1, left - len(events) - 4)
@@ -96,7 +93,7 @@ def _wrap(facts: Sequence[Text], width: int, gap: str) -> list[Text]:
 # -- the head ---------------------------------------------------------------------------------------------------------
 
 
-def _head(run: Run, width: int, now_s: float) -> list[RenderableType]:
+def _head(run: Run, width: int, now_s: float) -> list[Text]:
     state = run.state(now_s)
     style = {"bad": "red", "good": "green", "warn": "bold"}[severity(state)]
     name = _line((printable(run.name), "bold"), "  ", (describe_state(run, state, now_s), style))
@@ -106,14 +103,13 @@ def _head(run: Run, width: int, now_s: float) -> list[RenderableType]:
     gap = width - first[0].cell_len - len(clock)
     if len(first) == 1 and gap >= 2:
         first = [_line(first[0], " " * gap, (clock, "dim"))]
-    lines: list[RenderableType] = [*first]
     if state.why:
-        lines += [_line((text, "red")) for text in textwrap.wrap(printable(state.why), max(width, 20), max_lines=3)]
+        first += [_line((text, "red")) for text in textwrap.wrap(printable(state.why), max(width, 20), max_lines=3)]
     facts = [Text(fact) for fact in _facts(run, state.word != "running")]
-    return [*lines, *_progress(run, width, going=state.word == "running"), *_wrap(facts, width, "  ")]
+    return [*first, *_progress(run, width, going=state.word == "running"), *_wrap(facts, width, "  ")]
 
 
-def _progress(run: Run, width: int, *, going: bool) -> list[RenderableType]:
+def _progress(run: Run, width: int, *, going: bool) -> list[Text]:
     steps = run.steps_wanted
     if not run.step:
         return [_line(f"no step{f' of {count(steps)} steps' if steps else ''} done yet")]
@@ -123,21 +119,17 @@ def _progress(run: Run, width: int, *, going: bool) -> list[RenderableType]:
         return [_line(text)]
     left_s = _left_s(run) if going else math.nan
     left = f"  about {duration(left_s)} left" if math.isfinite(left_s) else ""
-    tail = Text(f"{percent(run.step / steps)}{left}")
-    bar = Bar(steps, 0, run.step, color="cyan")
-    if width - len(text) - tail.cell_len - 4 >= 10:
-        return [_row(width, text, bar, tail)]
-    return [_line(text), _row(width, bar, tail)]
+    tail = f"{percent(run.step / steps)}{left}"
+    room = width - len(text) - len(tail) - 4
+    if room >= 10:
+        return [_line(f"{text}  ", (_bar(run.step / steps, room), "cyan"), f"  {tail}")]
+    return [_line(text), _line((_bar(run.step / steps, max(0, width - len(tail) - 2)), "cyan"), f"  {tail}")]
 
 
-def _row(width: int, *cells: RenderableType) -> Table:
-    """Cells side by side; a bar takes the room that the others leave."""
-    row = Table.grid(padding=(0, 2, 0, 0), expand=True)
-    row.width = width
-    for cell in cells:
-        row.add_column(no_wrap=True, ratio=1 if isinstance(cell, Bar) else None)
-    row.add_row(*cells)
-    return row
+def _bar(share: float, width: int) -> str:
+    """Return a bar that fills this share of a width, in steps of an eighth of a character."""
+    whole, eighths = divmod(int(min(1.0, max(0.0, share)) * width * 8), 8)
+    return ("█" * whole + _EIGHTHS[eighths]).ljust(width)[:width]
 
 
 def _left_s(run: Run) -> float:
@@ -169,49 +161,36 @@ def _facts(run: Run, ended: bool) -> list[str]:
 # -- curves -----------------------------------------------------------------------------------------------------------
 
 
-def _curves(run: Run, width: int) -> list[Table | Text]:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True, max_width=16)
-    table.add_column(no_wrap=True, justify="right", style="bold")
-    if width >= 60:
-        table.add_column(no_wrap=True, style="dim")
-    table.add_column()
-
-    def add(name: str, last: float, told: str, curve: Curve) -> None:
-        table.add_row(printable(name), number(last), *([told] if width >= 60 else []), _Sparkline(curve))
-
+def _curves(run: Run, width: int) -> list[Text]:
+    rows: list[tuple[str, float, str, Curve]] = []
     if run.losses.count:
-        add("loss", run.last_loss, f"lowest {number(run.losses.low)}", run.losses)
+        rows.append(("loss", run.last_loss, f"lowest {number(run.losses.low)}", run.losses))
     elif run.epochs:
-        curve = Curve(400, ((row["step"], row.get("loss", math.nan)) for row in run.epochs))
-        add("loss", run.epochs[-1].get("loss", math.nan), f"lowest {number(curve.low)}", curve)
+        curve = Curve(_POINTS, ((row["step"], row.get("loss", math.nan)) for row in run.epochs))
+        rows.append(("loss", run.epochs[-1].get("loss", math.nan), f"lowest {number(curve.low)}", curve))
     for name in run.logged[:4]:
         values = [(row["step"], row[name]) for row in run.epochs if name in row]
-        curve = Curve(400, values)
-        told = f"{number(curve.low)} to {number(curve.high)}" if len(values) > 1 else ""
-        add(name.replace("_", " "), values[-1][1], told, curve)
-    if not table.row_count:
+        curve = Curve(_POINTS, values)
+        span = f"{number(curve.low)} to {number(curve.high)}" if len(values) > 1 else ""
+        rows.append((printable(name.replace("_", " ")), values[-1][1], span, curve))
+    if not rows:
         return [_line(("no loss is known yet", "dim"))]
-    if not run.losses.missing:
-        return [table]
-    what = "step's loss was" if run.losses.missing == 1 else "steps' losses were"
-    told = f"{count(run.losses.missing)} {what} no number (×), the last at step {count(run.not_finite[-1])}"
-    return [table, _line((told, _ALARM))]
-
-
-class _Sparkline:
-    """A curve of at most 60 characters, for rich; nothing where it has one point or next to no room."""
-
-    def __init__(self, curve: Curve) -> None:
-        self._curve = curve
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = min(options.max_width, 60)
-        drawn = width >= 4 and len(self._curve.buckets) > 1
-        yield Text(sparkline(self._curve.means(width)) if drawn else "", "cyan", no_wrap=True)
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(1, min(options.max_width, 60))
+    names = min(16, max(cell_len(name) for name, *_ in rows))
+    lasts = max(len(number(last)) for _, last, *_ in rows)
+    spans = 2 + max(len(span) for *_, span, _ in rows) if width >= 60 else 0
+    room = min(60, width - names - lasts - spans - 4)
+    lines = []
+    for name, last, span, curve in rows:
+        drawn = sparkline(curve.means(room)) if room >= 4 and len(curve.buckets) > 1 else ""
+        label = Text(name)
+        label.truncate(names, overflow="ellipsis", pad=True)
+        beside = f"  {span}".ljust(spans)[:spans]
+        lines.append(_line(label, "  ", (number(last).rjust(lasts), "bold"), (beside, "dim"), "  ", (drawn, "cyan")))
+    if run.losses.missing:
+        what = "step's loss was" if run.losses.missing == 1 else "steps' losses were"
+        text = f"{count(run.losses.missing)} {what} no number (×), the last at step {count(run.not_finite[-1])}"
+        lines.append(_line((text, _ALARM)))
+    return lines
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -272,7 +251,7 @@ def _ranks(
         (with_peak and len(set(hosts)) > 1, "host", {"max_width": 16}, lambda r: "".join(hosts[r.rank : r.rank + 1])),
         (True, "own time", right, lambda r: step_time(r.own_s)),
         (True, " waiting", right, lambda r: step_time(r.phases[waiting])),
-        (width >= 70, "", {"width": 16}, lambda r: Bar(most_s, 0, r.own_s, color=colour.get(r.rank, "cyan"))),
+        (width >= 70, "", {"width": 16}, lambda r: Text(_bar(r.own_s / most_s, 16), colour.get(r.rank, "cyan"))),
         (with_peak, "memory (peak)", {}, lambda r: _memory(window, r.rank, "resident", "peak")),
         (not with_peak, "memory", {}, lambda r: _memory(window, r.rank, "resident")),
         (with_gpu, "GPU (peak)", {}, lambda r: _memory(window, r.rank, "cuda", "cuda_peak")),
