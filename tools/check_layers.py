@@ -45,7 +45,7 @@ FLOORS = {
 # Python: room -> most lines. Who adds to a full room takes something out of it, or says in the commit why it grows.
 BUDGET = {
     "backend": 3363,
-    "cli": 1767,
+    "cli": 1773,
     "compat": 727,
     "job": 3222,
     "parallel": 6841,

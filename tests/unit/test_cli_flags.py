@@ -29,6 +29,11 @@ def test_dash_underscore_space_and_equals_are_the_same(flag: str) -> None:
     assert parsed(f"--{flag} x.py").spec == JobSpec(SCRIPT, nproc_per_node=3)
 
 
+@pytest.mark.parametrize("flag", ["-n 3", "-np 3", "-ppn 3", "-ppn 3 --nnodes 1:1"])
+def test_the_number_of_workers_is_also_spelled_as_in_mpirun(flag: str) -> None:
+    assert parsed(f"{flag} x.py").spec.nproc_per_node == 3
+
+
 OUT, BOTH = frozenset({"out"}), frozenset({"out", "err"})
 
 
@@ -162,7 +167,11 @@ def test_help_wins_over_a_missing_script(line: str) -> None:
         ("--nproc-per-nodes=2 x.py", "Did you mean --nproc-per-node?"),
         ("--max-restart 2 x.py", "Did you mean --max-restarts?"),
         ("--num_processes 2 x.py", "unknown flag --num_processes. It is called --nproc-per-node here"),
-        ("-np 2 x.py", "unknown flag -np. It is called --nproc-per-node here"),
+        (
+            "-np 4 --nnodes 2 --master-addr a x.py",
+            "-np 4: with several hosts, mpirun counts the processes of all of them",
+        ),
+        ("-n 4 --hostfile f x.py", "Write --nproc-per-node N (or -ppn N) for N workers on each host"),
         ("--num_machines 2 x.py", "It is called --nnodes here"),
         ("--master_address h x.py", "unknown flag --master_address. Did you mean --master-addr?"),
         ("--machine_ranks 1 x.py", "Did you mean --node-rank?"),

@@ -77,7 +77,7 @@ class _Flag(NamedTuple):
 _FLAGS = {
     "workers": (
         _Flag(
-            "--nproc-per-node N|auto|gpu|cpu",
+            "--nproc-per-node -ppn -np -n N|auto|gpu|cpu",
             "workers on a host. auto: one per GPU, or one per usable core where there is no GPU. default: auto",
             read.worker_count,
         ),
@@ -183,7 +183,7 @@ _EXCLUSIVE = (
 )
 # Other launchers' flags: how they are called here, or what to do instead.
 _RENAMED = {
-    **dict.fromkeys(("--num-processes", "--num-proc", "--nprocs", "-n", "-np"), "--nproc-per-node"),
+    **dict.fromkeys(("--num-processes", "--num-proc", "--nprocs"), "--nproc-per-node"),
     **dict.fromkeys(("--min-elastic-nodes", "--max-elastic-nodes"), "--nnodes LEAST:MOST"),
     "--devices": "--nproc-per-node N, or --device 0,3",
     "--num-machines": "--nnodes",
@@ -345,6 +345,12 @@ def _refuse_contradictions(typed: Mapping[str, Any], given: Given) -> None:
     """Raise UsageError for flags whose values cannot both be meant."""
     if "-m" in given and "--no-python" in given:
         raise UsageError("--no-python and -m contradict each other: a module is Python. Leave out one of them.")
+    spelling = given.get("--nproc-per-node", ("",))[0]
+    if spelling in ("-n", "-np") and given.keys() & {"--nnodes", "--hostfile", "--slurm"}:
+        raise UsageError(
+            f"{shown(given, '--nproc-per-node')}: with several hosts, mpirun counts the processes of all of them so, "
+            f"and `photinus run` those of one. Write --nproc-per-node N (or -ppn N) for N workers on each host."
+        )
     workers, gpus, (_, most) = typed.get("nproc_per_node"), typed.get("devices", ()), typed.get("nnodes", (1, 1))
     exclusive: list[tuple[str, ...]] = []
     if workers == "gpu":
