@@ -44,7 +44,7 @@ FLOORS = {
 }
 # Python: room -> most lines. Who adds to a full room takes something out of it, or says in the commit why it grows.
 BUDGET = {
-    "backend": 3363,
+    "backend": 3373,
     "cli": 1773,
     "compat": 727,
     "job": 3222,
@@ -53,7 +53,7 @@ BUDGET = {
     "runlog": 1695,
     "templates": 340,
     "tools": 2682,
-    "top": 1648,
+    "top": 1678,
     "trainer": 8010,
 }
 # Folders inside a room, lowest first; the files directly in the room are above them all.

@@ -27,8 +27,10 @@ work               handles of operations in flight, as torch.distributed expects
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
+import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +62,8 @@ def register() -> None:
         if not _registered and dist.is_available():  # `import torch` may have called register() just now
             dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
             _registered = True
+            if sys.version_info < (3, 14):
+                atexit.register(_let_gloo_finish)
             if "PHOTINUS_STATUS_FILE" in os.environ:  # env.STATUS_FILE: a launcher's worker, whatever its script is
                 from ..job.status import count_optimizer_steps
 
@@ -68,6 +72,12 @@ def register() -> None:
         warnings.warn(
             f"the torch.distributed backend {NAME!r} is not available: {type(error).__name__}: {error}", stacklevel=2
         )
+
+
+def _let_gloo_finish() -> None:
+    from ..training_process import let_gloo_finish
+
+    let_gloo_finish()
 
 
 def _create(options: _DistributedBackendOptions, backend_options: object) -> ProcessGroup:

@@ -1,0 +1,59 @@
+"""A script that ends right behind a collective of torch's gloo ends well."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from photinus import training_process
+from tests.dist.test_run import run_job, script
+
+_SCRIPT = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(10):
+    model(torch.ones(8, 64)).sum().backward()
+    optimizer.step()
+    dist.barrier()
+    dist.all_reduce(torch.zeros(5000))
+dist.destroy_process_group()
+"""
+
+
+def test_the_end_waits_until_no_thread_of_gloos_has_anything_to_do(monkeypatch):
+    looks = iter([{"R"}, {"S"}, {"S", "R"}, {"S"}, {"S"}, {"R"}])
+    monkeypatch.setattr(training_process, "_gloo_states", lambda: next(looks))
+    training_process.let_gloo_finish()
+    assert next(looks) == {"R"}
+
+
+def test_a_thread_that_never_rests_is_waited_for_a_moment_only(monkeypatch):
+    monkeypatch.setattr(training_process, "_gloo_states", lambda: {"R"})
+    began_s = time.monotonic()
+    training_process.let_gloo_finish(0.05)
+    assert time.monotonic() - began_s < 5
+
+
+def test_gloos_threads_are_known_by_their_names():
+    program = """
+import os, torch, torch.distributed as dist
+from photinus.training_process import _gloo_states
+assert _gloo_states() == set()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+assert _gloo_states() and _gloo_states() <= {"S", "R"}
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_scripts_that_end_behind_a_collective_end_well(tmp_path):
+    path = script(tmp_path, _SCRIPT)
+    for _ in range(10):  # half of them failed
+        ended = run_job("--nproc-per-node", "2", "--max-restarts", "0", path)
+        assert ended.code == 0, ended.err
