@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from benchmarks.ranks.added_on_gpu import AddedOnGpu
 from photinus.run.local.devices import usable_cores
-from photinus.tools.doctor.turns import through_host
+from photinus.tools.doctor.backend_rank import through_host
 from tests.fake_cuda import FakeGpu, RealGpu
 from tests.gpu.device import DEVICE, HAS_GPU, settle
 

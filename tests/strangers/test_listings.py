@@ -7,7 +7,6 @@ compared with the output, here or in the test that COMPARED names. A block that 
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import signal
@@ -168,10 +167,8 @@ def test_a_port_of_another_program_is_reported_as_the_page_shows(tmp_path: Path)
     assert shown[0].replace("29500", str(port)) in said.splitlines(), said
 
 
-def test_pairs_of_hosts_are_printed_as_the_page_shows() -> None:
-    from rich.console import Console
-
-    from photinus.tools.doctor.hosts import Pair, matrix
+def test_pairs_of_hosts_are_printed_as_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    from photinus.tools.doctor.hosts import Pair, print_pairs
 
     shown = outputs("docs/how-to/ssh.md")[PAIRS]
     names = shown[2].split()
@@ -184,9 +181,8 @@ def test_pairs_of_hosts_are_printed_as_the_page_shows() -> None:
             elif cell != "–":
                 rtt_ms, gigabits = map(float, cell.split())
                 pairs.append(Pair(source, target, rtt_ms / 1e3, gigabits * 1e9 / 8))
-    printed = io.StringIO()
-    matrix(names, pairs, Console(file=printed, width=80))
-    assert [line.rstrip() for line in printed.getvalue().rstrip().splitlines()] == shown
+    print_pairs(names, pairs, 80)
+    assert capsys.readouterr().out.rstrip().splitlines() == shown
 
 
 @pytest.mark.slow

@@ -20,7 +20,8 @@ from photinus.tools.bench import measure
 from photinus.tools.bench.options import parse_bench, size_name
 from photinus.tools.bench.result import Result, bus_factor, choose, limits, print_table
 from photinus.tools.doctor import turns
-from photinus.tools.doctor.turns import COPY, BackendError, Plan
+from photinus.tools.doctor.plan import COPY, Plan
+from photinus.tools.doctor.turns import BackendError
 
 MIB = 1 << 20
 Capture = pytest.CaptureFixture[str]

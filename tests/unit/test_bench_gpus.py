@@ -15,7 +15,9 @@ from photinus.tools.bench import measure
 from photinus.tools.bench.measure import keep_choice
 from photinus.tools.bench.options import parse_bench
 from photinus.tools.bench.result import Result, explain_gpus, limits, predict
-from photinus.tools.doctor.turns import COPIES, COPY, HOST_COPY, BackendError, Plan, through_host
+from photinus.tools.doctor.backend_rank import through_host
+from photinus.tools.doctor.plan import COPIES, COPY, HOST_COPY, Plan
+from photinus.tools.doctor.turns import BackendError
 from photinus.verdict import Setting, driver_version, look_up_verdict
 
 MIB = 1 << 20

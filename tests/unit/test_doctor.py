@@ -6,15 +6,16 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from photinus.cli.main import main
-from photinus.tools.doctor import examine, host, software
-from photinus.tools.doctor.finding import Finding, as_json, exit_code, print_findings
-from photinus.tools.doctor.host import look_at_host, look_at_network
+from photinus.tools.doctor import examine, finding, host, software
+from photinus.tools.doctor.finding import Finding, report
+from photinus.tools.doctor.host import look_at_host
 from photinus.tools.doctor.software import ask_child
 
 TORCH = {
@@ -49,15 +50,22 @@ def machine(folder: Path, **files: str) -> Path:
 # ---- the table
 
 
-def shown(*findings: Finding, colour: bool = False) -> list[str]:
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """What a terminal of 80 columns shows."""
-    console = Console(width=80, force_terminal=colour, color_system="standard" if colour else None, highlight=False)
-    with console.capture() as printed:
-        print_findings(findings, console)
-    return [text.rstrip() for text in printed.get().splitlines()]
+
+    def show(*findings: Finding, colour: bool = False) -> list[str]:
+        system = "standard" if colour else None
+        console = Console(width=80, force_terminal=colour, color_system=system, highlight=False)
+        monkeypatch.setattr(finding, "terminal", lambda: console)
+        with console.capture() as printed:
+            report(findings)
+        return printed.get().splitlines()
+
+    return show
 
 
-def test_each_finding_is_a_line_with_its_advice_below() -> None:
+def test_each_finding_is_a_line_with_its_advice_below(shown: Callable[..., list[str]]) -> None:
     assert shown(
         Finding("Host", "memory", "good", "8.0 GiB"),
         Finding("Host", "open files", "bad", "16", "Raise it: ulimit -n 4096."),
@@ -75,22 +83,21 @@ def test_each_finding_is_a_line_with_its_advice_below() -> None:
     ]
 
 
-def test_long_findings_stay_inside_the_terminal() -> None:
+def test_long_findings_stay_inside_the_terminal(shown: Callable[..., list[str]]) -> None:
     long = Finding("Host", "a name that is rather long", "bad", "word " * 60, "do " * 60)
     assert max(map(len, shown(long))) <= 80
 
 
-def test_colours_only_where_they_are_wanted() -> None:
-    finding = Finding("Host", "memory", "good", "8 GiB")
-    assert "\x1b[32m  ✓" in "\n".join(shown(finding, colour=True))
-    assert "\x1b" not in "\n".join(shown(finding))
+def test_colours_only_where_they_are_wanted(shown: Callable[..., list[str]]) -> None:
+    memory = Finding("Host", "memory", "good", "8 GiB")
+    assert "\x1b[32m  ✓" in "\n".join(shown(memory, colour=True))
+    assert "\x1b" not in "\n".join(shown(memory))
 
 
 def test_exit_code_is_1_only_when_something_is_bad() -> None:
     note = Finding("Host", "a", "note", "works")
-    assert exit_code([note, Finding("Host", "b", "absent", "")]) == 0
-    assert exit_code([note, Finding("Host", "c", "bad", "x", "do")]) == 1
-    assert as_json([note])["well"] is True
+    assert report([note, Finding("Host", "b", "absent", "")]) == 0
+    assert report([note, Finding("Host", "c", "bad", "x", "do")], as_json=True) == 1
 
 
 # ---- the host
@@ -123,25 +130,9 @@ def test_this_machine_has_what_the_engine_needs() -> None:
     assert named(look_at_host(), "memfd").state == "good"
 
 
-# ---- the network
-
-
-def test_bbr_is_told_for_it_slows_traffic_inside_the_host(tmp_path: Path) -> None:
-    found = look_at_network(machine(tmp_path, proc__sys__net__ipv4__tcp_congestion_control="bbr\n"))
-    assert named(found, "TCP congestion").state == "note"
-    found = look_at_network(machine(tmp_path, proc__sys__net__ipv4__tcp_congestion_control="cubic\n"))
-    assert named(found, "TCP congestion").state == "good"
-
-
-def test_an_interface_without_an_address_is_no_way_to_other_hosts(tmp_path: Path) -> None:
-    root = machine(tmp_path, sys__class__net__enp9s9__operstate="down\n", sys__class__net__lo__operstate="unknown\n")
-    assert named(look_at_network(root), "enp9s9").state == "absent"
-    assert "lo" not in [finding.name for finding in look_at_network(root)]
-
-
 def test_a_host_name_that_does_not_resolve_is_told_with_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host.socket, "gethostname", lambda: "no-such-host.invalid")
-    finding = named(look_at_network(), "host name")
+    finding = named(look_at_host(), "host name")
     assert finding.state == "note"
     assert "GLOO_SOCKET_IFNAME" in finding.advice
 
@@ -150,7 +141,7 @@ def test_a_host_name_that_does_not_resolve_is_told_with_what_to_set(monkeypatch:
 
 
 def software_with(torch: software.Answer, engine: software.Answer = ENGINE) -> list[Finding]:
-    return software.look_at_software(torch, engine, 10)
+    return software.look_at_software(torch, engine)
 
 
 def test_a_torch_that_cannot_be_imported_is_a_finding_with_its_own_error() -> None:
@@ -242,9 +233,8 @@ def test_without_torch_no_backend_is_tried() -> None:
 def stub(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> None:
     monkeypatch.setattr(examine, "ask_torch", lambda timeout_s: (None, "none"))
     monkeypatch.setattr(examine, "ask_engine", lambda timeout_s: (None, "none"))
-    monkeypatch.setattr(examine, "look_at_software", lambda torch, engine, timeout_s: list(findings))
+    monkeypatch.setattr(examine, "look_at_software", lambda torch, engine: list(findings))
     monkeypatch.setattr(examine, "look_at_host", list)
-    monkeypatch.setattr(examine, "look_at_network", list)
     monkeypatch.setattr(examine, "look_at_gpus", lambda torch, timeout_s: [])
 
 

@@ -81,7 +81,7 @@ def test_without_a_gpu_one_line_says_so(
     monkeypatch: pytest.MonkeyPatch, driver: str, facts: dict[str, Any] | None, told: str
 ) -> None:
     monkeypatch.setattr("shutil.which", lambda name: "/bin/nvidia-smi" if driver else None)
-    monkeypatch.setattr(gpus, "output_of", lambda words, timeout_s: driver)
+    monkeypatch.setattr(gpus, "_listed_by_the_driver", lambda timeout_s: driver)
     (finding,) = look_at_gpus(None if facts is None else {**TORCH, "gpus": [], **facts}, 10)
     assert told in finding.value
     assert finding.state == ("bad" if "GPU 0" in driver else "absent")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
-import time
 
 import pytest
-from rich.console import Console
 
-from photinus.tools.doctor.host_rank import MARK, rounds
-from photinus.tools.doctor.hosts import Heard, Pair, judge, matrix
+from photinus.tools.doctor.host_rank import rounds
+from photinus.tools.doctor.hosts import Pair, judge, print_pairs, troubles_of
+from photinus.tools.doctor.plan import JobOutput, tell
 
 FACTS = {"photinus": "1.0", "python": "3.11.2", "torch": "2.13.0+cpu", "cores": 2, "clock_ahead_s": 0.2, "bad": []}
 
@@ -35,37 +33,30 @@ def test_rounds_have_every_ordered_pair_once_and_no_host_twice_at_a_time(count):
 # ---- what the job says
 
 
-def heard(*lines, names=("a", "b")):
-    found = Heard(names)
-    found.write("\n".join([*lines, ""]))
-    return found
-
-
-def test_what_ranks_say_is_found_between_other_output_however_it_is_cut():
-    told = f"[1] {MARK}" + json.dumps({"rank": 1, "cores": 4, "clock_s": time.time() - 60})
-    found = heard("photinus: 2 hosts")
-    for letter in f"{told}\nmore\n{MARK}" + json.dumps({"pair": [1, 0], "rtt_s": 1.0, "bytes_per_s": 2.0}) + "\n":
-        found.write(letter)
-    assert found.facts["b"].pop("clock_ahead_s") == pytest.approx(-60, abs=1)
-    assert found.facts == {"b": {"cores": 4}}
-    assert found.pairs == [Pair("b", "a", 1.0, 2.0)]
-    assert found.rest == "photinus: 2 hosts\nmore\n"
+def test_what_ranks_tell_is_found_between_other_output_however_it_is_cut(capsys):
+    heard = []
+    said = JobOutput(heard.append)
+    tell(rank=1, cores=4)
+    for letter in f"photinus: 2 hosts\n[1] {capsys.readouterr().out}more\n":
+        said.write(letter)
+    assert heard == [{"rank": 1, "cores": 4}]
+    assert said.rest == "2 hosts\nmore\n"
 
 
 @pytest.mark.parametrize(
-    ("lines", "troubles"),
+    ("said", "troubles"),
     [
-        (["photinus: LaunchError: host b: ssh failed. Try it. Nothing was started."], {"b": "ssh failed. Try it."}),
-        (["2 of 2 hosts cannot be used", "  host a: no. ", "  host b: neither."], {"a": "no. ", "b": "neither."}),
-        (["photinus: host b: LaunchError: the leader was not there"], {"b": "the leader was not there"}),
-        (["photinus: host a (10.0.0.1) was lost: it left"], {"a": "(10.0.0.1) was lost: it left"}),
-        (["the job failed: host b was the first to end, see above"], {"b": "was the first to end, see above"}),
-        (["photinus: rank 0 left", "photinus: out of memory"], dict.fromkeys("ab", "photinus: out of memory")),
-        ([], dict.fromkeys("ab", "the job ended and said nothing")),
+        ("LaunchError: host b: ssh failed. Try it. Nothing was started.\n", {"b": "ssh failed. Try it."}),
+        ("2 of 2 hosts cannot be used\n  host a: no.\n  host b: neither.\n", {"a": "no.", "b": "neither."}),
+        ("host b: LaunchError: the leader was not there\n", {"b": "the leader was not there"}),
+        ("host a (10.0.0.1) was lost: it left\n", {"a": "(10.0.0.1) was lost: it left"}),
+        ("the job failed: host b was the first to end, see above\n", {"b": "was the first to end, see above"}),
+        ("rank 0 left\nout of memory\n", dict.fromkeys("ab", "out of memory")),
+        ("", dict.fromkeys("ab", "the job ended and said nothing")),
     ],
-)  # fmt: skip
-def test_a_job_that_fails_is_some_hosts_trouble_or_that_of_all(lines, troubles):
-    assert heard(*lines).troubles() == troubles
+)
+def test_a_job_that_fails_is_some_hosts_trouble_or_that_of_all(said, troubles):
+    assert troubles_of("ab", said) == troubles
 
 
 # ---- what it means
@@ -132,14 +123,12 @@ def test_a_link_much_slower_than_the_others_is_noted():
 
 
 @pytest.mark.parametrize("count", [2, 5, 9])
-def test_the_matrix_fits_into_the_terminal(count):
+def test_the_matrix_fits_into_the_terminal(count, capsys):
     names = [f"a-host-with-a-long-name-{number}" for number in range(count)]
     pairs = [pair(*both) for both in itertools.permutations(names, 2)]
     pairs[0] = pair(names[0], names[1], "timed out")
-    console = Console(width=80, highlight=False)
-    with console.capture() as printed:
-        matrix(names, pairs, console)
-    text = printed.get()
+    print_pairs(names, pairs, 80)
+    text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
     assert text.count("✗") == 1
     assert text.count("0.10  8.00") == count * (count - 1) - 1

@@ -16,8 +16,9 @@ from ...errors import DeviceError, LaunchError
 from ...run.local.devices import usable_cores
 from ...verdict import Setting, driver_version, keep_verdict
 from ...version import __version__
+from ..doctor.plan import COPIES, COPY, Plan
 from ..doctor.software import ask_engine, ask_torch
-from ..doctor.turns import COPIES, COPY, BackendError, Plan, measure
+from ..doctor.turns import BackendError, measure
 from .options import DTYPES, parse_bench, size_name
 from .options import parser as parser  # each command has its own, in the module of its main
 from .result import Result, choose, explain_gpus, limits, plot, print_table

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...runlog.units import bandwidth
-from ..doctor.turns import COPIES, COPY, HOST_COPY
+from ..doctor.plan import COPIES, COPY, HOST_COPY
 from .options import size_name
 
 _BUCKET_BYTES = 25 << 20

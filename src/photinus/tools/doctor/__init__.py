@@ -1,12 +1,14 @@
 """`photinus doctor`: what works on this machine, found by trying it.
 
-finding     what one look found; all of it on the terminal, by section
-turns       backends measured in turn, in the same ranks, which `photinus.launch` starts
-hosts       several hosts, over ssh: versions, and every pair tried both ways
-host_rank   the rank of each of these hosts, which `photinus run --hostfile` starts
-host        processors, memory, limits, the engine's needs; interfaces, addresses, the host's own name
-software    Python, torch, launchers: other programs, asked with a deadline; every backend, really tried
-gpus        GPUs, their links with the host and each other, how fast copies go
-gpu_links   how fast, and whether GPUs reach each other: a program, for a driver may hang
-examine     the command: options, all looks, exit code
+finding       what one look found; all of it as the user sees it, by section
+plan          what a command asks of the ranks that it starts, and what it hears of them
+turns         backends measured in turn, in the same ranks, which `photinus.launch` starts
+backend_rank  one of these ranks
+host          processors, memory, limits, the engine's needs, the host's own name
+software      Python, torch, the engine: other programs, asked with a deadline; every backend, really tried
+gpus          GPUs, their links with the host and each other, how fast copies go
+gpu_links     how fast, and whether GPUs reach each other: a program, for a driver may hang
+hosts         several hosts, over ssh: versions, and every pair tried both ways
+host_rank     the rank of each of these hosts, which `photinus run --hostfile` starts
+examine       the command: options, all looks, exit code
 """

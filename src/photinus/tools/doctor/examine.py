@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from ...cli.flag_values import port, positive_seconds
 from ...cli.parser import Parser
-from .finding import as_json, exit_code, print_findings
+from .finding import report, terminal
 from .gpus import look_at_gpus
-from .host import look_at_host, look_at_network
+from .host import look_at_host
 from .software import ask_engine, ask_torch, look_at_backends, look_at_software
 
 _TIMEOUT_S = 120.0
 
 _ABOUT = """\
-Check this machine and show what works: processors, memory and limits, the
-engine, torch, GPUs and their links, network interfaces, and every backend
-of torch.distributed, by running each in two processes.
+Check this machine and show what works: processors, memory, limits and name, the
+engine, torch, GPUs and their links, and every backend of torch.distributed, by
+running each in two processes.
 
 With --hosts or --hostfile, check several hosts over ssh: versions, clocks, and
 whether every host reaches every other, with latency and bandwidth."""
@@ -59,25 +59,21 @@ def main(arguments: Sequence[str]) -> int:
     asked = parser().parse(arguments)
     if asked.hosts is not None or asked.hostfile is not None:
         return _examine_hosts(asked)
-    timeout_s = asked.timeout
-    findings = [*look_at_host(), *look_at_network()]
-    torch, error = ask_torch(timeout_s)
-    findings += look_at_software((torch, error), ask_engine(timeout_s), timeout_s)
-    findings += look_at_gpus(torch, timeout_s)
-    findings += look_at_backends(torch, timeout_s)
-    if asked.json:
-        print(json.dumps(as_json(findings), indent=1))
-    else:
-        print_findings(findings)
-    return exit_code(findings)
+    torch, error = ask_torch(asked.timeout)
+    findings = look_at_host() + look_at_software((torch, error), ask_engine(asked.timeout))
+    findings += look_at_gpus(torch, asked.timeout) + look_at_backends(torch, asked.timeout)
+    return report(findings, as_json=asked.json)
 
 
 def _examine_hosts(asked: Namespace) -> int:
     from ...run.ssh.hostfile import parse_hostfile, read_hostfile
-    from .hosts import examine_hosts
+    from .hosts import look_at_hosts, print_pairs
 
     if asked.hostfile is not None:
         hosts = read_hostfile(asked.hostfile)
     else:
         hosts = parse_hostfile("\n".join(dict.fromkeys(asked.hosts.replace(",", " ").split())), "--hosts")
-    return examine_hosts(hosts, ssh=asked.ssh, ssh_port=asked.ssh_port, timeout_s=asked.timeout, json_only=asked.json)
+    findings, pairs = look_at_hosts(hosts, asked.ssh, asked.ssh_port, asked.timeout)
+    if pairs and not asked.json:
+        print_pairs([host.name for host in hosts], pairs, terminal().width)
+    return report(findings, as_json=asked.json, pairs=[asdict(pair) for pair in pairs])

@@ -1,10 +1,13 @@
-"""What one look at the machine found, and all of it on the terminal: by section, and what it comes to."""
+"""What one look at the machine found, and all of it as the user sees it: by section, and what it comes to."""
 
 from __future__ import annotations
 
 import itertools
+import json
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +20,7 @@ _MARKS = {
     "absent": ("–", "bright_black"),
 }
 _WIDEST = 100
+_BELOW = " " * 21  # values begin behind it
 LATE = "no answer within {:g} s (on a busy machine, give more with --timeout)"
 
 
@@ -47,16 +51,6 @@ def assess(
     return Finding(section, name, "bad" if bad else "note" if note else "good", value, bad or note, facts)
 
 
-def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
-    """The findings as JSON: {"well": ..., "findings": [...]}."""
-    return {"well": exit_code(findings) == 0, "findings": [asdict(finding) for finding in findings]}
-
-
-def exit_code(findings: Sequence[Finding]) -> int:
-    """0 when nothing is bad, else 1."""
-    return int(any(finding.state == "bad" for finding in findings))
-
-
 def terminal() -> Console:
     """Standard output, lines of at most 100 columns."""
     from rich.console import Console
@@ -66,31 +60,31 @@ def terminal() -> Console:
     return console
 
 
-def print_findings(findings: Sequence[Finding], console: Console | None = None) -> None:
-    """Prints a table for each section, and a verdict."""
-    from rich.table import Table
+def report(findings: Sequence[Finding], *, as_json: bool = False, **more: Any) -> int:
+    """Prints the findings and a verdict (in JSON with more), and returns the exit code: 1 when something is bad."""
     from rich.text import Text
 
-    console = console or terminal()
-    for section, found in itertools.groupby(findings, key=lambda finding: finding.section):
-        rows = Table.grid(padding=(0, 1, 0, 0))
-        rows.add_column(width=3, justify="right")
-        rows.add_column(width=16, overflow="fold")
-        rows.add_column(overflow="fold")
-        for each in found:
-            rows.add_row(Text(*_MARKS[each.state]), each.name, each.value)
-            if each.advice:
-                advice = Table.grid(padding=(0, 1, 0, 0))
-                advice.add_row("→", each.advice)
-                rows.add_row("", "", advice)
+    bad, noted = ([each.name for each in findings if each.state == state] for state in ("bad", "note"))
+    if as_json:
+        told = {"well": not bad, "findings": [asdict(each) for each in findings], **more}
+        print(json.dumps(told, indent=1))
+        return int(bool(bad))
+    console = terminal()
+    for section, found in itertools.groupby(findings, key=lambda each: each.section):
         console.print(Text(section, "bold"))
-        console.print(rows)
+        for each in found:
+            mark, colour = _MARKS[each.state]
+            fill = partial(textwrap.fill, width=console.width, break_on_hyphens=False)
+            text = Text(fill(f"  {mark} {each.name:<16} {each.value}", subsequent_indent=_BELOW))
+            text.stylize(colour, 0, 3)
+            console.print(text)
+            if each.advice:
+                console.print(fill(f"{_BELOW}→ {each.advice}", subsequent_indent=_BELOW + "  "))
         console.print()
-    bad = [each.name for each in findings if each.state == "bad"]
     if bad:
         need = f"{len(bad)} of {len(findings)} need{'s' * (len(bad) == 1)} attention"
         console.print(f"{need}: {', '.join(bad)}.", style="bold red")
     else:
-        noted = [each.name for each in findings if each.state == "note"]
         rest = f"worth knowing: {', '.join(noted)}" if noted else "nothing that needs attention"
         console.print(f"All well: {len(findings)} looks, {rest}.", style="bold green")
+    return int(bool(bad))

@@ -10,79 +10,60 @@ from __future__ import annotations
 import ctypes
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 _BYTES = 32 << 20
 _ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 _WAYS = ("to_host", "to_gpu")
+_TIMES = (1, 8)  # the first to warm up
 
 
-class Copies:
-    """A GPU's copies to the host and back, each way on a stream of its own; on the CPU, for tests, plain copies."""
+def rate(devices: Sequence[Any], ways: Sequence[str] = _WAYS, size_bytes: int = _BYTES) -> float:
+    """Bytes per second each way on each device, all at once, each on a stream of its own. On the CPU: plain copies."""
+    kind: Any = torch.cuda if devices[0].type == "cuda" else torch.cpu
+    copies = []
+    for device in devices:
+        for way in ways:
+            host = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+            gpu = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+            copies.append((kind.Stream(device), *((host, gpu) if way == "to_host" else (gpu, host))))
 
-    def __init__(self, device: Any, size_bytes: int) -> None:
-        import torch
-
-        self._device = device
-        self._torch: Any = torch.cuda if device.type == "cuda" else torch.cpu
-        host = [torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in _WAYS]
-        gpu = [torch.zeros(size_bytes, dtype=torch.uint8, device=device) for _ in _WAYS]
-        self._tensors = {"to_host": (host[0], gpu[0]), "to_gpu": (gpu[1], host[1])}
-        self._streams = {way: self._torch.Stream(device) for way in _WAYS}
-        self.settle()
-
-    def begin(self, way: str) -> None:
-        """Puts a copy into its stream."""
-        to, source = self._tensors[way]
-        with self._torch.stream(self._streams[way]):
-            to.copy_(source, non_blocking=True)
-
-    def settle(self) -> None:
-        """Waits for all copies."""
-        self._torch.synchronize(self._device)
-
-
-def rate(gpus: Sequence[Copies], ways: Iterable[str], size_bytes: int) -> float:
-    """Bytes per second each way on each GPU, all at once."""
-    taken = 0.0
-    for times in (1, 8):  # the first to warm up
-        began = time.perf_counter()
+    def seconds(times: int) -> float:
+        begun_s = time.perf_counter()
         for _ in range(times):
-            for way in ways:
-                for gpu in gpus:
-                    gpu.begin(way)
-        for gpu in gpus:
-            gpu.settle()
-        taken = (time.perf_counter() - began) / times
-    return size_bytes / taken
+            for stream, to, source in copies:
+                with kind.stream(stream):
+                    to.copy_(source, non_blocking=True)
+        for device in devices:
+            kind.synchronize(device)
+        return (time.perf_counter() - begun_s) / times
+
+    for device in devices:
+        kind.synchronize(device)
+    return size_bytes / [seconds(times) for times in _TIMES][-1]
 
 
 def measure(devices: Sequence[Any], size_bytes: int = _BYTES) -> dict[str, Any]:
     """Takes some milliseconds for each device; all rates are bytes per second, each way and GPU."""
-    gpus = [Copies(device, size_bytes) for device in devices]
-    told = []
-    for gpu in gpus:
-        rates = {way: rate([gpu], [way], size_bytes) for way in _WAYS}
-        told.append({**rates, "both": rate([gpu], _WAYS, size_bytes)})
-    return {"gpus": told, "all_at_once": rate(gpus, _WAYS, size_bytes)}
+    ways = {**{way: (way,) for way in _WAYS}, "both": _WAYS}
+    gpus = [{name: rate([device], these, size_bytes) for name, these in ways.items()} for device in devices]
+    return {"gpus": gpus, "all_at_once": rate(devices, _WAYS, size_bytes)}
 
 
 def main() -> None:
     """Looks at the GPUs that torch sees."""
-    import torch
-
-    count = torch.cuda.device_count()
-    everybody = range(count)
-    atomics = [[False] * count for _ in everybody]
+    everybody = range(torch.cuda.device_count())
+    atomics = [[False for _ in everybody] for _ in everybody]
     if torch.version.cuda is not None:
         torch.cuda.init()  # type: ignore[no-untyped-call]
-        driver = ctypes.CDLL("libcuda.so.1")
-        number = ctypes.c_int()
+        driver, number = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
         for i in everybody:
             for j in everybody:
-                told = i != j and driver.cuDeviceGetP2PAttribute(ctypes.byref(number), _ATOMICS, i, j) == 0
-                atomics[i][j] = told and bool(number.value)
+                known = i != j and driver.cuDeviceGetP2PAttribute(ctypes.byref(number), _ATOMICS, i, j) == 0
+                atomics[i][j] = known and bool(number.value)
     peers = [[i == j or torch.cuda.can_device_access_peer(i, j) for j in everybody] for i in everybody]
     measured = measure([torch.device("cuda", i) for i in everybody])
     print(json.dumps({**measured, "peers": peers, "atomics": atomics}))

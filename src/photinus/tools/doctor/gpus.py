@@ -3,37 +3,44 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
+import subprocess
 from typing import Any
 
 from ...runlog.units import bandwidth
 from .finding import Finding, assess
-from .software import ask_child, output_of
+from .software import ask_child
 
 _SECTION = "GPUs"
-_PROGRAM = Path(__file__).with_name("gpu_links.py")
+_WAYS = {"to the host": "to_host", "back": "to_gpu", "both at once": "both"}
+_SHOWN = 8  # pairs
 
 
 def look_at_gpus(torch: dict[str, Any] | None, timeout_s: float) -> list[Finding]:
     """All findings of GPUs; one line where there are none. `torch`: what it said, None where there is none."""
     if torch is None or not torch["gpus"]:
         return [_none(torch, timeout_s)]
-    links, error = ask_child([str(_PROGRAM)], timeout_s)
-    found = [_gpu(index, gpu, links["gpus"][index] if links else {}) for index, gpu in enumerate(torch["gpus"])]
+    links, error = ask_child(["-m", "photinus.tools.doctor.gpu_links"], timeout_s)
+    found = []
+    for index, gpu in enumerate(torch["gpus"]):
+        value, link = f"{gpu['name']}, {gpu['bytes'] / (1 << 30):.0f} GiB", links["gpus"][index] if links else {}
+        if link:
+            value += "; " + ", ".join(f"{way} {bandwidth(link[name])}" for way, name in _WAYS.items())
+        found.append(assess(_SECTION, f"GPU {index}", value, facts={**gpu, **link}))
     if torch["hip"]:
         advice = "Backend photinus takes CPU tensors there; for tensors on GPUs use nccl, which is RCCL."
         found.append(assess(_SECTION, "ROCm", f"these are AMD's: torch is for ROCm {torch['hip']}", note=advice))
     if links is None:
         advice = "GPUs that copy nothing train nothing: look at nvidia-smi, and dmesg for Xid."
-        return [*found, assess(_SECTION, "links", f"copies to and from the host do not work: {error}", bad=advice)]
-    return [*found, *_links(links)]
+        found.append(assess(_SECTION, "links", f"copies to and from the host do not work: {error}", bad=advice))
+    elif len(found) > 1:
+        found += _links(links)
+    return found
 
 
 def _none(torch: dict[str, Any] | None, timeout_s: float) -> Finding:
-    driver = shutil.which("nvidia-smi")
-    if driver is None:
+    if shutil.which("nvidia-smi") is None:
         return Finding(_SECTION, "GPUs", "absent", "no NVIDIA driver here; models train on the processors")
-    if not output_of([driver, "-L"], timeout_s).strip().startswith("GPU"):
+    if not _listed_by_the_driver(timeout_s).strip().startswith("GPU"):
         return Finding(_SECTION, "GPUs", "absent", "the driver is here, but shows no GPU")
     what = "torch sees none"
     advice = "Look at CUDA_VISIBLE_DEVICES, and whether the driver is new enough for this torch (nvidia-smi)."
@@ -44,18 +51,15 @@ def _none(torch: dict[str, Any] | None, timeout_s: float) -> Finding:
     return assess(_SECTION, "GPUs", f"the driver shows GPUs, but {what}", bad=advice)
 
 
-def _gpu(index: int, gpu: dict[str, Any], link: dict[str, Any]) -> Finding:
-    parts = [f"{gpu['name']}, {gpu['bytes'] / (1 << 30):.0f} GiB"]
-    if link:
-        ways = {"to the host": "to_host", "back": "to_gpu", "both at once": "both"}
-        parts.append(", ".join(f"{way} {bandwidth(link[name])}" for way, name in ways.items()))
-    return assess(_SECTION, f"GPU {index}", "; ".join(parts), facts={**gpu, **link})
+def _listed_by_the_driver(timeout_s: float) -> str:
+    try:
+        return subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=timeout_s).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
 
 
 def _links(links: dict[str, Any]) -> list[Finding]:
     count = len(links["gpus"])
-    if count < 2:
-        return []
     pairs = [(i, j) for i in range(count) for j in range(i + 1, count)]
     peers, atomics = links["peers"], links["atomics"]
     apart = [f"{i}-{j}" for i, j in pairs if not (peers[i][j] and peers[j][i])]
@@ -73,4 +77,4 @@ def _links(links: dict[str, Any]) -> list[Finding]:
 
 
 def _some(pairs: list[str]) -> str:
-    return ", ".join(pairs[:8]) + (" ..." if len(pairs) > 8 else "")
+    return ", ".join(pairs[:_SHOWN]) + (" ..." if len(pairs) > _SHOWN else "")

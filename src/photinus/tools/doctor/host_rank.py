@@ -1,15 +1,14 @@
-"""The rank of `photinus doctor --hosts` on each host: says what is there, and how well this host reaches the others.
+"""The rank of `photinus doctor --hosts` on each host: tells what is there, and how well this host reaches the others.
 
     python -m photinus.tools.doctor.host_rank TIMEOUT_S        under `photinus run --hostfile`
 
-Each line that it prints for the command is MARK and JSON. Two hosts at a time make a group over backend photinus, as a
-job would, once for each direction: rank 0 of a group dials. The engine measures the latency, and a transfer the
-bandwidth. In a round no host is in two groups, so no transfer shares a host with another.
+Two hosts at a time make a group over backend photinus, as a job would, once for each direction: rank 0 of a group
+dials. The engine measures the latency, and a transfer the bandwidth. In a round no host is in two groups, so no
+transfer shares a host with another.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import signal
@@ -20,15 +19,20 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+
 from ... import env
 from ...job.own_address import own_address
 from ...run.local.devices import usable_cores
 from ...version import __version__
 from .host import look_at_host
+from .plan import tell
 
-MARK = "\x00host: "
 _GROUP_S = 5.0
-_LEAST_BYTES, _MOST_BYTES, _TRANSFER_S = 1 << 20, 64 << 20, 1.0
+_TRANSFERS, _TRANSFER_S = 2, 0.5  # the faster one counts
+_LEAST_BYTES, _MOST_BYTES = 1 << 20, 64 << 20
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
@@ -40,64 +44,53 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
     return [matches for matches in found if matches]
 
 
-def _say(**facts: Any) -> None:
-    print(MARK + json.dumps(facts), flush=True)
-
-
 def main(timeout_s: float) -> None:
     """Measures, as the rank of this host."""
-    import torch
-    import torch.distributed as dist
-
     rank, hosts = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     os.environ.pop(env.EXPECTED_WORLD_SIZE.name)  # the groups are smaller
     versions = {"photinus": __version__, "python": platform.python_version(), "torch": torch.__version__}
     place = {"address": own_address(socket.gethostname()), "cores": usable_cores(), "clock_s": time.time()}
-    _say(rank=rank, **versions, **place, bad=[asdict(each) for each in look_at_host() if each.state == "bad"])
-    where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(*where, is_master=False)  # type: ignore[attr-defined]
+    tell(rank=rank, **versions, **place, bad=[asdict(each) for each in look_at_host() if each.state == "bad"])
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     for number, pairs in enumerate(rounds(hosts)):
         signal.setitimer(signal.ITIMER_REAL, timeout_s)  # nobody handles the signal: it ends this process
         for pair in pairs:
             if rank in pair:
-                _try(pair, rank, dist.PrefixStore(f"pair {pair}", store))  # type: ignore[attr-defined]
+                _try(pair, rank, PrefixStore(f"pair {pair}", store))
         store.set(f"{number}/{rank}", "")
         store.wait([f"{number}/{each}" for each in range(hosts)], timedelta(seconds=timeout_s))
 
 
-def _try(pair: tuple[int, int], rank: int, store: Any) -> None:
-    import torch.distributed as dist
-
+def _try(pair: tuple[int, int], rank: int, store: Store) -> None:
     try:
         limit = timedelta(seconds=_GROUP_S)
         dist.init_process_group("photinus", store=store, rank=pair.index(rank), world_size=2, timeout=limit)
-        measured: dict[str, Any] = {**_measure()}
+        measured = _measure()
     except Exception as error:  # noqa: BLE001 - it is what there is to say of this pair
         measured = {"error": str(error).rpartition(" s: ")[2].partition(". ")[0]}
     if rank == pair[0]:
-        _say(pair=pair, **measured)
+        tell(pair=pair, **measured)
     if not dist.is_initialized():
         # torch counts groups, failed ones too, and ranks that have counted otherwise do not meet. Its count ends with
         # the default group; here, one of this rank alone.
-        dist.init_process_group("photinus", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        dist.init_process_group("photinus", store=HashStore(), rank=0, world_size=1)
     dist.destroy_process_group()
 
 
-def _measure() -> dict[str, float]:
-    import torch
-    import torch.distributed as dist
-
+def _measure() -> dict[str, Any]:
     group: Any = dist.group.WORLD
     latency_s, bytes_per_s = group.communicator.speeds  # the same on both hosts; 0: not known
     size = int(min(_MOST_BYTES, max(_LEAST_BYTES, bytes_per_s * _TRANSFER_S)))
-    tensor = torch.zeros(size, dtype=torch.uint8)
-    dist.barrier()
-    begun_s = time.perf_counter()
-    if dist.get_rank() == 0:
-        dist.send(tensor, 1)
-    else:
-        dist.recv(tensor, 0)
-    return {"rtt_s": 2 * latency_s, "bytes_per_s": size / (time.perf_counter() - begun_s)}
+    tensor, seconds = torch.zeros(size, dtype=torch.uint8), []
+    for _ in range(_TRANSFERS):
+        dist.barrier()
+        begun_s = time.perf_counter()
+        if dist.get_rank() == 0:
+            dist.send(tensor, 1)
+        else:
+            dist.recv(tensor, 0)
+        seconds.append(time.perf_counter() - begun_s)
+    return {"rtt_s": 2 * latency_s, "bytes_per_s": size / min(seconds)}
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""Python, Photinus, torch, and the launchers that are installed. What may fail or hang is asked in a child process."""
+"""Python, Photinus, torch and its backends. What may fail or hang is asked in a child process."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import platform
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,26 +14,24 @@ from ...errors import LaunchError
 from ...runlog.units import bandwidth
 from ...version import OLDEST, __version__, is_too_old
 from .finding import LATE, Finding, assess
-from .turns import BackendError, Plan, measure
+from .plan import Plan
+from .turns import BackendError, measure
 
 _SECTION = "Software"
 
 _ASK_TORCH = """
 import json, torch, torch.distributed as dist
-cuda = torch.cuda.is_available()
-count = torch.cuda.device_count() if cuda else 0
+count = torch.cuda.device_count() if torch.cuda.is_available() else 0
 facts = {
     "version": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip, "built_for_cuda":
-    torch.backends.cuda.is_built(), "cuda_works": cuda, "distributed": dist.is_available(),
+    torch.backends.cuda.is_built(), "distributed": dist.is_available(),
     "available": {n: bool(getattr(dist, f"is_{n}_available", lambda: False)()) for n in ("gloo", "nccl", "mpi", "ucc")},
     "photinus": "photinus" in dist.Backend.backend_list if dist.is_available() else False,
-    "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda and dist.is_nccl_available() else None,
-    "gpus": [{"name": p.name, "bytes": p.total_memory, "capability": [p.major, p.minor],
-              "uuid": str(getattr(p, "uuid", ""))} for p in map(torch.cuda.get_device_properties, range(count))],
+    "gpus": [{"name": p.name, "bytes": p.total_memory, "uuid": str(getattr(p, "uuid", ""))}
+             for p in map(torch.cuda.get_device_properties, range(count))],
 }
 print(json.dumps(facts))
 """
-
 
 Answer = tuple[dict[str, Any] | None, str]
 """Facts, or None and why there are none."""
@@ -54,14 +51,6 @@ def ask_child(words: Sequence[str], timeout_s: float) -> Answer:
     return None, said if asked.returncode else f"no answer, but: {said}"
 
 
-def output_of(command: Sequence[str], timeout_s: float) -> str:
-    """What a program prints, or why it cannot be asked."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s).stdout
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{command[0]}: {error}"
-
-
 def ask_torch(timeout_s: float) -> Answer:
     """What torch says, in a child process, of its versions, backends and GPUs."""
     return ask_child(["-c", _ASK_TORCH], timeout_s)
@@ -72,11 +61,10 @@ def ask_engine(timeout_s: float, *words: str) -> Answer:
     return ask_child(["-m", "photinus.engine", *words], timeout_s)
 
 
-def look_at_software(torch: Answer, engine: Answer, timeout_s: float) -> list[Finding]:
-    """Python, Photinus, its engine, torch and the other launchers."""
+def look_at_software(torch: Answer, engine: Answer) -> list[Finding]:
+    """Python, Photinus, its engine and torch."""
     python = f"{platform.python_version()} ({sys.executable}), Photinus {__version__}"
-    others = [_program(name, title, timeout_s) for name, title in (("mpirun", "MPI"), ("srun", "Slurm"))]
-    return [assess(_SECTION, "Python", python), _engine(*engine), _torch(*torch), *others]
+    return [assess(_SECTION, "Python", python), _engine(*engine), _torch(*torch)]
 
 
 def _engine(facts: dict[str, Any] | None, error: str) -> Finding:
@@ -108,14 +96,6 @@ def _torch(facts: dict[str, Any] | None, error: str) -> Finding:
         note = "import torch did not register backend photinus: TORCH_DEVICE_BACKEND_AUTOLOAD=0 switches that off; "
         note += "`import photinus` before init_process_group does it too."
     return assess(_SECTION, "torch", value, bad=bad, note=note, facts=facts)
-
-
-def _program(name: str, title: str, timeout_s: float) -> Finding:
-    path = shutil.which(name)
-    if path is None:
-        return Finding(_SECTION, title, "absent", f"{name} is not installed")
-    said = output_of([path, "--version"], timeout_s).strip().splitlines()
-    return Finding(_SECTION, title, "good", f"{said[0] if said else 'version not told'} ({path})")
 
 
 _BACKENDS = "Backends (two processes, all_reduce tried)"
