@@ -52,7 +52,7 @@ BUDGET = {
     "run": 4350,
     "runlog": 1695,
     "templates": 340,
-    "tools": 2522,
+    "tools": 2516,
     "top": 1678,
     "trainer": 8010,
 }

@@ -21,7 +21,6 @@ from photinus.tools.bench.options import parse_bench, size_name
 from photinus.tools.bench.result import Result, bus_factor, choose, limits, print_table
 from photinus.tools.doctor import turns
 from photinus.tools.doctor.plan import COPY, Plan
-from photinus.tools.doctor.turns import BackendError
 
 MIB = 1 << 20
 Capture = pytest.CaptureFixture[str]
@@ -184,9 +183,9 @@ def test_no_backend_at_all_is_an_error(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.seconds
 def test_ranks_that_get_on_too_slowly_are_ended_at_the_deadline() -> None:
-    with pytest.raises(BackendError, match=r"^no answer within 0\.2 s \(") as raised:
-        turns.measure(Plan(("gloo", COPY), (("all_reduce", 4096),), timeout_s=0.2), 2)
-    assert (raised.value.backend, raised.value.is_late) == ("gloo", True)
+    found, absent = turns.measure(Plan(("gloo", COPY), (("all_reduce", 4096),), timeout_s=0.2), 2)
+    assert found == []
+    assert absent["gloo"].startswith("no answer within 0.2 s (")
 
 
 @pytest.mark.slow

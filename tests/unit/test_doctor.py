@@ -210,15 +210,15 @@ def test_each_backend_is_tried_in_two_processes() -> None:
 
 
 @pytest.mark.seconds
-def test_a_backend_that_fails_is_bad_with_its_error() -> None:
-    finding = software._try("nonsense", 120)
-    assert finding.state == "bad"
-    assert re.search(r"rank [01] \(pid \d+\) raised \w+: .*nonsense", finding.value)
+def test_a_backend_that_fails_is_bad_with_its_error_and_another_is_tried_without_it() -> None:
+    good, bad = software.try_backends(["photinus", "nonsense"], 120)
+    assert (good.state, bad.state) == ("good", "bad")
+    assert re.search(r"rank [01] \(pid \d+\) raised \w+: .*nonsense", bad.value)
 
 
 @pytest.mark.seconds
 def test_a_backend_that_hangs_is_ended_at_the_deadline() -> None:
-    finding = software._try("photinus", 0.2)
+    (finding,) = software.try_backends(["photinus"], 0.2)
     assert (finding.state, finding.value.partition(" (")[0]) == ("bad", "no answer within 0.2 s")
     assert "TORCH_DISTRIBUTED_DEBUG" in finding.advice
 

@@ -18,7 +18,7 @@ from ...verdict import Setting, driver_version, keep_verdict
 from ...version import __version__
 from ..doctor.plan import COPIES, COPY, Plan
 from ..doctor.software import ask_engine, ask_torch
-from ..doctor.turns import BackendError, measure
+from ..doctor.turns import measure
 from .options import DTYPES, parse_bench, size_name
 from .options import parser as parser  # each command has its own, in the module of its main
 from .result import Result, choose, explain_gpus, limits, plot, print_table
@@ -121,22 +121,12 @@ def _measure(options: Namespace, backends: Sequence[str], ranks: int) -> tuple[l
     sizes = [max(1, size // item // ranks) * ranks * item for size in sorted(options.sizes_bytes)]
     calls = tuple((operation, size) for operation in options.operations for size in sizes)
     copies = COPIES if options.device == "cuda" else (COPY,)
-    left, absent = list(backends), dict[str, str]()
+    plan = Plan((*backends, *copies), calls, options.dtype, options.device, options.seconds, options.timeout_s)
     console = Console(stderr=True, highlight=False)  # a line that says what is measured now, where that is a terminal
     with console.status("starting") as status:
-        while left:
-            plan = Plan((*left, *copies), calls, options.dtype, options.device, options.seconds, options.timeout_s)
-            try:
-                found = measure(plan, ranks, status.update)
-            except BackendError as error:
-                if error.backend not in left:
-                    raise
-                absent[error.backend] = str(error)
-                left.remove(error.backend)
-                continue
-            results = [Result(*call, options.dtype, ranks, times) for call, times in zip(calls, found, strict=True)]
-            return results, absent
-    return [], absent
+        found, absent = measure(plan, ranks, status.update)
+    results = [Result(*call, options.dtype, ranks, times) for call, times in zip(calls, found, strict=bool(found))]
+    return results, absent
 
 
 def keep_choice(

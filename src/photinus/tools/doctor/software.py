@@ -15,7 +15,7 @@ from ...runlog.units import bandwidth
 from ...version import OLDEST, __version__, is_too_old
 from .finding import LATE, Finding, assess
 from .plan import Plan
-from .turns import BackendError, measure
+from .turns import measure
 
 _SECTION = "Software"
 
@@ -100,6 +100,7 @@ def _torch(facts: dict[str, Any] | None, error: str) -> Finding:
 
 _BACKENDS = "Backends (two processes, all_reduce tried)"
 _SMALL_BYTES, _LARGE_BYTES = 4 << 10, 16 << 20
+_OWN_WORDS = "The message is the backend's own."
 _ADVICE = {
     "photinus": "See `engine` and `memfd` above; the message says what was missing.",
     "gloo": "Often the network: loopback down, or GLOO_SOCKET_IFNAME names an interface that is not there.",
@@ -108,34 +109,38 @@ _ADVICE = {
 
 
 def look_at_backends(torch: dict[str, Any] | None, timeout_s: float) -> list[Finding]:
-    """Tries photinus, gloo, nccl, mpi and ucc, where this torch has them; each may take `timeout_s`."""
+    """Tries photinus, gloo, nccl and ucc, where this torch has them."""
     if torch is None or not torch["distributed"]:
         return []
-    found = [_try("photinus", timeout_s), _try("gloo", timeout_s)]
-    gpus = len(torch["gpus"])
-    for name in ("nccl", "mpi", "ucc"):
-        if not torch["available"][name]:
-            usual = " (as all released builds are)" if name == "mpi" else ""
-            found.append(Finding(_BACKENDS, name, "absent", f"this torch is built without it{usual}"))
-        elif name == "nccl" and gpus == 0:
-            found.append(Finding(_BACKENDS, name, "absent", "there is no GPU to try it on"))
-        elif name == "mpi":
-            found.append(Finding(_BACKENDS, name, "note", "not tried", "Only mpirun can start it: mpirun -n 2 ..."))
-        else:
-            found.append(_try(name, timeout_s, ranks=min(2, gpus) if name == "nccl" else 2))
-    return found
+    gpus, has = len(torch["gpus"]), torch["available"]
+    found = try_backends(["photinus", "gloo", *(["ucc"] if has["ucc"] else [])], timeout_s)
+    if has["nccl"] and gpus:
+        found += try_backends(["nccl"], timeout_s, ranks=min(2, gpus))
+    elif has["nccl"]:
+        found.append(Finding(_BACKENDS, "nccl", "absent", "there is no GPU to try it on"))
+    if has["mpi"]:
+        found.append(assess(_BACKENDS, "mpi", "not tried", note="Only mpirun can start it: mpirun -n 2 ..."))
+    why = {"nccl": "", "mpi": " (as all released builds are)", "ucc": ""}
+    missing = [Finding(_BACKENDS, n, "absent", f"this torch is built without it{why[n]}") for n in why if not has[n]]
+    return found + missing
 
 
-def _try(backend: str, timeout_s: float, ranks: int = 2) -> Finding:
+def try_backends(names: Sequence[str], timeout_s: float, ranks: int = 2) -> list[Finding]:
+    """What becomes of some backends in the same ranks."""
     calls = (("all_reduce", _SMALL_BYTES), ("all_reduce", _LARGE_BYTES))
     try:
-        small, large = measure(Plan((backend,), calls, seconds=0.1, timeout_s=timeout_s), ranks)
+        measured, absent = measure(Plan(tuple(names), calls, seconds=0.1, timeout_s=timeout_s), ranks)
     except LaunchError as error:
-        advice = _ADVICE.get(backend, "The message is the backend's own.")
-        if isinstance(error, BackendError) and error.is_late:
-            advice = "TORCH_DISTRIBUTED_DEBUG=DETAIL makes it say more."
-        return Finding(_BACKENDS, backend, "bad", str(error), advice)
-    small_s, large_s = small[backend], large[backend]
-    value = f"works: 4 KiB in {small_s * 1e6:.0f} µs, 16 MiB at {bandwidth(_LARGE_BYTES / large_s)}"
-    facts = {"small_s": small_s, "large_s": large_s, "large_bytes": _LARGE_BYTES}
-    return Finding(_BACKENDS, backend, "good", value, facts=facts)
+        measured, absent = [], dict.fromkeys(names, str(error))
+    found = []
+    for name in names:
+        if name in absent:
+            is_late = absent[name] == LATE.format(timeout_s)
+            advice = "TORCH_DISTRIBUTED_DEBUG=DETAIL makes it say more." if is_late else _ADVICE.get(name, _OWN_WORDS)
+            found.append(assess(_BACKENDS, name, absent[name], bad=advice))
+            continue
+        small_s, large_s = (seconds[name] for seconds in measured)
+        value = f"works: 4 KiB in {small_s * 1e6:.0f} µs, 16 MiB at {bandwidth(_LARGE_BYTES / large_s)}"
+        facts = {"small_s": small_s, "large_s": large_s, "large_bytes": _LARGE_BYTES}
+        found.append(assess(_BACKENDS, name, value, facts=facts))
+    return found

@@ -10,51 +10,50 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ...errors import LaunchError
 from ...run.from_python import launch
 from ...run.local.devices import VISIBLE
 from .finding import LATE
-from .plan import JobOutput, Plan
+from .plan import COPIES, JobOutput, Plan
 
 
-class BackendError(LaunchError):
-    """A backend failed: its name, and why. `is_late`: it gave no answer in time."""
+def measure(
+    plan: Plan, ranks: int, show: Callable[[str], object] = lambda text: None
+) -> tuple[list[dict[str, float]], dict[str, str]]:
+    """For each of the plan's calls, the seconds that it takes on the slowest rank, by contestant; and who failed, why.
 
-    def __init__(self, backend: str, reason: str, *, is_late: bool) -> None:
-        super().__init__(reason)
-        self.backend, self.is_late = backend, is_late
-
-
-def measure(plan: Plan, ranks: int, show: Callable[[str], object] = lambda text: None) -> list[dict[str, float]]:
-    """For each of the plan's calls, the seconds that it takes on the slowest rank, by contestant.
-
-    `show` gets a line about what begins.
+    After a failure the others start again. `show` gets a line about what begins.
 
     Raises:
-        BackendError: one of the backends failed.
-        LaunchError: no rank can be started from here.
+        LaunchError: ranks cannot be started from here, or cannot even copy.
     """
-    begun = [plan.contestants[0]]
+    left, absent, begun = list(plan.contestants), dict[str, str](), list[str]()
+    on_gpus = plan.device == "cuda" or "nccl" in plan.contestants
+    visible = os.environ.get(VISIBLE) if on_gpus else ""
 
     def hear(told: dict[str, Any]) -> None:
         begun[:] = told["begins"]
         show(" ".join(begun))
 
-    said = JobOutput(hear)
-    on_gpus = plan.device == "cuda" or "nccl" in plan.contestants
-    visible = os.environ.get(VISIBLE) if on_gpus else ""
-    try:
-        with contextlib.redirect_stdout(said):  # what the launcher and all ranks print then comes here
-            return launch(measure_here, nprocs=ranks, args=(plan, visible), cpu=True, oversubscribe=True)[0]
-    except LaunchError as error:
-        if not said.rest:
-            raise
-        is_late = error.exit_code == 128 + signal.SIGALRM
-        lines = said.rest.splitlines()
-        cause = next((line for line in lines if line.startswith("rank ")), lines[-1])  # the launcher's on the first
-        raise BackendError(begun[0], LATE.format(plan.timeout_s) if is_late else cause, is_late=is_late) from None
+    while left and left[0] not in COPIES:
+        said = JobOutput(hear)
+        begun[:] = left[:1]
+        given = replace(plan, contestants=tuple(left)), visible
+        try:
+            with contextlib.redirect_stdout(said):  # what the launcher and all ranks print then comes here
+                return launch(measure_here, nprocs=ranks, args=given, cpu=True, oversubscribe=True)[0], absent
+        except LaunchError as error:
+            if not said.rest or begun[0] in COPIES:
+                raise
+            lines = said.rest.splitlines()
+            cause = next((line for line in lines if line.startswith("rank ")), lines[-1])  # in the launcher's words
+            is_late = error.exit_code == 128 + signal.SIGALRM
+            absent[begun[0]] = LATE.format(plan.timeout_s) if is_late else cause
+            left.remove(begun[0])
+    return [], absent
 
 
 def measure_here(plan: Plan, visible: str | None) -> list[dict[str, float]]:
