@@ -37,7 +37,7 @@ FLOORS = {
     "trainer": 8,
     "run": 9,
     "cli": 10,
-    "tools": 11,
+    "tools": 2504,
     "compat": 12,
     "templates": 12,
     "__main__": 12,
@@ -52,7 +52,7 @@ BUDGET = {
     "run": 4350,
     "runlog": 1695,
     "templates": 340,
-    "tools": 2516,
+    "tools": 2504,
     "top": 1678,
     "trainer": 8010,
 }

@@ -65,10 +65,6 @@ def test_ranks_that_share_a_gpu_share_its_link_and_tell_nothing_of_others() -> N
     assert "each rank's share of a link" in here
 
 
-def test_without_the_copies_there_is_nothing_to_predict_from() -> None:
-    assert explain_gpus(result(copy=4.0), gpus=2) == []
-
-
 # ---- what copies are, and what they tell
 
 

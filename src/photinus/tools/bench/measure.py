@@ -87,9 +87,9 @@ def main(arguments: Sequence[str]) -> int:
     usable += ["ucc"] if torch["available"]["ucc"] and not on_gpus else []
     wanted = options.backends or usable
     results, absent = _measure(options, wanted, ranks)
-    backends = [name for name in wanted if name not in absent]
-    if not backends or not results:
+    if not results:
         raise LaunchError("; ".join(f"{name} failed: {reason}" for name, reason in absent.items()))
+    backends = [name for name in wanted if name not in absent]
     best, reason = choose(results, backends)
     kept = keep_choice(options, usable, results, torch, best, reason)
     title = f"{ranks} ranks, {options.dtype}, {usable_cores()} usable cores"

@@ -16,6 +16,7 @@ _BUCKET_BYTES = 25 << 20
 """What torch's and our DDP exchange at once."""
 _LATENCY_BOUND = 0.5  # of a call's time that a call of next to nothing takes
 _MEMORY_BOUND = 0.5  # of what copying reaches
+_CLEARLY = 1.2  # times as fast, so that it is not chance
 _OWN_WORK = {
     "photinus": "steps through shared memory, waiting for the other ranks",
     "gloo": "sockets, extra copies",
@@ -61,9 +62,7 @@ def limits(results: Sequence[Result], backend: str, *, through_host: bool = Fals
 
     `through_host`: they lie on GPUs, and are copied to the host and back; nccl need not do that.
     """
-    known = [each for each in results if backend in each.seconds and each.operation == results[0].operation]
-    if not known:
-        return []
+    known = [each for each in results if each.operation == results[0].operation]
     smallest, largest = known[0], known[-1]
     overhead = smallest.seconds[backend]
     lines = []
@@ -73,7 +72,7 @@ def limits(results: Sequence[Result], backend: str, *, through_host: bool = Fals
         lines.append(f"{backend}: up to {size_name(bound[-1].size_bytes)} the limit is {what}.")
     else:
         lines.append(f"{backend}: at every size here, most of the time is what a call takes in any case.")
-    if COPY in largest.seconds and largest is not smallest and not (through_host and backend == "nccl"):
+    if largest is not smallest and not (through_host and backend == "nccl"):
         # An all_reduce reads and writes each byte once at least, as a copy does.
         share = largest.seconds[COPY] / largest.seconds[backend]
         size = size_name(largest.size_bytes)
@@ -93,23 +92,22 @@ def limits(results: Sequence[Result], backend: str, *, through_host: bool = Fals
 
 def choose(results: Sequence[Result], backends: Sequence[str]) -> tuple[str, str]:
     """The backend for training here, and why: the fastest near the size of a gradient bucket."""
-    operation = results[0].operation
-    known = [each for each in results if each.operation == operation and any(name in each.seconds for name in backends)]
+    known = [each for each in results if each.operation == results[0].operation]
     near = min(known, key=lambda each: abs(math.log(each.size_bytes / _BUCKET_BYTES)))
-    ranked = sorted((name for name in backends if name in near.seconds), key=lambda name: near.seconds[name])
-    best, size = ranked[0], size_name(near.size_bytes)
-    if len(ranked) == 1:
+    best, *others = sorted(backends, key=lambda name: near.seconds[name])
+    size, small = size_name(near.size_bytes), known[0].seconds
+    if not others:
         return best, f"it is the only one that was measured, {near.algbw(best):.1f} GB/s at {size}"
-    ratio = near.seconds[ranked[1]] / near.seconds[best]
-    reason = f"{ratio:.1f} × as fast as {ranked[1]} at {size}, near the size in which gradients travel"
-    small = known[0]
-    faster = [n for n in ranked[1:] if n in small.seconds and small.seconds[n] < small.seconds.get(best, 0) / 1.2]
+    ratio = near.seconds[others[0]] / near.seconds[best]
+    reason = f"{ratio:.1f} × as fast as {others[0]} at {size}, near the size in which gradients travel"
+    faster = [name for name in others if small[name] < small[best] / _CLEARLY]
     if faster:
         reason += f" (for single small tensors {faster[0]} is faster)"
     return best, reason
 
 
 _OTHERS = (2, 4, 8)
+_FIGURE = 7  # columns of the table
 
 
 def predict(gpus: int, link: float, memory: float) -> tuple[float, str]:
@@ -125,8 +123,6 @@ def predict(gpus: int, link: float, memory: float) -> tuple[float, str]:
 
 def explain_gpus(result: Result, gpus: int) -> list[str]:
     """The ceiling here, and for other numbers of such GPUs, from the largest tensor's result on so many GPUs."""
-    if COPY not in result.seconds or HOST_COPY not in result.seconds:
-        return []
     link = result.size_bytes / result.seconds[COPY]
     memory = 2 * result.ranks * result.size_bytes / result.seconds[HOST_COPY]  # each copy reads and writes
     here, binds = predict(result.ranks, link, memory)
@@ -145,28 +141,20 @@ def explain_gpus(result: Result, gpus: int) -> list[str]:
 
 def print_table(results: Sequence[Result], backends: Sequence[str]) -> None:
     """Prints three columns for each backend: two fit 80 columns, and more go beyond rather than lose figures."""
-    from rich.console import Console
-    from rich.table import Table
-
-    made = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    made.add_column("size", justify="right")
-    made.add_column("operation")
-    for name in backends:
-        for head in (f"{name}\nµs", "\nalgbw", "\nbusbw"):
-            made.add_column(head, justify="right", min_width=7, no_wrap=True)
-    made.add_column("copy\nGB/s", justify="right")
+    rows = [["", "", *(head for name in backends for head in (name, "", "")), "copy"]]
+    rows.append(["size", "operation", *("µs", "algbw", "busbw") * len(backends), "GB/s"])
     for result in results:
-        cells = []
+        cells = [size_name(result.size_bytes), result.operation]
         for name in backends:
-            time = result.seconds.get(name, math.nan) * 1e6
-            known = [f"{time:.1f}" if time < 1000 else f"{time:.0f}"]
-            known += [f"{speed(name):.2f}" for speed in (result.algbw, result.busbw) if name in result.seconds]
-            cells += known if name in result.seconds else ["–"] * 3
-        copy = f"{result.algbw(COPY):.1f}" if COPY in result.seconds else "–"
-        made.add_row(size_name(result.size_bytes), result.operation, *cells, copy)
-    console = Console(highlight=False)
-    console.width = max(console.width, 31 + 25 * len(backends))
-    console.print(made)
+            time = result.seconds[name] * 1e6
+            cells += [f"{time:.1f}" if time < 1000 else f"{time:.0f}"]
+            cells += [f"{result.algbw(name):.2f}", f"{result.busbw(name):.2f}"]
+        rows.append([*cells, f"{result.algbw(COPY):.1f}"])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths[2:-1] = [max(_FIGURE, width) for width in widths[2:-1]]
+    for size, operation, *figures in rows:
+        cells = [f"{size:>{widths[0]}}", f"{operation:<{widths[1]}}"]
+        print(*cells, *(f"{cell:>{width}}" for cell, width in zip(figures, widths[2:], strict=True)))
 
 
 def plot(results: Sequence[Result], backends: Sequence[str], title: str, path: Path) -> None:
@@ -179,15 +167,15 @@ def plot(results: Sequence[Result], backends: Sequence[str], title: str, path: P
     figure, axes = pyplot.subplots(figsize=(8, 5), constrained_layout=True)
     operations = list(dict.fromkeys(each.operation for each in results))
     styles = ("-", "--", ":", "-.", (0, (1, 3)))
-    for number, backend in enumerate(backends):
-        for operation, style in zip(operations, styles, strict=False):
-            chosen = [each for each in results if each.operation == operation and backend in each.seconds]
+    for operation, style in zip(operations, styles, strict=False):
+        chosen = [each for each in results if each.operation == operation]
+        sizes = [each.size_bytes for each in chosen]
+        for number, backend in enumerate(backends):
             label = backend if len(operations) == 1 else f"{backend}, {operation}"
-            sizes, speeds = [each.size_bytes for each in chosen], [each.algbw(backend) for each in chosen]
-            axes.plot(sizes, speeds, linestyle=style, color=f"C{number}", marker="o", markersize=4, label=label)
-    copied = [each for each in results if each.operation == operations[0] and COPY in each.seconds]
-    speeds = [each.algbw(COPY) for each in copied]
-    axes.plot([each.size_bytes for each in copied], speeds, color="0.6", label="all ranks copy memory")
+            how: dict[str, Any] = {"linestyle": style, "color": f"C{number}", "marker": "o", "markersize": 4}
+            axes.plot(sizes, [each.algbw(backend) for each in chosen], label=label, **how)
+        if operation == operations[0]:
+            axes.plot(sizes, [each.algbw(COPY) for each in chosen], color="0.6", label="all ranks copy memory")
     sizes = sorted({each.size_bytes for each in results})
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
