@@ -44,11 +44,11 @@ FLOORS = {
 }
 # Python: room -> most lines. Who adds to a full room takes something out of it, or says in the commit why it grows.
 BUDGET = {
-    "backend": 3373,
+    "backend": 3502,
     "cli": 1773,
     "compat": 727,
-    "job": 3222,
-    "parallel": 6841,
+    "job": 3266,
+    "parallel": 6918,
     "run": 4350,
     "runlog": 1695,
     "templates": 340,

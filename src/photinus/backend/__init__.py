@@ -90,6 +90,7 @@ def _create(options: _DistributedBackendOptions, backend_options: object) -> Pro
     """
     import torch
 
+    # Imported here, so that `import torch` stays fast in programs that make no group of ours.
     from ..version import check_torch
     from .device_map import find_request
     from .make_group import make
@@ -102,6 +103,7 @@ def _create(options: _DistributedBackendOptions, backend_options: object) -> Pro
 
 
 def __getattr__(name: str) -> Any:
+    # Loaded when first asked for, as above.
     if name == "ProcessGroup":
         return importlib.import_module(".process_group", __name__).ProcessGroup
     if name == "Options":

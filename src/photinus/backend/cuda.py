@@ -26,6 +26,7 @@ ROCM: str | None = torch.version.hip
 
 def check_build() -> None:
     """Raises HostError where what torch calls CUDA is none."""
+    # torch calls AMD's tensors CUDA tensors, too, but the engine copies by NVIDIA's driver.
     if ROCM is not None:
         raise HostError(
             f"this build of torch is for ROCm {ROCM}, AMD's, and backend photinus takes CUDA tensors of NVIDIA's GPUs: "
@@ -45,10 +46,12 @@ class Streams:
 
     def __init__(self) -> None:
         self._beside: dict[torch.device, Any] = {}
+        # Two threads that each made a stream would put copies on two, with no order between them.
         self._making = threading.Lock()
 
     def current(self, device: torch.device) -> int:
         """The handle (CUstream) of the stream that is current for a device on this thread."""
+        # torch.cuda.current_stream makes an object, and every call would pay for it.
         handle: int = torch._C._cuda_getCurrentRawStream(device.index)
         return handle
 
@@ -74,6 +77,7 @@ class Streams:
 
     def keep_for(self, tensors: Sequence[Tensor], device: torch.device) -> None:
         """The tensors' memory, once it is given back, goes to nobody before the current stream has come by there."""
+        # torch reuses freed memory on the stream that it was made on, and knows of no reader on another.
         stream = torch.cuda.current_stream(device)
         with torch.inference_mode():
             for tensor in tensors:
@@ -84,6 +88,7 @@ class Streams:
 
         It looks for tensors in its value, and takes only the streams of devices on which it finds one.
         """
+        # Without devices the future would order nobody behind the streams.
         return Future(devices=list(devices))
 
 

@@ -56,6 +56,7 @@ class Request:
             return Request(self.ours, self.devices, device=self.device, options=self.options)
         types = {device.type for device in kept}
         devices = {device: name for device, name in self.devices.items() if device in types}
+        # The CPU stays, because calls without tensors, like barriers, go over it.
         ours = [device for device in self.ours if device in types or device == "cpu"]
         return Request(ours, devices, device=self.device, options=self.options)
 
@@ -63,6 +64,7 @@ class Request:
 def locals_of_torch() -> Mapping[str, Any]:
     """Returns what torch's function that makes a group knows while it calls us; empty where it looks different."""
     frame: FrameType | None = sys._getframe(1)
+    # By the name of the function: how many frames lie between depends on the version of torch.
     while frame is not None and frame.f_code.co_name != "_new_process_group_helper":
         frame = frame.f_back
     return {} if frame is None else frame.f_locals
@@ -82,6 +84,7 @@ def find_request() -> Request:
     ours = [device for device, name in names.items() if name == NAME]
     devices = {device: name for device, name in names.items() if name != NAME}
     options = local("backend_options")
+    # Our own options mean nothing to another backend.
     if isinstance(options, Options):
         options = None
     return Request(ours, devices, local("pg"), local("prefix_store"), local("device_id"), local("split_from"), options)
@@ -99,9 +102,11 @@ def others(given: _DistributedBackendOptions, wanted: Request) -> tuple[dist.Pro
     for device, name in wanted.devices.items():
         made = None
         if wanted.made is not None and any(known.type == device for known in wanted.made._device_types):
+            # It stands before ours in the map, so torch has made it already.
             made = wanted.made._get_backend(torch.device(device))
             kind = dist.Backend.backend_type_map.get(name, _TYPES.CUSTOM)
         elif name == "nccl" and not dist.is_nccl_available():
+            # The same script may run on a machine without GPUs, so only a tensor on that device is an error.
             missing[device] = "this PyTorch is built without NCCL"
             continue
         else:
@@ -121,6 +126,7 @@ def _make(name: str, store: Store, given: _DistributedBackendOptions, wanted: Re
         return _TYPES.GLOO, made
     if name == "nccl":
         nccl: Any = dist.ProcessGroupNCCL
+        # A copy, because torch may pass the same options for several groups.
         options = nccl.Options() if wanted.options is None else copy.deepcopy(wanted.options)
         options._timeout = given.timeout
         options.global_ranks_in_group = given.global_ranks_in_group
@@ -140,6 +146,7 @@ def _make(name: str, store: Store, given: _DistributedBackendOptions, wanted: Re
     if not plugin.extended_api:
         made = plugin.creator_fn(store, rank, size, given.timeout)
     else:
+        # The same description with another store, for which the class has no copy method.
         copied = _DistributedBackendOptions()
         for attribute in ("group_rank", "group_size", "timeout", "group_id", "global_ranks_in_group"):
             setattr(copied, attribute, getattr(given, attribute))
@@ -167,6 +174,7 @@ class ByDevice(ProcessGroup):
         self._ours = ours
         self._others: dist.ProcessGroup = others
         self._missing = missing
+        # Missing ones too: a tensor there must not reach ours by default.
         self._theirs = {device.type for device in others._device_types} | set(missing)
         if device is not None:
             self.bound_device_id = device
@@ -212,6 +220,7 @@ class ByDevice(ProcessGroup):
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names the ranks that did not come; on the CPU."""
+        # Only our engine says which ranks are missing.
         self._ours.monitored_barrier(timeout, wait_all_ranks)
 
     def allocate_tensor(
@@ -230,6 +239,7 @@ class ByDevice(ProcessGroup):
         """Sets the timeout of later operations that are given none, on all devices."""
         self._ours.set_timeout(timeout)
         for device in self._others._device_types:
+            # torch has no method for it on a group, only on some backends.
             set_it = getattr(self._others._get_backend(device), "_set_default_timeout", None)
             if set_it is not None:  # some backends know no timeouts
                 set_it(timeout)
@@ -259,6 +269,7 @@ _FORWARDED = """
 
 def _forward(name: str) -> Callable[..., dist.Work]:
     def method(self: ByDevice, *given: Any, **named: Any) -> dist.Work:
+        # The first tensor decides: those of one call lie on one device.
         device = _device(given) or _device(list(named.values()))
         work: dist.Work = getattr(self._group_for(device), name)(*given, **named)
         return work
@@ -277,6 +288,7 @@ def _device(given: Any) -> torch.device | None:
     """Of the first tensor in lists and lists of lists."""
     if isinstance(given, torch.Tensor):
         return given.device
+    # Calls pass lists of tensors, and all_gather a list of lists.
     if isinstance(given, (list, tuple)):
         for item in given:
             device = _device(item)

@@ -43,6 +43,7 @@ def _libraries() -> list[str]:
     return [os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, *wrappers]
 
 
+# Errors name the line of the user, which lies outside of these.
 engine.pass_over_frames_of(_libraries())
 
 
@@ -65,6 +66,7 @@ class EngineGroup(ProcessGroup):
         self._communicator: engine.Communicator | None = communicator
         self._submit: Callable[..., Work] = communicator.submit
         self._do: Callable[[Call], None] = communicator.run
+        # For `_do_and_look`, which takes the place of `_do` once there are works.
         self._run_now = communicator.run
         self._message: Callable[..., Work] = communicator.message  # send and recv; see EngineMoves
         self._completer = Completer(label)
@@ -81,6 +83,7 @@ class EngineGroup(ProcessGroup):
         """Raises the error of a small work that nobody but this group has. (The engine does it for all others.)"""
         if self._communicator is None or not self._communicator.raise_lost():
             return
+        # A work that somebody else holds may still be waited for, and raises there.
         dropped = [work._handle for work in [*self._recent] if sys.getrefcount(work) <= _OWN_REFERENCES]
         failed = [handle for handle in dropped if handle.error(sees=False) is not None and not handle.see()]
         if failed and (error := failed[0].error()) is not None:
@@ -135,6 +138,7 @@ class EngineGroup(ProcessGroup):
         kind: type[EngineWork] = EngineWork,
     ) -> EngineWork | None:
         """The same for a call that is made; `finish` is what is to be done when the exchange has ended."""
+        # Callbacks may start collectives, and all ranks must start those before this one (see `completer`).
         if self._completer.unsettled:
             self.settle()
         event = begin_call(call)
@@ -150,6 +154,7 @@ class EngineGroup(ProcessGroup):
                 finish()
             return None
         try:
+            # The event must end in any case, or the profiler books all that follows under it.
             handle = self._submit(call, keep)
         except BaseException:
             end_event(event)
@@ -157,6 +162,7 @@ class EngineGroup(ProcessGroup):
         work = kind(handle, outputs, self._completer.submit, finish)
         if event is not None:
             end_event_with(event, handle, self._completer.submit)
+        # Large ones would hold memory that the caller believes to be free.
         if sum(map(_kept_bytes, outputs)) <= _RECENT_BYTES:
             self._recent.append(work)
         self._do = self._do_and_look
@@ -165,6 +171,7 @@ class EngineGroup(ProcessGroup):
 
     def settle(self) -> None:
         """Waits until the callbacks of earlier collectives have run, unless this is one of them."""
+        # Less than the timeout, since the callbacks may wait for this very thread.
         self._completer.settle(min(self._limit.timeout_s, env.WAITING_S.get()))
 
     def _place(self, memory: Memory) -> dict[str, Any]:
@@ -199,6 +206,7 @@ class EngineGroup(ProcessGroup):
 
     def shutdown(self) -> None:
         """Leaves the group in order; `destroy_process_group` calls it. Idempotent."""
+        # First, so that a second call (at exit, or from a handler) finds nothing to do.
         communicator, self._communicator = self._communicator, None
         try:
             if communicator is not None:
@@ -216,6 +224,7 @@ class EngineGroup(ProcessGroup):
         def refuse(*_: object) -> NoReturn:
             raise AbortedError(reason)
 
+        # Replaced, so that no call of a group that works has to ask whether it has ended.
         self._submit = self._do = self._message = refuse
         super()._end(reason)
 

@@ -44,6 +44,7 @@ _RECV = engine.OPERATIONS["recv"]
 _NOTHING: Part = (0, 0)
 _NO_MEMORY = Memory()
 _SHORTEST_S = 1e-3  # a timeout of 0 means this one in torch, the group's own in the engine
+# The engine of another rank sends its error as text, so the ranks are read from that.
 _WAITED_FOR = re.compile(r" s for ranks? (\d+(?:, \d+)*), which ")
 
 
@@ -59,6 +60,7 @@ class EngineMoves(EngineGroup):
         tensor = one_tensor(tensors, "broadcast")
         code, label = transfer_type(tensor.dtype)
         memory = Memory()
+        # Only the root is read; for all others the copy in would be wasted.
         values = memory.output(tensor, load=given.rootRank == self._rank)
         where = {**whole(values, values), "shape": tensor.shape}
         return self._run(given, _BROADCAST, memory, [tensor], **where, dtype=code, root=given.rootRank, label=label)
@@ -80,6 +82,7 @@ class EngineMoves(EngineGroup):
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work | None:
         """Every rank's tensor in every rank's list, by rank; they may differ in size."""
+        # torch's DDP tells a backend nothing, but compares its parameters' shapes by this call.
         if parameters := parameters_of_new_ddp():
             self._updates.watch(parameters)
             keep_freed_memory(PER_GRADIENTS * sum(parameter.nbytes for parameter in parameters))
@@ -103,6 +106,7 @@ class EngineMoves(EngineGroup):
         given = as_options(GatherOptions, opts, timeout, rootRank=opts if root is None else root)
         inputs: list[Tensor | None] = [None] * self._size
         inputs[self._root("gather", given)] = one_tensor(input_tensors, "gather")
+        # Only the root has a list. torch passes None or an empty one on the other ranks.
         outputs: list[Tensor] = []
         if given.rootRank == self._rank:
             outputs = tensor_list(output_tensors, "gather")
@@ -157,6 +161,7 @@ class EngineMoves(EngineGroup):
         target, source = memory.output(output, load=False), memory.input(input)
         recvs = self._rows("output", target, output, output_split_sizes)
         sends = self._rows("input", source, input, input_split_sizes)
+        # With sizes of their own the ranks' shapes differ by design, and are not compared.
         shape = None if output_split_sizes or input_split_sizes else one_shape([output, input])
         parts = {"sends": sends, "recvs": recvs, "shape": shape}
         return self._run(given, _ALL_TO_ALL, memory, [output], **parts, dtype=code, label=label)
@@ -174,10 +179,12 @@ class EngineMoves(EngineGroup):
             CollectiveTimeoutError: ranks are missing. The group is unusable afterwards.
             PeerLostError: a rank died, or left because others are missing.
         """
+        # Shortest, because 0 has two meanings (see above).
         limit_s = self._limit.timeout_s if timeout is None else max(timeout.total_seconds(), _SHORTEST_S)
         try:
             self._do(Call(_BARRIER, timeout_s=limit_s, label="monitored_barrier", updates=self._updates.told()))
         except (CollectiveTimeoutError, PeerLostError) as error:
+            # Also from the error of a rank that gave up first: each rank should name those who really are missing.
             missing = missing_ranks(str(error))
             if self._rank == 0 and not missing:
                 raise  # a rank died; the engine names it
@@ -245,6 +252,7 @@ class EngineMoves(EngineGroup):
         memory = Memory()
         nothing: list[Tensor | None] = [None] * self._size
         # One input for all ranks (all_gather) is made dense once.
+        # By id, since == of tensors compares their elements.
         dense_of = {id(tensor): memory.input(tensor) for tensor in inputs if tensor is not None}
         sources = [None if tensor is None else dense_of[id(tensor)] for tensor in inputs] or nothing
         targets = [None if tensor is None else memory.output(tensor, load=False) for tensor in outputs] or nothing
@@ -258,6 +266,7 @@ class EngineMoves(EngineGroup):
             dtype=code,
             root=root,
             label=label,
+            # Where sizes differ there is no one shape; the engine then compares sizes pair by pair.
             shape=one_shape(tensors),
         )
 
@@ -270,12 +279,14 @@ class EngineMoves(EngineGroup):
                     f"all_to_all_single needs a first dimension that the {self._size} ranks divide evenly, or split "
                     f"sizes, got {what} of shape {tuple(of.shape)}"
                 )
+            # As torch does: no sizes mean equal parts.
             sizes = [rows // self._size] * self._size
         if len(sizes) != self._size or sum(sizes) != rows or min(sizes) < 0:
             raise ValueError(
                 f"all_to_all_single needs {self._size} {what} split sizes, one per rank, which add up to {rows} rows, "
                 f"got {list(sizes)}"
             )
+        # Of the dense form, where a complex number has two elements.
         row_elems = values.numel() // rows if rows else 0
         row_bytes = row_elems * values.element_size()
         parts, start = [], values.data_ptr()

@@ -28,6 +28,7 @@ _REDUCE_SCATTER = engine.OPERATIONS["reduce_scatter"]
 _PREMUL_SUM = engine.REDUCTIONS["premul_sum"]
 _COMPUTED = {  # of any dtype that the engine can compute with
     **DTYPES,
+    # Reduced as pairs of reals, see `tensors`.
     torch.complex64: DTYPES[torch.float32],
     torch.complex128: DTYPES[torch.float64],
 }
@@ -67,6 +68,7 @@ class ThroughEngine(EngineMoves):
         ):
             values = tensor
         elif tensor.layout is not _strided:
+            # torch has no other call for sparse tensors.
             return sparse_all_reduce(self, tensor, given)
         else:
             code = _compute("all_reduce", tensor)
@@ -96,6 +98,7 @@ class ThroughEngine(EngineMoves):
             wires.get((code, reduction)) if wires else None,
             tensor.shape,
         )
+        # Only these need a work, or somebody to take the time.
         if asynchronous or waiting_time.on or profiler_is_on():
             return self._start(call, values.untyped_storage(), [tensor], memory)  # a tensor may get another storage
         self._do(call)  # here: the engine looks at each frame up to the user's, which costs 0.1 microseconds
@@ -129,6 +132,7 @@ class ThroughEngine(EngineMoves):
         memory = Memory()
         values = memory.input(reals(source, hash(given.reduceOp)))
         target = values
+        # The engine writes the result at the root only.
         if root == self._rank:
             target = memory.output(output, load=False)
         how = self._reduction(given, code)
@@ -155,12 +159,14 @@ class ThroughEngine(EngineMoves):
             )
         check_same_dtype("reduce_scatter", [output, *inputs])
         if any(tensor.numel() != output.numel() for tensor in inputs):
+            # The reduces run one after the other, so an early output must not be a later input.
             own = (output.data_ptr(), output.data_ptr() + output.nbytes)
             for tensor in inputs[self._rank + 1 :]:  # which are read when the output is written
                 if tensor.nbytes and tensor.data_ptr() < own[1] and own[0] < tensor.data_ptr() + tensor.nbytes:
                     raise ValueError(
                         "reduce_scatter: the output overlaps an input for another rank; give it a buffer of its own"
                     )
+            # The engine cuts equal parts. Parts of different sizes are a reduce for each rank.
             works = [self._reduce(given, tensor, output, root) for root, tensor in enumerate(inputs)]
             return JoinedWork(works, [output])
         memory = Memory()
@@ -213,6 +219,7 @@ def _one_behind_the_other(tensors: Sequence[Tensor], memory: Memory) -> Tensor:
     """The tensors as one flat, dense one: their own memory where they lie so, else a copy."""
     parts = [memory.input(tensor).reshape(-1) for tensor in tensors]
     first = parts[0]
+    # Lists are often the chunks of one tensor, and then nothing has to be copied.
     storage, nbytes = first.untyped_storage(), first.nbytes
     for i, part in enumerate(parts):
         if part.untyped_storage().data_ptr() != storage.data_ptr() or part.data_ptr() != first.data_ptr() + i * nbytes:

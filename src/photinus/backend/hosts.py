@@ -47,6 +47,7 @@ from ..job.world import name_ranks
 
 LOOPBACK = "127.0.0.1"
 
+# Ranks of one host come within milliseconds; later each look costs the server of the store, for every rank.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
 _LOOK_EVERY_S = 0.1
 _SHOWN = 8  # ranks with their pids, or hosts, in a message
@@ -131,14 +132,17 @@ def meet(store: Store, rank: int, world_size: int, **how: Any) -> Meeting:
         ValueError, HostError: this host has no card that was named, or no address, or the process may not listen there.
     """
     me = Member(engine.host_id(), socket.gethostname(), os.getpid(), engine.network_id(), _address_towards(store))
+    # Nobody to wait for, so the store is not even touched.
     if world_size == 1:
         return Meeting(secrets.token_hex(8), (me,), engine.new_address())
     joining = Joining(store, rank, world_size, **how)
     store = PrefixStore("photinus", store)
     try:
         meeting = _lead(store, joining, me) if rank == 0 else _follow(store, joining, me)
+        # Ranks that share memory need no listener.
         return meeting if meeting.one_host else _exchange_links(store, joining, meeting)
     except RuntimeError as error:
+        # Ours say more already.
         if isinstance(error, CollectiveError):
             raise
         raise PeerLostError(
@@ -167,6 +171,7 @@ def tidy(store: Store, meeting: Meeting) -> None:
 
 
 def _lead(store: Store, joining: Joining, me: Member) -> Meeting:
+    # Random, so that no key of an earlier attempt can be taken for one of this group.
     session, size = secrets.token_hex(8), joining.world_size
     here: dict[int, Member] = {0: me}
     welcomed: set[str] = set()
@@ -178,9 +183,11 @@ def _lead(store: Store, joining: Joining, me: Member) -> Meeting:
                 continue
             if (reply := _read(store, f"session/{session}/{rank}")) is not None:
                 came = json.loads(reply)
+                # Else ranks of two different groups would exchange with each other.
                 if came["group"] != joining.members:
                     _refuse(store, session, joining, rank, came)
                 here[rank] = _member(came["member"])
+            # Each nonce once: an old one stays in the store until its rank writes a new one.
             elif (nonce := _read(store, f"hello/{rank}")) is not None and nonce not in welcomed:
                 welcomed.add(nonce)
                 store.set(f"welcome/{nonce}", session)
@@ -193,6 +200,7 @@ def _lead(store: Store, joining: Joining, me: Member) -> Meeting:
     members = tuple(here[rank] for rank in range(size))
     meeting = Meeting(session, members, engine.new_address(), env.JOB_ID.get(), env.ATTEMPT.get())
     store.set(f"session/{session}/plan", json.dumps(asdict(meeting)))
+    # All have answered, so nobody looks for a welcome any more.
     for nonce in welcomed:
         store.delete_key(f"welcome/{nonce}")
     return meeting
@@ -204,6 +212,7 @@ def _tell_missing(store: Store, session: str, size: int, here: dict[int, Any]) -
 
     def missing() -> list[int]:
         ranks = sorted(set(range(size)) - here.keys())
+        # Written when it changes only: all ranks that wait read it.
         if ranks != shown:
             shown[:] = ranks
             store.set(f"session/{session}/missing", json.dumps(shown))
@@ -227,6 +236,7 @@ def _refuse(store: Store, session: str, joining: Joining, rank: int, came: dict[
 
 
 def _follow(store: Store, joining: Joining, me: Member) -> Meeting:
+    # A welcome for an earlier hello of this rank must not count.
     nonce = secrets.token_hex(8)
     store.set(f"hello/{joining.rank}", nonce)
     joining.until(lambda: store.check([f"welcome/{nonce}"]))
@@ -243,6 +253,7 @@ def _await(store: Store, joining: Joining, session: str, part: str) -> dict[str,
     """Waits for what rank 0 writes for all, and returns it."""
 
     def missing() -> list[int]:
+        # [0] while nothing is known: then it is rank 0 that is waited for.
         return json.loads(_read(store, f"session/{session}/missing") or "[]") or [0]
 
     key = f"session/{session}/{part}"
@@ -257,8 +268,10 @@ def _exchange_links(store: Store, joining: Joining, meeting: Meeting) -> Meeting
     try:
         own = engine.listen(addresses := choose_addresses(meeting.members, rank))
     except (ValueError, OSError) as error:
+        # The others need a reason now, not a timeout later.
         store.set(key, json.dumps({"refused": f"rank {rank} cannot be reached by other hosts: {error}"}))
         raise
+    # Names of cards are for messages: an address means little to people.
     mine = {"links": own, "cards": [interface_of(address) or address for address in addresses]}
     here: dict[int, Any] = {}
     if rank == 0:
@@ -268,6 +281,7 @@ def _exchange_links(store: Store, joining: Joining, meeting: Meeting) -> Meeting
             for other in range(1, size):
                 if other not in here and (said := _read(store, f"{key}/{other}")) is not None:
                     here[other] = json.loads(said)
+            # The key is there early when a rank has refused.
             return len(here) == size or store.check([key])
 
         joining.until(all_here, _tell_missing(store, meeting.session, size, here))
@@ -288,6 +302,7 @@ def _exchange_links(store: Store, joining: Joining, meeting: Meeting) -> Meeting
 def _check_cards(who: str, members: Sequence[Member]) -> None:
     """Links have a connection for each card, so both their ends need as many."""
     first = members[0]
+    # Found here, on every rank, instead of by a link that never comes up.
     other = next((member for member in members if len(member.cards) != len(first.cards)), first)
     if other is not first:
         raise ValueError(
@@ -329,6 +344,7 @@ class Joining:
         self.members = list(members or range(world_size))
         call, site = "new_group" if members else "init_process_group", engine.call_site()
         self.call = f"{call} called at {site}" if site else call
+        # The launcher writes ends of ranks without the prefixes of groups.
         self._store = _without_prefix(store)
         self._timeout_s = timeout_s
         self._began_s = self._look_at_s = time.monotonic()
@@ -336,6 +352,7 @@ class Joining:
         self._has_spoken = False
         self._outside = None
         if world is not None:
+            # The engine of the default group sees deaths and deadlocks of all its ranks, which a store never tells.
             self._outside = world.wait_outside(f"{name} {self.members}", timeout_s)
 
     def close(self) -> None:
@@ -367,18 +384,22 @@ class Joining:
         pause_s = _FIRST_PAUSE_S
         while not done():
             now = time.monotonic()
+            # Seldom, as it may ask the store about every rank.
             if now >= self._look_at_s or now - self._began_s >= self._timeout_s:
                 self._look_at_s = now + _LOOK_EVERY_S
                 self._look(missing(), came(), now - self._began_s)
             time.sleep(pause_s)
+            # Longer with time: who is late by seconds is not found sooner by looking more often.
             pause_s = min(_LONGEST_PAUSE_S, pause_s * 1.5)
 
     def _look(self, missing: list[int], came: str, waited_s: float) -> None:
         there = f"; {came}" if came else ""
+        # The engine has the deadline, the deaths and the line about waiting, so nothing below is needed.
         if self._outside is not None:
             described = f"making group {self.name}{there}; {self.call}"
             self._outside.look([self.members[rank] for rank in missing], described)
             return
+        # A rank that ended well closes no connection of ours yet: only the launcher knows.
         gone = [rank for rank in missing if self.members[rank] in ended(self._store)]
         if gone:
             raise PeerLostError(
@@ -428,6 +449,7 @@ def choose_addresses(members: Sequence[Member], rank: int) -> list[str]:
         HostError: this host has no address but loopback.
     """
     one_network = all(member.network == members[rank].network for member in members)
+    # The first group decides, except that loopback does not do once ranks of other hosts are in a group.
     if not _chosen or (not one_network and all(map(is_loopback, _chosen))):
         _chosen[:] = _choose(members, rank, one_network=one_network)
     return list(_chosen)
@@ -436,6 +458,7 @@ def choose_addresses(members: Sequence[Member], rank: int) -> list[str]:
 def _choose(members: Sequence[Member], rank: int, *, one_network: bool) -> list[str]:
     if names := env.INTERFACE.get():
         return addresses_of_interfaces(names)
+    # The "hosts" are one machine, so loopback reaches them all.
     if one_network:
         return [LOOPBACK]
     if names := tuple(name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name):
@@ -446,6 +469,7 @@ def _choose(members: Sequence[Member], rank: int, *, one_network: bool) -> list[
         if member.address is not None and not is_loopback(member.address):
             with contextlib.suppress(OSError):
                 return [reaches_from(member.address)]
+    # Nothing tells which card is right. One that is connected is a better guess than an error.
     if outside := outside_addresses():
         return outside[:1]
     raise HostError(

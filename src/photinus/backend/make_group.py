@@ -43,6 +43,7 @@ def make(
     group: ProcessGroup = ours
     if wanted.devices:
         try:
+            # Ours was made first: it says which ranks are missing, and torch's backends only time out.
             group = device_map.ByDevice(ours, *device_map.others(given, wanted), wanted.device)
         except BaseException:
             ours.shutdown()
@@ -57,6 +58,7 @@ def _make_ours(given: _DistributedBackendOptions, own: Options, devices: Sequenc
     if not members:  # the default group
         _check_world_size(size)
     label = "world" if not members else f"{given.group_id} ({name_ranks(members, 8)} of the world)"
+    # It knows who is alive, and how fast the hosts are linked.
     world = _default_group() if members else None
     limit = Limit(_timeout_s(given.timeout, world))
     meeting = hosts.meet(
@@ -66,30 +68,37 @@ def _make_ours(given: _DistributedBackendOptions, own: Options, devices: Sequenc
         rank,
         size,
         meeting.address,
+        # All ranks have just shown themselves, so what takes longer now is a fault and no slow start.
         timeout_s=min(limit.timeout_s, _JOINING_S),
         name=label,
         places=meeting.places(),
         job=meeting.job,
         attempt=meeting.attempt,
+        # Measured once, by the default group: its parts use the same cards.
         speeds=world.communicator.speeds if world and world.communicator else (0.0, 0.0),
     )
     try:
+        # gloo takes any address that it finds, and earlier groups may have left theirs.
         private = PrefixStore(f"photinus/{meeting.session}", store)
         address = hosts.LOOPBACK if meeting.one_host else hosts.choose_addresses(meeting.members, rank)[0]
         gloo = InnerGloo(private, rank, size, limit, address)
         if rank == 0 and size > 1:
+            # Every rank has joined, so nobody reads these keys any more.
             hosts.tidy(store, meeting)
+            # Once for the job: parts of it use the same links.
             if communicator.about_hosts and not members:
                 line = f"photinus: {size} ranks on {meeting.hosts()}; {communicator.about_hosts}"
                 print(line, file=sys.stderr, flush=True)
         served = [torch.device(device) for device in devices]
         return ThroughEngine(communicator, gloo, store, limit, label, served, wires(own.wire_dtype))
     except BaseException:
+        # Else the peers would wait for this rank until their deadline.
         communicator.close()
         raise
 
 
 def _check_world_size(size: int) -> None:
+    # A script that sets its own RANK or WORLD_SIZE would train copies of the model, without a word.
     meant = env.EXPECTED_WORLD_SIZE.get()
     if meant is not None and meant != size:
         raise WorldSizeError(

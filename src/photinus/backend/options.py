@@ -36,6 +36,7 @@ def as_options(kind: type[T], given: Any, timeout: timedelta | None = None, **fi
     if isinstance(given, kind):
         return given
     options: Any = kind()
+    # Some forms have the timeout in the place of the options.
     timeout = given if isinstance(given, timedelta) else timeout
     for name, value in {**fields, "timeout": timeout}.items():
         if value is not None:
@@ -75,6 +76,7 @@ def one_tensor(tensors: Tensor | Sequence[Tensor], operation: str) -> Tensor:
 def tensor_list(lists: Any, operation: str) -> list[Tensor]:
     """The only list of tensors of a list of one list (or the list itself). Raises ValueError for any other number."""
     if len(lists) > 0 and isinstance(lists[0], Tensor):
+        # Libraries pass the inner list alone.
         return list(lists)
     if len(lists) != 1:
         raise ValueError(f"{operation} takes one list of tensors per rank, got {len(lists)}")
@@ -89,6 +91,7 @@ _FROM = {
     torch.float16: [torch.float32],
     torch.float32: [torch.bfloat16, torch.float16],
 }
+# The others (min, max, bits) choose or cut values, and a rounded one would be a value that no rank had.
 _COMPUTED = [engine.REDUCTIONS[name] for name in ("sum", "avg", "product", "premul_sum")]
 
 
@@ -111,6 +114,7 @@ class Options:
     wire_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
+        # Now, where the traceback shows the line of the user.
         wires(self.wire_dtype)
 
 

@@ -60,6 +60,7 @@ class Limit:
     """The timeout in seconds of operations for which the caller gave none; shared by a group and its inner gloo."""
 
     def __init__(self, timeout_s: float) -> None:
+        # Shared, so that a change by either is seen by both.
         self.timeout_s = timeout_s
 
 
@@ -79,6 +80,7 @@ class InnerGloo(dist.ProcessGroupGloo):
     def __init__(self, store: Store, rank: int, size: int, limit: Limit, address: str) -> None:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         try:
+            # gloo's own choice is the address of the host's name, which may be 127.0.1.1 or none.
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=True)]
         except RuntimeError as error:
             raise HostError(
@@ -103,6 +105,7 @@ class InnerGloo(dist.ProcessGroupGloo):
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Whether `allocate_tensor` works for the device."""
+        # The arena is memory of the host.
         return torch.device(device).type == "cpu"
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
@@ -139,6 +142,7 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         self._members: list[int] = []
         self._splits: dict[tuple[int, ...], int] = {}
         for device in devices:
+            # torch asks this one, and not the group, for timeouts and memory.
             self._register_backend(device, dist.ProcessGroup.BackendType.CUSTOM, gloo)
         self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
         _prepare_exit()
@@ -265,10 +269,12 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         `_coalescing_manager(device=...)` calls it. Where a backend refuses, torch 2.13 is left in a state in which it
         swallows every later all_reduce of the group.
         """
+        # Works of two callers in one list could not be told apart.
         if self._together is not None:
             raise PhotinusError(f"process group {self._label} is coalescing already; end that first")
         works: list[dist.Work] = []
         for name in _STARTING:
+            # On the object, so that calls cost nothing more while nobody coalesces, and `delattr` ends it.
             setattr(self, name, _record_works(getattr(self, name), works))
         self._together = works
 
@@ -307,8 +313,10 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         members = list(ranks)
         if len(set(members)) != len(members) or not all(0 <= rank < self._size for rank in members):
             raise ValueError(f"split_group needs different ranks below {self._size}, got {members}")
+        # Unlike in new_group, ranks outside have no part to play.
         if self._rank not in members:
             return None
+        # The same part may be split off again, and must not find the keys of the first one.
         self._splits[tuple(members)] = turn = self._splits.get(tuple(members), 0) + 1
         name = group_name or f"{self._name or 'group'}:split:{'-'.join(map(str, members))}:{turn}"
         asked = _DistributedBackendOptions()
@@ -316,8 +324,10 @@ class ProcessGroup(_TorchProcessGroup):  # type: ignore[misc]
         asked.group_rank, asked.group_size = members.index(self._rank), len(members)
         asked.timeout = timeout if timeout is not None else timedelta(seconds=self._limit.timeout_s)
         asked.group_id = name
+        # In numbers of the world, by which messages and the store name ranks.
         asked.global_ranks_in_group = [self._members[rank] if self._members else rank for rank in members]
         part = self._make(asked, device_types)
+        # torch does this for groups of its own making only.
         part.setGroupName(name)
         part.setGroupDesc(group_desc or f"{self._description or self._label}:split")
         return part
@@ -372,6 +382,7 @@ class _Ended:
         raise AbortedError(self._reason)
 
 
+# Weak, or no group would ever be collected.
 _open: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 
@@ -392,14 +403,17 @@ def _chain_excepthook() -> None:
             lines = str(error).splitlines()
             for group in list(_open):
                 group.fail(f"raised {kind.__name__}: {lines[0]}" if lines else f"raised {kind.__name__}")
+        # The peers first: printing may block, and they wait for this rank.
         previous(kind, error, traceback)
 
     sys.excepthook = excepthook
 
 
 def _shut_down_all() -> None:
+    # Threads that are in native code now must not come back into an interpreter that is gone.
     _native.begin_exit()
     for group in list(_open):
+        # At exit nobody can catch an error any more.
         with printed():
             group.shutdown()
 

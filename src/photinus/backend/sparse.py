@@ -34,8 +34,10 @@ def sparse_all_reduce(group: EngineGroup, tensor: Tensor, given: Any) -> dist.Wo
     if hash(given.reduceOp) != _SUM:
         raise ValueError("sparse tensors can be reduced by SUM only")
     size, rank = group.size(), group.rank()
+    # Fewer entries travel, and `indices()` exists for coalesced tensors only.
     own = tensor.detach().coalesce()
     shape, sparse_dims = tuple(own.shape), own.sparse_dim()
+    # Ranks compare it, so other shapes or types are an error and no garbage.
     label = f"sparse all_reduce of {str(own.dtype).removeprefix('torch.')}{list(shape)}"
     if sparse_dims != own.dim():
         label += f" with {sparse_dims} sparse dimensions"
@@ -44,7 +46,9 @@ def sparse_all_reduce(group: EngineGroup, tensor: Tensor, given: Any) -> dist.Wo
     counts[rank] = own._nnz()
     address, int64 = counts.data_ptr(), DTYPES[torch.int64]
     timeout_s = group._timeout_s(given)
+    # Where all_gather puts it, so it stays where it is.
     place = address + rank * counts.element_size()
+    # Once, as both calls are of one moment.
     told = group._updates.told()
     group._do(Call(_ALL_GATHER, place, address, 1, int64, timeout_s=timeout_s, label=label, updates=told))
     entries: list[int] = counts.tolist()
@@ -69,10 +73,12 @@ def sparse_all_reduce(group: EngineGroup, tensor: Tensor, given: Any) -> dist.Wo
     first = group._submit(call, memory)
 
     def finish() -> None:
+        # It has ended: the values went through the same lane behind it.
         first.wait()
         if memory.device is not None:
             first.order(cuda.streams.current(memory.device))
         with torch.inference_mode():
+            # Entries lie in the order of the ranks, and equal indices are added in it: the same bits everywhere.
             total = torch.sparse_coo_tensor(all_indices.t(), all_values, shape, check_invariants=False).coalesce()
             tensor.copy_(total)
         if memory.device is not None:  # made here, on another stream than that of whoever waits

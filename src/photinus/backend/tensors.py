@@ -34,6 +34,7 @@ REDUCTIONS: dict[int, int] = {
 """The engine's code of each reduction, by hash(ReduceOp): its number in C++, and the cheapest thing to look up."""
 
 _strided = torch.strided
+# The sum of complex numbers is that of their parts. Their product is not, and they have no order.
 _LINEAR = frozenset(hash(op) for op in (_REDUCE_OPS.SUM, _REDUCE_OPS.AVG, _REDUCE_OPS.PREMUL_SUM))
 
 _COMPLEX = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
@@ -56,6 +57,7 @@ def transfer_type(dtype: torch.dtype) -> tuple[int, str]:
         name = str(dtype).removeprefix("torch.")
         if name.startswith(("q", "float4")) or dtype.itemsize not in (1, 2, 4, 8):
             raise TypeError(f"backend photinus can't move tensors of {name}; move what they are made of")
+        # An integer of the same size: copying its bits copies any type.
         found = _moved[dtype] = DTYPES[_INTEGERS[dtype.itemsize]], name
     return found
 
@@ -83,6 +85,7 @@ def check_dense(tensor: Tensor) -> None:
 def check_apart(tensor: Tensor) -> None:
     """Raises ValueError for an output whose elements share memory: an expanded one, or windows that overlap."""
     steps = [abs(stride) * (size - 1) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    # Strides reach this many places at most, so with more elements some share one.
     if tensor.numel() > sum(steps) + 1:
         raise ValueError(
             f"a collective can't write to a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}: its "
@@ -105,6 +108,7 @@ class Memory:
         finally_: called behind the copies.
     """
 
+    # Nearly every call makes one.
     __slots__ = ("_copies", "_held", "device", "finally_")
 
     def __init__(self) -> None:
@@ -117,6 +121,7 @@ class Memory:
         """The tensor itself when dense, otherwise a dense copy in logical order; complex ones as pairs of reals."""
         tensor = self._checked(tensor)
         if not is_dense(tensor):
+            # Lazily conjugated and negated tensors lie in memory as they were before.
             tensor = tensor.resolve_conj().resolve_neg().contiguous()
         return self._hold(tensor)
 
@@ -131,6 +136,7 @@ class Memory:
             return self._hold(tensor)
         check_apart(tensor)
         stand_in = tensor.new_empty(tensor.shape)
+        # Only what the call reads has to be copied in.
         if load:
             stand_in.copy_(tensor)
         self._copies.append((tensor, stand_in))
@@ -146,13 +152,16 @@ class Memory:
                 f"the tensors of one call lie on one device, got one on {self.device or 'cpu'} and one on "
                 f"{tensor.device}; move them to one of these"
             )
+        # Autograd must not record what the engine reads and writes behind its back.
         return tensor.detach()
 
     def _hold(self, tensor: Tensor) -> Tensor:
+        # Until the exchange has ended, as the engine has addresses only.
         self._held.append(tensor)
         return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
     def __bool__(self) -> bool:
+        # Most calls have nothing to do afterwards, and their work then keeps nothing for it.
         return bool(self._copies) or self.finally_ is not None
 
     def __call__(self) -> None:
@@ -183,6 +192,7 @@ def allocate(size: int | Sequence[int], dtype: torch.dtype) -> Tensor:
     """An uninitialised CPU tensor in this process's arena, which the engine reduces where it lies."""
     shape = (size,) if isinstance(size, int) else tuple(size)
     elems = math.prod(shape)
+    # torch.frombuffer refuses empty memory.
     if elems == 0:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(engine.allocate(elems * dtype.itemsize), dtype=dtype).view(shape)

@@ -32,6 +32,7 @@ def outside_dynamo(cls: Class) -> Class:
     call. The two marks that it leaves work alone: an attribute for calls that Dynamo would inline, and a skip in the
     frame evaluator for frames that run while it listens, the frames below included.
     """
+    # Own methods only: a base class marks its own.
     for name, method in list(vars(cls).items()):
         if isinstance(method, FunctionType) and name != "__init__":
             setattr(cls, name, _mark(method))
@@ -43,6 +44,7 @@ def _mark(method: FunctionType) -> Any:
         from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
     except ImportError:  # a torch without them: the wrapper it is
         return torch._disable_dynamo(method)  # type: ignore[attr-defined]
+    # Twice: for this frame, and for those that it calls.
     set_code_exec_strategy(method.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     method._torchdynamo_disable = True  # type: ignore[attr-defined]
     method._torchdynamo_disable_msg = "a collective of backend photinus"  # type: ignore[attr-defined]
@@ -70,4 +72,5 @@ def end_event_with(event: Any, handle: engine.Work, submit: Submit) -> None:
 
     torch 2.11 leaves such events out.
     """
+    # `sees=False`: the error is for the thread that waits for the work, and not for this one.
     submit(handle, partial(handle.wait, sees=False), lambda _: end_event(event), False)

@@ -78,6 +78,7 @@ class Updates:
         known = self._parameters
         for parameter in parameters:
             key = id(parameter)
+            # The reference takes its key along when it ends, before a new tensor can get the same id.
             known[key] = weakref.ref(parameter, lambda _, key=key: known.pop(key, None))  # type: ignore[misc]
 
     def told(self) -> int:
@@ -89,6 +90,7 @@ class Updates:
             return made
         if _thread() != self._training_thread:
             return 0
+        # The sign says whether the engine is to compare it: only where training calls.
         return made if _is_of_training(_caller()) else -made
 
     def count_step(self, optimizer: Optimizer) -> None:

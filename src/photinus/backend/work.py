@@ -33,6 +33,7 @@ from .torch_tools import outside_dynamo
 
 NO_TIMEOUT = timedelta(0)
 
+# One for all works: futures are rare, and a lock for each work is not free.
 _making_future = threading.Lock()
 
 
@@ -88,6 +89,7 @@ class EngineWork(_Work):
         self._outputs = outputs
         self._submit = submit
         self._finish = finish or None  # nothing to copy is nothing to do
+        # Several threads may wait for one work, and the copies are made once.
         if finish:
             self._finishing = threading.Lock()
         self._future: Future[Any] | None = None
@@ -126,6 +128,7 @@ class EngineWork(_Work):
         """Whether the operation has ended, well or not, and its outputs hold the result."""
         if not self._handle.is_completed():
             return False
+        # Who finds it completed reads the outputs without waiting.
         if self._finish is not None and self._handle.error(sees=False) is None:
             self._copy_back()
         return True
@@ -149,6 +152,7 @@ class EngineWork(_Work):
 
     def _make_future(self, may_exchange: bool) -> Future[Any]:
         ended = self._new_future()
+        # A callback that raises is how a future gets an error that C++ respects, see above.
         result = ended.then(_outputs_or_error)
         if self._handle.is_completed():  # here and now: C++ asks after wait() and reads without waiting
             self._complete(ended, outcome(self._wait_and_finish))
@@ -164,6 +168,7 @@ class EngineWork(_Work):
 
     def source_rank(self) -> int:
         """The sender of a message, once it is here. Raises RuntimeError where there is none."""
+        # Negative for all but messages that have come.
         rank = self._handle.source_rank
         return rank if rank >= 0 else super().source_rank()
 
@@ -193,6 +198,7 @@ class CudaWork(EngineWork):
         self._device = memory.device
         self._memory = self._finish = memory
         self._finishing = threading.Lock()
+        # Asked now, because the memory has none left once they are queued.
         self._copies = bool(memory)
         self._copied: cuda.Event | None = None
 
@@ -204,6 +210,7 @@ class CudaWork(EngineWork):
         else:
             cuda.streams.follow(copied, self._device)
         cuda.streams.keep_for(self._memory.tensors(), self._device)
+        # The stream of the caller is ordered behind the copies, and the allocator knows it.
         self._memory.release()
 
     def _bring_back(self) -> cuda.Event | None:
@@ -242,6 +249,7 @@ class CudaWork(EngineWork):
                     self._handle.order(stream)
                 super()._complete(ended, error)
         except Exception as raised:  # noqa: BLE001 - handed on
+            # A future that never ends would hang all that wait for it.
             if not ended.done():
                 super()._complete(ended, raised)
 
@@ -263,6 +271,7 @@ class JoinedWork(_Work):
                 work.wait(timeout)
         except CollectiveError:
             for work in self._works:
+                # The caller gets one error for all of them, so the others must not come up later as unseen.
                 work._see()  # type: ignore[attr-defined]
             raise
         if self._future is not None:
@@ -299,8 +308,10 @@ class JoinedWork(_Work):
                     ended.set_result(value)
 
             made = ended.then(_outputs_or_error)
+            # Not under the lock: it may run callbacks, which may ask for futures.
             collect_all([work.get_future() for work in self._works]).add_done_callback(complete)
             with _making_future:
+                # Another thread may have been faster, and all callers must get one future.
                 made = self._future = self._future or made
         return made
 

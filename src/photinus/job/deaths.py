@@ -20,9 +20,11 @@ from typing import Any
 
 from .world import name_ranks
 
+# More would push the headline off the screen.
 _TRACEBACK_LINES = 120
 _LINE_CHARACTERS = 200
 
+# By name: the launcher imports neither torch nor the engine, and a worker can only write a name.
 _LOST_PEER_TYPES = frozenset(
     {
         "AbortedError",
@@ -34,6 +36,7 @@ _LOST_PEER_TYPES = frozenset(
     }
 )
 _HANDED_ON = "had no error"  # our own words (trainer.agreement) where a rank raises what another one has failed with
+# gloo, NCCL and the store raise plain RuntimeErrors, which only their texts tell apart.
 _LOST_PEER_TEXTS = (
     "broken pipe",
     "connection closed by peer",
@@ -79,6 +82,7 @@ class Raised:
             message = data["message"]
             traceback = str(message["extraInfo"].get("py_callstack", ""))
             own = data.get("photinus")
+            # torch's own @record wrote it, with neither the chain nor an exit code.
             if own is None:
                 type_name, _, said = str(message["message"]).partition(": ")
                 return cls(((type_name, said),), traceback)
@@ -106,6 +110,7 @@ class Raised:
     @property
     def lost_a_child(self) -> bool:
         """Whether it says that a process of the worker's own was killed, in the words of torch's DataLoader."""
+        # The process that was killed is no rank of ours, so this text is all that is known of it.
         signs = ("killed by signal", "exited unexpectedly")
         return self.by[:1] in ((), ("torch",)) and any(sign in self.text for sign in signs)
 
@@ -117,6 +122,7 @@ class Raised:
         """
         return any(
             name in _LOST_PEER_TYPES
+            # Python puts [Errno N] before errors of sockets that it opened itself; torch and gloo do not.
             or (not text.startswith("[Errno ") and any(sign in text.lower() for sign in _LOST_PEER_TEXTS))
             for (name, text), by in zip(self.chain, self.by or ("torch",) * len(self.chain), strict=False)
             if by != "other"
@@ -173,6 +179,7 @@ class Death:
     @property
     def _since_s(self) -> float:
         if self.raised is not None and self.raised.raised_at_s is not None:
+            # A rank may take seconds to exit after it raised; another one, which missed it, may be seen dead before.
             return min(self.seen_at_s, self.raised.raised_at_s)
         return self.seen_at_s - (_KILL_IS_SEEN_LATE_S if self.status == -signal.SIGKILL else 0.0)
 
@@ -187,6 +194,7 @@ def name_signal(number: int) -> str:
 
 def root_cause(deaths: Sequence[Death]) -> Death:
     """The death that the others follow from; `deaths` must not be empty."""
+    # False sorts first. Who the launcher ended is never the cause. The rank only makes the choice the same each time.
     return min(deaths, key=lambda d: (d.ended_by_us, d.consequence, d._since_s, d.status == -signal.SIGABRT, d.rank))
 
 
@@ -194,12 +202,14 @@ def exit_code_of(death: Death) -> int:
     """What the launcher exits with for this cause: 128 + signal, the worker's own code, 1 for an exception."""
     if death.raised is not None:  # however it went on from there
         return death.raised.exit_code
+    # As a shell does, so that scripts around the launcher see what they would see around the worker.
     return 128 - death.status if death.status < 0 else death.status
 
 
 def signature(death: Death) -> tuple[str, str, int]:
     """Equal for two deaths of the same kind, whichever rank and attempt."""
     if death.raised is not None:
+        # Without the traceback, which may differ where the fault does not.
         return (death.raised.type_name, death.raised.text, death.raised.exit_code)
     return ("", "", death.status)
 
@@ -238,6 +248,7 @@ def failure_text(
     if _last_lines_tell(cause):
         block += ["photinus:   the last that it wrote:", "", *(f"    {line}" for line in cause.last_lines), ""]
     if trace.strip():
+        # A job that fails alike at each restart would fill the screen with one traceback.
         if seen_before:
             block.append("photinus:   (traceback as above)")
         else:
@@ -250,6 +261,7 @@ def failure_text(
 def exit_message(death: Death) -> str:
     """What ends the log file of a worker: its traceback, which it did not print itself, or how it ended."""
     stack = _stack(death).rstrip()
+    # A reader of one log file does not see the others, and would take this end for the fault.
     end = f"photinus: rank {death.rank} (pid {death.pid}) was ended by the launcher, because another rank had failed"
     if death.raised is not None and stack:
         return f"{stack}\n"
@@ -266,6 +278,7 @@ def _last_lines_tell(death: Death) -> bool:
     """Whether the last lines of a worker say more than its exception does."""
     if death.raised is not None and death.raised.traceback.strip():
         return False
+    # Scripts often print what they raise or exit with.
     said = "" if death.raised is None else death.raised.text
     return any(line.strip() not in said for line in death.last_lines)
 
@@ -280,6 +293,7 @@ def _headline(death: Death) -> str:
 
 
 def _raised_text(raised: Raised) -> str:
+    # sys.exit is no exception to its user: its class would only puzzle.
     if raised.type_name == "SystemExit":
         words = f": {_one_line(raised.text)}" if raised.text != str(raised.exit_code) else ""
         return f"left with exit code {raised.exit_code}{words}"
@@ -291,10 +305,12 @@ def _details(cause: Death, oom: str) -> list[str]:
     if cause.overdue_s is not None:
         lines.append(f"it had not left {cause.overdue_s:.0f} s after that, and was killed")
     child_killed = cause.raised is not None and cause.raised.lost_a_child
+    # The kernel kills by SIGKILL only, and the launcher itself kills so what is overdue.
     killed = (cause.status == -signal.SIGKILL and cause.overdue_s is None) or child_killed
     if killed and oom:
         lines.append(f"possibly the kernel's out-of-memory killer: {oom}")
     if cause.status == -signal.SIGTERM and cause.raised is None:
+        # Else a user would look for the reason in the launcher, and not at the scheduler or the person who sent it.
         lines.append("the launcher did not send it")
     if cause.log:
         lines.append(f"its log is {cause.log}")
@@ -304,6 +320,7 @@ def _details(cause: Death, oom: str) -> list[str]:
 def _others(cause: Death, deaths: Sequence[Death], finished: Sequence[int]) -> list[str]:
     rest = sorted((death for death in deaths if death is not cause), key=lambda death: death.rank)
     same = [d.rank for d in rest if not d.ended_by_us and d.raised is not None and signature(d) == signature(cause)]
+    # A missing file or a bug hits all ranks alike: one line is enough for them.
     lines = [f"the same on {name_ranks(same, 8)}"] if same else []
     for death in rest:
         if death.ended_by_us or death.rank in same:
@@ -312,6 +329,7 @@ def _others(cause: Death, deaths: Sequence[Death], finished: Sequence[int]) -> l
         if death.consequence and death.raised is not None:
             reason = f"{death.raised.type_name}: {_first_sentence(death.raised.text)}"
             words = f"rank {death.rank} (pid {death.pid}) failed as a consequence: {reason}"
+        # See rule 2 above: gloo may abort a rank whose peer vanishes. It may have aborted by itself as well.
         elif death.status == -signal.SIGABRT:
             words += ", probably as a consequence"
         else:
@@ -323,6 +341,7 @@ def _others(cause: Death, deaths: Sequence[Death], finished: Sequence[int]) -> l
         lines.append(f"{name_ranks(ended, 8)} ended by the launcher")
     if killed:
         lines.append(f"{name_ranks(killed, 8)} did not leave in time: killed by the launcher")
+    # No death explains the others: a rank that ended early with code 0 may be what they miss.
     if finished and cause.consequence:
         lines.append(f"{name_ranks(finished, 8)} had finished with exit code 0 before")
     return lines
@@ -343,6 +362,7 @@ def _shorten(lines: list[str]) -> list[str]:
     if len(lines) <= _TRACEBACK_LINES:
         return lines
     head = _TRACEBACK_LINES // 4
+    # The end says what was raised, the beginning which call of the script led there.
     left_out = len(lines) - _TRACEBACK_LINES
     return [*lines[:head], f"... {left_out} lines left out ...", *lines[left_out + head :]]
 

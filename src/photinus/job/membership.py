@@ -24,8 +24,10 @@ from dataclasses import dataclass, field
 
 from .restart_policy import Report
 
+# Hosts that one command starts come within a second or two; a line before that would be noise.
 _SAY_AFTER_S = 3.0
 _SAY_EVERY_S = 60.0
+# After a restart the hosts are known and come at once, so there is little to wait for.
 _LAST_CALL_AGAIN_S = 1.0
 _FAILED = 1
 
@@ -155,12 +157,14 @@ class Membership:
         here = ", ".join(self._peers[key].name for key in self._order)
         if self.state == "ended":
             raise RefusedHostError("the job has just ended")
+        # With a fixed number, a job that runs has all its hosts: the loss of one would have ended or restarted it.
         if len(self._peers) >= self.most or (self.is_fixed and self.state == "running"):
             raise RefusedHostError(
                 f"the job has its {self.most} host{'s' * (self.most > 1)} already: {here}. Is --nnodes right, or was "
                 f"the command typed twice on one of them?"
             )
         if peer.node_rank is not None:
+            # The same number typed on two hosts is the usual slip.
             for other in self._peers.values():
                 if other.node_rank == peer.node_rank:
                     raise RefusedHostError(
@@ -169,6 +173,7 @@ class Membership:
                     )
         if self._since_s is None:
             self._since_s = now_s
+        # The place in the order is that of arrival, until an attempt gives it a better one.
         self._peers[peer.key] = peer
         self._order.append(peer.key)
 
@@ -179,9 +184,11 @@ class Membership:
         self._ready.add(key)
         if self.state == "gathering":
             return self.tick(now_s)
+        # A new world would start all ranks, also those that have ended well and must not train again.
         if self.state == "running" and self._any_rank_ended:
             return [Say(f"host {self._peers[key].name} has come, and waits: ranks ended well, and would start again")]
         if self.state == "running":
+            # Nothing has failed, so the workers may save before they make room for the new host.
             return self._regroup(f"host {self._peers[key].name} has come", now_s, unharmed=True)
         return []
 
@@ -193,10 +200,12 @@ class Membership:
         """A worker of this host failed, or it was asked to stop and report: how its workers ended."""
         if self.state not in ("running", "settling") or not self._runs(key):
             return []
+        # Only the first failure stops the others; what comes after it are the answers to that.
         first = self.state == "running"
         if first:
             self.state, self._since_s, self._said_s = "settling", now_s, None
         self._reports[key] = report
+        # A host that was lost meanwhile can neither be stopped nor report.
         others = tuple(peer.key for peer in self._running if peer.key != key and peer.key in self._peers)
         return [*([Stop(others)] if first and others else []), *self._settle(now_s)]
 
@@ -218,18 +227,24 @@ class Membership:
         was_running = self._runs(key)
         if self.state == "ended":
             return []
+        # It had work to do, so the job cannot end well without it.
         if self.state == "running" and was_running and key not in self._finished:
             return self._go_on_without(f"host {peer.name} {why}", now_s, left=not lost)
         if self.state == "running" and was_running:
+            # Its workers had all ended well: only its launcher is missing, and nobody needs that.
             return self.finish(key, now_s)
         if self.state == "settling" and was_running:
+            # What it reported is no longer the first cause: what the others saw may follow from its loss.
             self._reports.pop(key, None)
             self._lost.append(f"host {peer.name} {why}")
             self._left |= not lost
             return self._settle(now_s)
+        # It exited by itself, so the others would wait for it in vain. Before the first attempt the user may start it
+        # again.
         if self.state == "gathering" and self.is_fixed and self.attempt >= 0 and not lost:
             return self._end(f"host {peer.name} {why}", _FAILED)
         self._said_s = None
+        # It may have been the host that all waited for, or the one that made them enough.
         return [Say(f"host {peer.name} {why}"), *self.tick(now_s)]
 
     def lose_store(self, why: str, now_s: float) -> list[Act]:
@@ -257,6 +272,7 @@ class Membership:
             late = [peer for peer in self._running if peer.key in self._peers and peer.key not in self._reports]
             if is_over:
                 why = f"was lost: it did not report within {limit_s:g} s"
+                # It may hang with workers alive. Without it the others can go on, and it may come back.
                 drops = [Drop(peer.key) for peer in late]
                 return [*drops, *(act for peer in late for act in self.remove_host(peer.key, why, now_s, lost=True))]
             return self._say_waiting(now_s, f"the reports of {', '.join(peer.name for peer in late)}")
@@ -268,9 +284,11 @@ class Membership:
                     f"only {count} of {self._wanted()} ready within {limit_s:g} s; here: {self._names()}",
                     _FAILED,
                 )
+            # The last call starts over when there are enough again.
             return self._say_waiting(now_s, self._wanted())
         if self._enough_since_s is None:
             self._enough_since_s = now_s
+        # A host that has come and still ends its workers will be ready soon: starting without it would waste a restart.
         everybody = count == len(self._peers)
         last_call_s = self.last_call_s if self.attempt < 0 else min(_LAST_CALL_AGAIN_S, self.last_call_s)
         if is_over or (everybody and (count == self.most or now_s - self._enough_since_s >= last_call_s)):
@@ -285,6 +303,7 @@ class Membership:
         self.attempt += 1
         self._running = _ranked([self._peers[key] for key in self._order if key in self._ready])
         here = [peer.key for peer in self._running]
+        # The next attempt keeps this order, so that a host keeps its ranks where it can.
         self._order = here + [key for key in self._order if key not in here]
         self._ready.clear()
         self._finished.clear()
@@ -311,6 +330,7 @@ class Membership:
         """Hosts went while they were needed: hosts that may come and go meet anew, others if a restart is left."""
         if not self.is_fixed:
             return self._regroup(reason, now_s)
+        # A host that exits by itself does not come back for a restart; one that was lost may.
         return self._end(reason, _FAILED) if left else self._start_again(reason, now_s)
 
     def _start_again(self, reason: str, now_s: float) -> list[Act]:
@@ -321,6 +341,7 @@ class Membership:
         there = [peer for peer in self._running if peer.key in self._peers]
         if any(peer.key not in self._reports for peer in there):
             return []
+        # A lost host is the cause of what the others saw, so their reports would blame the wrong rank.
         if self._lost:
             return self._go_on_without("; ".join(self._lost), now_s, left=self._left)
         reports = tuple(self._reports[peer.key] for peer in there)
@@ -341,8 +362,10 @@ class Membership:
         return [Say(f"waiting for {what}, {left_s:.0f} s more at most; here: {self._names()}")]
 
     def _limit_s(self) -> float:
+        # From the second attempt on hosts first end workers, which may save.
         return self.join_timeout_s + (self.stop_grace_s if self.attempt >= 0 else 0.0)
 
+    # Also the test for late answers: once hosts gather again, nobody runs, and what they still send is ignored.
     def _runs(self, key: int) -> bool:
         return any(peer.key == key for peer in self._running)
 
@@ -358,6 +381,7 @@ def _ranked(peers: Sequence[PeerHost]) -> tuple[PeerHost, ...]:
     count = len(peers)
     fixed = {peer.node_rank: peer for peer in peers if peer.node_rank is not None and peer.node_rank < count}
     rest = [peer for peer in peers if peer not in fixed.values()]
+    # Rank 0 belongs on the leading host, whose terminal people watch.
     rest.sort(key=lambda peer: not peer.leads)
     waiting = iter(rest)
     return tuple(fixed[place] if place in fixed else next(waiting) for place in range(count))

@@ -55,7 +55,9 @@ class AverageExchange:
     def start(self, bucket: Bucket) -> Pending:
         """See `BucketExchange`."""
         if self._dtype in (None, bucket.flat.dtype) or not bucket.flat.is_floating_point():
+            # Integers are exact only in their own type.
             return self._average.start(bucket.flat, self._wire_dtype)
+        # A copy, because gradients are aliases of the bucket and keep its type.
         sent = bucket.flat.to(self._dtype)
         return _CopyBack(self._average.start(sent, self._wire_dtype), sent, bucket.flat)
 
@@ -94,6 +96,7 @@ class GradBucket:
 
     def gradients(self) -> list[torch.Tensor]:
         """The buffer's parts, each in its parameter's shape."""
+        # The bucket's own views have the strides of the parameters; in another buffer nothing but the shape is known.
         if self._buffer is self._bucket.payload:
             return [slot.view for slot in self._bucket.slots if slot.view is not None]
         return [
@@ -120,6 +123,7 @@ class GradBucket:
 class HookExchange:
     """Buckets travel by a hook. Nothing is divided: what the hook's future holds is what the gradients become."""
 
+    # A hook may compress what it gets, and would change what the ranks say behind the gradients.
     carries_tail = False
 
     def __init__(self, state: object, hook: CommHook, group: dist.ProcessGroup) -> None:
@@ -135,6 +139,7 @@ class HookExchange:
         """
         settle(self._group)  # hooks share memory between buckets, and count on what they have put off being done
         future = self._hook(self._state, GradBucket(bucket))
+        # `Work.get_future()` gives the C++ class, which is no subclass of Python's.
         if not isinstance(future, (torch.futures.Future, torch._C.Future)):
             raise TypeError(
                 f"a communication hook returns a torch.futures.Future of the bucket's new contents; "
@@ -157,6 +162,7 @@ class _HookWork:
             ValueError: it is shorter than the bucket.
         """
         value = self._future.wait()
+        # The future of an all_reduce holds a list of one tensor, and many hooks return just that.
         result = value[0] if isinstance(value, (list, tuple)) else value
         home, elems = self._bucket.payload, self._bucket.plan.elems
         if home.numel() != elems:  # resized by the hook
@@ -166,6 +172,7 @@ class _HookWork:
                 f"the communication hook {_name(self._hook)} gave {result.numel()} elements for bucket "
                 f"{self._bucket.index}, which has {elems}; its future holds at least as many (what follows is left out)"
             )
+        # Most hooks reduce in place, and there is nothing to copy.
         if result.data_ptr() != home.data_ptr():
             home.copy_(result.reshape(-1)[:elems])
         return home
@@ -176,11 +183,13 @@ class _HookWork:
 
 def check_hook(hook: object) -> None:
     """Refuses what cannot be a hook."""
+    # The refusals are those of torch's class: a hook works under both or under none.
     if not callable(hook):
         raise TypeError(f"Communication hook must be callable, got {type(hook).__name__}")
     signature = inspect.signature(hook)
     if "bucket" not in signature.parameters:
         raise ValueError(f"Communication hook: {_name(hook)}{signature} needs a parameter named `bucket`")
+    # With `from __future__ import annotations` it is text, and is compared as such.
     annotation = signature.parameters["bucket"].annotation
     if annotation not in (inspect.Parameter.empty, TorchGradBucket, GradBucket, "dist.GradBucket", "GradBucket"):
         raise ValueError(f"Communication hook: bucket annotation should be dist.GradBucket, not {annotation}.")
@@ -198,6 +207,7 @@ def builtin_hook(kind: object) -> CommHook:
     Raises:
         ValueError: another kind.
     """
+    # Imported when asked for, as most programs use no hook.
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     if kind == BuiltinCommHookType.ALLREDUCE:

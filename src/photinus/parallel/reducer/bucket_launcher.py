@@ -70,6 +70,7 @@ class BucketLauncher:
             seen: indices of parameters; where one comes twice, the first counts.
         """
         self.order = list(dict.fromkeys(seen))
+        # Ranks may have seen other orders: by branches of the model, or by the timing of autograd's threads.
         if self._average.world_size > 1:
             agreed = torch.tensor(self.order, dtype=torch.int64, device=self._average.device)
             dist.broadcast(agreed, group=self._average.group, group_src=0)
@@ -113,6 +114,7 @@ class BucketLauncher:
 
     def shadow(self, bucket: Bucket) -> Bucket:
         """A bucket like `bucket` that is all zeros and no parameter's."""
+        # New slots, since making a bucket ties its slots to it, and the real ones belong to the real bucket.
         slots = [Slot(slot.index, slot.name, slot.parameter) for slot in bucket.slots]
         tail, room = bucket.tail_elems, bucket.room_elems
         return Bucket(bucket.index, bucket.plan, slots, tail, self._allocate, room, bucket.is_last)
@@ -146,8 +148,10 @@ class BucketLauncher:
 
     def launch_complete(self) -> None:
         """Starts complete buckets, up to the first that is not."""
+        # How many gradients a parameter gets is known only after the first backward of a static graph.
         learning = self._static_graph is not None and not self._static_graph.learned
         if self._options.overlap and not learning and not self._waits_for_end:
+            # In order only: a later bucket that is complete first would be matched with an earlier one of another rank.
             while self._launched < len(self.buckets) and self.buckets[self._launched].pending == 0:
                 self._launch_next()
 
@@ -173,6 +177,7 @@ class BucketLauncher:
             bucket.arriving.clear()
         began = self._timeline.exchange_began()
         if self._guard is not None:
+            # What was found before travels with the last bucket, which is the only one with room for it.
             self._guard.watch(bucket, status_of(self.tail) if self.all_launched else None)
         bucket.work = self.exchange.start(bucket)
         self._timeline.bucket_launched(began, bucket)
@@ -183,8 +188,10 @@ class BucketLauncher:
         self._waits_for_end = False
         self.with_graph.clear()
         for bucket in self.buckets:
+            # All gradients count, those that never come too: `_count_absent` takes them off.
             bucket.pending = len(bucket.slots) + bucket.also_waits
             bucket.work = None
             bucket.arriving.clear()
         if self.tail is not None:
+            # Averages tell what one rank wrote only if all others have zeros there.
             self.tail.zero_()

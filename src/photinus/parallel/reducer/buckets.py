@@ -101,9 +101,11 @@ def assign_buckets(
             + (f", caps_bytes={list(caps_bytes)}" if caps_bytes else "")
         )
     walk = list(reversed(range(len(parameters)))) if order is None else list(order)
+    # A parameter that is left out would keep its local gradient, and nothing would show it.
     if sorted(walk) != list(range(len(parameters))):
         raise ValueError(f"order must name each of the {len(parameters)} parameters once, got {walk}")
 
+    # Buckets of several dtypes fill at the same time, because one collective adds one type.
     filling: dict[tuple[torch.dtype, bool], _OpenBucket] = {}
     buckets_closed: dict[torch.dtype, int] = {}
     closed: list[tuple[bool, int, BucketPlan]] = []
@@ -122,10 +124,12 @@ def assign_buckets(
 
     for position, index in enumerate(walk):
         dtype = parameters[index].dtype
+        # Rounded up, so that the gradient behind it begins on a cache line too.
         multiple = max(1, alignment_bytes // dtype.itemsize)
         room_elems = -(-parameters[index].numel() // multiple) * multiple
         key = (dtype, index in last)
         bucket = filling.get(key)
+        # Those that come last (key[1]) wait for the same event, so nothing is gained by more than one bucket.
         if bucket is not None and not key[1] and (bucket.elems + room_elems) * dtype.itemsize > cap_of(dtype):
             close(key)
             bucket = None
@@ -137,4 +141,5 @@ def assign_buckets(
         bucket.last_position = position
     for key in list(filling):
         close(key)
+    # Launched in this order on all ranks, so it should be that in which they are complete.
     return [plan for _, _, plan in sorted(closed, key=lambda entry: entry[:2])]

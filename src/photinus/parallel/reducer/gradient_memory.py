@@ -92,6 +92,7 @@ class Bucket:
         references = torch._C._storage_Use_Count(self._storage._cdata)
         if references == self._own_references:
             return False
+        # The parameters' own gradients hold references too; only those of others count.
         lying = [slot for slot in self.slots if aliases(slot.parameter.grad, slot.view)]
         if references == self._own_references + len(lying):
             return False
@@ -161,6 +162,7 @@ def bring_home(slots: Sequence[Slot], *, as_views: bool) -> list[tuple[Slot, tor
     if len(fresh) == 1:
         views[0].copy_(gradients[0])
     elif fresh:
+        # One call: with thousands of small gradients the calls would take longer than the copies.
         torch._foreach_copy_(views, gradients)
     for slot, view in zip(fresh, views, strict=True):
         slot.parameter.grad = view if as_views else view.data

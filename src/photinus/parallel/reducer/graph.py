@@ -45,6 +45,7 @@ def leaves_below(tensors: Sequence[torch.Tensor]) -> set[torch.Tensor]:
     seen: set[Any] = set(stack)
     while stack:
         node = stack.pop()
+        # Only nodes that accumulate into a leaf have it. The walk is a loop, as graphs are deeper than Python's stack.
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, torch.Tensor):
             leaves.add(leaf)
@@ -58,6 +59,7 @@ def leaves_below(tensors: Sequence[torch.Tensor]) -> set[torch.Tensor]:
 def inside_custom_function() -> bool:
     """Whether this thread runs inside the backward of an autograd Function: the sign of a nested backward."""
     entry = BackwardCFunction.apply.__code__  # what autograd calls to run a Function's backward
+    # torch does not say whether a backward is nested, but its Python frames do.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is entry:

@@ -39,10 +39,12 @@ from ..exchange.verify_models import ParameterPieces, compare_parameters
 from .gradient_memory import Slot
 
 ELEMS_PER_RANK = 5
+# Numbers up to 61 survive the averaging (see above), and 0 says nothing.
 _BASE = 61
 _STEPS_PER_DIGEST = 4
 _EXCHANGES_PER_OWN = 64
 
+# Weak, because the hook on optimizers lives as long as the process.
 _all: weakref.WeakSet[RankFacts] = weakref.WeakSet()
 
 
@@ -98,6 +100,7 @@ class RankFacts:
             self._digest_due = False
             self._digest = self._pieces.digest(self._steps // _STEPS_PER_DIGEST)
         elif not ride and self._sees_steps and _is_followed(rounds):
+            # Of all parameters, as it is taken so seldom.
             self._digest = self._pieces.digest_of_all()
 
     def exchange(self, rounds: int, *, silent: bool = False) -> torch.Tensor | None:
@@ -108,6 +111,7 @@ class RankFacts:
         if self._pieces is None or not _is_followed(rounds):
             return None
         device = control_device(self._average.group)
+        # float64 is exact here, and the tensor is too small to matter.
         own = torch.zeros(ELEMS_PER_RANK * self._average.world_size, dtype=torch.float64, device=device)
         if not silent:
             self.say(own)
@@ -119,8 +123,10 @@ class RankFacts:
         if tail is None or not self._sees_steps:
             return
         begin = self._average.group.rank() * ELEMS_PER_RANK
+        # From 1 on, since 0 says nothing.
         tail[begin + 1] = 1 + self._steps % _BASE
         if self._digest is not None:
+            # Three digits in base 61, as one element holds no larger number.
             for index in range(3):
                 tail[begin + 2 + index] = 1 + self._digest // _BASE**index % _BASE
             self._digest = None
@@ -139,11 +145,14 @@ class RankFacts:
             return
         words: list[float] = tail.tolist()
         rows = [words[begin + 1 : begin + ELEMS_PER_RANK] for begin in range(0, len(words), ELEMS_PER_RANK)]
+        # The usual case. Averages of equal numbers are equal to the bit, so nothing has to be decoded.
         if all(row == rows[0] for row in rows):
             return
+        # One rank wrote each element and the others zero, so the sum is what it wrote.
         said = [[round(word * self._average.contributors) for word in row] for row in rows]
         if len({row[0] for row in said if row[0]}) > 1:
             raise MismatchError(self._out_of_step_text([row[0] for row in said]))
+        # A digest names no parameter, so the parameters themselves are compared.
         if len({tuple(row[1:]) for row in said if row[1]}) > 1:
             compare_parameters([(slot.name, slot.parameter) for slot in self._slots], self._average.group)
 
@@ -162,6 +171,7 @@ class RankFacts:
         ranks: dict[int, list[int]] = {}
         for rank, word in enumerate(said):
             if word:
+                # Only the remainder travels, so the nearest number of steps is meant.
                 behind = (self._steps - (word - 1) + _BASE // 2) % _BASE - _BASE // 2
                 ranks.setdefault(self._steps - behind, []).append(rank)
         told = "; ".join(f"{name_ranks(those)}: {steps} optimizer steps" for steps, those in sorted(ranks.items()))

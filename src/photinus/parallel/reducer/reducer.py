@@ -200,6 +200,7 @@ class Reducer:
         """
         self._check_not_given_up()
         if self._open:
+            # Otherwise the exception that interrupted the backward was seen by the user, and is not reported twice.
             missing = self._missing() if self._left_open or self.options.late_errors else []
             self._close(self._missing(), interrupted=True)
             if missing and self._came_late is not None:
@@ -226,6 +227,7 @@ class Reducer:
         parameters (ZeRO) can go on.
         """
         shadows = [self._launcher.shadow(bucket) for bucket in self.buckets]
+        # The same collectives in the same order as in `_close`, where the other ranks are.
         works = [self._launcher.exchange.start(shadow) for shadow in shadows]
         if self.used.due:
             self.used.finish(self.used.start([False] * len(self.slots)))
@@ -313,6 +315,7 @@ class Reducer:
     def _start(self) -> None:
         self._make_buckets()
         if self.device.type == "cpu":
+            # Backward frees each gradient that lies in its bucket; the pages are wanted again in the next step.
             keep_freed_memory(PER_GRADIENTS * sum(s.parameter.nbytes for s in self.slots))
         for slot in self.slots:
             register: Any = slot.parameter.register_post_accumulate_grad_hook
@@ -406,6 +409,7 @@ class Reducer:
         if self._open and task not in self._tasks and task > self._tasks[0] and not inside_custom_function():
             # Not the enclosing backward (that would be older), not a nested one: a new one, after an exception.
             self._close(self._missing(), interrupted=True)
+        # Counted in no_sync too: an optimizer step after it is a step all the same.
         self.facts.begin_backward()
         if self.sync_grad and self.forward_syncs and task not in self._tasks:
             if not self._open:
@@ -419,6 +423,7 @@ class Reducer:
                         bucket.make_writable()
                 self.facts.say(self._launcher.tail)
                 self._count_unused()
+            # Autograd runs the callbacks of each nested backward at its own end, so each of them needs one.
             self._tasks.append(task)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._on_backward_end(task))
         self._task = task
@@ -437,6 +442,7 @@ class Reducer:
         slot.arrived = slot.absent = True
         if self.options.last_after == slot.index:
             self._launcher.count_event()
+        # Sparse gradients are exchanged at the end of the round, whatever came.
         if slot.bucket is None or slot.view is None:
             return
         gradient = slot.parameter.grad
@@ -451,6 +457,7 @@ class Reducer:
         """A second gradient in one round: fine as long as its bucket still waits for others."""
         if self.static_graph is not None and self.static_graph.learned:
             self.static_graph.completes(slot)  # raises: one more than there were
+        # The ranks have read the bucket, so this gradient would be missing from the average.
         if slot.bucket is not None and slot.bucket.work is not None:
             raise self._second_arrival(slot)
         if self.static_graph is not None:
@@ -538,6 +545,7 @@ class Reducer:
             if not failed and not early:
                 self._run_after_exchange()
         finally:
+            # Also after an error: the other ranks count this round, and every 64th one has an exchange of facts.
             self.used.note_unused(slot.index for slot in self.slots if slot.absent)
             self.rounds += 1
             self._reset()
@@ -563,6 +571,7 @@ class Reducer:
                 slot.parameter.grad = AveragedGradient.apply(  # type: ignore[no-untyped-call]
                     local, slot.view, self.average
                 )
+        # Absent here and used on another rank: the optimizer has to step here as it does there.
         absent = [slot for slot in self.slots if slot.absent]
         used_somewhere = self.used.somewhere() if absent else []
         for slot in absent:

@@ -22,6 +22,7 @@ from .gradient_memory import Bucket, Slot
 from .options import ReducerOptions
 from .timeline import Timeline
 
+# A large model has thousands, and the names of the modules tell the rest.
 _NAMES_SHOWN = 40
 
 _FOUND = -1.0
@@ -62,6 +63,7 @@ class RoundErrors:
         """Raises it now, at the end of backward, unless the options say: at the next forward."""
         if not self._options.late_errors:
             raise error
+        # Where torch's class raises it, and code written for that class expects it.
         self._kept = error
 
     def raise_kept(self) -> None:
@@ -87,6 +89,7 @@ def missing_text(rank: int, missing: Sequence[Slot], total: int, path: str, *, s
     if len(missing) > _NAMES_SHOWN:
         shown.append(f"  and {len(missing) - _NAMES_SHOWN} more")
     names = "\n".join(shown)
+    # A list of parameters is long; that they are all in `decoder.head` is what helps.
     modules = sorted({slot.name.rpartition(".")[0] or "the model itself" for slot in missing})[:5]
     static = (
         "before starting a new one. This error indicates that your training graph has changed in this iteration, "
@@ -95,6 +98,7 @@ def missing_text(rank: int, missing: Sequence[Slot], total: int, path: str, *, s
         if static_graph
         else "before starting a new one.\n"
     )
+    # torch's class names indices only, and old advice on the web refers to them.
     indices = " ".join(str(slot.index) for slot in missing)
     level = get_debug_level()
     debug = (
@@ -132,6 +136,7 @@ class NanGuard:
         """
         if self._found is None and (bucket.payload.is_floating_point() or bucket.payload.is_complex()):
             self._found = _first_not_finite(bucket)
+        # A backward that failed has said so in this element already, and that matters more.
         if self._found is not None and status is not None and status[self._average.group.rank()] == 0:
             status[self._average.group.rank()] = _FOUND
 
@@ -140,6 +145,7 @@ class NanGuard:
         for slot in slots:
             gradient = slot.parameter.grad
             if self._found is None and gradient is not None:
+                # They lie in no bucket, whose sum would show it.
                 values = gradient._values() if gradient.is_sparse else gradient
                 if not bool(torch.isfinite(values).all()):
                     self._found = slot
@@ -158,11 +164,13 @@ class NanGuard:
         # An averaged status that is not a number: the exchange itself overflowed or was given garbage.
         if status is not None and bool(((status >= 0) & torch.isfinite(status)).all()):
             return
+        # All ranks have seen the same status, so all of them come here.
         device = slots[0].parameter.device
         mine = torch.tensor([-1 if found is None else found.index], dtype=torch.int64, device=device)
         everyone = [torch.empty_like(mine) for _ in range(self._average.world_size)]
         dist.all_gather(everyone, mine, group=self._average.group)
         for rank, index in enumerate(int(each.item()) for each in everyone):
+            # Every rank names the same one: the first in the order of ranks.
             if index >= 0:
                 raise NonFiniteGradientError(
                     f"rank {rank} made a gradient that is not finite: parameter {slots[index].name} "
@@ -175,6 +183,7 @@ class NanGuard:
 def _first_not_finite(bucket: Bucket) -> Slot | None:
     # Half precision is added up in float32, which its sum cannot leave.
     dtype = torch.float32 if bucket.payload.dtype.itemsize < 4 else None
+    # A sum is one pass; isfinite would write a mask as large as the bucket.
     total = bucket.payload.sum(dtype=dtype).abs().item()
     if math.isfinite(total):
         return None

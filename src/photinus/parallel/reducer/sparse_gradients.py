@@ -34,17 +34,21 @@ def average_sparse(
     if not parameters:
         return []
     device = parameters[0].device
+    # Equal indices are added here, so that fewer entries travel.
     coalesced = [g.coalesce() if g is not None and g.is_sparse else g for g in gradients]
     mine = torch.tensor([_state(gradient) for gradient in coalesced], dtype=torch.int64, device=device)
     states = [torch.empty_like(mine) for _ in range(average.world_size)]
     dist.all_gather(states, mine, group=average.group)
+    # All ranks see all states, so all take the same branch below.
     by_rank = [state.tolist() for state in states]
     averages: list[torch.Tensor | None] = []
     for index, (parameter, gradient) in enumerate(zip(parameters, coalesced, strict=True)):
         kinds = {state[index][0] for state in by_rank}
         if kinds == {_NONE}:
             averages.append(None)
+        # Rows are exchanged along one sparse dimension. What has others, or is dense on one rank, goes dense for all.
         elif _DENSE in kinds or any(state[index][2] != 1 for state in by_rank if state[index][0] == _SPARSE):
+            # Contiguous on all ranks: with strides of their own, ranks would add unlike elements.
             dense = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
             if gradient is not None:
                 dense.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
@@ -68,6 +72,7 @@ def _average_rows(
     parameter: torch.Tensor, gradient: torch.Tensor | None, counts: Sequence[int], average: Average
 ) -> torch.Tensor:
     """The average of gradients whose rows (first dimension) are sparse; `counts` has each rank's number of rows."""
+    # Padded, because dense collectives need equal sizes.
     longest = max(counts)
     rows = torch.zeros(longest, dtype=torch.int64, device=parameter.device)
     values = torch.zeros((longest, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
@@ -76,10 +81,12 @@ def _average_rows(
         values[: gradient._nnz()] = gradient.values()
     all_rows = [torch.empty_like(rows) for _ in counts]
     all_values = [torch.empty_like(values) for _ in counts]
+    # Zero on all ranks or on none, so all leave the exchange out together.
     if longest:
         dist.all_gather(all_rows, rows, group=average.group)
         dist.all_gather(all_values, values, group=average.group)
     indices = torch.cat([r[:count] for r, count in zip(all_rows, counts, strict=True)])
     entries = torch.cat([v[:count] for v, count in zip(all_values, counts, strict=True)])
+    # Equal indices are added in the order of the ranks, which is the same on all of them.
     total = torch.sparse_coo_tensor(indices[None], entries, parameter.shape, check_invariants=False).coalesce()
     return total.mul_(1.0 / average.contributors)

@@ -69,4 +69,5 @@ def sent_to(device: torch.device, values: Sequence[int], dtype: torch.dtype) -> 
     """A tensor of some numbers on a device, without waiting for what is queued there."""
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)
+    # From pageable memory the host would wait for the copy, and so for all that is queued before it.
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)

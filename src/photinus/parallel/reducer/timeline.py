@@ -17,6 +17,7 @@ from ..tracing.device_clock import DeviceClock, Moment, is_past, ns_of
 from ..tracing.recording import EXCHANGE, MAIN, current_recording
 from .gradient_memory import Bucket
 
+# As torch's class samples, whose names `last` and `averages` have.
 _ALWAYS_SAMPLED = 10
 
 
@@ -61,6 +62,7 @@ class Timeline:
                 self._unread.append((self._iterations, moments))
             else:
                 self.iteration = self._iterations
+        # A GPU comes by its moments later: they are read when that costs no waiting.
         while self._unread and is_past(self._unread[0][1][-1]):
             self._keep(*self._unread.pop(0))
         self._iterations += 1
@@ -92,6 +94,7 @@ class Timeline:
         step = recording.step
 
         def reached(gradient: torch.Tensor) -> None:
+            # A backward that comes by several outputs is one backward.
             if self._outputs_reached != step:
                 self._outputs_reached = step
                 begin = self._now()
@@ -113,6 +116,7 @@ class Timeline:
     def exchange_began(self) -> int | Moment:
         """A bucket is launched, now: returns the time."""
         now = self._now()
+        # The first bucket of a backward begins the exchange.
         if not self._exchange:
             self._exchange = now
         return now
@@ -125,6 +129,7 @@ class Timeline:
         name = f"bucket {bucket.index}"
         facts = {"bytes": bucket.flat.nbytes, "parameters": [slot.name for slot in bucket.slots]}
         if not recording.add_exchange(name, begin, bucket.work, **facts):
+            # The work has no times of its own, so its span ends when all averages have come.
             self._unstamped.append((name, begin, facts))
 
     def backward_ended(self) -> None:
@@ -146,6 +151,7 @@ class Timeline:
         """Takes the moments of an iteration: of its forward, backward and its end, exchange and its end."""
         forward, backward, backward_end, exchange, exchange_end = (_ns(each, moments[0]) for each in moments)
         self.iteration = iteration
+        # All buckets may have been skipped.
         exchange = exchange or exchange_end
         durations = {
             "forward_compute_time": backward - forward,
@@ -153,9 +159,11 @@ class Timeline:
             "backward_comm_time": exchange_end - exchange,
             "backward_compute_comm_overlap_time": max(1, backward_end - exchange),
         }
+        # 0 stands for what was never measured.
         durations = {name: max(1, duration) for name, duration in durations.items()}
         for name, duration in durations.items():
             mean = self.averages.get(f"avg_{name}", 0)
+            # A running mean, so that nothing grows with the number of steps.
             self.averages[f"avg_{name}"] = (mean * self._samples + duration) // (self._samples + 1)
         self._samples += 1
         self.last = {

@@ -55,11 +55,13 @@ class StaticGraph:
             PhotinusError: it is one more than in the first backward.
         """
         slot.arrivals += 1
+        # Nothing is launched before the end of this backward, so every arrival may count as the last.
         if self._arrivals is None:
             return True
         expected = self._arrivals[slot.index]
         if slot.arrivals > expected:
             was = "got no gradient" if expected == 0 else f"got {expected} gradients"
+            # It begins with the sentence of torch's class, which people search for.
             self._timeline.error = (
                 f"rank {self._rank}: Your training graph has changed in this iteration, but static_graph=True promises "
                 f"that it does not: parameter {slot.name} {was} in the first backward, and one more now. Leave "
@@ -101,10 +103,12 @@ class UsedParameters:
         """Whether this round has to exchange it."""
         if self._static_graph is not None:
             return self._static_graph.used_somewhere is None
+        # It costs an exchange, so nobody asks where the user says that all are used.
         return self._asked
 
     def start(self, touched: Sequence[bool]) -> Pending:
         """Starts the exchange of what this rank used; `finish` has to follow."""
+        # Numbers, not truth values: the sum says on how many ranks each was used, which `ranks` shows.
         self.ranks = sent_to(self.ranks.device, touched, torch.int32)
         work: Any = dist.all_reduce(self.ranks, group=self._average.group, async_op=True)
         pending: Pending = work
@@ -115,17 +119,20 @@ class UsedParameters:
         work.wait()
         self._exchanged = True
         if self._static_graph is not None:
+            # Asked once: with a static graph the answer is that of every later round.
             self._static_graph.used_somewhere = [count > 0 for count in self.ranks.tolist()]
 
     def somewhere(self) -> list[bool]:
         """For each parameter, whether some rank used it in this round; [] where nobody asks: all are used."""
         if self._static_graph is not None:
             return self._static_graph.used_somewhere or []
+        # On a GPU this waits for the device, which is why nobody is asked where all are used.
         return [count > 0 for count in self.ranks.tolist()] if self._exchanged else []
 
     def note_unused(self, indices: Iterable[int]) -> None:
         """Remembers which parameters this rank did not use in the round that ends."""
         unused = frozenset(indices)
+        # torch's `_ddp_graph_static` answers with it, from which users see whether static_graph=True is safe.
         if self._unused_before is not None and unused != self._unused_before:
             self.always_the_same = False
         self._unused_before = unused
