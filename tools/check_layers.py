@@ -45,14 +45,14 @@ FLOORS = {
 # Python: room -> most lines. Who adds to a full room takes something out of it, or says in the commit why it grows.
 BUDGET = {
     "backend": 3502,
-    "cli": 1773,
+    "cli": 1765,
     "compat": 727,
     "job": 3266,
     "parallel": 6918,
     "run": 4350,
     "runlog": 1695,
     "templates": 340,
-    "tools": 2504,
+    "tools": 2499,
     "top": 1678,
     "trainer": 8010,
 }

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from photinus.cli import detect_scheduler
 from photinus.cli.detect_scheduler import place_hosts
 from photinus.cli.flags import parse_run
 from photinus.errors import LaunchError, UsageError
 from photinus.job.spec import HostSpec
+
+
+@pytest.fixture(autouse=True)
+def _names_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detect_scheduler, "reachable_address", str)
 
 
 def srun(rank: int, per_host: str, hosts: str, tasks: int, **more: str) -> dict[str, str]:
@@ -38,7 +44,7 @@ def mpirun(rank: int, size: int, local_size: int, **more: str) -> dict[str, str]
 
 
 def seen(environ: dict[str, str]) -> HostSpec:
-    return place_hosts(HostSpec(local_address="here"), environ, resolve=lambda name: name)
+    return place_hosts(HostSpec(local_address="here"), environ)
 
 
 def test_a_launcher_on_each_host_of_a_step_knows_its_place():

@@ -23,7 +23,7 @@ def parser() -> Parser:
     """The command line."""
     about = "Print a script that lets the shell complete photinus commands and their flags."
     made = Parser("completion", "|".join(_SHELLS), about=about, more=_MORE)
-    made.add("shell", metavar="SHELL", one_of=_SHELLS, help=f"one of {', '.join(_SHELLS)}")
+    made.add("shell", f"one of {', '.join(_SHELLS)}", metavar="SHELL", one_of=_SHELLS)
     return made
 
 
@@ -36,10 +36,10 @@ def main(arguments: Sequence[str]) -> int:
     for name, (module, meaning) in COMMANDS.items():
         of_command: Parser = importlib.import_module(module).parser()
         if of_command.passes_on:
-            of_command.add("words", metavar="FILE", nargs=argparse.REMAINDER)
+            of_command.add("words", "", metavar="FILE", nargs=argparse.REMAINDER)
         for action in [*of_command.flags.values(), *of_command.words]:
             offered = of_command.offered.get((action.option_strings or [action.dest])[0])
-            if offered is not None:
+            if offered:
                 action.choices = offered
             elif action.metavar in _FILES:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]

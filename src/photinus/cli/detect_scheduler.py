@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 
 from .. import env
@@ -16,24 +15,16 @@ from ..job.spec import HostSpec
 from ..job.world import World
 
 
-def place_hosts(
-    hosts: HostSpec,
-    environ: MutableMapping[str, str] | None = None,
-    *,
-    resolve: Callable[[str], str] = reachable_address,
-) -> HostSpec:
+def place_hosts(hosts: HostSpec, environ: MutableMapping[str, str]) -> HostSpec:
     """Return the hosts of the job with what the scheduler around this process says of them, where the user did not.
 
     A secret that the job's processes share already is put into the environment, for the launchers to prove themselves.
-
-    `resolve` makes an address of a host's name; the default asks Slurm about names that the resolver does not know.
 
     Raises:
         UsageError: the scheduler started several launchers on one host, each of which would start a whole job; or it
             holds several hosts, and this launcher was started on one of them only.
         LaunchError: the environment contradicts itself, or does not say where the hosts meet.
     """
-    environ = os.environ if environ is None else environ
     if hosts.nnodes is not None:
         return hosts
     if read_torchrun(environ) is not None and env.JOB_ID.name in environ:
@@ -57,7 +48,7 @@ def place_hosts(
         raise LaunchError(f"the environment cannot be read: {error}") from error
     leader, port, job_id = hosts.leader, hosts.port, hosts.job_id
     if place is not None:
-        leader = resolve(place.address)
+        leader = reachable_address(place.address)
         port = place.port if port is None else port
         job_id = job_id or (place.job or f"{place.address}:{place.port}").replace(" ", "-")
     assert leader is not None

@@ -65,8 +65,7 @@ class RunFlags:
 
 
 class _Flag(NamedTuple):
-    """A flag: its spellings and what stands for its value in help (nothing: a switch), what it does, the type of its
-    value, and the field that it sets in RunFlags, JobSpec or a part of it (by default the one of its name)."""
+    """A flag as `Parser.add` takes it, and the field that it sets, by default the one of its name."""
 
     usage: str
     help: str
@@ -247,17 +246,10 @@ def run_parser() -> Parser:
         exclusive=_EXCLUSIVE,
     )
     for section, flags in _FLAGS.items():
-        for flag in flags:
-            name, *also = (word for word in flag.usage.split() if word.startswith("-"))
-            metavar = flag.usage.split()[-1]
-            options: dict[str, Any] = {"action": "store_true"}
-            if not metavar.startswith("-"):
-                action = "append" if name in _REPEATED else "store"
-                options = {"metavar": metavar, "type": flag.type, "action": action}
-            if flag.sets is not None:
-                options["dest"] = flag.sets
-            only_with = _ONLY_WITH.get(name, ())
-            parser.add(name, section=section, also=also, help=flag.help, only_with=only_with, **options)
+        for usage, about, kind, sets in flags:
+            name = usage.split()[0]
+            options: dict[str, Any] = {"action": "append"} if name in _REPEATED else {}
+            parser.add(usage, about, kind, section=section, dest=sets, only_with=_ONLY_WITH.get(name, ()), **options)
     parser.offered["--nproc-per-node"] = ("auto", "gpu", "cpu")
     return parser
 

@@ -41,7 +41,7 @@ def parser() -> Parser:
         "and a README. It trains without changes, on one process or many.",
         more="example:\n  photinus new digits",
     )
-    made.add("folders", metavar="DIR", nargs="*", help="a new or empty folder")
+    made.add("folders", "a new or empty folder", metavar="DIR", nargs="*")
     return made
 
 

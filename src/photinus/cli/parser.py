@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
 
     Attributes:
         flags: each spelling, with dashes, and argparse's action for it; `words`: the actions of words.
-        offered: what may follow a flag or stand for a word, by its first spelling, where that can be listed.
+        offered: what may follow a flag or stand for a word, by its first spelling; empty where it cannot be listed.
     """
 
     def __init__(
@@ -62,40 +62,49 @@ class Parser(argparse.ArgumentParser):
         self._only_with: dict[str, Sequence[str]] = {}
         self._sections: dict[str, Any] = {}
         self._repeated: set[str] = set()
-        self.add("--help", also=("-h",), action="help", help="show this text")
+        self.add("--help -h", "show this text", action="help")
 
     def add(
         self,
-        name: str,
+        usage: str,
+        help: str,
+        type: Callable[[str], Any] = str,
         *,
         section: str = "flags",
-        also: Sequence[str] = (),
         one_of: Sequence[str] = (),
         some_of: Sequence[str] = (),
         only_with: Sequence[str] = (),
         **options: Any,
     ) -> None:
-        """Declare a flag, or a word. A switch has `action="store_true"`; all other flags need a `metavar`.
+        """Declare a flag, or a word.
 
         Args:
-            name: with its dashes, if it has any; `also`: other spellings, which help does not show.
+            usage: the spellings of a flag, of which help shows the first, and what stands for its value (nothing: a
+                switch); or the name of a word.
+            type: raises ArgumentTypeError, saying what is needed.
             section: of help.
             one_of: what the value may be; some_of: what a list with commas may hold (the value is a tuple).
             only_with: flags of which one must be given too.
-            options: argparse's. A `type` raises ArgumentTypeError, saying what is needed.
+            options: argparse's.
         """
         if one_of or some_of:
-            options["type"] = _choice(one_of) if one_of else _choices(some_of)
-            self.offered[name] = one_of or some_of
-        if not name.startswith("-"):
-            self.words.append(self.add_argument(name, **options))
+            type = _choice(one_of) if one_of else _choices(some_of)
+        names = [word for word in usage.split() if word.startswith("-")]
+        name, metavar = [*names, usage][0], usage.split()[-1]
+        self.offered[name] = one_of or some_of
+        if not names:
+            self.words.append(self.add_argument(usage, help=help, type=type, **options))
             return
+        if metavar != names[-1]:
+            options |= {"metavar": metavar, "type": type}
+        else:
+            options.setdefault("action", "store_true")
         if section not in self._sections:
             self._sections[section] = self.add_argument_group(section)
         if options.get("action") == "append":
             self._repeated.add(name)
         self._only_with[name] = only_with
-        self.flags.update(dict.fromkeys((name, *also), self._sections[section].add_argument(name, **options)))
+        self.flags.update(dict.fromkeys(names, self._sections[section].add_argument(name, help=help, **options)))
 
     def parse(
         self,

@@ -102,7 +102,7 @@ def _resolve(flags: RunFlags) -> JobSpec:
     if started_as is None:
         from .detect_scheduler import place_hosts
 
-        spec = replace(spec, hosts=place_hosts(spec.hosts))
+        spec = replace(spec, hosts=place_hosts(spec.hosts, os.environ))
     program = spec.program if flags.use_env else add_local_rank(spec.program)
     # Where several launchers share a terminal, the first host's says it for all.
     says = started_as is None or not spec.hosts.node_rank

@@ -43,14 +43,13 @@ def parser() -> Parser:
         more=_MORE,
         exclusive=[("--hosts", "--hostfile")],
     )
-    made.add("--json", action="store_true", help="print the findings as JSON")
-    limit = "timeout of each check. default: 120"
-    made.add("--timeout", metavar="SECONDS", type=positive_seconds, default=_TIMEOUT_S, help=limit)
-    made.add("--hosts", metavar="a,b,c", help="hosts to check (root@a: as a different user)")
-    made.add("--hostfile", metavar="FILE", help="file with the hosts, as for `photinus run`")
+    made.add("--json", "print the findings as JSON")
+    made.add("--timeout SECONDS", "timeout of each check. default: 120", positive_seconds, default=_TIMEOUT_S)
+    made.add("--hosts a,b,c", "hosts to check (root@a: as a different user)")
+    made.add("--hostfile FILE", "file with the hosts, as for `photinus run`")
     reached = ("--hosts", "--hostfile")
-    made.add("--ssh", metavar="COMMAND", default="ssh", only_with=reached, help="ssh command. default: ssh")
-    made.add("--ssh-port", metavar="PORT", type=port, only_with=reached, help="port of the ssh servers")
+    made.add("--ssh COMMAND", "ssh command. default: ssh", default="ssh", only_with=reached)
+    made.add("--ssh-port PORT", "port of the ssh servers", port, only_with=reached)
     return made
 
 

@@ -38,9 +38,9 @@ exit code: 0; 1 if the page could not be written; 2 for wrong use."""
 def parser() -> Parser:
     """The command line."""
     made = Parser("report", "[RUN ...] [-o FILE.html]", about=_ABOUT, more=_MORE)
-    made.add("runs", metavar="RUN", nargs="*", help=SUPPRESS)
+    made.add("runs", SUPPRESS, metavar="RUN", nargs="*")
     where = "file to write. default: report.html in the run's folder (several: in this folder); - is standard output"
-    made.add("--out", also=("-o", "--output"), metavar="FILE.html", help=f"(or -o) {where}")
+    made.add("--out -o --output FILE.html", f"(or -o) {where}")
     return made
 
 

@@ -47,9 +47,9 @@ exit code: 0; 2 for wrong use."""
 def parser() -> Parser:
     """The command line."""
     made = Parser("top", "[RUN] [--once] [--interval SECONDS]", about=_ABOUT, more=_MORE)
-    made.add("runs", metavar="RUN", nargs="*", help=SUPPRESS)
-    made.add("--once", action="store_true", help="print it once and exit (default if the output is not a terminal)")
-    made.add("--interval", metavar="SECONDS", type=_interval, default=1.0, help="seconds between updates. default: 1")
+    made.add("runs", SUPPRESS, metavar="RUN", nargs="*")
+    made.add("--once", "print it once and exit (default if the output is not a terminal)")
+    made.add("--interval SECONDS", "seconds between updates. default: 1", _interval, default=1.0)
     return made
 
 
