@@ -68,14 +68,6 @@ def test_wrong_use_is_told_before_anything_is_measured(words: list[str], told: s
         parse_bench(words)
 
 
-def test_help_fits_a_terminal_and_needs_no_torch(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--help"]) == 0
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
-    code = "import sys; from photinus.cli.main import main; main(['bench', '--help']); print('torch' in sys.modules)"
-    imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert imported.stdout.endswith("False\n")
-
-
 # ---- figures
 
 

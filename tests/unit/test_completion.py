@@ -56,8 +56,3 @@ def test_the_script_is_valid_in_its_shell(capsys: pytest.CaptureFixture[str], sh
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
     subprocess.run([shell, "-n"], input=text, text=True, check=True, timeout=20)
-
-
-def test_an_unknown_shell_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", "bsh"]) == 2
-    assert "Did you mean bash?" in capsys.readouterr().err

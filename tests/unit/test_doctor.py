@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -253,27 +251,3 @@ def test_all_well_is_exit_code_0(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     stub(monkeypatch, Finding("Software", "torch", "note", "2.10.0", "Take a newer one."))
     assert main(["doctor", "--timeout", "3"]) == 0
     assert "All well: 1 looks, worth knowing: torch." in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--jsn"], "Did you mean --json?"),
-        (["--timeout"], "--timeout needs a value: SECONDS."),
-        (["--timeout=-1"], "--timeout -1: needs"),
-        (["--ssh-port", "2222"], "--ssh-port 2222 means something only with --hosts or --hostfile."),
-    ],
-)
-def test_wrong_use_is_told(capsys: pytest.CaptureFixture[str], words: list[str], told: str) -> None:
-    assert main(["doctor", *words]) == 2
-    assert told in capsys.readouterr().err
-
-
-def test_its_help_needs_no_torch_and_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--help"]) == 0
-    shown = capsys.readouterr().out
-    assert "exit code: 0 when all is well" in shown
-    assert max(map(len, shown.splitlines())) <= 80
-    code = "import sys; from photinus.cli.main import main; main(['doctor', '--help']); print('torch' in sys.modules)"
-    imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert imported.stdout.endswith("False\n")

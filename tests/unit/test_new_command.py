@@ -165,33 +165,3 @@ def test_a_folder_that_cannot_be_written_is_told_and_nothing_is_left(
     assert main(["new", str(tmp_path / "file" / "project")]) == 2
     assert "cannot be written: Not a directory" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ([], "which folder? Usage: photinus new DIR"),
-        (["x", "y"], "one folder is needed, but 2 are named: x y."),
-        (["x", "--template", "gpt"], "unknown flag --template."),
-    ],
-)
-def test_wrong_use_is_told_in_a_line(
-    words: list[str],
-    told: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["new", *words]) == 2
-    shown = capsys.readouterr()
-    assert shown.err.startswith(f"photinus: {told}")
-    assert shown.err.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_torch_is_never_imported(tmp_path: Path) -> None:
-    code = "import sys; from photinus.cli.main import main; main(sys.argv[1:]); print('torch' in sys.modules)"
-    for words in (["new", "--help"], ["new", str(tmp_path / "x")]):
-        done = python(tmp_path, code, *words)
-        assert done.stdout.endswith("False\n"), done.stderr
